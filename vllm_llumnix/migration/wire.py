@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between an engine and the origin API server of a request that moved (the relay), as msgpack.
+
+Engine to origin: `Hello`, `TokenBatch`, `Heartbeat`, `FenceQuestion`. Origin to engine: `Release`, `FenceAnswer`,
+`HeartbeatAck`. Structs of our own, not vLLM's: decoding them can neither unpickle anything nor set fields of a vLLM
+object that a peer has no business to set.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from vllm_llumnix.ids import Epoch
+
+RELAY_VERSION = 1
+MAX_MESSAGE_BYTES = 16 << 20
+"""Larger messages are dropped before they are decoded."""
+
+
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Logprobs of the tokens of one output: a row per token, the sampled token first."""
+
+    token_ids: list[list[int]]
+    logprobs: list[list[float]]
+    ranks: list[int]
+
+
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
+    """What one engine step produced for one request."""
+
+    request_id: str
+    epoch: Epoch
+    base: int
+    """Number of output tokens of the request when this epoch began."""
+    first: int
+    """Index, among the request's output tokens, of the first token here."""
+    token_ids: list[int]
+    finish_reason: int | None = None
+    stop_reason: int | str | None = None
+    logprobs: Logprobs | None = None
+    num_nans_in_logits: int = 0
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    version: int
+    instance: str
+    incarnation: str
+    llumlet: str
+
+
+class TokenBatch(msgspec.Struct, frozen=True, tag="tokens"):
+    """Outputs of one engine step for requests of one origin."""
+
+    instance: str
+    incarnation: str
+    llumlet: str
+    """gRPC address of the llumlet that owns the requests: aborts go there."""
+    outputs: list[TokenOutput]
+    weight_version: str | None = None
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """`steps` counts turns of the engine's loop, so that a hung loop is seen although its threads still answer."""
+
+    instance: str
+    incarnation: str
+    steps: int
+    requests: list[str]
+
+
+class FenceQuestion(msgspec.Struct, frozen=True, tag="fence"):
+    """A former owner asks whether `epoch` has started; if not, it is barred for good."""
+
+    question: int
+    request_id: str
+    epoch: Epoch
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """The origin does not want these requests from this sender: they are finished, aborted or owned elsewhere."""
+
+    requests: list[tuple[str, Epoch]]
+
+
+class FenceAnswer(msgspec.Struct, frozen=True, tag="fence_answer"):
+    """Exactly one of: `started`; `finished` (nobody waits for the request); or `raised`, the epoch to go on under."""
+
+    question: int
+    request_id: str
+    started: bool
+    finished: bool
+    raised: Epoch | None
+    delivered: int
+
+
+class HeartbeatAck(msgspec.Struct, frozen=True, tag="heartbeat_ack"):
+    """`unknown` are requests of the heartbeat that this origin does not know."""
+
+    unknown: list[str]
+
+
+ToOrigin = Hello | TokenBatch | Heartbeat | FenceQuestion
+ToEngine = Release | FenceAnswer | HeartbeatAck
+
+_encoder = msgspec.msgpack.Encoder()
+_to_origin = msgspec.msgpack.Decoder(ToOrigin)
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+
+
+def encode(message: ToOrigin | ToEngine) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_origin(data: bytes) -> ToOrigin:
+    """Raises `msgspec.ValidationError` or `msgspec.DecodeError` for anything that is not a message to an origin."""
+    return _to_origin.decode(data)
+
+
+def decode_to_engine(data: bytes) -> ToEngine:
+    """Raises `msgspec.ValidationError` or `msgspec.DecodeError` for anything that is not a message to an engine."""
+    return _to_engine.decode(data)

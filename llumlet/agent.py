@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine implements to be a llumlet.
+
+Contract, the same for all methods:
+- they are called on the event loop that called `server.serve`, several at a time;
+- a call that the caller gives up (it left, its deadline passed) is **not** cancelled: it runs to its end and its answer
+  is thrown away. Only the shutdown of the server cancels;
+- arguments have passed `llumlet.validation`: required ids are there, enums and ranges are legal. That an id names this
+  instance, or a known request, is the agent's to check;
+- a refusal is a raised `LlumletError`; any other exception reaches the caller as `INTERNAL` and the log with its trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from llumlet.types import (
+    AbortMigrateInRequest,
+    AbortMigrateInResponse,
+    AbortRequest,
+    AbortResponse,
+    CommitRequest,
+    CommitResponse,
+    CopyRoundRequest,
+    CopyRoundResponse,
+    InstanceMetadata,
+    InstanceStatus,
+    ListRequestsResponse,
+    MigrateInRequest,
+    MigrateRequest,
+    MoveProgress,
+    MoveSummary,
+    ReserveRequest,
+    ReserveResponse,
+    SettleRequest,
+    SettleResponse,
+)
+
+Report = Callable[[MoveProgress], None]
+"""Passes one event on to the caller, if it is still there. Never blocks or raises; called on the event loop with a
+message that is not changed afterwards."""
+
+
+class Operator(Protocol):
+    """Service `llumlet.Llumlet`: what schedulers and people ask for."""
+
+    async def migrate(self, request: MigrateRequest, report: Report) -> MoveSummary:
+        """Move requests away. Returns when every selected one is settled; selecting none is no error."""
+        ...
+
+    async def migrate_in(self, request: MigrateInRequest, report: Report) -> MoveSummary:
+        """Ask the source to move requests here; pass on what it reports."""
+        ...
+
+    async def abort(self, request: AbortRequest) -> AbortResponse: ...
+
+    async def abort_migrate_in(self, request: AbortMigrateInRequest) -> AbortMigrateInResponse: ...
+
+    async def get_instance_status(self) -> InstanceStatus: ...
+
+    async def get_instance_metadata(self) -> InstanceMetadata: ...
+
+    async def list_requests(self) -> ListRequestsResponse: ...
+
+
+class Destination(Protocol):
+    """Service `llumlet.Peer`: what the source of a move asks of us. Each method is idempotent."""
+
+    async def reserve(self, request: ReserveRequest) -> ReserveResponse: ...
+
+    async def copy_round(self, request: CopyRoundRequest) -> CopyRoundResponse: ...
+
+    async def commit(self, request: CommitRequest) -> CommitResponse:
+        """Returns COMMITTED or BARRED. An error leaves the source in doubt: it will withdraw."""
+        ...
+
+    async def withdraw(self, request: SettleRequest) -> SettleResponse: ...
+
+    async def cancel(self, request: SettleRequest) -> SettleResponse: ...
+
+    async def abort_handover(self, request: SettleRequest) -> SettleResponse: ...
+
+    async def close_handover(self, request: SettleRequest) -> SettleResponse: ...
+
+    async def query(self, request: SettleRequest) -> SettleResponse: ...
+
+
+class Agent(Operator, Destination, Protocol):
+    """Both services of one instance."""

@@ -1,0 +1,701 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REASON_NONE: _ClassVar[Reason]
+    UNKNOWN_REQUEST: _ClassVar[Reason]
+    REQUEST_FINISHED: _ClassVar[Reason]
+    REQUEST_ABORTED: _ClassVar[Reason]
+    REQUEST_PREEMPTED: _ClassVar[Reason]
+    ALREADY_MIGRATING: _ClassVar[Reason]
+    HANDOVER_OPEN: _ClassVar[Reason]
+    NOT_STARTED: _ClassVar[Reason]
+    PREFILL_RUNNING: _ClassVar[Reason]
+    NOT_PORTABLE: _ClassVar[Reason]
+    INVALID_REQUEST: _ClassVar[Reason]
+    LORA_NOT_AVAILABLE: _ClassVar[Reason]
+    INCOMPATIBLE_ENGINE: _ClassVar[Reason]
+    SAME_INSTANCE: _ClassVar[Reason]
+    WRONG_INSTANCE: _ClassVar[Reason]
+    DESTINATION_FULL: _ClassVar[Reason]
+    DESTINATION_BUSY: _ClassVar[Reason]
+    DESTINATION_PAUSED: _ClassVar[Reason]
+    DESTINATION_NEEDS_BLOCKS: _ClassVar[Reason]
+    SOURCE_BUSY: _ClassVar[Reason]
+    SHUTTING_DOWN: _ClassVar[Reason]
+    PEER_UNREACHABLE: _ClassVar[Reason]
+    TRANSPORT_UNAVAILABLE: _ClassVar[Reason]
+    TRANSFER_FAILED: _ClassVar[Reason]
+    DEADLINE: _ClassVar[Reason]
+    LEASE_EXPIRED: _ClassVar[Reason]
+    STALL_BUDGET: _ClassVar[Reason]
+    TOO_MANY_ROUNDS: _ClassVar[Reason]
+    BARRED: _ClassVar[Reason]
+    CANCELLED: _ClassVar[Reason]
+    UNKNOWN_MIGRATION: _ClassVar[Reason]
+    OWNER_LOST: _ClassVar[Reason]
+    INTERNAL: _ClassVar[Reason]
+
+class MigrationType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MIGRATION_TYPE_UNSPECIFIED: _ClassVar[MigrationType]
+    NUM_REQ: _ClassVar[MigrationType]
+    TOKEN: _ClassVar[MigrationType]
+    RATIO: _ClassVar[MigrationType]
+
+class MigrationReqPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MIGRATION_REQ_POLICY_UNSPECIFIED: _ClassVar[MigrationReqPolicy]
+    LCR: _ClassVar[MigrationReqPolicy]
+    FCR: _ClassVar[MigrationReqPolicy]
+    LR: _ClassVar[MigrationReqPolicy]
+    SR: _ClassVar[MigrationReqPolicy]
+    FCW: _ClassVar[MigrationReqPolicy]
+    FCWSR: _ClassVar[MigrationReqPolicy]
+
+class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MODE_UNSPECIFIED: _ClassVar[Mode]
+    LIVE: _ClassVar[Mode]
+    BLOCKING: _ClassVar[Mode]
+    RECOMPUTE: _ClassVar[Mode]
+    WAITING: _ClassVar[Mode]
+
+class MovePhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MOVE_PHASE_UNSPECIFIED: _ClassVar[MovePhase]
+    SELECTED: _ClassVar[MovePhase]
+    RESERVING: _ClassVar[MovePhase]
+    COPYING: _ClassVar[MovePhase]
+    FREEZING: _ClassVar[MovePhase]
+    COMMITTING: _ClassVar[MovePhase]
+    WITHDRAWING: _ClassVar[MovePhase]
+    FENCING: _ClassVar[MovePhase]
+    MOVED: _ClassVar[MovePhase]
+    STAYED: _ClassVar[MovePhase]
+    GONE: _ClassVar[MovePhase]
+    LOST: _ClassVar[MovePhase]
+REASON_NONE: Reason
+UNKNOWN_REQUEST: Reason
+REQUEST_FINISHED: Reason
+REQUEST_ABORTED: Reason
+REQUEST_PREEMPTED: Reason
+ALREADY_MIGRATING: Reason
+HANDOVER_OPEN: Reason
+NOT_STARTED: Reason
+PREFILL_RUNNING: Reason
+NOT_PORTABLE: Reason
+INVALID_REQUEST: Reason
+LORA_NOT_AVAILABLE: Reason
+INCOMPATIBLE_ENGINE: Reason
+SAME_INSTANCE: Reason
+WRONG_INSTANCE: Reason
+DESTINATION_FULL: Reason
+DESTINATION_BUSY: Reason
+DESTINATION_PAUSED: Reason
+DESTINATION_NEEDS_BLOCKS: Reason
+SOURCE_BUSY: Reason
+SHUTTING_DOWN: Reason
+PEER_UNREACHABLE: Reason
+TRANSPORT_UNAVAILABLE: Reason
+TRANSFER_FAILED: Reason
+DEADLINE: Reason
+LEASE_EXPIRED: Reason
+STALL_BUDGET: Reason
+TOO_MANY_ROUNDS: Reason
+BARRED: Reason
+CANCELLED: Reason
+UNKNOWN_MIGRATION: Reason
+OWNER_LOST: Reason
+INTERNAL: Reason
+MIGRATION_TYPE_UNSPECIFIED: MigrationType
+NUM_REQ: MigrationType
+TOKEN: MigrationType
+RATIO: MigrationType
+MIGRATION_REQ_POLICY_UNSPECIFIED: MigrationReqPolicy
+LCR: MigrationReqPolicy
+FCR: MigrationReqPolicy
+LR: MigrationReqPolicy
+SR: MigrationReqPolicy
+FCW: MigrationReqPolicy
+FCWSR: MigrationReqPolicy
+MODE_UNSPECIFIED: Mode
+LIVE: Mode
+BLOCKING: Mode
+RECOMPUTE: Mode
+WAITING: Mode
+MOVE_PHASE_UNSPECIFIED: MovePhase
+SELECTED: MovePhase
+RESERVING: MovePhase
+COPYING: MovePhase
+FREEZING: MovePhase
+COMMITTING: MovePhase
+WITHDRAWING: MovePhase
+FENCING: MovePhase
+MOVED: MovePhase
+STAYED: MovePhase
+GONE: MovePhase
+LOST: MovePhase
+
+class Epoch(_message.Message):
+    __slots__ = ("term", "hop")
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    HOP_FIELD_NUMBER: _ClassVar[int]
+    term: int
+    hop: int
+    def __init__(self, term: _Optional[int] = ..., hop: _Optional[int] = ...) -> None: ...
+
+class MigrateRequest(_message.Message):
+    __slots__ = ("src_engine_id", "dst_engine_id", "dst_engine_ip", "dst_engine_port", "migration_type", "migration_req_policy", "num_reqs", "num_tokens", "kv_cache_usage_ratio", "trigger_policy", "request_ids", "method", "force", "stall_budget_ms")
+    SRC_ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    DST_ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    DST_ENGINE_IP_FIELD_NUMBER: _ClassVar[int]
+    DST_ENGINE_PORT_FIELD_NUMBER: _ClassVar[int]
+    MIGRATION_TYPE_FIELD_NUMBER: _ClassVar[int]
+    MIGRATION_REQ_POLICY_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_USAGE_RATIO_FIELD_NUMBER: _ClassVar[int]
+    TRIGGER_POLICY_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    STALL_BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
+    src_engine_id: str
+    dst_engine_id: str
+    dst_engine_ip: str
+    dst_engine_port: int
+    migration_type: MigrationType
+    migration_req_policy: MigrationReqPolicy
+    num_reqs: int
+    num_tokens: int
+    kv_cache_usage_ratio: float
+    trigger_policy: str
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    method: Mode
+    force: bool
+    stall_budget_ms: float
+    def __init__(self, src_engine_id: _Optional[str] = ..., dst_engine_id: _Optional[str] = ..., dst_engine_ip: _Optional[str] = ..., dst_engine_port: _Optional[int] = ..., migration_type: _Optional[_Union[MigrationType, str]] = ..., migration_req_policy: _Optional[_Union[MigrationReqPolicy, str]] = ..., num_reqs: _Optional[int] = ..., num_tokens: _Optional[int] = ..., kv_cache_usage_ratio: _Optional[float] = ..., trigger_policy: _Optional[str] = ..., request_ids: _Optional[_Iterable[str]] = ..., method: _Optional[_Union[Mode, str]] = ..., force: _Optional[bool] = ..., stall_budget_ms: _Optional[float] = ...) -> None: ...
+
+class MigrateInRequest(_message.Message):
+    __slots__ = ("src_address", "request")
+    SRC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    src_address: str
+    request: MigrateRequest
+    def __init__(self, src_address: _Optional[str] = ..., request: _Optional[_Union[MigrateRequest, _Mapping[str, object]]] = ...) -> None: ...
+
+class MigrateEvent(_message.Message):
+    __slots__ = ("progress", "summary")
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    SUMMARY_FIELD_NUMBER: _ClassVar[int]
+    progress: MoveProgress
+    summary: MoveSummary
+    def __init__(self, progress: _Optional[_Union[MoveProgress, _Mapping[str, object]]] = ..., summary: _Optional[_Union[MoveSummary, _Mapping[str, object]]] = ...) -> None: ...
+
+class MoveProgress(_message.Message):
+    __slots__ = ("migration_id", "request_id", "external_request_id", "phase", "reason", "detail", "mode", "rounds", "copied_bytes", "recomputed_tokens", "context_tokens", "hit_tokens", "epoch", "transport", "phase_ms")
+    class PhaseMsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    MIGRATION_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    EXTERNAL_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    PHASE_MS_FIELD_NUMBER: _ClassVar[int]
+    migration_id: str
+    request_id: str
+    external_request_id: str
+    phase: MovePhase
+    reason: Reason
+    detail: str
+    mode: Mode
+    rounds: int
+    copied_bytes: int
+    recomputed_tokens: int
+    context_tokens: int
+    hit_tokens: int
+    epoch: Epoch
+    transport: str
+    phase_ms: _containers.ScalarMap[str, float]
+    def __init__(self, migration_id: _Optional[str] = ..., request_id: _Optional[str] = ..., external_request_id: _Optional[str] = ..., phase: _Optional[_Union[MovePhase, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., detail: _Optional[str] = ..., mode: _Optional[_Union[Mode, str]] = ..., rounds: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping[str, object]]] = ..., transport: _Optional[str] = ..., phase_ms: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class MoveSummary(_message.Message):
+    __slots__ = ("selected", "moved", "stayed", "gone", "lost", "total_ms")
+    SELECTED_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
+    STAYED_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
+    selected: int
+    moved: int
+    stayed: int
+    gone: int
+    lost: int
+    total_ms: float
+    def __init__(self, selected: _Optional[int] = ..., moved: _Optional[int] = ..., stayed: _Optional[int] = ..., gone: _Optional[int] = ..., lost: _Optional[int] = ..., total_ms: _Optional[float] = ...) -> None: ...
+
+class AbortRequest(_message.Message):
+    __slots__ = ("request_ids",)
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class AbortResponse(_message.Message):
+    __slots__ = ("results",)
+    class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        OUTCOME_UNSPECIFIED: _ClassVar[AbortResponse.Outcome]
+        ABORTED: _ClassVar[AbortResponse.Outcome]
+        FORWARDED: _ClassVar[AbortResponse.Outcome]
+        NOT_FOUND: _ClassVar[AbortResponse.Outcome]
+    OUTCOME_UNSPECIFIED: AbortResponse.Outcome
+    ABORTED: AbortResponse.Outcome
+    FORWARDED: AbortResponse.Outcome
+    NOT_FOUND: AbortResponse.Outcome
+    class Result(_message.Message):
+        __slots__ = ("request_id", "outcome", "owner_address")
+        REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+        OUTCOME_FIELD_NUMBER: _ClassVar[int]
+        OWNER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+        request_id: str
+        outcome: AbortResponse.Outcome
+        owner_address: str
+        def __init__(self, request_id: _Optional[str] = ..., outcome: _Optional[_Union[AbortResponse.Outcome, str]] = ..., owner_address: _Optional[str] = ...) -> None: ...
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    results: _containers.RepeatedCompositeFieldContainer[AbortResponse.Result]
+    def __init__(self, results: _Optional[_Iterable[_Union[AbortResponse.Result, _Mapping[str, object]]]] = ...) -> None: ...
+
+class AbortMigrateInRequest(_message.Message):
+    __slots__ = ("migration_ids", "request_ids")
+    MIGRATION_IDS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    migration_ids: _containers.RepeatedScalarFieldContainer[str]
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, migration_ids: _Optional[_Iterable[str]] = ..., request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class AbortMigrateInResponse(_message.Message):
+    __slots__ = ("results",)
+    class Result(_message.Message):
+        __slots__ = ("id", "migration_id", "state")
+        ID_FIELD_NUMBER: _ClassVar[int]
+        MIGRATION_ID_FIELD_NUMBER: _ClassVar[int]
+        STATE_FIELD_NUMBER: _ClassVar[int]
+        id: str
+        migration_id: str
+        state: Handover.State
+        def __init__(self, id: _Optional[str] = ..., migration_id: _Optional[str] = ..., state: _Optional[_Union[Handover.State, str]] = ...) -> None: ...
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    results: _containers.RepeatedCompositeFieldContainer[AbortMigrateInResponse.Result]
+    def __init__(self, results: _Optional[_Iterable[_Union[AbortMigrateInResponse.Result, _Mapping[str, object]]]] = ...) -> None: ...
+
+class GetInstanceStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class InstanceStatus(_message.Message):
+    __slots__ = ("instance_id", "schedulable", "timestamp_ms", "step_id", "update_id", "waiting_requests", "num_waiting_requests", "num_running_requests", "num_total_gpu_tokens", "num_used_gpu_tokens", "num_migrate_in_reqs", "num_migrate_out_reqs", "num_available_migrate_in_slots", "num_available_migrate_out_slots", "num_migrate_in_tokens", "num_migrate_out_tokens", "num_available_migrate_in_tokens", "num_available_migrate_out_tokens", "kv_cache_usage_ratio_migrate_in", "kv_cache_usage_ratio_migrate_out", "available_kv_cache_usage_ratio_migrate_in", "available_kv_cache_usage_ratio_migrate_out", "incarnation", "num_total_blocks", "num_free_blocks", "num_pinned_blocks", "num_reserved_blocks", "num_draining_blocks", "loop_age_ms")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULABLE_FIELD_NUMBER: _ClassVar[int]
+    TIMESTAMP_MS_FIELD_NUMBER: _ClassVar[int]
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
+    WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOTAL_GPU_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_USED_GPU_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MIGRATE_IN_REQS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MIGRATE_OUT_REQS_FIELD_NUMBER: _ClassVar[int]
+    NUM_AVAILABLE_MIGRATE_IN_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_AVAILABLE_MIGRATE_OUT_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MIGRATE_IN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MIGRATE_OUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_AVAILABLE_MIGRATE_IN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_AVAILABLE_MIGRATE_OUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_USAGE_RATIO_MIGRATE_IN_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_USAGE_RATIO_MIGRATE_OUT_FIELD_NUMBER: _ClassVar[int]
+    AVAILABLE_KV_CACHE_USAGE_RATIO_MIGRATE_IN_FIELD_NUMBER: _ClassVar[int]
+    AVAILABLE_KV_CACHE_USAGE_RATIO_MIGRATE_OUT_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESERVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAINING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LOOP_AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    schedulable: bool
+    timestamp_ms: int
+    step_id: int
+    update_id: int
+    waiting_requests: _containers.RepeatedScalarFieldContainer[str]
+    num_waiting_requests: int
+    num_running_requests: int
+    num_total_gpu_tokens: int
+    num_used_gpu_tokens: int
+    num_migrate_in_reqs: int
+    num_migrate_out_reqs: int
+    num_available_migrate_in_slots: int
+    num_available_migrate_out_slots: int
+    num_migrate_in_tokens: int
+    num_migrate_out_tokens: int
+    num_available_migrate_in_tokens: int
+    num_available_migrate_out_tokens: int
+    kv_cache_usage_ratio_migrate_in: float
+    kv_cache_usage_ratio_migrate_out: float
+    available_kv_cache_usage_ratio_migrate_in: float
+    available_kv_cache_usage_ratio_migrate_out: float
+    incarnation: str
+    num_total_blocks: int
+    num_free_blocks: int
+    num_pinned_blocks: int
+    num_reserved_blocks: int
+    num_draining_blocks: int
+    loop_age_ms: float
+    def __init__(self, instance_id: _Optional[str] = ..., schedulable: _Optional[bool] = ..., timestamp_ms: _Optional[int] = ..., step_id: _Optional[int] = ..., update_id: _Optional[int] = ..., waiting_requests: _Optional[_Iterable[str]] = ..., num_waiting_requests: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., num_total_gpu_tokens: _Optional[int] = ..., num_used_gpu_tokens: _Optional[int] = ..., num_migrate_in_reqs: _Optional[int] = ..., num_migrate_out_reqs: _Optional[int] = ..., num_available_migrate_in_slots: _Optional[int] = ..., num_available_migrate_out_slots: _Optional[int] = ..., num_migrate_in_tokens: _Optional[int] = ..., num_migrate_out_tokens: _Optional[int] = ..., num_available_migrate_in_tokens: _Optional[int] = ..., num_available_migrate_out_tokens: _Optional[int] = ..., kv_cache_usage_ratio_migrate_in: _Optional[float] = ..., kv_cache_usage_ratio_migrate_out: _Optional[float] = ..., available_kv_cache_usage_ratio_migrate_in: _Optional[float] = ..., available_kv_cache_usage_ratio_migrate_out: _Optional[float] = ..., incarnation: _Optional[str] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_reserved_blocks: _Optional[int] = ..., num_draining_blocks: _Optional[int] = ..., loop_age_ms: _Optional[float] = ...) -> None: ...
+
+class GetInstanceMetadataRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class InstanceMetadata(_message.Message):
+    __slots__ = ("instance_id", "instance_type", "backend_type", "ip", "ip_kvs", "api_server_port", "llumlet_port", "kvt_port", "node_id", "data_parallel_size", "tensor_parallel_size", "unit_id", "dp_rank", "ep_rank", "dp_local_rank", "utc_create", "utc_update", "ip_kvt", "block_size", "max_num_batched_tokens", "incarnation", "version", "engine_version", "patch_digest", "model", "max_model_len", "num_total_blocks", "bytes_per_block", "transports", "max_migrations_in", "max_migrations_out", "stall_budget_ms", "exact", "compatibility_digest")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_TYPE_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_TYPE_FIELD_NUMBER: _ClassVar[int]
+    IP_FIELD_NUMBER: _ClassVar[int]
+    IP_KVS_FIELD_NUMBER: _ClassVar[int]
+    API_SERVER_PORT_FIELD_NUMBER: _ClassVar[int]
+    LLUMLET_PORT_FIELD_NUMBER: _ClassVar[int]
+    KVT_PORT_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    DATA_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    UNIT_ID_FIELD_NUMBER: _ClassVar[int]
+    DP_RANK_FIELD_NUMBER: _ClassVar[int]
+    EP_RANK_FIELD_NUMBER: _ClassVar[int]
+    DP_LOCAL_RANK_FIELD_NUMBER: _ClassVar[int]
+    UTC_CREATE_FIELD_NUMBER: _ClassVar[int]
+    UTC_UPDATE_FIELD_NUMBER: _ClassVar[int]
+    IP_KVT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PATCH_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MIGRATIONS_IN_FIELD_NUMBER: _ClassVar[int]
+    MAX_MIGRATIONS_OUT_FIELD_NUMBER: _ClassVar[int]
+    STALL_BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
+    EXACT_FIELD_NUMBER: _ClassVar[int]
+    COMPATIBILITY_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    instance_type: str
+    backend_type: str
+    ip: str
+    ip_kvs: str
+    api_server_port: int
+    llumlet_port: int
+    kvt_port: int
+    node_id: str
+    data_parallel_size: int
+    tensor_parallel_size: int
+    unit_id: str
+    dp_rank: int
+    ep_rank: int
+    dp_local_rank: int
+    utc_create: float
+    utc_update: float
+    ip_kvt: str
+    block_size: int
+    max_num_batched_tokens: int
+    incarnation: str
+    version: str
+    engine_version: str
+    patch_digest: str
+    model: str
+    max_model_len: int
+    num_total_blocks: int
+    bytes_per_block: int
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    max_migrations_in: int
+    max_migrations_out: int
+    stall_budget_ms: float
+    exact: bool
+    compatibility_digest: str
+    def __init__(self, instance_id: _Optional[str] = ..., instance_type: _Optional[str] = ..., backend_type: _Optional[str] = ..., ip: _Optional[str] = ..., ip_kvs: _Optional[str] = ..., api_server_port: _Optional[int] = ..., llumlet_port: _Optional[int] = ..., kvt_port: _Optional[int] = ..., node_id: _Optional[str] = ..., data_parallel_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., unit_id: _Optional[str] = ..., dp_rank: _Optional[int] = ..., ep_rank: _Optional[int] = ..., dp_local_rank: _Optional[int] = ..., utc_create: _Optional[float] = ..., utc_update: _Optional[float] = ..., ip_kvt: _Optional[str] = ..., block_size: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., incarnation: _Optional[str] = ..., version: _Optional[str] = ..., engine_version: _Optional[str] = ..., patch_digest: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., bytes_per_block: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., max_migrations_in: _Optional[int] = ..., max_migrations_out: _Optional[int] = ..., stall_budget_ms: _Optional[float] = ..., exact: _Optional[bool] = ..., compatibility_digest: _Optional[str] = ...) -> None: ...
+
+class ListRequestsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListRequestsResponse(_message.Message):
+    __slots__ = ("instance_id", "incarnation", "requests")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    incarnation: str
+    requests: _containers.RepeatedCompositeFieldContainer[RequestInfo]
+    def __init__(self, instance_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., requests: _Optional[_Iterable[_Union[RequestInfo, _Mapping[str, object]]]] = ...) -> None: ...
+
+class RequestInfo(_message.Message):
+    __slots__ = ("request_id", "external_request_id", "phase", "status", "prompt_tokens", "output_tokens", "computed_tokens", "num_blocks", "origin", "epoch", "movable", "reason", "detail", "priority", "arrival_time", "move")
+    class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        PHASE_UNSPECIFIED: _ClassVar[RequestInfo.Phase]
+        WAITING: _ClassVar[RequestInfo.Phase]
+        PREFILL: _ClassVar[RequestInfo.Phase]
+        DECODE: _ClassVar[RequestInfo.Phase]
+        PREEMPTED: _ClassVar[RequestInfo.Phase]
+        FROZEN: _ClassVar[RequestInfo.Phase]
+        RESERVED: _ClassVar[RequestInfo.Phase]
+    PHASE_UNSPECIFIED: RequestInfo.Phase
+    WAITING: RequestInfo.Phase
+    PREFILL: RequestInfo.Phase
+    DECODE: RequestInfo.Phase
+    PREEMPTED: RequestInfo.Phase
+    FROZEN: RequestInfo.Phase
+    RESERVED: RequestInfo.Phase
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    EXTERNAL_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MOVABLE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    ARRIVAL_TIME_FIELD_NUMBER: _ClassVar[int]
+    MOVE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    external_request_id: str
+    phase: RequestInfo.Phase
+    status: str
+    prompt_tokens: int
+    output_tokens: int
+    computed_tokens: int
+    num_blocks: int
+    origin: str
+    epoch: Epoch
+    movable: bool
+    reason: Reason
+    detail: str
+    priority: int
+    arrival_time: float
+    move: MoveInfo
+    def __init__(self, request_id: _Optional[str] = ..., external_request_id: _Optional[str] = ..., phase: _Optional[_Union[RequestInfo.Phase, str]] = ..., status: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., origin: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping[str, object]]] = ..., movable: _Optional[bool] = ..., reason: _Optional[_Union[Reason, str]] = ..., detail: _Optional[str] = ..., priority: _Optional[int] = ..., arrival_time: _Optional[float] = ..., move: _Optional[_Union[MoveInfo, _Mapping[str, object]]] = ...) -> None: ...
+
+class MoveInfo(_message.Message):
+    __slots__ = ("migration_id", "direction", "phase", "peer_instance_id", "peer_address", "transport")
+    class Direction(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        DIRECTION_UNSPECIFIED: _ClassVar[MoveInfo.Direction]
+        OUT: _ClassVar[MoveInfo.Direction]
+        IN: _ClassVar[MoveInfo.Direction]
+    DIRECTION_UNSPECIFIED: MoveInfo.Direction
+    OUT: MoveInfo.Direction
+    IN: MoveInfo.Direction
+    MIGRATION_ID_FIELD_NUMBER: _ClassVar[int]
+    DIRECTION_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    PEER_INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    PEER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    migration_id: str
+    direction: MoveInfo.Direction
+    phase: MovePhase
+    peer_instance_id: str
+    peer_address: str
+    transport: str
+    def __init__(self, migration_id: _Optional[str] = ..., direction: _Optional[_Union[MoveInfo.Direction, str]] = ..., phase: _Optional[_Union[MovePhase, str]] = ..., peer_instance_id: _Optional[str] = ..., peer_address: _Optional[str] = ..., transport: _Optional[str] = ...) -> None: ...
+
+class Handover(_message.Message):
+    __slots__ = ("migration_id", "request_id", "src_incarnation", "dst_incarnation", "step")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[Handover.State]
+        PENDING: _ClassVar[Handover.State]
+        COMMITTED: _ClassVar[Handover.State]
+        BARRED: _ClassVar[Handover.State]
+        UNKNOWN: _ClassVar[Handover.State]
+    STATE_UNSPECIFIED: Handover.State
+    PENDING: Handover.State
+    COMMITTED: Handover.State
+    BARRED: Handover.State
+    UNKNOWN: Handover.State
+    MIGRATION_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SRC_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    DST_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    migration_id: str
+    request_id: str
+    src_incarnation: str
+    dst_incarnation: str
+    step: int
+    def __init__(self, migration_id: _Optional[str] = ..., request_id: _Optional[str] = ..., src_incarnation: _Optional[str] = ..., dst_incarnation: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
+
+class ReserveRequest(_message.Message):
+    __slots__ = ("handover", "src_engine_id", "dst_engine_id", "src_address", "request_state", "source_memory", "num_blocks", "method")
+    HANDOVER_FIELD_NUMBER: _ClassVar[int]
+    SRC_ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    DST_ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    SRC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_STATE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    handover: Handover
+    src_engine_id: str
+    dst_engine_id: str
+    src_address: str
+    request_state: bytes
+    source_memory: bytes
+    num_blocks: int
+    method: Mode
+    def __init__(self, handover: _Optional[_Union[Handover, _Mapping[str, object]]] = ..., src_engine_id: _Optional[str] = ..., dst_engine_id: _Optional[str] = ..., src_address: _Optional[str] = ..., request_state: _Optional[bytes] = ..., source_memory: _Optional[bytes] = ..., num_blocks: _Optional[int] = ..., method: _Optional[_Union[Mode, str]] = ...) -> None: ...
+
+class ReserveResponse(_message.Message):
+    __slots__ = ("hit_blocks", "lease_s", "dst_incarnation", "transport")
+    HIT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    DST_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    hit_blocks: int
+    lease_s: float
+    dst_incarnation: str
+    transport: str
+    def __init__(self, hit_blocks: _Optional[int] = ..., lease_s: _Optional[float] = ..., dst_incarnation: _Optional[str] = ..., transport: _Optional[str] = ...) -> None: ...
+
+class CopyRoundRequest(_message.Message):
+    __slots__ = ("handover", "round", "from_block", "to_block", "num_tokens", "block_ids", "new_token_ids")
+    HANDOVER_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    FROM_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    TO_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    NEW_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    handover: Handover
+    round: int
+    from_block: int
+    to_block: int
+    num_tokens: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    new_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, handover: _Optional[_Union[Handover, _Mapping[str, object]]] = ..., round: _Optional[int] = ..., from_block: _Optional[int] = ..., to_block: _Optional[int] = ..., num_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., new_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CopyRoundResponse(_message.Message):
+    __slots__ = ("round", "copied_bytes", "seconds", "lease_s")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    copied_bytes: int
+    seconds: float
+    lease_s: float
+    def __init__(self, round: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., lease_s: _Optional[float] = ...) -> None: ...
+
+class CommitRequest(_message.Message):
+    __slots__ = ("handover", "epoch", "base", "computed_tokens", "from_block", "block_ids", "new_token_ids", "sampler_state", "output_tail")
+    HANDOVER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FROM_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    NEW_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLER_STATE_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TAIL_FIELD_NUMBER: _ClassVar[int]
+    handover: Handover
+    epoch: Epoch
+    base: int
+    computed_tokens: int
+    from_block: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    new_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampler_state: bytes
+    output_tail: bytes
+    def __init__(self, handover: _Optional[_Union[Handover, _Mapping[str, object]]] = ..., epoch: _Optional[_Union[Epoch, _Mapping[str, object]]] = ..., base: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., from_block: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., sampler_state: _Optional[bytes] = ..., output_tail: _Optional[bytes] = ...) -> None: ...
+
+class CommitResponse(_message.Message):
+    __slots__ = ("state", "reason", "detail", "copied_bytes", "recomputed_tokens", "phase_ms", "dst_incarnation")
+    class PhaseMsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PHASE_MS_FIELD_NUMBER: _ClassVar[int]
+    DST_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    state: Handover.State
+    reason: Reason
+    detail: str
+    copied_bytes: int
+    recomputed_tokens: int
+    phase_ms: _containers.ScalarMap[str, float]
+    dst_incarnation: str
+    def __init__(self, state: _Optional[_Union[Handover.State, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., detail: _Optional[str] = ..., copied_bytes: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., phase_ms: _Optional[_Mapping[str, float]] = ..., dst_incarnation: _Optional[str] = ...) -> None: ...
+
+class SettleRequest(_message.Message):
+    __slots__ = ("handover", "reason", "detail")
+    HANDOVER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    handover: Handover
+    reason: Reason
+    detail: str
+    def __init__(self, handover: _Optional[_Union[Handover, _Mapping[str, object]]] = ..., reason: _Optional[_Union[Reason, str]] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class SettleResponse(_message.Message):
+    __slots__ = ("state", "reason", "detail", "dst_incarnation")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    DST_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    state: Handover.State
+    reason: Reason
+    detail: str
+    dst_incarnation: str
+    def __init__(self, state: _Optional[_Union[Handover.State, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., detail: _Optional[str] = ..., dst_incarnation: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The messages and enums of `llumlet.proto`, and the few things around them that everybody needs.
+
+An enum member is an int, written `Reason.DESTINATION_FULL`, `RequestInfo.DECODE`. Its word, as people and metrics see
+it, is `word(Reason, value)`: the lower-case name. The enums are open on the wire: a newer peer may send a number that
+`word` then shows as such.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol, cast
+
+from llumlet.proto.llumlet_pb2 import (
+    AbortMigrateInRequest,
+    AbortMigrateInResponse,
+    AbortRequest,
+    AbortResponse,
+    CommitRequest,
+    CommitResponse,
+    CopyRoundRequest,
+    CopyRoundResponse,
+    Epoch,
+    GetInstanceMetadataRequest,
+    GetInstanceStatusRequest,
+    Handover,
+    InstanceMetadata,
+    InstanceStatus,
+    ListRequestsRequest,
+    ListRequestsResponse,
+    MigrateEvent,
+    MigrateInRequest,
+    MigrateRequest,
+    MigrationReqPolicy,
+    MigrationType,
+    Mode,
+    MoveInfo,
+    MovePhase,
+    MoveProgress,
+    MoveSummary,
+    Reason,
+    RequestInfo,
+    ReserveRequest,
+    ReserveResponse,
+    SettleRequest,
+    SettleResponse,
+)
+
+__all__ = [
+    "OUTCOMES",
+    "AbortMigrateInRequest",
+    "AbortMigrateInResponse",
+    "AbortRequest",
+    "AbortResponse",
+    "Address",
+    "CommitRequest",
+    "CommitResponse",
+    "CopyRoundRequest",
+    "CopyRoundResponse",
+    "Epoch",
+    "GetInstanceMetadataRequest",
+    "GetInstanceStatusRequest",
+    "Handover",
+    "InstanceMetadata",
+    "InstanceStatus",
+    "ListRequestsRequest",
+    "ListRequestsResponse",
+    "MigrateEvent",
+    "MigrateInRequest",
+    "MigrateRequest",
+    "MigrationReqPolicy",
+    "MigrationType",
+    "Mode",
+    "MoveInfo",
+    "MovePhase",
+    "MoveProgress",
+    "MoveSummary",
+    "Reason",
+    "RequestInfo",
+    "ReserveRequest",
+    "ReserveResponse",
+    "SettleRequest",
+    "SettleResponse",
+    "parse_reason",
+    "reason_word",
+    "word",
+]
+
+OUTCOMES = frozenset({MovePhase.MOVED, MovePhase.STAYED, MovePhase.GONE, MovePhase.LOST})
+"""The phases that end a move."""
+
+
+class _Enum(Protocol):
+    def Name(self, number: int) -> str: ...
+
+
+def word(enum: _Enum, value: int) -> str:
+    """The lower-case name of an enum's member; the number itself if this version does not know it."""
+    try:
+        return enum.Name(value).lower()
+    except ValueError:
+        return str(value)
+
+
+def reason_word(reason: Reason) -> str:
+    """`destination_full` for `Reason.DESTINATION_FULL`; empty for `REASON_NONE`."""
+    return "" if reason == Reason.REASON_NONE else word(Reason, reason)
+
+
+def parse_reason(text: str) -> Reason:
+    """The opposite of `reason_word`. Raises ValueError for a word that is no reason."""
+    return cast(Reason, Reason.Value(text.upper())) if text else Reason.REASON_NONE
+
+
+class Address(NamedTuple):
+    """Where a llumlet listens."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """From `HOST:PORT`, `[IPV6]:PORT`. Raises ValueError that says what is wrong."""
+        host, colon, port = text.strip().rpartition(":")
+        if not colon or not host:
+            raise ValueError(f"{text!r} is not HOST:PORT")
+        if host.startswith("[") and host.endswith("]"):
+            host = host[1:-1]
+        elif ":" in host:
+            raise ValueError(f"{text!r}: write an IPv6 address as [ADDRESS]:PORT")
+        if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ValueError(f"{text!r}: the port must be a number from 1 to 65535")
+        return cls(host, int(port))
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

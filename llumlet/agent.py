@@ -3,11 +3,12 @@
 
 Contract, the same for all methods:
 - they are called on the event loop that called `server.serve`, several at a time;
-- a call that the caller gives up (it left, its deadline passed) is **not** cancelled: it runs to its end and its answer
-  is thrown away. Only the shutdown of the server cancels;
-- arguments have passed `llumlet.validation`: required ids are there, enums and ranges are legal. That an id names this
-  instance, or a known request, is the agent's to check;
-- a refusal is a raised `LlumletError`; any other exception reaches the caller as `INTERNAL` and the log with its trace.
+- a call that the caller gives up (it left, its deadline passed) is **not** cancelled: it runs to
+  its end and its answer is thrown away. Only the shutdown of the server cancels;
+- arguments have passed `llumlet.validation`: required ids are there, enums and ranges are legal.
+  That an id names this instance, or a known request, is the agent's to check;
+- a refusal is a raised `LlumletError`; any other exception reaches the caller as `INTERNAL` and the
+  log with its trace.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ from llumlet.types import (
 )
 
 Report = Callable[[MoveProgress], None]
-"""Passes one event on to the caller, if it is still there. Never blocks or raises; called on the event loop with a
-message that is not changed afterwards."""
+"""Passes one event on to the caller, if it is still there. Never blocks or raises; called on the
+event loop with a message that is not changed afterwards."""
 
 
 class Operator(Protocol):
     """Service `llumlet.Llumlet`: what schedulers and people ask for."""
 
     async def migrate(self, request: MigrateRequest, report: Report) -> MoveSummary:
-        """Move requests away. Returns when every selected one is settled; selecting none is no error."""
+        """Returns when every selected request is settled. Selecting none is no error."""
         ...
 
     async def migrate_in(self, request: MigrateInRequest, report: Report) -> MoveSummary:

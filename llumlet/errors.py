@@ -6,7 +6,8 @@
     └── LlumletUnreachable      no answer: what became of the call is not known
         └── NotALlumlet         something else listens at that address
 
-An agent raises `LlumletError` and nothing else on purpose; anything else it raises reaches the caller as `INTERNAL`.
+An agent raises `LlumletError` and nothing else on purpose; anything else it raises reaches the
+caller as `INTERNAL`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class LlumletError(LlumletCallFailed):
 
 
 class LlumletUnreachable(LlumletCallFailed):
-    """No answer from `address`, or none before the deadline (`timed_out`). The call may or may not have been obeyed."""
+    """No answer from `address`, or none before the deadline (`timed_out`).
+
+    The call may or may not have been obeyed.
+    """
 
     def __init__(self, address: str, detail: str, *, timed_out: bool = False) -> None:
         super().__init__(f"{address}: {detail}")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The messages and enums of `llumlet.proto`, and the few things around them that everybody needs.
 
-An enum member is an int, written `Reason.DESTINATION_FULL`, `RequestInfo.DECODE`. Its word, as people and metrics see
-it, is `word(Reason, value)`: the lower-case name. The enums are open on the wire: a newer peer may send a number that
-`word` then shows as such.
+An enum member is an int, written `Reason.DESTINATION_FULL`, `RequestInfo.DECODE`. Its word, as
+people and metrics see it, is `word(Reason, value)`: the lower-case name. The enums are open on the
+wire: a newer peer may send a number that `word` then shows as such.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from llumlet.proto.llumlet_pb2 import (
 )
 
 __all__ = [
+    "MAX_MESSAGE_BYTES",
     "OUTCOMES",
     "AbortMigrateInRequest",
     "AbortMigrateInResponse",
@@ -85,6 +86,9 @@ __all__ = [
     "word",
 ]
 
+MAX_MESSAGE_BYTES = 16 << 20
+"""Of one message, either way. A request of a million tokens takes about a third of it."""
+
 OUTCOMES = frozenset({MovePhase.MOVED, MovePhase.STAYED, MovePhase.GONE, MovePhase.LOST})
 """The phases that end a move."""
 
@@ -94,7 +98,7 @@ class _Enum(Protocol):
 
 
 def word(enum: _Enum, value: int) -> str:
-    """The lower-case name of an enum's member; the number itself if this version does not know it."""
+    """The lower-case name of an enum's member; the number if this version does not know it."""
     try:
         return enum.Name(value).lower()
     except ValueError:

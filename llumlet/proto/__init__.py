@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generated code of `llumlet.proto` (`python -m llumlet.proto.generate` writes it); import it through `llumlet.types`."""
+"""Code generated from `llumlet.proto` by `python -m llumlet.proto.generate`.
+
+Import the messages through `llumlet.types`.
+"""

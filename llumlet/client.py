@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A typed client of one llumlet, for schedulers, peers and the command line.
+
+Every call has a deadline and none is repeated: whether a repetition is harmless is known to the
+caller only. A deadline that passes, or a connection that breaks, raises `LlumletUnreachable` and
+says nothing about the outcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Self, TypeVar, cast
+
+import grpc
+from grpc import aio
+
+from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable, NotALlumlet
+from llumlet.proto.llumlet_pb2_grpc import LlumletStub, PeerStub
+from llumlet.status_codes import REASON_METADATA
+from llumlet.types import (
+    MAX_MESSAGE_BYTES,
+    AbortMigrateInRequest,
+    AbortMigrateInResponse,
+    AbortRequest,
+    AbortResponse,
+    Address,
+    CommitRequest,
+    CommitResponse,
+    CopyRoundRequest,
+    CopyRoundResponse,
+    GetInstanceMetadataRequest,
+    GetInstanceStatusRequest,
+    InstanceMetadata,
+    InstanceStatus,
+    ListRequestsRequest,
+    ListRequestsResponse,
+    MigrateEvent,
+    MigrateInRequest,
+    MigrateRequest,
+    Reason,
+    ReserveRequest,
+    ReserveResponse,
+    SettleRequest,
+    SettleResponse,
+    parse_reason,
+)
+
+T = TypeVar("T")
+
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.enable_retries", 0),
+    # Llumlets are reached directly: an http_proxy of the environment is meant for something else.
+    ("grpc.enable_http_proxy", 0),
+    # A restarted engine is found again within a second, not after gRPC's two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Seconds from the call to its answer, per kind of call."""
+
+    read: float = 5.0
+    """Status, metadata, list of requests."""
+    act: float = 5.0
+    """Abort, and calling moves off."""
+    move: float = 600.0
+    """A whole stream of Migrate or MigrateIn. The moves go on when it passes."""
+    reserve: float = 10.0
+    """The destination builds the request, its grammar included."""
+    copy: float = 30.0
+    """One round, or the last copy of Commit."""
+    settle: float = 2.0
+    """Withdraw, Cancel, Abort, Close, Query: no bytes move."""
+
+
+DEADLINES: Final = Deadlines()
+
+
+class LlumletClient:
+    """A connection to the llumlet at `address` (HOST:PORT), opened by the first call.
+
+    Make it on the event loop that uses it, and close it (`async with`, or `close`). Raises
+    ValueError for an address that is none. The methods raise `LlumletError` (the llumlet said no)
+    or `LlumletUnreachable` (no answer).
+    """
+
+    def __init__(self, address: str | Address, deadlines: Deadlines = DEADLINES) -> None:
+        self.address = str(address if isinstance(address, Address) else Address.parse(address))
+        self._deadlines = deadlines
+        self._channel = aio.insecure_channel(self.address, options=_OPTIONS)
+        self._llumlet = LlumletStub(self._channel)
+        self._peer = PeerStub(self._channel)
+
+    async def close(self) -> None:
+        await self._channel.close(None)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    # --- Llumlet ---
+
+    def migrate(
+        self, request: MigrateRequest, *, deadline_s: float | None = None
+    ) -> AsyncIterator[MigrateEvent]:
+        """Events as they come, the summary last. Leaving the iteration leaves the moves running."""
+        return self._events(
+            self._llumlet.Migrate(request, timeout=deadline_s or self._deadlines.move)
+        )
+
+    def migrate_in(
+        self, request: MigrateInRequest, *, deadline_s: float | None = None
+    ) -> AsyncIterator[MigrateEvent]:
+        return self._events(
+            self._llumlet.MigrateIn(request, timeout=deadline_s or self._deadlines.move)
+        )
+
+    async def abort(
+        self, request: AbortRequest, *, deadline_s: float | None = None
+    ) -> AbortResponse:
+        return await self._answer(
+            self._llumlet.Abort(request, timeout=deadline_s or self._deadlines.act)
+        )
+
+    async def abort_migrate_in(
+        self, request: AbortMigrateInRequest, *, deadline_s: float | None = None
+    ) -> AbortMigrateInResponse:
+        return await self._answer(
+            self._llumlet.AbortMigrateIn(request, timeout=deadline_s or self._deadlines.act)
+        )
+
+    async def get_instance_status(self, *, deadline_s: float | None = None) -> InstanceStatus:
+        call = self._llumlet.GetInstanceStatus(
+            GetInstanceStatusRequest(), timeout=deadline_s or self._deadlines.read
+        )
+        return await self._answer(call)
+
+    async def get_instance_metadata(self, *, deadline_s: float | None = None) -> InstanceMetadata:
+        call = self._llumlet.GetInstanceMetadata(
+            GetInstanceMetadataRequest(), timeout=deadline_s or self._deadlines.read
+        )
+        return await self._answer(call)
+
+    async def list_requests(self, *, deadline_s: float | None = None) -> ListRequestsResponse:
+        call = self._llumlet.ListRequests(
+            ListRequestsRequest(), timeout=deadline_s or self._deadlines.read
+        )
+        return await self._answer(call)
+
+    # --- Peer ---
+
+    async def reserve(
+        self, request: ReserveRequest, *, deadline_s: float | None = None
+    ) -> ReserveResponse:
+        return await self._answer(
+            self._peer.Reserve(request, timeout=deadline_s or self._deadlines.reserve)
+        )
+
+    async def copy_round(
+        self, request: CopyRoundRequest, *, deadline_s: float | None = None
+    ) -> CopyRoundResponse:
+        return await self._answer(
+            self._peer.CopyRound(request, timeout=deadline_s or self._deadlines.copy)
+        )
+
+    async def commit(
+        self, request: CommitRequest, *, deadline_s: float | None = None
+    ) -> CommitResponse:
+        return await self._answer(
+            self._peer.Commit(request, timeout=deadline_s or self._deadlines.copy)
+        )
+
+    async def withdraw(
+        self, request: SettleRequest, *, deadline_s: float | None = None
+    ) -> SettleResponse:
+        return await self._answer(
+            self._peer.Withdraw(request, timeout=deadline_s or self._deadlines.settle)
+        )
+
+    async def cancel(
+        self, request: SettleRequest, *, deadline_s: float | None = None
+    ) -> SettleResponse:
+        return await self._answer(
+            self._peer.Cancel(request, timeout=deadline_s or self._deadlines.settle)
+        )
+
+    async def abort_handover(
+        self, request: SettleRequest, *, deadline_s: float | None = None
+    ) -> SettleResponse:
+        return await self._answer(
+            self._peer.Abort(request, timeout=deadline_s or self._deadlines.settle)
+        )
+
+    async def close_handover(
+        self, request: SettleRequest, *, deadline_s: float | None = None
+    ) -> SettleResponse:
+        return await self._answer(
+            self._peer.Close(request, timeout=deadline_s or self._deadlines.settle)
+        )
+
+    async def query(
+        self, request: SettleRequest, *, deadline_s: float | None = None
+    ) -> SettleResponse:
+        return await self._answer(
+            self._peer.Query(request, timeout=deadline_s or self._deadlines.settle)
+        )
+
+    # --- answers ---
+
+    async def _answer(self, call: Awaitable[T]) -> T:
+        try:
+            return await call
+        except aio.AioRpcError as error:
+            raise failure_of(error, self.address) from error
+
+    async def _events(
+        self, call: aio.UnaryStreamCall[T, MigrateEvent]
+    ) -> AsyncIterator[MigrateEvent]:
+        try:
+            async for event in call:
+                yield event
+        except aio.AioRpcError as error:
+            raise failure_of(error, self.address) from error
+        finally:
+            call.cancel()
+
+
+def failure_of(error: aio.AioRpcError, address: str) -> LlumletCallFailed:
+    """Our exception for gRPC's. Only what carries a reason is the llumlet's own answer."""
+    details = error.details() or error.code().name.lower()
+    metadata = cast(Iterable[tuple[str, str | bytes]], error.trailing_metadata() or ())
+    reason = next((str(value) for key, value in metadata if key == REASON_METADATA), None)
+    if reason is not None:
+        try:
+            return LlumletError(parse_reason(reason), details)
+        except ValueError:
+            return LlumletError(Reason.INTERNAL, f"{details} ({reason!r}, unknown to this version)")
+    match error.code():
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return NotALlumlet(address, f"the gRPC server there is not a llumlet ({details})")
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return LlumletUnreachable(address, "no answer before the deadline", timed_out=True)
+        case grpc.StatusCode.UNAVAILABLE if "SETTINGS" in details:
+            return NotALlumlet(address, "what listens there does not speak gRPC")
+        case grpc.StatusCode.UNAVAILABLE:
+            return LlumletUnreachable(address, details.rpartition("last error: ")[2])
+        case code:
+            return LlumletUnreachable(address, f"{details} ({code.name})")

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves an agent over gRPC, with server reflection and the standard health service.
+
+There is no authentication: whoever reaches the port can move and abort requests. So only loopback
+addresses are served unless the caller says that the network is trusted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from dataclasses import dataclass
+from typing import Protocol
+
+from grpc import aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from llumlet.agent import Agent
+from llumlet.detached import DetachedCalls
+from llumlet.proto import llumlet_pb2
+from llumlet.servicer import add_services
+from llumlet.types import MAX_MESSAGE_BYTES, Address
+
+MAX_CONCURRENT_CALLS = 1024
+"""More are answered RESOURCE_EXHAUSTED by gRPC itself, before a message is read."""
+
+SERVICES = tuple(service.full_name for service in llumlet_pb2.DESCRIPTOR.services_by_name.values())
+
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Otherwise a second server could bind the same port, and each would get some of the calls.
+    ("grpc.so_reuseport", 0),
+]
+
+
+class _Health(Protocol):
+    """grpc_health's asynchronous servicer, which its type stubs leave out."""
+
+    async def set(self, service: str, status: int) -> None: ...
+
+    async def enter_graceful_shutdown(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server that listens at `address`. Its methods belong to the event loop that started it."""
+
+    address: Address
+    _server: aio.Server
+    _health: _Health
+    _calls: DetachedCalls
+
+    @property
+    def port(self) -> int:
+        return self.address.port
+
+    async def set_serving(self, serving: bool) -> None:
+        """What the health service says. Calls are answered either way."""
+        state = health_pb2.HealthCheckResponse
+        for service in ("", *SERVICES):
+            await self._health.set(service, state.SERVING if serving else state.NOT_SERVING)
+
+    async def stop(self, grace_s: float = 1.0) -> None:
+        """Give the calls in progress, moves among them, `grace_s` seconds; cancel the rest."""
+        await self._health.enter_graceful_shutdown()
+        # No new calls from here on; the margin lets the cancelled ones answer SHUTTING_DOWN.
+        stopping = asyncio.create_task(self._server.stop(grace_s + 0.5))
+        await self._calls.stop(grace_s)
+        await stopping
+
+
+async def serve(
+    agent: Agent, host: str = "127.0.0.1", port: int = 0, *, insecure: bool = False
+) -> RunningServer:
+    """Start serving `agent` on the running event loop; port 0 takes a free one.
+
+    Raises ValueError for a host that is not loopback unless `insecure`, and OSError if the port
+    cannot be had.
+    """
+    if not insecure and not is_loopback(host):
+        raise ValueError(
+            f"{host} is not a loopback address, and a llumlet has no authentication: whoever "
+            "reaches it can move and abort requests. Serve it there only on a network that you "
+            "trust, by saying so explicitly."
+        )
+    server = aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS)
+    calls = add_services(agent, server)
+    health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    reflection.enable_server_reflection(
+        (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+    )
+    wanted = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        bound = server.add_insecure_port(wanted)
+    except RuntimeError as error:
+        raise OSError(f"the llumlet cannot listen at {wanted}: {error}") from error
+    running = RunningServer(Address(host, bound), server, health_servicer, calls)
+    await running.set_serving(True)
+    await server.start()
+    return running
+
+
+def is_loopback(host: str) -> bool:
+    """Whether all addresses of `host` are loopback; False for a name that does not resolve."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two gRPC services, as a thin skin around an `Agent`: validate, call, translate errors.
+
+This is the outermost loop of a call: whatever the agent raises ends here, as a gRPC status with a
+reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn, TypeVar
+
+from grpc import aio
+
+from llumlet import validation
+from llumlet.agent import Agent, Destination, Operator, Report
+from llumlet.detached import DetachedCalls
+from llumlet.errors import LlumletError
+from llumlet.proto import llumlet_pb2_grpc
+from llumlet.status_codes import REASON_METADATA
+from llumlet.types import (
+    AbortMigrateInRequest,
+    AbortMigrateInResponse,
+    AbortRequest,
+    AbortResponse,
+    CommitRequest,
+    CommitResponse,
+    CopyRoundRequest,
+    CopyRoundResponse,
+    GetInstanceMetadataRequest,
+    GetInstanceStatusRequest,
+    InstanceMetadata,
+    InstanceStatus,
+    ListRequestsRequest,
+    ListRequestsResponse,
+    MigrateEvent,
+    MigrateInRequest,
+    MigrateRequest,
+    MoveProgress,
+    MoveSummary,
+    Reason,
+    ReserveRequest,
+    ReserveResponse,
+    SettleRequest,
+    SettleResponse,
+)
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+Context = aio.ServicerContext[Any, Any]
+
+
+class _Calls:
+    """What both services share: running one call of the agent and answering for it."""
+
+    def __init__(self, calls: DetachedCalls) -> None:
+        self._calls = calls
+
+    async def _answer(
+        self,
+        context: Context,
+        name: str,
+        faults: list[str],
+        call: Callable[[], Coroutine[Any, Any, T]],
+    ) -> T:
+        if faults:
+            await _refuse(context, _invalid(faults))
+        task = self._calls.start(name, call())
+        await self._calls.settled(task)
+        return await _outcome(context, task)
+
+    async def _stream(
+        self,
+        context: Context,
+        name: str,
+        faults: list[str],
+        call: Callable[[Report], Coroutine[Any, Any, MoveSummary]],
+    ) -> None:
+        if faults:
+            await _refuse(context, _invalid(faults))
+        # None marks the end. A few events per phase of each request: the queue needs no bound.
+        events: asyncio.Queue[MoveProgress | None] = asyncio.Queue()
+        listening = True
+
+        def report(progress: MoveProgress) -> None:
+            if listening:
+                events.put_nowait(progress)
+
+        task = self._calls.start(name, call(report))
+        task.add_done_callback(lambda _: events.put_nowait(None))
+        try:
+            while (progress := await events.get()) is not None:
+                await context.write(MigrateEvent(progress=progress))
+        finally:
+            listening = False
+            if not task.done():
+                self._calls.abandon(task)
+        await context.write(MigrateEvent(summary=await _outcome(context, task)))
+
+
+class LlumletServicer(_Calls, llumlet_pb2_grpc.LlumletServicer):
+    def __init__(self, agent: Operator, calls: DetachedCalls) -> None:
+        super().__init__(calls)
+        self._agent = agent
+
+    async def Migrate(self, request: MigrateRequest, context: Context) -> None:
+        faults = validation.migrate_faults(request)
+        await self._stream(
+            context, "Migrate", faults, lambda report: self._agent.migrate(request, report)
+        )
+
+    async def MigrateIn(self, request: MigrateInRequest, context: Context) -> None:
+        faults = validation.migrate_in_faults(request)
+        await self._stream(
+            context, "MigrateIn", faults, lambda report: self._agent.migrate_in(request, report)
+        )
+
+    async def Abort(self, request: AbortRequest, context: Context) -> AbortResponse:
+        faults = validation.abort_faults(request)
+        return await self._answer(context, "Abort", faults, lambda: self._agent.abort(request))
+
+    async def AbortMigrateIn(
+        self, request: AbortMigrateInRequest, context: Context
+    ) -> AbortMigrateInResponse:
+        faults = validation.abort_migrate_in_faults(request)
+        return await self._answer(
+            context, "AbortMigrateIn", faults, lambda: self._agent.abort_migrate_in(request)
+        )
+
+    async def GetInstanceStatus(
+        self, request: GetInstanceStatusRequest, context: Context
+    ) -> InstanceStatus:
+        return await self._answer(context, "GetInstanceStatus", [], self._agent.get_instance_status)
+
+    async def GetInstanceMetadata(
+        self, request: GetInstanceMetadataRequest, context: Context
+    ) -> InstanceMetadata:
+        return await self._answer(
+            context, "GetInstanceMetadata", [], self._agent.get_instance_metadata
+        )
+
+    async def ListRequests(
+        self, request: ListRequestsRequest, context: Context
+    ) -> ListRequestsResponse:
+        return await self._answer(context, "ListRequests", [], self._agent.list_requests)
+
+
+class PeerServicer(_Calls, llumlet_pb2_grpc.PeerServicer):
+    def __init__(self, agent: Destination, calls: DetachedCalls) -> None:
+        super().__init__(calls)
+        self._agent = agent
+
+    async def Reserve(self, request: ReserveRequest, context: Context) -> ReserveResponse:
+        faults = validation.reserve_faults(request)
+        return await self._answer(context, "Reserve", faults, lambda: self._agent.reserve(request))
+
+    async def CopyRound(self, request: CopyRoundRequest, context: Context) -> CopyRoundResponse:
+        faults = validation.copy_round_faults(request)
+        return await self._answer(
+            context, "CopyRound", faults, lambda: self._agent.copy_round(request)
+        )
+
+    async def Commit(self, request: CommitRequest, context: Context) -> CommitResponse:
+        faults = validation.commit_faults(request)
+        return await self._answer(context, "Commit", faults, lambda: self._agent.commit(request))
+
+    async def Withdraw(self, request: SettleRequest, context: Context) -> SettleResponse:
+        return await self._settle(context, "Withdraw", request, self._agent.withdraw)
+
+    async def Cancel(self, request: SettleRequest, context: Context) -> SettleResponse:
+        return await self._settle(context, "Cancel", request, self._agent.cancel)
+
+    async def Abort(self, request: SettleRequest, context: Context) -> SettleResponse:
+        return await self._settle(context, "Peer.Abort", request, self._agent.abort_handover)
+
+    async def Close(self, request: SettleRequest, context: Context) -> SettleResponse:
+        return await self._settle(context, "Close", request, self._agent.close_handover)
+
+    async def Query(self, request: SettleRequest, context: Context) -> SettleResponse:
+        return await self._settle(context, "Query", request, self._agent.query)
+
+    async def _settle(
+        self,
+        context: Context,
+        name: str,
+        request: SettleRequest,
+        call: Callable[[SettleRequest], Coroutine[Any, Any, SettleResponse]],
+    ) -> SettleResponse:
+        return await self._answer(
+            context, name, validation.settle_faults(request), lambda: call(request)
+        )
+
+
+def add_services(agent: Agent, server: aio.Server) -> DetachedCalls:
+    """Register both services; returns their calls, to be stopped with the server."""
+    calls = DetachedCalls()
+    llumlet_pb2_grpc.add_LlumletServicer_to_server(LlumletServicer(agent, calls), server)
+    llumlet_pb2_grpc.add_PeerServicer_to_server(PeerServicer(agent, calls), server)
+    return calls
+
+
+def _invalid(faults: list[str]) -> LlumletError:
+    return LlumletError(Reason.INVALID_REQUEST, "; ".join(faults))
+
+
+async def _outcome(context: Context, task: asyncio.Task[T]) -> T:
+    """The result of a `task` that is done; what it raised instead ends the call."""
+    if task.cancelled():
+        await _refuse(context, LlumletError(Reason.SHUTTING_DOWN, "the llumlet is shutting down"))
+    match task.exception():
+        case None:
+            return task.result()
+        case LlumletError() as refusal:
+            await _refuse(context, refusal)
+        case error:
+            # The only place where an unforeseen exception of the agent may end.
+            logger.error("%s failed", task.get_name(), exc_info=error)
+            detail = f"{type(error).__name__}: {error} (the instance's log has the traceback)"
+            await _refuse(context, LlumletError(Reason.INTERNAL, detail))
+
+
+async def _refuse(context: Context, error: LlumletError) -> NoReturn:
+    await context.abort(error.code, error.detail, ((REASON_METADATA, error.word),))

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be wrong with a message by itself.
+
+Each function returns every fault, a sentence each; none means legal. Whether the ids are known is
+for the agent: these functions know no state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+from llumlet.types import (
+    AbortMigrateInRequest,
+    AbortRequest,
+    Address,
+    CommitRequest,
+    CopyRoundRequest,
+    Handover,
+    MigrateInRequest,
+    MigrateRequest,
+    MigrationReqPolicy,
+    MigrationType,
+    Mode,
+    ReserveRequest,
+    SettleRequest,
+)
+
+_VALUE_FIELD = {
+    MigrationType.NUM_REQ: "num_reqs",
+    MigrationType.TOKEN: "num_tokens",
+    MigrationType.RATIO: "kv_cache_usage_ratio",
+}
+_METHODS = {Mode.MODE_UNSPECIFIED, Mode.LIVE, Mode.BLOCKING, Mode.RECOMPUTE}
+
+
+def migrate_faults(request: MigrateRequest) -> list[str]:
+    faults = []
+    if not request.dst_engine_id:
+        faults.append("dst_engine_id is empty")
+    if not request.dst_engine_ip:
+        faults.append("dst_engine_ip is empty")
+    if not 0 < request.dst_engine_port < 65536:
+        faults.append(f"dst_engine_port {request.dst_engine_port} is not a port")
+    return faults + _selection_faults(request)
+
+
+def migrate_in_faults(request: MigrateInRequest) -> list[str]:
+    faults = []
+    try:
+        Address.parse(request.src_address)
+    except ValueError as error:
+        faults.append(f"src_address: {error}")
+    if not request.HasField("request"):
+        return [*faults, "request is missing"]
+    return faults + [f"request.{fault}" for fault in _selection_faults(request.request)]
+
+
+def abort_faults(request: AbortRequest) -> list[str]:
+    return _id_faults("request_ids", request.request_ids, required=True)
+
+
+def abort_migrate_in_faults(request: AbortMigrateInRequest) -> list[str]:
+    if not request.migration_ids and not request.request_ids:
+        return ["neither migration_ids nor request_ids are given"]
+    return _id_faults("migration_ids", request.migration_ids) + _id_faults(
+        "request_ids", request.request_ids
+    )
+
+
+def reserve_faults(request: ReserveRequest) -> list[str]:
+    faults = _handover_faults(request.handover, reserved=False)
+    for field in ("src_engine_id", "dst_engine_id", "request_state"):
+        if not getattr(request, field):
+            faults.append(f"{field} is empty")
+    try:
+        Address.parse(request.src_address)
+    except ValueError as error:
+        faults.append(f"src_address: {error}")
+    if request.method not in _METHODS:
+        faults.append(f"method {request.method} is not a way to move a request")
+    return faults
+
+
+def copy_round_faults(request: CopyRoundRequest) -> list[str]:
+    faults = _handover_faults(request.handover)
+    if request.from_block > request.to_block:
+        faults.append(f"blocks [{request.from_block}, {request.to_block}) run backwards")
+    elif len(request.block_ids) != request.to_block - request.from_block:
+        blocks = f"[{request.from_block}, {request.to_block})"
+        faults.append(f"{len(request.block_ids)} block_ids for blocks {blocks}")
+    return faults
+
+
+def commit_faults(request: CommitRequest) -> list[str]:
+    faults = _handover_faults(request.handover)
+    if (request.epoch.term, request.epoch.hop) <= (0, 0):
+        faults.append("epoch must be above 0.0, at which a request is born")
+    return faults
+
+
+def settle_faults(request: SettleRequest) -> list[str]:
+    # A reservation whose answer never came is settled without knowing the destination's life.
+    return _handover_faults(request.handover, reserved=False)
+
+
+def _selection_faults(request: MigrateRequest) -> list[str]:
+    faults = [] if request.src_engine_id else ["src_engine_id is empty"]
+    faults += _id_faults("request_ids", request.request_ids)
+    value = request.WhichOneof("value")
+    by_rule = bool(request.migration_type or request.migration_req_policy or value)
+    if by_rule and request.request_ids:
+        faults.append(
+            "give request_ids or a rule (migration_type, migration_req_policy, a value), not both"
+        )
+    elif by_rule:
+        faults += _rule_faults(request, value)
+    elif not request.request_ids:
+        faults.append(
+            "nothing is selected: give request_ids, or a migration_type, a migration_req_policy "
+            "and a value"
+        )
+    if request.method not in _METHODS:
+        faults.append(f"method {request.method} is not LIVE (1), BLOCKING (2) or RECOMPUTE (3)")
+    if request.HasField("stall_budget_ms") and not 0 <= request.stall_budget_ms < math.inf:
+        faults.append(f"stall_budget_ms {request.stall_budget_ms} is not a duration")
+    return faults
+
+
+def _rule_faults(request: MigrateRequest, value: str | None) -> list[str]:
+    faults = []
+    if request.migration_req_policy not in MigrationReqPolicy.values()[1:]:
+        known = ", ".join(MigrationReqPolicy.keys()[1:])
+        faults.append(f"migration_req_policy {request.migration_req_policy} is not one of {known}")
+    field = _VALUE_FIELD.get(request.migration_type)
+    if field is None:
+        known = ", ".join(MigrationType.keys()[1:])
+        faults.append(f"migration_type {request.migration_type} is not one of {known}")
+    elif value != field:
+        faults.append(
+            f"{MigrationType.Name(request.migration_type)} needs {field}, not {value or 'nothing'}"
+        )
+    if value == "num_reqs" and request.num_reqs != -1 and request.num_reqs < 1:
+        faults.append(f"num_reqs {request.num_reqs} is neither positive nor -1 (all)")
+    if value == "num_tokens" and request.num_tokens < 1:
+        faults.append(f"num_tokens {request.num_tokens} is not positive")
+    if value == "kv_cache_usage_ratio" and not 0 < request.kv_cache_usage_ratio <= 1:
+        faults.append(f"kv_cache_usage_ratio {request.kv_cache_usage_ratio} is not in (0, 1]")
+    return faults
+
+
+def _id_faults(field: str, ids: Iterable[str], *, required: bool = False) -> list[str]:
+    ids = list(ids)
+    faults = [f"{field}[{index}] is empty" for index, text in enumerate(ids) if not text]
+    repeated = sorted(text for text, times in Counter(ids).items() if text and times > 1)
+    faults += [f"{field} holds {text!r} twice" for text in repeated]
+    return [f"{field} is empty"] if required and not ids else faults
+
+
+def _handover_faults(handover: Handover, *, reserved: bool = True) -> list[str]:
+    fields = ["migration_id", "request_id", "src_incarnation"]
+    if reserved:
+        fields.append("dst_incarnation")
+    return [f"handover.{field} is empty" for field in fields if not getattr(handover, field)]

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's side of a mover: calls that end in the mover's answer, in a deadline, or with its
+death.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from vllm_llumnix.errors import TransferFailed
+from vllm_llumnix.kv import messages
+from vllm_llumnix.kv.messages import (
+    Command,
+    MoverInfo,
+    PeerMemory,
+    Probe,
+    ProbeReport,
+    Pull,
+    PullReport,
+    Rejected,
+    Stopped,
+    StopPull,
+)
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 1.0
+"""How long after a pull's own deadline its report may come."""
+
+_Answer = TypeVar("_Answer", PullReport, Stopped, ProbeReport)
+
+
+class MoverClient:
+    """Commands for one mover. Belongs to the asyncio loop that is running when it is made.
+
+    Every call raises TransferFailed when the mover dies, refuses to understand, or does not answer
+    in time.
+    """
+
+    def __init__(self, info: MoverInfo, context: zmq.asyncio.Context | None = None) -> None:
+        self.info = info
+        self._own_context = zmq.asyncio.Context() if context is None else None
+        self._socket: zmq.asyncio.Socket = (context or self._own_context).socket(zmq.DEALER)  # type: ignore[union-attr]
+        self._socket.linger = 0
+        # A mover that is gone stays gone: its successor has another endpoint.
+        self._socket.reconnect_ivl = -1
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        self._socket.connect(info.endpoint)
+        self._lost: str | None = None
+        self._waiting: dict[tuple[type[Any], int], list[asyncio.Future[Any]]] = {}
+        self._probes = itertools.count(1)
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+
+    async def pull(
+        self,
+        job: int,
+        peer: PeerMemory,
+        src_blocks: list[int],
+        dst_blocks: list[int],
+        *,
+        deadline_s: float,
+        transport: str = "local",
+        max_bytes_per_s: float | None = None,
+        final: bool = False,
+        tag: str = "",
+    ) -> PullReport:
+        """Pull blocks; `report.error` tells a failure. `job` must not be in use by another running
+        pull of this client.
+
+        A report, of whatever kind, means that nothing of this job will be written any more. After
+        TransferFailed, and after cancellation, that is not known: `stop` finds out.
+        """
+        if (PullReport, job) in self._waiting:
+            raise ValueError(f"job {job} is running already")
+        pull = Pull(
+            job, peer, src_blocks, dst_blocks, transport, deadline_s, max_bytes_per_s, final, tag
+        )
+        return await self._call(pull, PullReport, deadline_s + GRACE_S)
+
+    async def stop(self, job: int, deadline_s: float = 5.0) -> None:
+        """End a pull; returns when the mover is quiet for that job, at once if it knows none. The
+        pull reports, too.
+        """
+        await self._call(StopPull(job), Stopped, deadline_s)
+
+    async def probe(self, peer: PeerMemory, deadline_s: float = 5.0) -> ProbeReport:
+        """Which transport reaches `peer`, or why none does."""
+        return await self._call(Probe(next(self._probes), peer), ProbeReport, deadline_s)
+
+    def close(self) -> None:
+        """Fail pending calls and let go of the socket. A running pull goes on in the mover."""
+        self._lose("closed")
+        for task in self._tasks:
+            task.cancel()
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+        if self._own_context is not None:
+            self._own_context.term()
+
+    async def _call(self, command: Command, kind: type[_Answer], deadline_s: float) -> _Answer:
+        if self._lost is not None:
+            raise TransferFailed(self._lost)
+        key = (kind, command.job)
+        future: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(key, []).append(future)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._socket.send(messages.encode(command))
+                return await future
+        except TimeoutError:
+            raise TransferFailed(
+                f"mover {self.info.rank} has not answered for {deadline_s:.1f} s"
+            ) from None
+        finally:
+            waiting = self._waiting[key]
+            waiting.remove(future)
+            if not waiting:
+                del self._waiting[key]
+
+    async def _receive(self) -> None:
+        while True:
+            frame = await self._socket.recv()
+            try:
+                answer = messages.decode_answer(frame)
+            except msgspec.DecodeError as error:
+                self._fail_all(f"mover {self.info.rank} answers in another language: {error}")
+                continue
+            if isinstance(answer, Rejected):
+                self._fail_all(f"mover {self.info.rank} rejects a command: {answer.reason}")
+                continue
+            for future in self._waiting.get((type(answer), answer.job), ()):
+                if not future.done():
+                    future.set_result(answer)
+
+    async def _watch(self) -> None:
+        await recv_monitor_message(self._monitor)
+        self._lose(f"mover {self.info.rank} (pid {self.info.memory.pid}) has gone")
+
+    def _lose(self, reason: str) -> None:
+        if self._lost is None:
+            self._lost = reason
+            self._fail_all(reason)
+
+    def _fail_all(self, reason: str) -> None:
+        for futures in self._waiting.values():
+            for future in futures:
+                if not future.done():
+                    future.set_exception(TransferFailed(reason))

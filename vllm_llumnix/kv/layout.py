@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the bytes of a KV block lie.
+
+vLLM keeps the caches of all layers of a worker in one allocation. The page of layer `l` of a region
+for block `b` is
+
+    address = base + offset + l * layer_stride + b * block_stride        length = page_bytes
+
+for every layout whose two outermost dimensions are layers (L) and blocks (B), in either order.
+Tensor views are of no use here: attention backends reshape them.
+
+A layout is also what a worker tells its peers about its memory, so it is checked when it is built
+or decoded: every page of every block lies within the allocation. Nothing below reads memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from vllm_llumnix.errors import TransportUnavailable
+
+Words: TypeAlias = npt.NDArray[np.uint64]
+BlockIds: TypeAlias = npt.NDArray[np.int64] | list[int]
+
+ADDRESS_SPACE = 2**63
+
+
+class TensorRegion(msgspec.Struct, frozen=True):
+    """Layers of equal shape, at equal distances. All fields but `num_layers` are in bytes."""
+
+    offset: int
+    num_layers: int
+    layer_stride: int
+    block_stride: int
+    page_bytes: int
+
+
+class BlockLayout(msgspec.Struct, frozen=True):
+    """The KV memory of one worker: `num_blocks` blocks in `storage_bytes` bytes from address `base`
+    on.
+
+    `layout` is vLLM's name of the dimension order, such as LBHNC; `element_bytes` is the size of
+    one cache element. Raises ValueError (`msgspec.ValidationError` when decoded) if a page would
+    lie outside the storage.
+    """
+
+    base: int
+    storage_bytes: int
+    num_blocks: int
+    regions: tuple[TensorRegion, ...]
+    layout: str
+    element_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        if self.base < 0 or self.storage_bytes < 0 or self.num_blocks < 0 or self.element_bytes < 1:
+            raise ValueError("negative base, size or number of blocks")
+        if self.base + self.storage_bytes > ADDRESS_SPACE:
+            raise ValueError("the storage does not fit the address space")
+        for region in self.regions:
+            if region.num_layers < 1 or region.page_bytes < 1 or self.num_blocks < 1:
+                raise ValueError("a region without layers, blocks or bytes")
+            if min(region.offset, region.layer_stride, region.block_stride) < 0:
+                raise ValueError("a region with a negative offset or stride")
+            last = (region.num_layers - 1) * region.layer_stride + (
+                self.num_blocks - 1
+            ) * region.block_stride
+            if region.offset + last + region.page_bytes > self.storage_bytes:
+                raise ValueError("a region reaches beyond the storage")
+
+    @property
+    def num_layers(self) -> int:
+        return sum(region.num_layers for region in self.regions)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all layers."""
+        return sum(region.num_layers * region.page_bytes for region in self.regions)
+
+    @property
+    def interior(self) -> str:
+        """The order of dimensions within a page: what two layouts must share for their bytes to
+        mean the same.
+        """
+        return self.layout.replace("L", "").replace("B", "")
+
+    def page_address(self, block: int, layer: int) -> tuple[int, int]:
+        """(address, bytes) of one page; `layer` counts through the regions. Raises ValueError out
+        of range.
+        """
+        if not 0 <= block < self.num_blocks:
+            raise ValueError(f"block {block} is not one of {self.num_blocks}")
+        index = layer
+        for region in self.regions:
+            if 0 <= index < region.num_layers:
+                within = region.offset + index * region.layer_stride + block * region.block_stride
+                return self.base + within, region.page_bytes
+            index -= region.num_layers
+        raise ValueError(f"layer {layer} is not one of {self.num_layers}")
+
+    def pieces(self, block_ids: BlockIds) -> tuple[Words, Words]:
+        """(addresses, lengths) of all layers of `block_ids`, adjacent ones merged. Raises
+        ValueError out of range.
+        """
+        addresses, lengths = _pages(self, _checked(self, block_ids), _layers_outermost(self))
+        (addresses,), lengths = _merged((addresses,), lengths)
+        return addresses, lengths
+
+
+class Pieces(NamedTuple):
+    """A copy as three parallel arrays: `length[i]` bytes from address `source[i]` to address
+    `destination[i]`.
+    """
+
+    source: Words
+    destination: Words
+    length: Words
+
+
+def pair_pieces(
+    source: BlockLayout, source_ids: BlockIds, destination: BlockLayout, destination_ids: BlockIds
+) -> Pieces:
+    """The copy of block `source_ids[i]` to block `destination_ids[i]`, for all i and all layers.
+
+    Pieces are merged where both sides are adjacent. Raises ValueError if the layouts do not hold
+    the same pages, an id is out of range, the lists differ in length, or a destination block is
+    named twice.
+    """
+    require_same_pages(source, destination)
+    from_ids, to_ids = _checked(source, source_ids), _checked(destination, destination_ids)
+    if len(from_ids) != len(to_ids):
+        raise ValueError(f"{len(from_ids)} source blocks for {len(to_ids)} destination blocks")
+    if len(np.unique(to_ids)) != len(to_ids):
+        raise ValueError("a destination block is named twice")
+    layers_outermost = _layers_outermost(destination)
+    from_addresses, lengths = _pages(source, from_ids, layers_outermost)
+    to_addresses, _ = _pages(destination, to_ids, layers_outermost)
+    (from_addresses, to_addresses), lengths = _merged((from_addresses, to_addresses), lengths)
+    return Pieces(from_addresses, to_addresses, lengths)
+
+
+def require_same_pages(ours: BlockLayout, theirs: BlockLayout) -> None:
+    """Raise ValueError unless page `i` of a block means the same bytes on both sides."""
+    if ours.interior != theirs.interior:
+        raise ValueError(f"KV cache layouts differ: {ours.layout} and {theirs.layout}")
+    if ours.element_bytes != theirs.element_bytes:
+        raise ValueError(
+            f"KV cache elements differ: {ours.element_bytes} and {theirs.element_bytes} bytes"
+        )
+    ours_shape = [(region.num_layers, region.page_bytes) for region in ours.regions]
+    theirs_shape = [(region.num_layers, region.page_bytes) for region in theirs.regions]
+    if ours_shape != theirs_shape:
+        raise ValueError(f"KV cache pages differ: (layers, bytes) {ours_shape} and {theirs_shape}")
+
+
+def _checked(layout: BlockLayout, block_ids: BlockIds) -> npt.NDArray[np.int64]:
+    ids = np.asarray(block_ids, dtype=np.int64)
+    if ids.ndim != 1:
+        raise ValueError("block ids must be a flat list")
+    if len(ids) and (ids.min() < 0 or ids.max() >= layout.num_blocks):
+        raise ValueError(
+            f"block ids {ids.min()} to {ids.max()} are not all within 0 to {layout.num_blocks - 1}"
+        )
+    return ids
+
+
+def _layers_outermost(layout: BlockLayout) -> bool:
+    return all(region.layer_stride >= region.block_stride for region in layout.regions)
+
+
+def _pages(
+    layout: BlockLayout, ids: npt.NDArray[np.int64], layers_outermost: bool
+) -> tuple[Words, Words]:
+    """Addresses and lengths of all pages, in the order in which neighbours in memory follow each
+    other.
+    """
+    addresses, lengths = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
+    for region in layout.regions:
+        of_blocks = layout.base + region.offset + ids * region.block_stride
+        of_layers = np.arange(region.num_layers, dtype=np.int64) * region.layer_stride
+        grid = (
+            np.add.outer(of_layers, of_blocks)
+            if layers_outermost
+            else np.add.outer(of_blocks, of_layers)
+        )
+        addresses.append(grid.ravel().astype(np.uint64))
+        lengths.append(np.full(grid.size, region.page_bytes, np.uint64))
+    return np.concatenate(addresses), np.concatenate(lengths)
+
+
+def _merged(sides: tuple[Words, ...], lengths: Words) -> tuple[tuple[Words, ...], Words]:
+    """Join neighbours in the arrays that are neighbours in memory on every side."""
+    if not len(lengths):
+        return sides, lengths
+    starts_piece = np.ones(len(lengths), dtype=bool)
+    starts_piece[1:] = False
+    for addresses in sides:
+        starts_piece[1:] |= addresses[:-1] + lengths[:-1] != addresses[1:]
+    first = np.flatnonzero(starts_piece)
+    return tuple(addresses[first] for addresses in sides), np.add.reduceat(lengths, first)
+
+
+# What vLLM says about its cache
+
+_CARRIED = {"FullAttentionSpec", "ChunkedLocalAttentionSpec"}
+_REFUSED = {"HiddenStateCacheSpec", "SinkFullAttentionSpec", "RSWASpec", "CrossAttentionSpec"}
+_LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
+
+
+def layout_of(model_runner: Any) -> BlockLayout:
+    """The layout of a vLLM model runner's KV cache (`kv_cache_config` and the storage behind
+    `kv_caches`).
+
+    Raises TransportUnavailable with the reason if blocks of this cache cannot be carried one by
+    one.
+    """
+    config = model_runner.kv_cache_config
+    spec_of = _attention_specs(config)
+    if config.kv_cache_layout not in _LAYOUTS:
+        raise TransportUnavailable(
+            f"KV cache layout {config.kv_cache_layout} scatters a page; "
+            f"set VLLM_KV_CACHE_LAYOUT to one of {', '.join(_LAYOUTS)}"
+        )
+    storage = _storage(model_runner.kv_caches)
+    regions = []
+    for tensor in config.kv_cache_tensors:
+        if getattr(tensor, "host_resident", False):
+            raise TransportUnavailable("part of the KV cache lives in a host pool of its own")
+        page_bytes = int(spec_of[tensor.layers[0]].page_size_bytes)
+        regions.append(
+            TensorRegion(
+                offset=tensor.offset,
+                num_layers=len(tensor.layers),
+                layer_stride=tensor.layer_stride,
+                block_stride=tensor.block_stride,
+                page_bytes=page_bytes,
+            )
+        )
+    element_bytes = {int(spec.dtype.itemsize) for spec in spec_of.values()}
+    if len(element_bytes) != 1:
+        raise TransportUnavailable("the KV cache mixes element types")
+    return BlockLayout(
+        base=storage.data_ptr(),
+        storage_bytes=storage.nbytes(),
+        num_blocks=config.num_blocks,
+        regions=tuple(regions),
+        layout=config.kv_cache_layout,
+        element_bytes=element_bytes.pop(),
+    )
+
+
+def _attention_specs(config: Any) -> dict[str, Any]:
+    """Layer name -> cache specification; TransportUnavailable for caches whose blocks are not plain
+    attention pages.
+    """
+    if len(config.kv_cache_groups) != 1:
+        raise TransportUnavailable(
+            f"the model has {len(config.kv_cache_groups)} kinds of KV cache; one is supported"
+        )
+    group = config.kv_cache_groups[0]
+    if not getattr(group, "enable_kv_transfer", True):
+        raise TransportUnavailable("vLLM marks the KV cache of this model as not transferable")
+    inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    spec_of = dict(inner) if inner else {name: group.kv_cache_spec for name in group.layer_names}
+    for spec in spec_of.values():
+        kinds = {cls.__name__ for cls in type(spec).__mro__}
+        if not kinds & _CARRIED or kinds & _REFUSED:
+            raise TransportUnavailable(f"caches of kind {type(spec).__name__} are not carried")
+    return spec_of
+
+
+def _storage(kv_caches: Any) -> Any:
+    """The one storage behind all cache tensors."""
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in kv_caches
+    }
+    if len(storages) != 1:
+        raise TransportUnavailable(f"the KV cache is spread over {len(storages)} allocations")
+    return storages.popitem()[1]

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mover: one daemon thread in each worker process that pulls KV blocks from peers into this
+worker's memory.
+
+It listens on a ROUTER socket for the commands in `messages` and does one thing at a time: a chunk
+of a pull, then a look at the socket. So stops and probes are answered while a pull runs, waits for
+the pace end early, and a stopped pull is certainly quiet, all without a lock. With nothing to do it
+sleeps in `poll`.
+
+Destination blocks belong to the job from the moment its Pull arrives until its PullReport leaves.
+The mover trusts the engine that commands it in *which* of our blocks may be written, and a peer in
+nothing: see `transport`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import zmq
+
+from vllm_llumnix import faults
+from vllm_llumnix.errors import LlumnixError, TransportError
+from vllm_llumnix.kv import messages
+from vllm_llumnix.kv.endpoint import PrivateDirectory
+from vllm_llumnix.kv.layout import BlockLayout
+from vllm_llumnix.kv.messages import (
+    Probe,
+    ProbeReport,
+    Pull,
+    PullReport,
+    Rejected,
+    Stopped,
+    StopPull,
+)
+from vllm_llumnix.kv.pace import Pace
+from vllm_llumnix.kv.transport.base import Transport
+
+logger = logging.getLogger(__name__)
+
+_Key = tuple[bytes, int]
+
+
+@dataclass(slots=True)
+class _Job:
+    pull: Pull
+    order: int
+    deadline: float
+    chunks: Iterator[int] | None = None
+    started: float = 0.0
+    bytes: int = 0
+
+
+@dataclass
+class Mover:
+    """The thread and its socket. `start` and `close` belong to the thread that made it, everything
+    else to the mover's.
+
+    transports: in order of preference. layout: our own memory, which a `corrupt` fault writes to.
+    """
+
+    rank: int
+    layout: BlockLayout
+    transports: Sequence[Transport]
+    directory: PrivateDirectory
+    num_errors: int = 0
+    _jobs: dict[_Key, _Job] = field(default_factory=dict)
+    _pace: Pace = field(default_factory=Pace)
+    _order: Iterator[int] = field(default_factory=itertools.count)
+
+    @property
+    def endpoint(self) -> str:
+        return f"ipc://{self.directory.socket_path}"
+
+    def start(self) -> None:
+        """Listen, then run. Raises `zmq.ZMQError` if the endpoint cannot be had."""
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.bind(self.endpoint)
+        self._wake = os.eventfd(0)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake, zmq.POLLIN)
+        self._thread = threading.Thread(target=self._run, name="llumnix-mover", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, after the chunk it is copying, and remove the endpoint."""
+        if self._thread.is_alive():
+            os.eventfd_write(self._wake, 1)
+            self._thread.join()
+        self.directory.close()
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            while not self._turn():
+                pass
+        finally:
+            for transport in self.transports:
+                transport.close()
+            self._socket.close()
+            self._context.term()
+
+    def _turn(self) -> bool:
+        """Wait for a command or for the pace, then copy a chunk. True when it is time to end."""
+        try:
+            delay = self._pace.delay()
+            # Whole milliseconds in poll, which a command ends; the rest is slept.
+            ready = dict(self._poller.poll(int(delay * 1000) if self._jobs else None))
+            if self._wake in ready:
+                return True
+            if self._socket in ready:
+                self._receive()
+            elif self._jobs:
+                time.sleep(self._pace.delay())
+                self._advance()
+        except zmq.ZMQError:
+            logger.exception(
+                "mover %d: its socket is broken; no more blocks are pulled into this worker",
+                self.rank,
+            )
+            return True
+        except Exception as error:
+            self.num_errors += 1
+            logger.exception("mover %d: unexpected error %d", self.rank, self.num_errors)
+            for key in list(self._jobs):
+                self._report(key, f"unexpected error in the mover: {error!r}")
+        return False
+
+    def _receive(self) -> None:
+        identity, *frames = self._socket.recv_multipart()
+        try:
+            command = messages.decode_command(b"".join(frames))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            self._answer(identity, Rejected(f"not a command: {error}"))
+            return
+        key = (identity, command.job)
+        match command:
+            case Pull():
+                self._accept(key, command)
+            case StopPull():
+                if key in self._jobs:
+                    self._report(key, "stopped")
+                self._answer(identity, Stopped(command.job))
+            case Probe():
+                self._answer(identity, self._probe(command))
+
+    def _accept(self, key: _Key, pull: Pull) -> None:
+        if key in self._jobs:
+            self._answer(key[0], Rejected(f"job {pull.job} is running already"))
+            return
+        self._jobs[key] = _Job(pull, next(self._order), time.monotonic() + pull.deadline_s)
+        if not any(transport.name == pull.transport for transport in self.transports):
+            self._report(key, f"this worker has no transport {pull.transport!r}")
+        elif pull.max_bytes_per_s is not None and not pull.max_bytes_per_s > 0:
+            self._report(key, f"a limit of {pull.max_bytes_per_s} bytes per second")
+
+    def _probe(self, probe: Probe) -> ProbeReport:
+        reasons = []
+        for transport in self.transports:
+            try:
+                transport.probe(probe.peer)
+            except TransportError as error:
+                reasons.append(f"{transport.name}: {error}")
+            else:
+                return ProbeReport(probe.job, transport.name)
+        return ProbeReport(probe.job, None, "; ".join(reasons) or "this worker has no transport")
+
+    def _advance(self) -> None:
+        """One chunk of the most urgent pull: final ones first, then in order of arrival."""
+        for key in self._overdue():
+            self._report(key, "deadline passed")
+        if not self._jobs:
+            return
+        key = min(
+            self._jobs, key=lambda key: (not self._jobs[key].pull.final, self._jobs[key].order)
+        )
+        job = self._jobs[key]
+        self._pace.bytes_per_s = self._limit()
+        began = time.monotonic()
+        try:
+            if job.chunks is None:
+                job.started = began
+                job.chunks = self._begin(job.pull)
+            copied = next(job.chunks, None)
+            if copied is None:
+                self._pulled(job.pull)
+                self._report(key, None)
+            else:
+                job.bytes += copied
+                self._pace.spend(copied, began)
+        except (LlumnixError, ValueError) as error:
+            self._report(key, str(error))
+
+    def _overdue(self) -> list[_Key]:
+        now = time.monotonic()
+        return [key for key, job in self._jobs.items() if now >= job.deadline]
+
+    def _limit(self) -> float | None:
+        limits = [
+            job.pull.max_bytes_per_s
+            for job in self._jobs.values()
+            if job.pull.max_bytes_per_s is not None
+        ]
+        return min(limits, default=None)
+
+    def _begin(self, pull: Pull) -> Iterator[int]:
+        transport = next(
+            transport for transport in self.transports if transport.name == pull.transport
+        )
+        return transport.pull(pull.peer, pull.src_blocks, pull.dst_blocks, self._pace.chunk_bytes())
+
+    def _report(self, key: _Key, error: str | None) -> None:
+        """The end of a job: nothing of it runs any more when the report leaves."""
+        job = self._jobs.pop(key)
+        seconds = time.monotonic() - job.started if job.chunks is not None else 0.0
+        job.chunks = None
+        self._answer(key[0], PullReport(job.pull.job, job.bytes, seconds, error))
+
+    def _answer(self, identity: bytes, answer: messages.Answer) -> None:
+        self._socket.send_multipart([identity, messages.encode(answer)])
+
+    def _pulled(self, pull: Pull) -> None:
+        spec = faults.hit(
+            "mover.pulled",
+            rank=self.rank,
+            job=pull.job,
+            final=pull.final,
+            tag=pull.tag,
+            num_blocks=len(pull.dst_blocks),
+        )
+        if spec is not None and pull.dst_blocks:
+            corrupt(self.layout, pull.dst_blocks, spec)
+
+
+def corrupt(layout: BlockLayout, blocks: Sequence[int], spec: dict[str, Any]) -> None:
+    """Invert one byte of our memory, for tests that must see it: `which` (first, middle, last of
+    `blocks`), `layer`.
+
+    `offset` within the page is by default the most significant byte of the page's first element,
+    which holds the first token's key in every layout: in use however short the block is. All bits
+    are inverted, so that the element changes its sign and its order of magnitude.
+    """
+    which = {"first": 0, "middle": len(blocks) // 2, "last": -1}[spec["which"]]
+    address, page_bytes = layout.page_address(blocks[which], spec["layer"])
+    offset = spec.get("offset", layout.element_bytes - 1)
+    if not 0 <= offset < page_bytes:
+        raise ValueError(f"a page has {page_bytes} bytes, not {offset}")
+    ctypes.c_ubyte.from_address(address + offset).value ^= 0xFF

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which process an address belongs to.
+
+A pid alone names nothing: after a restart it may be another process, in another pid namespace or on
+another host it is one at once. A worker therefore describes itself by boot id, pid namespace, pid,
+start time, and a random nonce in its memory. The kernel's pidfd then tells whether the process that
+was identified is still there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import secrets
+import select
+from pathlib import Path
+
+from vllm_llumnix.errors import TransferFailed, TransportUnavailable
+from vllm_llumnix.kv.layout import BlockLayout
+from vllm_llumnix.kv.messages import NONCE_BYTES, PeerMemory
+
+_PR_SET_PTRACER = 0x59616D61
+_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
+_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+
+
+@functools.cache
+def boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@functools.cache
+def pid_namespace() -> str:
+    return os.readlink("/proc/self/ns/pid")
+
+
+def start_time(pid: int) -> int | None:
+    """When the process was started, in clock ticks since boot; None if there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # Field 22; the command name before it is in parentheses and may hold anything.
+    return int(stat[stat.rindex(b")") + 2 :].split()[19])
+
+
+def yama_scope() -> int:
+    """Yama's ptrace_scope, 0 where the kernel has no Yama: who may read a process's memory."""
+    try:
+        return int(_YAMA.read_text())
+    except FileNotFoundError:
+        return 0
+
+
+def allow_readers() -> bool:
+    """Let every process of the same user read this one's memory, where Yama would let only
+    ancestors do it.
+
+    Under scope 1 (the default of several distributions) an engine cannot read its neighbour's KV
+    blocks otherwise. The permission is what scope 0 gives to all processes, it ends with this
+    process, and shared-memory paths of MPI and UCX ask for the same. Under scopes 2 and 3 only an
+    administrator can grant it. Returns whether anything was changed.
+    """
+    if yama_scope() != 1:
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    return int(libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)) == 0
+
+
+class NoncePage:
+    """A page of this process's memory that starts with a random value, until `revoke`."""
+
+    def __init__(self) -> None:
+        self.value = secrets.token_bytes(NONCE_BYTES)
+        self._page = mmap.mmap(-1, mmap.PAGESIZE)
+        self._page[:NONCE_BYTES] = self.value
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._page))
+
+    def revoke(self) -> None:
+        """From now on readers find that this memory is not what they were told. The page itself
+        stays mapped.
+        """
+        self._page[:NONCE_BYTES] = bytes(NONCE_BYTES)
+
+
+def describe_memory(
+    layout: BlockLayout, nonce: NoncePage, instance: str, rank: int, unavailable: str | None = None
+) -> PeerMemory:
+    """The description of this process that peers need in order to read `layout`."""
+    started = start_time(os.getpid())
+    if started is None:
+        raise TransportUnavailable("/proc does not show this process")
+    return PeerMemory(
+        instance=instance,
+        rank=rank,
+        pid=os.getpid(),
+        start_time=started,
+        boot_id=boot_id(),
+        pid_ns=pid_namespace(),
+        nonce_address=nonce.address,
+        nonce=nonce.value,
+        layout=layout,
+        unavailable=unavailable,
+    )
+
+
+class PinnedProcess:
+    """The process that a description names, held by a pidfd.
+
+    The start time is compared once, while the pidfd is already held: from then on "the pidfd's
+    process lives" implies "the pid is that process".
+    """
+
+    def __init__(self, peer: PeerMemory) -> None:
+        if peer.boot_id != boot_id():
+            raise TransportUnavailable(
+                f"{peer.instance} runs on another host, or this one was restarted since"
+            )
+        if peer.pid_ns != pid_namespace():
+            raise TransportUnavailable(
+                f"{peer.instance} runs in another pid namespace: "
+                "let the containers share one (--pid=container:NAME or --pid=host)"
+            )
+        self._name = f"worker {peer.rank} of {peer.instance} (pid {peer.pid})"
+        try:
+            self._pidfd = os.pidfd_open(peer.pid)
+        except ProcessLookupError:
+            raise TransferFailed(f"{self._name} has ended") from None
+        except OSError as error:
+            raise TransportUnavailable(f"pidfd_open: {error.strerror}") from error
+        self._poll = select.poll()
+        self._poll.register(self._pidfd, select.POLLIN)
+        found = start_time(peer.pid)
+        if found != peer.start_time or not self.alive:
+            self.close()
+            raise TransferFailed(f"{self._name} has ended, and its pid belongs to another process")
+
+    @property
+    def alive(self) -> bool:
+        return not self._poll.poll(0)
+
+    def require_alive(self) -> None:
+        if not self.alive:
+            raise TransferFailed(f"{self._name} has ended")
+
+    def close(self) -> None:
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copy within one process. For tests, and the plain twin of `local`: one `memmove` a piece."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+
+from vllm_llumnix.errors import TransferFailed, TransportUnavailable
+from vllm_llumnix.kv.layout import BlockLayout, pair_pieces, require_same_pages
+from vllm_llumnix.kv.messages import NONCE_BYTES, PeerMemory
+from vllm_llumnix.kv.process import PinnedProcess
+
+
+class LoopbackTransport:
+    """Implements `base.Transport` for memory of this very process. `layout` is the destination."""
+
+    name = "loopback"
+
+    def __init__(self, layout: BlockLayout) -> None:
+        self._layout = layout
+
+    def probe(self, peer: PeerMemory) -> None:
+        if peer.unavailable is not None:
+            raise TransportUnavailable(peer.unavailable)
+        try:
+            require_same_pages(self._layout, peer.layout)
+        except ValueError as error:
+            raise TransportUnavailable(str(error)) from error
+        _require_self(peer)
+
+    def pull(
+        self, peer: PeerMemory, src_blocks: list[int], dst_blocks: list[int], chunk_bytes: int
+    ) -> Iterator[int]:
+        if peer.unavailable is not None:
+            raise TransportUnavailable(peer.unavailable)
+        pieces = pair_pieces(peer.layout, src_blocks, self._layout, dst_blocks)
+        _require_self(peer)
+        for source, destination, length in zip(*(array.tolist() for array in pieces), strict=True):
+            for done in range(0, length, chunk_bytes):
+                count = min(chunk_bytes, length - done)
+                ctypes.memmove(destination + done, source + done, count)
+                yield count
+        _require_self(peer)
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+def _require_self(peer: PeerMemory) -> None:
+    PinnedProcess(peer).close()
+    if peer.pid != os.getpid():
+        raise TransportUnavailable("loopback reaches only this process")
+    if ctypes.string_at(peer.nonce_address, NONCE_BYTES) != peer.nonce:
+        raise TransferFailed(
+            f"the memory of worker {peer.rank} of {peer.instance} is no longer what it advertised"
+        )

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start and stop the mover of a vLLM worker. Called in the worker's main thread, through
+`collective_rpc`.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from typing import Any
+
+import numpy as np
+
+from vllm_llumnix.errors import TransportUnavailable
+from vllm_llumnix.kv import messages
+from vllm_llumnix.kv.endpoint import PrivateDirectory
+from vllm_llumnix.kv.layout import BlockLayout, layout_of
+from vllm_llumnix.kv.messages import MoverInfo
+from vllm_llumnix.kv.mover import Mover
+from vllm_llumnix.kv.process import NoncePage, allow_readers, describe_memory
+from vllm_llumnix.kv.transport.base import Transport
+from vllm_llumnix.kv.transport.local import LocalTransport
+
+logger = logging.getLogger(__name__)
+
+SAMPLED_BYTES = 4096
+
+_running: tuple[Mover, NoncePage] | None = None
+
+
+def start_mover(worker: Any, settings: dict[str, Any]) -> bytes:
+    """Start this worker's mover, in place of an earlier one; returns msgpack of `MoverInfo`.
+
+    settings: `instance` (id), `allow_readers` (default True: see `process.allow_readers`),
+    `directory` (where the endpoint's private directory is made; default: the system's). A cache
+    whose blocks cannot be carried is no error: the description says so (`memory.unavailable`).
+    Raises OSError, ValueError, `zmq.ZMQError` if the endpoint cannot be had.
+    """
+    global _running
+    worker = getattr(worker, "worker", worker)
+    stop_mover(worker)
+    device = str(worker.device.type)
+    if device == "cpu":
+        _permit_amx()
+    layout, unavailable = _layout_or_reason(worker.model_runner, device)
+    transports: list[Transport] = []
+    if unavailable is None:
+        transports.append(LocalTransport(layout))
+        if settings.get("allow_readers", True):
+            allow_readers()
+    else:
+        logger.warning("KV blocks of this worker cannot be moved: %s", unavailable)
+    nonce = NoncePage()
+    mover = Mover(worker.rank, layout, transports, PrivateDirectory(settings.get("directory")))
+    mover.start()
+    _running = (mover, nonce)
+    return messages.encode(
+        MoverInfo(
+            rank=worker.rank,
+            endpoint=mover.endpoint,
+            memory=describe_memory(layout, nonce, settings["instance"], worker.rank, unavailable),
+            isa=_isa(worker, device),
+            device=device,
+            weights=fingerprint(worker.model_runner.model),
+        )
+    )
+
+
+def stop_mover(worker: Any) -> None:
+    """End the mover, if one runs, and make its description void: peers that still read fail. For
+    sleep and shutdown.
+    """
+    global _running
+    if _running is not None:
+        mover, nonce = _running
+        _running = None
+        nonce.revoke()
+        mover.close()
+
+
+def _layout_or_reason(model_runner: Any, device: str) -> tuple[BlockLayout, str | None]:
+    nothing = BlockLayout(base=0, storage_bytes=0, num_blocks=0, regions=(), layout="")
+    if device != "cpu":
+        return nothing, f"the KV cache lies on a {device} device, and local reads only main memory"
+    try:
+        return layout_of(model_runner), None
+    except TransportUnavailable as error:
+        return nothing, str(error)
+
+
+def _permit_amx() -> None:
+    """Ask the kernel for AMX tiles: without it the first forward pass of a few tokens can die of
+    SIGILL.
+    """
+    import torch
+
+    if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
+        logger.warning("the kernel does not permit AMX tiles; vLLM's CPU kernels may crash")
+
+
+def _isa(worker: Any, device: str) -> str:
+    """How the attention kernels pack the inside of a page."""
+    if device == "cpu":
+        layers = worker.vllm_config.compilation_config.static_forward_context.values()
+        return (
+            "+".join(sorted({layer.isa for layer in layers if getattr(layer, "isa", None)}))
+            or "none"
+        )
+    if device == "cuda":
+        import torch
+
+        return "cuda-{}.{}".format(*torch.cuda.get_device_capability(worker.device))
+    return device
+
+
+def fingerprint(model: Any) -> str:
+    """Eight hex digits that tell models of different weights apart, from up to 4 KiB of each
+    parameter.
+
+    Equal for workers that loaded the same weights in the same way. vLLM's CPU build moves the
+    weights of linear layers into packed buffers and leaves empty parameters; there the embeddings
+    and norms speak for the model.
+    """
+    digest = 0
+    for name, parameter in sorted(model.named_parameters()):
+        digest = zlib.crc32(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode(), digest)
+        digest = zlib.crc32(_sampled(parameter), digest)
+    return f"{digest:08x}"
+
+
+def _sampled(parameter: Any) -> bytes:
+    """Evenly spaced elements of a tensor, whatever its strides and device."""
+    import torch
+
+    count = min(parameter.numel(), max(1, SAMPLED_BYTES // parameter.element_size()))
+    if count == 0:
+        return b""
+    shape = tuple(parameter.shape) or (1,)
+    flat = np.linspace(0, parameter.numel() - 1, count).astype(np.int64)
+    index = tuple(
+        torch.from_numpy(axis).to(parameter.device) for axis in np.unravel_index(flat, shape)
+    )
+    sample = (
+        parameter.detach().reshape(shape)[index]
+        if parameter.ndim == 0
+        else parameter.detach()[index]
+    )
+    return bytes(sample.contiguous().view(torch.uint8).cpu().numpy())

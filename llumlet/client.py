@@ -8,7 +8,7 @@ says nothing about the outcome.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self, TypeVar, cast
@@ -116,7 +116,7 @@ class LlumletClient:
 
     def migrate(
         self, request: MigrateRequest, *, deadline_s: float | None = None
-    ) -> AsyncIterator[MigrateEvent]:
+    ) -> AsyncGenerator[MigrateEvent, None]:
         """Events as they come, the summary last. Leaving the iteration leaves the moves running."""
         return self._events(
             self._llumlet.Migrate(request, timeout=deadline_s or self._deadlines.move)
@@ -124,7 +124,7 @@ class LlumletClient:
 
     def migrate_in(
         self, request: MigrateInRequest, *, deadline_s: float | None = None
-    ) -> AsyncIterator[MigrateEvent]:
+    ) -> AsyncGenerator[MigrateEvent, None]:
         return self._events(
             self._llumlet.MigrateIn(request, timeout=deadline_s or self._deadlines.move)
         )
@@ -229,7 +229,7 @@ class LlumletClient:
 
     async def _events(
         self, call: aio.UnaryStreamCall[T, MigrateEvent]
-    ) -> AsyncIterator[MigrateEvent]:
+    ) -> AsyncGenerator[MigrateEvent, None]:
         try:
             async for event in call:
                 yield event
@@ -244,17 +244,18 @@ def failure_of(error: aio.AioRpcError, address: str) -> LlumletCallFailed:
     details = error.details() or error.code().name.lower()
     metadata = cast(Iterable[tuple[str, str | bytes]], error.trailing_metadata() or ())
     reason = next((str(value) for key, value in metadata if key == REASON_METADATA), None)
-    if reason is not None:
+    if reason:
         try:
-            return LlumletError(parse_reason(reason), details)
+            return LlumletError(parse_reason(reason), details, address)
         except ValueError:
-            return LlumletError(Reason.INTERNAL, f"{details} ({reason!r}, unknown to this version)")
+            unknown = f"{details} (reason {reason!r}, unknown to this version)"
+            return LlumletError(Reason.INTERNAL, unknown, address)
     match error.code():
         case grpc.StatusCode.UNIMPLEMENTED:
             return NotALlumlet(address, f"the gRPC server there is not a llumlet ({details})")
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return LlumletUnreachable(address, "no answer before the deadline", timed_out=True)
-        case grpc.StatusCode.UNAVAILABLE if "SETTINGS" in details:
+        case grpc.StatusCode.UNAVAILABLE if "parsing HTTP/2" in details:
             return NotALlumlet(address, "what listens there does not speak gRPC")
         case grpc.StatusCode.UNAVAILABLE:
             return LlumletUnreachable(address, details.rpartition("last error: ")[2])

@@ -19,16 +19,24 @@ from llumlet.types import Reason, reason_word
 
 
 class LlumletCallFailed(Exception):
-    """Base of everything that `LlumletClient` raises."""
+    """Base of everything that `LlumletClient` raises.
+
+    `address` is that of the llumlet that was called (empty in what an agent raises); `detail` is a
+    sentence for people, with the values that matter.
+    """
+
+    def __init__(self, text: str, detail: str, address: str) -> None:
+        super().__init__(text)
+        self.detail = detail
+        self.address = address
 
 
 class LlumletError(LlumletCallFailed):
-    """A refusal with a reason. `detail` is a sentence for people, with the values that matter."""
+    """A refusal with a reason."""
 
-    def __init__(self, reason: Reason, detail: str = "") -> None:
+    def __init__(self, reason: Reason, detail: str = "", address: str = "") -> None:
         self.reason = reason
-        self.detail = detail
-        super().__init__(f"{self.word}: {detail}" if detail else self.word)
+        super().__init__(f"{self.word}: {detail}" if detail else self.word, detail, address)
 
     @property
     def word(self) -> str:
@@ -46,9 +54,7 @@ class LlumletUnreachable(LlumletCallFailed):
     """
 
     def __init__(self, address: str, detail: str, *, timed_out: bool = False) -> None:
-        super().__init__(f"{address}: {detail}")
-        self.address = address
-        self.detail = detail
+        super().__init__(f"{address}: {detail}", detail, address)
         self.timed_out = timed_out
 
 

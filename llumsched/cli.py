@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The console command `llumnix`. Each sub-command is a module of `llumsched.commands`.
+
+Every mistake in a command line is reported at once, so the parser itself checks next to nothing:
+what can be wrong with a sub-command's arguments is said by its `faults`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from llumsched.commands import COMMANDS, Command
+from llumsched.exit_codes import ExitCode
+
+_EPILOG = """exit codes:
+  0  done; migrate: every selected request moved
+  1  migrate: some selected request did not move
+  2  the command line is wrong
+  3  migrate: nothing to move was found
+  4  a llumlet could not be reached
+  5  a llumlet refused
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    args, unknown = parser.parse_known_args(argv)
+    command: Command | None = args.command
+    if command is None:
+        parser.print_help(sys.stderr)
+        return ExitCode.USAGE
+    faults = [f"unknown argument {argument!r}" for argument in unknown] + command.faults(args)
+    if faults:
+        return _report_faults(command, faults)
+    try:
+        return command.run(args)
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="llumnix",
+        description="Look at engines and move their running requests.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for command in COMMANDS:
+        sub = commands.add_parser(
+            command.NAME,
+            help=command.HELP,
+            description=command.DESCRIPTION,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        command.add_arguments(sub)
+        sub.set_defaults(command=command)
+    return parser
+
+
+def _report_faults(command: Command, faults: list[str]) -> int:
+    for fault in faults:
+        print(f"llumnix {command.NAME}: {fault}", file=sys.stderr)
+    print(f"See `llumnix {command.NAME} --help`.", file=sys.stderr)
+    return ExitCode.USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sub-commands of `llumnix`, one module each."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Protocol
+
+from llumsched.commands import migrate, ps, status
+
+
+class Command(Protocol):
+    """What a module of this package has."""
+
+    NAME: str
+    HELP: str
+    """One line for the list of commands."""
+    DESCRIPTION: str
+    """For the command's own `--help`."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def faults(self, args: argparse.Namespace) -> list[str]:
+        """Everything wrong with the arguments, a sentence each. May keep parsed values in
+        `args`."""
+        ...
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Returns the exit code."""
+        ...
+
+
+COMMANDS: tuple[Command, ...] = (ps, status, migrate)

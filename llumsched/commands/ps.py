@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`llumnix ps`: the requests of instances."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+
+from llumlet.client import LlumletClient
+from llumlet.types import (
+    ListRequestsResponse,
+    MoveInfo,
+    MovePhase,
+    RequestInfo,
+    reason_word,
+    word,
+)
+from llumsched import output
+from llumsched.commands import arguments
+from llumsched.fan_out import Answer, ask_all, report_failures
+
+NAME = "ps"
+HELP = "list the requests of instances"
+DESCRIPTION = """List the requests of instances.
+
+With --json: one object per instance, with its requests, or with the error."""
+
+_COLUMNS = (
+    "INSTANCE",
+    "REQUEST",
+    "PHASE",
+    ">PROMPT",
+    ">OUTPUT",
+    ">BLOCKS",
+    ">AGE",
+    "EPOCH",
+    "ORIGIN",
+    "MOVABLE",
+    "MOVE",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments.add_llumlets(parser)
+    arguments.add_json(parser)
+
+
+def faults(args: argparse.Namespace) -> list[str]:
+    args.addresses, found = arguments.llumlets(args)
+    return found
+
+
+def run(args: argparse.Namespace) -> int:
+    answers = asyncio.run(ask_all(args.addresses, LlumletClient.list_requests))
+    if args.json:
+        for answer in answers:
+            output.print_json(_document(answer))
+    else:
+        _print_table(answers)
+    return report_failures(answers, quiet=args.json)
+
+
+def _document(answer: Answer[ListRequestsResponse]) -> dict[str, object]:
+    document: dict[str, object] = {"address": str(answer.address), "error": answer.error_dict()}
+    return document | (output.to_dict(answer.value) if answer.value is not None else {})
+
+
+def _print_table(answers: list[Answer[ListRequestsResponse]]) -> None:
+    rows = output.table(_COLUMNS)
+    for answer in answers:
+        if answer.value is not None:
+            for request in answer.value.requests:
+                rows.add_row(*map(output.clean, (answer.value.instance_id, *_row(request))))
+    if rows.row_count:
+        output.console().print(rows)
+    elif any(answer.value is not None for answer in answers):
+        output.console().print("no requests")
+
+
+def _row(request: RequestInfo) -> list[str]:
+    return [
+        request.request_id,
+        word(RequestInfo.Phase, request.phase),
+        str(request.prompt_tokens),
+        str(request.output_tokens),
+        str(request.num_blocks),
+        output.duration(time.time() - request.arrival_time) if request.arrival_time else "",
+        f"{request.epoch.term}.{request.epoch.hop}",
+        request.origin,
+        "yes" if request.movable else reason_word(request.reason) or "no",
+        _move(request.move) if request.HasField("move") else "",
+    ]
+
+
+def _move(move: MoveInfo) -> str:
+    arrow = "→" if move.direction == MoveInfo.OUT else "←"
+    peer = move.peer_instance_id or move.peer_address
+    return f"{arrow} {peer} {word(MovePhase, move.phase)} {move.transport}".rstrip()

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`llumnix status`: the instances themselves."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+from llumlet.client import LlumletClient
+from llumlet.types import Address, InstanceMetadata, InstanceStatus
+from llumsched import output
+from llumsched.commands import arguments
+from llumsched.fan_out import Answer, ask_all, report_failures
+
+NAME = "status"
+HELP = "show the load and the settings of instances"
+DESCRIPTION = """Show the load and the settings of instances.
+
+BLOCKS are KV blocks in use / in all; HELD are those of moves: pinned for a move out + reserved for
+a move in + draining after a copy that is being stopped. OUT and IN are moves now / at most.
+With --json: one object per instance, with its status and metadata, or with the error."""
+
+_COLUMNS = (
+    "INSTANCE",
+    "TYPE",
+    "LLUMLET",
+    "MODEL",
+    "STATE",
+    ">RUNNING",
+    ">WAITING",
+    ">BLOCKS",
+    ">KV",
+    ">HELD",
+    ">OUT",
+    ">IN",
+    "TRANSPORTS",
+    "VERSION",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    arguments.add_llumlets(parser)
+    arguments.add_json(parser)
+
+
+def faults(args: argparse.Namespace) -> list[str]:
+    args.addresses, found = arguments.llumlets(args)
+    return found
+
+
+def run(args: argparse.Namespace) -> int:
+    answers = asyncio.run(ask_all(args.addresses, _ask))
+    if args.json:
+        for answer in answers:
+            output.print_json(_document(answer))
+    else:
+        rows = output.table(_COLUMNS)
+        for answer in answers:
+            if answer.value is not None:
+                rows.add_row(*map(output.clean, _row(answer.address, *answer.value)))
+        if rows.row_count:
+            output.console().print(rows)
+    return report_failures(answers, quiet=args.json)
+
+
+async def _ask(client: LlumletClient) -> tuple[InstanceStatus, InstanceMetadata]:
+    return await asyncio.gather(client.get_instance_status(), client.get_instance_metadata())
+
+
+def _document(answer: Answer[tuple[InstanceStatus, InstanceMetadata]]) -> dict[str, object]:
+    status, metadata = answer.value or (None, None)
+    return {
+        "address": str(answer.address),
+        "error": answer.error_dict(),
+        "status": None if status is None else output.to_dict(status),
+        "metadata": None if metadata is None else output.to_dict(metadata),
+    }
+
+
+def _row(address: Address, status: InstanceStatus, metadata: InstanceMetadata) -> list[str]:
+    used, total = status.num_used_gpu_tokens, status.num_total_gpu_tokens
+    used_blocks = status.num_total_blocks - status.num_free_blocks
+    held = (status.num_pinned_blocks, status.num_reserved_blocks, status.num_draining_blocks)
+    return [
+        status.instance_id,
+        metadata.instance_type,
+        str(address),
+        metadata.model,
+        "schedulable" if status.schedulable else "closed",
+        str(status.num_running_requests),
+        str(status.num_waiting_requests),
+        f"{used_blocks}/{status.num_total_blocks}",
+        f"{used / total:.0%}" if total else "",
+        "+".join(map(str, held)) if any(held) else "0",
+        f"{status.num_migrate_out_reqs}/{metadata.max_migrations_out}",
+        f"{status.num_migrate_in_reqs}/{metadata.max_migrations_in}",
+        ",".join(metadata.transports),
+        metadata.version,
+    ]

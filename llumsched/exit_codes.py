@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the exit code of `llumnix` means. Part of its interface, like `--json`."""
+
+from __future__ import annotations
+
+import enum
+
+
+class ExitCode(enum.IntEnum):
+    OK = 0
+    """Done: `migrate` moved every request that it selected, and that was at least one."""
+    NOT_MOVED = 1
+    """Some selected request did not move."""
+    USAGE = 2
+    """The command line is wrong. Nothing was asked of anybody."""
+    NOTHING_SELECTED = 3
+    """The rule of `migrate` fits no request."""
+    UNREACHABLE = 4
+    """A llumlet did not answer, or what answered is none."""
+    REFUSED = 5
+    """A llumlet refused the call as a whole."""
+    INTERRUPTED = 130
+    """Ctrl-C. Moves that had begun go on."""

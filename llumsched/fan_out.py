@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One question to many llumlets at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from llumlet.client import LlumletClient
+from llumlet.errors import LlumletCallFailed
+from llumlet.types import Address
+from llumsched import output
+from llumsched.exit_codes import ExitCode
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Generic[T]):
+    """What `address` answered, or why it did not: one of `value` and `failure` is set."""
+
+    address: Address
+    value: T | None
+    failure: LlumletCallFailed | None
+
+    def error_dict(self) -> dict[str, Any] | None:
+        return None if self.failure is None else output.failure_dict(self.failure)
+
+
+async def ask_all(
+    addresses: Sequence[Address], question: Callable[[LlumletClient], Awaitable[T]]
+) -> list[Answer[T]]:
+    """The answers, in the order of `addresses`. Takes as long as the slowest."""
+
+    async def ask(address: Address) -> Answer[T]:
+        async with LlumletClient(address) as client:
+            try:
+                return Answer(address, await question(client), None)
+            except LlumletCallFailed as failure:
+                return Answer(address, None, failure)
+
+    return await asyncio.gather(*(ask(address) for address in addresses))
+
+
+def report_failures(answers: Sequence[Answer[Any]], *, quiet: bool) -> ExitCode:
+    """Print the failures unless `quiet`; the exit code is that of the first."""
+    failures = [answer.failure for answer in answers if answer.failure is not None]
+    if not quiet:
+        for failure in failures:
+            output.print_failure(failure)
+    return output.exit_code(failures[0]) if failures else ExitCode.OK

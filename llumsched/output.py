@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How `llumnix` writes: tables and words for people, JSON lines for machines.
+
+Results go to stdout, progress and errors to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from google.protobuf.message import Message
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable, NotALlumlet
+from llumlet.types import reason_word
+from llumsched.exit_codes import ExitCode
+from llumsched.hints import HINTS
+
+_UNPIPED_WIDTH = 200
+"""Columns when the output is no terminal: wide enough that nothing is cut."""
+
+
+def console(*, stderr: bool = False) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else _UNPIPED_WIDTH
+    return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
+
+
+def table(columns: Iterable[str], title: str | None = None) -> Table:
+    """Headers that begin with `>` are of columns aligned to the right."""
+    result = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        right = name.startswith(">")
+        result.add_column(name.removeprefix(">"), justify="right" if right else "left")
+    return result
+
+
+def clean(text: str) -> str:
+    """Request ids come from clients: nothing in them may steer the terminal."""
+    return "".join(char if char.isprintable() else "�" for char in text)
+
+
+def print_json(document: dict[str, Any]) -> None:
+    print(json.dumps(document), flush=True)
+
+
+def to_dict(message: Message) -> dict[str, Any]:
+    """All fields, defaults too: numbers as numbers, enums as words, what is absent as null.
+
+    (protobuf's own JSON form writes 64-bit numbers as strings and leaves zeros out.)
+    """
+    result: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            result[field.name] = dict(value)
+        elif field.is_repeated:
+            result[field.name] = [_plain(field, item) for item in value]
+        elif field.has_presence and not message.HasField(field.name):
+            result[field.name] = None
+        else:
+            result[field.name] = _plain(field, value)
+    return result
+
+
+def _plain(field: Any, value: Any) -> Any:
+    if field.message_type is not None:
+        return to_dict(value)
+    if field.enum_type is None:
+        return value
+    if value == 0:
+        return None
+    member = field.enum_type.values_by_number.get(value)
+    return member.name.lower() if member else value
+
+
+def exit_code(failure: LlumletCallFailed) -> ExitCode:
+    return ExitCode.REFUSED if isinstance(failure, LlumletError) else ExitCode.UNREACHABLE
+
+
+def failure_dict(failure: LlumletCallFailed) -> dict[str, Any]:
+    """The JSON form of a failed call: `kind` is refused, unreachable, timed_out or
+    not_a_llumlet."""
+    match failure:
+        case LlumletError():
+            code = failure.code.name
+            word = reason_word(failure.reason)
+            return {"kind": "refused", "reason": word, "status": code, "detail": failure.detail}
+        case NotALlumlet():
+            kind = "not_a_llumlet"
+        case LlumletUnreachable(timed_out=True):
+            kind = "timed_out"
+        case _:
+            kind = "unreachable"
+    return {"kind": kind, "reason": None, "status": None, "detail": failure.detail}
+
+
+def print_failure(failure: LlumletCallFailed) -> None:
+    """For people: what happened, and what to do about it."""
+    address = failure.address
+    match failure:
+        case LlumletError():
+            what = f"{address} refused: {failure}"
+            hint = HINTS.get(failure.reason, "The instance's log says more.")
+        case NotALlumlet():
+            what = f"{address} is not a llumlet: {failure.detail}"
+            hint = (
+                "Is that the API server's port? The llumlet has one of its own: --llumlet-port of "
+                "`vllm serve`, or the one it logs at start."
+            )
+        case LlumletUnreachable(timed_out=True):
+            what = f"{address}: {failure.detail}"
+            hint = "The engine may be hung or overloaded; what was asked may have been done."
+        case _:
+            what = f"cannot reach {address}: {failure.detail}"
+            hint = (
+                "Is the engine running, and was it started with --enable-llumlet? It logs the "
+                "llumlet's address at start."
+            )
+    screen = console(stderr=True)
+    screen.print(Text.assemble(("llumnix: ", "bold red"), clean(what)))
+    screen.print(Text(f"  {hint}", style="dim"))
+
+
+def size(num_bytes: float) -> str:
+    """`3.2 MiB`"""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024 or unit == "GiB":
+            break
+        num_bytes /= 1024
+    return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """`0.4s`, `12s`, `3m05s`, `2h10m`"""
+    if seconds < 10:
+        return f"{max(seconds, 0.0):.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes_left = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes_left:02}m"
+    return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"

@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real `vllm serve` processes for measurements, tests and the demo: started, awaited, stopped, and
+never left behind.
+
+    with Fleet(log_dir) as fleet:
+        a, b = fleet.start(ServerSpec(model), ServerSpec(model))     # returns when both answer
+
+A `Server` is started below a reaper (`benchmarks/reaper.py`) that ends it and everything it started
+when this process goes away, killed or not. Waiting shows who is waited for; a server that dies
+while it starts raises `ServerDied` with the end of its log. The calls block; use them outside an
+event loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from benchmarks import reaper
+
+SERVED_NAME = "model"
+LAUNCHER: Sequence[str] = (str(Path(sys.executable).with_name("vllm")), "serve")
+START_TIMEOUT_S = 240.0
+STOP_GRACE_S = 10.0
+WARM_UP_TOKENS = 96
+"""Length of the first prompt. A first forward pass over a few tokens only can die with SIGILL on
+CPUs with AMX.
+"""
+
+_LLUMLET_LINE = re.compile(r"llumlet: instance (\S+) listening on (\S+):(\d+)")
+_STAGES = (
+    # What a log shows last comes first.
+    ("Application startup complete", "warming up"),
+    ("KV cache size", "starting the API server"),
+    ("Starting to load model", "loading the model"),
+    ("Initializing a V1 LLM engine", "starting the worker"),
+)
+_Progress = Callable[[str], None]
+
+
+class ServerDied(RuntimeError):
+    """A server ended, or was not ready in time; the text holds the end of its log."""
+
+
+class LlumletAddress(NamedTuple):
+    """What an instance prints at start."""
+
+    instance_id: str
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """One `vllm serve` command. `flags` come last and win; `num_kv_blocks` None means as many as
+    fit `kv_cache_gib`.
+    """
+
+    model: Path
+    llumlet: bool = True
+    name: str = ""
+    block_size: int = 32
+    max_model_len: int = 8192
+    max_num_seqs: int = 16
+    kv_cache_gib: int = 1
+    num_kv_blocks: int | None = None
+    instance_id: str | None = None
+    bandwidth_limit: int | None = None
+    flags: tuple[str, ...] = ()
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def command(self, port: int) -> list[str]:
+        command = [*LAUNCHER, str(self.model), "--served-model-name", SERVED_NAME]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
+        command += [
+            "--block-size",
+            str(self.block_size),
+            "--max-model-len",
+            str(self.max_model_len),
+        ]
+        command += ["--max-num-seqs", str(self.max_num_seqs), "--disable-uvicorn-access-log"]
+        if self.num_kv_blocks is not None:
+            command += ["--num-gpu-blocks-override", str(self.num_kv_blocks)]
+        if self.llumlet:
+            command += ["--enable-llumlet"]
+            if self.instance_id is not None:
+                command += ["--llumlet-instance-id", self.instance_id]
+            if self.bandwidth_limit is not None:
+                command += ["--llumlet-bandwidth-limit", str(self.bandwidth_limit)]
+        return command + list(self.flags)
+
+    def environment(self, scratch: Path) -> dict[str, str]:
+        """This process's environment without settings of vLLM's or ours, plus what a CPU engine
+        needs.
+        """
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "LLUMNIX_"))}
+        return kept | {
+            "VLLM_CPU_KVCACHE_SPACE": str(self.kv_cache_gib),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONUNBUFFERED": "1",
+            # Sockets and temporary files of the server, removed with it.
+            "TMPDIR": str(scratch),
+            "VLLM_RPC_BASE_PATH": str(scratch),
+            **self.env,
+        }
+
+
+class Server:
+    """One running `vllm serve`. Made by `launch`; ready after `wait_ready`."""
+
+    def __init__(
+        self, spec: ServerSpec, log: Path, port: int, process: subprocess.Popen[bytes]
+    ) -> None:
+        self.spec = spec
+        self.log = log
+        self.port = port
+        self.pid = 0
+        """Of the API server process, the leader of the server's own session; 0 until it is known.
+        """
+        self.llumlet: LlumletAddress | None = None
+        """The first rank's llumlet; None with a stock server."""
+        self._process = process
+
+    @classmethod
+    def launch(cls, spec: ServerSpec, log: Path) -> Self:
+        """Start the process and return at once."""
+        port = free_port()
+        # Unix socket paths hold 107 characters: the scratch directory must have a short name.
+        scratch = Path(tempfile.mkdtemp(prefix="llx-", dir="/tmp"))
+        log.parent.mkdir(parents=True, exist_ok=True)
+        command = [
+            sys.executable,
+            "-S",
+            "-E",
+            reaper.__file__,
+            "--scratch",
+            str(scratch),
+            "--",
+            *spec.command(port),
+        ]
+        with log.open("wb") as log_file:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log_file,
+                env=spec.environment(scratch),
+                cwd=scratch,
+                # A Ctrl-C in the terminal must reach the owner only, which then stops its servers
+                # in order.
+                start_new_session=True,
+            )
+        return cls(spec, log, port, process)
+
+    @property
+    def name(self) -> str:
+        return self.spec.name or self.log.stem
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def reaper_pid(self) -> int:
+        return self._process.pid
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def pids(self) -> list[int]:
+        """The server's living processes, the API server first."""
+        return reaper.descendants(self._process.pid)
+
+    def cpu_seconds(self) -> float:
+        """User and system time of all the server's processes so far, including those it has waited
+        for.
+        """
+        return sum(_cpu_seconds(pid) for pid in self.pids())
+
+    def process(self, title: str) -> int:
+        """The pid of the server's only process whose title holds `title`, such as `EngineCore` or
+        `Worker`.
+        """
+        found = [pid for pid in self.pids() if title in _title(pid)]
+        if len(found) != 1:
+            raise LookupError(f"{self.name} has {len(found)} processes called {title!r}, not one")
+        return found[0]
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait_ready(
+        self, timeout_s: float = START_TIMEOUT_S, progress: _Progress | None = None
+    ) -> Self:
+        """Until the server answers, its llumlet is known and it has computed something. Raises
+        ServerDied.
+        """
+        deadline = time.monotonic() + timeout_s
+        self._read_pid()
+        while not self._healthy():
+            if not self.alive():
+                raise ServerDied(f"{self.name} ended while it started:\n{self._tail()}")
+            if time.monotonic() > deadline:
+                raise ServerDied(
+                    f"{self.name} was not ready after {timeout_s:.0f} s:\n{self._tail()}"
+                )
+            if progress is not None:
+                progress(f"{self.name}: {self._stage()}")
+            time.sleep(0.25)
+        if self.spec.llumlet:
+            self.llumlet = self._find_llumlet()
+        self.generate(list(range(100, 100 + WARM_UP_TOKENS)), max_tokens=4)
+        return self
+
+    def generate(
+        self, prompt: str | list[int], max_tokens: int, **parameters: Any
+    ) -> dict[str, Any]:
+        """One completion, not streamed, greedy unless `parameters` say otherwise; the answer's JSON
+        object.
+        """
+        body = {
+            "model": SERVED_NAME,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "return_token_ids": True,
+            **parameters,
+        }
+        request = urllib.request.Request(
+            f"{self.base_url}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with _direct().open(request, timeout=120) as answer:
+            decoded: dict[str, Any] = json.load(answer)
+            return decoded
+
+    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """SIGTERM, then SIGKILL after `grace_s`. Returns when no process of the server is left."""
+        if self._process.poll() is None:
+            stdin = self._process.stdin
+            assert stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                stdin.write(f"stop {grace_s}\n".encode())
+                stdin.flush()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _read_pid(self) -> None:
+        if self.pid == 0:
+            stdout = self._process.stdout
+            assert stdout is not None
+            word, _, number = stdout.readline().decode().partition(" ")
+            if word != "pid":
+                raise ServerDied(f"{self.name} could not be started:\n{self._tail()}")
+            self.pid = int(number)
+
+    def _healthy(self) -> bool:
+        try:
+            with _direct().open(f"{self.base_url}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def _find_llumlet(self) -> LlumletAddress:
+        deadline = time.monotonic() + 10
+        while not (found := self.llumlets()):
+            if time.monotonic() > deadline:
+                raise ServerDied(
+                    f"{self.name} answers but never printed its llumlet's address:\n{self._tail()}"
+                )
+            time.sleep(0.1)
+        return found[0]
+
+    def llumlets(self) -> list[LlumletAddress]:
+        """Every llumlet the log speaks of: one a data-parallel rank."""
+        return [
+            LlumletAddress(i, host, int(port))
+            for i, host, port in _LLUMLET_LINE.findall(self.log_text())
+        ]
+
+    def _stage(self) -> str:
+        text = self.log_text()
+        return next((stage for marker, stage in _STAGES if marker in text), "starting")
+
+    def _tail(self, lines: int = 40) -> str:
+        return f"{self.log}:\n" + "\n".join(self.log_text().splitlines()[-lines:])
+
+
+class Fleet:
+    """Servers that are stopped together. A context manager; `start` may be called repeatedly."""
+
+    def __init__(self, log_dir: Path | None = None, progress: _Progress | None = None) -> None:
+        self.log_dir = (
+            log_dir if log_dir is not None else Path(tempfile.mkdtemp(prefix="llumnix-logs-"))
+        )
+        self.servers: list[Server] = []
+        self._progress = progress
+        self._started = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def start(self, *specs: ServerSpec, timeout_s: float = START_TIMEOUT_S) -> list[Server]:
+        """Start one server per spec, all at once, and wait for all of them."""
+        started = []
+        for spec in specs:
+            log = self.log_dir / f"{self._started:02d}-{spec.name or 'server'}.log"
+            self._started += 1
+            server = Server.launch(spec, log)
+            started.append(server)
+            self.servers.append(server)
+        for server in started:
+            server.wait_ready(timeout_s, self._progress)
+        return started
+
+    def stop(self, *servers: Server) -> None:
+        for server in servers:
+            server.stop()
+            self.servers.remove(server)
+
+    def close(self) -> None:
+        """Stop everything; all servers get SIGTERM before the first is waited for."""
+        with contextlib.ExitStack() as stack:
+            for server in self.servers:
+                stack.callback(server.stop)
+                for pid in server.pids()[:1]:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, 15)
+        self.servers.clear()
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running(
+    *specs: ServerSpec, log_dir: Path | None = None, progress: _Progress | None = None
+) -> Iterator[list[Server]]:
+    """Servers for the length of a `with` block."""
+    with Fleet(log_dir, progress) as fleet:
+        yield fleet.start(*specs)
+
+
+def _direct() -> urllib.request.OpenerDirector:
+    """Without the proxies of the environment: the servers are on this host."""
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def _cpu_seconds(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    # Fields 14 to 17 of proc(5): own user and system time, then that of children waited for.
+    return sum(int(ticks) for ticks in fields[11:15]) / os.sysconf("SC_CLK_TCK")
+
+
+def _title(pid: int) -> str:
+    try:
+        return (
+            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        )
+    except OSError:
+        return ""

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moves between running servers, and what one of them cost the client.
+
+A move is asked for through the source's llumlet, the way a scheduler does it. Its cost is read off
+the client's own clock: the time between the last token computed at the source and the first one
+computed at the destination.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import time
+from collections.abc import Sequence
+from typing import cast
+
+from benchmarks.client import Stream
+from benchmarks.harness import Server
+from llumlet.client import LlumletClient
+from llumlet.types import (
+    OUTCOMES,
+    MigrateRequest,
+    MigrationReqPolicy,
+    MigrationType,
+    Mode,
+    MovePhase,
+    MoveProgress,
+    RequestInfo,
+    reason_word,
+    word,
+)
+
+HANDOVER_GAPS = 3
+"""The stall is the longest of this many gaps from the hand-over on: what is held back is also
+counted if it is the second token of the destination, or the third, that comes late.
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Move:
+    """One settled move. Words are lower case, as in the llumlet's messages; times are
+    `time.monotonic()` seconds.
+    """
+
+    request_id: str
+    phase: str
+    reason: str
+    detail: str
+    mode: str
+    rounds: int
+    copied_bytes: int
+    recomputed_tokens: int
+    context_tokens: int
+    hit_tokens: int
+    epoch: tuple[int, int]
+    transport: str
+    phase_ms: dict[str, float]
+    phases: tuple[tuple[str, float], ...]
+    asked_at: float
+    settled_at: float
+
+    @property
+    def moved(self) -> bool:
+        return self.phase == "moved"
+
+    @property
+    def live(self) -> bool:
+        """Whether the request was moved with its cache while it ran, at most one token computed for
+        the hand-over.
+        """
+        return self.moved and self.mode == "live" and self.recomputed_tokens <= 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stall:
+    """What one move did to a stream, in seconds. `index` is the first token of the destination."""
+
+    index: int
+    stall: float
+    itl: float
+    """Median gap of the same stream around the move, hand-over left out: the same length, the same
+    neighbours.
+    """
+
+    @property
+    def excess(self) -> float:
+        return self.stall - self.itl
+
+
+async def migrate(
+    source: Server,
+    destination: Server,
+    *,
+    request_ids: Sequence[str] = (),
+    rule: tuple[str, str, float] | None = None,
+    method: str = "live",
+    force: bool = False,
+    stall_budget_ms: float | None = None,
+    deadline_s: float = 120.0,
+) -> list[Move]:
+    """Move requests and wait until every one is settled.
+
+    Give the engine's `request_ids`, or a `rule` such as `("NUM_REQ", "SR", 1)`. `force` moves even
+    where the stall budget would refuse. Raises LlumletError if the source refuses the call,
+    LlumletUnreachable if it does not answer.
+    """
+    assert source.llumlet is not None
+    assert destination.llumlet is not None
+    request = MigrateRequest(
+        src_engine_id=source.llumlet.instance_id,
+        dst_engine_id=destination.llumlet.instance_id,
+        dst_engine_ip=destination.llumlet.host,
+        dst_engine_port=destination.llumlet.port,
+        request_ids=request_ids,
+        method=method.upper(),
+        force=force,
+        trigger_policy="benchmark",
+    )
+    if stall_budget_ms is not None:
+        request.stall_budget_ms = stall_budget_ms
+    if rule is not None:
+        kind, order, value = rule
+        request.migration_type = cast(MigrationType, MigrationType.Value(kind))
+        request.migration_req_policy = cast(MigrationReqPolicy, MigrationReqPolicy.Value(order))
+        match kind:
+            case "NUM_REQ":
+                request.num_reqs = int(value)
+            case "TOKEN":
+                request.num_tokens = int(value)
+            case _:
+                request.kv_cache_usage_ratio = value
+    asked_at = time.monotonic()
+    seen: dict[str, list[tuple[MoveProgress, float]]] = {}
+    async with LlumletClient(str(source.llumlet)) as client:
+        async for event in client.migrate(request, deadline_s=deadline_s):
+            if event.WhichOneof("event") == "progress":
+                now = time.monotonic()
+                seen.setdefault(event.progress.request_id, []).append((event.progress, now))
+    return [_move(events, asked_at) for events in seen.values()]
+
+
+def _move(events: list[tuple[MoveProgress, float]], asked_at: float) -> Move:
+    last, settled_at = events[-1]
+    if last.phase not in OUTCOMES:
+        phase = word(MovePhase, last.phase)
+        raise RuntimeError(f"the move of {last.request_id} ended without an outcome, in {phase}")
+    return Move(
+        request_id=last.request_id,
+        phase=word(MovePhase, last.phase),
+        reason=reason_word(last.reason),
+        detail=last.detail,
+        mode=word(Mode, last.mode),
+        rounds=last.rounds,
+        copied_bytes=last.copied_bytes,
+        recomputed_tokens=last.recomputed_tokens,
+        context_tokens=last.context_tokens,
+        hit_tokens=last.hit_tokens,
+        epoch=(last.epoch.term, last.epoch.hop),
+        transport=last.transport,
+        phase_ms=dict(last.phase_ms),
+        phases=tuple((word(MovePhase, event.phase), at) for event, at in events),
+        asked_at=asked_at,
+        settled_at=settled_at,
+    )
+
+
+async def requests(server: Server) -> list[RequestInfo]:
+    """What the instance holds, in the order of its queues."""
+    assert server.llumlet is not None
+    async with LlumletClient(str(server.llumlet)) as client:
+        return list((await client.list_requests()).requests)
+
+
+async def engine_id(server: Server, stream: Stream, timeout_s: float = 10.0) -> str:
+    """The engine's id of `stream`, once `server` holds it. Raises LookupError."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        for info in await requests(server):
+            if stream.is_engine_id(info.external_request_id) or stream.is_engine_id(
+                info.request_id
+            ):
+                return info.request_id
+        if time.monotonic() > deadline or stream.done:
+            raise LookupError(f"{server.name} holds no request of stream {stream.request_id}")
+        await asyncio.sleep(0.05)
+
+
+async def move_stream(
+    source: Server,
+    destination: Server,
+    stream: Stream,
+    *,
+    method: str = "live",
+    force: bool = False,
+    stall_budget_ms: float | None = None,
+) -> Move:
+    """Move the request behind `stream` and wait until that is settled."""
+    wanted = await engine_id(source, stream)
+    moves = await migrate(
+        source,
+        destination,
+        request_ids=[wanted],
+        method=method,
+        force=force,
+        stall_budget_ms=stall_budget_ms,
+    )
+    if len(moves) != 1:
+        raise RuntimeError(f"one request was asked for, {len(moves)} were reported")
+    return moves[0]
+
+
+def stall_of(times: Sequence[float], index: int, around: int = 16) -> Stall:
+    """The stall at output token `index`, the first one of the destination; `times` are the arrivals
+    of a stream's tokens.
+
+    The gap to compare with is the median of up to `around` gaps on either side that do not belong
+    to the hand-over. Raises ValueError if the stream is too short for that.
+    """
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    first = index - 1  # gaps[i] ends with token i + 1
+    handover = gaps[first : first + HANDOVER_GAPS] if first >= 0 else []
+    steady = gaps[max(0, first - around) : max(0, first)]
+    steady += gaps[first + HANDOVER_GAPS : first + HANDOVER_GAPS + around]
+    if not handover or not steady:
+        raise ValueError(f"no gaps around token {index} of {len(times)}")
+    steady.sort()
+    middle = len(steady) // 2
+    itl = steady[middle] if len(steady) % 2 else (steady[middle - 1] + steady[middle]) / 2
+    return Stall(index=index, stall=max(handover), itl=itl)
+
+
+def first_index(move: Move, num_prompt_tokens: int) -> int:
+    """The output index of the first token the destination computes: at the freeze the source knew
+    all before it.
+    """
+    return move.context_tokens - num_prompt_tokens

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run one command so that nothing of it outlives its owner, whatever happens to the owner.
+
+    python -S reaper.py [--scratch DIR] -- COMMAND ARG…
+
+The owner starts this program instead of the command and keeps the write end of its stdin open.
+Contract:
+
+- The command runs in a session of its own. This process makes itself the *subreaper* of everything
+  below it (`PR_SET_CHILD_SUBREAPER`), so a descendant whose parent dies, even one that left the
+  session, is still found below it.
+- stdout is the report, one line each: `pid N` when the command was started, `exit CODE` (a negative
+  CODE is a signal) when the command ended and every descendant is gone. The command itself writes
+  to this process's stderr.
+- A line `stop SECONDS` on stdin ends the command: SIGTERM, then SIGKILL to the whole tree after
+  SECONDS. End of file on stdin, which is what the kernel delivers when the owner is killed, does
+  the same with a grace of `ORPHAN_GRACE_S`.
+- When the command ends by itself, what it left behind is killed at once.
+- If this process is killed, the kernel sends SIGKILL to the command (`PR_SET_PDEATHSIG`).
+- `--scratch DIR` is removed at the very end.
+
+Only the standard library is used and nothing of this project is imported: the process must start in
+milliseconds and stay small, there is one per server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+ORPHAN_GRACE_S = 3.0
+POLL_S = 0.05
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def parents() -> dict[int, int]:
+    """Parent of every process that can be read in /proc; zombies are left out."""
+    table: dict[int, int] = {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as stat:
+                # The second field is the command in parentheses and may itself hold spaces and
+                # parentheses.
+                state, ppid = stat.read().rpartition(b")")[2].split()[:2]
+        except OSError:
+            continue
+        if state != b"Z":
+            table[int(name)] = int(ppid)
+    return table
+
+
+def descendants(root: int) -> list[int]:
+    """Living processes below `root`, parents before children; `root` itself is not among them."""
+    children: dict[int, list[int]] = {}
+    for pid, ppid in parents().items():
+        children.setdefault(ppid, []).append(pid)
+    found: list[int] = []
+    pending = [root]
+    while pending:
+        below = children.get(pending.pop(), [])
+        found += below
+        pending += below
+    return found
+
+
+def kill_tree(root: int) -> None:
+    """SIGKILL everything below `root` until nothing is left, however fast it forks."""
+    while below := descendants(root):
+        for pid in below:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        reap()
+        time.sleep(0.005)
+
+
+def reap() -> None:
+    """Collect adopted descendants that have ended. The command itself is collected through its
+    Popen object.
+    """
+    for pid, ppid in _zombies():
+        if ppid == os.getpid() and pid != _command_pid:
+            try:
+                os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:
+                continue
+
+
+def _zombies() -> list[tuple[int, int]]:
+    zombies = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as stat:
+                state, ppid = stat.read().rpartition(b")")[2].split()[:2]
+        except OSError:
+            continue
+        if state == b"Z":
+            zombies.append((int(name), int(ppid)))
+    return zombies
+
+
+_command_pid = 0
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def supervise(command: list[str]) -> int:
+    """Run `command` under the contract above; returns its exit code."""
+    global _command_pid
+    if _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "cannot become a subreaper")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
+        # The owner decides when to stop, through stdin; a Ctrl-C in the terminal reaches the owner
+        # as well.
+        signal.signal(number, signal.SIG_IGN)
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr.fileno(),
+        start_new_session=True,
+        restore_signals=True,
+        preexec_fn=_restore_and_bind,
+    )
+    _command_pid = child.pid
+    _report(f"pid {child.pid}")
+    deadline: float | None = None
+    buffer = b""
+    watching = True
+    while child.poll() is None:
+        if deadline is not None and time.monotonic() >= deadline:
+            break
+        ready = select.select([0] if watching else [], [], [], POLL_S)[0]
+        reap()
+        if not ready:
+            continue
+        received = os.read(0, 4096)
+        buffer += received
+        grace: float | None = None
+        if not received:
+            watching, grace = False, ORPHAN_GRACE_S
+        while b"\n" in buffer:
+            line, _, buffer = buffer.partition(b"\n")
+            word, _, argument = line.decode().partition(" ")
+            if word == "stop":
+                grace = float(argument)
+        if grace is not None:
+            until = time.monotonic() + grace
+            deadline = until if deadline is None else min(deadline, until)
+            child.terminate()
+            # A stopped process acts on SIGTERM only after SIGCONT.
+            child.send_signal(signal.SIGCONT)
+    kill_tree(os.getpid())
+    code = child.wait()
+    return code
+
+
+def _restore_and_bind() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    _die_with_parent()
+
+
+def _report(line: str) -> None:
+    try:
+        os.write(1, line.encode() + b"\n")
+    except OSError:
+        return  # The owner is gone; there is nobody to tell.
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run a command that cannot outlive its owner.")
+    parser.add_argument("--scratch", help="directory to remove at the end")
+    parser.add_argument("command", nargs="+")
+    arguments = parser.parse_args()
+    try:
+        code = supervise(arguments.command)
+    finally:
+        kill_tree(os.getpid())
+        if arguments.scratch:
+            shutil.rmtree(arguments.scratch, ignore_errors=True)
+    _report(f"exit {code}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures for every test package. Nothing here starts an engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks import reaper
+from benchmarks.model import PRESETS, build
+
+# Before anything imports a library that looks for models on the network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def model_dir() -> Path:
+    """The small test model; built once and cached between runs."""
+    return build(PRESETS["tiny"])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_left_behind() -> Iterator[None]:
+    """Whatever the tests of this session started below this process has ended with it."""
+    before = set(reaper.descendants(os.getpid()))
+    yield
+    left = set(reaper.descendants(os.getpid())) - before
+    assert not left, f"processes left behind: {sorted(left)}"

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an idle engine must look like: every block free, no request, nothing on its way in or out."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+
+from benchmarks.harness import Server
+from llumlet.client import LlumletClient
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Holdings:
+    """What an engine holds at one moment, from its llumlet's answers."""
+
+    total_blocks: int
+    free_blocks: int
+    pinned_blocks: int
+    reserved_blocks: int
+    draining_blocks: int
+    running: int
+    waiting: int
+    migrating_in: int
+    migrating_out: int
+    requests: tuple[str, ...]
+
+    @property
+    def idle(self) -> bool:
+        return not (
+            self.requests
+            or self.running
+            or self.waiting
+            or self.migrating_in
+            or self.migrating_out
+            or self.pinned_blocks
+            or self.reserved_blocks
+            or self.draining_blocks
+        )
+
+
+async def holdings(server: Server) -> Holdings:
+    assert server.llumlet is not None
+    async with LlumletClient(str(server.llumlet)) as client:
+        status = await client.get_instance_status()
+        listed = (await client.list_requests()).requests
+    return Holdings(
+        total_blocks=status.num_total_blocks,
+        free_blocks=status.num_free_blocks,
+        pinned_blocks=status.num_pinned_blocks,
+        reserved_blocks=status.num_reserved_blocks,
+        draining_blocks=status.num_draining_blocks,
+        running=status.num_running_requests,
+        waiting=status.num_waiting_requests,
+        migrating_in=status.num_migrate_in_reqs,
+        migrating_out=status.num_migrate_out_reqs,
+        requests=tuple(request.request_id for request in listed),
+    )
+
+
+async def wait_idle(server: Server, timeout_s: float = 15.0) -> Holdings:
+    """The holdings once the engine is idle; fails with what is still held after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not (held := await holdings(server)).idle:
+        assert time.monotonic() < deadline, f"{server.name} is not idle: {held}"
+        await asyncio.sleep(0.05)
+    return held
+
+
+async def assert_conserved(before: dict[Server, Holdings], timeout_s: float = 15.0) -> None:
+    """Every server of `before` is idle again and holds exactly what it held then."""
+    for server, held_before in before.items():
+        held = await wait_idle(server, timeout_s)
+        assert held == held_before, (
+            f"{server.name} has changed:\nbefore {held_before}\nafter  {held}"
+        )

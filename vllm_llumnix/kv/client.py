@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -29,8 +29,6 @@ from vllm_llumnix.kv.messages import (
     Stopped,
     StopPull,
 )
-
-logger = logging.getLogger(__name__)
 
 GRACE_S = 1.0
 """How long after a pull's own deadline its report may come."""
@@ -135,7 +133,11 @@ class MoverClient:
                 self._fail_all(f"mover {self.info.rank} answers in another language: {error}")
                 continue
             if isinstance(answer, Rejected):
-                self._fail_all(f"mover {self.info.rank} rejects a command: {answer.reason}")
+                reason = f"mover {self.info.rank} rejects a command: {answer.reason}"
+                if answer.job is None:
+                    self._fail_all(reason)
+                else:
+                    _fail(self._waiting.get((PullReport, answer.job), ()), reason)
                 continue
             for future in self._waiting.get((type(answer), answer.job), ()):
                 if not future.done():
@@ -152,6 +154,10 @@ class MoverClient:
 
     def _fail_all(self, reason: str) -> None:
         for futures in self._waiting.values():
-            for future in futures:
-                if not future.done():
-                    future.set_exception(TransferFailed(reason))
+            _fail(futures, reason)
+
+
+def _fail(futures: Iterable[asyncio.Future[Any]], reason: str) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_exception(TransferFailed(reason))

@@ -15,6 +15,8 @@ or decoded: every page of every block lies within the allocation. Nothing below 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -24,7 +26,7 @@ import numpy.typing as npt
 from vllm_llumnix.errors import TransportUnavailable
 
 Words: TypeAlias = npt.NDArray[np.uint64]
-BlockIds: TypeAlias = npt.NDArray[np.int64] | list[int]
+Ids: TypeAlias = npt.NDArray[np.int64]
 
 ADDRESS_SPACE = 2**63
 
@@ -101,12 +103,14 @@ class BlockLayout(msgspec.Struct, frozen=True):
             index -= region.num_layers
         raise ValueError(f"layer {layer} is not one of {self.num_layers}")
 
-    def pieces(self, block_ids: BlockIds) -> tuple[Words, Words]:
+    def pieces(self, block_ids: Sequence[int]) -> tuple[Words, Words]:
         """(addresses, lengths) of all layers of `block_ids`, adjacent ones merged. Raises
         ValueError out of range.
         """
-        addresses, lengths = _pages(self, _checked(self, block_ids), _layers_outermost(self))
-        (addresses,), lengths = _merged((addresses,), lengths)
+        layers_outermost = _layers_outermost(self)
+        ids = _checked(self, block_ids)
+        addresses = _addresses(self, ids, layers_outermost)
+        (addresses,), lengths = _merged((addresses,), _lengths(self, len(ids)))
         return addresses, lengths
 
 
@@ -121,7 +125,10 @@ class Pieces(NamedTuple):
 
 
 def pair_pieces(
-    source: BlockLayout, source_ids: BlockIds, destination: BlockLayout, destination_ids: BlockIds
+    source: BlockLayout,
+    source_ids: Sequence[int],
+    destination: BlockLayout,
+    destination_ids: Sequence[int],
 ) -> Pieces:
     """The copy of block `source_ids[i]` to block `destination_ids[i]`, for all i and all layers.
 
@@ -133,12 +140,14 @@ def pair_pieces(
     from_ids, to_ids = _checked(source, source_ids), _checked(destination, destination_ids)
     if len(from_ids) != len(to_ids):
         raise ValueError(f"{len(from_ids)} source blocks for {len(to_ids)} destination blocks")
-    if len(np.unique(to_ids)) != len(to_ids):
+    if len(set(destination_ids)) != len(destination_ids):
         raise ValueError("a destination block is named twice")
     layers_outermost = _layers_outermost(destination)
-    from_addresses, lengths = _pages(source, from_ids, layers_outermost)
-    to_addresses, _ = _pages(destination, to_ids, layers_outermost)
-    (from_addresses, to_addresses), lengths = _merged((from_addresses, to_addresses), lengths)
+    sides = (
+        _addresses(source, from_ids, layers_outermost),
+        _addresses(destination, to_ids, layers_outermost),
+    )
+    (from_addresses, to_addresses), lengths = _merged(sides, _lengths(source, len(from_ids)))
     return Pieces(from_addresses, to_addresses, lengths)
 
 
@@ -156,50 +165,61 @@ def require_same_pages(ours: BlockLayout, theirs: BlockLayout) -> None:
         raise ValueError(f"KV cache pages differ: (layers, bytes) {ours_shape} and {theirs_shape}")
 
 
-def _checked(layout: BlockLayout, block_ids: BlockIds) -> npt.NDArray[np.int64]:
-    ids = np.asarray(block_ids, dtype=np.int64)
-    if ids.ndim != 1:
-        raise ValueError("block ids must be a flat list")
-    if len(ids) and (ids.min() < 0 or ids.max() >= layout.num_blocks):
+def _checked(layout: BlockLayout, block_ids: Sequence[int]) -> Ids:
+    if block_ids and (min(block_ids) < 0 or max(block_ids) >= layout.num_blocks):
         raise ValueError(
-            f"block ids {ids.min()} to {ids.max()} are not all within 0 to {layout.num_blocks - 1}"
+            f"block ids {min(block_ids)} to {max(block_ids)} "
+            f"are not all within 0 to {layout.num_blocks - 1}"
         )
-    return ids
+    return np.array(block_ids, np.int64)
 
 
 def _layers_outermost(layout: BlockLayout) -> bool:
     return all(region.layer_stride >= region.block_stride for region in layout.regions)
 
 
-def _pages(
-    layout: BlockLayout, ids: npt.NDArray[np.int64], layers_outermost: bool
-) -> tuple[Words, Words]:
-    """Addresses and lengths of all pages, in the order in which neighbours in memory follow each
-    other.
-    """
-    addresses, lengths = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
-    for region in layout.regions:
-        of_blocks = layout.base + region.offset + ids * region.block_stride
-        of_layers = np.arange(region.num_layers, dtype=np.int64) * region.layer_stride
-        grid = (
-            np.add.outer(of_layers, of_blocks)
-            if layers_outermost
-            else np.add.outer(of_blocks, of_layers)
-        )
-        addresses.append(grid.ravel().astype(np.uint64))
-        lengths.append(np.full(grid.size, region.page_bytes, np.uint64))
-    return np.concatenate(addresses), np.concatenate(lengths)
+def _addresses(layout: BlockLayout, ids: Ids, layers_outermost: bool) -> Words:
+    """Addresses of all pages, in the order in which neighbours in memory follow each other."""
+    parts = []
+    for region, of_layers in zip(layout.regions, _layer_addresses(layout), strict=True):
+        of_blocks = ids * region.block_stride
+        if layers_outermost:
+            grid = of_layers[:, None] + of_blocks
+        else:
+            grid = of_blocks[:, None] + of_layers
+        parts.append(grid.ravel())
+    if not parts:
+        return np.empty(0, np.uint64)
+    return (parts[0] if len(parts) == 1 else np.concatenate(parts)).view(np.uint64)
+
+
+@functools.lru_cache(maxsize=64)
+def _layer_addresses(layout: BlockLayout) -> tuple[Ids, ...]:
+    """For each region, where the pages of block 0 lie."""
+    return tuple(
+        np.arange(region.num_layers, dtype=np.int64) * region.layer_stride
+        + (layout.base + region.offset)
+        for region in layout.regions
+    )
+
+
+def _lengths(layout: BlockLayout, num_blocks: int) -> Words:
+    """The lengths that belong to `_addresses`."""
+    parts = [
+        np.full(region.num_layers * num_blocks, region.page_bytes, np.uint64)
+        for region in layout.regions
+    ]
+    return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint64), *parts])
 
 
 def _merged(sides: tuple[Words, ...], lengths: Words) -> tuple[tuple[Words, ...], Words]:
     """Join neighbours in the arrays that are neighbours in memory on every side."""
-    if not len(lengths):
-        return sides, lengths
-    starts_piece = np.ones(len(lengths), dtype=bool)
-    starts_piece[1:] = False
+    apart = np.zeros(max(0, len(lengths) - 1), np.bool_)
     for addresses in sides:
-        starts_piece[1:] |= addresses[:-1] + lengths[:-1] != addresses[1:]
-    first = np.flatnonzero(starts_piece)
+        apart |= addresses[:-1] + lengths[:-1] != addresses[1:]
+    if apart.all():
+        return sides, lengths
+    first = np.concatenate(([0], np.flatnonzero(apart) + 1))
     return tuple(addresses[first] for addresses in sides), np.add.reduceat(lengths, first)
 
 

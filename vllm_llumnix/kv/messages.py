@@ -118,9 +118,10 @@ class ProbeReport(msgspec.Struct, frozen=True, tag="probed"):
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
-    """The mover could not make sense of a message."""
+    """A command that the mover does not obey; without `job` if it could not make sense of the message at all."""
 
     reason: str
+    job: int | None = None
 
 
 Command: TypeAlias = Pull | StopPull | Probe

@@ -54,6 +54,7 @@ class _Job:
     pull: Pull
     order: int
     deadline: float
+    total: int
     chunks: Iterator[int] | None = None
     started: float = 0.0
     bytes: int = 0
@@ -115,15 +116,16 @@ class Mover:
     def _turn(self) -> bool:
         """Wait for a command or for the pace, then copy a chunk. True when it is time to end."""
         try:
-            delay = self._pace.delay()
             # Whole milliseconds in poll, which a command ends; the rest is slept.
-            ready = dict(self._poller.poll(int(delay * 1000) if self._jobs else None))
-            if self._wake in ready:
+            timeout = int(self._pace.delay() * 1000) if self._jobs else None
+            ready = self._poller.poll(timeout)
+            if any(source == self._wake for source, _ in ready):
                 return True
-            if self._socket in ready:
-                self._receive()
-            elif self._jobs:
-                time.sleep(self._pace.delay())
+            if ready:
+                self._receive_all()
+            if self._jobs and (delay := self._pace.delay()) < 0.001:
+                if delay:
+                    time.sleep(delay)
                 self._advance()
         except zmq.ZMQError:
             logger.exception(
@@ -138,8 +140,12 @@ class Mover:
                 self._report(key, f"unexpected error in the mover: {error!r}")
         return False
 
-    def _receive(self) -> None:
-        identity, *frames = self._socket.recv_multipart()
+    def _receive_all(self) -> None:
+        while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+            identity, *frames = self._socket.recv_multipart()
+            self._obey(identity, frames)
+
+    def _obey(self, identity: bytes, frames: list[bytes]) -> None:
         try:
             command = messages.decode_command(b"".join(frames))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -158,9 +164,14 @@ class Mover:
 
     def _accept(self, key: _Key, pull: Pull) -> None:
         if key in self._jobs:
-            self._answer(key[0], Rejected(f"job {pull.job} is running already"))
+            self._answer(key[0], Rejected(f"job {pull.job} is running already", pull.job))
             return
-        self._jobs[key] = _Job(pull, next(self._order), time.monotonic() + pull.deadline_s)
+        self._jobs[key] = _Job(
+            pull,
+            order=next(self._order),
+            deadline=time.monotonic() + pull.deadline_s,
+            total=len(pull.dst_blocks) * self.layout.bytes_per_block,
+        )
         if not any(transport.name == pull.transport for transport in self.transports):
             self._report(key, f"this worker has no transport {pull.transport!r}")
         elif pull.max_bytes_per_s is not None and not pull.max_bytes_per_s > 0:
@@ -193,13 +204,13 @@ class Mover:
             if job.chunks is None:
                 job.started = began
                 job.chunks = self._begin(job.pull)
-            copied = next(job.chunks, None)
-            if copied is None:
-                self._pulled(job.pull)
-                self._report(key, None)
-            else:
+            for copied in job.chunks:
                 job.bytes += copied
                 self._pace.spend(copied, began)
+                if job.bytes < job.total or self._pace.delay() > 0:
+                    return
+            self._pulled(job.pull)
+            self._report(key, None)
         except (LlumnixError, ValueError) as error:
             self._report(key, str(error))
 

@@ -79,9 +79,7 @@ class NoncePage:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._page))
 
     def revoke(self) -> None:
-        """From now on readers find that this memory is not what they were told. The page itself
-        stays mapped.
-        """
+        """From now on readers find that this memory is no longer what they were told."""
         self._page[:NONCE_BYTES] = bytes(NONCE_BYTES)
 
 
@@ -123,11 +121,11 @@ class PinnedProcess:
                 f"{peer.instance} runs in another pid namespace: "
                 "let the containers share one (--pid=container:NAME or --pid=host)"
             )
-        self._name = f"worker {peer.rank} of {peer.instance} (pid {peer.pid})"
+        self.name = f"worker {peer.rank} of {peer.instance} (pid {peer.pid})"
         try:
             self._pidfd = os.pidfd_open(peer.pid)
         except ProcessLookupError:
-            raise TransferFailed(f"{self._name} has ended") from None
+            raise TransferFailed(f"{self.name} has ended") from None
         except OSError as error:
             raise TransportUnavailable(f"pidfd_open: {error.strerror}") from error
         self._poll = select.poll()
@@ -135,7 +133,7 @@ class PinnedProcess:
         found = start_time(peer.pid)
         if found != peer.start_time or not self.alive:
             self.close()
-            raise TransferFailed(f"{self._name} has ended, and its pid belongs to another process")
+            raise TransferFailed(f"{self.name} has ended, and its pid belongs to another process")
 
     @property
     def alive(self) -> bool:
@@ -143,7 +141,7 @@ class PinnedProcess:
 
     def require_alive(self) -> None:
         if not self.alive:
-            raise TransferFailed(f"{self._name} has ended")
+            raise TransferFailed(f"{self.name} has ended")
 
     def close(self) -> None:
         if self._pidfd >= 0:

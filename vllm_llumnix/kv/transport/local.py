@@ -51,7 +51,7 @@ class LocalTransport:
 
     def __init__(self, layout: BlockLayout) -> None:
         self._layout = layout
-        self._processes: OrderedDict[PeerMemory, PinnedProcess] = OrderedDict()
+        self._peers: OrderedDict[PeerMemory, _Peer] = OrderedDict()
 
     def probe(self, peer: PeerMemory) -> None:
         if peer.unavailable is not None:
@@ -60,7 +60,7 @@ class LocalTransport:
             require_same_pages(self._layout, peer.layout)
         except ValueError as error:
             raise TransportUnavailable(str(error)) from error
-        _require_nonce(peer, self._process(peer))
+        self._identified(peer).verify()
 
     def pull(
         self, peer: PeerMemory, src_blocks: list[int], dst_blocks: list[int], chunk_bytes: int
@@ -68,63 +68,100 @@ class LocalTransport:
         if peer.unavailable is not None:
             raise TransportUnavailable(peer.unavailable)
         pieces = pair_pieces(peer.layout, src_blocks, self._layout, dst_blocks)
-        process = self._process(peer)
-        _require_nonce(peer, process)
+        identified = self._identified(peer)
+        identified.verify()
         yield from read_pieces(peer.pid, pieces, chunk_bytes)
-        _require_nonce(peer, process)
+        identified.verify()
 
     def close(self) -> None:
-        for process in self._processes.values():
-            process.close()
-        self._processes.clear()
+        for identified in self._peers.values():
+            identified.process.close()
+        self._peers.clear()
 
-    def _process(self, peer: PeerMemory) -> PinnedProcess:
-        """The identified process of `peer`, kept for its next pull."""
-        process = self._processes.pop(peer, None)
-        if process is not None and not process.alive:
-            process.close()
-            process = None
-        if process is None:
-            process = PinnedProcess(peer)
-        self._processes[peer] = process
-        if len(self._processes) > MAX_PEERS:
-            self._processes.popitem(last=False)[1].close()
-        return process
+    def _identified(self, peer: PeerMemory) -> _Peer:
+        """The process of `peer`, kept for its next pull."""
+        identified = self._peers.pop(peer, None)
+        if identified is not None and not identified.process.alive:
+            identified.process.close()
+            identified = None
+        if identified is None:
+            identified = _Peer(peer)
+        self._peers[peer] = identified
+        if len(self._peers) > MAX_PEERS:
+            self._peers.popitem(last=False)[1].process.close()
+        return identified
+
+
+class _Peer:
+    """An identified process and the place of its nonce."""
+
+    def __init__(self, memory: PeerMemory) -> None:
+        self.process = PinnedProcess(memory)
+        self._memory = memory
+        self._found = np.zeros(NONCE_BYTES, np.uint8)
+        self._remote = np.array([[memory.nonce_address, NONCE_BYTES]], np.uint64)
+        self._local = np.array([[self._found.ctypes.data, NONCE_BYTES]], np.uint64)
+
+    def verify(self) -> None:
+        """Raise TransferFailed unless the process lives and its nonce is where it was advertised.
+
+        Alive after the read means that it was this process, and no later one of its pid, that was
+        read then and before.
+        """
+        copied = _call(self._memory.pid, self._remote, self._local)
+        self.process.require_alive()
+        if copied != NONCE_BYTES or self._found.tobytes() != self._memory.nonce:
+            raise TransferFailed(
+                f"the memory of {self.process.name} is no longer what was advertised"
+            )
 
 
 def read_pieces(pid: int, pieces: Pieces, chunk_bytes: int) -> Iterator[int]:
-    """Copy `pieces` from process `pid`, in calls of at most `chunk_bytes` bytes and IOV_MAX pieces;
-    yields bytes a call.
+    """Copy `pieces` from process `pid`, a call at a time; yields the bytes of each call.
 
-    A call may end early (the kernel says how far it came); the next one starts there. Raises
-    TransferFailed, TransportUnavailable.
+    A call reads at most `chunk_bytes` bytes and IOV_MAX pieces. The kernel may end it early and
+    says how far it came; the next one starts there. Raises TransferFailed, TransportUnavailable.
     """
+    remote, local = (
+        _iovecs(pieces.source, pieces.length),
+        _iovecs(pieces.destination, pieces.length),
+    )
     ends = np.cumsum(pieces.length)
     total = int(ends[-1]) if len(ends) else 0
-    done = 0
+    first = done = 0
     while done < total:
-        remote, local = _window(pieces, ends, done, chunk_bytes)
-        copied = _call(pid, remote, local)
+        stop, surplus = len(ends), 0
+        if total - done > chunk_bytes:
+            stop = int(np.searchsorted(ends, np.uint64(done + chunk_bytes))) + 1
+            surplus = int(ends[stop - 1]) - (done + chunk_bytes)
+        if stop - first > IOV_MAX:
+            stop, surplus = first + IOV_MAX, 0
+        _shorten(stop - 1, surplus, remote, local)
+        copied = _call(pid, remote[first:stop], local[first:stop])
+        _shorten(stop - 1, -surplus, remote, local)
         done += copied
         yield copied
+        if done < total:
+            # Cut what has been read of the piece in which the next call starts.
+            at = int(np.searchsorted(ends, np.uint64(done), side="right"))
+            read = int(pieces.length[at]) - (int(ends[at]) - done)
+            for iovecs, start in ((remote, pieces.source[at]), (local, pieces.destination[at])):
+                iovecs[at] = int(start) + read, int(pieces.length[at]) - read
+            first = at
 
 
-def _window(pieces: Pieces, ends: Words, done: int, chunk_bytes: int) -> tuple[Words, Words]:
-    """The iovecs (rows of address, length) of the next call, source and destination, after `done`
-    bytes.
-    """
-    first = int(np.searchsorted(ends, np.uint64(done), side="right"))
-    last = int(np.searchsorted(ends, np.uint64(done + chunk_bytes), side="left"))
-    stop = min(last + 1, first + IOV_MAX, len(ends))
-    remote = np.stack((pieces.source[first:stop], pieces.length[first:stop]), axis=1)
-    local = np.stack((pieces.destination[first:stop], pieces.length[first:stop]), axis=1)
-    skip = done - (int(ends[first]) - int(pieces.length[first]))
-    surplus = max(0, int(ends[stop - 1]) - (done + chunk_bytes))
-    for iovecs in (remote, local):
-        iovecs[0, 0] += np.uint64(skip)
-        iovecs[0, 1] -= np.uint64(skip)
-        iovecs[-1, 1] -= np.uint64(surplus)
-    return remote, local
+def _iovecs(addresses: Words, lengths: Words) -> Words:
+    """`struct iovec[]`: rows of address and length."""
+    iovecs = np.empty((len(addresses), 2), np.uint64)
+    iovecs[:, 0] = addresses
+    iovecs[:, 1] = lengths
+    return iovecs
+
+
+def _shorten(row: int, num_bytes: int, *iovecs: Words) -> None:
+    if num_bytes:
+        for rows in iovecs:
+            rows[row, 1] = int(rows[row, 1]) - num_bytes
 
 
 def _call(pid: int, remote: Words, local: Words) -> int:
@@ -144,36 +181,23 @@ def _failure(pid: int, code: int) -> TransferFailed | TransportUnavailable:
             f"the source worker (pid {pid}) has no memory at the address that it advertised"
         )
     if code == errno.EPERM:
-        scope = yama_scope()
-        if scope:
-            return TransportUnavailable(
-                f"this system forbids reading pid {pid}: kernel.yama.ptrace_scope is {scope}; "
-                + (
-                    "start the source with permission for readers, or set it to 0"
-                    if scope == 1
-                    else "set it to 1 or 0, or give the workers CAP_SYS_PTRACE"
-                    if scope == 2
-                    else "only a reboot lowers it"
-                )
-            )
-        return TransportUnavailable(
-            f"this system forbids reading pid {pid}: it runs as another user or is not dumpable, "
-            "or a seccomp or security profile denies process_vm_readv"
-        )
+        return TransportUnavailable(f"this system forbids reading pid {pid}: {_obstacle()}")
     if code == errno.ENOSYS:
         return TransportUnavailable("this kernel has no process_vm_readv")
     return TransferFailed(f"reading pid {pid}: {os.strerror(code)}")
 
 
-def _require_nonce(peer: PeerMemory, process: PinnedProcess) -> None:
-    """Raise unless the live process of `peer` still holds the nonce at the advertised place."""
-    found = np.zeros(NONCE_BYTES, np.uint8)
-    remote = np.array([[peer.nonce_address, NONCE_BYTES]], np.uint64)
-    local = np.array([[found.ctypes.data, NONCE_BYTES]], np.uint64)
-    process.require_alive()
-    copied = _call(peer.pid, remote, local)
-    if copied != NONCE_BYTES or found.tobytes() != peer.nonce:
-        raise TransferFailed(
-            f"the memory of worker {peer.rank} of {peer.instance} is no longer what it advertised"
-        )
-    process.require_alive()
+def _obstacle() -> str:
+    """What most likely stands behind EPERM, and what to do."""
+    remedies = {
+        1: "start the source with permission for readers, or set it to 0",
+        2: "set it to 1 or 0, or give the workers CAP_SYS_PTRACE",
+        3: "only a reboot lowers it",
+    }
+    scope = yama_scope()
+    if scope in remedies:
+        return f"kernel.yama.ptrace_scope is {scope}; {remedies[scope]}"
+    return (
+        "it runs as another user or is not dumpable, "
+        "or a seccomp or security profile denies process_vm_readv"
+    )

@@ -10,7 +10,7 @@ action's own arguments:
     kill                       SIGKILL to the own process
     stop                       SIGSTOP to the own process
     raise                      raise FaultInjected
-    corrupt   which, layer     flip one byte of the block that was just written (handled by the mover)
+    corrupt   which, layer     flip one byte of the first, middle or last block that was just written (done by the mover)
 
 Unknown points and actions are refused when the variable is read.
 """
@@ -39,7 +39,7 @@ POINTS = frozenset(
     }
 )
 ACTIONS = frozenset({"delay", "kill", "stop", "raise", "corrupt"})
-_ARGUMENTS = {"delay": {"seconds"}, "corrupt": {"which", "layer"}}
+_ARGUMENTS = {"delay": {"seconds"}, "corrupt": {"which", "layer", "offset"}}
 
 
 class FaultInjected(LlumnixError):

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The llumlet's configuration: the flags of `vllm serve`, one frozen object, and the way it reaches child processes.
+
+`vllm serve` parses the flags once, in the parent. The result travels to the EngineCore and API server processes as JSON
+in the environment variable `LLUMNIX_LLUMLET`: vLLM's own config objects are hashed into its compilation cache keys, so
+values that differ between instances (a port, an id) must not be put there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import ipaddress
+import os
+import re
+import socket
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from vllm_llumnix.errors import ConfigError
+
+CONFIG_VARIABLE = "LLUMNIX_LLUMLET"
+KNOWN_VARIABLES = frozenset({CONFIG_VARIABLE, "LLUMNIX_FAULTS"})
+INSTANCE_TYPES = ("neutral", "prefill", "decode")
+TRANSPORTS = ("auto", "local", "tcp", "mooncake")
+AVAILABLE_TRANSPORTS = ("auto", "local")
+_INSTANCE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_RATE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+
+
+@dataclasses.dataclass(frozen=True)
+class LlumletConfig:
+    """What one instance's llumlet was told. Seconds, bytes per second and milliseconds as the names say."""
+
+    instance_id: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    instance_type: str = "neutral"
+    transport: str = "auto"
+    max_migrations_in: int = 4
+    max_migrations_out: int = 4
+    lease_seconds: float = 30.0
+    stall_budget_ms: float = 200.0
+    bandwidth_limit: int | None = None
+    exact: bool = False
+    insecure: bool = False
+
+    def to_json(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> LlumletConfig:
+        return msgspec.json.decode(text, type=cls)
+
+    def for_rank(self, rank: int, size: int) -> LlumletConfig:
+        """Data-parallel ranks are instances of their own: `port` + rank (unless free), id with a suffix."""
+        if size == 1:
+            return self
+        port = self.port + rank if self.port else 0
+        return dataclasses.replace(self, port=port, instance_id=f"{self.instance_id}-dp{rank}")
+
+
+_DEFAULTS = LlumletConfig(instance_id="")
+
+
+def add_cli_args(parser: argparse.ArgumentParser) -> None:
+    """The `llumlet` group of `vllm serve --help=llumlet`."""
+    group = parser.add_argument_group(
+        title="llumlet",
+        description="Live migration of running requests to other instances (vllm-llumnix).",
+    )
+    add = group.add_argument
+    add("--enable-llumlet", action="store_true", default=False,
+        help="Run a llumlet in the engine process: running requests can be moved to and from other instances.")
+    add("--llumlet-host", default=_DEFAULTS.host, metavar="ADDRESS",
+        help="Address on which the llumlet's gRPC service and the token relay listen. An address other than loopback "
+             "needs --llumlet-insecure.")
+    add("--llumlet-port", type=int, default=_DEFAULTS.port, metavar="PORT",
+        help="Port of the gRPC service; 0 takes a free one. Data-parallel rank r listens on PORT + r.")
+    add("--llumlet-instance-id", default=None, metavar="ID",
+        help="Name of this instance, unique in the cluster. Default: host name and a random suffix.")
+    add("--llumlet-instance-type", choices=INSTANCE_TYPES, default=_DEFAULTS.instance_type,
+        help="What the scheduler uses this instance for.")
+    add("--llumlet-transport", choices=TRANSPORTS, default=_DEFAULTS.transport,
+        help="How KV blocks travel. 'local' reads the peer's memory on the same host; 'auto' picks the fastest that "
+             "works between the two instances.")
+    add("--llumlet-max-migrations-in", type=int, default=_DEFAULTS.max_migrations_in, metavar="N",
+        help="How many requests may be on their way into this instance at once.")
+    add("--llumlet-max-migrations-out", type=int, default=_DEFAULTS.max_migrations_out, metavar="N",
+        help="How many requests may be on their way out of this instance at once.")
+    add("--llumlet-lease-seconds", type=float, default=_DEFAULTS.lease_seconds, metavar="SECONDS",
+        help="How long blocks stay reserved, or pinned, for a peer that has fallen silent.")
+    add("--llumlet-stall-budget-ms", type=float, default=_DEFAULTS.stall_budget_ms, metavar="MS",
+        help="A move is given up when its last copy would hold the stream up for longer than this.")
+    add("--llumlet-bandwidth-limit", type=parse_rate, default=None, metavar="BYTES_PER_S",
+        help="Upper bound of what this instance pulls from peers, in bytes per second; suffixes K, M, G. "
+             "Default: unlimited.")
+    add("--llumlet-exact", action="store_true", default=False,
+        help="Copy every KV block, also those that this instance's prefix cache already holds: bit-exact moves.")
+    add("--llumlet-insecure", action="store_true", default=False,
+        help="Allow an address other than loopback although nothing is authenticated or encrypted.")
+
+
+def parse_rate(text: str) -> int:
+    """`500M` -> 500000000. Raises argparse.ArgumentTypeError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)B?", text.strip().upper())
+    if match is None or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate in bytes per second, such as 500000000, 500M or 2G")
+    return int(float(match[1]) * _RATE_UNITS[match[2]])
+
+
+def config_from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> LlumletConfig | None:
+    """The llumlet's configuration, or None without `--enable-llumlet`.
+
+    Raises ConfigError with every fault found in the flags and in `LLUMNIX_*` variables.
+    """
+    enabled = getattr(args, "enable_llumlet", False)
+    values = _given(args)
+    faults = []
+    if not enabled:
+        changed = [name for name, value in values.items() if value is not None and value != getattr(_DEFAULTS, name)]
+        if changed:
+            flags = ", ".join("--llumlet-" + name.replace("_", "-") for name in changed)
+            raise ConfigError([f"{flags} needs --enable-llumlet"])
+        return None
+    if not values.get("instance_id"):
+        values["instance_id"] = f"{socket.gethostname()[:100]}-{uuid.uuid4().hex[:8]}"
+    config = LlumletConfig(**values)
+    faults += _faults(config)
+    unknown = sorted(name for name in environ if name.startswith("LLUMNIX_") and name not in KNOWN_VARIABLES)
+    if unknown:
+        faults.append(f"unknown variables {', '.join(unknown)}; known: {', '.join(sorted(KNOWN_VARIABLES))}")
+    if environ.get("VLLM_USE_RUST_FRONTEND", "").lower() in ("1", "true"):
+        faults.append("--enable-llumlet does not work with the Rust front-end: unset VLLM_USE_RUST_FRONTEND")
+    if faults:
+        raise ConfigError(faults)
+    return config
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    names = (field.name for field in dataclasses.fields(LlumletConfig))
+    flags = {name: "llumlet_" + name for name in names}
+    return {name: getattr(args, flag) for name, flag in flags.items() if hasattr(args, flag)}
+
+
+def _faults(config: LlumletConfig) -> list[str]:
+    faults = []
+    if not _INSTANCE_ID.fullmatch(config.instance_id):
+        faults.append("--llumlet-instance-id must be letters, digits, '.', '_', ':' or '-', at most 128 characters")
+    if not 0 <= config.port < 65536:
+        faults.append(f"--llumlet-port {config.port} is not a port")
+    for name in ("max_migrations_in", "max_migrations_out"):
+        if getattr(config, name) < 0:
+            faults.append(f"--llumlet-{name.replace('_', '-')} must not be negative")
+    if not config.lease_seconds >= 1:
+        faults.append("--llumlet-lease-seconds must be at least 1")
+    if not config.stall_budget_ms > 0:
+        faults.append("--llumlet-stall-budget-ms must be positive")
+    if config.transport not in AVAILABLE_TRANSPORTS:
+        faults.append(f"--llumlet-transport {config.transport} is not built in; use one of {AVAILABLE_TRANSPORTS}")
+    if not _is_loopback(config.host) and not config.insecure:
+        faults.append(
+            f"--llumlet-host {config.host} is reachable from other hosts and nothing is authenticated: "
+            "use 127.0.0.1, or add --llumlet-insecure on an isolated network"
+        )
+    return faults
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def current() -> LlumletConfig | None:
+    """The configuration this process inherited; None when the llumlet is off."""
+    text = os.environ.get(CONFIG_VARIABLE)
+    return LlumletConfig.from_json(text) if text else None

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The llumlet of one engine: what operators and peers ask for, on the bypass thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+from llumlet.agent import Report
+from llumlet.errors import LlumletCallFailed, LlumletError
+from llumlet.server import RunningServer
+from llumlet.types import (
+    AbortMigrateInRequest,
+    AbortMigrateInResponse,
+    AbortRequest,
+    AbortResponse,
+    Address,
+    CommitRequest,
+    CommitResponse,
+    CopyRoundRequest,
+    CopyRoundResponse,
+    InstanceMetadata,
+    InstanceStatus,
+    ListRequestsResponse,
+    MigrateInRequest,
+    MigrateRequest,
+    Mode,
+    MovePhase,
+    MoveProgress,
+    MoveSummary,
+    ReserveRequest,
+    ReserveResponse,
+    SettleRequest,
+    SettleResponse,
+    parse_reason,
+)
+from vllm_llumnix.engine.arrivals import Arrivals
+from vllm_llumnix.engine.builder import RequestBuilder
+from vllm_llumnix.engine.departures import Departures, Destination, OutgoingMove
+from vllm_llumnix.engine.listing import Listing
+from vllm_llumnix.engine.memory import Movers, encode_memory
+from vllm_llumnix.engine.relay import Relay
+from vllm_llumnix.engine.request_state import residence_of
+from vllm_llumnix.errors import MigrationError, Reason, Refused
+from vllm_llumnix.ids import Epoch
+from vllm_llumnix.migration import wire
+from vllm_llumnix.migration.source import Method, Plan
+
+if TYPE_CHECKING:
+    from vllm_llumnix.engine.bypass import Bypass
+    from vllm_llumnix.engine.kvconn import KVConnection
+
+CALL_SECONDS = 10.0
+"""Deadline of one call to a peer, and of a question to an origin."""
+METHODS = {Mode.LIVE: Method.LIVE, Mode.BLOCKING: Method.BLOCKING, Mode.RECOMPUTE: Method.RECOMPUTE}
+
+
+class LlumletAgent:
+    """Implements `llumlet.agent.Agent`."""
+
+    def __init__(self, bypass: Bypass, kvconn: KVConnection) -> None:
+        self.bypass = bypass
+        self.config = bypass.config
+        self.identity = bypass.identity
+        self.kvconn = kvconn
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def open(self, server: RunningServer) -> None:
+        """Build what needs our address. Called once, before any request can be here."""
+        bypass, kvconn = self.bypass, self.kvconn
+        self.server = server
+        self.movers = Movers(bypass.movers, self.config.bandwidth_limit)
+        self.relay = Relay(
+            wire.Hello(wire.RELAY_VERSION, self.identity.instance, self.identity.incarnation, str(server.address)),
+            self.release,
+            lambda: kvconn.steps,
+        )
+        memory = encode_memory(self.identity.digest, bypass.movers)
+        self.departures = Departures(bypass, kvconn, self.relay, memory, CALL_SECONDS)
+        self.listing = Listing(bypass, kvconn, self.departures)
+        self.arrivals = Arrivals(
+            bypass, kvconn, self.relay, self.movers, RequestBuilder(bypass.engine), self.departures, self._abort_soon
+        )
+
+    # What operators ask for
+
+    async def migrate(self, request: MigrateRequest, report: Report) -> MoveSummary:
+        began = time.monotonic()
+        self._check_migrate(request)
+        address = Address(request.dst_engine_ip, request.dst_engine_port)
+        client = self.departures.client(address)
+        mode = request.method or Mode.LIVE
+        destination = Destination(request.dst_engine_id, address, client, mode)
+        selected, refused = self._select(request)
+        moves = []
+        for request_id in selected:
+            try:
+                moves.append(self._begin(request_id, destination, request, report))
+            except MigrationError as error:
+                refused[request_id] = error
+        for request_id, error in refused.items():
+            report(_stayed(request_id, mode, error))
+        outcomes = await asyncio.gather(*(move.done for move in moves))
+        count = {phase: sum(1 for outcome in outcomes if outcome.phase == phase) for phase in _OUTCOMES}
+        return MoveSummary(
+            selected=len(outcomes) + len(refused),
+            moved=count[MovePhase.MOVED],
+            stayed=count[MovePhase.STAYED] + len(refused),
+            gone=count[MovePhase.GONE],
+            lost=count[MovePhase.LOST],
+            total_ms=(time.monotonic() - began) * 1e3,
+        )
+
+    async def migrate_in(self, request: MigrateInRequest, report: Report) -> MoveSummary:
+        here = self.server.address
+        request.request.dst_engine_id = self.identity.instance
+        request.request.dst_engine_ip, request.request.dst_engine_port = here.host, here.port
+        client = self.departures.client(Address.parse(request.src_address))
+        summary = MoveSummary()
+        try:
+            async for event in client.migrate(request.request):
+                if event.WhichOneof("event") == "progress":
+                    report(event.progress)
+                else:
+                    summary = event.summary
+        except LlumletError:
+            raise
+        except LlumletCallFailed as error:
+            raise refusal(Refused(Reason.PEER_UNREACHABLE, str(error))) from error
+        return summary
+
+    async def abort(self, request: AbortRequest) -> AbortResponse:
+        response = AbortResponse()
+        here = [rid for rid in request.request_ids if rid in self.bypass.engine.scheduler.requests]
+        for request_id in request.request_ids:
+            owner = self.departures.owner_of(request_id)
+            if request_id in here:
+                response.results.add(request_id=request_id, outcome=AbortResponse.ABORTED)
+            elif owner is not None:
+                response.results.add(
+                    request_id=request_id, outcome=AbortResponse.FORWARDED, owner_address=str(owner)
+                )
+            else:
+                response.results.add(request_id=request_id, outcome=AbortResponse.NOT_FOUND)
+        self.forward_aborts([rid for rid in request.request_ids if rid not in here])
+        if here:
+            await self._abort_here(here)
+        return response
+
+    async def abort_migrate_in(self, request: AbortMigrateInRequest) -> AbortMigrateInResponse:
+        return await self.arrivals.call_off(request)
+
+    async def get_instance_status(self) -> InstanceStatus:
+        return await self.kvconn.call(self.listing.status, self.arrivals)
+
+    async def get_instance_metadata(self) -> InstanceMetadata:
+        return self.listing.metadata(self.server.address)
+
+    async def list_requests(self) -> ListRequestsResponse:
+        return await self.kvconn.call(self.listing.requests, self.arrivals.pending())
+
+    # What peers ask for: see arrivals
+
+    async def reserve(self, request: ReserveRequest) -> ReserveResponse:
+        return await self.arrivals.reserve(request)
+
+    async def copy_round(self, request: CopyRoundRequest) -> CopyRoundResponse:
+        return await self.arrivals.copy_round(request)
+
+    async def commit(self, request: CommitRequest) -> CommitResponse:
+        return await self.arrivals.commit(request)
+
+    async def withdraw(self, request: SettleRequest) -> SettleResponse:
+        return await self.arrivals.withdraw(request)
+
+    async def cancel(self, request: SettleRequest) -> SettleResponse:
+        return await self.arrivals.cancel(request)
+
+    async def abort_handover(self, request: SettleRequest) -> SettleResponse:
+        return await self.arrivals.abort(request)
+
+    async def close_handover(self, request: SettleRequest) -> SettleResponse:
+        return await self.arrivals.close_handover(request)
+
+    async def query(self, request: SettleRequest) -> SettleResponse:
+        return await self.arrivals.query(request)
+
+    # Aborts that come by other ways
+
+    def forward_aborts(self, request_ids: list[str]) -> None:
+        """Send aborts after requests that have left. The origin repeats itself to whoever reports such a request, so
+        none of these messages has to arrive."""
+        by_owner: dict[Address, list[str]] = {}
+        for request_id in request_ids:
+            owner = self.departures.owner_of(request_id)
+            if owner is not None:
+                by_owner.setdefault(owner, []).append(request_id)
+        for owner, ids in by_owner.items():
+            self._spawn(self._abort_at(owner, ids))
+
+    def release(self, requests: list[tuple[str, Epoch]]) -> None:
+        """The origin wants nothing more of these requests under these epochs."""
+        stale = [request_id for request_id, epoch in requests if self.relay.epoch_of(request_id) == epoch]
+        if stale:
+            self._abort_soon(stale)
+
+    def _abort_soon(self, request_ids: list[str]) -> None:
+        self._spawn(self._abort_here(request_ids))
+
+    async def _abort_here(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self.relay.farewell(request_id)
+        self.kvconn.note_aborted(request_ids)
+        await self.kvconn.call(self.bypass.engine.abort_requests, request_ids)
+
+    async def _abort_at(self, owner: Address, request_ids: list[str]) -> None:
+        with contextlib.suppress(LlumletCallFailed):
+            await self.departures.client(owner).abort(AbortRequest(request_ids=request_ids))
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # Triggering
+
+    def _check_migrate(self, request: MigrateRequest) -> None:
+        if request.src_engine_id and request.src_engine_id != self.identity.instance:
+            raise refusal(
+                Refused(Reason.WRONG_INSTANCE, f"this is {self.identity.instance}, not {request.src_engine_id}")
+            )
+        same_address = (request.dst_engine_ip, request.dst_engine_port) == tuple(self.server.address)
+        if request.dst_engine_id == self.identity.instance or same_address:
+            raise refusal(Refused(Reason.SAME_INSTANCE, "source and destination are the same instance"))
+        if self.identity.unsupported is not None:
+            raise refusal(Refused(Reason.NOT_PORTABLE, self.identity.unsupported))
+
+    def _select(self, request: MigrateRequest) -> tuple[list[str], dict[str, MigrationError]]:
+        if request.request_ids:
+            return list(dict.fromkeys(request.request_ids)), {}
+        return self.listing.select(request), {}
+
+    def _begin(
+        self, request_id: str, destination: Destination, asked: MigrateRequest, report: Report
+    ) -> OutgoingMove:
+        request = self.kvconn.port.find(request_id)
+        residence = residence_of(request)
+        if request_id in self.departures.moves:
+            raise Refused(Reason.ALREADY_MIGRATING, f"{request_id} is on its way already")
+        if len(self.departures.moves) >= self.config.max_migrations_out:
+            raise Refused(
+                Reason.SOURCE_BUSY,
+                f"{len(self.departures.moves)} requests are on their way out, --llumlet-max-migrations-out is "
+                f"{self.config.max_migrations_out}",
+            )
+        if (problem := self.listing.why_not(request)) is not None:
+            raise Refused(*problem)
+        assert residence is not None
+        budget_ms = asked.stall_budget_ms if asked.HasField("stall_budget_ms") else self.config.stall_budget_ms
+        plan = Plan(
+            method=METHODS[destination.mode],
+            epoch_next=residence.claim_next_epoch(),
+            bytes_per_block=self.bypass.bytes_per_block,
+            stall_budget_s=budget_ms / 1e3,
+            force=asked.force,
+        )
+        return self.departures.begin(request, residence, destination, plan, report)
+
+
+_OUTCOMES = (MovePhase.MOVED, MovePhase.STAYED, MovePhase.GONE, MovePhase.LOST)
+
+
+def _stayed(request_id: str, mode: Mode, error: MigrationError) -> MoveProgress:
+    return MoveProgress(
+        request_id=request_id,
+        phase=MovePhase.STAYED,
+        reason=parse_reason(error.reason),
+        detail=error.detail,
+        mode=mode,
+    )
+
+
+def refusal(error: MigrationError) -> LlumletError:
+    """Our error as the wire knows it."""
+    return LlumletError(parse_reason(error.reason), error.detail)

@@ -1,0 +1,498 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests on their way in: the shell around the destination's state machine. Bypass thread only.
+
+A peer's call becomes an event; it is answered when the machine says so. The same call again joins the first or gets its
+answer again. Nothing of a request is visible to the engine's scheduler before the machine says Admit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from vllm.v1.request import Request
+
+from llumlet.errors import LlumletError
+from llumlet.types import (
+    AbortMigrateInRequest,
+    AbortMigrateInResponse,
+    CommitRequest,
+    CommitResponse,
+    CopyRoundRequest,
+    CopyRoundResponse,
+    Handover,
+    MovePhase,
+    ReserveRequest,
+    ReserveResponse,
+    SettleRequest,
+    SettleResponse,
+    parse_reason,
+)
+from vllm_llumnix import faults
+from vllm_llumnix.engine.builder import RequestBuilder
+from vllm_llumnix.engine.kvconn import KVConnection
+from vllm_llumnix.engine.memory import Movers, SourceMemory, decode_memory
+from vllm_llumnix.engine.relay import Relay
+from vllm_llumnix.engine.request_state import Residence
+from vllm_llumnix.errors import LocalProtocolError, MigrationError, Reason, Refused, TransportError
+from vllm_llumnix.ids import Epoch
+from vllm_llumnix.migration import effects as do
+from vllm_llumnix.migration import events as on
+from vllm_llumnix.migration.destination import Destination, State, Terms
+from vllm_llumnix.migration.events import Call, Settlement
+
+if TYPE_CHECKING:
+    from vllm_llumnix.engine.bypass import Bypass
+    from vllm_llumnix.engine.departures import Departures
+
+logger = logging.getLogger("vllm.llumnix")
+
+PULL_SECONDS = 60.0
+"""Upper bound of one copy; the source's deadline for the call is the tighter one."""
+STOP_SECONDS = 1.0
+"""How often a mover that does not answer is asked again whether it has stopped."""
+STATES = {
+    Settlement.PENDING: Handover.PENDING,
+    Settlement.COMMITTED: Handover.COMMITTED,
+    Settlement.BARRED: Handover.BARRED,
+    Settlement.UNKNOWN: Handover.UNKNOWN,
+}
+
+
+class Admission:
+    """Whether an Admit that waits for the loop happens: the loop begins it, or it is revoked, whichever comes first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._decided = False
+
+    def claim(self) -> bool:
+        """True for the first caller only."""
+        with self._lock:
+            first, self._decided = not self._decided, True
+            return first
+
+
+class IncomingMove:
+    """One request that may come."""
+
+    def __init__(self, arrivals: Arrivals, handover: Handover) -> None:
+        self.arrivals = arrivals
+        self.migration_id = handover.migration_id
+        self.request_id = handover.request_id
+        self.source_incarnation = handover.src_incarnation
+        self.source_instance = ""
+        self.source_address = ""
+        self.machine = Destination(arrivals.terms)
+        self.request: Request | None = None
+        self.residence: Residence | None = None
+        self.transport = ""
+        self.began = time.monotonic()
+        self.phase_ms: dict[str, float] = {}
+        self.copied_bytes = 0
+        self.recomputed_tokens = 0
+        self._offer: ReserveRequest | None = None
+        self._last_round = 0
+        self._memory: SourceMemory | None = None
+        self._block_ids: list[int] = []
+        self._source_blocks: dict[int, int] = {}
+        self._commit_seen = False
+        self._admission = Admission()
+        self._lease_end = 0.0
+        self._waiting: dict[Hashable, list[asyncio.Future[Any]]] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._block_ids)
+
+    async def ask(self, kind: Hashable, event: on.DestinationEvent) -> Any:
+        """Feed a peer's message and wait for its answer. Raises LlumletError for what the machine refuses."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(kind, []).append(answer)
+        try:
+            self.feed(event)
+        except LocalProtocolError as error:
+            self._waiting[kind].remove(answer)
+            raise LlumletError(parse_reason(Reason.INVALID_REQUEST), str(error)) from error
+        return await answer
+
+    def feed(self, event: on.DestinationEvent) -> None:
+        for effect in self.machine.on(event):
+            self._perform(effect)
+        if self.machine.over:
+            self.arrivals.forget(self)
+
+    def take_offer(self, request: ReserveRequest) -> None:
+        if self._offer is None and self.machine.state is State.NEW:
+            self._offer = request
+            self.source_instance, self.source_address = request.src_engine_id, request.src_address
+
+    def take_round(self, request: CopyRoundRequest) -> on.DestinationEvent:
+        """What a round brings beside the machine's event, once."""
+        if request.round > self._last_round:
+            self._last_round = request.round
+            self._take(request.from_block, request.block_ids, request.new_token_ids)
+        return on.RoundRequested(request.round, request.from_block, request.to_block, request.num_tokens)
+
+    def take_commit(self, request: CommitRequest) -> on.DestinationEvent:
+        if not self._commit_seen:
+            self._commit_seen = True
+            self._take(request.from_block, request.block_ids, request.new_token_ids)
+            if self.request is not None:
+                self.recomputed_tokens = self.request.num_tokens - request.computed_tokens - 1
+        return on.CommitRequested(
+            Epoch(request.epoch.term, request.epoch.hop),
+            request.base,
+            request.computed_tokens,
+            request.from_block,
+            request.from_block + len(request.block_ids),
+        )
+
+    def _take(self, from_block: int, block_ids: Sequence[int], token_ids: Sequence[int]) -> None:
+        """The source's block ids, and the tokens it produced since its last message. Raises Refused."""
+        self._source_blocks.update(enumerate(block_ids, from_block))
+        if self.request is not None and token_ids:
+            self.arrivals.builder.append(self.request, list(token_ids))
+
+    def _perform(self, effect: do.DestinationEffect) -> None:
+        match effect:
+            case do.ReserveBlocks():
+                self._spawn(self._reserve())
+            case do.GrowReservation(num_tokens=num_tokens):
+                self._spawn(self._grow(num_tokens))
+            case do.Pull():
+                self._spawn(self._pull(effect))
+            case do.StopPull(job=job):
+                self._spawn(self._stop(job))
+            case do.Admit():
+                self._spawn(self._admit(effect))
+            case do.RevokeAdmit():
+                if self._admission.claim():
+                    self.feed(on.AdmitFailed(Reason.BARRED, "revoked before the loop began"))
+            case do.FreeReservation():
+                if self.request is not None:
+                    self.arrivals.kvconn.call(self.arrivals.kvconn.port.cancel_reservation, self.request)
+            case do.AbortAdmitted():
+                self.arrivals.abort_here([self.request_id])
+            case do.AnswerReserve():
+                self._answer(Call.RESERVE, self._reserve_response(effect))
+            case do.RefuseReserve(reason=reason, detail=detail):
+                self._answer(Call.RESERVE, LlumletError(parse_reason(reason), detail))
+            case do.AnswerRound():
+                self._answer((Call.ROUND, effect.round), self._round_response(effect))
+            case do.RefuseRound(round=number, reason=reason, detail=detail):
+                self._answer((Call.ROUND, number), LlumletError(parse_reason(reason), detail))
+            case do.AnswerCommit():
+                self._answer(Call.COMMIT, self._commit_response(effect))
+            case do.AnswerSettle(call=call, state=state, reason=reason):
+                self._answer(call, self.arrivals.settlement(state, reason))
+            case do.SetTimer(name=name, seconds=seconds):
+                self._set_timer(name, seconds)
+            case do.ClearTimer(name=name):
+                self._clear_timer(name)
+
+    # The loop and the movers
+
+    async def _reserve(self) -> None:
+        arrivals, offer = self.arrivals, self._offer
+        assert offer is not None
+        try:
+            self._memory = decode_memory(offer.source_memory)
+            if self._memory.digest != arrivals.bypass.identity.digest:
+                raise Refused(
+                    Reason.INCOMPATIBLE_ENGINE,
+                    "model, weights, vLLM version, KV layout, data types or parallel sizes differ",
+                )
+            self.transport = await arrivals.movers.probe(self._memory)
+            self.request, self.residence = await arrivals.builder.build(offer.request_state)
+            if self.request.request_id != self.request_id:
+                raise Refused(Reason.INVALID_REQUEST, "the request state names another request")
+            hit_blocks, self._block_ids = await arrivals.kvconn.call(arrivals.reserve_on_loop, self.request)
+        except MigrationError as error:
+            self.feed(on.ReserveFailed(error.reason, error.detail))
+            return
+        except TransportError as error:
+            self.feed(on.ReserveFailed(Reason.TRANSPORT_UNAVAILABLE, str(error)))
+            return
+        finally:
+            self._offer = None
+        faults.hit("destination.reserved")
+        self.feed(on.BlocksReserved(hit_blocks, len(self._block_ids)))
+
+    async def _grow(self, num_tokens: int) -> None:
+        kvconn = self.arrivals.kvconn
+        try:
+            self._block_ids = await kvconn.call(kvconn.port.grow, self.request, num_tokens)
+        except MigrationError as error:
+            self.feed(on.GrowFailed(error.reason, error.detail))
+            return
+        self.feed(on.Grown(len(self._block_ids)))
+
+    async def _pull(self, effect: do.Pull) -> None:
+        assert self._memory is not None
+        final = self.machine.state is State.COMMITTING
+        began = time.perf_counter()
+        blocks = range(effect.from_block, effect.to_block)
+        try:
+            copied = await self.arrivals.movers.pull(
+                effect.job,
+                self._memory,
+                [self._source_blocks[index] for index in blocks],
+                self._block_ids[effect.from_block : effect.to_block],
+                transport=self.transport,
+                deadline_s=PULL_SECONDS,
+                final=final,
+                tag=f"{self.request_id}:{effect.from_block}",
+            )
+        except TransportError as error:
+            self.feed(on.PullFailed(effect.job, Reason.TRANSFER_FAILED, str(error)))
+            return
+        seconds = time.perf_counter() - began
+        if final:
+            self.phase_ms["last_copy"] = seconds * 1e3
+        self.copied_bytes = copied
+        self.feed(on.PullDone(effect.job, copied, seconds, lease_valid=time.monotonic() < self._lease_end))
+
+    async def _stop(self, job: int) -> None:
+        """However long it takes: the blocks are not given back while a mover may write them."""
+        while True:
+            try:
+                await self.arrivals.movers.stop(job)
+            except TransportError as error:
+                logger.warning("a mover does not say that it stopped writing for %s: %s", self.request_id, error)
+                await asyncio.sleep(STOP_SECONDS)
+                continue
+            self.feed(on.PullQuiesced(job))
+            return
+
+    async def _admit(self, effect: do.Admit) -> None:
+        arrivals, request, residence = self.arrivals, self.request, self.residence
+        assert request is not None and residence is not None
+        assert residence.origin is not None
+        began = time.perf_counter()
+        residence.epoch, residence.last_hop = effect.epoch, effect.epoch.hop
+        residence.base = residence.next_index = effect.base
+        residence.handover_open = True
+        request.client_index = arrivals.relay.client_index(residence.origin)
+        arrivals.relay.welcome(self.request_id, residence)
+        try:
+            await arrivals.kvconn.call(self._admit_on_loop, effect.computed_tokens)
+        except MigrationError as error:
+            arrivals.relay.farewell(self.request_id)
+            self.feed(on.AdmitFailed(error.reason, error.detail))
+            return
+        self.phase_ms["admit"] = (time.perf_counter() - began) * 1e3
+        arrivals.departures.came_back(self.request_id)
+        faults.hit("destination.admitted")
+        self.feed(on.Admitted())
+
+    def _admit_on_loop(self, computed_tokens: int) -> None:
+        if not self._admission.claim():
+            raise Refused(Reason.BARRED, "revoked")
+        self.arrivals.kvconn.port.admit(self.request, computed_tokens)
+
+    # Answers
+
+    def _reserve_response(self, effect: do.AnswerReserve) -> ReserveResponse:
+        return ReserveResponse(
+            hit_blocks=effect.hit_blocks,
+            lease_s=effect.lease_s,
+            dst_incarnation=self.arrivals.bypass.identity.incarnation,
+            transport=self.transport,
+        )
+
+    def _round_response(self, effect: do.AnswerRound) -> CopyRoundResponse:
+        return CopyRoundResponse(
+            round=effect.round, copied_bytes=effect.num_bytes, seconds=effect.seconds, lease_s=effect.lease_s
+        )
+
+    def _commit_response(self, effect: do.AnswerCommit) -> CommitResponse:
+        return CommitResponse(
+            state=STATES[effect.state],
+            reason=parse_reason(effect.reason or ""),
+            detail=effect.detail,
+            copied_bytes=self.copied_bytes,
+            recomputed_tokens=self.recomputed_tokens,
+            phase_ms=self.phase_ms,
+            dst_incarnation=self.arrivals.bypass.identity.incarnation,
+        )
+
+    def _answer(self, kind: Hashable, answer: Any) -> None:
+        for waiting in self._waiting.pop(kind, ()):
+            if waiting.done():
+                continue
+            if isinstance(answer, Exception):
+                waiting.set_exception(answer)
+            else:
+                waiting.set_result(answer)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _set_timer(self, name: str, seconds: float) -> None:
+        self._clear_timer(name)
+        if name == "lease":
+            self._lease_end = time.monotonic() + seconds
+        loop = asyncio.get_running_loop()
+        self._timers[name] = loop.call_later(seconds, lambda: self.feed(on.TimerFired(name)))
+
+    def _clear_timer(self, name: str) -> None:
+        timer = self._timers.pop(name, None)
+        if timer is not None:
+            timer.cancel()
+
+
+class Arrivals:
+    """All moves into this engine, settled ones included for as long as their source can be in doubt."""
+
+    def __init__(
+        self,
+        bypass: Bypass,
+        kvconn: KVConnection,
+        relay: Relay,
+        movers: Movers,
+        builder: RequestBuilder,
+        departures: Departures,
+        abort_here: Callable[[list[str]], None],
+    ) -> None:
+        self.bypass = bypass
+        self.kvconn = kvconn
+        self.relay = relay
+        self.movers = movers
+        self.builder = builder
+        self.departures = departures
+        self.abort_here = abort_here
+        self.terms = Terms(block_size=kvconn.port.block_size, lease_s=bypass.config.lease_seconds)
+        self.moves: dict[str, IncomingMove] = {}
+
+    def pending(self) -> list[IncomingMove]:
+        """Moves whose fate is open, oldest first."""
+        return [move for move in self.moves.values() if move.machine.settlement is Settlement.PENDING]
+
+    def draining_blocks(self) -> int:
+        return sum(move.num_blocks for move in self.moves.values() if move.machine.state is State.DRAINING)
+
+    def forget(self, move: IncomingMove) -> None:
+        self.moves.pop(move.migration_id, None)
+
+    # Peer calls
+
+    async def reserve(self, request: ReserveRequest) -> ReserveResponse:
+        identity, config = self.bypass.identity, self.bypass.config
+        move = self.moves.get(request.handover.migration_id)
+        if move is None:
+            if request.dst_engine_id != identity.instance:
+                _refuse(Reason.WRONG_INSTANCE, f"this is {identity.instance}, not {request.dst_engine_id}")
+            if identity.unsupported is not None:
+                _refuse(Reason.NOT_PORTABLE, f"at the destination: {identity.unsupported}")
+            if not self.bypass.engine.is_running():
+                _refuse(Reason.SHUTTING_DOWN, "the destination is shutting down")
+            if len(self.pending()) >= config.max_migrations_in:
+                _refuse(
+                    Reason.DESTINATION_BUSY,
+                    f"{config.max_migrations_in} requests are on their way in (--llumlet-max-migrations-in)",
+                )
+            move = self.moves[request.handover.migration_id] = IncomingMove(self, request.handover)
+        move.take_offer(request)
+        answer: ReserveResponse = await move.ask(Call.RESERVE, on.ReserveRequested())
+        return answer
+
+    async def copy_round(self, request: CopyRoundRequest) -> CopyRoundResponse:
+        move = self._find(request.handover)
+        if move is None:
+            _refuse(Reason.UNKNOWN_MIGRATION, "this engine knows nothing of it (any more)")
+        answer: CopyRoundResponse = await move.ask((Call.ROUND, request.round), move.take_round(request))
+        return answer
+
+    async def commit(self, request: CommitRequest) -> CommitResponse:
+        faults.hit("destination.commit_received")
+        move = self._find(request.handover)
+        if move is None:
+            return CommitResponse(state=Handover.UNKNOWN, dst_incarnation=self.bypass.identity.incarnation)
+        try:
+            event = move.take_commit(request)
+        except Refused as error:
+            await move.ask(Call.CANCEL, on.CancelRequested(error.reason, error.detail))
+            event = move.take_commit(request)
+        answer: CommitResponse = await move.ask(Call.COMMIT, event)
+        return answer
+
+    async def withdraw(self, request: SettleRequest) -> SettleResponse:
+        return await self._settle(request, Call.WITHDRAW, on.WithdrawRequested(), leaves_a_mark=True)
+
+    async def cancel(self, request: SettleRequest) -> SettleResponse:
+        return await self._settle(request, Call.CANCEL, on.CancelRequested(), leaves_a_mark=True)
+
+    async def abort(self, request: SettleRequest) -> SettleResponse:
+        return await self._settle(request, Call.ABORT, on.AbortRequested(), leaves_a_mark=True)
+
+    async def close_handover(self, request: SettleRequest) -> SettleResponse:
+        answer = await self._settle(request, Call.CLOSE, on.CloseRequested())
+        move = self._find(request.handover)
+        if move is not None and move.machine.closed and move.residence is not None:
+            move.residence.handover_open = False
+        return answer
+
+    async def query(self, request: SettleRequest) -> SettleResponse:
+        return await self._settle(request, Call.QUERY, on.QueryRequested())
+
+    async def call_off(self, request: AbortMigrateInRequest) -> AbortMigrateInResponse:
+        """An operator ends moves into this instance, by the ids of migrations or of requests."""
+        response = AbortMigrateInResponse()
+        by_request = {move.request_id: move for move in self.moves.values()}
+        asked = [(mid, self.moves.get(mid)) for mid in request.migration_ids]
+        asked += [(rid, by_request.get(rid)) for rid in request.request_ids]
+        for asked_id, move in asked:
+            if move is None:
+                response.results.add(id=asked_id, state=Handover.UNKNOWN)
+                continue
+            answer: SettleResponse = await move.ask(Call.CANCEL, on.CancelRequested())
+            response.results.add(id=asked_id, migration_id=move.migration_id, state=answer.state)
+        return response
+
+    def revoke_youngest(self) -> None:
+        """The engine's own requests need blocks: give the youngest reservation back, one at a time."""
+        if any(move.machine.state is State.DRAINING for move in self.moves.values()):
+            return
+        for move in reversed(self.pending()):
+            if move.num_blocks and move.machine.state in (State.RESERVED, State.PULLING):
+                move.feed(on.Revoked(Reason.DESTINATION_NEEDS_BLOCKS, "the destination's own requests need them"))
+                return
+
+    def settlement(self, state: Settlement, reason: Reason | None) -> SettleResponse:
+        return SettleResponse(
+            state=STATES[state], reason=parse_reason(reason or ""), dst_incarnation=self.bypass.identity.incarnation
+        )
+
+    async def _settle(
+        self, request: SettleRequest, call: Call, event: on.DestinationEvent, *, leaves_a_mark: bool = False
+    ) -> SettleResponse:
+        move = self._find(request.handover)
+        if move is None:
+            if not leaves_a_mark or not self._is_this_life(request.handover):
+                return self.settlement(Settlement.UNKNOWN, None)
+            # It overtook its Reserve, or that never came: a late Reserve must find that it is barred.
+            move = self.moves[request.handover.migration_id] = IncomingMove(self, request.handover)
+        answer: SettleResponse = await move.ask(call, event)
+        return answer
+
+    def _find(self, handover: Handover) -> IncomingMove | None:
+        return self.moves.get(handover.migration_id) if self._is_this_life(handover) else None
+
+    def _is_this_life(self, handover: Handover) -> bool:
+        return handover.dst_incarnation in ("", self.bypass.identity.incarnation)
+
+    def reserve_on_loop(self, request: Request) -> tuple[int, list[int]]:
+        return self.kvconn.port.reserve(request, use_prefix_cache=not self.bypass.config.exact)
+
+
+def _refuse(reason: Reason, detail: str) -> NoReturn:
+    raise LlumletError(parse_reason(reason), detail)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the llumlet of one engine, at the end of the engine's construction and before its I/O threads start."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from typing import Any
+
+import msgspec
+
+from vllm_llumnix import config as llumlet_config
+from vllm_llumnix import hooks
+from vllm_llumnix.engine.bypass import Bypass
+from vllm_llumnix.engine.identity import EngineIdentity
+from vllm_llumnix.engine.kvconn import KVConnection
+from vllm_llumnix.engine.request_state import digest_of
+from vllm_llumnix.engine.scheduler_port import SchedulerPort
+from vllm_llumnix.errors import ConfigError
+from vllm_llumnix.kv.messages import MoverInfo
+from vllm_llumnix.kv.worker import start_mover
+
+logger = logging.getLogger("vllm.llumnix")
+
+
+def attach(engine: Any) -> KVConnection:
+    """Start movers and the bypass thread; returns when the llumlet listens.
+
+    Raises ConfigError when the llumlet cannot run in this process, and whatever stops the gRPC server (a port in use).
+    """
+    config = llumlet_config.current()
+    if config is None:
+        raise ConfigError([f"{llumlet_config.CONFIG_VARIABLE} is not set"])
+    parallel = engine.vllm_config.parallel_config
+    config = config.for_rank(engine.engine_index, parallel.data_parallel_size)
+    settings = {"instance": config.instance_id}
+    answers = engine.model_executor.collective_rpc(start_mover, args=(settings,))
+    movers = [msgspec.msgpack.decode(answer, type=MoverInfo) for answer in answers]
+    identity = EngineIdentity(
+        instance=config.instance_id,
+        incarnation=uuid.uuid4().hex,
+        digest=digest_of(engine_facts(engine, movers)),
+        unsupported=why_engine_unsupported(engine),
+        device=engine.vllm_config.device_config.device_type,
+        model_runner_v2=bool(engine.scheduler.use_v2_model_runner),
+        spec_decode=engine.vllm_config.speculative_config is not None,
+    )
+    if engine.batch_queue is not None:
+        # A step in flight may still write a slot of a block that was freed: with this, freed blocks come back to the
+        # pool only after that step, so a reservation never receives one that is being written.
+        engine.scheduler.defer_block_free = True
+    port = SchedulerPort(engine.scheduler)
+    bypass = Bypass(config, identity, movers, engine)
+    kvconn = KVConnection(engine, port, bypass)
+    bypass.start(kvconn)
+    logger.info("llumlet: instance %s listening on %s", config.instance_id, bypass.address)
+    if identity.unsupported:
+        logger.warning("llumlet: this engine's requests cannot be moved: %s", identity.unsupported)
+    return kvconn
+
+
+def engine_facts(engine: Any, movers: list[MoverInfo]) -> dict[str, Any]:
+    """What two engines must have in common for KV bytes and sampler state of one to be right in the other."""
+    import vllm
+
+    config = engine.vllm_config
+    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    layouts = [mover.memory.layout for mover in movers]
+    return {
+        "vllm": vllm.__version__,
+        "patches": hooks.ready_digest(),
+        "weights": [mover.weights for mover in movers],
+        "isa": [mover.isa for mover in movers],
+        "dtype": str(model.dtype),
+        "cache_dtype": str(cache.cache_dtype),
+        "block_size": engine.scheduler.block_size,
+        "layout": [layout.layout for layout in layouts],
+        "pages": [[(region.num_layers, region.page_bytes) for region in layout.regions] for layout in layouts],
+        "tensor_parallel": parallel.tensor_parallel_size,
+        "pipeline_parallel": parallel.pipeline_parallel_size,
+        "model_runner_v2": bool(engine.scheduler.use_v2_model_runner),
+        "vocab_size": model.get_vocab_size(),
+        "quantization": str(model.quantization),
+        "speculative": str(config.speculative_config.method) if config.speculative_config else None,
+        "logprobs_mode": str(model.logprobs_mode),
+        "logits_processors": [str(processor) for processor in model.logits_processors or ()],
+    }
+
+
+def why_engine_unsupported(engine: Any) -> str | None:
+    """Why no request of this engine can be moved; None if they can."""
+    scheduler, config = engine.scheduler, engine.vllm_config
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+    if len(groups) != 1:
+        return f"{len(groups)} KV cache groups; only models with one are supported"
+    if not isinstance(groups[0].kv_cache_spec, FullAttentionSpec | MLAAttentionSpec):
+        return f"KV cache of kind {type(groups[0].kv_cache_spec).__name__}; only full attention is supported"
+    if scheduler.connector is not None:
+        return "another KV connector is configured (--kv-transfer-config)"
+    if config.model_config.is_encoder_decoder:
+        return "encoder-decoder models are not supported"
+    if config.model_config.logits_processors:
+        return "custom logits processors"
+    return None

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bypass thread: triggering, peer calls, copying and relaying, beside the engine's loop.
+
+One thread with one asyncio event loop hosts the llumlet's gRPC service, the state machines of all migrations, the
+clients of the movers and the relay. It asks the engine's loop for changes through `kvconn.call` and never touches a
+queue or a block itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import llumlet.server
+from llumlet.types import Address
+from vllm_llumnix.config import LlumletConfig
+from vllm_llumnix.engine.identity import EngineIdentity
+from vllm_llumnix.kv.messages import MoverInfo
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutputs
+
+    from vllm_llumnix.engine.agent import LlumletAgent
+    from vllm_llumnix.engine.kvconn import KVConnection
+
+logger = logging.getLogger("vllm.llumnix")
+
+START_SECONDS = 30.0
+
+
+class Bypass:
+    """Owns the thread. `start` returns once the llumlet listens; `post` hands work to it from any thread."""
+
+    def __init__(self, config: LlumletConfig, identity: EngineIdentity, movers: list[MoverInfo], engine: Any) -> None:
+        self.config = config
+        self.identity = identity
+        self.movers = movers
+        self.engine = engine
+        self.address: Address | None = None
+        self.started_at = time.time()
+        self._agent: LlumletAgent | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread: threading.Thread | None = None
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+
+    @property
+    def bytes_per_block(self) -> int:
+        """KV bytes of one block over all layers and ranks."""
+        return sum(mover.memory.layout.bytes_per_block for mover in self.movers)
+
+    def start(self, kvconn: KVConnection) -> None:
+        """Raises what kept the llumlet from listening."""
+        self._thread = threading.Thread(target=self._run, args=(kvconn,), name="llumnix-bypass", daemon=True)
+        self._thread.start()
+        if not self._ready.wait(START_SECONDS):
+            raise TimeoutError(f"the llumlet did not start within {START_SECONDS:.0f} s")
+        if self._failure is not None:
+            raise self._failure
+
+    def post(self, function: Callable[..., None], *args: Any) -> None:
+        """Run `function` soon on the bypass thread, in the order of posting. Any thread; never blocks."""
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the event loop is closed: the process is going down
+            logger.debug("bypass thread is gone; dropping %s", function)
+
+    # Posted by the engine's threads, run on the bypass thread
+
+    def relay_outputs(self, client_index: int, outputs: EngineCoreOutputs) -> None:
+        if self._agent is not None:
+            self._agent.relay.send(client_index, outputs)
+
+    def forward_aborts(self, request_ids: list[str]) -> None:
+        """The front-end aborts requests; those that have moved on from here are ended at their owner."""
+        if self._agent is not None:
+            self._agent.forward_aborts(request_ids)
+
+    def revoke_youngest_reservation(self) -> None:
+        if self._agent is not None:
+            self._agent.arrivals.revoke_youngest()
+
+    def _run(self, kvconn: KVConnection) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.set_exception_handler(_log_exception)
+        try:
+            self._loop.run_until_complete(self._listen(kvconn))
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits in start()
+            self._failure = error
+            self._ready.set()
+            return
+        self._ready.set()
+        self._loop.run_forever()
+
+    async def _listen(self, kvconn: KVConnection) -> None:
+        from vllm_llumnix.engine.agent import LlumletAgent
+
+        agent = LlumletAgent(self, kvconn)
+        server = await llumlet.server.serve(
+            agent, self.config.host, self.config.port, insecure=self.config.insecure
+        )
+        self.address = server.address
+        agent.open(server)
+        self._agent = agent
+
+
+def _log_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    error = context.get("exception")
+    logger.error("llumlet: %s", context.get("message"), exc_info=error)

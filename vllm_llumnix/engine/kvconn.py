@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine loop's view of migration: `kvconn.step()` before every schedule, and the seams of the I/O threads.
+
+The state of requests, blocks and queues changes inside `step()` and nowhere else. The bypass thread asks for such a
+change with `call()` and is told the result on its own event loop. Between steps the loop is not disturbed: without
+migrations a step costs a truth test or two.
+
+    step(), has_work()   loop thread
+    on_add(), on_abort() input thread
+    divert()             output thread
+    call(), watch()      bypass thread
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_llumnix.engine.request_state import residence_from, settle_in
+from vllm_llumnix.engine.scheduler_port import SchedulerPort
+
+if TYPE_CHECKING:
+    from vllm_llumnix.engine.bypass import Bypass
+
+logger = logging.getLogger("vllm.llumnix")
+
+FOREIGN_CLIENT = 1 << 16
+"""Client indices from here on stand for relay addresses, one each; vLLM's own clients are numbered from 0."""
+
+T = TypeVar("T")
+
+
+class Departure:
+    """A request on its way out, as the loop watches it.
+
+    `on_drained` is called between steps from the freeze on, until it returns True: no step in flight works on the
+    request any more. `on_gone` is called once when the request finishes, is aborted or preempted by its own engine.
+    """
+
+    __slots__ = ("request", "num_preemptions", "freezing", "frozen", "on_drained", "on_gone")
+
+    def __init__(
+        self, request: Request, on_drained: Callable[[], bool], on_gone: Callable[[str], None]
+    ) -> None:
+        self.request = request
+        self.num_preemptions = request.num_preemptions
+        self.freezing = False
+        self.frozen = False
+        self.on_drained = on_drained
+        self.on_gone = on_gone
+
+
+class KVConnection:
+    """One per engine. See the module docstring for which thread calls what."""
+
+    def __init__(self, engine: Any, port: SchedulerPort, bypass: Bypass) -> None:
+        self.engine = engine
+        self.port = port
+        self.bypass = bypass
+        self.steps = 0
+        self._commands: deque[Callable[[], None]] = deque()
+        self._departures: dict[str, Departure] = {}
+        self._aborted: deque[str] = deque(maxlen=4096)
+
+    # Loop thread
+
+    def step(self) -> Iterable[tuple[int, EngineCoreOutputs]]:
+        """Apply what migrations ask for. Called before every schedule, and while only migrations have work."""
+        self.steps += 1
+        commands = self._commands
+        while commands:
+            commands.popleft()()
+        port = self.port
+        if self._departures:
+            port.park_preempted()
+            for departure in list(self._departures.values()):
+                self._observe(departure)
+        if port.short_of_blocks():
+            self.bypass.post(self.bypass.revoke_youngest_reservation)
+        port.before_step()
+        return ()
+
+    def has_work(self, stock: bool) -> bool:
+        """Whether the loop should turn: vLLM's answer, except that frozen requests alone are no work."""
+        if self._commands:
+            return True
+        return stock and not self.port.only_frozen()
+
+    def watch(self, departure: Departure) -> None:
+        """Loop thread: observe a request that is about to leave."""
+        self._departures[departure.request.request_id] = departure
+
+    def unwatch(self, request_id: str) -> None:
+        self._departures.pop(request_id, None)
+
+    def freeze(self, departure: Departure) -> None:
+        """Loop thread: stop scheduling the request; `on_drained` follows, at once if no step is in flight."""
+        self.port.freeze(departure.request)
+        departure.freezing = True
+
+    def _observe(self, departure: Departure) -> None:
+        request = departure.request
+        if request.is_finished():
+            kind = "aborted" if request.request_id in self._aborted else "finished"
+            self.port.forget(request)
+        elif not departure.frozen and (
+            request.num_preemptions != departure.num_preemptions or request.status != RequestStatus.RUNNING
+        ):
+            kind = "preempted"
+            self.port.unfreeze(request)
+        else:
+            if departure.freezing and departure.on_drained():
+                departure.freezing = False
+                departure.frozen = True
+            return
+        self.unwatch(request.request_id)
+        departure.on_gone(kind)
+
+    # Input thread
+
+    def on_add(self, core_request: EngineCoreRequest, request: Request) -> None:
+        settle_in(request, residence_from(core_request))
+
+    def on_abort(self, request_ids: list[str]) -> None:
+        self.note_aborted(request_ids)
+        self.bypass.post(self.bypass.forward_aborts, list(request_ids))
+
+    # Output thread
+
+    def divert(self, client_index: int, outputs: EngineCoreOutputs) -> bool:
+        """Take outputs of requests whose origin is another API server, or which have moved. True if taken."""
+        if client_index < FOREIGN_CLIENT:
+            return False
+        if outputs.scheduler_stats is not None:
+            # vLLM hangs the step's statistics on the first client's outputs; they belong to our own front-end.
+            stats = EngineCoreOutputs(scheduler_stats=outputs.scheduler_stats)
+            self.engine.output_queue.put_nowait((0, stats))
+        self.bypass.post(self.bypass.relay_outputs, client_index, outputs)
+        return True
+
+    # Any thread
+
+    def note_aborted(self, request_ids: list[str]) -> None:
+        """These requests are about to be ended from outside: should they vanish, they were aborted, not finished."""
+        self._aborted.extend(request_ids)
+
+    def call(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        """Run `function` on the loop, before its next step; await the result on the bypass thread's event loop."""
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(function(*args))
+            except Exception as error:  # noqa: BLE001 - crosses to the awaiting thread
+                result.set_exception(error)
+
+        self._commands.append(run)
+        self.kick()
+        return asyncio.wrap_future(result)
+
+    def kick(self) -> None:
+        """Make an idle loop turn."""
+        self.engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))

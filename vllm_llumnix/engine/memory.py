@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV memory of a whole engine, and copying a request's blocks between two of them: rank r to rank r."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+
+import msgspec
+import zmq.asyncio
+
+from vllm_llumnix.errors import Reason, Refused, TransferFailed
+from vllm_llumnix.kv.client import MoverClient
+from vllm_llumnix.kv.messages import MoverInfo, PeerMemory
+
+
+class SourceMemory(msgspec.Struct, frozen=True):
+    """What Reserve carries: who offers its memory, what it must have in common with us, and where the bytes are."""
+
+    digest: str
+    ranks: list[PeerMemory]
+
+
+_decoder = msgspec.msgpack.Decoder(SourceMemory)
+
+
+def encode_memory(digest: str, movers: Sequence[MoverInfo]) -> bytes:
+    return msgspec.msgpack.encode(SourceMemory(digest, [mover.memory for mover in movers]))
+
+
+def decode_memory(data: bytes) -> SourceMemory:
+    """Raises Refused(invalid_request)."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise Refused(Reason.INVALID_REQUEST, f"memory descriptor: {error}") from error
+
+
+class Movers:
+    """The movers of this engine's workers, driven together."""
+
+    def __init__(self, infos: Sequence[MoverInfo], max_bytes_per_s: float | None) -> None:
+        self._context = zmq.asyncio.Context()
+        self._clients = [MoverClient(info, self._context) for info in infos]
+        self._max_bytes_per_s = max_bytes_per_s
+        self._jobs = itertools.count(1)
+
+    def next_job(self) -> int:
+        return next(self._jobs)
+
+    async def probe(self, peer: SourceMemory) -> str:
+        """The transport that reaches every rank of the peer. Raises Refused(transport_unavailable)."""
+        if len(peer.ranks) != len(self._clients):
+            raise Refused(
+                Reason.INCOMPATIBLE_ENGINE, f"{len(peer.ranks)} workers at the source, {len(self._clients)} here"
+            )
+        reports = await asyncio.gather(
+            *(client.probe(memory) for client, memory in zip(self._clients, peer.ranks, strict=True))
+        )
+        for report in reports:
+            if report.transport is None:
+                raise Refused(Reason.TRANSPORT_UNAVAILABLE, report.reason)
+        return str(reports[0].transport)
+
+    async def pull(
+        self, job: int, peer: SourceMemory, src_blocks: list[int], dst_blocks: list[int], *,
+        transport: str, deadline_s: float, final: bool, tag: str,
+    ) -> int:
+        """Copy blocks on every rank; returns the bytes copied. Raises TransferFailed, and then movers may still be
+        writing: `stop` says when they no longer are."""
+        reports = await asyncio.gather(
+            *(
+                client.pull(
+                    job, memory, src_blocks, dst_blocks, transport=transport, deadline_s=deadline_s,
+                    max_bytes_per_s=self._max_bytes_per_s, final=final, tag=tag,
+                )
+                for client, memory in zip(self._clients, peer.ranks, strict=True)
+            )
+        )
+        for report in reports:
+            if report.error is not None:
+                raise TransferFailed(report.error)
+        return sum(report.bytes for report in reports)
+
+    async def stop(self, job: int) -> None:
+        """Returns when no mover writes for this job any more. Raises TransferFailed if one does not answer."""
+        await asyncio.gather(*(client.stop(job) for client in self._clients))
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+        self._context.destroy(linger=0)

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Outputs of requests that moved, from this engine to the API servers that hold their streams. Bypass thread only.
+
+One DEALER socket per origin, so that a dead or slow origin holds up nobody else. Sending never waits: what an origin's
+queue does not take is dropped, and the origin, which counts tokens, notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable
+
+import msgspec
+import zmq
+import zmq.asyncio
+from vllm.v1.engine import EngineCoreOutputs
+
+from vllm_llumnix import faults
+from vllm_llumnix.engine.kvconn import FOREIGN_CLIENT
+from vllm_llumnix.engine.request_state import Residence
+from vllm_llumnix.ids import Epoch
+from vllm_llumnix.migration import wire
+from vllm_llumnix.relay_convert import token_output_from
+
+logger = logging.getLogger("vllm.llumnix")
+
+HEARTBEAT_SECONDS = 1.0
+QUEUED_MESSAGES = 100_000
+
+
+class OriginUnreachable(Exception):
+    """The origin API server did not answer a question in time."""
+
+
+class Relay:
+    """All origins of the requests this engine runs for others."""
+
+    def __init__(
+        self,
+        hello: wire.Hello,
+        on_release: Callable[[list[tuple[str, Epoch]]], None],
+        count_steps: Callable[[], int],
+    ) -> None:
+        self._hello = hello
+        self._on_release = on_release
+        self._count_steps = count_steps
+        self._context = zmq.asyncio.Context()
+        self._origins: dict[str, _Origin] = {}
+        self._by_index: list[_Origin] = []
+        self._guests: dict[str, tuple[Residence, _Origin]] = {}
+        self._questions: dict[int, asyncio.Future[wire.FenceAnswer]] = {}
+        self._numbers = itertools.count(1)
+        self._heartbeat = asyncio.create_task(self._beat(), name="llumnix-heartbeat")
+
+    def client_index(self, address: str) -> int:
+        """The client index that stands for this origin in the engine."""
+        return FOREIGN_CLIENT + self._origin(address).index
+
+    def welcome(self, request_id: str, residence: Residence) -> None:
+        """Outputs of this request go to its origin from now on, under `residence.epoch`."""
+        assert residence.origin is not None
+        self._guests[request_id] = (residence, self._origin(residence.origin))
+
+    def farewell(self, request_id: str) -> None:
+        """The request has left this engine or ended."""
+        self._guests.pop(request_id, None)
+
+    def epoch_of(self, request_id: str) -> Epoch | None:
+        guest = self._guests.get(request_id)
+        return guest[0].epoch if guest else None
+
+    def send(self, client_index: int, outputs: EngineCoreOutputs) -> None:
+        """Relay the outputs of one engine step."""
+        origin = self._by_index[client_index - FOREIGN_CLIENT]
+        batch = []
+        for output in outputs.outputs:
+            guest = self._guests.get(output.request_id)
+            if guest is None:
+                continue
+            residence = guest[0]
+            batch.append(token_output_from(output, residence.epoch, residence.base, residence.next_index))
+            residence.next_index += len(output.new_token_ids)
+            residence.handover_open = False
+            if output.finish_reason is not None:
+                self.farewell(output.request_id)
+        if not batch:
+            return
+        origin.send(
+            wire.TokenBatch(
+                instance=self._hello.instance,
+                incarnation=self._hello.incarnation,
+                llumlet=self._hello.llumlet,
+                outputs=batch,
+                weight_version=outputs.weight_version,
+            )
+        )
+        faults.hit("relay.sent")
+
+    async def fence(self, address: str, request_id: str, epoch: Epoch, timeout: float) -> wire.FenceAnswer:
+        """Ask the origin whether `epoch` has started. Raises OriginUnreachable after `timeout` seconds."""
+        number = next(self._numbers)
+        answer = self._questions[number] = asyncio.get_running_loop().create_future()
+        self._origin(address).send(wire.FenceQuestion(number, request_id, epoch))
+        try:
+            return await asyncio.wait_for(answer, timeout)
+        except TimeoutError as error:
+            raise OriginUnreachable(address) from error
+        finally:
+            del self._questions[number]
+
+    async def close(self) -> None:
+        self._heartbeat.cancel()
+        for origin in self._origins.values():
+            origin.close()
+        self._context.destroy(linger=0)
+
+    def _origin(self, address: str) -> _Origin:
+        origin = self._origins.get(address)
+        if origin is None:
+            origin = _Origin(self._context, address, len(self._by_index), self._receive)
+            self._origins[address] = origin
+            self._by_index.append(origin)
+            origin.send(self._hello)
+        return origin
+
+    def _receive(self, address: str, message: wire.ToEngine) -> None:
+        match message:
+            case wire.Release():
+                self._on_release(message.requests)
+            case wire.FenceAnswer():
+                question = self._questions.get(message.question)
+                if question is not None and not question.done():
+                    question.set_result(message)
+            case wire.HeartbeatAck():
+                here = [(request_id, self.epoch_of(request_id)) for request_id in message.unknown]
+                self._on_release([(request_id, epoch) for request_id, epoch in here if epoch is not None])
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            owned: dict[_Origin, list[str]] = {}
+            for request_id, (_, origin) in self._guests.items():
+                owned.setdefault(origin, []).append(request_id)
+            for origin, requests in owned.items():
+                origin.send(
+                    wire.Heartbeat(self._hello.instance, self._hello.incarnation, self._count_steps(), requests)
+                )
+
+
+class _Origin:
+    """The socket to one origin API server."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        address: str,
+        index: int,
+        receive: Callable[[str, wire.ToEngine], None],
+    ) -> None:
+        self.address = address
+        self.index = index
+        self._receive = receive
+        self._socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
+        self._socket.connect(address)
+        self._task = asyncio.create_task(self._read(), name=f"llumnix-relay-{address}")
+        self._dropping = False
+
+    def send(self, message: wire.ToOrigin) -> None:
+        sent = self._socket.send(wire.encode(message))
+        full = not sent.done()
+        if full:
+            sent.cancel()
+            if not self._dropping:
+                logger.warning("the API server at %s takes no messages; dropping outputs for it", self.address)
+        self._dropping = full
+
+    async def _read(self) -> None:
+        while True:
+            data = await self._socket.recv()
+            try:
+                message = wire.decode_to_engine(data)
+            except (msgspec.ValidationError, msgspec.DecodeError) as error:
+                logger.warning("ignoring a malformed message from the API server at %s: %s", self.address, error)
+                continue
+            self._receive(self.address, message)
+
+    def close(self) -> None:
+        self._task.cancel()
+        self._socket.close(linger=0)

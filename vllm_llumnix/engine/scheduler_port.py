@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a migration does to vLLM's scheduler and block pool. Every method runs on the engine's loop, between two steps.
+
+Who owns a block during a move (S source, D destination; `[from, to)` are block indices of the request):
+
+    S, round k      [copied, frontier)   scheduler, plus one reference of ours (a pin) until the round's result is in
+    S, frozen       [0, end)             scheduler, plus a pin on every block until the hand-over is settled
+    D, reserved     [0, hits)            prefix cache hits: shared, referenced by the reservation
+                    [hits, reserved)     ours alone; unknown to the scheduler's queues, unhashed
+    D, admitted     [0, end)             scheduler; hashes of full blocks are published at this moment, not before
+    D, abandoned    as reserved, until every mover has reported that it no longer writes; only then freed
+
+A pin is a reference in the block pool. vLLM may finish, abort or preempt the request meanwhile: the bytes stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_llumnix.engine.request_state import why_not_now
+from vllm_llumnix.errors import Reason, Refused
+
+_NEVER = 1 << 60
+"""A step number that is never reached: a request with this `next_decode_eligible_step` is skipped by the scheduler."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pin:
+    """References on blocks of the pool, to be given back with `SchedulerPort.unpin`, once."""
+
+    blocks: Sequence[Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frontier:
+    """What can be copied of a running request: full blocks whose KV is final, `[from_block, frontier_blocks)` pinned."""
+
+    frontier_blocks: int
+    num_tokens: int
+    block_ids: list[int]
+    output_token_ids: list[int]
+    pin: Pin
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrozenRequest:
+    """A request that no step in flight will touch any more; every block is pinned."""
+
+    request: Request
+    num_tokens: int
+    computed_tokens: int
+    block_ids: list[int]
+    output_token_ids: list[int]
+    pin: Pin
+
+
+class SchedulerPort:
+    """The scheduler and block pool of one engine, as a migration sees them."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.kv_cache_manager = scheduler.kv_cache_manager
+        self.block_pool = scheduler.kv_cache_manager.block_pool
+        self.block_size: int = scheduler.block_size
+        self._frozen: dict[str, Request] = {}
+        self._parked: dict[str, Request] = {}
+        self._reserved: dict[str, Request] = {}
+        self._newcomers: dict[str, Request] = {}
+        self._stock_threshold: tuple[int, bool] | None = None
+
+    def block_ids(self, request: Request) -> list[int]:
+        """The request's block table; empty if it holds none."""
+        return [block.block_id for block in self._blocks(request)]
+
+    # Source
+
+    def find(self, request_id: str) -> Request:
+        """Raises Refused(unknown_request)."""
+        request = self.scheduler.requests.get(request_id)
+        if request is None:
+            raise Refused(Reason.UNKNOWN_REQUEST, f"no request {request_id} here")
+        return request
+
+    def frontier(self, request: Request, from_block: int, known_output: int) -> Frontier:
+        """Pin the final full blocks from `from_block` on; tokens from output index `known_output` on come along.
+
+        Raises Refused when the request cannot be copied at this moment.
+        """
+        if (problem := why_not_now(request)) is not None:
+            raise Refused(*problem)
+        final_tokens = request.num_computed_tokens - request.num_in_flight_tokens
+        frontier_blocks = final_tokens // self.block_size
+        blocks = self._blocks(request)[from_block:frontier_blocks]
+        return Frontier(
+            frontier_blocks=frontier_blocks,
+            num_tokens=request.num_tokens,
+            block_ids=[block.block_id for block in blocks],
+            output_token_ids=request.output_token_ids[known_output:],
+            pin=self._pin(blocks),
+        )
+
+    def freeze(self, request: Request) -> None:
+        """Stop scheduling the request. It keeps its slot and its blocks; a step in flight still emits its token."""
+        request.next_decode_eligible_step = _NEVER
+        self._frozen[request.request_id] = request
+        self._protect(request)
+
+    def drained(self, request: Request, known_output: int) -> FrozenRequest | None:
+        """The frozen request with all its blocks pinned, or None while a step in flight still works on it."""
+        if request.num_in_flight_tokens or request.num_stale_output_tokens:
+            return None
+        computed = request.num_computed_tokens
+        blocks = self._blocks(request)[: -(-computed // self.block_size)]
+        return FrozenRequest(
+            request=request,
+            num_tokens=request.num_tokens,
+            computed_tokens=computed,
+            block_ids=[block.block_id for block in blocks],
+            output_token_ids=request.output_token_ids[known_output:],
+            pin=self._pin(blocks),
+        )
+
+    def unfreeze(self, request: Request) -> None:
+        """Let the request run again, from where it was frozen."""
+        request.next_decode_eligible_step = 0
+        self._frozen.pop(request.request_id, None)
+        if self._parked.pop(request.request_id, None) is not None:
+            self.scheduler.waiting.prepend_request(request)
+
+    def forget(self, request: Request) -> None:
+        """vLLM has finished a frozen request by itself."""
+        self._frozen.pop(request.request_id, None)
+        self._parked.pop(request.request_id, None)
+
+    def park_preempted(self) -> None:
+        """A frozen request that was preempted must not be resumed while its hand-over is open: take it off the queue."""
+        for request_id, request in self._frozen.items():
+            if request.status == RequestStatus.PREEMPTED and request_id not in self._parked:
+                self.scheduler.waiting.remove_requests([request])
+                self._parked[request_id] = request
+
+    def release(self, request: Request) -> None:
+        """Forget a request that now lives elsewhere: no output, no finish for the client; workers are told.
+
+        The front-end must not learn of it: with several clients or data-parallel ranks it would drop the route on
+        which an abort still has to travel.
+        """
+        if request.is_finished():
+            self.forget(request)
+            return
+        self.unfreeze(request)
+        self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+        finished_of_client = self.scheduler.finished_req_ids_dict
+        if finished_of_client is not None:
+            finished_of_client[request.client_index].discard(request.request_id)
+
+    def unpin(self, pin: Pin) -> None:
+        self.block_pool.free_blocks(reversed(pin.blocks))
+
+    # Destination
+
+    def reserve(self, request: Request, *, use_prefix_cache: bool) -> tuple[int, list[int]]:
+        """Hold blocks and a batch slot for a request that may come.
+
+        Returns the number of blocks that the prefix cache already holds, and the ids of all blocks. Preempts nobody.
+        Raises Refused(destination_full | destination_paused | already_migrating).
+        """
+        scheduler = self.scheduler
+        if request.request_id in scheduler.requests or request.request_id in self._reserved:
+            raise Refused(Reason.ALREADY_MIGRATING, f"{request.request_id} is here already, or on its way")
+        if scheduler.pause_state != PauseState.UNPAUSED:
+            raise Refused(Reason.DESTINATION_PAUSED, "the destination's scheduler is paused")
+        if len(scheduler.running) >= scheduler.max_num_active_reqs:
+            raise Refused(Reason.DESTINATION_FULL, "the destination has no free batch slot")
+        hit_tokens, hit_blocks = 0, None
+        if use_prefix_cache:
+            hit_blocks, hit_tokens, _ = self.kv_cache_manager.get_computed_blocks(request)
+            aligned = hit_tokens // self.block_size * self.block_size
+            if aligned != hit_tokens:
+                hit_blocks = self.kv_cache_manager.truncate_computed_blocks(hit_blocks, aligned)
+                hit_tokens = aligned
+        allocated = self.kv_cache_manager.allocate_slots(
+            request,
+            num_new_tokens=self._positions(request.num_tokens) - hit_tokens,
+            num_new_computed_tokens=hit_tokens,
+            new_computed_blocks=hit_blocks if hit_tokens else None,
+            delay_cache_blocks=True,
+            has_scheduled_reqs=True,
+            reserved_blocks=scheduler._inflight_prefill_reserved_blocks(),
+            skip_zeroing_group_ids=(0,),
+        )
+        if allocated is None:
+            free = self.block_pool.get_num_free_blocks()
+            raise Refused(
+                Reason.DESTINATION_FULL,
+                f"{-(-request.num_tokens // self.block_size)} blocks needed, {free} free at the destination",
+            )
+        scheduler.max_num_active_reqs -= 1
+        self._reserved[request.request_id] = request
+        return hit_tokens // self.block_size, self.block_ids(request)
+
+    def grow(self, request: Request, num_tokens: int) -> list[int]:
+        """Extend a reservation to `num_tokens` tokens and the next. Raises Refused(destination_full)."""
+        if not self._extend(request, num_tokens):
+            raise Refused(Reason.DESTINATION_FULL, "the destination has no blocks left to grow the reservation")
+        return self.block_ids(request)
+
+    def admit(self, request: Request, computed_tokens: int) -> None:
+        """Hand the request to the scheduler, at the head; `computed_tokens` of its KV are in place.
+
+        Raises Refused, with the reservation unchanged, when the engine cannot take it now.
+        """
+        scheduler = self.scheduler
+        if scheduler.pause_state == PauseState.PAUSED_ALL:
+            raise Refused(Reason.DESTINATION_PAUSED, "the destination's scheduler is paused")
+        if not self._extend(request, request.num_tokens):
+            raise Refused(Reason.DESTINATION_FULL, "the destination has no block left for the next token")
+        request.events.clear()
+        request.status = RequestStatus.WAITING
+        scheduler.max_num_active_reqs += 1
+        del self._reserved[request.request_id]
+        scheduler.requests[request.request_id] = request
+        if computed_tokens:
+            request.num_computed_tokens = computed_tokens
+            self.kv_cache_manager.cache_blocks(request, computed_tokens // self.block_size * self.block_size)
+            scheduler.kv_holding_waiting.prepend_request(request)
+        else:
+            self.kv_cache_manager.free(request)
+            scheduler.waiting.prepend_request(request)
+        self._newcomers[request.request_id] = request
+
+    def cancel_reservation(self, request: Request) -> None:
+        """Give a reservation back. No mover may still write its blocks."""
+        if self._reserved.pop(request.request_id, None) is not None:
+            self.kv_cache_manager.free(request)
+            self.scheduler.max_num_active_reqs += 1
+
+    def is_reserved(self, request_id: str) -> bool:
+        return request_id in self._reserved
+
+    def short_of_blocks(self) -> bool:
+        """Whether the next step's decodes could preempt each other for want of blocks that a reservation holds."""
+        if not self._reserved:
+            return False
+        growing = sum(1 for request in self.scheduler.running if request.num_tokens % self.block_size == 0)
+        return self.block_pool.get_num_free_blocks() < growing
+
+    # Every step
+
+    def before_step(self) -> None:
+        """Make room for newcomers in the coming step, and keep them from being its first victims."""
+        self._restore_threshold()
+        if not self._newcomers:
+            return
+        for request_id, request in list(self._newcomers.items()):
+            if request.status == RequestStatus.RUNNING or request.is_finished():
+                del self._newcomers[request_id]
+                if request.status == RequestStatus.RUNNING:
+                    self._protect(request)
+        if self._newcomers:
+            self._limit_prefills(len(self._newcomers))
+
+    def only_frozen(self) -> bool:
+        """Whether every request of this engine is frozen, so that a step would compute nothing."""
+        scheduler = self.scheduler
+        if not self._frozen or scheduler.finished_req_ids or scheduler.waiting or scheduler.kv_holding_waiting:
+            return False
+        return all(request.request_id in self._frozen for request in scheduler.running)
+
+    def _limit_prefills(self, num_newcomers: int) -> None:
+        """Chunked prefills that already run take the whole token budget first: for one step, leave the newcomers' share.
+
+        The threshold is the scheduler's own knob for this, read at every `schedule()`; it is put back before the next.
+        """
+        scheduler = self.scheduler
+        prefills = sum(1 for request in scheduler.running if request.is_prefill_chunk)
+        if not prefills:
+            return
+        decodes = len(scheduler.running) - prefills + num_newcomers
+        per_decode = 1 + scheduler.num_spec_tokens
+        config = scheduler.scheduler_config
+        self._stock_threshold = (config.long_prefill_token_threshold, scheduler.adaptive_long_prefill_threshold)
+        budget = (scheduler.max_num_scheduled_tokens - decodes * per_decode) // prefills
+        stock = config.long_prefill_token_threshold
+        config.long_prefill_token_threshold = max(1, min(budget, stock) if stock else budget)
+        scheduler.adaptive_long_prefill_threshold = False
+
+    def _restore_threshold(self) -> None:
+        if self._stock_threshold is not None:
+            threshold, self.scheduler.adaptive_long_prefill_threshold = self._stock_threshold
+            self.scheduler.scheduler_config.long_prefill_token_threshold = threshold
+            self._stock_threshold = None
+
+    def _protect(self, request: Request) -> None:
+        """First come, first served preempts the last of `running`: go to the front. Priority scheduling is left alone."""
+        running = self.scheduler.running
+        if self.scheduler.policy != SchedulingPolicy.PRIORITY and request in running:
+            running.remove(request)
+            running.insert(0, request)
+
+    def _extend(self, request: Request, num_tokens: int) -> bool:
+        return (
+            self.kv_cache_manager.allocate_slots(
+                request,
+                num_new_tokens=self._positions(num_tokens),
+                delay_cache_blocks=True,
+                skip_zeroing_group_ids=(0,),
+            )
+            is not None
+        )
+
+    def _positions(self, num_tokens: int) -> int:
+        """Positions a request of `num_tokens` tokens needs to take its next step without allocating."""
+        return num_tokens + 1 + self.scheduler.num_lookahead_tokens
+
+    def _blocks(self, request: Request) -> Sequence[Any]:
+        return self.kv_cache_manager.get_blocks(request.request_id).blocks[0]
+
+    def _pin(self, blocks: Iterable[Any]) -> Pin:
+        pinned = list(blocks)
+        self.block_pool.touch(pinned)
+        return Pin(pinned)

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a migration asks its shell to do: the output alphabet of the two machines.
+
+A shell carries the effects of one event out in order, and those that touch the engine's loop reach it in the order in
+which they were asked for. Sending is at most once and may fail; what comes of it is reported as an event. `Unpin`,
+`Unfreeze`, `RevokeAdmit`, `FreeReservation`, `AbortAdmitted` and `ClearTimer` may be repeated.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from vllm_llumnix.errors import Reason
+from vllm_llumnix.ids import Epoch
+from vllm_llumnix.migration.events import Call, Settlement
+
+# Both machines
+
+
+class SetTimer(msgspec.Struct, frozen=True):
+    """`TimerFired(name)` after `seconds`, counted from now; replaces a running timer of that name.
+
+    The destination's timer "lease" is asked for before the answer that grants the lease is sent, and its end is what
+    `PullDone.lease_valid` compares with.
+    """
+
+    name: str
+    seconds: float
+
+
+class ClearTimer(msgspec.Struct, frozen=True):
+    name: str
+
+
+# Source: messages
+
+
+class SendReserve(msgspec.Struct, frozen=True):
+    """Answered by Reserved, Refused or PeerUnreachable."""
+
+
+class SendRound(msgspec.Struct, frozen=True):
+    """Answered by RoundDone, RoundFailed or PeerUnreachable. Blocks `[from_block, to_block)` are pinned."""
+
+    round: int
+    from_block: int
+    to_block: int
+    num_tokens: int
+
+
+class SendCommit(msgspec.Struct, frozen=True):
+    """Answered by Committed, Barred, Forgotten or PeerUnreachable. From here on the source is in doubt."""
+
+    epoch: Epoch
+    base: int
+    computed_tokens: int
+    from_block: int
+    num_blocks: int
+
+
+class SendWithdraw(msgspec.Struct, frozen=True):
+    """Answered by Committed, Barred, Forgotten or PeerUnreachable."""
+
+
+class SendCancel(msgspec.Struct, frozen=True):
+    """Before Commit only. The answer does not matter."""
+
+    reason: Reason
+
+
+class SendAbort(msgspec.Struct, frozen=True):
+    """Committed or Barred if it is answered."""
+
+
+class SendClose(msgspec.Struct, frozen=True):
+    """The answer does not matter."""
+
+
+class AskFence(msgspec.Struct, frozen=True):
+    """To the origin: has `epoch` started? Answered by FenceStarted, FenceRaised, OriginFinished or not at all."""
+
+    epoch: Epoch
+
+
+# Source: the loop
+
+
+class TakeSnapshot(msgspec.Struct, frozen=True):
+    """Pin the final full blocks from `from_block` on. Answered by Snapshot or SnapshotFailed."""
+
+    from_block: int
+
+
+class Freeze(msgspec.Struct, frozen=True):
+    """Stop scheduling the request, let a step in flight drain, pin every block. Answered by Frozen or SnapshotFailed."""
+
+
+class Unfreeze(msgspec.Struct, frozen=True):
+    """Schedule the request again, under `epoch` (None: under the one it has). Pins are not touched."""
+
+    epoch: Epoch | None = None
+
+
+class Unpin(msgspec.Struct, frozen=True):
+    """Give every pin of this migration back, also of a snapshot or freeze that is still under way."""
+
+
+class Release(msgspec.Struct, frozen=True):
+    """The request lives elsewhere: end it here without a word to the client, and keep a forwarding entry."""
+
+
+class Drop(msgspec.Struct, frozen=True):
+    """As Release, but where the request lives is not known: no forwarding entry."""
+
+
+# Destination: the loop, the movers
+
+
+class ReserveBlocks(msgspec.Struct, frozen=True):
+    """Answered by BlocksReserved or ReserveFailed."""
+
+
+class GrowReservation(msgspec.Struct, frozen=True):
+    """Room for `num_tokens` tokens. Answered by Grown or GrowFailed."""
+
+    num_tokens: int
+
+
+class Pull(msgspec.Struct, frozen=True):
+    """Answered by PullDone or PullFailed."""
+
+    job: int
+    from_block: int
+    to_block: int
+
+
+class StopPull(msgspec.Struct, frozen=True):
+    """Answered by PullQuiesced, always and only when no mover can write any more, however long that takes."""
+
+    job: int
+
+
+class Admit(msgspec.Struct, frozen=True):
+    """Publish the hashes and hand the request to the scheduler. Answered by Admitted or AdmitFailed."""
+
+    epoch: Epoch
+    base: int
+    computed_tokens: int
+
+
+class RevokeAdmit(msgspec.Struct, frozen=True):
+    """Take Admit back if the loop has not begun it: decided atomically with the loop. Admit's own answer says how."""
+
+
+class FreeReservation(msgspec.Struct, frozen=True):
+    """Give blocks and batch slot back. No mover can write them."""
+
+
+class AbortAdmitted(msgspec.Struct, frozen=True):
+    """End the admitted request without a word to the client."""
+
+
+# Destination: answers. Each resolves every call of its kind that waits.
+
+
+class AnswerReserve(msgspec.Struct, frozen=True):
+    hit_blocks: int
+    lease_s: float
+
+
+class RefuseReserve(msgspec.Struct, frozen=True):
+    reason: Reason
+    detail: str = ""
+
+
+class AnswerRound(msgspec.Struct, frozen=True):
+    round: int
+    num_bytes: int
+    seconds: float
+    lease_s: float
+
+
+class RefuseRound(msgspec.Struct, frozen=True):
+    round: int
+    reason: Reason
+    detail: str = ""
+
+
+class AnswerCommit(msgspec.Struct, frozen=True):
+    """COMMITTED, BARRED (with the reason) or UNKNOWN."""
+
+    state: Settlement
+    reason: Reason | None = None
+    detail: str = ""
+
+
+class AnswerSettle(msgspec.Struct, frozen=True):
+    """To Withdraw, Cancel, Abort, Close and Query, as `call` says."""
+
+    call: Call
+    state: Settlement
+    reason: Reason | None = None
+
+
+SourceEffect = (
+    SetTimer
+    | ClearTimer
+    | SendReserve
+    | SendRound
+    | SendCommit
+    | SendWithdraw
+    | SendCancel
+    | SendAbort
+    | SendClose
+    | AskFence
+    | TakeSnapshot
+    | Freeze
+    | Unfreeze
+    | Unpin
+    | Release
+    | Drop
+)
+DestinationEffect = (
+    SetTimer
+    | ClearTimer
+    | ReserveBlocks
+    | GrowReservation
+    | Pull
+    | StopPull
+    | Admit
+    | RevokeAdmit
+    | FreeReservation
+    | AbortAdmitted
+    | AnswerReserve
+    | RefuseReserve
+    | AnswerRound
+    | RefuseRound
+    | AnswerCommit
+    | AnswerSettle
+)
+Effect = SourceEffect | DestinationEffect

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a transition table is run. Knows nothing of migrations.
+
+A table is a list of rows; a row says: in this state, on this kind of event, if `when` holds, do `do` and go to `to`.
+Rows are tried in order and the first that holds is taken. No row: `LocalProtocolError`, and nothing has changed, since
+`when` only looks and only `do` acts. Nothing else writes the state.
+
+Timers. Every state may have a deadline: a timer named after the state, set when it is entered and cleared when it is
+left, on top of the timers that actions ask for. A timer that fires after it was cleared (the shell had the event
+queued) is no event at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
+
+from vllm_llumnix.errors import LocalProtocolError
+from vllm_llumnix.migration.effects import ClearTimer, Effect, SetTimer
+from vllm_llumnix.migration.events import Event, TimerFired
+
+S = TypeVar("S", bound=enum.StrEnum)
+E = TypeVar("E")
+M = TypeVar("M")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row(Generic[S]):
+    """One transition. `late` marks events that crossed with our own: legal, and without consequence for the state."""
+
+    state: S
+    event: type[Any]
+    to: S
+    do: Callable[[Any, Any], Sequence[Effect]] | None
+    when: Callable[[Any, Any], bool] | None
+    late: bool
+
+    @property
+    def guard(self) -> str:
+        """The condition in words, for diagrams: the name of its function."""
+        return self.when.__name__.strip("_").replace("_", " ") if self.when else ""
+
+
+def rows(
+    states: S | Iterable[S],
+    event: type[E],
+    to: S | None,
+    do: Callable[[M, E], Sequence[Effect]] | None = None,
+    *,
+    when: Callable[[M, E], bool] | None = None,
+    late: bool = False,
+) -> list[Row[S]]:
+    """One row per state of `states`; `to` None stays where it is."""
+    several: Iterable[S] = [states] if isinstance(states, enum.StrEnum) else states
+    return [Row(state, event, state if to is None else to, do, when, late) for state in several]
+
+
+class Machine(Generic[S]):
+    """Base of `Source` and `Destination`."""
+
+    TABLE: ClassVar[Sequence[Row[Any]]]
+    _index: ClassVar[dict[tuple[enum.StrEnum, type[Any]], list[Row[Any]]]]
+
+    def __init__(self, state: S) -> None:
+        self._state = state
+        self._armed: set[str] = set()
+
+    @property
+    def state(self) -> S:
+        return self._state
+
+    def on(self, event: Event) -> list[Effect]:
+        """Take one event; returns what is to be done about it, in order. Raises LocalProtocolError."""
+        if isinstance(event, TimerFired) and event.name not in self._armed:
+            return []
+        row = self._row(event)
+        if isinstance(event, TimerFired):
+            self._armed.discard(event.name)
+        effects = list(row.do(self, event)) if row.do else []
+        if row.to is not self._state:
+            if self._state.value in self._armed:
+                effects.append(ClearTimer(self._state.value))
+            self._state = row.to
+            if (seconds := self._deadline(row.to)) is not None:
+                effects.append(SetTimer(row.to.value, seconds))
+        for effect in effects:
+            match effect:
+                case SetTimer(name=name):
+                    self._armed.add(name)
+                case ClearTimer(name=name):
+                    self._armed.discard(name)
+        return effects
+
+    def _deadline(self, state: S) -> float | None:
+        """Seconds the machine may stay in `state`; None: for ever."""
+        return None
+
+    def _row(self, event: Event) -> Row[S]:
+        for row in self._index.get((self._state, type(event)), ()):
+            if row.when is None or row.when(self, event):
+                return row
+        raise LocalProtocolError(f"{type(self).__name__} in state {self._state}: {event}")
+
+
+def install(machine: type[Machine[Any]], table: Iterable[Iterable[Row[Any]]]) -> None:
+    """Give a machine its table."""
+    machine.TABLE = [row for group in table for row in group]
+    machine._index = {}
+    for row in machine.TABLE:
+        machine._index.setdefault((row.state, row.event), []).append(row)

@@ -118,7 +118,7 @@ class ProbeReport(msgspec.Struct, frozen=True, tag="probed"):
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
-    """A command that the mover does not obey; without `job` if it could not make sense of the message at all."""
+    """A command that the mover does not obey; without `job` if it made no sense at all."""
 
     reason: str
     job: int | None = None

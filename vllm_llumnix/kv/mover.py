@@ -14,13 +14,14 @@ nothing: see `transport`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,13 +66,17 @@ class Mover:
     """The thread and its socket. `start` and `close` belong to the thread that made it, everything
     else to the mover's.
 
-    transports: in order of preference. layout: our own memory, which a `corrupt` fault writes to.
+    transports: in order of preference; without any, `unavailable` says why. layout: our own memory,
+    which a `corrupt` fault writes to. cpus: where the thread may run; None means where its maker
+    may.
     """
 
     rank: int
     layout: BlockLayout
     transports: Sequence[Transport]
     directory: PrivateDirectory
+    unavailable: str = "this worker has no transport"
+    cpus: Collection[int] | None = None
     num_errors: int = 0
     _jobs: dict[_Key, _Job] = field(default_factory=dict)
     _pace: Pace = field(default_factory=Pace)
@@ -99,12 +104,16 @@ class Mover:
         if self._thread.is_alive():
             os.eventfd_write(self._wake, 1)
             self._thread.join()
+        os.close(self._wake)
         self.directory.close()
 
     # The thread
 
     def _run(self) -> None:
         try:
+            if self.cpus:
+                with contextlib.suppress(OSError):  # a wish, no condition
+                    os.sched_setaffinity(0, self.cpus)
             while not self._turn():
                 pass
         finally:
@@ -141,7 +150,7 @@ class Mover:
         return False
 
     def _receive_all(self) -> None:
-        while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+        while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             identity, *frames = self._socket.recv_multipart()
             self._obey(identity, frames)
 
@@ -173,7 +182,8 @@ class Mover:
             total=len(pull.dst_blocks) * self.layout.bytes_per_block,
         )
         if not any(transport.name == pull.transport for transport in self.transports):
-            self._report(key, f"this worker has no transport {pull.transport!r}")
+            names = ", ".join(transport.name for transport in self.transports)
+            self._report(key, f"no transport {pull.transport!r}: {names or self.unavailable}")
         elif pull.max_bytes_per_s is not None and not pull.max_bytes_per_s > 0:
             self._report(key, f"a limit of {pull.max_bytes_per_s} bytes per second")
 
@@ -186,7 +196,7 @@ class Mover:
                 reasons.append(f"{transport.name}: {error}")
             else:
                 return ProbeReport(probe.job, transport.name)
-        return ProbeReport(probe.job, None, "; ".join(reasons) or "this worker has no transport")
+        return ProbeReport(probe.job, None, "; ".join(reasons) or self.unavailable)
 
     def _advance(self) -> None:
         """One chunk of the most urgent pull: final ones first, then in order of arrival."""

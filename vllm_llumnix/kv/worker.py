@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import zlib
 from typing import Any
 
@@ -51,7 +52,14 @@ def start_mover(worker: Any, settings: dict[str, Any]) -> bytes:
     else:
         logger.warning("KV blocks of this worker cannot be moved: %s", unavailable)
     nonce = NoncePage()
-    mover = Mover(worker.rank, layout, transports, PrivateDirectory(settings.get("directory")))
+    mover = Mover(
+        rank=worker.rank,
+        layout=layout,
+        transports=transports,
+        directory=PrivateDirectory(settings.get("directory")),
+        unavailable=unavailable or "",
+        cpus=_unbound_cpus(),
+    )
     mover.start()
     _running = (mover, nonce)
     return messages.encode(
@@ -76,6 +84,15 @@ def stop_mover(worker: Any) -> None:
         _running = None
         nonce.revoke()
         mover.close()
+
+
+def _unbound_cpus() -> set[int]:
+    """The CPUs of our parent process, which is not bound.
+
+    vLLM's CPU worker binds its main thread to one core, and a thread inherits that: the mover would
+    take turns with the forward pass although other cores are free.
+    """
+    return os.sched_getaffinity(os.getppid()) | os.sched_getaffinity(0)
 
 
 def _layout_or_reason(model_runner: Any, device: str) -> tuple[BlockLayout, str | None]:

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which requests a move takes, when it is asked for by rule instead of by name.
+
+A rule is a unit, a value and an order: "requests worth 2,048 tokens, shortest first". The order says which requests are
+looked at, and in which sequence; the value is a budget in the unit. A request is taken while the total stays within the
+budget and skipped if it does not fit, so a selection never exceeds what was asked for, with one exception: if nothing
+fits, the first in order is taken alone. Otherwise a request longer than the budget could never move.
+
+`num_tokens` is what the request's KV cache holds or will hold: prompt and output, each token counted once.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from vllm_llumnix.errors import Reason, Refused
+from vllm_llumnix.ids import RequestId
+
+ALL = -1
+"""Value of NUM_REQ: every request, waiting ones included, whatever the order says."""
+
+
+class Unit(enum.StrEnum):
+    """What the value counts."""
+
+    NUM_REQ = "NUM_REQ"
+    TOKEN = "TOKEN"
+    RATIO = "RATIO"
+    """Share of the instance's KV cache, 0 to 1."""
+
+
+class Order(enum.StrEnum):
+    LCR = "LCR"
+    """Last come, running."""
+    FCR = "FCR"
+    """First come, running."""
+    LR = "LR"
+    """Longest running."""
+    SR = "SR"
+    """Shortest running."""
+    FCW = "FCW"
+    """First come, waiting."""
+    FCWSR = "FCWSR"
+    """First come, waiting; only if none waits, shortest running."""
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A request as its engine's queues hold it. `position` counts from the head of its queue, running or waiting."""
+
+    request_id: RequestId
+    running: bool
+    position: int
+    num_tokens: int
+    movable: bool = True
+    """Portable, not moving already, and with nothing in the way at this moment."""
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """Raises ValueError when built with a value that its unit does not allow."""
+
+    unit: Unit
+    order: Order
+    value: float
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.value):
+            raise ValueError(f"{self.unit} must be a number, not {self.value}")
+        if self.unit is Unit.RATIO:
+            if not 0 < self.value <= 1:
+                raise ValueError(f"RATIO must be above 0 and at most 1, not {self.value}")
+        elif self.value != int(self.value):
+            raise ValueError(f"{self.unit} must be a whole number, not {self.value}")
+        elif self.value < 1 and not self.is_all:
+            raise ValueError(f"{self.unit} must be positive, not {self.value:.0f}")
+
+    @property
+    def is_all(self) -> bool:
+        return self.unit is Unit.NUM_REQ and self.value == ALL
+
+
+def parse_rule(unit: str, order: str, value: float) -> Rule:
+    """Raises Refused(invalid_request) for a word or a value that does not exist."""
+    try:
+        return Rule(Unit(unit), Order(order), value)
+    except ValueError as error:
+        raise Refused(Reason.INVALID_REQUEST, str(error)) from error
+
+
+def select(candidates: Sequence[Candidate], rule: Rule, capacity_tokens: int) -> list[RequestId]:
+    """The requests to move, in order. `capacity_tokens` is the size of the KV cache. Nothing movable: empty."""
+    movable = [candidate for candidate in candidates if candidate.movable]
+    if rule.is_all:
+        asked = in_order(movable, rule.order)
+        seen = {candidate.request_id for candidate in asked}
+        rest = [candidate for candidate in movable if candidate.request_id not in seen]
+        return [candidate.request_id for candidate in asked + sorted(rest, key=_by_queue)]
+    return take(in_order(movable, rule.order), rule, capacity_tokens)
+
+
+def take(ordered: Sequence[Candidate], rule: Rule, capacity_tokens: int) -> list[RequestId]:
+    """Greedily within the budget; the first alone if none fits."""
+    budget = int(capacity_tokens * rule.value) if rule.unit is Unit.RATIO else int(rule.value)
+    taken: list[RequestId] = []
+    for candidate in ordered:
+        cost = 1 if rule.unit is Unit.NUM_REQ else candidate.num_tokens
+        if cost <= budget:
+            budget -= cost
+            taken.append(candidate.request_id)
+    return taken or [candidate.request_id for candidate in ordered[:1]]
+
+
+def in_order(candidates: Sequence[Candidate], order: Order) -> list[Candidate]:
+    """Those that the order looks at, in its sequence. Ties: first come, then the request id."""
+    waiting = sorted((c for c in candidates if not c.running), key=_by_queue)
+    running = [c for c in candidates if c.running]
+    match order:
+        case Order.FCW:
+            return waiting
+        case Order.FCWSR:
+            return waiting or sorted(running, key=_BY[Order.SR])
+        case _:
+            return sorted(running, key=_BY[order])
+
+
+def _by_queue(candidate: Candidate) -> tuple[int, int, str]:
+    return (candidate.running, candidate.position, candidate.request_id)
+
+
+_BY: dict[Order, Callable[[Candidate], tuple[int, int, str]]] = {
+    Order.LCR: lambda c: (-c.position, 0, c.request_id),
+    Order.FCR: lambda c: (c.position, 0, c.request_id),
+    Order.LR: lambda c: (-c.num_tokens, c.position, c.request_id),
+    Order.SR: lambda c: (c.num_tokens, c.position, c.request_id),
+}

@@ -258,6 +258,9 @@ def failure_of(error: aio.AioRpcError, address: str) -> LlumletCallFailed:
         case grpc.StatusCode.UNAVAILABLE if "parsing HTTP/2" in details:
             return NotALlumlet(address, "what listens there does not speak gRPC")
         case grpc.StatusCode.UNAVAILABLE:
-            return LlumletUnreachable(address, details.rpartition("last error: ")[2])
+            # "failed to connect to all addresses; last error: UNKNOWN: ipv4:…: Failed to connect to
+            # remote host: Connection refused": only the end says something.
+            cause = details.rpartition("last error: ")[2].rpartition("remote host: ")[2]
+            return LlumletUnreachable(address, cause)
         case code:
             return LlumletUnreachable(address, f"{details} ({code.name})")

@@ -30,7 +30,7 @@ from llumsched.hints import HINTS
 _GO_ON = "The moves go on; `llumnix ps` shows them."
 _COLUMNS = (
     "REQUEST",
-    "OUTCOME",
+    "PHASE",
     "MODE",
     ">TOKENS",
     ">CACHED",
@@ -38,8 +38,10 @@ _COLUMNS = (
     ">COPIED",
     ">RECOMPUTED",
     "VIA",
-    "MILLISECONDS",
+    ">MS",
 )
+_PHASES = {name.lower() for name, _ in MovePhase.items()}
+"""The times of these add up to the whole move; others are parts of them."""
 _STYLES = {
     MovePhase.MOVED: "green",
     MovePhase.STAYED: "yellow",
@@ -107,7 +109,7 @@ class TextDisplay:
     def __enter__(self) -> Self:
         if self._screen.is_terminal:
             self._live = Live(
-                get_renderable=self._frame,
+                get_renderable=self.frame,
                 console=self._screen,
                 transient=True,
                 refresh_per_second=8,
@@ -151,7 +153,7 @@ class TextDisplay:
     def interrupted(self) -> None:
         self._screen.print(f"interrupted. {_GO_ON}" if self._moves else "interrupted.")
 
-    def _frame(self) -> Group:
+    def frame(self) -> Group:
         moves = list(self._moves.values())
         under_way = [move for move in moves if move.phase not in OUTCOMES]
         settled = f"{len(moves) - len(under_way)} of {len(moves)} settled"
@@ -176,7 +178,7 @@ def _table(moves: list[MoveProgress]) -> Table:
     for move in moves:
         why = f" ({reason_word(move.reason)})" if move.reason != Reason.REASON_NONE else ""
         outcome = Text(word(MovePhase, move.phase) + why, style=_STYLES.get(move.phase, ""))
-        phases = "  ".join(f"{name} {ms:.1f}" for name, ms in move.phase_ms.items())
+        total_ms = sum(ms for name, ms in move.phase_ms.items() if name in _PHASES)
         rows.add_row(
             output.clean(move.request_id),
             outcome,
@@ -187,6 +189,6 @@ def _table(moves: list[MoveProgress]) -> Table:
             output.size(move.copied_bytes),
             str(move.recomputed_tokens),
             output.clean(move.transport),
-            output.clean(phases),
+            f"{total_ms:.1f}" if move.phase_ms else "",
         )
     return rows

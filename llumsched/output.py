@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from google.protobuf.message import Message
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -32,12 +31,17 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 
 
-def table(columns: Iterable[str], title: str | None = None) -> Table:
+def table(columns: Iterable[str]) -> Table:
     """Headers that begin with `>` are of columns aligned to the right."""
-    result = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    result = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
         right = name.startswith(">")
-        result.add_column(name.removeprefix(">"), justify="right" if right else "left")
+        # Ids are there to be copied: other columns give way first.
+        result.add_column(
+            name.removeprefix(">"),
+            justify="right" if right else "left",
+            no_wrap=name == "REQUEST",
+        )
     return result
 
 

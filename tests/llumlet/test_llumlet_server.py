@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every gRPC tool expects of a server: reflection, health; and where it may listen."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from llumlet.client import LlumletClient
+from llumlet.server import RunningServer, is_loopback, serve
+from tests.llumlet.fake_agent import FakeAgent
+
+pytestmark = pytest.mark.asyncio
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def reflect(
+    server: RunningServer, request: reflection_pb2.ServerReflectionRequest
+) -> reflection_pb2.ServerReflectionResponse:
+    async with aio.insecure_channel(str(server.address)) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        (answer,) = [answer async for answer in stub.ServerReflectionInfo(iter([request]))]
+        return answer
+
+
+async def health_of(server: RunningServer, service: str) -> int:
+    async with aio.insecure_channel(str(server.address)) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        return (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status
+
+
+async def test_reflection_lists_the_services(server: RunningServer) -> None:
+    answer = await reflect(server, reflection_pb2.ServerReflectionRequest(list_services=""))
+    names = {service.name for service in answer.list_services_response.service}
+    assert {"llumlet.Llumlet", "llumlet.Peer", "grpc.health.v1.Health"} <= names
+
+
+async def test_reflection_describes_a_service(server: RunningServer) -> None:
+    question = reflection_pb2.ServerReflectionRequest(file_containing_symbol="llumlet.Llumlet")
+    answer = await reflect(server, question)
+    (file,) = answer.file_descriptor_response.file_descriptor_proto
+    assert b"MigrateRequest" in file
+    assert b"kv_cache_usage_ratio" in file
+
+
+@pytest.mark.parametrize("service", ["", "llumlet.Llumlet", "llumlet.Peer"])
+async def test_health(server: RunningServer, service: str) -> None:
+    assert await health_of(server, service) == SERVING
+    await server.set_serving(False)
+    assert await health_of(server, service) == NOT_SERVING
+    await server.set_serving(True)
+    assert await health_of(server, service) == SERVING
+
+
+async def test_calls_are_answered_while_not_serving(
+    server: RunningServer, client: LlumletClient
+) -> None:
+    await server.set_serving(False)
+    assert (await client.get_instance_status()).instance_id == "fake-a"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "no-such-host.invalid"])
+async def test_other_than_loopback_must_be_asked_for(host: str) -> None:
+    with pytest.raises(ValueError, match="not a loopback address"):
+        await serve(FakeAgent(), host)
+
+
+async def test_other_than_loopback_if_asked_for() -> None:
+    server = await serve(FakeAgent(), "0.0.0.0", insecure=True)
+    async with LlumletClient(f"127.0.0.1:{server.port}") as client:
+        assert (await client.get_instance_status()).instance_id == "fake-a"
+    await server.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("localhost", True), ("8.8.8.8", False)],
+)
+async def test_what_is_loopback(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback
+
+
+async def test_a_port_that_is_taken_is_an_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(OSError, match="cannot listen at"):
+            await serve(FakeAgent(), port=taken.getsockname()[1])
+
+
+async def test_two_servers_do_not_share_a_port(server: RunningServer) -> None:
+    with pytest.raises(OSError, match="cannot listen at"):
+        await serve(FakeAgent(), port=server.port)
+
+
+async def test_a_port_can_be_chosen_and_is_free_again(unused_tcp_port: int) -> None:
+    for _ in range(2):
+        server = await serve(FakeAgent(), port=unused_tcp_port)
+        assert server.port == unused_tcp_port
+        async with LlumletClient(server.address) as client:
+            await client.get_instance_status()
+        await server.stop(0)
+
+
+async def test_bytes_that_are_no_message_are_refused(server: RunningServer) -> None:
+    async with aio.insecure_channel(str(server.address)) as channel:
+        call = channel.unary_unary(
+            "/llumlet.Peer/Reserve",
+            request_serializer=lambda _: b"\xff\xff\xff\xff",
+            response_deserializer=bytes,
+        )
+        with pytest.raises(aio.AioRpcError):
+            await call(b"")
+    async with LlumletClient(server.address) as client:
+        assert (await client.get_instance_status()).instance_id == "fake-a"

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command lines that are wrong: everything is said at once, and nothing is asked of anybody."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from llumsched.cli import main
+
+ENDS = ["--from", "127.0.0.1:1", "--to", "127.0.0.1:2"]
+
+
+def faults(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    *lines, last = captured.err.splitlines()
+    assert last == f"See `llumnix {arguments[0]} --help`."
+    return [line.removeprefix(f"llumnix {arguments[0]}: ") for line in lines]
+
+
+def test_everything_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    found = faults(
+        capsys,
+        *("migrate", "--from", "nowhere", "--rule", "MOST", "--order", "BIGGEST", "--value", "x"),
+        *("--method", "teleport", "--stall-budget-ms", "-3", "--timeout", "soon", "--bogus"),
+    )
+    assert found == [
+        "unknown argument '--bogus'",
+        "--from 'nowhere' is not HOST:PORT",
+        "--to HOST:PORT is missing",
+        "--order 'BIGGEST' is not one of LCR, FCR, LR, SR, FCW, FCWSR",
+        "--rule 'MOST' is not one of NUM_REQ, TOKEN, RATIO",
+        "--value 'x' is not a number",
+        "--method 'teleport' is not one of live, blocking, recompute",
+        "--stall-budget-ms must not be negative",
+        "--timeout 'soon' is not a number",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "fault"),
+    [
+        ([], "say which requests: --request ID, --all, or --rule with --order and --value"),
+        (["--all", "--request", "a"], "--request and --all exclude each other"),
+        (["--all", "--rule", "TOKEN"], "--all and a rule exclude each other"),
+        (["--request", "a", "--value", "1"], "--request and a rule exclude each other"),
+        (["--request", ""], "--request: the id is empty"),
+        (["--rule", "NUM_REQ", "--order", "SR"], "--value is missing"),
+        (["--rule", "NUM_REQ", "--value", "1"], "--order is missing"),
+        (["--order", "SR", "--value", "1"], "--rule is missing"),
+        (
+            ["--rule", "NUM_REQ", "--order", "SR", "--value", "0"],
+            "--value 0: a number of requests is positive, or -1 for all",
+        ),
+        (
+            ["--rule", "NUM_REQ", "--order", "SR", "--value", "1.5"],
+            "--value 1.5 is not a whole number",
+        ),
+        (
+            ["--rule", "TOKEN", "--order", "SR", "--value", "-1"],
+            "--value -1: a number of tokens is positive",
+        ),
+        (
+            ["--rule", "TOKEN", "--order", "SR", "--value", "1e40"],
+            "--value 1e40 is not a whole number",
+        ),
+        (
+            ["--rule", "RATIO", "--order", "SR", "--value", "1.1"],
+            "--value 1.1: a RATIO lies in (0, 1]",
+        ),
+        (["--rule", "RATIO", "--order", "SR", "--value", "nan"], "--value 'nan' is not a number"),
+        (["--all", "--order", "QQ"], "--order 'QQ' is not one of LCR, FCR, LR, SR, FCW, FCWSR"),
+        (["--all", "--timeout", "0"], "--timeout must be positive"),
+    ],
+)
+def test_which_requests(capsys: pytest.CaptureFixture[str], flags: list[str], fault: str) -> None:
+    assert faults(capsys, "migrate", *ENDS, *flags) == [fault]
+
+
+def test_source_and_destination_must_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    same = ["--from", "127.0.0.1:1", "--to", "127.0.0.1:1", "--all"]
+    assert faults(capsys, "migrate", *same) == ["--from and --to are the same llumlet, 127.0.0.1:1"]
+
+
+@pytest.mark.parametrize("command", ["ps", "status"])
+def test_llumlets_are_named(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert faults(capsys, command) == ["--llumlet HOST:PORT is missing"]
+    assert faults(capsys, command, "--llumlet", "a:1,b:99999,,c") == [
+        "--llumlet 'b:99999': the port must be a number from 1 to 65535",
+        "--llumlet '' is not HOST:PORT",
+        "--llumlet 'c' is not HOST:PORT",
+    ]
+
+
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "migrate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [[], ["ps"], ["status"], ["migrate"]])
+def test_help(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*command, "--help"])
+    assert caught.value.code == 0
+    assert "usage: llumnix" in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_an_error_of_usage() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "llumsched.cli", "teleport"],
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert done.returncode == 2
+    assert "teleport" in done.stderr
+    assert "Traceback" not in done.stderr

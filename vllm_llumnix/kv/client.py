@@ -95,6 +95,8 @@ class MoverClient:
 
     def close(self) -> None:
         """Fail pending calls and let go of the socket. A running pull goes on in the mover."""
+        if self._socket.closed:
+            return
         self._lose("closed")
         for task in self._tasks:
             task.cancel()

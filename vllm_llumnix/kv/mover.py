@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import itertools
 import logging
+import math
 import os
 import threading
 import time
@@ -125,13 +126,12 @@ class Mover:
     def _turn(self) -> bool:
         """Wait for a command or for the pace, then copy a chunk. True when it is time to end."""
         try:
-            # Whole milliseconds in poll, which a command ends; the rest is slept.
-            timeout = int(self._pace.delay() * 1000) if self._jobs else None
-            ready = self._poller.poll(timeout)
+            ready = self._poller.poll(self._patience())
             if any(source == self._wake for source, _ in ready):
                 return True
             if ready:
                 self._receive_all()
+            self._give_up_late()
             if self._jobs and (delay := self._pace.delay()) < 0.001:
                 if delay:
                     time.sleep(delay)
@@ -148,6 +148,16 @@ class Mover:
             for key in list(self._jobs):
                 self._report(key, f"unexpected error in the mover: {error!r}")
         return False
+
+    def _patience(self) -> int | None:
+        """Milliseconds until a chunk or a deadline is due, None for ever.
+
+        Rounded down for a chunk, whose last fraction is slept, and up for a deadline.
+        """
+        if not self._jobs:
+            return None
+        deadline = min(job.deadline for job in self._jobs.values()) - time.monotonic()
+        return max(0, min(int(self._pace.delay() * 1000), math.ceil(deadline * 1000)))
 
     def _receive_all(self) -> None:
         while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
@@ -198,12 +208,13 @@ class Mover:
                 return ProbeReport(probe.job, transport.name)
         return ProbeReport(probe.job, None, "; ".join(reasons) or self.unavailable)
 
+    def _give_up_late(self) -> None:
+        now = time.monotonic()
+        for key in [key for key, job in self._jobs.items() if now >= job.deadline]:
+            self._report(key, "deadline passed")
+
     def _advance(self) -> None:
         """One chunk of the most urgent pull: final ones first, then in order of arrival."""
-        for key in self._overdue():
-            self._report(key, "deadline passed")
-        if not self._jobs:
-            return
         key = min(
             self._jobs, key=lambda key: (not self._jobs[key].pull.final, self._jobs[key].order)
         )
@@ -223,10 +234,6 @@ class Mover:
             self._report(key, None)
         except (LlumnixError, ValueError) as error:
             self._report(key, str(error))
-
-    def _overdue(self) -> list[_Key]:
-        now = time.monotonic()
-        return [key for key, job in self._jobs.items() if now >= job.deadline]
 
     def _limit(self) -> float | None:
         limits = [

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Movers for the tests of the data plane."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from tests.kv.fakes import FakeWorker, Memory, SourceProcess, source_process
+from vllm_llumnix.kv.client import MoverClient
+from vllm_llumnix.kv.messages import MoverInfo
+from vllm_llumnix.kv.worker import start_mover, stop_mover
+
+SHAPES = [(4, 65536)]
+"""Four layers of 64 KiB, 32 blocks: 8 MiB."""
+
+
+@pytest.fixture(scope="package")
+def source() -> Iterator[SourceProcess]:
+    """A source worker in a process of its own. Not to be killed."""
+    with source_process(shapes=SHAPES, seed=1) as process:
+        yield process
+
+
+@pytest.fixture
+def memory() -> Memory:
+    """The memory of the destination worker: of the same shape, with other bytes."""
+    return Memory(shapes=SHAPES, seed=2)
+
+
+@pytest.fixture
+def info(memory: Memory, tmp_path: Path) -> Iterator[MoverInfo]:
+    """The destination worker's mover."""
+    worker = FakeWorker(memory)
+    settings = {"instance": "here", "directory": str(tmp_path)}
+    yield msgspec.msgpack.decode(start_mover(worker, settings), type=MoverInfo)
+    stop_mover(worker)
+
+
+@pytest_asyncio.fixture
+async def client(info: MoverInfo) -> AsyncIterator[MoverClient]:
+    client = MoverClient(info)
+    yield client
+    client.close()

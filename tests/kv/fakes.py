@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory, processes and a worker to try the data plane on. `python -m tests.kv.fakes` is a source
+worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from vllm_llumnix.kv import messages
+from vllm_llumnix.kv.layout import BlockLayout, TensorRegion
+from vllm_llumnix.kv.messages import PeerMemory
+from vllm_llumnix.kv.process import NoncePage, describe_memory
+
+ROOT = Path(__file__).parents[2]
+
+
+def regions_of(
+    layout: str, shapes: list[tuple[int, int]], num_blocks: int
+) -> tuple[tuple[TensorRegion, ...], int]:
+    """Regions of (num_layers, page_bytes) as vLLM would place them, and the bytes they need."""
+    per_block = sum(num_layers * page for num_layers, page in shapes)
+    regions, offset = [], 0
+    for num_layers, page in shapes:
+        if layout.startswith("L"):
+            regions.append(TensorRegion(offset, num_layers, page * num_blocks, page, page))
+            offset += num_layers * page * num_blocks
+        else:
+            regions.append(TensorRegion(offset, num_layers, page, per_block, page))
+            offset += num_layers * page
+    return tuple(regions), per_block * num_blocks
+
+
+@dataclass
+class Memory:
+    """A KV cache: one array and its layout."""
+
+    layout: str = "LBHNC"
+    shapes: list[tuple[int, int]] = field(default_factory=lambda: [(4, 256)])
+    num_blocks: int = 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        regions, size = regions_of(self.layout, self.shapes, self.num_blocks)
+        self.bytes = np.random.default_rng(self.seed).integers(0, 256, size, dtype=np.uint8)
+        self.blocks = BlockLayout(
+            base=self.bytes.ctypes.data,
+            storage_bytes=size,
+            num_blocks=self.num_blocks,
+            regions=regions,
+            layout=self.layout,
+        )
+
+    def block(self, block: int) -> list[bytes]:
+        """The pages of one block, layer by layer, straight from the formula."""
+        return [
+            self.bytes[at : at + region.page_bytes].tobytes()
+            for region in self.blocks.regions
+            for layer in range(region.num_layers)
+            for at in [region.offset + layer * region.layer_stride + block * region.block_stride]
+        ]
+
+
+def describe(memory: Memory, nonce: NoncePage, instance: str = "here") -> PeerMemory:
+    return describe_memory(memory.blocks, nonce, instance, rank=0)
+
+
+class SourceProcess:
+    """Another process that holds a `Memory`; `memory` is our own copy of its bytes."""
+
+    def __init__(self, **shape: Any) -> None:
+        self.memory = Memory(**shape)
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "tests.kv.fakes", repr(shape)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+        )
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline().decode()
+        self.peer = msgspec.msgpack.decode(bytes.fromhex(line), type=PeerMemory)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until the process is gone."""
+        self._child.kill()
+        self._child.wait()
+
+    def close(self) -> None:
+        self.kill()
+        for pipe in (self._child.stdin, self._child.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@contextlib.contextmanager
+def source_process(**shape: Any) -> Iterator[SourceProcess]:
+    source = SourceProcess(**shape)
+    try:
+        yield source
+    finally:
+        source.close()
+
+
+class FakeWorker:
+    """What `start_mover` reads of a vLLM worker, on a torch storage that holds a `Memory`'s
+    layout.
+    """
+
+    def __init__(self, memory: Memory, device: str = "cpu") -> None:
+        import torch
+
+        self.rank = 0
+        self.device = torch.device(device)
+        self.storage = torch.from_numpy(memory.bytes)
+        self.model = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+        layer = SimpleNamespace(isa="amx")
+        self.vllm_config = SimpleNamespace(
+            compilation_config=SimpleNamespace(static_forward_context={"0": layer, "1": layer})
+        )
+        self.model_runner = SimpleNamespace(
+            kv_cache_config=kv_cache_config(memory),
+            kv_caches=[self.storage[:16], self.storage[16:]],
+            model=self.model,
+        )
+
+
+class FullAttentionSpec:
+    """Stands for vLLM's class of that name."""
+
+    def __init__(self, page_size_bytes: int, dtype: npt.DTypeLike = np.uint16) -> None:
+        self.page_size_bytes = page_size_bytes
+        self.dtype = np.dtype(dtype)
+
+
+class UniformTypeKVCacheSpecs:
+    def __init__(self, kv_cache_specs: dict[str, Any]) -> None:
+        self.kv_cache_specs = kv_cache_specs
+
+
+def kv_cache_config(memory: Memory) -> Any:
+    """What vLLM would have planned for `memory`: one cache group, a tensor for each region."""
+    tensors, specs = [], {}
+    for number, region in enumerate(memory.blocks.regions):
+        layers = [f"{number}.{layer}" for layer in range(region.num_layers)]
+        specs |= {name: FullAttentionSpec(region.page_bytes) for name in layers}
+        tensors.append(
+            SimpleNamespace(
+                layers=layers,
+                layer_stride=region.layer_stride,
+                block_stride=region.block_stride,
+                offset=region.offset,
+                host_resident=False,
+            )
+        )
+    group = SimpleNamespace(
+        layer_names=list(specs),
+        kv_cache_spec=UniformTypeKVCacheSpecs(specs),
+        enable_kv_transfer=True,
+    )
+    return SimpleNamespace(
+        num_blocks=memory.num_blocks,
+        kv_cache_layout=memory.layout,
+        kv_cache_groups=[group],
+        kv_cache_tensors=tensors,
+    )
+
+
+def _serve() -> None:
+    """Hold a memory until the parent closes our stdin, or ends."""
+    import ast
+
+    memory = Memory(**ast.literal_eval(sys.argv[1]))
+    nonce = NoncePage()
+    print(messages.encode(describe(memory, nonce, "there")).hex(), flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    _serve()

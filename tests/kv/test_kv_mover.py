@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mover and its client over a real socket, a real source process, and a worker that is a fake."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+import zmq.asyncio
+
+from tests.kv.fakes import FakeWorker, Memory, SourceProcess, source_process
+from vllm_llumnix import faults
+from vllm_llumnix.errors import TransferFailed
+from vllm_llumnix.kv import messages, worker
+from vllm_llumnix.kv.client import MoverClient
+from vllm_llumnix.kv.messages import MoverInfo, PullReport, Rejected
+from vllm_llumnix.kv.mover import corrupt
+from vllm_llumnix.kv.worker import start_mover, stop_mover
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(20)]
+
+ALL = list(range(32))
+PAGE = 65536
+BLOCK = 4 * PAGE
+TOTAL = 32 * BLOCK
+SLOW = 1e6
+"""Bytes per second at which all blocks of the source take 8 s, in chunks of 16 ms."""
+
+
+async def started(client: MoverClient, source: SourceProcess, job: int) -> asyncio.Task[PullReport]:
+    """A slow pull that the mover is certainly at work on: it has answered a later command."""
+    pull = client.pull(job, source.peer, ALL, ALL, deadline_s=20, max_bytes_per_s=SLOW)
+    task = asyncio.create_task(pull)
+    await asyncio.sleep(0)
+    assert (await client.probe(source.peer)).transport == "local"
+    return task
+
+
+class TestPull:
+    async def test_the_blocks_arrive(
+        self, client: MoverClient, source: SourceProcess, memory: Memory
+    ) -> None:
+        report = await client.pull(1, source.peer, [3, 4, 9], [8, 30, 1], deadline_s=5)
+        assert report.error is None
+        assert report.bytes == 3 * memory.blocks.bytes_per_block
+        assert 0 < report.seconds < 5
+        for source_id, destination_id in [(3, 8), (4, 30), (9, 1)]:
+            assert memory.block(destination_id) == source.memory.block(source_id)
+
+    async def test_wrong_blocks_are_reported(
+        self, client: MoverClient, source: SourceProcess, memory: Memory
+    ) -> None:
+        before = memory.bytes.copy()
+        report = await client.pull(1, source.peer, [0], [32], deadline_s=5)
+        assert report == PullReport(
+            1, 0, report.seconds, "block ids 32 to 32 are not all within 0 to 31"
+        )
+        report = await client.pull(2, source.peer, [0], [0], deadline_s=5, transport="pigeon")
+        assert report.error == "no transport 'pigeon': local"
+        report = await client.pull(3, source.peer, [0], [0], deadline_s=5, max_bytes_per_s=0)
+        assert report.error == "a limit of 0.0 bytes per second"
+        assert np.array_equal(before, memory.bytes)
+
+    async def test_the_pace_is_kept(self, client: MoverClient, source: SourceProcess) -> None:
+        for _ in range(2):  # an idle link saves nothing up
+            began = time.monotonic()
+            report = await client.pull(1, source.peer, ALL, ALL, deadline_s=5, max_bytes_per_s=80e6)
+            assert report.error is None
+            assert TOTAL / 80e6 <= report.seconds <= time.monotonic() - began
+
+    async def test_a_final_pull_goes_before_the_others(
+        self, client: MoverClient, source: SourceProcess
+    ) -> None:
+        order = []
+
+        async def pull(job: int, ids: list[int], final: bool = False) -> None:
+            report = await client.pull(
+                job, source.peer, ids, ids, deadline_s=5, max_bytes_per_s=80e6, final=final
+            )
+            assert report.error is None
+            order.append(job)
+
+        await asyncio.gather(pull(1, ALL), pull(2, ALL[:2]), pull(3, ALL[2:3], final=True))
+        assert order == [3, 1, 2]
+
+    async def test_a_late_pull_is_given_up(
+        self, client: MoverClient, source: SourceProcess
+    ) -> None:
+        report = await client.pull(1, source.peer, ALL, ALL, deadline_s=0.05, max_bytes_per_s=SLOW)
+        assert report.error == "deadline passed"
+        assert report.bytes < TOTAL
+
+    async def test_the_source_dies(self, client: MoverClient) -> None:
+        with source_process(shapes=[(4, PAGE)], seed=1) as source:
+            pull = await started(client, source, 1)
+            source.kill()
+            report = await pull
+        assert report.error is not None
+        assert "has ended" in report.error
+        probe = await client.probe(source.peer)
+        assert probe.transport is None
+        assert probe.reason.startswith("local: worker 0 of there")
+
+    async def test_clients_do_not_share_job_numbers(
+        self, client: MoverClient, info: MoverInfo, source: SourceProcess
+    ) -> None:
+        other = MoverClient(info)
+        reports = await asyncio.gather(
+            client.pull(1, source.peer, [0], [0], deadline_s=5),
+            other.pull(1, source.peer, [1, 2], [1, 2], deadline_s=5),
+        )
+        other.close()
+        assert [report.bytes for report in reports] == [BLOCK, 2 * BLOCK]
+
+
+class TestStop:
+    async def test_a_running_pull_is_quiet_when_stop_returns(
+        self, client: MoverClient, source: SourceProcess, memory: Memory
+    ) -> None:
+        before = memory.bytes.copy()
+        pull = await started(client, source, 1)
+        await client.stop(1)
+        after = memory.bytes.copy()
+        report = await pull
+        assert report.error == "stopped"
+        assert 0 < report.bytes < TOTAL
+        assert not np.array_equal(before, after)
+        # The mover works on, and nothing of the stopped pull arrives any more.
+        assert (await client.pull(2, source.peer, [], [], deadline_s=5)).error is None
+        assert np.array_equal(after, memory.bytes)
+
+    async def test_a_waiting_pull_is_stopped_too(
+        self, client: MoverClient, source: SourceProcess
+    ) -> None:
+        running, waiting = await started(client, source, 1), await started(client, source, 2)
+        await client.stop(2)
+        assert await waiting == PullReport(2, 0, 0.0, "stopped")
+        assert not running.done()
+        await client.stop(1)
+        assert (await running).error == "stopped"
+
+    async def test_a_pull_that_is_not_running(self, client: MoverClient) -> None:
+        await client.stop(17)
+
+    async def test_a_caller_that_gave_up_can_still_stop(
+        self, client: MoverClient, source: SourceProcess
+    ) -> None:
+        pull = await started(client, source, 1)
+        with pytest.raises(ValueError, match="job 1 is running already"):
+            await client.pull(1, source.peer, [0], [0], deadline_s=5)
+        pull.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pull
+        with pytest.raises(TransferFailed, match="job 1 is running already"):
+            await client.pull(1, source.peer, [0], [0], deadline_s=5)
+        await client.stop(1)
+        assert (await client.pull(1, source.peer, [0], [0], deadline_s=5)).error is None
+
+
+class TestFailures:
+    async def test_garbage_is_answered(self, info: MoverInfo, source: SourceProcess) -> None:
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.linger = 0
+        socket.connect(info.endpoint)
+        pull = messages.Pull(1, source.peer, [0], [0], "local", 5.0)
+        beyond = msgspec.to_builtins(pull)
+        beyond["peer"]["nonce"] = source.peer.nonce
+        beyond["peer"]["layout"]["storage_bytes"] -= 1
+        short = messages.encode(pull)[:-1]
+        for frame, complaint in [
+            (b"", "truncated"),
+            (b"\xff\xff", ""),
+            (b"not msgpack", ""),
+            (short, "truncated"),
+            (msgspec.msgpack.encode(beyond), "a region reaches beyond the storage"),
+            (msgspec.msgpack.encode({"type": "format_disk"}), "Invalid value 'format_disk'"),
+            (msgspec.msgpack.encode({"type": "pull", "job": "x"}), "Expected `int`, got `str`"),
+        ]:
+            await socket.send(frame)
+            answer = messages.decode_answer(await socket.recv())
+            assert isinstance(answer, Rejected)
+            assert complaint in answer.reason
+        await socket.send(messages.encode(pull))
+        report = messages.decode_answer(await socket.recv())
+        assert isinstance(report, PullReport)
+        assert report.error is None
+        socket.close()
+        context.term()
+
+    async def test_the_mover_ends(self, client: MoverClient, source: SourceProcess) -> None:
+        pull = await started(client, source, 1)
+        stop_mover(None)
+        with pytest.raises(TransferFailed, match=r"mover 0 .* has gone"):
+            await pull
+        with pytest.raises(TransferFailed, match="has gone"):
+            await client.stop(1)
+
+    async def test_no_mover_at_all(self, info: MoverInfo, source: SourceProcess) -> None:
+        nowhere = msgspec.structs.replace(info, endpoint=info.endpoint + "-not")
+        client = MoverClient(nowhere)
+        with pytest.raises(TransferFailed):
+            await client.probe(source.peer, deadline_s=0.2)
+        client.close()
+
+    async def test_a_mover_that_does_not_answer(
+        self, info: MoverInfo, source: SourceProcess, tmp_path: Path
+    ) -> None:
+        context = zmq.asyncio.Context()
+        deaf = context.socket(zmq.ROUTER)
+        deaf.linger = 0
+        deaf.bind(f"ipc://{tmp_path}/deaf")
+        client = MoverClient(msgspec.structs.replace(info, endpoint=f"ipc://{tmp_path}/deaf"))
+        with pytest.raises(TransferFailed, match=r"has not answered for 0\.1 s"):
+            await client.stop(1, deadline_s=0.1)
+        probe = asyncio.create_task(client.probe(source.peer))
+        identity, _ = await deaf.recv_multipart()
+        identity, _ = await deaf.recv_multipart()
+        await deaf.send_multipart([identity, b"nonsense"])
+        with pytest.raises(TransferFailed, match="another language"):
+            await probe
+        client.close()
+        deaf.close()
+        context.term()
+
+    async def test_a_closed_client_fails_its_calls(
+        self, info: MoverInfo, source: SourceProcess
+    ) -> None:
+        client = MoverClient(info)
+        pull = await started(client, source, 1)
+        client.close()
+        client.close()
+        with pytest.raises(TransferFailed, match="closed"):
+            await pull
+        with pytest.raises(TransferFailed, match="closed"):
+            await client.probe(source.peer)
+
+    async def test_an_unexpected_error_is_reported_and_survived(
+        self, client: MoverClient, source: SourceProcess, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def broken(*_: object) -> None:
+            raise RuntimeError("a bug")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("vllm_llumnix.kv.transport.local.pair_pieces", broken)
+            report = await client.pull(1, source.peer, [0], [0], deadline_s=5)
+        assert report.error == "unexpected error in the mover: RuntimeError('a bug')"
+        assert (await client.pull(1, source.peer, [0], [0], deadline_s=5)).error is None
+
+
+class TestFaults:
+    def arm(self, monkeypatch: pytest.MonkeyPatch, **spec: object) -> None:
+        specs = faults.parse(json.dumps([{"point": "mover.pulled", **spec}]))
+        monkeypatch.setattr(faults, "_specs", specs)
+
+    @pytest.mark.parametrize(("which", "block"), [("first", 20), ("middle", 5), ("last", 7)])
+    async def test_one_byte_of_the_final_pull_is_changed(
+        self,
+        client: MoverClient,
+        source: SourceProcess,
+        memory: Memory,
+        monkeypatch: pytest.MonkeyPatch,
+        which: str,
+        block: int,
+    ) -> None:
+        self.arm(monkeypatch, action="corrupt", which=which, layer=2, final=True)
+        ids = [20, 5, 7]
+        await client.pull(1, source.peer, ids, ids, deadline_s=5)
+        assert [memory.block(id_) for id_ in ids] == [source.memory.block(id_) for id_ in ids]
+        await client.pull(2, source.peer, ids, ids, deadline_s=5, final=True)
+        pages = [(page, id_) for id_ in ids for page in range(4)]
+        wrong = [
+            (page, id_)
+            for page, id_ in pages
+            if memory.block(id_)[page] != source.memory.block(id_)[page]
+        ]
+        assert wrong == [(2, block)]
+        found, expected = memory.block(block)[2], source.memory.block(block)[2]
+        assert found == expected[:1] + bytes([expected[1] ^ 0xFF]) + expected[2:]
+
+    async def test_an_error_is_reported(
+        self, client: MoverClient, source: SourceProcess, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.arm(monkeypatch, action="raise", tag="this one")
+        assert (await client.pull(1, source.peer, [0], [0], deadline_s=5)).error is None
+        report = await client.pull(2, source.peer, [0], [0], deadline_s=5, tag="this one")
+        assert report.error == "mover.pulled"
+
+    async def test_a_byte_of_choice(self, memory: Memory) -> None:
+        before = memory.bytes.copy()
+        corrupt(memory.blocks, [4], {"which": "middle", "layer": 3, "offset": 255})
+        at = (3 * 32 + 4) * PAGE + 255
+        assert memory.bytes[at] == before[at] ^ 0xFF
+        before[at] ^= 0xFF
+        assert np.array_equal(before, memory.bytes)
+        with pytest.raises(ValueError, match="a page has 65536 bytes"):
+            corrupt(memory.blocks, [4], {"which": "first", "layer": 0, "offset": PAGE})
+
+
+class TestStart:
+    async def test_what_the_worker_says(self, info: MoverInfo, memory: Memory) -> None:
+        assert info.memory.layout == memory.blocks
+        assert info.memory.unavailable is None
+        assert (info.rank, info.isa, info.device, info.memory.instance) == (0, "amx", "cpu", "here")
+        threads = [thread for thread in threading.enumerate() if thread.name == "llumnix-mover"]
+        assert [thread.daemon for thread in threads] == [True]
+
+    async def test_a_second_start_replaces_the_first(
+        self, info: MoverInfo, memory: Memory, source: SourceProcess
+    ) -> None:
+        wrapped = type("WorkerWrapper", (), {"worker": FakeWorker(memory)})()
+        again = msgspec.msgpack.decode(start_mover(wrapped, {"instance": "here"}), type=MoverInfo)
+        assert again.endpoint != info.endpoint
+        assert again.memory.nonce != info.memory.nonce
+        assert not Path(info.endpoint.removeprefix("ipc://")).exists()
+        client = MoverClient(again)
+        assert (await client.pull(1, source.peer, [0], [0], deadline_s=5)).error is None
+        client.close()
+        stop_mover(wrapped)
+
+    async def test_memory_of_a_gpu_is_out_of_reach(
+        self, memory: Memory, source: SourceProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
+        fake = FakeWorker(memory, device="cuda")
+        settings = {"instance": "here", "directory": str(tmp_path)}
+        info = msgspec.msgpack.decode(start_mover(fake, settings), type=MoverInfo)
+        client = MoverClient(info)
+        assert info.isa == "cuda-9.0"
+        assert info.memory.unavailable is not None
+        assert "cuda device" in info.memory.unavailable
+        assert (await client.probe(source.peer)).reason == info.memory.unavailable
+        report = await client.pull(1, source.peer, [0], [0], deadline_s=5)
+        assert report.error == f"no transport 'local': {info.memory.unavailable}"
+        client.close()
+        stop_mover(fake)
+
+    async def test_an_idle_mover_sleeps(self, info: MoverInfo) -> None:
+        before = time.process_time()
+        await asyncio.sleep(0.2)
+        assert time.process_time() - before < 0.05
+
+    async def test_the_mover_leaves_the_core_of_the_worker(
+        self, info: MoverInfo, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import os
+
+        thread = next(t for t in threading.enumerate() if t.name == "llumnix-mover")
+        assert thread.native_id is not None
+        assert os.sched_getaffinity(thread.native_id) == worker._unbound_cpus()
+
+
+class TestFingerprint:
+    async def test_equal_weights_are_equal_and_others_are_not(self) -> None:
+        import torch
+
+        def model(seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+            torch.manual_seed(seed)
+            linear = torch.nn.Linear(300, 200, dtype=dtype)
+            linear.register_parameter("scale", torch.nn.Parameter(torch.rand(())))
+            linear.register_parameter("packed", torch.nn.Parameter(torch.empty(0)))
+            linear.register_parameter("turned", torch.nn.Parameter(torch.rand(100, 90).t()))
+            return linear
+
+        mine = worker.fingerprint(model(1))
+        assert mine == worker.fingerprint(model(1))
+        assert mine != worker.fingerprint(model(2))
+        assert mine != worker.fingerprint(model(1, torch.float16))
+        changed = model(1)
+        with torch.no_grad():
+            changed.turned[-1, -1] += 1
+        assert mine != worker.fingerprint(changed)

@@ -103,4 +103,6 @@ def why_engine_unsupported(engine: Any) -> str | None:
         return "encoder-decoder models are not supported"
     if config.model_config.logits_processors:
         return "custom logits processors"
+    if getattr(config.model_config, "enable_return_routed_experts", False):
+        return "routed experts output"
     return None

@@ -44,7 +44,7 @@ from vllm_llumnix.errors import LocalProtocolError, MigrationError, Reason, Refu
 from vllm_llumnix.migration import effects as do
 from vllm_llumnix.migration import events as on
 from vllm_llumnix.migration.events import Call, Gone
-from vllm_llumnix.migration.source import Outcome, Plan, Source
+from vllm_llumnix.migration.source import Outcome, Plan, Source, State
 
 if TYPE_CHECKING:
     from vllm_llumnix.engine.bypass import Bypass
@@ -53,6 +53,22 @@ logger = logging.getLogger("vllm.llumnix")
 
 FORWARDING_ENTRIES = 65_536
 """How many requests that left are remembered, to send late aborts after them."""
+
+PHASES = {
+    State.PLANNED: MovePhase.SELECTED,
+    State.RESERVING: MovePhase.RESERVING,
+    State.PINNING: MovePhase.COPYING,
+    State.COPYING: MovePhase.COPYING,
+    State.FREEZING: MovePhase.FREEZING,
+    State.COMMITTING: MovePhase.COMMITTING,
+    State.WITHDRAWING: MovePhase.WITHDRAWING,
+    State.FENCING: MovePhase.FENCING,
+    State.MOVED: MovePhase.MOVED,
+    State.STAYED: MovePhase.STAYED,
+    State.GONE: MovePhase.GONE,
+    State.LOST: MovePhase.LOST,
+}
+"""The machine's states as callers see them."""
 
 Report = Callable[[MoveProgress], None]
 PeerCall = Callable[..., Awaitable[Any]]
@@ -117,7 +133,7 @@ class OutgoingMove:
             if machine.outcome is not None:
                 self._settled(machine.outcome)
             elif machine.state is not state:
-                self._report_phase(machine.state.value)
+                self._report_phase(machine.state)
 
     # Effects. What touches the loop is handed to it here and now, so that it gets there in the order asked for.
 
@@ -396,12 +412,12 @@ class OutgoingMove:
         if timer is not None:
             timer.cancel()
 
-    def _report_phase(self, phase: str) -> None:
+    def _report_phase(self, phase: State) -> None:
         now = time.perf_counter()
         before = MovePhase.Name(self.progress.phase).lower()
         self.progress.phase_ms[before] += (now - self._phase_began) * 1e3
         self._phase_began = now
-        self.progress.phase = MovePhase.Value(phase.upper())
+        self.progress.phase = PHASES[phase]
         snapshot = MoveProgress()
         snapshot.CopyFrom(self.progress)
         self._report(snapshot)
@@ -411,7 +427,7 @@ class OutgoingMove:
         self._kvconn.call(self._kvconn.unwatch, self.request.request_id)
         self.progress.reason = parse_reason(outcome.reason or "")
         self.progress.detail = outcome.detail
-        self._report_phase(outcome.state.value)
+        self._report_phase(outcome.state)
         self.departures.forget(self)
         self.done.set_result(self.progress)
 

@@ -190,9 +190,8 @@ def why_not_portable(request: Request, *, model_runner_v2: bool, device: str, sp
         (bool(extra_args), "extra arguments for custom logits processors"),
         (params.thinking_token_budget is not None and not model_runner_v2, "a thinking token budget"),
         (params.trace_decode_token_ids is not None, "trace replay"),
-        (params.routed_experts_prompt_start is not None, "routed experts output"),
         (params.repetition_detection is not None, "repetition detection"),
-        (params.watermarking is not None, "watermarking"),
+        (bool(params.watermarking), "watermarking"),
         (seeded and spec_decode and not model_runner_v2, "a seed with speculative decoding"),
         (seeded and not model_runner_v2 and device != "cpu", "a seed on the V1 GPU runner"),
     )

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch
     from tokenizers import Tokenizer
 
-FORMAT = 1
+FORMAT = 3
 """Raised whenever the same spec gives other files than before; part of the cache key."""
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
@@ -213,10 +213,14 @@ def silent_ids(tokenizer: Tokenizer) -> list[int]:
 def _weights(spec: ModelSpec, silent: list[int]) -> dict[str, torch.Tensor]:
     """Random weights in chaos, by the names of Hugging Face's Llama.
 
-    The gains were found by measurement: with `SPREAD` below 2 or values amplified the greedy output
-    falls into a loop; with queries and keys at full gain the attention looks at few positions and
-    most of the cache does not matter. The last layer has nobody behind it to amplify a difference,
-    so its attention output is scaled up.
+    The gains were found by measurement: with a spread below 2 or values amplified the greedy output
+    falls into a loop; with queries and keys at a larger gain the attention looks at few positions
+    and most of the cache does not matter. The last layer has nobody behind it to amplify a
+    difference, so its attention output is scaled up.
+
+    Keys and values are stored small, by a power of two that queries and the attention's output
+    give back: no result changes, but a byte of the cache with its bits inverted, which turns an
+    exponent e into -e, becomes a number of hundreds and drowns everything else.
 
     Channel 0 of the residual stream is reserved: every embedding puts 1 there, no layer writes or
     reads it, and the output layer uses it only to push the silent tokens far below all others,
@@ -224,7 +228,8 @@ def _weights(spec: ModelSpec, silent: list[int]) -> dict[str, torch.Tensor]:
     """
     import torch
 
-    spread, query_key_gain, mlp_gain, last_attention_gain, silence = 2.4, 0.7, 2.0, 4.0, -1000.0
+    spread, query_key_gain, mlp_gain, last_attention_gain, silence = 2.4, 0.9, 2.0, 4.0, -1000.0
+    stored = 2.0**-6
     generator = torch.Generator().manual_seed(spec.seed)
     hidden, heads = spec.hidden_size, spec.num_heads * spec.head_dim
     std = spread / hidden**0.5
@@ -249,11 +254,11 @@ def _weights(spec: ModelSpec, silent: list[int]) -> dict[str, torch.Tensor]:
         prefix = f"model.layers.{layer}"
         weights |= {
             f"{prefix}.input_layernorm.weight": torch.ones(hidden),
-            f"{prefix}.self_attn.q_proj.weight": reading(heads, query_key_gain),
-            f"{prefix}.self_attn.k_proj.weight": reading(heads, query_key_gain),
-            f"{prefix}.self_attn.v_proj.weight": reading(heads),
+            f"{prefix}.self_attn.q_proj.weight": reading(heads, query_key_gain / stored),
+            f"{prefix}.self_attn.k_proj.weight": reading(heads, query_key_gain * stored),
+            f"{prefix}.self_attn.v_proj.weight": reading(heads, stored),
             f"{prefix}.self_attn.o_proj.weight": writing(
-                heads, last_attention_gain if last else 1.0
+                heads, (last_attention_gain if last else 1.0) / stored
             ),
             f"{prefix}.post_attention_layernorm.weight": torch.ones(hidden),
             f"{prefix}.mlp.gate_proj.weight": reading(2 * hidden),

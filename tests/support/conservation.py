@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an idle engine must look like: every block free, no request, nothing on its way in or out."""
+"""What an idle engine must look like: every block free, no request, nothing moving in or out."""
 
 from __future__ import annotations
 

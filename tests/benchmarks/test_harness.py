@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers of the harness, with a stand-in for vLLM that starts at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import harness, reaper
+from benchmarks.harness import Fleet, Server, ServerDied, ServerSpec
+
+STAND_IN = textwrap.dedent(
+    """
+    import http.server, json, os, subprocess, sys
+    if "--fail" in sys.argv:
+        sys.exit("no such flag")
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def answer(self, body):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+        def do_GET(self):
+            self.answer({})
+        def do_POST(self):
+            self.answer({"env": dict(os.environ), "argv": sys.argv})
+        def log_message(self, *_):
+            pass
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+    print("INFO llumlet: instance i-1 listening on 127.0.0.1:4321", flush=True)
+    port = int(sys.argv[sys.argv.index("--port") + 1])
+    http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    """
+)
+
+
+@pytest.fixture(autouse=True)
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "stand_in.py"
+    program.write_text(STAND_IN)
+    monkeypatch.setattr(harness, "LAUNCHER", (sys.executable, str(program)))
+
+
+def test_a_server_is_ready_knows_its_llumlet_and_ends_without_a_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLUMNIX_FAULTS", "[]")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    spec = ServerSpec(tmp_path, name="one", bandwidth_limit=5, env={"EXTRA": "1"})
+    with Fleet(tmp_path / "logs") as fleet:
+        (server,) = fleet.start(spec)
+        assert str(server.llumlet) == "127.0.0.1:4321"
+        answer = server.generate("x", 1)
+        pids = [server.reaper_pid, *server.pids()]
+        assert len(pids) == 3
+        assert server.pid == pids[1]
+        assert server.cpu_seconds() > 0
+        scratch = Path(answer["env"]["TMPDIR"])
+        assert scratch.is_dir()
+    assert not scratch.exists()
+    assert not set(pids) & set(reaper.parents())
+    environment = answer["env"]
+    assert environment["EXTRA"] == "1"
+    assert environment["OMP_NUM_THREADS"] == "1"
+    assert "LLUMNIX_FAULTS" not in environment
+    assert "VLLM_LOGGING_LEVEL" not in environment
+    assert answer["argv"][-3:] == ["--enable-llumlet", "--llumlet-bandwidth-limit", "5"]
+
+
+def test_a_stock_server_has_no_llumlet_flags(tmp_path: Path) -> None:
+    command = ServerSpec(tmp_path, llumlet=False, bandwidth_limit=5).command(1)
+    assert not [word for word in command if "llumlet" in word]
+
+
+def test_a_server_that_dies_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    with Fleet(tmp_path / "logs") as fleet, pytest.raises(ServerDied, match="no such flag"):
+        fleet.start(ServerSpec(tmp_path, flags=("--fail",)))
+
+
+def test_a_server_that_cannot_be_executed_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "LAUNCHER", ("/nonexistent/vllm",))
+    with Fleet(tmp_path / "logs") as fleet, pytest.raises(ServerDied, match="nonexistent"):
+        fleet.start(ServerSpec(tmp_path))
+
+
+def test_a_server_that_is_late_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "LAUNCHER", ("sleep", "600", "#"))
+    monkeypatch.setattr(ServerSpec, "command", lambda self, port: ["sleep", "600"])
+    server = Server.launch(ServerSpec(tmp_path), tmp_path / "log")
+    started = time.monotonic()
+    with pytest.raises(ServerDied, match="not ready"):
+        server.wait_ready(timeout_s=0.5)
+    server.stop(grace_s=1)
+    assert time.monotonic() - started < 5
+    assert not set(reaper.descendants(os.getpid())) & {server.pid, server.reaper_pid}

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 
 import pytest
 
+from llumlet.types import MigrationReqPolicy, MigrationType
 from llumsched.cli import main
+from llumsched.commands import migrate
 
 ENDS = ["--from", "127.0.0.1:1", "--to", "127.0.0.1:2"]
 
@@ -79,6 +82,43 @@ def test_everything_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) ->
 )
 def test_which_requests(capsys: pytest.CaptureFixture[str], flags: list[str], fault: str) -> None:
     assert faults(capsys, "migrate", *ENDS, *flags) == [fault]
+
+
+@pytest.mark.parametrize(
+    ("flags", "rule", "order", "value"),
+    [
+        (["--rule", "NUM_REQ", "--order", "SR", "--value", "2"], "NUM_REQ", "SR", ("num_reqs", 2)),
+        (
+            ["--rule", "num_req", "--order", "lcr", "--value", "-1"],
+            "NUM_REQ",
+            "LCR",
+            ("num_reqs", -1),
+        ),
+        (
+            ["--rule", "TOKEN", "--order", "LR", "--value", "8e3"],
+            "TOKEN",
+            "LR",
+            ("num_tokens", 8000),
+        ),
+        (
+            ["--rule", "RATIO", "--order", "FCWSR", "--value", "0.25"],
+            *("RATIO", "FCWSR", ("kv_cache_usage_ratio", 0.25)),
+        ),
+        (["--all"], "NUM_REQ", "FCR", ("num_reqs", -1)),
+        (["--all", "--order", "FCW"], "NUM_REQ", "FCW", ("num_reqs", -1)),
+    ],
+)
+def test_what_rules_ask_for(
+    flags: list[str], rule: str, order: str, value: tuple[str, float]
+) -> None:
+    parser = argparse.ArgumentParser()
+    migrate.add_arguments(parser)
+    args = parser.parse_args([*ENDS, *flags])
+    assert migrate.faults(args) == []
+    request = args.template
+    assert MigrationType.Name(request.migration_type) == rule
+    assert MigrationReqPolicy.Name(request.migration_req_policy) == order
+    assert (request.WhichOneof("value"), getattr(request, value[0])) == value
 
 
 def test_source_and_destination_must_differ(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,6 +40,8 @@ class Stream:
     request_id: str
     """The id the client chose; the engine's is `<kind>-<this>-0-<eight characters>`."""
     kind: str
+    engine_id: str = ""
+    """The engine's id, once somebody has asked an engine for it; it stays the same over moves."""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     times: list[float] = dataclasses.field(default_factory=list)
     events: list[int] = dataclasses.field(default_factory=list)

@@ -201,7 +201,7 @@ class Server:
         """The pid of the server's only process whose title holds `title`, such as `EngineCore` or
         `Worker`.
         """
-        found = [pid for pid in self.pids() if title in title(pid)]
+        found = [pid for pid in self.pids() if title in command_line(pid)]
         if len(found) != 1:
             raise LookupError(f"{self.name} has {len(found)} processes called {title!r}, not one")
         return found[0]
@@ -390,7 +390,7 @@ def _cpu_seconds(pid: int) -> float:
     return sum(int(ticks) for ticks in fields[11:15]) / os.sysconf("SC_CLK_TCK")
 
 
-def title(pid: int) -> str:
+def command_line(pid: int) -> str:
     """The command line of a process, or what it has put there; empty if it is gone."""
     try:
         return (

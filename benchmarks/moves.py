@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Sequence
 from typing import cast
 
 from benchmarks.client import Stream
 from benchmarks.harness import Server
+from benchmarks.stats import median
 from llumlet.client import LlumletClient
 from llumlet.types import (
     OUTCOMES,
@@ -79,9 +81,9 @@ class Stall:
     index: int
     stall: float
     itl: float
-    """Median gap of the same stream around the move, hand-over left out: the same length, the same
-    neighbours.
-    """
+    """Median of `steady`."""
+    steady: tuple[float, ...]
+    """Gaps of the same stream just before and after the move: the same length and neighbours."""
 
     @property
     def excess(self) -> float:
@@ -196,11 +198,11 @@ async def move_stream(
     stall_budget_ms: float | None = None,
 ) -> Move:
     """Move the request behind `stream` and wait until that is settled."""
-    wanted = await engine_id(source, stream)
+    stream.engine_id = stream.engine_id or await engine_id(source, stream)
     moves = await migrate(
         source,
         destination,
-        request_ids=[wanted],
+        request_ids=[stream.engine_id],
         method=method,
         force=force,
         stall_budget_ms=stall_budget_ms,
@@ -210,24 +212,41 @@ async def move_stream(
     return moves[0]
 
 
-def stall_of(times: Sequence[float], index: int, around: int = 16) -> Stall:
-    """The stall at output token `index`, the first one of the destination; `times` are the arrivals
-    of a stream's tokens.
+def stall_of(
+    times: Sequence[float],
+    index: int,
+    quiet_until: float = math.inf,
+    quiet_from: float = -math.inf,
+    around: int = 12,
+) -> Stall:
+    """The stall at output token `index`, the first one of the destination.
 
-    The gap to compare with is the median of up to `around` gaps on either side that do not belong
-    to the hand-over. Raises ValueError if the stream is too short for that.
+    `times` are the arrivals of a stream's tokens. The gap to compare with is the median of up to
+    `around` gaps on either side, without the hand-over and without what lies between `quiet_until`
+    (the move was asked for) and `quiet_from` (it was settled): copying slows the source down, and
+    that must not flatter the stall. Raises ValueError if the stream is too short for that.
     """
     gaps = [after - before for before, after in itertools.pairwise(times)]
     first = index - 1  # gaps[i] ends with token i + 1
     handover = gaps[first : first + HANDOVER_GAPS] if first >= 0 else []
-    steady = gaps[max(0, first - around) : max(0, first)]
-    steady += gaps[first + HANDOVER_GAPS : first + HANDOVER_GAPS + around]
+    before = [gap for at, gap in enumerate(gaps[: max(0, first)]) if times[at + 1] <= quiet_until]
+    later = range(first + HANDOVER_GAPS, len(gaps))
+    after = [gaps[at] for at in later if times[at] >= quiet_from]
+    steady = before[-around:] + after[:around]
     if not handover or not steady:
         raise ValueError(f"no gaps around token {index} of {len(times)}")
-    steady.sort()
-    middle = len(steady) // 2
-    itl = steady[middle] if len(steady) % 2 else (steady[middle - 1] + steady[middle]) / 2
-    return Stall(index=index, stall=max(handover), itl=itl)
+    return Stall(
+        index=index,
+        stall=max(handover),
+        itl=median(steady),
+        steady=tuple(steady),
+    )
+
+
+def stall_of_move(stream: Stream, move: Move) -> Stall:
+    """The stall that `move` was to `stream`, which must have gone on for some tokens since."""
+    index = first_index(move, len(stream.prompt_token_ids))
+    return stall_of(stream.times, index, move.asked_at, move.settled_at)
 
 
 def first_index(move: Move, num_prompt_tokens: int) -> int:

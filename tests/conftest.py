@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import reaper
-from benchmarks.harness import title
+from benchmarks.harness import command_line
 from benchmarks.model import PRESETS, build
 
 # Before anything imports a library that looks for models on the network.
@@ -28,7 +28,7 @@ def no_process_left_behind() -> Iterator[None]:
     """Whatever the tests of this session started below this process has ended with it."""
     before = set(reaper.descendants(os.getpid()))
     yield
-    left = {pid: title(pid) for pid in set(reaper.descendants(os.getpid())) - before}
+    left = {pid: command_line(pid) for pid in set(reaper.descendants(os.getpid())) - before}
     # Python's own helpers end with the interpreter.
     left = {pid: name for pid, name in left.items() if "multiprocessing" not in name}
     assert not left, f"processes left behind: {left}"

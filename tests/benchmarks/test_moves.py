@@ -50,6 +50,15 @@ def test_the_gap_is_taken_near_the_move() -> None:
     assert stall_of(times, 117).itl == pytest.approx(0.010)
 
 
+def test_what_the_copy_slows_down_is_not_the_steady_gap() -> None:
+    """Asked for at token 20, settled at token 41: the gaps between are the copy's."""
+    times = arrivals([0.010] * 20 + [0.025] * 20 + [0.040] + [0.030] * 3 + [0.010] * 20)
+    stall = stall_of(times, 41, quiet_until=times[20], quiet_from=times[44])
+    assert stall.stall == pytest.approx(0.040)
+    assert stall.itl == pytest.approx(0.010)
+    assert len(stall.steady) == 24
+
+
 @pytest.mark.parametrize("index", [0, 41, 60])
 def test_a_hand_over_outside_the_stream_has_no_stall(index: int) -> None:
     with pytest.raises(ValueError, match="no gaps"):

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's side of a mover: calls that end in the mover's answer, in a deadline, or with its
-death.
-"""
+"""The engine's side of a mover: calls end with its answer, with a deadline, or with its death."""
 
 from __future__ import annotations
 
@@ -70,9 +68,9 @@ class MoverClient:
         final: bool = False,
         tag: str = "",
     ) -> PullReport:
-        """Pull blocks; `report.error` tells a failure. `job` must not be in use by another running
-        pull of this client.
+        """Pull blocks; `report.error` tells a failure.
 
+        `job` must not be in use by another running pull of this client (ValueError).
         A report, of whatever kind, means that nothing of this job will be written any more. After
         TransferFailed, and after cancellation, that is not known: `stop` finds out.
         """
@@ -84,8 +82,9 @@ class MoverClient:
         return await self._call(pull, PullReport, deadline_s + GRACE_S)
 
     async def stop(self, job: int, deadline_s: float = 5.0) -> None:
-        """End a pull; returns when the mover is quiet for that job, at once if it knows none. The
-        pull reports, too.
+        """End a pull; returns when the mover is quiet for that job, at once if it knows none.
+
+        The pull reports, too.
         """
         await self._call(StopPull(job), Stopped, deadline_s)
 

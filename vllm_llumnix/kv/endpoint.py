@@ -21,9 +21,9 @@ MAX_SOCKET_PATH = 107
 
 
 class PrivateDirectory:
-    """Made by the constructor (inside `parent`, default: the system's temporary directory), removed
-    by `close` or at exit.
+    """Made by the constructor, removed by `close` or at exit.
 
+    parent: where it is made; default: the system's directory for temporary files.
     Raises OSError; ValueError if a socket in `parent` would have too long a name.
     """
 

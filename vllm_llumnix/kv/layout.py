@@ -17,13 +17,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-
-from vllm_llumnix.errors import TransportUnavailable
 
 Words: TypeAlias = npt.NDArray[np.uint64]
 Ids: TypeAlias = npt.NDArray[np.int64]
@@ -42,8 +40,7 @@ class TensorRegion(msgspec.Struct, frozen=True):
 
 
 class BlockLayout(msgspec.Struct, frozen=True):
-    """The KV memory of one worker: `num_blocks` blocks in `storage_bytes` bytes from address `base`
-    on.
+    """The KV memory of one worker: `num_blocks` blocks, `storage_bytes` bytes from `base` on.
 
     `layout` is vLLM's name of the dimension order, such as LBHNC; `element_bytes` is the size of
     one cache element. Raises ValueError (`msgspec.ValidationError` when decoded) if a page would
@@ -84,9 +81,7 @@ class BlockLayout(msgspec.Struct, frozen=True):
 
     @property
     def interior(self) -> str:
-        """The order of dimensions within a page: what two layouts must share for their bytes to
-        mean the same.
-        """
+        """The order of dimensions within a page, which layouts must share for bytes to fit."""
         return self.layout.replace("L", "").replace("B", "")
 
     def page_address(self, block: int, layer: int) -> tuple[int, int]:
@@ -115,9 +110,7 @@ class BlockLayout(msgspec.Struct, frozen=True):
 
 
 class Pieces(NamedTuple):
-    """A copy as three parallel arrays: `length[i]` bytes from address `source[i]` to address
-    `destination[i]`.
-    """
+    """A copy in parallel arrays: `length[i]` bytes from `source[i]` to `destination[i]`."""
 
     source: Words
     destination: Words
@@ -221,82 +214,3 @@ def _merged(sides: tuple[Words, ...], lengths: Words) -> tuple[tuple[Words, ...]
         return sides, lengths
     first = np.concatenate(([0], np.flatnonzero(apart) + 1))
     return tuple(addresses[first] for addresses in sides), np.add.reduceat(lengths, first)
-
-
-# What vLLM says about its cache
-
-_CARRIED = {"FullAttentionSpec", "ChunkedLocalAttentionSpec"}
-_REFUSED = {"HiddenStateCacheSpec", "SinkFullAttentionSpec", "RSWASpec", "CrossAttentionSpec"}
-_LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
-
-
-def layout_of(model_runner: Any) -> BlockLayout:
-    """The layout of a vLLM model runner's KV cache (`kv_cache_config` and the storage behind
-    `kv_caches`).
-
-    Raises TransportUnavailable with the reason if blocks of this cache cannot be carried one by
-    one.
-    """
-    config = model_runner.kv_cache_config
-    spec_of = _attention_specs(config)
-    if config.kv_cache_layout not in _LAYOUTS:
-        raise TransportUnavailable(
-            f"KV cache layout {config.kv_cache_layout} scatters a page; "
-            f"set VLLM_KV_CACHE_LAYOUT to one of {', '.join(_LAYOUTS)}"
-        )
-    storage = _storage(model_runner.kv_caches)
-    regions = []
-    for tensor in config.kv_cache_tensors:
-        if getattr(tensor, "host_resident", False):
-            raise TransportUnavailable("part of the KV cache lives in a host pool of its own")
-        page_bytes = int(spec_of[tensor.layers[0]].page_size_bytes)
-        regions.append(
-            TensorRegion(
-                offset=tensor.offset,
-                num_layers=len(tensor.layers),
-                layer_stride=tensor.layer_stride,
-                block_stride=tensor.block_stride,
-                page_bytes=page_bytes,
-            )
-        )
-    element_bytes = {int(spec.dtype.itemsize) for spec in spec_of.values()}
-    if len(element_bytes) != 1:
-        raise TransportUnavailable("the KV cache mixes element types")
-    return BlockLayout(
-        base=storage.data_ptr(),
-        storage_bytes=storage.nbytes(),
-        num_blocks=config.num_blocks,
-        regions=tuple(regions),
-        layout=config.kv_cache_layout,
-        element_bytes=element_bytes.pop(),
-    )
-
-
-def _attention_specs(config: Any) -> dict[str, Any]:
-    """Layer name -> cache specification; TransportUnavailable for caches whose blocks are not plain
-    attention pages.
-    """
-    if len(config.kv_cache_groups) != 1:
-        raise TransportUnavailable(
-            f"the model has {len(config.kv_cache_groups)} kinds of KV cache; one is supported"
-        )
-    group = config.kv_cache_groups[0]
-    if not getattr(group, "enable_kv_transfer", True):
-        raise TransportUnavailable("vLLM marks the KV cache of this model as not transferable")
-    inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-    spec_of = dict(inner) if inner else {name: group.kv_cache_spec for name in group.layer_names}
-    for spec in spec_of.values():
-        kinds = {cls.__name__ for cls in type(spec).__mro__}
-        if not kinds & _CARRIED or kinds & _REFUSED:
-            raise TransportUnavailable(f"caches of kind {type(spec).__name__} are not carried")
-    return spec_of
-
-
-def _storage(kv_caches: Any) -> Any:
-    """The one storage behind all cache tensors."""
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in kv_caches
-    }
-    if len(storages) != 1:
-        raise TransportUnavailable(f"the KV cache is spread over {len(storages)} allocations")
-    return storages.popitem()[1]

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a mover and the engine that it serves say to each other: msgpack, tagged by type, one
-message a frame.
-"""
+"""What a mover and its engine say to each other: msgpack, tagged by type, one message a frame."""
 
 from __future__ import annotations
 
@@ -74,8 +72,9 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
 
 
 class StopPull(msgspec.Struct, frozen=True, tag="stop"):
-    """End a pull. Answered with `Stopped` when no byte of it will be written any more; the pull
-    itself is reported too.
+    """End a pull.
+
+    Answered with `Stopped` when nothing of it will be written any more; the pull reports, too.
     """
 
     job: int
@@ -92,9 +91,9 @@ class Probe(msgspec.Struct, frozen=True, tag="probe"):
 
 
 class PullReport(msgspec.Struct, frozen=True, tag="pulled"):
-    """The end of a pull: nothing of it will be written any more. All bytes have arrived if and only
-    if `error` is None.
+    """The end of a pull: nothing of it will be written any more.
 
+    All bytes have arrived if and only if `error` is None.
     seconds: from the first byte to the last, waits for the pace included, waits for other pulls
     before it not.
     """

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mover: one daemon thread in each worker process that pulls KV blocks from peers into this
-worker's memory.
+"""The mover: a daemon thread in each worker process that pulls KV blocks from peers.
 
 It listens on a ROUTER socket for the commands in `messages` and does one thing at a time: a chunk
 of a pull, then a look at the socket. So stops and probes are answered while a pull runs, waits for
@@ -64,8 +63,9 @@ class _Job:
 
 @dataclass
 class Mover:
-    """The thread and its socket. `start` and `close` belong to the thread that made it, everything
-    else to the mover's.
+    """The thread and its socket.
+
+    `start` and `close` belong to the thread that made it, everything else to the mover's.
 
     transports: in order of preference; without any, `unavailable` says why. layout: our own memory,
     which a `corrupt` fault writes to. cpus: where the thread may run; None means where its maker
@@ -273,9 +273,9 @@ class Mover:
 
 
 def corrupt(layout: BlockLayout, blocks: Sequence[int], spec: dict[str, Any]) -> None:
-    """Invert one byte of our memory, for tests that must see it: `which` (first, middle, last of
-    `blocks`), `layer`.
+    """Invert one byte of our memory, for tests that must see it.
 
+    The byte lies in the page of layer `layer` of the `which` (first, middle, last) of `blocks`.
     `offset` within the page is by default the most significant byte of the page's first element,
     which holds the first token's key in every layout: in use however short the block is. All bits
     are inverted, so that the element changes its sign and its order of magnitude.

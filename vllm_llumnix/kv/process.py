@@ -55,8 +55,7 @@ def yama_scope() -> int:
 
 
 def allow_readers() -> bool:
-    """Let every process of the same user read this one's memory, where Yama would let only
-    ancestors do it.
+    """Let all processes of this user read our memory, where Yama would let only ancestors do it.
 
     Under scope 1 (the default of several distributions) an engine cannot read its neighbour's KV
     blocks otherwise. The permission is what scope 0 gives to all processes, it ends with this

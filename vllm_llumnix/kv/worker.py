@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start and stop the mover of a vLLM worker. Called in the worker's main thread, through
-`collective_rpc`.
-"""
+"""Start and stop a vLLM worker's mover: called in its main thread, through `collective_rpc`."""
 
 from __future__ import annotations
 
@@ -15,12 +13,13 @@ import numpy as np
 from vllm_llumnix.errors import TransportUnavailable
 from vllm_llumnix.kv import messages
 from vllm_llumnix.kv.endpoint import PrivateDirectory
-from vllm_llumnix.kv.layout import BlockLayout, layout_of
+from vllm_llumnix.kv.layout import BlockLayout
 from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.mover import Mover
 from vllm_llumnix.kv.process import NoncePage, allow_readers, describe_memory
 from vllm_llumnix.kv.transport.base import Transport
 from vllm_llumnix.kv.transport.local import LocalTransport
+from vllm_llumnix.kv.vllm_cache import layout_of
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +74,7 @@ def start_mover(worker: Any, settings: dict[str, Any]) -> bytes:
 
 
 def stop_mover(worker: Any) -> None:
-    """End the mover, if one runs, and make its description void: peers that still read fail. For
-    sleep and shutdown.
-    """
+    """End the mover, if one runs, for sleep and shutdown. Peers that still read will fail."""
     global _running
     if _running is not None:
         mover, nonce = _running
@@ -106,9 +103,7 @@ def _layout_or_reason(model_runner: Any, device: str) -> tuple[BlockLayout, str 
 
 
 def _permit_amx() -> None:
-    """Ask the kernel for AMX tiles: without it the first forward pass of a few tokens can die of
-    SIGILL.
-    """
+    """Ask the kernel for AMX tiles: without, a first forward pass of few tokens dies of SIGILL."""
     import torch
 
     if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
@@ -131,12 +126,12 @@ def _isa(worker: Any, device: str) -> str:
 
 
 def fingerprint(model: Any) -> str:
-    """Eight hex digits that tell models of different weights apart, from up to 4 KiB of each
-    parameter.
+    """Eight hex digits that tell models of different weights apart.
 
-    Equal for workers that loaded the same weights in the same way. vLLM's CPU build moves the
-    weights of linear layers into packed buffers and leaves empty parameters; there the embeddings
-    and norms speak for the model.
+    Made of the names, shapes and types of all parameters, and of up to 4 KiB of each. Equal for
+    workers that loaded the same weights in the same way. vLLM's CPU build moves the weights of
+    linear layers into packed buffers and leaves empty parameters; there the embeddings and norms
+    speak for the model.
     """
     digest = 0
     for name, parameter in sorted(model.named_parameters()):

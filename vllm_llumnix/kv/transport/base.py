@@ -21,8 +21,7 @@ class Transport(Protocol):
     def name(self) -> str: ...
 
     def probe(self, peer: PeerMemory) -> None:
-        """Raise TransportUnavailable, with a reason for people, unless `pull` can work for this
-        peer.
+        """Raise TransportUnavailable, with a reason for people, unless this peer can be read.
 
         TransferFailed means that the peer itself is gone.
         """
@@ -30,8 +29,7 @@ class Transport(Protocol):
     def pull(
         self, peer: PeerMemory, src_blocks: list[int], dst_blocks: list[int], chunk_bytes: int
     ) -> Iterator[int]:
-        """Copy block `src_blocks[i]` of the peer to our block `dst_blocks[i]`, a chunk of at most
-        about `chunk_bytes` a turn.
+        """Copy block `src_blocks[i]` of the peer to our `dst_blocks[i]`, `chunk_bytes` a turn.
 
         Yields the bytes of each chunk. The copy counts only when the iterator has ended: the last
         turn verifies that the memory was the peer's all along. Nothing is written between turns,

@@ -148,17 +148,14 @@ class Destination(Machine[State]):
         in_order = event.round == self._round.round + 1
         return in_order and event.from_block == self.copied_blocks and event.to_block > event.from_block
 
-    def _next_that_fits(self, event: ev.RoundRequested) -> bool:
-        return self._next_round(event) and self._blocks_for(event) <= self.num_blocks
-
-    def _blocks_for(self, event: ev.RoundRequested) -> int:
-        """Blocks for every token so far and the next, and at least those that are to be copied."""
-        return max(event.to_block, event.num_tokens // self.terms.block_size + 1)
+    def _next_with_room(self, event: ev.RoundRequested) -> bool:
+        """The reservation is a block ahead: one that must grow at Commit makes the client wait for a turn of the loop."""
+        ahead = event.num_tokens // self.terms.block_size + 2
+        return self._next_round(event) and max(event.to_block, ahead) <= self.num_blocks
 
     def _grow_for_round(self, event: ev.RoundRequested) -> list[Effect]:
         self._round = event
-        # One block ahead: a reservation that has to grow at Commit makes the client wait for a turn of the loop.
-        return [do.GrowReservation(event.num_tokens + self.terms.block_size)]
+        return [do.GrowReservation(event.num_tokens + 2 * self.terms.block_size)]
 
     def _pull_round(self, event: ev.RoundRequested) -> list[Effect]:
         self._round = event
@@ -166,6 +163,12 @@ class Destination(Machine[State]):
 
     def _grown_for_round(self, event: ev.Grown) -> list[Effect]:
         self.num_blocks = event.num_blocks
+        return [self._pull(self._round.from_block, self._round.to_block)]
+
+    def _fits_anyway(self, event: ev.GrowFailed) -> bool:
+        return self._round.to_block <= self.num_blocks
+
+    def _pull_without_room(self, event: ev.GrowFailed) -> list[Effect]:
         return [self._pull(self._round.from_block, self._round.to_block)]
 
     def _grown_too_little(self, event: ev.Grown) -> bool:
@@ -385,7 +388,7 @@ install(
         # The way to COMMITTED
         rows(_P.NEW, ev.ReserveRequested, _P.RESERVING, Destination._reserve),
         rows(_P.RESERVING, ev.BlocksReserved, _P.RESERVED, Destination._reserved),
-        rows(_P.RESERVED, ev.RoundRequested, _P.PULLING, Destination._pull_round, when=Destination._next_that_fits),
+        rows(_P.RESERVED, ev.RoundRequested, _P.PULLING, Destination._pull_round, when=Destination._next_with_room),
         rows(_P.RESERVED, ev.RoundRequested, _P.GROWING, Destination._grow_for_round, when=Destination._next_round),
         rows(_P.GROWING, ev.Grown, _P.BARRED, Destination._grown_wrongly, when=Destination._grown_too_little),
         rows(_P.GROWING, ev.Grown, _P.PULLING, Destination._grown_for_round),
@@ -399,6 +402,7 @@ install(
         rows(_P.ADMITTING, ev.Admitted, _P.COMMITTED, Destination._admitted),
         # The ways to BARRED: something failed here
         rows(_P.RESERVING, ev.ReserveFailed, _P.BARRED, Destination._not_reserved),
+        rows(_P.GROWING, ev.GrowFailed, _P.PULLING, Destination._pull_without_room, when=Destination._fits_anyway),
         rows((_P.GROWING, _P.EXTENDING), ev.GrowFailed, _P.BARRED, Destination._not_grown),
         rows((_P.PULLING, _P.COMMITTING), ev.PullFailed, _P.DRAINING, Destination._failed, when=Destination._this_job),
         rows((_P.PULLING, _P.COMMITTING), ev.PullDone, _P.BARRED, Destination._pulled_too_late, when=Destination._this_job),
@@ -447,6 +451,7 @@ install(
         rows(State, ev.QueryRequested, None, Destination._answer_query, late=True),
         # What crossed with a change of state
         rows((_P.ADMITTING, *_SETTLED), ev.Revoked, None, late=True),
+        rows(_P.BARRED, ev.AdmitFailed, None, late=True),
         *(rows(State, ended, None, late=True) for ended in (ev.PullDone, ev.PullFailed, ev.PullQuiesced)),
     ],
 )

@@ -416,6 +416,8 @@ install(
         rows((_P.FENCING, *SETTLED), ev.Barred, None, late=True),
         rows((_P.WITHDRAWING, _P.FENCING, *SETTLED), ev.CancelRequested, None, late=True),
         rows((_P.PINNING, _P.COPYING, _P.FREEZING), ev.PeerUnreachable, None, late=True),
+        rows((_P.PINNING, _P.COPYING, _P.FREEZING), ev.Reserved, None, late=True),
+        rows((_P.PINNING, _P.COPYING, _P.FREEZING), ev.Refused, None, late=True),
         rows((_P.PINNING, _P.COPYING, _P.FREEZING), ev.RoundDone, None, late=True),
         rows((_P.PINNING, _P.COPYING, _P.FREEZING), ev.RoundFailed, None, late=True),
         rows(SETTLED, ev.SnapshotFailed, None, late=True),

@@ -1,0 +1,863 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny cluster around the production machines, gate and ledger: engines, a network that loses and reorders, a clock.
+
+One request lives in it. What is real: `Source`, `Destination`, `Gate`, `Ledger`. What is modelled:
+
+- A block holds `BLOCK_SIZE` cells, one per token position. A cell is a hash of the cell before it (as found in memory)
+  and the token; the next token is a hash of every cell. So a token depends on the whole prefix *and* on every byte of
+  the KV cache: one foreign byte anywhere changes all that follows, as with a real model.
+- An engine's loop runs what was asked of it (`commands`, in order) and then decodes a token. Effects of the machines
+  that concern the scheduler wait in `commands`, as they do for the real loop.
+- A mover copies one block at a time, so that anything may happen between two blocks.
+- Messages wait in `network` until they are delivered, dropped or duplicated. Nothing happens by itself: whoever drives
+  the world (a transcript, a random schedule) decides what is next.
+
+`violations()` is what must never be true.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from vllm_llumnix.errors import Reason
+from vllm_llumnix.ids import HOME, Epoch
+from vllm_llumnix.migration import effects as do
+from vllm_llumnix.migration import events as ev
+from vllm_llumnix.migration.destination import Destination, Terms
+from vllm_llumnix.migration.destination import State as DestinationState
+from vllm_llumnix.migration.events import Call, Gone, Settlement
+from vllm_llumnix.migration.gate import Arrival, Gate
+from vllm_llumnix.migration.ledger import Ledger, Owner
+from vllm_llumnix.migration.machine import Machine
+from vllm_llumnix.migration.source import Method, Plan, Source, State
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 24
+LEASE_S = 30.0
+TAIL = 2
+"""Output tokens before `base` that a new owner repeats, in case the last one's were lost."""
+REQUEST = "r"
+
+
+def digest(*parts: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest(), "big")
+
+
+def cell(before: int, token: int) -> int:
+    return digest("kv", before, token)
+
+
+def next_token(cells: list[int]) -> int:
+    return digest("token", *cells) % 1000
+
+
+def prompt_of(length: int) -> list[int]:
+    return [digest("prompt", index) % 1000 for index in range(length)]
+
+
+def reference(prompt: list[int], num_output: int) -> list[int]:
+    """The output of a request that never moved."""
+    cells: list[int] = []
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + num_output:
+        for token in tokens[len(cells) :]:
+            cells.append(cell(cells[-1] if cells else 0, token))
+        tokens.append(next_token(cells))
+    return tokens[len(prompt) :]
+
+
+def cells_of(tokens: list[int]) -> list[int]:
+    cells: list[int] = []
+    for token in tokens:
+        cells.append(cell(cells[-1] if cells else 0, token))
+    return cells
+
+
+@dataclasses.dataclass
+class Request:
+    """The request as one engine's scheduler holds it."""
+
+    prompt: list[int]
+    max_output: int
+    output: list[int]
+    epoch: Epoch = HOME
+    base: int = 0
+    computed: int = 0
+    blocks: list[int] = dataclasses.field(default_factory=list)
+    frozen: bool = False
+    open_handover: bool = False
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.output
+
+
+@dataclasses.dataclass
+class Message:
+    """`kind` is what a transcript calls it: `reserve`, `reserve answer`, `out`, `fence`, `release` …"""
+
+    number: int
+    sender: str
+    receiver: str
+    kind: str
+    body: Any = None
+    move: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.sender}>{self.receiver} {self.kind}"
+
+
+@dataclasses.dataclass
+class Job:
+    """A pull under way at a mover."""
+
+    number: int
+    source: str
+    source_life: int
+    pairs: list[tuple[int, int]]
+    copied: int = 0
+    stopping: bool = False
+
+
+class Outgoing:
+    """The source's shell."""
+
+    def __init__(self, move: str, to: str, machine: Source) -> None:
+        self.move, self.to, self.machine = move, to, machine
+        self.calls: set[Call] = set()
+        self.timers: dict[str, float] = {}
+        self.block_ids: list[int] = []
+        self.tokens: list[int] = []
+        self.reported = False
+
+
+class Incoming:
+    """The destination's shell."""
+
+    def __init__(self, move: str, source: str, machine: Destination) -> None:
+        self.move, self.source, self.machine = move, source, machine
+        self.source_life = 0
+        self.timers: dict[str, float] = {}
+        self.request: Request | None = None
+        self.blocks: list[int] = []
+        self.source_blocks: dict[int, int] = {}
+        self.commit_tokens: list[int] = []
+        self.waiting: dict[object, int] = {}
+        self.job: Job | None = None
+
+
+class Engine:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.life = 0
+        self.up = True
+        self.restart()
+
+    def restart(self) -> None:
+        self.life += 1
+        self.up = True
+        self.ledger = Ledger(NUM_BLOCKS)
+        self.memory = {block: [digest("garbage", self.name, self.life, block)] * BLOCK_SIZE for block in range(NUM_BLOCKS)}
+        self.commands: list[tuple[str, Callable[[], None]]] = []
+        self.request: Request | None = None
+        self.out: dict[str, Outgoing] = {}
+        self.into: dict[str, Incoming] = {}
+
+    @property
+    def incarnation(self) -> str:
+        return f"{self.name}{self.life}"
+
+    def cells(self, blocks: list[int], count: int) -> list[int]:
+        return [c for block in blocks for c in self.memory[block]][:count]
+
+
+class World:
+    """Engines A, B, C …; A is the request's home, and its API server, O, holds the client's stream."""
+
+    source_class: type[Source] = Source
+    destination_class: type[Destination] = Destination
+    gate_class: type[Gate] = Gate
+    pins_at_freeze = True
+    checks_lease = True
+    checks_reads = True
+    moves_while_open = False
+
+    def __init__(self, engines: str = "ABC", prompt: int = 6, output: int = 24) -> None:
+        self.engines = {name: Engine(name) for name in engines}
+        self.network: list[Message] = []
+        self.now = 0.0
+        self.log: list[str] = []
+        self.prompt = prompt_of(prompt)
+        self.reference = reference(self.prompt, output)
+        self.gate = self.gate_class(max_buffered=64)
+        self.client: list[int] = []
+        self.client_left = False
+        self.faults: list[str] = []
+        self.outcomes: list[State] = []
+        self.crashed = False
+        self._numbers = itertools.count(1)
+        self._moves = itertools.count(1)
+        home = self.engines["A"]
+        home.request = Request(self.prompt, output, [])
+        self._allocate(home)
+
+    # What a driver may do
+
+    def step(self, name: str) -> bool:
+        """One turn of an engine's loop: what was asked of it, then a token. False if there was none to compute."""
+        self.loop(name)
+        engine = self.engines[name]
+        request = engine.request
+        if request is None or request.frozen or not self._allocate(engine):
+            return False
+        tokens = request.tokens
+        for position in range(request.computed, len(tokens)):
+            before = engine.cells(request.blocks, position)
+            block, offset = divmod(position, BLOCK_SIZE)
+            engine.memory[request.blocks[block]] = list(engine.memory[request.blocks[block]])
+            engine.memory[request.blocks[block]][offset] = cell(before[-1] if before else 0, tokens[position])
+        request.computed = len(tokens)
+        token = next_token(engine.cells(request.blocks, request.computed))
+        request.output.append(token)
+        finished = len(request.output) == request.max_output
+        self._emit(engine, len(request.output) - 1, [token], finished)
+        if finished:
+            self._end(engine, Gone.FINISHED)
+        return True
+
+    def loop(self, name: str) -> None:
+        """A turn that schedules nothing."""
+        engine = self.engines[name]
+        asked, engine.commands = engine.commands, []
+        for _, command in asked:
+            command()
+
+    def move(self, source: str, to: str, method: Method = Method.LIVE, **plan: Any) -> str | None:
+        """Start a migration; None if the request cannot start one now."""
+        engine = self.engines[source]
+        request = engine.request
+        if request is None or not request.output or engine.out:
+            return None
+        if request.open_handover and not self.moves_while_open:
+            return None
+        move = f"m{next(self._moves)}"
+        bytes_per_block = plan.pop("bytes_per_block", 100)
+        terms = Plan(method=method, epoch_next=request.epoch.next_hop(), bytes_per_block=bytes_per_block, **plan)
+        engine.out[move] = Outgoing(move, to, self.source_class(terms))
+        self._tell_source(engine, move, ev.Start())
+        return move
+
+    def deliver(self, message: Message, *, keep: bool = False) -> None:
+        """Hand a message over; `keep` leaves a copy in the network: a duplicate."""
+        if not keep:
+            self.network.remove(message)
+        if message.receiver == "O":
+            self._at_origin(message)
+            return
+        engine = self.engines[message.receiver]
+        if engine.up:
+            self._at_engine(engine, message)
+
+    def drop(self, message: Message) -> None:
+        self.network.remove(message)
+
+    def unreachable(self, name: str, move: str, call: Call) -> None:
+        """The caller's own deadline for a call passes."""
+        self.engines[name].out[move].calls.discard(call)
+        self._tell_source(self.engines[name], move, ev.PeerUnreachable(call))
+
+    def fire(self, name: str, move: str, timer: str) -> None:
+        """A timer fires, whatever the clock says."""
+        engine = self.engines[name]
+        if move in engine.out:
+            engine.out[move].timers.pop(timer, None)
+            self._tell_source(engine, move, ev.TimerFired(timer))
+        else:
+            engine.into[move].timers.pop(timer, None)
+            self._tell_destination(engine, move, ev.TimerFired(timer))
+
+    def pull_block(self, name: str, move: str) -> None:
+        """A mover copies one more block, or reports that it is done, or quiet."""
+        engine = self.engines[name]
+        incoming = engine.into[move]
+        job = incoming.job
+        assert job is not None
+        if job.stopping and job.copied == len(job.pairs):
+            incoming.job = None
+            self._tell_destination(engine, move, ev.PullQuiesced(job.number))
+            return
+        if job.copied < len(job.pairs):
+            if self.engines[job.source].life != job.source_life:
+                # Another process by now: pid, start time and nonce tell.
+                job.copied = len(job.pairs)
+                if not job.stopping:
+                    self.fail_pull(name, move)
+                return
+            self._copy_block(engine, incoming, job)
+            job.copied += 1
+            return
+        incoming.job = None
+        lease_valid = not self.checks_lease or self.now < incoming.timers.get("lease", 0.0)
+        seconds = 0.01 * len(job.pairs)
+        self._tell_destination(engine, move, ev.PullDone(job.number, 100 * len(job.pairs), seconds, lease_valid))
+
+    def fail_pull(self, name: str, move: str) -> None:
+        """One mover reports an error; others may go on writing."""
+        job = self.engines[name].into[move].job
+        assert job is not None
+        self._tell_destination(self.engines[name], move, ev.PullFailed(job.number, Reason.TRANSFER_FAILED))
+
+    def cancel(self, name: str, move: str) -> None:
+        self._tell_source(self.engines[name], move, ev.CancelRequested())
+
+    def revoke(self, name: str, move: str) -> None:
+        self._tell_destination(self.engines[name], move, ev.Revoked(Reason.DESTINATION_NEEDS_BLOCKS))
+
+    def preempt(self, name: str) -> None:
+        """The engine's own scheduler takes the request's blocks."""
+        engine = self.engines[name]
+        request = engine.request
+        assert request is not None
+        engine.ledger.give_back(Owner.SCHEDULER, REQUEST)
+        request.blocks, request.computed = [], 0
+        if not request.frozen:
+            for move in list(engine.out):
+                self._tell_source(engine, move, ev.RequestGone(Gone.PREEMPTED))
+
+    def client_leaves(self) -> None:
+        """The client goes away: the home engine is told, and the gate wants nothing any more."""
+        self.client_left = True
+        self.gate.finish()
+        self._send("O", "A", "abort")
+
+    def churn(self, name: str) -> None:
+        """Other requests come and go: every free block is overwritten."""
+        engine = self.engines[name]
+        for block in engine.ledger.free():
+            engine.memory[block] = [digest("foreign", self.now, block)] * BLOCK_SIZE
+
+    def crash(self, name: str) -> None:
+        """The engine dies with everything it knew, and comes back as another life. What it sent is still on its way."""
+        self.crashed = True
+        self.engines[name].restart()
+
+    def forbid(self, name: str, move: str) -> None:
+        """An operator calls a move off at its destination, whether or not that has heard of it."""
+        engine = self.engines[name]
+        self._incoming(engine, move, "")
+        self._tell_destination(engine, move, ev.CancelRequested())
+
+    # Shells
+
+    def _tell_source(self, engine: Engine, move: str, event: ev.SourceEvent) -> None:
+        outgoing = engine.out.get(move)
+        if outgoing is None:
+            return
+        for effect in self._feed(f"{engine.name} {move} source", outgoing.machine, event):
+            self._do_at_source(engine, outgoing, effect)
+        if outgoing.machine.settled and not outgoing.reported:
+            outgoing.reported = True
+            outcome = outgoing.machine.outcome
+            assert outcome is not None
+            self.outcomes.append(outcome.state)
+            self.log.append(f"{engine.name} {move} outcome: {outcome.state}" + (f" ({outcome.reason})" if outcome.reason else ""))
+        if outgoing.machine.over:
+            engine.out.pop(move, None)
+
+    def _tell_destination(self, engine: Engine, move: str, event: ev.DestinationEvent) -> None:
+        incoming = engine.into.get(move)
+        if incoming is None:
+            return
+        for effect in self._feed(f"{engine.name} {move} destination", incoming.machine, event):
+            self._do_at_destination(engine, incoming, effect)
+        if incoming.machine.state is DestinationState.DRAINING and engine.ledger.held(Owner.RESERVATION, move):
+            engine.ledger.pass_on(move, Owner.DRAINING)
+        if incoming.machine.over:
+            engine.into.pop(move, None)
+
+    def _feed(self, who: str, machine: Machine[Any], event: ev.Event) -> list[do.Effect]:
+        before = machine.state
+        effects = machine.on(event)
+        arrow = f"{before} -> {machine.state}" if machine.state is not before else f"{before}"
+        self.log.append(f"{who}: {show(event)}: {arrow}")
+        self.log.extend(f"    {show(effect)}" for effect in effects if not _is_deadline(effect))
+        return effects
+
+    def _do_at_source(self, engine: Engine, out: Outgoing, effect: do.Effect) -> None:
+        def call(kind: Call, body: object = None) -> None:
+            out.calls.add(kind)
+            self._send(engine.name, out.to, str(kind), body, out.move)
+
+        def command(what: str, action: Callable[[], None]) -> None:
+            engine.commands.append((what, action))
+
+        request = engine.request
+        match effect:
+            case do.SendReserve():
+                assert request is not None
+                call(Call.RESERVE, (list(request.output), request.max_output, engine.life))
+            case do.SendRound():
+                call(Call.ROUND, (effect, out.block_ids[effect.from_block : effect.to_block]))
+            case do.SendCommit():
+                call(Call.COMMIT, (effect, out.block_ids[effect.from_block : effect.num_blocks], list(out.tokens)))
+            case do.SendWithdraw():
+                call(Call.WITHDRAW)
+            case do.SendCancel():
+                call(Call.CANCEL)
+            case do.SendAbort():
+                call(Call.ABORT)
+            case do.SendClose():
+                command("close", lambda: call(Call.CLOSE))
+            case do.AskFence(epoch=epoch):
+                self._send(engine.name, "O", "fence", epoch, out.move)
+            case do.TakeSnapshot(from_block=from_block):
+                command("snapshot", lambda: self._snapshot(engine, out, from_block))
+            case do.Freeze():
+                command("freeze", lambda: self._freeze(engine, out))
+            case do.Unfreeze(epoch=epoch):
+                command("unfreeze", lambda: self._unfreeze(engine, epoch))
+            case do.Unpin():
+                command("unpin", lambda: engine.ledger.give_back(Owner.PIN, out.move))
+            case do.Release() | do.Drop():
+                command("release", lambda: self._release(engine))
+            case do.SetTimer(name=name, seconds=seconds):
+                out.timers[name] = self.now + seconds
+            case do.ClearTimer(name=name):
+                out.timers.pop(name, None)
+            case _:
+                raise AssertionError(effect)
+
+    def _snapshot(self, engine: Engine, out: Outgoing, from_block: int) -> None:
+        request = engine.request
+        if request is None or request.computed == 0:
+            self._tell_source(engine, out.move, ev.SnapshotFailed(Reason.NOT_STARTED))
+            return
+        frontier = request.computed // BLOCK_SIZE
+        engine.ledger.hold(Owner.PIN, out.move, request.blocks[from_block:frontier])
+        out.block_ids = list(request.blocks)
+        self._tell_source(engine, out.move, ev.Snapshot(frontier, len(request.tokens)))
+
+    def _freeze(self, engine: Engine, out: Outgoing) -> None:
+        request = engine.request
+        if request is None or request.computed == 0:
+            self._tell_source(engine, out.move, ev.SnapshotFailed(Reason.NOT_STARTED))
+            return
+        request.frozen = True
+        blocks = request.blocks[: -(-request.computed // BLOCK_SIZE)]
+        if self.pins_at_freeze:
+            engine.ledger.hold(Owner.PIN, out.move, blocks)
+        out.block_ids, out.tokens = list(blocks), list(request.output)
+        frozen = ev.Frozen(len(request.tokens), request.computed, len(blocks), len(request.output))
+        self._tell_source(engine, out.move, frozen)
+
+    def _unfreeze(self, engine: Engine, epoch: Epoch | None) -> None:
+        request = engine.request
+        if request is None:
+            return
+        request.frozen = False
+        if epoch is not None:
+            request.epoch, request.base = epoch, len(request.output)
+
+    def _release(self, engine: Engine) -> None:
+        engine.ledger.give_back(Owner.SCHEDULER, REQUEST)
+        engine.request = None
+
+    def _do_at_destination(self, engine: Engine, into: Incoming, effect: do.Effect) -> None:
+        def command(what: str, action: Callable[[], None]) -> None:
+            engine.commands.append((what, action))
+
+        def answer(key: object, kind: Call, body: object) -> None:
+            for _ in range(into.waiting.pop(key, 0)):
+                self._send(engine.name, into.source, f"{kind} answer", (body, engine.incarnation), into.move)
+
+        match effect:
+            case do.ReserveBlocks():
+                command("reserve", lambda: self._reserve(engine, into))
+            case do.GrowReservation(num_tokens=num_tokens):
+                command("grow", lambda: self._grow(engine, into, num_tokens))
+            case do.Pull(job=number, from_block=from_block, to_block=to_block):
+                span = range(from_block, to_block)
+                pairs = [(into.source_blocks[index], into.blocks[index]) for index in span]
+                into.job = Job(number, into.source, into.source_life, pairs)
+            case do.StopPull():
+                assert into.job is not None
+                into.job.stopping = True
+            case do.Admit():
+                command("admit", lambda: self._admit(engine, into, effect))
+            case do.RevokeAdmit():
+                before = len(engine.commands)
+                engine.commands = [command for command in engine.commands if command[0] != "admit"]
+                if len(engine.commands) < before:
+                    self._tell_destination(engine, into.move, ev.AdmitFailed(Reason.BARRED))
+            case do.FreeReservation():
+                command("free", lambda: self._free(engine, into.move))
+            case do.AbortAdmitted():
+                command("abort", lambda: self._abort(engine))
+            case do.AnswerReserve() | do.RefuseReserve():
+                answer(Call.RESERVE, Call.RESERVE, effect)
+            case do.AnswerRound(round=number) | do.RefuseRound(round=number):
+                answer((Call.ROUND, number), Call.ROUND, effect)
+            case do.AnswerCommit():
+                answer(Call.COMMIT, Call.COMMIT, effect)
+            case do.AnswerSettle(call=kind):
+                if kind is Call.CLOSE and engine.request is not None:
+                    engine.request.open_handover = False
+                answer(kind, kind, effect)
+            case do.SetTimer(name=name, seconds=seconds):
+                into.timers[name] = self.now + seconds
+            case do.ClearTimer(name=name):
+                into.timers.pop(name, None)
+            case _:
+                raise AssertionError(effect)
+
+    def _free(self, engine: Engine, move: str) -> None:
+        engine.ledger.give_back(Owner.RESERVATION, move)
+        engine.ledger.give_back(Owner.DRAINING, move)
+
+    def _reserve(self, engine: Engine, into: Incoming) -> None:
+        request = into.request
+        assert request is not None
+        if engine.request is not None:
+            self._tell_destination(engine, into.move, ev.ReserveFailed(Reason.ALREADY_MIGRATING))
+            return
+        hits = sorted(engine.ledger.held(Owner.SCHEDULER, "cache"))[: (len(self.prompt) - 1) // BLOCK_SIZE]
+        wanted = len(request.tokens) // BLOCK_SIZE + 1 - len(hits)
+        free = engine.ledger.free()
+        if wanted > len(free):
+            self._tell_destination(engine, into.move, ev.ReserveFailed(Reason.DESTINATION_FULL))
+            return
+        engine.ledger.hold(Owner.RESERVATION, into.move, free[:wanted])
+        into.blocks = [*hits, *free[:wanted]]
+        self._tell_destination(engine, into.move, ev.BlocksReserved(len(hits), len(into.blocks)))
+
+    def _grow(self, engine: Engine, into: Incoming, num_tokens: int) -> None:
+        missing = num_tokens // BLOCK_SIZE + 1 - len(into.blocks)
+        free = engine.ledger.free()
+        if missing > len(free):
+            self._tell_destination(engine, into.move, ev.GrowFailed(Reason.DESTINATION_FULL))
+            return
+        engine.ledger.hold(Owner.RESERVATION, into.move, free[: max(0, missing)])
+        into.blocks += free[: max(0, missing)]
+        self._tell_destination(engine, into.move, ev.Grown(len(into.blocks)))
+
+    def _admit(self, engine: Engine, into: Incoming, admit: do.Admit) -> None:
+        request = into.request
+        assert request is not None
+        if engine.request is not None:
+            self._tell_destination(engine, into.move, ev.AdmitFailed(Reason.ALREADY_MIGRATING))
+            return
+        request.output = list(into.commit_tokens)
+        request.epoch, request.base, request.computed = admit.epoch, admit.base, admit.computed_tokens
+        request.blocks = list(into.blocks)
+        request.open_handover = True
+        published = engine.cells(request.blocks, request.computed)
+        if published != cells_of(request.tokens)[: request.computed]:
+            self.faults.append(f"{engine.name} published bytes that are not the request's")
+        hits = into.blocks[: into.machine.hit_blocks]
+        engine.ledger.pass_on(into.move, Owner.SCHEDULER, REQUEST)
+        engine.ledger.hold(Owner.SCHEDULER, REQUEST, hits)
+        engine.request = request
+        first = max(0, request.base - TAIL)
+        if first < request.base:
+            self._emit(engine, first, request.output[first : request.base], False)
+        self._tell_destination(engine, into.move, ev.Admitted())
+
+    def _copy_block(self, engine: Engine, into: Incoming, job: Job) -> None:
+        source = self.engines[job.source]
+        read, write = job.pairs[job.copied]
+        if not engine.ledger.writable(into.move, [write]):
+            self.faults.append(f"a mover of {engine.name} wrote block {write}, which is not reserved for it any more")
+        # A read counts if its bytes may be published: a round's while the source still waits for it, the last one's
+        # until its lease is over.
+        out = source.out.get(into.move)
+        awaited = out is not None and not out.machine.settled
+        last = into.machine.state is DestinationState.COMMITTING and self.now < into.timers.get("lease", 0.0)
+        if not job.stopping and (awaited or last) and self.checks_reads:
+            held = source.ledger.of(Owner.PIN) | source.ledger.of(Owner.SCHEDULER)
+            if read not in held:
+                self.faults.append(f"a mover of {engine.name} reads block {read} of {source.name}, which nobody holds")
+        engine.memory[write] = list(source.memory[read])
+
+    # The engine and the origin
+
+    def _allocate(self, engine: Engine) -> bool:
+        """Room for every token and the next."""
+        request = engine.request
+        assert request is not None
+        missing = len(request.tokens) // BLOCK_SIZE + 1 - len(request.blocks)
+        free = engine.ledger.free()
+        if missing > len(free):
+            return False
+        engine.ledger.hold(Owner.SCHEDULER, REQUEST, free[: max(0, missing)])
+        request.blocks += free[: max(0, missing)]
+        return True
+
+    def _emit(self, engine: Engine, first: int, tokens: list[int], finished: bool) -> None:
+        request = engine.request
+        assert request is not None
+        arrival = Arrival(request.epoch, request.base, first, len(tokens), finished, tokens)
+        self._send(engine.name, "O", "out", arrival)
+
+    def _end(self, engine: Engine, kind: Gone) -> None:
+        engine.ledger.give_back(Owner.SCHEDULER, REQUEST)
+        engine.request = None
+        for move in list(engine.out):
+            self._tell_source(engine, move, ev.RequestGone(kind))
+
+    def _abort(self, engine: Engine) -> None:
+        if engine.request is not None:
+            self._end(engine, Gone.ABORTED)
+
+    def _at_origin(self, message: Message) -> None:
+        if message.kind == "fence":
+            decision = self.gate.fence(message.body)
+            self._send("O", message.sender, "fence answer", decision, message.move)
+            return
+        arrival: Arrival = message.body
+        verdict = self.gate.offer(arrival)
+        for delivery in verdict.deliver:
+            tokens = delivery.payload
+            assert isinstance(tokens, list)
+            self.client += tokens[delivery.skip : delivery.skip + delivery.count]
+        if verdict.deliver:
+            self.log.append(f"O: {message} {_span(arrival)}: client has {len(self.client)}")
+        elif verdict.stale:
+            self.log.append(f"O: {message} {_span(arrival)}: stale")
+        else:
+            self.log.append(f"O: {message} {_span(arrival)}: nothing new, or too early")
+        if verdict.stale and message.sender in self.engines:
+            self._send("O", message.sender, "release", arrival.epoch)
+
+    def _at_engine(self, engine: Engine, message: Message) -> None:
+        move = message.move
+        match message.kind:
+            case "abort" if message.sender == "O":
+                engine.commands.append(("abort", lambda: self._abort(engine)))
+            case "release":
+                epoch = message.body
+
+                def release() -> None:
+                    if engine.request is not None and engine.request.epoch == epoch:
+                        self._abort(engine)
+
+                engine.commands.append(("abort", release))
+            case "fence answer":
+                decision = message.body
+                event: ev.SourceEvent = ev.FenceStarted()
+                if decision.finished:
+                    event = ev.OriginFinished()
+                elif decision.raised is not None:
+                    event = ev.FenceRaised(decision.raised)
+                self._answered(engine, move, event)
+            case kind if kind.endswith(" answer"):
+                body, incarnation = message.body
+                if move in engine.out:
+                    engine.out[move].calls.discard(Call(kind.removesuffix(" answer")))
+                reply = self._reply(body, incarnation)
+                if reply is not None:
+                    self._answered(engine, move, reply)
+            case _:
+                self._peer_call(engine, message)
+
+    def _answered(self, engine: Engine, move: str, event: ev.SourceEvent) -> None:
+        out = engine.out.get(move)
+        # An answer to the life of the source that asked; a restarted one does not know the call.
+        if out is None:
+            self.log.append(f"{engine.name} {move}: {show(event)} means nothing here")
+            return
+        self._tell_source(engine, move, event)
+
+    def _reply(self, body: do.Effect, incarnation: str) -> ev.SourceEvent | None:
+        match body:
+            case do.AnswerReserve():
+                return ev.Reserved(body.hit_blocks, body.lease_s, incarnation)
+            case do.RefuseReserve():
+                return ev.Refused(body.reason)
+            case do.AnswerRound():
+                return ev.RoundDone(body.round, body.num_bytes, body.seconds)
+            case do.RefuseRound():
+                return ev.RoundFailed(body.round, body.reason)
+            case do.AnswerSettle(call=Call.CANCEL | Call.CLOSE):
+                return None
+            case do.AnswerCommit(state=state, reason=reason) | do.AnswerSettle(state=state, reason=reason):
+                match state:
+                    case Settlement.COMMITTED:
+                        return ev.Committed(incarnation)
+                    case Settlement.BARRED:
+                        return ev.Barred(reason or Reason.BARRED, incarnation)
+                    case Settlement.UNKNOWN:
+                        return ev.Forgotten()
+                    case _:
+                        return ev.Unsettled()
+        raise AssertionError(body)
+
+    def _peer_call(self, engine: Engine, message: Message) -> None:
+        move = message.move
+        incoming = self._incoming(engine, move, message.sender)
+        key: object = Call(message.kind)
+        event: ev.DestinationEvent
+        match key:
+            case Call.RESERVE:
+                output, max_output, incoming.source_life = message.body
+                if incoming.request is None:
+                    incoming.request = Request(self.prompt, max_output, list(output))
+                event = ev.ReserveRequested()
+            case Call.ROUND:
+                effect, block_ids = message.body
+                key = (Call.ROUND, effect.round)
+                incoming.source_blocks.update(enumerate(block_ids, effect.from_block))
+                event = ev.RoundRequested(effect.round, effect.from_block, effect.to_block, effect.num_tokens)
+            case Call.COMMIT:
+                effect, block_ids, tokens = message.body
+                incoming.source_blocks.update(enumerate(block_ids, effect.from_block))
+                incoming.commit_tokens = tokens
+                event = ev.CommitRequested(
+                    effect.epoch, effect.base, effect.computed_tokens, effect.from_block, effect.num_blocks
+                )
+            case Call.WITHDRAW:
+                event = ev.WithdrawRequested()
+            case Call.CANCEL:
+                event = ev.CancelRequested()
+            case Call.ABORT:
+                event = ev.AbortRequested()
+            case Call.CLOSE:
+                event = ev.CloseRequested()
+            case _:
+                event = ev.QueryRequested()
+        incoming.waiting[key] = incoming.waiting.get(key, 0) + 1
+        self._tell_destination(engine, move, event)
+
+    def _incoming(self, engine: Engine, move: str, source: str) -> Incoming:
+        """The record of a move, made when it is first named."""
+        if move not in engine.into:
+            terms = Terms(block_size=BLOCK_SIZE, lease_s=LEASE_S)
+            engine.into[move] = Incoming(move, source, self.destination_class(terms))
+        incoming = engine.into[move]
+        incoming.source = incoming.source or source
+        return incoming
+
+    def _send(self, sender: str, receiver: str, kind: str, body: object = None, move: str = "") -> None:
+        self.network.append(Message(next(self._numbers), sender, receiver, kind, body, move))
+
+    # What must hold
+
+    def owners(self) -> list[str]:
+        """Engines that may emit something the gate would take."""
+        return [
+            engine.name
+            for engine in self.engines.values()
+            if engine.request is not None and not engine.request.frozen and not self.gate._is_barred(engine.request.epoch)
+        ]
+
+    def violations(self) -> list[str]:
+        faults = list(self.faults)
+        if self.client != self.reference[: len(self.client)]:
+            faults.append("the client's tokens are not the reference's")
+        if len(self.owners()) > 1:
+            faults.append(f"{self.owners()} own the request")
+        for engine in self.engines.values():
+            engine.ledger.check()
+        return faults
+
+    def violations_at_rest(self) -> list[str]:
+        """What must not be left when everything has come to its end."""
+        faults = self.violations()
+        lossless = not self.crashed and not self.client_left and State.LOST not in self.outcomes
+        if lossless and self.client != self.reference:
+            faults.append(f"the client has {len(self.client)} of {len(self.reference)} tokens")
+        for engine in self.engines.values():
+            engine.ledger.give_back(Owner.SCHEDULER, "cache")
+            if counts := {what: count for what, count in engine.ledger.counts().items() if count and what != "free"}:
+                faults.append(f"{engine.name} still holds {counts}")
+            if engine.out or engine.into or engine.request is not None:
+                faults.append(f"{engine.name} has not forgotten")
+        return faults
+
+    def due(self) -> Iterator[tuple[str, str, str]]:
+        """Timers whose time has come."""
+        for engine in self.engines.values():
+            for shell in (*engine.out.values(), *engine.into.values()):
+                for name, when in shell.timers.items():
+                    if when <= self.now:
+                        yield engine.name, shell.move, name
+
+    def next_due(self) -> float | None:
+        shells = [s for engine in self.engines.values() for s in (*engine.out.values(), *engine.into.values())]
+        return min((when for shell in shells for when in shell.timers.values()), default=None)
+
+    def tick(self) -> bool:
+        """Do the next thing, in a fixed order: messages, loops, movers; then due timers; then decode; then time passes.
+
+        False when there is nothing left to do.
+        """
+        if self.react():
+            return True
+        for due in self.due():
+            self.fire(*due)
+            return True
+        decoding = [e.name for e in self.engines.values() if e.request is not None and not e.request.frozen]
+        if not any([self.step(name) for name in decoding]):
+            when = self.next_due()
+            if when is None:
+                return False
+            self.now = max(self.now, when)
+        return True
+
+    def react(self) -> bool:
+        """Deliver a message, or run what a loop was asked, or a mover; False if there is nothing of the kind."""
+        if self.network:
+            self.deliver(self.network[0])
+            return True
+        for engine in self.engines.values():
+            if engine.commands:
+                self.loop(engine.name)
+                return True
+            for incoming in engine.into.values():
+                if incoming.job is not None:
+                    self.pull_block(engine.name, incoming.move)
+                    return True
+        return False
+
+    def settle(self) -> None:
+        """Let everything come to its end: nothing is lost any more, everybody runs."""
+        for _ in range(5000):
+            if not self.tick():
+                return
+        raise AssertionError("the world does not come to rest")
+
+    def summary(self) -> str:
+        right = "as the reference" if self.client == self.reference[: len(self.client)] else "WRONG"
+        parts = [f"client: {len(self.client)} of {len(self.reference)} tokens, {right}"]
+        parts.append(f"owner: {', '.join(self.owners()) or 'nobody'}")
+        for engine in self.engines.values():
+            ledger = engine.ledger
+            counts = {"of its scheduler": len(ledger.of(Owner.SCHEDULER)), "pinned": len(ledger.of(Owner.PIN))}
+            counts |= {"reserved": len(ledger.of(Owner.RESERVATION)), "draining": len(ledger.of(Owner.DRAINING))}
+            held = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+            parts.append(f"{engine.name}: {held or 'all free'}")
+        return "; ".join(parts)
+
+
+def show(item: msgspec.Struct) -> str:
+    """An event or effect in words, without the fields that have their default."""
+    names = item.__struct_fields__
+    defaults = (msgspec.NODEFAULT,) * (len(names) - len(item.__struct_defaults__)) + item.__struct_defaults__
+    fields = {name: getattr(item, name) for name in names}
+    given = [f"{name}={value}" for (name, value), default in zip(fields.items(), defaults, strict=True) if value != default]
+    return f"{type(item).__name__}({', '.join(given)})"
+
+
+def _is_deadline(effect: do.Effect) -> bool:
+    """The timers that states set and clear by themselves would drown everything else."""
+    return isinstance(effect, do.SetTimer | do.ClearTimer) and effect.name not in ("lease", "ask")
+
+
+def _span(arrival: Arrival) -> str:
+    finished = ", finished" if arrival.finished else ""
+    return f"{arrival.epoch} [{arrival.first}, {arrival.end}){finished}"

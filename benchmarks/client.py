@@ -99,11 +99,7 @@ class Stream:
 
     def _raise(self) -> None:
         assert self._task is not None
-        if (
-            self._task.done()
-            and not self._task.cancelled()
-            and (error := self._task.exception()) is not None
-        ):
+        if self._task.done() and not self._task.cancelled() and (error := self._task.exception()) is not None:
             raise error
 
     async def _run(self, response: aiohttp.ClientResponse) -> None:
@@ -125,15 +121,11 @@ class Stream:
             self._take(json.loads(line[6:]), now, event)
             event += 1
             self._changed.set()
-        raise StreamFailed(
-            f"the connection ended after {len(self.token_ids)} tokens without an end mark"
-        )
+        raise StreamFailed(f"the connection ended after {len(self.token_ids)} tokens without an end mark")
 
     def _take(self, chunk: dict[str, Any], now: float, event: int) -> None:
         if "error" in chunk:
-            raise StreamFailed(
-                f"the server sent an error after {len(self.token_ids)} tokens: {chunk['error']}"
-            )
+            raise StreamFailed(f"the server sent an error after {len(self.token_ids)} tokens: {chunk['error']}")
         self.usage = chunk.get("usage") or self.usage
         # The chat endpoint puts the prompt beside the choices, the other into the first one.
         self.prompt_token_ids += chunk.get("prompt_token_ids") or []
@@ -142,9 +134,7 @@ class Stream:
             self.token_ids += ids
             self.times += [now] * len(ids)
             self.events += [event] * len(ids)
-            self.text += (
-                choice["text"] if "text" in choice else choice["delta"].get("content") or ""
-            )
+            self.text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
             self.prompt_token_ids += choice.get("prompt_token_ids") or []
             if choice.get("logprobs"):
                 self.logprobs.append(choice["logprobs"])
@@ -190,13 +180,9 @@ class Client:
         """Start a completion: greedy unless `parameters` (fields of the request) say otherwise.
         Raises StreamFailed.
         """
-        return await self._start(
-            "cmpl", "/v1/completions", {"prompt": prompt, "max_tokens": max_tokens, **parameters}
-        )
+        return await self._start("cmpl", "/v1/completions", {"prompt": prompt, "max_tokens": max_tokens, **parameters})
 
-    async def chat(
-        self, messages: list[dict[str, str]], max_tokens: int, **parameters: Any
-    ) -> Stream:
+    async def chat(self, messages: list[dict[str, str]], max_tokens: int, **parameters: Any) -> Stream:
         """The same through the chat endpoint."""
         body = {"messages": messages, "max_tokens": max_tokens, **parameters}
         return await self._start("chatcmpl", "/v1/chat/completions", body)

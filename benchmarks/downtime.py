@@ -119,10 +119,7 @@ class Cell:
             "itl_ms_p50": round(self.itl_ms, 3),
             "excess_ms_p50": round(self.excess_ms, 3),
             "stall_over_itl_p50": round(median(ratios), 3),
-            "phase_ms": {
-                phase: round(median(move.phase_ms.get(phase, 0.0) for move in moves), 3)
-                for phase in phases
-            },
+            "phase_ms": {phase: round(median(move.phase_ms.get(phase, 0.0) for move in moves), 3) for phase in phases},
             "copied_bytes": int(median(move.copied_bytes for move in moves)),
             "recomputed_tokens": max(move.recomputed_tokens for move in moves),
             "rounds": median(move.rounds for move in moves),
@@ -175,9 +172,7 @@ def sample_of(stream: Stream, move: Move) -> Sample:
     return Sample(move, stall, largest_gap(stream.times, move.asked_at, end))
 
 
-async def measure_cell(
-    servers: Sequence[Server], cell: Cell, num_moves: int, bar: Progress, task: Any
-) -> None:
+async def measure_cell(servers: Sequence[Server], cell: Cell, num_moves: int, bar: Progress, task: Any) -> None:
     wanted = num_moves + 1  # The first is the warm-up.
     for seed, first in enumerate(range(0, wanted, MOVES_PER_STREAM)):
         count = min(MOVES_PER_STREAM, wanted - first)
@@ -276,9 +271,7 @@ def run(options: argparse.Namespace, say_to: Console) -> list[Cell]:
                 flags=("--no-enable-prefix-caching",),
             )
             names = ("a", "b")
-            servers = fleet.start(
-                *(dataclasses.replace(spec, name=n, instance_id=n) for n in names)
-            )
+            servers = fleet.start(*(dataclasses.replace(spec, name=n, instance_id=n) for n in names))
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),

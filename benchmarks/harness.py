@@ -128,9 +128,7 @@ class ServerSpec:
 class Server:
     """One running `vllm serve`. Made by `launch`; ready after `wait_ready`."""
 
-    def __init__(
-        self, spec: ServerSpec, log: Path, port: int, process: subprocess.Popen[bytes]
-    ) -> None:
+    def __init__(self, spec: ServerSpec, log: Path, port: int, process: subprocess.Popen[bytes]) -> None:
         self.spec = spec
         self.log = log
         self.port = port
@@ -209,9 +207,7 @@ class Server:
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def wait_ready(
-        self, timeout_s: float = START_TIMEOUT_S, progress: _Progress | None = None
-    ) -> Self:
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S, progress: _Progress | None = None) -> Self:
         """Until the server answers, its llumlet is known and it has computed something. Raises
         ServerDied.
         """
@@ -221,9 +217,7 @@ class Server:
             if not self.alive():
                 raise ServerDied(f"{self.name} ended while it started:\n{self._tail()}")
             if time.monotonic() > deadline:
-                raise ServerDied(
-                    f"{self.name} was not ready after {timeout_s:.0f} s:\n{self._tail()}"
-                )
+                raise ServerDied(f"{self.name} was not ready after {timeout_s:.0f} s:\n{self._tail()}")
             if progress is not None:
                 progress(f"{self.name}: {self._stage()}")
             time.sleep(0.25)
@@ -232,9 +226,7 @@ class Server:
         self.generate(list(range(100, 100 + WARM_UP_TOKENS)), max_tokens=4)
         return self
 
-    def generate(
-        self, prompt: str | list[int], max_tokens: int, **parameters: Any
-    ) -> dict[str, Any]:
+    def generate(self, prompt: str | list[int], max_tokens: int, **parameters: Any) -> dict[str, Any]:
         """One completion, not streamed, greedy unless `parameters` say otherwise; the answer's JSON
         object.
         """
@@ -288,18 +280,13 @@ class Server:
         deadline = time.monotonic() + 10
         while not (found := self.llumlets()):
             if time.monotonic() > deadline:
-                raise ServerDied(
-                    f"{self.name} answers but never printed its llumlet's address:\n{self._tail()}"
-                )
+                raise ServerDied(f"{self.name} answers but never printed its llumlet's address:\n{self._tail()}")
             time.sleep(0.1)
         return found[0]
 
     def llumlets(self) -> list[LlumletAddress]:
         """Every llumlet the log speaks of: one a data-parallel rank."""
-        return [
-            LlumletAddress(i, host, int(port))
-            for i, host, port in _LLUMLET_LINE.findall(self.log_text())
-        ]
+        return [LlumletAddress(i, host, int(port)) for i, host, port in _LLUMLET_LINE.findall(self.log_text())]
 
     def _stage(self) -> str:
         text = self.log_text()
@@ -313,9 +300,7 @@ class Fleet:
     """Servers that are stopped together. A context manager; `start` may be called repeatedly."""
 
     def __init__(self, log_dir: Path | None = None, progress: _Progress | None = None) -> None:
-        self.log_dir = (
-            log_dir if log_dir is not None else Path(tempfile.mkdtemp(prefix="llumnix-logs-"))
-        )
+        self.log_dir = log_dir if log_dir is not None else Path(tempfile.mkdtemp(prefix="llumnix-logs-"))
         self.servers: list[Server] = []
         self._progress = progress
         self._started = 0
@@ -393,8 +378,6 @@ def _cpu_seconds(pid: int) -> float:
 def command_line(pid: int) -> str:
     """The command line of a process, or what it has put there; empty if it is gone."""
     try:
-        return (
-            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        )
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return ""

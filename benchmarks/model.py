@@ -116,9 +116,7 @@ def build(spec: ModelSpec, out: Path | None = None) -> Path:
 
 def _require_ours(target: Path) -> None:
     if any(target.iterdir()) and not (target / "spec.json").is_file():
-        raise FileExistsError(
-            f"{target} exists and holds something else than a model built by this program"
-        )
+        raise FileExistsError(f"{target} exists and holds something else than a model built by this program")
 
 
 def _write(spec: ModelSpec, out: Path) -> None:
@@ -126,9 +124,7 @@ def _write(spec: ModelSpec, out: Path) -> None:
 
     tokenizer = build_tokenizer(spec.vocab_size)
     tokenizer.save(str(out / "tokenizer.json"))
-    save_file(
-        _weights(spec, silent_ids(tokenizer)), out / "model.safetensors", metadata={"format": "pt"}
-    )
+    save_file(_weights(spec, silent_ids(tokenizer)), out / "model.safetensors", metadata={"format": "pt"})
     bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
     _dump(
         out / "config.json",
@@ -257,9 +253,7 @@ def _weights(spec: ModelSpec, silent: list[int]) -> dict[str, torch.Tensor]:
             f"{prefix}.self_attn.q_proj.weight": reading(heads, query_key_gain / stored),
             f"{prefix}.self_attn.k_proj.weight": reading(heads, query_key_gain * stored),
             f"{prefix}.self_attn.v_proj.weight": reading(heads, stored),
-            f"{prefix}.self_attn.o_proj.weight": writing(
-                heads, (last_attention_gain if last else 1.0) / stored
-            ),
+            f"{prefix}.self_attn.o_proj.weight": writing(heads, (last_attention_gain if last else 1.0) / stored),
             f"{prefix}.post_attention_layernorm.weight": torch.ones(hidden),
             f"{prefix}.mlp.gate_proj.weight": reading(2 * hidden),
             f"{prefix}.mlp.up_proj.weight": reading(2 * hidden),
@@ -274,15 +268,11 @@ def _weights(spec: ModelSpec, silent: list[int]) -> dict[str, torch.Tensor]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.model", description="Build a small random test model."
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.model", description="Build a small random test model.")
     parser.add_argument("--preset", choices=sorted(PRESETS), default="tiny")
     parser.add_argument("--dtype", choices=sorted(DTYPE_BYTES), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--out", type=Path, help="directory to write; by default the model goes into the cache"
-    )
+    parser.add_argument("--out", type=Path, help="directory to write; by default the model goes into the cache")
     options = parser.parse_args(arguments)
     spec = dataclasses.replace(PRESETS[options.preset], dtype=options.dtype, seed=options.seed)
     print(build(spec, options.out))

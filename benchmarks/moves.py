@@ -179,9 +179,7 @@ async def engine_id(server: Server, stream: Stream, timeout_s: float = 10.0) -> 
     deadline = time.monotonic() + timeout_s
     while True:
         for info in await requests(server):
-            if stream.is_engine_id(info.external_request_id) or stream.is_engine_id(
-                info.request_id
-            ):
+            if stream.is_engine_id(info.external_request_id) or stream.is_engine_id(info.request_id):
                 return info.request_id
         if time.monotonic() > deadline or stream.done:
             raise LookupError(f"{server.name} holds no request of stream {stream.request_id}")

@@ -167,8 +167,7 @@ def supervise(command: list[str]) -> int:
             # A stopped process acts on SIGTERM only after SIGCONT.
             child.send_signal(signal.SIGCONT)
     kill_tree(os.getpid())
-    code = child.wait()
-    return code
+    return child.wait()
 
 
 def _restore_and_bind() -> None:

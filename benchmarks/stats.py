@@ -108,9 +108,7 @@ class Comparison:
         return "outside"
 
 
-def compare(
-    blocks: Sequence[Sequence[float]], control_blocks: Sequence[Sequence[float]]
-) -> Comparison:
+def compare(blocks: Sequence[Sequence[float]], control_blocks: Sequence[Sequence[float]]) -> Comparison:
     """Compare by ABBA blocks `(a, b, b, a)`; `control_blocks` have the same shape with the baseline
     in both roles.
 

@@ -135,15 +135,12 @@ def report(outcome: Outcome, pieces: Sequence[str], console: Console) -> None:
             f"{stall.itl * 1e3:.1f} ms",
             f"{stall.stall / stall.itl:.2f}",
         )
-    console.print(
-        Panel(_coloured(outcome, pieces), title="The stream, by the server that computed")
-    )
+    console.print(Panel(_coloured(outcome, pieces), title="The stream, by the server that computed"))
     console.print(table)
     same = "[green]the same[/]" if outcome.tokens_identical else "[red]not the same[/]"
     again = "the same" if outcome.control_identical else "[red]not the same[/]"
     console.print(
-        f"{len(outcome.moved.token_ids)} tokens, {same} as without moves "
-        f"(a second run without moves: {again})."
+        f"{len(outcome.moved.token_ids)} tokens, {same} as without moves (a second run without moves: {again})."
     )
     if not outcome.all_live:
         console.print("[red]Not every move was live.[/]")

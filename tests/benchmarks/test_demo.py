@@ -39,9 +39,7 @@ def test_a_good_run() -> None:
     assert values["copied_bytes"] == 2 << 20
 
 
-@pytest.mark.parametrize(
-    "changes", [{"mode": "blocking"}, {"recomputed_tokens": 2}, {"phase": "stayed"}]
-)
+@pytest.mark.parametrize("changes", [{"mode": "blocking"}, {"recomputed_tokens": 2}, {"phase": "stayed"}])
 def test_a_move_that_was_not_live_fails_the_demo(changes: dict[str, Any]) -> None:
     assert not outcome(**changes).good
 

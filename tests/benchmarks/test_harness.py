@@ -81,9 +81,7 @@ def test_a_server_that_dies_shows_the_end_of_its_log(tmp_path: Path) -> None:
         fleet.start(ServerSpec(tmp_path, flags=("--fail",)))
 
 
-def test_a_server_that_cannot_be_executed_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_cannot_be_executed_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "LAUNCHER", ("/nonexistent/vllm",))
     with Fleet(tmp_path / "logs") as fleet, pytest.raises(ServerDied, match="nonexistent"):
         fleet.start(ServerSpec(tmp_path))

@@ -45,9 +45,7 @@ def engines(model_dir: Path, log_dir: Path, request: pytest.FixtureRequest) -> I
 
 
 @pytest.fixture
-def start_server(
-    model_dir: Path, tmp_path: Path, request: pytest.FixtureRequest
-) -> Iterator[StartServer]:
+def start_server(model_dir: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[StartServer]:
     """`start_server(name="d", num_kv_blocks=40, env={...})`: any field of ServerSpec by name; the
     model is the small one unless `model` says otherwise.
     """

@@ -72,6 +72,4 @@ async def assert_conserved(before: dict[Server, Holdings], timeout_s: float = 15
     """Every server of `before` is idle again and holds exactly what it held then."""
     for server, held_before in before.items():
         held = await wait_idle(server, timeout_s)
-        assert held == held_before, (
-            f"{server.name} has changed:\nbefore {held_before}\nafter  {held}"
-        )
+        assert held == held_before, f"{server.name} has changed:\nbefore {held_before}\nafter  {held}"

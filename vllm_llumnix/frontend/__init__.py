@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The origin's side, in the API server process: `streams` is the gate for every live request, `client` the sockets."""
+"""The API server's half: relay socket, gate and abort route of every stream that began here.
+
+Imported by API server processes only, never by an engine.
+"""

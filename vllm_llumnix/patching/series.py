@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One patch series: `patches/v<version>/` with
+
+    BASE      "vllm <version>", then "<sha256 before>  <sha256 after>  <path>" for each file that the series changes
+    series    the names of the patches, in the order in which they are applied
+    *.patch   header fields ("Subject: ...", continued by indented lines), "---", a unified diff
+
+The digest identifies a series: two processes with the same digest have the same text in each changed module.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_llumnix.errors import PatchError
+from vllm_llumnix.patching import diff
+
+HEADER_FIELDS = ("Subject", "Why", "Why-not-plugin", "Process", "Forwarded", "Remove-when", "Test")
+_FIELD = re.compile(r"([A-Z][A-Za-z-]*): (.*)")
+_BASE_LINE = re.compile(r"([0-9a-f]{64})  ([0-9a-f]{64})  (\S+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One patch file."""
+
+    name: str
+    header: dict[str, str]
+    diffs: tuple[diff.FileDiff, ...]
+
+    @property
+    def num_added(self) -> int:
+        """Added lines."""
+        return sum(hunk.num_added for change in self.diffs for hunk in change.hunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """sha256 of one file before and after the series."""
+
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A loaded series. `files` maps paths below the directory that holds the package (`vllm/...`)."""
+
+    version: str
+    files: dict[str, Base]
+    patches: tuple[Patch, ...]
+    digest: str
+
+    def apply(self, path: str, text: str) -> str:
+        """The patched text of the file `path`. Raises PatchError where a line of context differs."""
+        for patch in self.patches:
+            for change in patch.diffs:
+                if change.path == path:
+                    text = change.apply(text)
+        return text
+
+    def revert(self, path: str, text: str) -> str:
+        """The inverse of `apply`."""
+        for patch in reversed(self.patches):
+            for change in reversed(patch.diffs):
+                if change.path == path:
+                    text = change.reversed().apply(text)
+        return text
+
+    def export(self, originals: dict[str, str]) -> str:
+        """The whole series as one diff for `patch -p1`; `originals` holds the text of each file."""
+        parts: list[str] = []
+        for path in self.files:
+            before = originals[path].splitlines(keepends=True)
+            after = self.apply(path, originals[path]).splitlines(keepends=True)
+            parts += difflib.unified_diff(before, after, f"a/{path}", f"b/{path}")
+        return "".join(parts)
+
+
+def module_name(path: str) -> str:
+    """`vllm/v1/engine/core.py` -> `vllm.v1.engine.core`."""
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def sha256(text: str | bytes) -> str:
+    return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()
+
+
+def root() -> Path:
+    """The directory of all series: inside an installed package, or `patches/` of a source tree."""
+    here = Path(__file__).resolve().parent
+    packaged = here / "series_data"
+    return packaged if packaged.is_dir() else here.parents[1] / "patches"
+
+
+def available() -> list[str]:
+    """The vLLM versions for which there is a series, oldest first."""
+    versions = (path.parent.name.removeprefix("v") for path in root().glob("v*/BASE"))
+    return sorted(versions, key=lambda version: [int(number) for number in re.findall(r"\d+", version)])
+
+
+def load(version: str) -> Series:
+    """The series for a vLLM version; a local part of it ("+cpu") does not count.
+
+    Raises PatchError if there is none, or if it is faulty.
+    """
+    release = version.partition("+")[0]
+    directory = root() / f"v{release}"
+    if not (directory / "BASE").is_file():
+        raise PatchError(
+            f"there is no patch series for vLLM {version}, only for {', '.join(available()) or 'none'}: "
+            "install one of these versions of vLLM"
+        )
+    return load_directory(directory)
+
+
+def load_directory(directory: Path) -> Series:
+    """The series in `directory`. Raises PatchError if it is faulty."""
+    version, files = _parse_base((directory / "BASE").read_text())
+    names = _listed((directory / "series").read_text().splitlines())
+    digest = hashlib.sha256((directory / "BASE").read_bytes())
+    patches: list[Patch] = []
+    for name in names:
+        data = (directory / name).read_bytes()
+        digest.update(f"\0{name}\0".encode() + data)
+        patches.append(parse_patch(data.decode(), name))
+    changed = {change.path for patch in patches for change in patch.diffs}
+    if changed != files.keys():
+        raise PatchError(f"{directory}: BASE and the patches name different files: {sorted(changed ^ files.keys())}")
+    return Series(version, files, tuple(patches), digest.hexdigest()[:16])
+
+
+def parse_patch(text: str, name: str) -> Patch:
+    """One patch file's text."""
+    header: dict[str, str] = {}
+    field = ""
+    for line in text.partition("\n---\n")[0].splitlines():
+        if match := _FIELD.fullmatch(line):
+            field = match[1]
+            header[field] = match[2]
+        elif line.startswith(" ") and field:
+            header[field] += " " + line.strip()
+        else:
+            raise PatchError(f"{name}: not a header line: {line!r}")
+    return Patch(name, header, diff.parse(text, name))
+
+
+def _parse_base(text: str) -> tuple[str, dict[str, Base]]:
+    first, *rest = _listed(text.splitlines())
+    files: dict[str, Base] = {}
+    for line in rest:
+        match = _BASE_LINE.fullmatch(line)
+        if match is None:
+            raise PatchError(f"BASE: not a line with two hashes and a path: {line!r}")
+        files[match[3]] = Base(match[1], match[2])
+    return first.removeprefix("vllm "), files
+
+
+def _listed(lines: Iterable[str]) -> list[str]:
+    return [line for line in lines if line.strip() and not line.startswith("#")]

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether this process runs the patched vLLM."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from vllm_llumnix.patching import importer
+from vllm_llumnix.patching.installed import Installed, installed
+from vllm_llumnix.patching.series import module_name
+
+
+@dataclass(frozen=True, slots=True)
+class PatchState:
+    """`applied` names the patched modules imported so far. `problem`, if any, tells what to do; there is a `digest`
+    exactly when there is no problem.
+    """
+
+    version: str | None
+    digest: str | None
+    applied: frozenset[str]
+    problem: str | None
+
+
+def current() -> PatchState:
+    """The state of this process now."""
+    found = installed()
+    if found.series is None:
+        return PatchState(found.version, None, frozenset(), found.problem)
+    imported = {name: sys.modules[name] for name in map(module_name, found.series.files) if name in sys.modules}
+    applied = {name for name, module in imported.items() if getattr(module, importer.MARK, None) == found.series.digest}
+    if found.on_disk:
+        applied |= imported.keys()
+    problem = found.problem or _not_patched(found, imported.keys() - applied)
+    return PatchState(found.version, None if problem else found.series.digest, frozenset(applied), problem)
+
+
+def _not_patched(found: Installed, stock: set[str]) -> str | None:
+    if stock:
+        return (
+            f"vLLM {found.version} is only partly patched in this process: {', '.join(sorted(stock))} came in as "
+            "released; restart Python, and see `vllm-llumnix doctor` if that does not help"
+        )
+    if not found.on_disk and not importer.installed_here():
+        return (
+            "the import hook of vllm-llumnix is not active (Python ran without site, or vllm-llumnix.pth is missing): "
+            "reinstall vllm-llumnix, or patch the files with `vllm-llumnix patch apply`"
+        )
+    return None

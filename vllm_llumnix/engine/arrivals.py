@@ -248,7 +248,7 @@ class IncomingMove:
                 transport=self.transport,
                 deadline_s=PULL_SECONDS,
                 final=final,
-                tag=f"{self.request_id}:{effect.from_block}",
+                tag=f"from {effect.from_block}",
             )
         except TransportError as error:
             self.feed(on.PullFailed(effect.job, Reason.TRANSFER_FAILED, str(error)))

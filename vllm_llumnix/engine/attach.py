@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -69,6 +70,8 @@ def engine_facts(engine: Any, movers: list[MoverInfo]) -> dict[str, Any]:
     return {
         "vllm": vllm.__version__,
         "patches": hooks.ready_digest(),
+        # The fingerprint sees what the runner keeps as parameters; on CPU, packed linear layers are not among them.
+        "model": (Path(model.model).name, model.revision),
         "weights": [mover.weights for mover in movers],
         "isa": [mover.isa for mover in movers],
         "dtype": str(model.dtype),

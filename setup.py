@@ -8,8 +8,8 @@
 
 The hook is the one line of `vllm-llumnix.pth`. It belongs into the root of site-packages, where Python runs it at the
 start of every process; as a data file of the distribution it is there after every kind of install, editable ones
-included, and `pip uninstall` removes it. The patch series is package data in a wheel (`vllm_llumnix/patching/series_data/`) and
-stays in `patches/` for an editable install.
+included, and `pip uninstall` removes it. The patch series is package data in a wheel, under
+`vllm_llumnix/patching/series_data/`, and stays in `patches/` for an editable install.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import shutil
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Distribution, find_packages, setup
 from setuptools.command.build_py import build_py
 
 from distutils.command.install_data import install_data  # isort: skip (setuptools provides it, when imported first)
@@ -78,6 +78,12 @@ class InstallDataIntoSitePackages(install_data):
         super().finalize_options()
 
 
+class DistributionWithData(Distribution):
+    def has_data(self) -> bool:
+        """The name under which `editable_wheel` asks; without it an editable install leaves data files out."""
+        return bool(self.has_data_files())
+
+
 device = target_device()
 names = ["llumlet", "llumsched"] if device == "empty" else ["llumlet", "llumsched", "vllm_llumnix"]
 setup(
@@ -91,5 +97,6 @@ setup(
     entry_points={
         "console_scripts": [f"{name} = {main}" for name, main in SCRIPTS.items() if main.split(".")[0] in names]
     },
+    distclass=DistributionWithData,
     cmdclass={"build_py": BuildWithSeries, "install_data": InstallDataIntoSitePackages},
 )

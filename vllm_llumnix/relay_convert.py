@@ -23,9 +23,7 @@ from vllm_llumnix.migration import wire
 _FINISH_REASONS = frozenset(int(reason) for reason in FinishReason)
 
 
-def token_output_from(
-    output: EngineCoreOutput, epoch: Epoch, base: int, first: int
-) -> wire.TokenOutput:
+def token_output_from(output: EngineCoreOutput, epoch: Epoch, base: int, first: int) -> wire.TokenOutput:
     """What the engine that owns a request under `epoch` sends to its origin; `first` indexes the first token."""
     finish_reason = output.finish_reason
     return wire.TokenOutput(
@@ -41,9 +39,7 @@ def token_output_from(
     )
 
 
-def engine_output_from(
-    token: wire.TokenOutput, skip: int, count: int, finished: bool
-) -> EngineCoreOutput:
+def engine_output_from(token: wire.TokenOutput, skip: int, count: int, finished: bool) -> EngineCoreOutput:
     """Tokens `[skip, skip + count)` of what a relay brought, as if the request's own engine had sent them.
 
     `token` has passed `check`. Its finish and stop reason count only if `finished`.

@@ -34,6 +34,7 @@ from vllm_llumnix.ids import Epoch
 from vllm_llumnix.migration import wire
 
 VOCAB_SIZE = 1000
+FIRST_HOP = Epoch(0, 1)
 SECONDS = 5.0
 """How long a test waits for a message before it fails."""
 
@@ -68,7 +69,7 @@ def relayed(
     request_id: str,
     first: int,
     *token_ids: int,
-    epoch: Epoch = Epoch(0, 1),
+    epoch: Epoch = FIRST_HOP,
     base: int = 0,
     finish: FinishReason | None = None,
     **fields: Any,
@@ -215,9 +216,7 @@ def _ready(rank: int) -> bytes:
 def _config(ranks: int) -> Any:
     """As much of a VllmConfig as a client reads."""
     return SimpleNamespace(
-        model_config=SimpleNamespace(
-            multimodal_config=None, max_model_len=4096, get_vocab_size=lambda: VOCAB_SIZE
-        ),
+        model_config=SimpleNamespace(multimodal_config=None, max_model_len=4096, get_vocab_size=lambda: VOCAB_SIZE),
         cache_config=SimpleNamespace(num_gpu_blocks=0, block_size=32),
         parallel_config=SimpleNamespace(
             enable_elastic_ep=False,

@@ -263,9 +263,7 @@ async def test_requests_that_cannot_move_have_no_stream(
     assert await tokens_of(client, 1) == [10]
 
 
-async def test_the_end_of_a_streaming_session_opens_no_stream(
-    client: Any, engine: FakeEngine, peer: FakePeer
-) -> None:
+async def test_the_end_of_a_streaming_session_opens_no_stream(client: Any, engine: FakeEngine, peer: FakePeer) -> None:
     for resumable in (True, True, False):
         await client.add_request_async(request("session", resumable=resumable))
         assert (await engine.added()).queue_server_address is None

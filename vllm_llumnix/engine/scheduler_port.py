@@ -248,8 +248,8 @@ class SchedulerPort:
         """Whether the next step's decodes could preempt each other for want of blocks that a reservation holds."""
         if not self._reserved:
             return False
-        growing = sum(1 for request in self.scheduler.running if request.num_tokens % self.block_size == 0)
-        return self.block_pool.get_num_free_blocks() < growing
+        growing = sum(1 for request in self.scheduler.running if self._grows_next(request))
+        return bool(self.block_pool.get_num_free_blocks() < growing)
 
     # Every step
 
@@ -303,6 +303,10 @@ class SchedulerPort:
         if self.scheduler.policy != SchedulingPolicy.PRIORITY and request in running:
             running.remove(request)
             running.insert(0, request)
+
+    def _grows_next(self, request: Request) -> bool:
+        capacity = len(self._blocks(request)) * self.block_size
+        return request.num_computed_tokens + 1 + self.scheduler.num_lookahead_tokens > capacity
 
     def _extend(self, request: Request, num_tokens: int) -> bool:
         return (

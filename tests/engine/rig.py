@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's real schedulers with a fake model runner, so that the asynchronous one can be tested without a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_llumnix.engine.request_state import Residence, settle_in
+from vllm_llumnix.engine.scheduler_port import SchedulerPort
+
+BLOCK_SIZE = 32
+
+
+class FakeRunner:
+    """Answers a step with one made-up token for every request that is due one: `token` counts up."""
+
+    def __init__(self) -> None:
+        self.token = 100
+
+    def run(self, output: SchedulerOutput, scheduler: Scheduler) -> ModelRunnerOutput:
+        ids = list(output.num_scheduled_tokens)
+        self.token += 1
+        sampled = [[] if scheduler.requests[i].is_prefill_chunk else [self.token] for i in ids]
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+            sampled_token_ids=sampled,
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+        )
+
+
+class Rig:
+    """One scheduler. `depth` 1 steps synchronously; 2 keeps a step in flight, as the asynchronous engine does."""
+
+    def __init__(
+        self, model: Path, *, asynchronous: bool = False, runner_v2: bool = False, num_blocks: int = 64, **flags: Any
+    ) -> None:
+        config = _config(model, **flags)
+        config.scheduler_config.async_scheduling = asynchronous
+        spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=4, head_size=64, dtype=torch.bfloat16)
+        cache = KVCacheConfig(
+            num_blocks=num_blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["layer.0"], spec)],
+            hash_block_size=BLOCK_SIZE,
+        )
+        config.cache_config.num_gpu_blocks = num_blocks
+        hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(hash_fn)
+        self.block_hasher = get_request_block_hasher(BLOCK_SIZE, hash_fn)
+        with set_current_vllm_config(config):
+            self.scheduler = (AsyncScheduler if asynchronous else Scheduler)(
+                vllm_config=config,
+                kv_cache_config=cache,
+                structured_output_manager=StructuredOutputManager(config),
+                block_size=BLOCK_SIZE,
+                hash_block_size=BLOCK_SIZE,
+                include_finished_set=True,
+                log_stats=True,
+            )
+        self.scheduler.use_v2_model_runner = runner_v2
+        self.port = SchedulerPort(self.scheduler)
+        self.runner = FakeRunner()
+        self._depth = 2 if asynchronous else 1
+        self._in_flight: deque[SchedulerOutput] = deque()
+
+    @property
+    def free_blocks(self) -> int:
+        return int(self.port.block_pool.get_num_free_blocks())
+
+    def request(self, request_id: str, num_prompt: int = 70, max_tokens: int = 500, first: int = 5) -> Request:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=[first + index % 90 for index in range(num_prompt)],
+            sampling_params=params,
+            pooling_params=None,
+            block_hasher=self.block_hasher,
+        )
+        settle_in(request, Residence(origin="tcp://127.0.0.1:1", external_request_id=request_id, reasoning_ended=None))
+        return request
+
+    def add(self, *args: Any, **kwargs: Any) -> Request:
+        request = self.request(*args, **kwargs)
+        self.scheduler.add_request(request)
+        return request
+
+    def turn(self) -> list[EngineCoreOutput]:
+        """One turn of the engine's loop; returns what it emits."""
+        self.port.before_step()
+        self._in_flight.append(self.scheduler.schedule())
+        return self.drain_one() if len(self._in_flight) >= self._depth else []
+
+    def drain_one(self) -> list[EngineCoreOutput]:
+        output = self._in_flight.popleft()
+        emitted = self.scheduler.update_from_output(output, self.runner.run(output, self.scheduler))
+        return [one for outputs in emitted.values() for one in outputs.outputs]
+
+    def scheduled(self) -> dict[str, int]:
+        """Tokens per request of the step scheduled last."""
+        return dict(self._in_flight[-1].num_scheduled_tokens) if self._in_flight else {}
+
+    def turns(self, count: int) -> list[EngineCoreOutput]:
+        return [output for _ in range(count) for output in self.turn()]
+
+
+def _config(model: Path, **flags: Any) -> VllmConfig:
+    args = {"max_model_len": 2048, "max_num_seqs": 4, "max_num_batched_tokens": 256, **flags}
+    return EngineArgs(model=str(model), block_size=BLOCK_SIZE, enforce_eager=True, **args).create_engine_config()

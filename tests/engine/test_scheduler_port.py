@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a migration does to vLLM's schedulers: the real ones, synchronous and asynchronous, with a fake model runner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from tests.engine.rig import BLOCK_SIZE, Rig
+from vllm_llumnix.errors import Reason, Refused
+
+KINDS = {
+    "sync": {"asynchronous": False, "runner_v2": False},
+    "async-v1": {"asynchronous": True, "runner_v2": False},
+    "async-v2": {"asynchronous": True, "runner_v2": True},
+}
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS.keys())
+def rig(request: pytest.FixtureRequest, model_dir: Path) -> Rig:
+    return Rig(model_dir, **request.param)
+
+
+def freeze(rig: Rig, name: str = "a"):
+    """Freeze and let the step in flight drain."""
+    request = rig.scheduler.requests[name]
+    rig.port.freeze(request)
+    for _ in range(3):
+        if (frozen := rig.port.drained(request, 0)) is not None:
+            return frozen
+        rig.turn()
+    raise AssertionError("the frozen request does not drain")
+
+
+def test_frontier_is_what_has_been_processed(rig: Rig) -> None:
+    request = rig.add("a", num_prompt=100)
+    rig.turns(8)
+    frontier = rig.port.frontier(request, 0, 0)
+    assert frontier.frontier_blocks == (request.num_tokens - 1) // BLOCK_SIZE == 3
+    assert frontier.output_token_ids == list(request.output_token_ids)
+    assert len(frontier.block_ids) == 3
+    rig.port.unpin(frontier.pin)
+
+
+def test_frozen_request_emits_its_last_token_and_then_nothing(rig: Rig) -> None:
+    request = rig.add("a")
+    rig.add("b")
+    rig.turns(6)
+    before = request.num_output_tokens
+    in_flight = request.num_in_flight_tokens
+    rig.port.freeze(request)
+    emitted = [output.request_id for output in rig.turns(5)]
+    assert emitted.count("a") == in_flight
+    assert emitted.count("b") >= 4
+    assert request.num_output_tokens == before + in_flight
+    assert request.status == RequestStatus.RUNNING
+    frozen = rig.port.drained(request, 0)
+    assert frozen is not None
+    assert frozen.computed_tokens == request.num_tokens - 1
+    rig.port.unpin(frozen.pin)
+
+
+def test_unfrozen_request_goes_on_where_it_stopped(rig: Rig) -> None:
+    request = rig.add("a")
+    rig.turns(6)
+    frozen = freeze(rig)
+    rig.port.unpin(frozen.pin)
+    count = request.num_output_tokens
+    rig.port.unfreeze(request)
+    rig.turns(4)
+    assert request.num_output_tokens > count
+    assert request.num_computed_tokens - request.num_in_flight_tokens == request.num_tokens - 1
+
+
+def test_only_frozen_requests_are_no_work(rig: Rig) -> None:
+    rig.add("a")
+    rig.turns(4)
+    assert not rig.port.only_frozen()
+    frozen = freeze(rig)
+    assert rig.port.only_frozen()
+    rig.port.unpin(frozen.pin)
+    rig.add("b")
+    assert not rig.port.only_frozen()
+
+
+def test_release_frees_blocks_after_the_pin_and_says_nothing(rig: Rig) -> None:
+    free = rig.free_blocks
+    request = rig.add("a")
+    rig.turns(6)
+    frozen = freeze(rig)
+    rig.port.release(request)
+    assert rig.free_blocks < free, "pinned blocks are not free"
+    rig.port.unpin(frozen.pin)
+    assert rig.free_blocks == free
+    assert "a" not in rig.scheduler.requests
+    assert not rig.scheduler.finished_req_ids_dict[request.client_index]
+    assert [output for output in rig.turns(2) if output.request_id == "a"] == []
+    assert "a" in rig.scheduler.finished_req_ids or rig.scheduler.has_requests() is False
+
+
+def test_pins_outlive_an_abort(rig: Rig) -> None:
+    free = rig.free_blocks
+    rig.add("a")
+    rig.turns(6)
+    frozen = freeze(rig)
+    rig.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    assert rig.free_blocks == free - len(frozen.block_ids)
+    rig.add("b", num_prompt=1500, first=7)
+    rig.turns(3)
+    blocks_of_b = set(rig.port.block_ids(rig.scheduler.requests["b"]))
+    assert not blocks_of_b & set(frozen.block_ids), "a pinned block was given to another request"
+    rig.port.unpin(frozen.pin)
+
+
+def move(source: Rig, destination: Rig, name: str = "a"):
+    """Everything of a move but the bytes."""
+    old = source.scheduler.requests[name]
+    new = destination.request(name, num_prompt=old.num_prompt_tokens, max_tokens=old.max_tokens)
+    new.append_output_token_ids(list(old.output_token_ids))
+    new.prefill_stats = None
+    hits, blocks = destination.port.reserve(new, use_prefix_cache=True)
+    known = old.num_output_tokens
+    source.turns(3)
+    frozen = freeze(source, name)
+    new.append_output_token_ids(list(old.output_token_ids)[known:])
+    destination.port.admit(new, frozen.computed_tokens)
+    source.port.release(old)
+    source.port.unpin(frozen.pin)
+    return old, new, hits, blocks
+
+
+def test_admitted_request_computes_one_token_in_the_next_step(rig: Rig, model_dir: Path) -> None:
+    destination = Rig(model_dir, asynchronous=rig._depth == 2, runner_v2=rig.scheduler.use_v2_model_runner)
+    rig.add("a")
+    destination.add("b", first=20)
+    rig.turns(6)
+    destination.turns(4)
+    old, new, hits, _ = move(rig, destination)
+    assert hits == 0
+    destination.port.before_step()
+    output = destination.scheduler.schedule()
+    assert output.num_scheduled_tokens["a"] == 1
+    (data,) = output.scheduled_new_reqs
+    assert data.req_id == "a"
+    assert data.prefill_token_ids == list(new.all_token_ids)
+    assert data.num_computed_tokens == old.num_tokens - 1
+
+
+def test_reservation_is_given_back_whole(rig: Rig) -> None:
+    free, slots = rig.free_blocks, rig.scheduler.max_num_active_reqs
+    request = rig.request("a")
+    rig.port.reserve(request, use_prefix_cache=True)
+    rig.port.grow(request, 200)
+    assert rig.free_blocks < free
+    assert rig.scheduler.max_num_active_reqs == slots - 1
+    rig.port.cancel_reservation(request)
+    rig.port.cancel_reservation(request)
+    assert (rig.free_blocks, rig.scheduler.max_num_active_reqs) == (free, slots)
+
+
+def test_reserve_preempts_nobody(rig: Rig) -> None:
+    running = rig.add("b", num_prompt=200)
+    rig.turns(3)
+    with pytest.raises(Refused) as refusal:
+        rig.port.reserve(rig.request("a", num_prompt=1990), use_prefix_cache=True)
+    assert refusal.value.reason is Reason.DESTINATION_FULL
+    assert running.num_preemptions == 0
+    assert not rig.port.is_reserved("a")
+
+
+def test_reserve_needs_a_batch_slot(rig: Rig) -> None:
+    for index in range(4):
+        rig.add(f"r{index}", num_prompt=40)
+    rig.turns(4)
+    with pytest.raises(Refused) as refusal:
+        rig.port.reserve(rig.request("a"), use_prefix_cache=True)
+    assert refusal.value.reason is Reason.DESTINATION_FULL
+
+
+def test_same_request_is_not_reserved_twice(rig: Rig) -> None:
+    request = rig.request("a")
+    rig.port.reserve(request, use_prefix_cache=True)
+    with pytest.raises(Refused) as refusal:
+        rig.port.reserve(rig.request("a"), use_prefix_cache=True)
+    assert refusal.value.reason is Reason.ALREADY_MIGRATING
+    rig.port.cancel_reservation(request)
+
+
+def test_prefix_cache_hits_are_reserved_not_copied(rig: Rig) -> None:
+    rig.add("b", num_prompt=100)
+    rig.turns(5)
+    request = rig.request("a", num_prompt=100)
+    hits, blocks = rig.port.reserve(request, use_prefix_cache=True)
+    assert hits == 3
+    assert blocks[:3] == rig.port.block_ids(rig.scheduler.requests["b"])[:3]
+    rig.port.cancel_reservation(request)
+    hits, blocks = rig.port.reserve(request, use_prefix_cache=False)
+    assert hits == 0
+    assert not set(blocks) & set(rig.port.block_ids(rig.scheduler.requests["b"]))
+
+
+def test_newcomer_gets_its_token_beside_a_chunked_prefill(rig: Rig, model_dir: Path) -> None:
+    destination = Rig(model_dir, asynchronous=rig._depth == 2, runner_v2=rig.scheduler.use_v2_model_runner)
+    rig.add("a")
+    rig.turns(6)
+    long = destination.add("long", num_prompt=1500, first=30)
+    destination.turns(2)
+    assert long.is_prefill_chunk
+    move(rig, destination)
+    stock = destination.scheduler.scheduler_config.long_prefill_token_threshold
+    destination.port.before_step()
+    output = destination.scheduler.schedule()
+    assert output.num_scheduled_tokens["a"] == 1
+    assert output.num_scheduled_tokens["long"] >= 200, "the prefill goes on with the rest of the budget"
+    destination.port.before_step()
+    assert destination.scheduler.scheduler_config.long_prefill_token_threshold == stock
+
+
+def test_newcomer_is_not_the_first_victim(model_dir: Path) -> None:
+    source, destination = Rig(model_dir), Rig(model_dir, num_blocks=20)
+    source.add("a")
+    source.turns(6)
+    for name in ("b", "c"):
+        destination.add(name, num_prompt=200, first=20 if name == "b" else 40)
+    destination.turns(3)
+    _, new, _, _ = move(source, destination)
+    for _ in range(120):
+        destination.turn()
+        victims = [r for r in destination.scheduler.requests.values() if r.num_preemptions]
+        if victims:
+            break
+    else:
+        raise AssertionError("nobody was preempted: the cache was too large for this test")
+    assert new not in victims
+
+
+def test_frozen_request_that_is_preempted_stays_out(model_dir: Path) -> None:
+    """Commit is out, the engine runs out of blocks and takes the frozen request's: it must not run here again."""
+    rig = Rig(model_dir, num_blocks=14)
+    request = rig.add("a", num_prompt=100)
+    rig.turns(4)
+    frozen = freeze(rig)
+    rig.scheduler._preempt_request(request, 0.0)
+    rig.scheduler.running.remove(request)
+    rig.port.park_preempted()
+    for _ in range(3):
+        rig.turn()
+    assert request.num_in_flight_tokens == 0
+    assert request not in list(rig.scheduler.waiting)
+    rig.port.unpin(frozen.pin)
+    rig.port.unfreeze(request)
+    rig.turns(3)
+    assert request.status == RequestStatus.RUNNING
+
+
+def test_short_of_blocks_only_when_reservations_are_in_the_way(model_dir: Path) -> None:
+    rig = Rig(model_dir, num_blocks=10)
+    running = rig.add("b", num_prompt=63)
+    rig.turns(2)
+    reserved = rig.request("a", num_prompt=100, first=50)
+    rig.port.reserve(reserved, use_prefix_cache=False)
+    while rig.free_blocks:
+        rig.port.grow(reserved, len(rig.port.block_ids(reserved)) * BLOCK_SIZE)
+    for _ in range(2 * BLOCK_SIZE):
+        if rig.port.short_of_blocks():
+            break
+        rig.turn()
+    assert rig.port.short_of_blocks()
+    assert running.num_preemptions == 0, "it was noticed too late"
+    rig.port.cancel_reservation(reserved)
+    assert not rig.port.short_of_blocks()

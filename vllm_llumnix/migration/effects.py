@@ -96,7 +96,10 @@ class Freeze(msgspec.Struct, frozen=True):
 
 
 class Unfreeze(msgspec.Struct, frozen=True):
-    """Schedule the request again, under `epoch` (None: under the one it has). Pins are not touched."""
+    """Schedule the request again, under `epoch` (None: under the one it has). Pins are not touched.
+
+    The epoch holds at once, whenever the loop gets to it: a move that begins in between counts from it.
+    """
 
     epoch: Epoch | None = None
 
@@ -106,7 +109,10 @@ class Unpin(msgspec.Struct, frozen=True):
 
 
 class Release(msgspec.Struct, frozen=True):
-    """The request lives elsewhere: end it here without a word to the client, and keep a forwarding entry."""
+    """The request lives elsewhere: end it here without a word to the client, and keep a forwarding entry.
+
+    From this moment, not only when the loop gets to it, this incarnation of the request cannot start another move.
+    """
 
 
 class Drop(msgspec.Struct, frozen=True):

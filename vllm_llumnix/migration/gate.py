@@ -7,8 +7,9 @@ its first token. The rules, for an arrival of epoch e with tokens [first, end):
 
 1. A finished request wants nothing more: stale.
 2. A barred epoch is stale, for ever. So is a term that this gate has not raised.
-3. An epoch that is seen for the first time is adopted, unless its base lies below what was already delivered: then it
-   continues a text that the client has not seen, and is barred.
+3. An epoch that is seen for the first time is adopted, unless it is the highest and its base lies below what was
+   already delivered: then it continues a text that the client has not seen, and is barred. One that comes after a later
+   epoch is a former owner whose output was held up: it is no less valid for that, even if all of it was repeated since.
 4. An epoch owns indices below the base of the next adopted epoch. What a sender emits beyond that is cut off, and it is
    told that it is stale: it has lost the request without knowing. Indices below an epoch's own base are fine: they repeat,
    from the history that came with the request, what the last owner may have failed to send.
@@ -159,9 +160,8 @@ class Gate:
         known = self._bases.get(epoch)
         if known is not None:
             return known == arrival.base
-        if arrival.base < self.next_index:
-            if epoch > self.highest:
-                self._barred.append((epoch, epoch.next_hop()))
+        if arrival.base < self.next_index and epoch > self.highest:
+            self._barred.append((epoch, epoch.next_hop()))
             return False
         self._bases[epoch] = arrival.base
         self._buffer = [early for early in self._buffer if early.first < self._bound(early.epoch)]

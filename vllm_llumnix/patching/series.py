@@ -64,6 +64,22 @@ class Series:
                     text = change.apply(text)
         return text
 
+    def patched(self, path: str, data: bytes) -> str | None:
+        """The patched text for a file with the content `data`, patched already or not; None if it is neither.
+
+        Raises PatchError if the series does not lead to what its own BASE says.
+        """
+        base = self.files[path]
+        found = sha256(data)
+        if found == base.after:
+            return data.decode()
+        if found != base.before:
+            return None
+        text = self.apply(path, data.decode())
+        if sha256(text) != base.after:
+            raise PatchError(f"the patch series for vLLM {self.version} is damaged ({path}): reinstall vllm-llumnix")
+        return text
+
     def revert(self, path: str, text: str) -> str:
         """The inverse of `apply`."""
         for patch in reversed(self.patches):
@@ -72,19 +88,28 @@ class Series:
                     text = change.reversed().apply(text)
         return text
 
-    def export(self, originals: dict[str, str]) -> str:
+    def as_one_diff(self, originals: dict[str, str]) -> str:
         """The whole series as one diff for `patch -p1`; `originals` holds the text of each file."""
         parts: list[str] = []
         for path in self.files:
-            before = originals[path].splitlines(keepends=True)
-            after = self.apply(path, originals[path]).splitlines(keepends=True)
-            parts += difflib.unified_diff(before, after, f"a/{path}", f"b/{path}")
+            after = self.apply(path, originals[path])
+            parts += unified_diff(path, originals[path], after)
         return "".join(parts)
 
 
 def module_name(path: str) -> str:
     """`vllm/v1/engine/core.py` -> `vllm.v1.engine.core`."""
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def unified_diff(path: str, before: str, after: str) -> list[str]:
+    """The lines of the diff between two texts of the file `path`, with three lines of context."""
+    return list(difflib.unified_diff(_lines(before), _lines(after), f"a/{path}", f"b/{path}"))
+
+
+def _lines(text: str) -> list[str]:
+    # Not splitlines, which also splits at form feeds.
+    return [line + "\n" for line in text.removesuffix("\n").split("\n")]
 
 
 def sha256(text: str | bytes) -> str:
@@ -121,6 +146,13 @@ def load(version: str) -> Series:
 
 def load_directory(directory: Path) -> Series:
     """The series in `directory`. Raises PatchError if it is faulty."""
+    try:
+        return _load(directory)
+    except (OSError, ValueError) as error:
+        raise PatchError(f"the patch series in {directory} is damaged ({error}): reinstall vllm-llumnix") from error
+
+
+def _load(directory: Path) -> Series:
     version, files = _parse_base((directory / "BASE").read_text())
     names = _listed((directory / "series").read_text().splitlines())
     digest = hashlib.sha256((directory / "BASE").read_bytes())
@@ -152,6 +184,8 @@ def parse_patch(text: str, name: str) -> Patch:
 
 def _parse_base(text: str) -> tuple[str, dict[str, Base]]:
     first, *rest = _listed(text.splitlines())
+    if not first.startswith("vllm "):
+        raise PatchError(f"BASE: the first line names the version, 'vllm X.Y.Z': {first!r}")
     files: dict[str, Base] = {}
     for line in rest:
         match = _BASE_LINE.fullmatch(line)

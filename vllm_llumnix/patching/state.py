@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from vllm_llumnix.patching import importer
 from vllm_llumnix.patching.installed import Installed, installed
+from vllm_llumnix.patching.loader import MARK
 from vllm_llumnix.patching.series import module_name
 
 
@@ -29,20 +30,25 @@ def current() -> PatchState:
     if found.series is None:
         return PatchState(found.version, None, frozenset(), found.problem)
     imported = {name: sys.modules[name] for name in map(module_name, found.series.files) if name in sys.modules}
-    applied = {name for name, module in imported.items() if getattr(module, importer.MARK, None) == found.series.digest}
+    applied = {name for name, module in imported.items() if getattr(module, MARK, None) == found.series.digest}
     if found.on_disk:
         applied |= imported.keys()
-    problem = found.problem or _not_patched(found, imported.keys() - applied)
+    finder = importer.finder()
+    problem = (
+        found.problem
+        or (finder and finder.problem)
+        or _not_patched(found, finder is not None, imported.keys() - applied)
+    )
     return PatchState(found.version, None if problem else found.series.digest, frozenset(applied), problem)
 
 
-def _not_patched(found: Installed, stock: set[str]) -> str | None:
+def _not_patched(found: Installed, hook_active: bool, stock: set[str]) -> str | None:
     if stock:
         return (
             f"vLLM {found.version} is only partly patched in this process: {', '.join(sorted(stock))} came in as "
             "released; restart Python, and see `vllm-llumnix doctor` if that does not help"
         )
-    if not found.on_disk and not importer.installed_here():
+    if not found.on_disk and not hook_active:
         return (
             "the import hook of vllm-llumnix is not active (Python ran without site, or vllm-llumnix.pth is missing): "
             "reinstall vllm-llumnix, or patch the files with `vllm-llumnix patch apply`"

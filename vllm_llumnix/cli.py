@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The console command `vllm-llumnix`: the patch series, and whether this machine can run the llumlet."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from vllm_llumnix import __version__, doctor
+from vllm_llumnix.errors import PatchError
+from vllm_llumnix.patching import disk
+from vllm_llumnix.patching.installed import FileState, Installed, examine, find_vllm
+from vllm_llumnix.patching.series import Patch, Series, available, load, root
+
+_EPILOG = """exit codes:
+  0  done; check, doctor: nothing stands against --enable-llumlet
+  1  the series does not fit, or a check failed: the output says what to do
+  2  the command line is wrong
+"""
+
+
+class ExitCode(IntEnum):
+    """What the process ends with."""
+
+    OK = 0
+    PROBLEM = 1
+    USAGE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], ExitCode] = args.run
+    try:
+        return run(args)
+    except (PatchError, OSError) as error:
+        if getattr(args, "json", False):
+            _print_json({"problem": str(error)})
+        print(f"vllm-llumnix: error: {error}", file=sys.stderr)
+        return ExitCode.PROBLEM
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vllm-llumnix",
+        description="The patch series against vLLM, and the state of this installation.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add(commands, "doctor", "check everything that --enable-llumlet needs", _doctor)
+    patch = commands.add_parser("patch", help="the patch series", description="The patch series against vLLM.")
+    verbs = patch.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add(verbs, "check", "compare the installed vLLM with its series", _check, on_vllm=True)
+    show = _add(verbs, "show", "list the patches, or print one", _show)
+    show.add_argument("name", nargs="?", metavar="PATCH", help="name of a patch, or its number")
+    show.add_argument("--for", dest="version", metavar="VERSION", help="version of vLLM; default: the installed one")
+    _add(verbs, "apply", "patch vLLM's files on disk", _apply, on_vllm=True)
+    _add(verbs, "revert", "restore vLLM's files on disk", _revert, on_vllm=True)
+    export = _add(verbs, "export", "write patched copies of vLLM's files, and one diff", _export, on_vllm=True)
+    export.add_argument("target", type=Path, metavar="DIR", help="directory to write to")
+    return parser
+
+
+def _add(
+    commands: Any, name: str, text: str, run: Callable[[argparse.Namespace], ExitCode], on_vllm: bool = False
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    if on_vllm:
+        parser.add_argument(
+            "--vllm", type=Path, metavar="DIR", help="directory of the package `vllm`; default: that of this Python"
+        )
+    return parser
+
+
+# patch
+
+
+def _check(args: argparse.Namespace) -> ExitCode:
+    found = _found(args)
+    if found.problem is None and found.series is not None and found.root is not None:
+        # The hashes say that the files are right; this says it of the series.
+        for path in found.series.files:
+            found.series.patched(path, (found.root / path).read_bytes())
+    if args.json:
+        _print_json(_as_json(found))
+    else:
+        console = Console(highlight=False)
+        if found.files:
+            console.print(_files_table(found))
+        console.print(_verdict(found), soft_wrap=True, markup=False)
+    return ExitCode.PROBLEM if found.problem else ExitCode.OK
+
+
+def _show(args: argparse.Namespace) -> ExitCode:
+    series = _series_for(args.version)
+    if args.name is None:
+        if args.json:
+            _print_json({"version": series.version, "digest": series.digest, "patches": _patches_json(series)})
+        else:
+            Console(highlight=False).print(_patches_table(series))
+        return ExitCode.OK
+    patch = _named(series, args.name)
+    if args.json:
+        _print_json(_patch_json(patch))
+    else:
+        sys.stdout.write((root() / f"v{series.version}" / patch.name).read_text())
+    return ExitCode.OK
+
+
+def _apply(args: argparse.Namespace) -> ExitCode:
+    found = _found(args)
+    return _report(args, disk.apply(found), "patched", f"vLLM {found.version} is patched on disk already")
+
+
+def _revert(args: argparse.Namespace) -> ExitCode:
+    found = _found(args)
+    return _report(args, disk.revert(found), "restored", f"vLLM {found.version} is not patched on disk")
+
+
+def _export(args: argparse.Namespace) -> ExitCode:
+    return _report(args, [str(path) for path in disk.export(_found(args), args.target)], "wrote", "")
+
+
+def _report(args: argparse.Namespace, paths: list[str], verb: str, nothing: str) -> ExitCode:
+    if args.json:
+        _print_json({verb: paths})
+    else:
+        print("\n".join(f"{verb} {path}" for path in paths) or nothing)
+    return ExitCode.OK
+
+
+def _found(args: argparse.Namespace) -> Installed:
+    if args.vllm is not None and not (args.vllm / "__init__.py").is_file():
+        raise PatchError(f"{args.vllm} is not the directory of the package vllm")
+    return examine(args.vllm or find_vllm())
+
+
+def _series_for(version: str | None) -> Series:
+    if version is None:
+        found = examine(find_vllm())
+        version = found.version if found.series is not None else available()[-1]
+    assert version is not None
+    return load(version)
+
+
+def _named(series: Series, name: str) -> Patch:
+    for number, patch in enumerate(series.patches, 1):
+        if name in (patch.name, patch.name.removesuffix(".patch"), str(number)):
+            return patch
+    raise PatchError(f"there is no patch {name!r} for vLLM {series.version}: see `vllm-llumnix patch show`")
+
+
+def _verdict(found: Installed) -> str:
+    if found.problem or found.series is None:
+        return f"vLLM {found.version or '-'}: not usable with --enable-llumlet. {found.problem}"
+    how = "patched on disk" if found.on_disk else "patched in memory when it is imported"
+    count = f"{len(found.series.patches)} patches in {len(found.files)} files"
+    return f"vLLM {found.version}: {count} fit without fuzz, series {found.series.digest}; {how}"
+
+
+def _files_table(found: Installed) -> Table:
+    table = Table("file", "on disk", title=str(found.root), title_justify="left")
+    for path, state in found.files.items():
+        style = "red" if state in (FileState.ALTERED, FileState.MISSING) else "green"
+        table.add_row(path, f"[{style}]{state}[/]")
+    return table
+
+
+def _patches_table(series: Series) -> Table:
+    table = Table(title=f"vLLM {series.version}, series {series.digest}", title_justify="left")
+    table.add_column("patch", no_wrap=True)
+    table.add_column("what")
+    table.add_column("process")
+    table.add_column("added lines", justify="right")
+    for patch in series.patches:
+        table.add_row(patch.name, patch.header["Subject"], patch.header["Process"], str(patch.num_added))
+    return table
+
+
+def _as_json(found: Installed) -> dict[str, Any]:
+    return {
+        "version": found.version,
+        "root": None if found.root is None else str(found.root),
+        "digest": found.series.digest if found.series is not None else None,
+        "files": found.files,
+        "on_disk": found.on_disk,
+        "problem": found.problem,
+    }
+
+
+def _patches_json(series: Series) -> list[dict[str, Any]]:
+    return [_patch_json(patch) for patch in series.patches]
+
+
+def _patch_json(patch: Patch) -> dict[str, Any]:
+    files = [change.path for change in patch.diffs]
+    return {"name": patch.name, **patch.header, "files": files, "added_lines": patch.num_added}
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value, indent=2))
+
+
+# doctor
+
+
+def _doctor(args: argparse.Namespace) -> ExitCode:
+    checks = doctor.examine_all()
+    failed = [check for check in checks if check.problem]
+    if args.json:
+        _print_json({"ok": not failed, "checks": [check.as_json() for check in checks]})
+    else:
+        table = Table("check", "result", "what to do", show_lines=True)
+        for check in checks:
+            table.add_row(check.name, f"[{'red' if check.problem else 'green'}]{check.result}[/]", check.problem)
+        Console(highlight=False).print(table)
+    return ExitCode.PROBLEM if failed else ExitCode.OK
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

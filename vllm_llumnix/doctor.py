@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks of `vllm-llumnix doctor`: what `--enable-llumlet` needs, found out without starting an engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vllm_llumnix.config import KNOWN_VARIABLES
+from vllm_llumnix.patching.installed import examine, find_vllm
+
+_MODULES = ("grpc", "grpc_health", "grpc_reflection", "google.protobuf", "msgspec", "numpy", "zmq", "torch")
+_START_TIMEOUT_S = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """`problem` is empty, or says what to do."""
+
+    name: str
+    result: str
+    problem: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def examine_all() -> list[Check]:
+    """All checks, in the order in which their problems are best solved."""
+    checks: tuple[Callable[[], Check], ...] = (python, modules, vllm, hook, variables, local_transport)
+    return [check() for check in checks]
+
+
+def python() -> Check:
+    return Check("Python", f"{'.'.join(map(str, sys.version_info[:3]))}, {sys.executable}")
+
+
+def modules() -> Check:
+    """Only looked for: importing torch alone takes seconds."""
+    missing = [name for name in _MODULES if not _exists(name)]
+    if missing:
+        return Check("modules", f"missing: {', '.join(missing)}", "reinstall vllm-llumnix with its dependencies")
+    return Check("modules", f"all {len(_MODULES)} found")
+
+
+def _exists(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the parent of a dotted name
+        return False
+
+
+def vllm() -> Check:
+    found = examine(find_vllm())
+    if found.problem or found.series is None:
+        return Check("vLLM", found.version or "not usable", found.problem or "")
+    return Check("vLLM", f"{found.version}, patch series {found.series.digest}")
+
+
+def hook() -> Check:
+    """Whether a Python started as vLLM starts its engine and worker processes gets the patches."""
+    if examine(find_vllm()).on_disk:
+        return Check("import hook", "not needed: patched on disk")
+    code = "import sys; sys.exit(not any(type(f).__name__ == 'PatchFinder' for f in sys.meta_path))"
+    try:
+        child = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=_START_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return Check("import hook", "unknown", f"{sys.executable} does not start within {_START_TIMEOUT_S} s")
+    if child.returncode:
+        return Check(
+            "import hook",
+            "not active in child processes",
+            "reinstall vllm-llumnix: vllm-llumnix.pth is missing from site-packages, or Python runs without `site`",
+        )
+    return Check("import hook", "active in child processes")
+
+
+def variables() -> Check:
+    unknown = sorted(name for name in os.environ if name.startswith("LLUMNIX_") and name not in KNOWN_VARIABLES)
+    if unknown:
+        return Check("variables", f"unknown: {', '.join(unknown)}", f"unset them; known: {', '.join(KNOWN_VARIABLES)}")
+    return Check("variables", "no unknown LLUMNIX_ variable")
+
+
+def local_transport() -> Check:
+    """Whether a process may read the memory of another one that has given permission, as engines on one host do."""
+    name = "transport 'local'"
+    obstacle = _read_sibling()
+    if obstacle is None:
+        return Check(name, "processes can read each other's memory")
+    return Check(
+        name, f"not available ({obstacle})", "allow process_vm_readv: see kernel.yama.ptrace_scope and seccomp"
+    )
+
+
+def _read_sibling() -> str | None:
+    """Start a process, let another one read from it, and return what stood against that."""
+    target = subprocess.Popen([sys.executable, "-c", _TARGET], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert target.stdout is not None
+        address = target.stdout.readline().strip()
+        reader = subprocess.run(
+            [sys.executable, "-c", _READER, str(target.pid), address],
+            capture_output=True, text=True, timeout=_START_TIMEOUT_S,
+        )  # fmt: skip
+    finally:
+        target.communicate()
+    if reader.returncode == 0:
+        return None
+    return (reader.stdout.strip() or reader.stderr.strip()).splitlines()[-1]
+
+
+_TARGET = """
+import ctypes, sys
+from vllm_llumnix.kv.process import allow_readers
+allow_readers()
+page = ctypes.create_string_buffer(b"llumnix")
+print(ctypes.addressof(page), flush=True)
+sys.stdin.read()
+"""
+_READER = """
+import ctypes, os, sys
+pid, address = map(int, sys.argv[1:])
+libc = ctypes.CDLL(None, use_errno=True)
+buffer = ctypes.create_string_buffer(7)
+class iovec(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+here, there = iovec(ctypes.addressof(buffer), 7), iovec(address, 7)
+count = libc.process_vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+if count != 7 or buffer.raw != b"llumnix":
+    sys.exit(print(os.strerror(ctypes.get_errno())) or 1)
+"""

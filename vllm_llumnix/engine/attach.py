@@ -17,7 +17,7 @@ from vllm_llumnix.engine.identity import EngineIdentity
 from vllm_llumnix.engine.kvconn import KVConnection
 from vllm_llumnix.engine.request_state import digest_of
 from vllm_llumnix.engine.scheduler_port import SchedulerPort
-from vllm_llumnix.errors import ConfigError
+from vllm_llumnix.errors import ConfigError, PatchError
 from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.worker import start_mover
 
@@ -34,6 +34,7 @@ def attach(engine: Any) -> KVConnection:
         raise ConfigError([f"{llumlet_config.CONFIG_VARIABLE} is not set"])
     parallel = engine.vllm_config.parallel_config
     config = config.for_rank(engine.engine_index, parallel.data_parallel_size)
+    _check_workers(engine)
     settings = {"instance": config.instance_id}
     answers = engine.model_executor.collective_rpc(start_mover, args=(settings,))
     movers = [msgspec.msgpack.decode(answer, type=MoverInfo) for answer in answers]
@@ -58,6 +59,22 @@ def attach(engine: Any) -> KVConnection:
     if identity.unsupported:
         logger.warning("llumlet: this engine's requests cannot be moved: %s", identity.unsupported)
     return kvconn
+
+
+def _check_workers(engine: Any) -> None:
+    """Raises PatchError unless every worker runs the same patch series as this process."""
+    ours = hooks.ready_digest()
+    theirs = engine.model_executor.collective_rpc(_digest_of_worker)
+    if any(digest != ours for digest in theirs):
+        raise PatchError(
+            f"the workers run patch series {theirs}, the engine {ours}: "
+            "install one version of vllm-llumnix for all processes and restart"
+        )
+
+
+def _digest_of_worker(worker: Any) -> str | None:
+    """Runs in the worker."""
+    return hooks.ready_digest()
 
 
 def engine_facts(engine: Any, movers: list[MoverInfo]) -> dict[str, Any]:

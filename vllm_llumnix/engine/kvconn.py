@@ -88,10 +88,18 @@ class KVConnection:
         return ()
 
     def has_work(self, stock: bool) -> bool:
-        """Whether the loop should turn: vLLM's answer, except that frozen requests alone are no work."""
+        """Whether the loop should turn: vLLM's answer, except that frozen requests alone are no work.
+
+        They are while a step in flight still has to drain, and while data-parallel peers step together.
+        """
         if self._commands:
             return True
-        return stock and not self.port.only_frozen()
+        engine = self.engine
+        asleep = self.port.only_frozen() and not (engine.batch_queue or engine.engines_running or self._is_draining())
+        return stock and not asleep
+
+    def _is_draining(self) -> bool:
+        return any(departure.freezing for departure in self._departures.values())
 
     def watch(self, departure: Departure) -> None:
         """Loop thread: observe a request that is about to leave."""

@@ -54,6 +54,8 @@ class BuildWithSeries(build_py):
     """Copies the patch series into the package, except for an editable install, which reads the checkout's."""
 
     def run(self) -> None:
+        if not self.editable_mode:  # what an earlier build left there, for another target perhaps, would be packed too
+            shutil.rmtree(self.build_lib, ignore_errors=True)
         super().run()
         for source, target in self._series():
             target.parent.mkdir(parents=True, exist_ok=True)

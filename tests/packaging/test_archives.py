@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the wheels and the source distribution hold and declare."""
+
+from __future__ import annotations
+
+import tarfile
+import zipfile
+from email import message_from_bytes
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.packaging.environment import ROOT, build, run
+
+HOOK = "vllm-llumnix.pth"
+SERIES = "vllm_llumnix/patching/series_data/"
+
+
+def wheel_files(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def requirements(wheel: Path) -> dict[str, Requirement]:
+    files = wheel_files(wheel)
+    (name,) = (name for name in files if name.endswith(".dist-info/METADATA"))
+    found = map(Requirement, message_from_bytes(files[name]).get_all("Requires-Dist", []))
+    return {requirement.name: requirement for requirement in found}
+
+
+def scripts(wheel: Path) -> str:
+    files = wheel_files(wheel)
+    (name,) = (name for name in files if name.endswith(".dist-info/entry_points.txt"))
+    return files[name].decode()
+
+
+@pytest.mark.parametrize("target", ["cuda", "cpu"])
+def test_a_wheel_has_the_hook_and_the_whole_series(wheels: dict[str, Path], target: str) -> None:
+    files = wheel_files(wheels[target])
+    assert files[HOOK] == (ROOT / HOOK).read_bytes()
+    series = {name.removeprefix(SERIES): data for name, data in files.items() if name.startswith(SERIES)}
+    checkout = [path for path in (ROOT / "patches").rglob("*") if path.is_file()]
+    assert series == {str(path.relative_to(ROOT / "patches")): path.read_bytes() for path in checkout}
+    assert "v0.32.0/series" in series
+
+
+def test_a_wheel_has_every_module_and_no_test(wheels: dict[str, Path]) -> None:
+    files = wheel_files(wheels["cpu"])
+    for package in ("llumlet", "llumsched", "vllm_llumnix"):
+        modules = {str(path.relative_to(ROOT)) for path in (ROOT / package).rglob("*.py")}
+        assert modules <= files.keys()
+    assert {"llumlet/proto/llumlet.proto", "llumlet/proto/llumlet_pb2.pyi", "llumlet/py.typed"} <= files.keys()
+    tops = {name.split("/")[0] for name in files if ".dist-info/" not in name}
+    assert tops == {"llumlet", "llumsched", "vllm_llumnix", HOOK}
+
+
+def test_cuda_is_the_default_and_needs_exactly_one_vllm(wheels: dict[str, Path]) -> None:
+    assert str(requirements(wheels["cuda"])["vllm"].specifier) == "==0.32.0"
+    assert requirements(wheels[""]) == requirements(wheels["cuda"])
+
+
+def test_the_cpu_target_leaves_vllm_and_torch_to_the_requirements_file(wheels: dict[str, Path]) -> None:
+    declared = requirements(wheels["cpu"]).keys()
+    assert not {name for name in declared if "vllm" in name or "torch" in name}
+    assert {"grpcio", "msgspec", "pyzmq"} <= declared
+
+
+def test_the_empty_target_is_the_scheduler_side_alone(wheels: dict[str, Path]) -> None:
+    wheel = wheels["empty"]
+    declared = requirements(wheel).keys()
+    assert {"grpcio", "protobuf", "rich"} <= declared
+    assert not {name for name in declared if "vllm" in name or "torch" in name or name == "numpy"}
+    tops = {name.split("/")[0] for name in wheel_files(wheel) if ".dist-info/" not in name}
+    assert tops == {"llumlet", "llumsched"}
+    assert "llumnix = " in scripts(wheel)
+    assert "vllm-llumnix = " not in scripts(wheel)
+
+
+def test_both_commands_come_with_the_engine_side(wheels: dict[str, Path]) -> None:
+    for target in ("cuda", "cpu"):
+        assert "llumnix = llumsched.cli:main" in scripts(wheels[target]).splitlines()
+        assert "vllm-llumnix = vllm_llumnix.cli:main" in scripts(wheels[target]).splitlines()
+
+
+def test_an_unknown_target_is_refused_by_name(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="VLLM_TARGET_DEVICE=tpu: one of cuda, cpu, empty is expected"):
+        build(source, "wheel", tmp_path / "out", "tpu")
+
+
+def test_a_wheel_made_from_the_source_distribution_is_the_same(
+    sdist: Path, wheels: dict[str, Path], tmp_path: Path
+) -> None:
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (unpacked,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    for name in ("LICENSE", "Makefile", "requirements/cpu.txt", "tests/conftest.py", "patches/v0.32.0/BASE"):
+        assert (unpacked / name).read_bytes() == (ROOT / name).read_bytes()
+    wheel = build(unpacked, "wheel", tmp_path / "wheel", "cpu")
+    ours, theirs = wheel_files(wheels["cpu"]), wheel_files(wheel)
+    assert theirs.keys() == ours.keys()
+    assert {name for name in ours if theirs[name] != ours[name] and not name.endswith("/RECORD")} == set()
+
+
+def test_make_lists_its_verbs() -> None:
+    listed = {line.split()[1] for line in run("make", "help", cwd=ROOT).splitlines()}
+    assert listed == {"demo", "test", "lint", "docs", "proto", "install", "clean", "help"}

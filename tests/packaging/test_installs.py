@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hook is active after every kind of install, in spawned children too, and gone after an uninstall."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.environment import OUR_SITE, Environment
+
+HOOK = "vllm-llumnix.pth"
+
+LOOK = """
+import inspect, json, multiprocessing, sys
+
+def look(answers):
+    import vllm.entrypoints.cli.main as main
+    from vllm_llumnix.patching import importer, series
+    state = importer.state()
+    answers.put({
+        "problem": state.problem, "digest": state.digest, "applied": sorted(state.applied),
+        "patched": "version=vllm.__version__" in inspect.getsource(main.main),
+        "package": inspect.getfile(importer), "series": str(series.root()),
+    })
+
+if __name__ == "__main__":
+    spawn = multiprocessing.get_context("spawn")
+    answers = spawn.SimpleQueue()
+    look(answers)
+    spawn.Process(target=look, args=(answers,)).start()
+    print(json.dumps(answers.get()), json.dumps(answers.get()), sep="\\n")
+"""
+"""Prints what this process and then a spawned child of it see, one JSON line each."""
+
+HOOKED = "import sys; print('PatchFinder' in [type(finder).__name__ for finder in sys.meta_path])"
+
+
+def what_is_seen(environment: Environment) -> list[dict[str, object]]:
+    return [json.loads(line) for line in environment.run_script(LOOK).splitlines() if line.startswith("{")]
+
+
+def assert_patched(environment: Environment, package: Path) -> None:
+    """A process and its spawned child patch vLLM with the series that belongs to the package in `package`."""
+    parent, child = what_is_seen(environment)
+    assert parent == child
+    assert parent["problem"] is None
+    assert parent["digest"] is not None
+    assert parent["applied"] == ["vllm.entrypoints.cli.main"]
+    assert parent["patched"] is True
+    assert Path(str(parent["package"])).is_relative_to(package)
+    assert Path(str(parent["series"])).is_relative_to(package)
+
+
+Install = Callable[[Environment], Path]
+"""Installs, and returns the directory that holds the package."""
+
+
+@pytest.fixture(params=["wheel", "sdist", "editable"])
+def install(request: pytest.FixtureRequest, source: Path) -> Install:
+    archives = {
+        "wheel": lambda: request.getfixturevalue("wheels")["cpu"],
+        "sdist": lambda: request.getfixturevalue("sdist"),
+        "editable": lambda: source,
+    }
+    what = archives[request.param]()
+    editable = request.param == "editable"
+
+    def into(environment: Environment) -> Path:
+        environment.install(what, editable=editable)
+        return source if editable else environment.site
+
+    return into
+
+
+def test_the_hook_works_and_is_gone_after_uninstall(
+    environment: Environment, install: Install, small_vllm: Path
+) -> None:
+    environment.borrow(small_vllm)
+    before = environment.files()
+    assert environment.run(HOOKED).strip() == "False"
+
+    package = install(environment)
+    assert (environment.site / HOOK).is_file()
+    assert environment.run(HOOKED).strip() == "True"
+    assert_patched(environment, package)
+
+    environment.uninstall()
+    assert environment.files() == before
+    assert environment.run(HOOKED).strip() == "False"
+
+
+def test_the_hook_imports_nothing_but_itself(environment: Environment, wheels: dict[str, Path]) -> None:
+    """Every Python of the environment runs it, with or without vLLM."""
+    count = "import sys; print(*sorted(sys.modules))"
+    before = set(environment.run(count).split())
+    environment.install(wheels["cpu"])
+    added = set(environment.run(count).split()) - before
+    assert {name for name in added if not name.startswith("vllm_llumnix")} <= {"__future__"}
+
+
+def test_a_wheel_over_an_editable_install_leaves_one_hook(
+    environment: Environment, source: Path, wheels: dict[str, Path], small_vllm: Path
+) -> None:
+    environment.borrow(small_vllm)
+    environment.install(source, editable=True)
+    environment.install(wheels["cpu"])
+    assert sorted(path.name for path in environment.site.glob("*.pth")) == [HOOK, "zz-borrowed.pth"]
+    assert_patched(environment, environment.site)
+
+
+def test_an_editable_install_over_a_wheel_reads_the_checkout(
+    environment: Environment, source: Path, wheels: dict[str, Path], small_vllm: Path
+) -> None:
+    environment.borrow(small_vllm)
+    environment.install(wheels["cpu"])
+    environment.install(source, editable=True)
+    assert not (environment.site / "vllm_llumnix").exists()
+    assert_patched(environment, source)
+
+
+def test_a_left_over_hook_does_not_break_python(environment: Environment, wheels: dict[str, Path]) -> None:
+    """As after an uninstall by hand: the line is still there, the package is not."""
+    environment.install(wheels["empty"])
+    (environment.site / HOOK).write_bytes((OUR_SITE / HOOK).read_bytes())
+    assert environment.run("print('fine')") == "fine\n"
+
+
+def test_the_whole_vllm_starts_patched_from_a_wheel(environment: Environment, wheels: dict[str, Path]) -> None:
+    """The command fails in an unpatched CPU build: it asks for the metadata of a distribution named `vllm`."""
+    environment.install(wheels["cpu"])
+    environment.borrow(OUR_SITE)
+    out = environment.run(
+        "import sys; sys.argv[1:] = ['--version']; from vllm.entrypoints.cli.main import main; main()"
+    )
+    assert out.splitlines()[-1].startswith("0.32.0")
+
+
+SCHEDULER_SIDE = """
+import importlib, pkgutil, sys
+for name in ("vllm", "torch", "vllm_llumnix"):
+    sys.modules[name] = None
+names = []
+for package in map(importlib.import_module, ("llumlet", "llumsched")):
+    names += [module.name for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
+for name in names:
+    importlib.import_module(name)
+print(len(names))
+"""
+
+
+def test_the_empty_target_needs_neither_vllm_nor_torch(environment: Environment, wheels: dict[str, Path]) -> None:
+    environment.install(wheels["empty"])
+    environment.borrow(OUR_SITE)
+    assert not (environment.site / HOOK).exists()
+    assert not (environment.site / "vllm_llumnix").exists()
+    assert int(environment.run(SCHEDULER_SIDE)) > 10
+    assert environment.run("import llumlet; print(llumlet.__file__)").startswith(str(environment.site))
+    assert "migrate" in environment.command("llumnix", "--help")
+
+
+def test_the_engine_sides_command_starts(environment: Environment, wheels: dict[str, Path]) -> None:
+    environment.install(wheels["cpu"])
+    environment.borrow(OUR_SITE)
+    assert "patch" in environment.command("vllm-llumnix", "--help")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -187,6 +188,13 @@ async def tokens_of(client: Any, count: int) -> list[int]:
 
 async def next_outputs(client: Any) -> EngineCoreOutputs:
     return await asyncio.wait_for(client.get_output_async(), SECONDS)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Returns when it holds; fails if it does not come to hold."""
+    async with asyncio.timeout(SECONDS):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 def _ready(rank: int) -> bytes:

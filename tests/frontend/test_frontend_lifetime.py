@@ -25,6 +25,7 @@ from tests.frontend.fakes import (
     relayed,
     request,
     tokens_of,
+    until,
 )
 from vllm_llumnix import hooks
 from vllm_llumnix.config import CONFIG_VARIABLE
@@ -53,9 +54,8 @@ async def test_shutdown_leaves_no_task_and_no_socket(
     socket = client._relay._socket
     client.shutdown()
     client.shutdown()
-    await asyncio.sleep(0)
-    assert relay_tasks() == []
     assert socket.closed
+    await until(lambda: not relay_tasks())
     await client.abort_requests_async(["r"])
     close_client(client)
     peer.close()
@@ -67,9 +67,7 @@ async def test_shutdown_from_another_thread(engine: FakeEngine, directory: Path)
     client = new_client(AsyncMPClient, directory)
     socket = client._relay._socket
     await asyncio.to_thread(client.shutdown)
-    await asyncio.sleep(0.01)
-    assert socket.closed
-    assert relay_tasks() == []
+    await until(lambda: socket.closed and not relay_tasks())
     close_client(client)
 
 
@@ -86,9 +84,7 @@ async def test_the_relay_does_not_keep_the_client_alive(
     del client
     gc.collect()
     assert gone() is None
-    await asyncio.sleep(0.01)
-    assert relay_tasks() == []
-    assert socket.closed
+    await until(lambda: socket.closed and not relay_tasks())
     zmq_context.destroy(linger=0)
     peer.close()
 

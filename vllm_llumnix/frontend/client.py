@@ -56,8 +56,8 @@ def llumnix_client_class(cls: type) -> type:
 class LlumnixClientMixin(_Client):  # type: ignore[misc]
     """See the module docstring. All methods but `shutdown` run on the API server's event loop.
 
-    Having a `process_engine_outputs` means that vLLM's receive task holds the client from the first output on, as it does
-    with its own data-parallel client: `shutdown`, not the garbage collector, ends it. Our own task holds nothing.
+    Because of `process_engine_outputs`, vLLM's receive task holds the client from the first output on, as it does with
+    its own data-parallel client: `shutdown`, not the garbage collector, ends it. Our own task holds nothing.
     """
 
     _stock_hook: OutputHook | None = None

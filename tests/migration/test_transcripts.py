@@ -29,3 +29,4 @@ def test_scenario_says_what_it_shows(path: Path) -> None:
     assert text.startswith("# ")
     assert "VIOLATION" not in text
     assert "WRONG" not in text
+    assert "no message" not in text

@@ -4,7 +4,8 @@
 A file opens with a comment that says what it shows. Then come blocks: commands, `----`, what they must print, and an
 empty line. `LLUMNIX_REWRITE=1` (or `pytest --rewrite`) writes what is printed into the files; review the diff.
 
-    world [engines=AB] [prompt=N] [output=N]   begin; without it: engines A, B and C, 6 prompt and 24 output tokens
+    world [engines=AB] [prompt=N] [output=N] [open=1]    begin; without it: engines A, B and C, 6 prompt and 24 output
+                                       tokens; open=1: a request may move on although its last hand-over is open
     step A [N]                         N turns of A's loop: what was asked of it, and a token each
     loop A                             a turn that schedules nothing
     decode A N                         N turns, and the client has the tokens; prints nothing
@@ -21,7 +22,7 @@ empty line. `LLUMNIX_REWRITE=1` (or `pytest --rewrite`) writes what is printed i
     cancel A, revoke B, preempt A, churn A, crash B, abort
     forbid B m1                        an operator calls move m1 off at B, which need not have heard of it
     cache B N                          B's prefix cache holds the first N blocks of the prompt
-    quiet                              every message, loop and mover, until none has anything to do; no decoding, no time
+    quiet                              every message, loop and mover, until none is left; no decoding
     settle                             everything that is left, without losses; prints outcomes and the end
     show                               the client's tokens, the owner, every engine's blocks
     gate offer 0.1 base=5 first=5 count=2 [finished]     a gate alone; the payload is "first-end"
@@ -31,7 +32,7 @@ empty line. `LLUMNIX_REWRITE=1` (or `pytest --rewrite`) writes what is printed i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from vllm_llumnix.ids import Epoch
@@ -80,10 +81,10 @@ def _until_empty(lines: Iterator[str]) -> Iterator[str]:
         yield line
 
 
-def run(text: str) -> str:
+def run(text: str, world_class: type[World] = World) -> str:
     """The file as it would be rewritten."""
     header, blocks = parse(text)
-    session = Session()
+    session = Session(world_class)
     parts = ["\n".join(header).strip()]
     for block in blocks:
         printed = [line for command in block.commands if not command.startswith("#") for line in session.do(command)]
@@ -94,9 +95,10 @@ def run(text: str) -> str:
 class Session:
     """One file's world and gate."""
 
-    def __init__(self) -> None:
-        self.world = World()
-        self.gate = Gate(max_buffered=4)
+    def __init__(self, world_class: type[World] = World) -> None:
+        self.world_class = world_class
+        self.world = world_class()
+        self.gate: Gate = world_class.gate_class(max_buffered=4)
 
     def do(self, command: str) -> list[str]:
         """Run a command; returns what it prints, violations of an invariant included."""
@@ -111,7 +113,9 @@ class Session:
     def _world(self, *words: str) -> None:
         options = dict(word.split("=") for word in words)
         engines = options.pop("engines", "ABC")
-        self.world = World(engines, **{name: int(value) for name, value in options.items()})
+        moves_while_open = options.pop("open", "0") == "1"
+        self.world = self.world_class(engines, **{name: int(value) for name, value in options.items()})
+        self.world.moves_while_open = moves_while_open
 
     def _step(self, name: str, count: str = "1") -> None:
         for _ in range(int(count)):
@@ -138,7 +142,7 @@ class Session:
         for word in words:
             if "=" in word:
                 name, value = word.split("=")
-                plan[name] = value == "True" if value in ("True", "False") else float(value) if "." in value else int(value)
+                plan[name] = value == "True" if name == "force" else float(value)
             else:
                 method = Method(word)
         return [] if self.world.move(source, to, method, **plan) else ["not movable now"]
@@ -151,17 +155,14 @@ class Session:
             self.world.tick()
         raise AssertionError(f"{name} never is {state}")
 
-    def _deliver(self, *words: str) -> None:
-        for message in self._messages(words):
-            self.world.deliver(message)
+    def _deliver(self, *words: str) -> list[str]:
+        return self._each(words, self.world.deliver)
 
-    def _drop(self, *words: str) -> None:
-        for message in self._messages(words):
-            self.world.drop(message)
+    def _drop(self, *words: str) -> list[str]:
+        return self._each(words, self.world.drop)
 
-    def _duplicate(self, *words: str) -> None:
-        for message in self._messages(words):
-            self.world.deliver(message, keep=True)
+    def _duplicate(self, *words: str) -> list[str]:
+        return self._each(words, self.world.duplicate)
 
     def _network(self) -> list[str]:
         return [str(message) for message in self.world.network] or ["empty"]
@@ -188,7 +189,7 @@ class Session:
         raise AssertionError(f"{name} has no timer {timer}")
 
     def _advance(self, seconds: str) -> None:
-        self.world.now += float(seconds)
+        self.world.advance(float(seconds))
 
     def _due(self) -> None:
         for due in list(self.world.due()):
@@ -226,7 +227,8 @@ class Session:
     def _settle(self) -> list[str]:
         start = len(self.world.log)
         self.world.settle()
-        return [*self._told(start), self.world.summary()]
+        left = [f"VIOLATION: {fault}" for fault in self.world.left_at_rest()]
+        return [*self._told(start), self.world.summary(), *left]
 
     def _told(self, start: int) -> list[str]:
         return [line for line in self.world.log[start:] if " outcome: " in line or line.endswith(": stale")]
@@ -243,9 +245,8 @@ class Session:
             payload = f"{first}-{first + count}"
             arrival = Arrival(_epoch(epoch), int(numbers["base"]), first, count, "finished" in fields, payload)
             verdict = gate.offer(arrival)
-            told = [
-                f"deliver {d.payload} skip={d.skip} count={d.count}{' finished' if d.finished else ''}" for d in verdict.deliver
-            ]
+            told = [f"deliver {d.payload} skip={d.skip} count={d.count}" for d in verdict.deliver]
+            told += ["finished"] * any(d.finished for d in verdict.deliver)
             told += ["stale"] * verdict.stale + ["overflow"] * verdict.overflow
             return [", ".join(told) or f"nothing; {gate.num_buffered} wait"]
         if verb == "fence":
@@ -257,14 +258,14 @@ class Session:
         gate.finish()
         return []
 
-    def _messages(self, words: tuple[str, ...]) -> list[Message]:
-        if words == ("rest",):
-            return list(self.world.network)
+    def _each(self, words: tuple[str, ...], act: Callable[[Message], None]) -> list[str]:
+        """Do something to the messages that a command names."""
         every = words[-1] == "all"
         pattern = " ".join(words[:-1] if every else words)
-        found = [message for message in self.world.network if str(message) == pattern]
-        assert found, f"no message {pattern}; there are {[str(message) for message in self.world.network]}"
-        return found if every else found[:1]
+        found = [message for message in self.world.network if pattern in ("rest", str(message))]
+        for message in found if every or pattern == "rest" else found[:1]:
+            act(message)
+        return [] if found else [f"no message {pattern}"]
 
 
 def _shells(engine: Engine) -> list[Outgoing | Incoming]:

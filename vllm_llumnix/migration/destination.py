@@ -25,13 +25,14 @@ Two things are never done early:
 - Blocks are freed only when nothing that we started can touch them. A pull that is abandoned leaves its blocks DRAINING
   until every mover has said that it is quiet, if need be for ever; a reservation or a growth that the loop has begun is
   waited for in the same way. Being barred does not wait for that: the answer goes out at once.
-- Bytes count only if the source still held them when the last one was read. The source pins for `lease_s` from receiving
-  an answer of ours, we count from sending it (the timer is set before the answer is sent, and only a *first* answer
-  renews it: the source may have seen that one and not its repetition). `PullDone.lease_valid` is looked at after the
-  last byte; if it is false the bytes are never published.
+- Bytes count only if the source still held them when the last one was read. The source pins for `lease_s` from
+  receiving an answer of ours, we count from sending it (the timer is set before the answer is sent, and only a *first*
+  answer renews it: the source may have seen that one and not its repetition). `PullDone.lease_valid` is looked at after
+  the last byte; if it is false the bytes are never published.
 
 ADMITTING is short, but D's loop may be in a step of several seconds. A Withdraw is not made to wait for it: RevokeAdmit
-takes the admission back unless the loop has begun it, and the loop's answer, one way or the other, answers the Withdraw.
+takes the admission back unless the loop has begun it, and the loop's answer, one way or the other, answers the
+Withdraw.
 
 The table is at the end of the file; `docs/protocol.md` has its picture.
 """
@@ -58,7 +59,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     lease_s: float = 30.0
     tombstone_s: float = 600.0
-    """How long a settled record is kept. Longer than `Plan`'s deadlines from Commit to the end of the fence together."""
+    """How long a settled record is kept: longer than `Plan`'s deadlines from Commit to the end of the fence summed."""
 
 
 class State(enum.StrEnum):
@@ -149,7 +150,7 @@ class Destination(Machine[State]):
         return in_order and event.from_block == self.copied_blocks and event.to_block > event.from_block
 
     def _next_with_room(self, event: ev.RoundRequested) -> bool:
-        """The reservation is a block ahead: one that must grow at Commit makes the client wait for a turn of the loop."""
+        """The reservation is a block ahead: growing at Commit would make the client wait for a turn of the loop."""
         ahead = event.num_tokens // self.terms.block_size + 2
         return self._next_round(event) and max(event.to_block, ahead) <= self.num_blocks
 
@@ -374,81 +375,82 @@ def _record_expired(machine: Destination, event: ev.TimerFired) -> bool:
     return event.name == machine.state.value
 
 
-_P = State
+_D, _P = Destination, State
 _BUSY = (_P.RESERVING, _P.GROWING, _P.PULLING, _P.EXTENDING, _P.COMMITTING)
 """The loop or the movers are at work for us: being barred means DRAINING first."""
 _LEASED = (_P.GROWING, _P.PULLING, _P.EXTENDING, _P.COMMITTING)
 _TAKEN = (_P.EXTENDING, _P.COMMITTING, _P.ADMITTING)
 _BARRED = (_P.DRAINING, _P.BARRED)
 _SETTLED = (_P.COMMITTED, *_BARRED)
+_KNOWN = tuple(state for state in State if state not in (_P.NEW, *_BARRED))
 
 install(
     Destination,
     [
         # The way to COMMITTED
-        rows(_P.NEW, ev.ReserveRequested, _P.RESERVING, Destination._reserve),
-        rows(_P.RESERVING, ev.BlocksReserved, _P.RESERVED, Destination._reserved),
-        rows(_P.RESERVED, ev.RoundRequested, _P.PULLING, Destination._pull_round, when=Destination._next_with_room),
-        rows(_P.RESERVED, ev.RoundRequested, _P.GROWING, Destination._grow_for_round, when=Destination._next_round),
-        rows(_P.GROWING, ev.Grown, _P.BARRED, Destination._grown_wrongly, when=Destination._grown_too_little),
-        rows(_P.GROWING, ev.Grown, _P.PULLING, Destination._grown_for_round),
-        rows(_P.PULLING, ev.PullDone, _P.RESERVED, Destination._round_done, when=Destination._in_time),
-        rows(_P.RESERVED, ev.CommitRequested, _P.ADMITTING, Destination._admit_commit, when=Destination._complete),
-        rows(_P.RESERVED, ev.CommitRequested, _P.COMMITTING, Destination._pull_commit, when=Destination._fits),
-        rows(_P.RESERVED, ev.CommitRequested, _P.EXTENDING, Destination._grow_for_commit, when=Destination._makes_sense),
-        rows(_P.EXTENDING, ev.Grown, _P.BARRED, Destination._grown_wrongly, when=Destination._grown_too_little),
-        rows(_P.EXTENDING, ev.Grown, _P.COMMITTING, Destination._grown_for_commit),
-        rows(_P.COMMITTING, ev.PullDone, _P.ADMITTING, Destination._copied, when=Destination._in_time),
-        rows(_P.ADMITTING, ev.Admitted, _P.COMMITTED, Destination._admitted),
+        rows(_P.NEW, ev.ReserveRequested, _P.RESERVING, _D._reserve),
+        rows(_P.RESERVING, ev.BlocksReserved, _P.RESERVED, _D._reserved),
+        rows(_P.RESERVED, ev.RoundRequested, _P.PULLING, _D._pull_round, when=_D._next_with_room),
+        rows(_P.RESERVED, ev.RoundRequested, _P.GROWING, _D._grow_for_round, when=_D._next_round),
+        rows(_P.GROWING, ev.Grown, _P.BARRED, _D._grown_wrongly, when=_D._grown_too_little),
+        rows(_P.GROWING, ev.Grown, _P.PULLING, _D._grown_for_round),
+        rows(_P.PULLING, ev.PullDone, _P.RESERVED, _D._round_done, when=_D._in_time),
+        rows(_P.RESERVED, ev.CommitRequested, _P.ADMITTING, _D._admit_commit, when=_D._complete),
+        rows(_P.RESERVED, ev.CommitRequested, _P.COMMITTING, _D._pull_commit, when=_D._fits),
+        rows(_P.RESERVED, ev.CommitRequested, _P.EXTENDING, _D._grow_for_commit, when=_D._makes_sense),
+        rows(_P.EXTENDING, ev.Grown, _P.BARRED, _D._grown_wrongly, when=_D._grown_too_little),
+        rows(_P.EXTENDING, ev.Grown, _P.COMMITTING, _D._grown_for_commit),
+        rows(_P.COMMITTING, ev.PullDone, _P.ADMITTING, _D._copied, when=_D._in_time),
+        rows(_P.ADMITTING, ev.Admitted, _P.COMMITTED, _D._admitted),
         # The ways to BARRED: something failed here
-        rows(_P.RESERVING, ev.ReserveFailed, _P.BARRED, Destination._not_reserved),
-        rows(_P.GROWING, ev.GrowFailed, _P.PULLING, Destination._pull_without_room, when=Destination._fits_anyway),
-        rows((_P.GROWING, _P.EXTENDING), ev.GrowFailed, _P.BARRED, Destination._not_grown),
-        rows((_P.PULLING, _P.COMMITTING), ev.PullFailed, _P.DRAINING, Destination._failed, when=Destination._this_job),
-        rows((_P.PULLING, _P.COMMITTING), ev.PullDone, _P.BARRED, Destination._pulled_too_late, when=Destination._this_job),
-        rows(_P.ADMITTING, ev.AdmitFailed, _P.BARRED, Destination._not_admitted),
-        rows(_P.RESERVED, ev.TimerFired, _P.BARRED, Destination._lease_ran_out, when=_lease_over),
-        rows(_LEASED, ev.TimerFired, _P.DRAINING, Destination._lease_ran_out, when=_lease_over),
-        rows(_P.RESERVED, ev.Revoked, _P.BARRED, Destination._failed),
-        rows(_BUSY, ev.Revoked, _P.DRAINING, Destination._failed),
+        rows(_P.RESERVING, ev.ReserveFailed, _P.BARRED, _D._not_reserved),
+        rows(_P.GROWING, ev.GrowFailed, _P.PULLING, _D._pull_without_room, when=_D._fits_anyway),
+        rows((_P.GROWING, _P.EXTENDING), ev.GrowFailed, _P.BARRED, _D._not_grown),
+        rows((_P.PULLING, _P.COMMITTING), ev.PullFailed, _P.DRAINING, _D._failed, when=_D._this_job),
+        rows((_P.PULLING, _P.COMMITTING), ev.PullDone, _P.BARRED, _D._pulled_too_late, when=_D._this_job),
+        rows(_P.ADMITTING, ev.AdmitFailed, _P.BARRED, _D._not_admitted),
+        rows(_P.RESERVED, ev.TimerFired, _P.BARRED, _D._lease_ran_out, when=_lease_over),
+        rows(_LEASED, ev.TimerFired, _P.DRAINING, _D._lease_ran_out, when=_lease_over),
+        rows(_P.RESERVED, ev.Revoked, _P.BARRED, _D._failed),
+        rows(_BUSY, ev.Revoked, _P.DRAINING, _D._failed),
         # … or the source wants it so
-        rows(_P.RESERVED, ev.WithdrawRequested, _P.BARRED, Destination._withdraw),
-        rows(_BUSY, ev.WithdrawRequested, _P.DRAINING, Destination._withdraw),
-        rows(_P.ADMITTING, ev.WithdrawRequested, None, Destination._revoke_for_withdraw),
-        rows((_P.NEW, _P.RESERVED), ev.CancelRequested, _P.BARRED, Destination._cancel),
-        rows(_BUSY, ev.CancelRequested, _P.DRAINING, Destination._cancel),
-        rows(_P.ADMITTING, ev.CancelRequested, None, Destination._revoke_for_cancel),
-        rows((_P.NEW, _P.RESERVED), ev.AbortRequested, _P.BARRED, Destination._abort),
-        rows(_BUSY, ev.AbortRequested, _P.DRAINING, Destination._abort),
-        rows(_P.ADMITTING, ev.AbortRequested, None, Destination._revoke_for_abort),
-        rows(_P.RESERVED, ev.CommitRequested, _P.BARRED, Destination._bad_commit),
-        rows((_P.RESERVING, _P.GROWING, _P.PULLING), ev.CommitRequested, _P.DRAINING, Destination._bad_commit),
+        rows(_P.RESERVED, ev.WithdrawRequested, _P.BARRED, _D._withdraw),
+        rows(_BUSY, ev.WithdrawRequested, _P.DRAINING, _D._withdraw),
+        rows(_P.ADMITTING, ev.WithdrawRequested, None, _D._revoke_for_withdraw),
+        rows((_P.NEW, _P.RESERVED), ev.CancelRequested, _P.BARRED, _D._cancel),
+        rows(_BUSY, ev.CancelRequested, _P.DRAINING, _D._cancel),
+        rows(_P.ADMITTING, ev.CancelRequested, None, _D._revoke_for_cancel),
+        rows((_P.NEW, _P.RESERVED), ev.AbortRequested, _P.BARRED, _D._abort),
+        rows(_BUSY, ev.AbortRequested, _P.DRAINING, _D._abort),
+        rows(_P.ADMITTING, ev.AbortRequested, None, _D._revoke_for_abort),
+        rows(_P.RESERVED, ev.CommitRequested, _P.BARRED, _D._bad_commit),
+        rows((_P.RESERVING, _P.GROWING, _P.PULLING), ev.CommitRequested, _P.DRAINING, _D._bad_commit),
         # Barred, and what was under way has ended
-        rows(_P.DRAINING, ev.BlocksReserved, _P.BARRED, Destination._free),
+        rows(_P.DRAINING, ev.BlocksReserved, _P.BARRED, _D._free),
         rows(_P.DRAINING, ev.ReserveFailed, _P.BARRED),
-        rows(_P.DRAINING, ev.Grown, _P.BARRED, Destination._free),
-        rows(_P.DRAINING, ev.GrowFailed, _P.BARRED, Destination._free),
-        rows(_P.DRAINING, ev.PullQuiesced, _P.BARRED, Destination._free, when=Destination._this_job),
+        rows(_P.DRAINING, ev.Grown, _P.BARRED, _D._free),
+        rows(_P.DRAINING, ev.GrowFailed, _P.BARRED, _D._free),
+        rows(_P.DRAINING, ev.PullQuiesced, _P.BARRED, _D._free, when=_D._this_job),
         # Settled
-        rows(_P.COMMITTED, ev.AbortRequested, None, Destination._abort_admitted),
-        rows(_P.COMMITTED, ev.CloseRequested, None, Destination._close),
+        rows(_P.COMMITTED, ev.AbortRequested, None, _D._abort_admitted),
+        rows(_P.COMMITTED, ev.CloseRequested, None, _D._close),
         rows((_P.COMMITTED, _P.BARRED), ev.TimerFired, _P.FORGOTTEN, when=_record_expired),
         # Repetitions: join what is in work, or get the same answer again
         rows(_P.RESERVING, ev.ReserveRequested, None, late=True),
-        rows((_P.RESERVED, _P.GROWING, _P.PULLING, *_TAKEN), ev.ReserveRequested, None, Destination._reserved_before, late=True),
-        rows(_P.COMMITTED, ev.ReserveRequested, None, Destination._reserved_before, late=True),
-        rows(_BARRED, ev.ReserveRequested, None, Destination._refuse_reserve, late=True),
-        rows((_P.GROWING, _P.PULLING), ev.RoundRequested, None, when=Destination._in_work, late=True),
-        rows(set(State) - {_P.NEW, *_BARRED}, ev.RoundRequested, None, Destination._answer_round, when=Destination._answered, late=True),
-        rows((_P.NEW, *_BARRED), ev.RoundRequested, None, Destination._refuse_round, late=True),
-        rows(set(State) - {_P.NEW, *_BARRED}, ev.RoundRequested, None, Destination._round_out_of_order, late=True),
+        rows((_P.RESERVED, _P.GROWING, _P.PULLING, *_TAKEN), ev.ReserveRequested, None, _D._reserved_before, late=True),
+        rows(_P.COMMITTED, ev.ReserveRequested, None, _D._reserved_before, late=True),
+        rows(_BARRED, ev.ReserveRequested, None, _D._refuse_reserve, late=True),
+        rows((_P.GROWING, _P.PULLING), ev.RoundRequested, None, when=_D._in_work, late=True),
+        rows(_KNOWN, ev.RoundRequested, None, _D._answer_round, when=_D._answered, late=True),
+        rows((_P.NEW, *_BARRED), ev.RoundRequested, None, _D._refuse_round, late=True),
+        rows(_KNOWN, ev.RoundRequested, None, _D._round_out_of_order, late=True),
         rows(_TAKEN, ev.CommitRequested, None, late=True),
-        rows((_P.NEW, *_SETTLED), ev.CommitRequested, None, Destination._answer_commit, late=True),
-        rows((_P.NEW, *_SETTLED), ev.WithdrawRequested, None, Destination._answer_withdraw, late=True),
-        rows(_SETTLED, ev.CancelRequested, None, Destination._answer_cancel, late=True),
-        rows(_BARRED, ev.AbortRequested, None, Destination._answer_abort, late=True),
-        rows(State, ev.CloseRequested, None, Destination._answer_close, late=True),
-        rows(State, ev.QueryRequested, None, Destination._answer_query, late=True),
+        rows((_P.NEW, *_SETTLED), ev.CommitRequested, None, _D._answer_commit, late=True),
+        rows((_P.NEW, *_SETTLED), ev.WithdrawRequested, None, _D._answer_withdraw, late=True),
+        rows(_SETTLED, ev.CancelRequested, None, _D._answer_cancel, late=True),
+        rows(_BARRED, ev.AbortRequested, None, _D._answer_abort, late=True),
+        rows(State, ev.CloseRequested, None, _D._answer_close, late=True),
+        rows(State, ev.QueryRequested, None, _D._answer_query, late=True),
         # What crossed with a change of state
         rows((_P.ADMITTING, *_SETTLED), ev.Revoked, None, late=True),
         rows(_P.BARRED, ev.AdmitFailed, None, late=True),

@@ -92,7 +92,7 @@ class TakeSnapshot(msgspec.Struct, frozen=True):
 
 
 class Freeze(msgspec.Struct, frozen=True):
-    """Stop scheduling the request, let a step in flight drain, pin every block. Answered by Frozen or SnapshotFailed."""
+    """Stop scheduling the request, let a step in flight drain, pin all blocks. Answered by Frozen or SnapshotFailed."""
 
 
 class Unfreeze(msgspec.Struct, frozen=True):

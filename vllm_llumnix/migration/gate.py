@@ -11,15 +11,15 @@ its first token. The rules, for an arrival of epoch e with tokens [first, end):
    already delivered: then it continues a text that the client has not seen, and is barred. One that comes after a later
    epoch is a former owner whose output was held up: it is no less valid for that, even if all of it was repeated since.
 4. An epoch owns indices below the base of the next adopted epoch. What a sender emits beyond that is cut off, and it is
-   told that it is stale: it has lost the request without knowing. Indices below an epoch's own base are fine: they repeat,
-   from the history that came with the request, what the last owner may have failed to send.
+   told that it is stale: it has lost the request without knowing. Indices below an epoch's own base are fine: they
+   repeat, from the history that came with the request, what the last owner may have failed to send.
 5. Delivered is what begins at the next index. What begins before it loses the tokens that were delivered already; what
    begins after it waits in a bounded buffer; if that is full, the caller has to replay (`overflow`).
 6. An end without tokens counts only at the next index.
 7. `fence(e)` answers "started" if e, or any later epoch, was adopted: accepted or waiting in the buffer is the same.
-   Otherwise it bars e and every other epoch of the present term from e on (e's owner may have handed on already), raises
-   the term and names the epoch that the asker goes on under. Epochs below e stay valid: what the asker sent before it
-   froze is still on its way. A question asked again gets the same answer.
+   Otherwise it bars e and every other epoch of the present term from e on (e's owner may have handed on already),
+   raises the term and names the epoch that the asker goes on under. Epochs below e stay valid: what the asker sent
+   before it froze is still on its way. A question asked again gets the same answer.
 8. `depose()` bars every epoch there was and raises the term: the owner is lost, and whoever goes on must start from
    exactly what was delivered.
 
@@ -127,7 +127,7 @@ class Gate:
         raised = self._raised.get(epoch)
         if raised is None and epoch.term == self._term and epoch > self.highest:
             raised = self._raised[epoch] = self._raise_term(since=epoch)
-        if raised is None or self._is_barred(raised):
+        if raised is None or self.is_barred(raised):
             return FenceDecision(started=True, finished=False, raised=None, delivered=self.next_index)
         return FenceDecision(started=False, finished=False, raised=raised, delivered=self.next_index)
 
@@ -150,12 +150,13 @@ class Gate:
         self._barred.append((since, raised))
         return raised
 
-    def _is_barred(self, epoch: Epoch) -> bool:
+    def is_barred(self, epoch: Epoch) -> bool:
+        """Whether everything of this epoch is stale."""
         return any(since <= epoch < until for since, until in self._barred)
 
     def _adopt(self, arrival: Arrival) -> bool:
         epoch = arrival.epoch
-        if epoch.term > self._term or arrival.first < 0 or arrival.count < 0 or self._is_barred(epoch):
+        if epoch.term > self._term or arrival.first < 0 or arrival.count < 0 or self.is_barred(epoch):
             return False
         known = self._bases.get(epoch)
         if known is not None:

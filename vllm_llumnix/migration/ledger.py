@@ -64,7 +64,7 @@ class Ledger:
     def hold(self, owner: Owner, key: str, blocks: Iterable[int]) -> None:
         """Let a holder hold (more) blocks. Prefix-cache hits are held for the SCHEDULER, not as RESERVATION."""
         added = set(blocks)
-        self._expect(all(0 <= block < self.num_blocks for block in added), owner, key, "blocks that do not exist", added)
+        self._expect(all(0 <= block < self.num_blocks for block in added), owner, key, "no such blocks", added)
         self._expect(not added & self.of(Owner.RESERVATION), owner, key, "reserved blocks", added)
         self._expect(not added & self.of(Owner.DRAINING), owner, key, "draining blocks", added)
         if owner is Owner.PIN:
@@ -113,7 +113,8 @@ class Ledger:
     def check_idle(self) -> None:
         """No migration is under way, so none may hold a block. Raises LocalProtocolError."""
         self.check()
-        left = sorted(f"{owner} {key}" for (owner, key), held in self._held.items() if held and owner != Owner.SCHEDULER)
+        ours = (holder for holder, held in self._held.items() if held and holder[0] is not Owner.SCHEDULER)
+        left = sorted(f"{owner} {key}" for owner, key in ours)
         if left:
             raise LocalProtocolError(f"blocks are still held by {', '.join(left)}")
 

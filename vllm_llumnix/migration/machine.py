@@ -52,9 +52,10 @@ def rows(
     when: Callable[[M, E], bool] | None = None,
     late: bool = False,
 ) -> list[Row[S]]:
-    """One row per state of `states`; `to` None stays where it is."""
-    several: Iterable[S] = [states] if isinstance(states, enum.StrEnum) else states
-    return [Row(state, event, state if to is None else to, do, when, late) for state in several]
+    """One row per state of `states`, in the order of their definition; `to` None stays where it is."""
+    several = {states} if isinstance(states, enum.StrEnum) else set(states)
+    ordered = [state for state in type(next(iter(several))) if state in several]
+    return [Row(state, event, state if to is None else to, do, when, late) for state in ordered]
 
 
 class Machine(Generic[S]):

@@ -13,9 +13,9 @@ Doubt is resolved by exactly one of three facts, asked for in this order:
 
 1. D's settlement. COMMITTED and BARRED are final and binding if they come from the life of D (`incarnation`) that
    granted the reservation. Withdraw makes D decide: it is a compare-and-swap PENDING -> BARRED.
-2. O's fence. O has seen output of the new epoch (somebody else owns the request: let go), or bars it for good and raises
-   the term: then, and only then, S goes on without D's word. Once O has been asked, D's word no longer counts for the
-   request: O may have raised the term already, and a COMMITTED believed after that would leave no owner at all.
+2. O's fence. O has seen output of the new epoch (somebody else owns the request: let go), or bars it for good and
+   raises the term: then, and only then, S goes on without D's word. Once O has been asked, D's word does not settle the
+   request any more: O may have raised the term, and a COMMITTED believed after that would leave no owner at all.
 3. Neither answers: S lets the request go. D may be running it; if not, O starts it again from what it has delivered.
 
 "Unknown migration" from D is not a no: the life of D that we spoke to may have committed, emitted and died.
@@ -26,8 +26,8 @@ or when a round leaves as much as it copied; what is left then must fit the stal
 every block is pinned, because neither preemption nor an abort at S may take the bytes from under D's last pull.
 
 Pins that outlive the settlement. When S goes on by the fence, lets go, or loses the request to an abort, D may still be
-reading: it may be stopped, and wake up. D checks its lease after the last byte, and its lease ends before ours (D counts
-from sending an answer, S from receiving it). So the pins stay until the lease is over or D settles, although the
+reading: it may be stopped, and wake up. D checks its lease after the last byte, and its lease ends before ours (D
+counts from sending an answer, S from receiving it). So the pins stay until the lease is over or D settles, although the
 machine's state is final by then. `settled` says that the request's fate is known, `over` that nothing is held any more.
 
     PLANNED, RESERVING, PINNING, COPYING, FREEZING     S owns the request; any failure: STAYED
@@ -399,7 +399,7 @@ install(
         rows(_P.FENCING, ev.FenceRaised, _P.STAYED, Source._resume_under, when=Source._raised),
         rows(_P.FENCING, ev.OriginFinished, _P.GONE, Source._unwanted),
         rows(_P.FENCING, ev.TimerFired, _P.LOST, Source._lose, when=_deadline),
-        rows(IN_DOUBT, ev.RequestGone, None, when=Source._is_preempted, late=True),
+        rows(IN_DOUBT, ev.RequestGone, None, when=Source._is_preempted),
         rows(IN_DOUBT, ev.RequestGone, _P.GONE, Source._aborted_in_doubt),
         # Settled: the pins go back when nobody can be reading
         rows((_P.STAYED, _P.GONE, _P.LOST), ev.TimerFired, None, Source._unpin_now, when=_lease_over),

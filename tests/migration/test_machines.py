@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a scenario cannot show well: the tables as wholes, and rules about single events."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from vllm_llumnix.errors import LocalProtocolError, Reason
+from vllm_llumnix.ids import Epoch
+from vllm_llumnix.migration import destination, effects, events, source
+from vllm_llumnix.migration import effects as do
+from vllm_llumnix.migration import events as ev
+from vllm_llumnix.migration.destination import Destination, Terms
+from vllm_llumnix.migration.events import Call, Gone, Settlement
+from vllm_llumnix.migration.machine import Machine
+from vllm_llumnix.migration.source import Method, Plan, Source
+
+MACHINES = (Source, Destination)
+PEER_MESSAGES = (
+    ev.ReserveRequested,
+    ev.RoundRequested,
+    ev.CommitRequested,
+    ev.WithdrawRequested,
+    ev.CancelRequested,
+    ev.AbortRequested,
+    ev.CloseRequested,
+    ev.QueryRequested,
+)
+
+
+def make_source(method: Method = Method.LIVE, **plan: object) -> Source:
+    return Source(Plan(method=method, epoch_next=Epoch(0, 1), bytes_per_block=100, **plan))  # type: ignore[arg-type]
+
+
+def source_in(state: source.State) -> Source:
+    """A source in a state that a request that is still here passes through."""
+    machine = make_source()
+    way = {
+        source.State.RESERVING: ev.Start(),
+        source.State.PINNING: ev.Reserved(0, 30.0, "D1"),
+        source.State.COPYING: ev.Snapshot(9, 300),
+        source.State.FREEZING: ev.RoundDone(1, 900, 0.001),
+        source.State.COMMITTING: ev.Frozen(310, 309, 10, 100),
+        source.State.WITHDRAWING: ev.CancelRequested(),
+        source.State.FENCING: ev.Forgotten(),
+    }
+    for reached, event in way.items():
+        if machine.state is state:
+            break
+        machine.on(event)
+        if reached is source.State.FREEZING:
+            machine.on(ev.Snapshot(9, 301))
+    assert machine.state is state
+    return machine
+
+
+def reserved() -> Destination:
+    machine = Destination(Terms(block_size=32))
+    machine.on(ev.ReserveRequested())
+    machine.on(ev.BlocksReserved(0, 20))
+    return machine
+
+
+# The tables
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_every_state_can_be_reached(machine: type[Machine[source.State | destination.State]]) -> None:
+    states = source.State if machine is Source else destination.State
+    reached = {next(iter(states))}
+    for _ in states:
+        reached |= {row.to for row in machine.TABLE if row.state in reached}
+    assert reached == set(states)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_no_row_is_hidden_by_an_earlier_one(machine: type[Machine[source.State]]) -> None:
+    unguarded: set[object] = set()
+    hidden = []
+    for row in machine.TABLE:
+        key = (row.state, row.event)
+        if key in unguarded and not row.late:
+            hidden.append(row)
+        if row.when is None:
+            unguarded.add(key)
+    assert not hidden
+
+
+def test_settled_states_are_left_by_nothing() -> None:
+    for row in Source.TABLE:
+        if row.state in source.SETTLED:
+            assert row.to is row.state, row
+    for row in Destination.TABLE:
+        if row.state is destination.State.COMMITTED:
+            assert row.to in (destination.State.COMMITTED, destination.State.FORGOTTEN), row
+        if row.state in (destination.State.DRAINING, destination.State.BARRED):
+            assert row.to in (destination.State.DRAINING, destination.State.BARRED, destination.State.FORGOTTEN), row
+
+
+def test_no_message_of_a_peer_is_a_fault_of_ours() -> None:
+    """Whatever a source sends, whenever it arrives, the table has an answer or knows that one is on its way."""
+    catch_all = {(row.state, row.event) for row in Destination.TABLE if row.when is None}
+    for state in destination.State:
+        for message in PEER_MESSAGES:
+            if state is not destination.State.FORGOTTEN:
+                assert (state, message) in catch_all, (state, message)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_rows_name_events_of_their_own_alphabet(machine: type[Machine[source.State]]) -> None:
+    alphabet = ev.SourceEvent if machine is Source else ev.DestinationEvent
+    assert {row.event for row in machine.TABLE} == set(alphabet.__args__)
+
+
+def test_every_event_and_effect_belongs_to_an_alphabet() -> None:
+    for module, alphabets in ((events, (ev.Event,)), (effects, (do.Effect,))):
+        defined = {
+            item
+            for _, item in inspect.getmembers(module, inspect.isclass)
+            if item.__module__ == module.__name__ and hasattr(item, "__struct_fields__")
+        }
+        assert defined == {item for alphabet in alphabets for item in alphabet.__args__}
+
+
+# An illegal event
+
+
+@pytest.mark.parametrize(
+    ("state", "event"),
+    [
+        (source.State.PLANNED, ev.Reserved(0, 30.0, "D1")),
+        (source.State.RESERVING, ev.Committed("D1")),
+        (source.State.PINNING, ev.Frozen(1, 1, 1, 1)),
+        (source.State.COPYING, ev.Snapshot(3, 100)),
+        (source.State.COMMITTING, ev.FenceRaised(Epoch(1, 0))),
+    ],
+)
+def test_illegal_event_changes_nothing(state: source.State, event: ev.SourceEvent) -> None:
+    machine = source_in(state)
+    before = dict(vars(machine), _armed=set(machine._armed))
+    with pytest.raises(LocalProtocolError, match=str(state)):
+        machine.on(event)
+    assert vars(machine) == before
+
+
+def test_timer_that_was_cleared_is_no_event() -> None:
+    machine = source_in(source.State.COPYING)
+    assert machine.on(ev.TimerFired("reserving")) == []
+    assert machine.on(ev.TimerFired("no such timer")) == []
+    assert machine.state is source.State.COPYING
+
+
+# Deadlines
+
+
+@pytest.mark.parametrize(
+    ("state", "after"),
+    [
+        (source.State.RESERVING, source.State.STAYED),
+        (source.State.PINNING, source.State.STAYED),
+        (source.State.COPYING, source.State.STAYED),
+        (source.State.FREEZING, source.State.STAYED),
+        (source.State.COMMITTING, source.State.WITHDRAWING),
+        (source.State.WITHDRAWING, source.State.FENCING),
+        (source.State.FENCING, source.State.LOST),
+    ],
+)
+def test_every_state_of_a_source_has_a_deadline(state: source.State, after: source.State) -> None:
+    machine = source_in(state)
+    machine.on(ev.TimerFired(state.value))
+    assert machine.state is after
+
+
+def test_own_loop_that_does_not_answer_is_told_apart_from_the_peer() -> None:
+    for state, reason in ((source.State.PINNING, Reason.SOURCE_BUSY), (source.State.COPYING, Reason.DEADLINE)):
+        machine = source_in(state)
+        machine.on(ev.TimerFired(state.value))
+        assert machine.outcome is not None
+        assert machine.outcome.reason is reason
+
+
+# The source
+
+
+@pytest.mark.parametrize("kind", [Gone.FINISHED, Gone.ABORTED])
+@pytest.mark.parametrize("state", [source.State.RESERVING, source.State.COPYING, source.State.FREEZING])
+def test_gone_before_commit_gives_everything_back(state: source.State, kind: Gone) -> None:
+    machine = source_in(state)
+    told = machine.on(ev.RequestGone(kind))
+    assert do.SendCancel(Reason(f"request_{kind}")) in told
+    assert machine.state is source.State.GONE
+    assert machine.over
+
+
+def test_snapshot_that_comes_after_the_end_is_unpinned() -> None:
+    machine = source_in(source.State.PINNING)
+    machine.on(ev.CancelRequested())
+    assert machine.on(ev.Snapshot(9, 300)) == [do.Unpin()]
+    machine = source_in(source.State.FREEZING)
+    assert machine.on(ev.CancelRequested())[:2] == [do.Unfreeze(), do.Unpin()]
+    assert machine.on(ev.Frozen(310, 309, 10, 100)) == [do.Unpin()]
+
+
+def test_stall_is_estimated_from_the_rate_that_was_measured() -> None:
+    """10 blocks in 1 s: 3 full blocks and the partial one take 0.4 s."""
+    for budget, state in ((0.39, source.State.STAYED), (0.41, source.State.FREEZING)):
+        machine = make_source(stall_budget_s=budget, max_rounds=1)
+        for event in (ev.Start(), ev.Reserved(0, 30.0, "D1"), ev.Snapshot(10, 330), ev.RoundDone(1, 1000, 1.0)):
+            machine.on(event)
+        machine.on(ev.Snapshot(13, 420))
+        assert machine.state is state
+        if machine.outcome:
+            assert machine.outcome.reason is Reason.TOO_MANY_ROUNDS
+            assert "400 ms" in machine.outcome.detail
+
+
+def test_short_request_needs_no_round() -> None:
+    machine = make_source()
+    for event in (ev.Start(), ev.Reserved(0, 30.0, "D1"), ev.Snapshot(1, 40)):
+        machine.on(event)
+    assert machine.state is source.State.FREEZING
+    assert machine.on(ev.Frozen(41, 40, 2, 5))[0] == do.SendCommit(Epoch(0, 1), 5, 40, 0, 2)
+
+
+def test_rounds_go_on_while_they_shrink_and_no_longer() -> None:
+    machine = make_source(max_rounds=16)
+    for event in (ev.Start(), ev.Reserved(0, 30.0, "D1")):
+        machine.on(event)
+    frontier = 0
+    for number, added in enumerate((100, 20, 5, 2), start=1):
+        frontier += added
+        assert do.SendRound(number, frontier - added, frontier, 1) in machine.on(ev.Snapshot(frontier, 1))
+        machine.on(ev.RoundDone(number, 100 * added, 0.0001 * added))
+    machine.on(ev.Snapshot(frontier + 2, 1))
+    assert machine.state is source.State.FREEZING
+    assert machine.copied_blocks == 127
+
+
+def test_reason_of_a_withdrawn_move_is_the_one_that_started_it() -> None:
+    machine = source_in(source.State.COMMITTING)
+    machine.on(ev.PeerUnreachable(Call.COMMIT, "connection reset"))
+    machine.on(ev.Barred(Reason.BARRED, "D1"))
+    assert machine.outcome == source.Outcome(source.State.STAYED, Reason.PEER_UNREACHABLE, "connection reset")
+
+
+def test_fence_answer_that_raises_nothing_is_not_believed() -> None:
+    machine = source_in(source.State.FENCING)
+    assert machine.on(ev.FenceRaised(Epoch(0, 1))) == []
+    assert machine.state is source.State.FENCING
+
+
+# The destination
+
+
+def test_only_a_first_answer_renews_the_lease() -> None:
+    machine = reserved()
+    assert machine.on(ev.ReserveRequested()) == [do.AnswerReserve(0, 30.0)]
+    first = ev.RoundRequested(1, 0, 9, 300)
+    machine.on(first)
+    assert do.SetTimer("lease", 30.0) in machine.on(ev.PullDone(1, 900, 0.1))
+    assert machine.on(first) == [do.AnswerRound(1, 900, 0.1, 30.0)]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        ev.RoundRequested(2, 0, 9, 300),  # not the first
+        ev.RoundRequested(1, 3, 9, 300),  # leaves blocks out
+        ev.RoundRequested(1, 0, 0, 300),  # empty
+    ],
+)
+def test_round_that_makes_no_sense_is_refused_and_harmless(odd: ev.RoundRequested) -> None:
+    machine = reserved()
+    (refusal,) = machine.on(odd)
+    assert isinstance(refusal, do.RefuseRound)
+    assert refusal.reason is Reason.INVALID_REQUEST
+    assert machine.state is destination.State.RESERVED
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        ev.CommitRequested(Epoch(0, 1), 9, 100, 1, 4),  # leaves out a block that was not copied
+        ev.CommitRequested(Epoch(0, 1), 9, 100, 0, 3),  # three blocks of 32 do not hold 100 tokens
+        ev.CommitRequested(Epoch(0, 1), 9, 100, 4, 4),  # claims that everything is copied
+        ev.CommitRequested(Epoch(0, 1), 9, 0, 0, 1),  # no KV, but a block
+    ],
+)
+def test_commit_that_makes_no_sense_bars(odd: ev.CommitRequested) -> None:
+    machine = reserved()
+    told = machine.on(odd)
+    assert do.FreeReservation() in told
+    assert machine.settlement is Settlement.BARRED
+    assert machine.reason is Reason.INVALID_REQUEST
+
+
+def test_prefix_cache_hits_are_never_written() -> None:
+    machine = Destination(Terms(block_size=32))
+    machine.on(ev.ReserveRequested())
+    machine.on(ev.BlocksReserved(3, 20))
+    machine.on(ev.CommitRequested(Epoch(0, 1), 9, 310, 2, 10))
+    assert machine.settlement is Settlement.BARRED
+
+
+def test_reservation_stays_a_block_ahead_if_there_is_room() -> None:
+    machine = Destination(Terms(block_size=32))
+    machine.on(ev.ReserveRequested())
+    machine.on(ev.BlocksReserved(0, 10))
+    assert machine.on(ev.RoundRequested(1, 0, 9, 300)) == [do.GrowReservation(364)]
+    # There is none, but the blocks of this round are there.
+    assert machine.on(ev.GrowFailed(Reason.DESTINATION_FULL)) == [do.Pull(1, 0, 9)]
+    machine.on(ev.PullDone(1, 900, 0.1))
+    # Short by one at Commit: the loop has to be asked, and the client waits for its turn.
+    assert machine.on(ev.CommitRequested(Epoch(0, 1), 40, 330, 9, 11)) == [do.GrowReservation(330)]
+
+
+@pytest.mark.parametrize("ended", [ev.BlocksReserved(0, 9), ev.ReserveFailed(Reason.DESTINATION_FULL)])
+def test_reservation_that_the_loop_has_begun_is_waited_for(ended: ev.DestinationEvent) -> None:
+    machine = Destination(Terms(block_size=32))
+    machine.on(ev.ReserveRequested())
+    told = machine.on(ev.CancelRequested())
+    assert do.FreeReservation() not in told
+    assert do.AnswerSettle(Call.CANCEL, Settlement.BARRED, Reason.CANCELLED) in told
+    assert (do.FreeReservation() in machine.on(ended)) == isinstance(ended, ev.BlocksReserved)
+    assert machine.state is destination.State.BARRED
+
+
+def test_abort_of_a_request_that_was_admitted_in_the_meantime() -> None:
+    machine = reserved()
+    machine.on(ev.CommitRequested(Epoch(0, 1), 9, 0, 0, 0))
+    assert machine.on(ev.AbortRequested()) == [do.RevokeAdmit()]
+    told = machine.on(ev.Admitted())
+    assert do.AbortAdmitted() in told
+    assert do.AnswerSettle(Call.ABORT, Settlement.COMMITTED) in told
+
+
+def test_record_is_forgotten_in_the_end() -> None:
+    machine = reserved()
+    assert not machine.over
+    assert do.SetTimer("barred", 600.0) in machine.on(ev.WithdrawRequested())
+    machine.on(ev.TimerFired("barred"))
+    assert machine.over
+    assert machine.settlement is Settlement.UNKNOWN

@@ -24,6 +24,9 @@ if TYPE_CHECKING:  # typing itself is not imported: each start of Python would p
     from vllm_llumnix.patching.state import PatchState
 
 
+FLAG = "--enable-llumlet"
+
+
 class PatchFinder:
     """Finds what the other finders find, and gives the listed modules a `PatchedLoader`."""
 
@@ -58,7 +61,12 @@ class PatchFinder:
             from vllm_llumnix.patching.installed import installed
             from vllm_llumnix.patching.series import module_name
 
-            self._series = installed().series
+            found = installed()
+            if found.problem is not None and FLAG in sys.argv:
+                # The parser that would say it is not patched, and does not even know the flag.
+                print(f"vllm: error: {FLAG}: {found.problem}", file=sys.stderr)
+                raise SystemExit(2)
+            self._series = found.series
             paths = self._series.files if self._series is not None else ()
             self._paths = {module_name(path): path for path in paths}
         return self._paths

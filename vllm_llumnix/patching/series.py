@@ -13,7 +13,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +21,8 @@ from vllm_llumnix.patching import diff
 
 HEADER_FIELDS = ("Subject", "Why", "Why-not-plugin", "Process", "Forwarded", "Remove-when", "Test")
 _FIELD = re.compile(r"([A-Z][A-Za-z-]*): (.*)")
+_HUNK_HEAD = re.compile(r"@@ -(\d+)[^@]*@@\n")
+_HEADING = re.compile(r"class |( {4})?(async )?def ")
 _BASE_LINE = re.compile(r"([0-9a-f]{64})  ([0-9a-f]{64})  (\S+)")
 
 
@@ -103,8 +104,17 @@ def module_name(path: str) -> str:
 
 
 def unified_diff(path: str, before: str, after: str) -> list[str]:
-    """The lines of the diff between two texts of the file `path`, with three lines of context."""
-    return list(difflib.unified_diff(_lines(before), _lines(after), f"a/{path}", f"b/{path}"))
+    """The lines of the diff between two texts of the file `path`, with three lines of context.
+
+    As in git's diffs, the head of a hunk repeats the class or function that was begun last.
+    """
+    lines = _lines(before)
+    result = list(difflib.unified_diff(lines, _lines(after), f"a/{path}", f"b/{path}"))
+    for number, line in enumerate(result):
+        if match := _HUNK_HEAD.fullmatch(line):
+            above = [text for text in lines[: int(match[1]) - 1] if _HEADING.match(text)]
+            result[number] = f"{line.rstrip()} {above[-1].strip()}\n" if above else line
+    return result
 
 
 def _lines(text: str) -> list[str]:
@@ -154,7 +164,7 @@ def load_directory(directory: Path) -> Series:
 
 def _load(directory: Path) -> Series:
     version, files = _parse_base((directory / "BASE").read_text())
-    names = _listed((directory / "series").read_text().splitlines())
+    names = listed((directory / "series").read_text())
     digest = hashlib.sha256((directory / "BASE").read_bytes())
     patches: list[Patch] = []
     for name in names:
@@ -183,7 +193,7 @@ def parse_patch(text: str, name: str) -> Patch:
 
 
 def _parse_base(text: str) -> tuple[str, dict[str, Base]]:
-    first, *rest = _listed(text.splitlines())
+    first, *rest = listed(text)
     if not first.startswith("vllm "):
         raise PatchError(f"BASE: the first line names the version, 'vllm X.Y.Z': {first!r}")
     files: dict[str, Base] = {}
@@ -195,5 +205,6 @@ def _parse_base(text: str) -> tuple[str, dict[str, Base]]:
     return first.removeprefix("vllm "), files
 
 
-def _listed(lines: Iterable[str]) -> list[str]:
-    return [line for line in lines if line.strip() and not line.startswith("#")]
+def listed(text: str) -> list[str]:
+    """The lines of a list file, without comments and empty lines."""
+    return [line for line in text.splitlines() if line.strip() and not line.startswith("#")]

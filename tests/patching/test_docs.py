@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/patches.md says what the headers say."""
+
+from __future__ import annotations
+
+from vllm_llumnix.patching.docs import DOCUMENT, render
+
+
+def test_current() -> None:
+    assert DOCUMENT.read_text() == render(), "run: make docs"

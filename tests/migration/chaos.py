@@ -45,6 +45,7 @@ def rare(world: World, *, aborts: bool, crashes: bool) -> Iterator[Action]:
         yield world.duplicate, (message,)
     for name, engine in world.engines.items():
         yield world.churn, (name,)
+        yield world.hog, (name,)
         if engine.request is not None:
             yield world.preempt, (name,)
         for move, out in engine.out.items():

@@ -63,6 +63,24 @@ def reserved() -> Destination:
     return machine
 
 
+def destination_in(state: destination.State) -> Destination:
+    """A destination in a state in which its fate is open."""
+    ways: dict[destination.State, tuple[ev.DestinationEvent, ...]] = {
+        destination.State.RESERVING: (ev.ReserveRequested(),),
+        destination.State.GROWING: (ev.RoundRequested(1, 0, 20, 660),),
+        destination.State.PULLING: (ev.RoundRequested(1, 0, 9, 300),),
+        destination.State.EXTENDING: (ev.CommitRequested(Epoch(0, 1), 9, 700, 0, 22),),
+        destination.State.COMMITTING: (ev.CommitRequested(Epoch(0, 1), 9, 100, 0, 4),),
+        destination.State.ADMITTING: (ev.CommitRequested(Epoch(0, 1), 9, 0, 0, 0),),
+        destination.State.RESERVED: (),
+    }
+    machine = Destination(Terms(block_size=32)) if state is destination.State.RESERVING else reserved()
+    for event in ways[state]:
+        machine.on(event)
+    assert machine.state is state
+    return machine
+
+
 # The tables
 
 
@@ -314,6 +332,78 @@ def test_reservation_stays_a_block_ahead_if_there_is_room() -> None:
     machine.on(ev.PullDone(1, 900, 0.1))
     # Short by one at Commit: the loop has to be asked, and the client waits for its turn.
     assert machine.on(ev.CommitRequested(Epoch(0, 1), 40, 330, 9, 11)) == [do.GrowReservation(330)]
+
+
+UNDER_WAY: dict[destination.State, ev.DestinationEvent | None] = {
+    destination.State.RESERVING: ev.BlocksReserved(0, 9),
+    destination.State.RESERVED: None,
+    destination.State.GROWING: ev.Grown(22),
+    destination.State.PULLING: ev.PullQuiesced(1),
+    destination.State.EXTENDING: ev.GrowFailed(Reason.DESTINATION_FULL),
+    destination.State.COMMITTING: ev.PullQuiesced(1),
+}
+"""What the loop or the movers have begun in a pending state, as the event that ends it."""
+SENSELESS = ev.CommitRequested(Epoch(0, 1), 9, 100, 3, 4)
+BARS: tuple[ev.DestinationEvent, ...] = (
+    ev.WithdrawRequested(),
+    ev.CancelRequested(),
+    ev.AbortRequested(),
+    ev.Revoked(Reason.DESTINATION_NEEDS_BLOCKS),
+    ev.TimerFired("lease"),
+    SENSELESS,
+)
+NO_BAR = {
+    (destination.State.RESERVING, BARS[4]),  # there is no lease yet
+    (destination.State.EXTENDING, SENSELESS),  # joins the Commit that is being worked on
+    (destination.State.COMMITTING, SENSELESS),
+    (destination.State.ADMITTING, BARS[3]),  # the blocks are about to be the request's own
+    (destination.State.ADMITTING, BARS[4]),  # the bytes are there
+    (destination.State.ADMITTING, SENSELESS),
+}
+
+
+@pytest.mark.parametrize(
+    ("state", "bar"), [(state, bar) for state in UNDER_WAY for bar in BARS if (state, bar) not in NO_BAR]
+)
+def test_barred_at_once_and_freed_when_nothing_is_under_way(state: destination.State, bar: ev.DestinationEvent) -> None:
+    machine = destination_in(state)
+    told = machine.on(bar)
+    assert machine.settlement is Settlement.BARRED
+    if (ended := UNDER_WAY[state]) is not None:
+        assert do.FreeReservation() not in told
+        told = machine.on(ended)
+    assert told.count(do.FreeReservation()) == 1
+    assert machine.state is destination.State.BARRED
+
+
+@pytest.mark.parametrize(("state", "bar"), sorted(NO_BAR, key=str))
+def test_what_bars_nothing(state: destination.State, bar: ev.DestinationEvent) -> None:
+    machine = destination_in(state)
+    assert machine.on(bar) == []
+    assert machine.state is state
+
+
+@pytest.mark.parametrize("bar", BARS[:3], ids=lambda bar: type(bar).__name__)
+def test_admission_is_taken_back_if_the_loop_has_not_begun_it(bar: ev.DestinationEvent) -> None:
+    machine = destination_in(destination.State.ADMITTING)
+    assert machine.on(bar) == [do.RevokeAdmit()]
+    assert machine.settlement is Settlement.PENDING
+    told = machine.on(ev.AdmitFailed(Reason.BARRED))
+    assert told.count(do.FreeReservation()) == 1
+    assert any(isinstance(answer, do.AnswerSettle) and answer.state is Settlement.BARRED for answer in told)
+
+
+@pytest.mark.parametrize("grown", [ev.Grown(20), ev.GrowFailed(Reason.DESTINATION_FULL)])
+def test_reservation_that_cannot_grow_serves_a_round_that_fits(grown: ev.DestinationEvent) -> None:
+    machine = destination_in(destination.State.GROWING)
+    assert machine.on(grown) == [do.Pull(1, 0, 20)]
+
+
+@pytest.mark.parametrize("grown", [ev.Grown(20), ev.GrowFailed(Reason.DESTINATION_FULL)])
+def test_commit_that_finds_no_room_is_barred(grown: ev.DestinationEvent) -> None:
+    machine = destination_in(destination.State.EXTENDING)
+    assert do.FreeReservation() in machine.on(grown)
+    assert machine.settlement is Settlement.BARRED
 
 
 @pytest.mark.parametrize("ended", [ev.BlocksReserved(0, 9), ev.ReserveFailed(Reason.DESTINATION_FULL)])

@@ -19,7 +19,7 @@ empty line. `LLUMNIX_REWRITE=1` (or `pytest --rewrite`) writes what is printed i
     timer A lease                      fires now, whatever the clock says
     advance SECONDS                    the clock; timers do not fire by themselves, a process may be stopped
     due                                every timer whose time has come fires
-    cancel A, revoke B, preempt A, churn A, crash B, abort
+    cancel A, revoke B, preempt A, churn A, hog A, crash B, abort
     forbid B m1                        an operator calls move m1 off at B, which need not have heard of it
     cache B N                          B's prefix cache holds the first N blocks of the prompt
     quiet                              every message, loop and mover, until none is left; no decoding
@@ -209,6 +209,9 @@ class Session:
 
     def _churn(self, name: str) -> None:
         self.world.churn(name)
+
+    def _hog(self, name: str) -> None:
+        self.world.hog(name)
 
     def _crash(self, name: str) -> None:
         self.world.crash(name)

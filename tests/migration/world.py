@@ -358,6 +358,14 @@ class World:
         for block in engine.ledger.free():
             engine.memory[block] = [digest("foreign", self.now, block)] * BLOCK_SIZE
 
+    def hog(self, name: str) -> None:
+        """Other requests take every free block, or give theirs back."""
+        ledger = self.engines[name].ledger
+        if ledger.held(Owner.SCHEDULER, "others"):
+            ledger.give_back(Owner.SCHEDULER, "others")
+        else:
+            ledger.hold(Owner.SCHEDULER, "others", ledger.free())
+
     def crash(self, name: str) -> None:
         """The engine dies with everything it knew, and comes back as another life. What it sent is still on its way."""
         self.crashed = True
@@ -847,6 +855,8 @@ class World:
     def settle(self) -> None:
         """Let everything come to its end: nothing is lost any more, everybody runs."""
         self.cuts.clear()
+        for engine in self.engines.values():
+            engine.ledger.give_back(Owner.SCHEDULER, "others")
         for _ in range(5000):
             if not self.tick():
                 return

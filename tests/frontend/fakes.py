@@ -193,7 +193,7 @@ async def next_outputs(client: Any) -> EngineCoreOutputs:
 async def until(condition: Callable[[], bool]) -> None:
     """Returns when it holds; fails if it does not come to hold."""
     async with asyncio.timeout(SECONDS):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - what is waited for knows nothing of tests
             await asyncio.sleep(0.005)
 
 

@@ -98,6 +98,18 @@ async def test_duplicates_and_overlaps_are_trimmed(client: Any, engine: FakeEngi
     assert await tokens_of(client, 1) == [14]
 
 
+async def test_home_tokens_that_the_destination_repeats(client: Any, engine: FakeEngine, peer: FakePeer) -> None:
+    """Its path has no index: what comes from home counts from the request's first token, whoever delivered that."""
+    await start(client, engine, "r")
+    await peer.tokens(relayed("r", 0, 10, 11, base=3))
+    assert await tokens_of(client, 2) == [10, 11]
+    await engine.send(output("r", 10))
+    await engine.send(output("r", 11))
+    await engine.send(output("r", 12))
+    await peer.tokens(relayed("r", 3, 13, base=3))
+    assert await tokens_of(client, 2) == [12, 13]
+
+
 async def test_a_request_moves_on_and_home_again(client: Any, engine: FakeEngine, new_peer: NewPeer) -> None:
     b, c = new_peer("b"), new_peer("c")
     await start(client, engine, "r")
@@ -234,6 +246,19 @@ async def test_abort_reaches_the_owner(client: Any, engine: FakeEngine, new_peer
     await c.tokens(relayed("r", 2, 12, epoch=Epoch(0, 2), base=1))
     assert await c.answer() == wire.Release([("r", Epoch(0, 2))]), "each late output is answered"
     assert client.outputs_queue.empty()
+
+
+async def test_a_former_owners_late_token_does_not_make_it_the_owner(
+    client: Any, engine: FakeEngine, new_peer: NewPeer
+) -> None:
+    b, c = new_peer("b"), new_peer("c")
+    await start(client, engine, "r")
+    await c.tokens(relayed("r", 1, 11, epoch=Epoch(0, 2), base=1))
+    assert await c.heartbeat() == []
+    await b.tokens(relayed("r", 0, 10, epoch=Epoch(0, 1)))
+    assert await tokens_of(client, 2) == [10, 11]
+    await client.abort_requests_async(["r"])
+    assert await c.answer() == wire.Release([("r", Epoch(0, 2))])
 
 
 async def test_abort_follows_an_owner_that_reconnected(client: Any, engine: FakeEngine, new_peer: NewPeer) -> None:

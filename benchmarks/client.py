@@ -14,6 +14,7 @@ ids come from vLLM's `return_token_ids`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -71,23 +72,27 @@ class Stream:
         return engine_id.startswith(f"{self.kind}-{self.request_id}")
 
     async def wait_for(self, num_tokens: int, timeout_s: float = 120.0) -> None:
-        """Until `num_tokens` output tokens have arrived. Raises StreamFailed if the stream ends
-        before, TimeoutError.
+        """Until `num_tokens` output tokens have arrived. Raises StreamFailed if the stream ends or
+        pauses for too long before.
         """
-        async with asyncio.timeout(timeout_s):
-            while len(self.token_ids) < num_tokens:
-                if self.done:
-                    self._raise()
-                    got = len(self.token_ids)
-                    raise StreamFailed(f"the stream ended after {got} of {num_tokens} tokens")
-                self._changed.clear()
-                await self._changed.wait()
+        deadline = time.monotonic() + timeout_s
+        while len(self.token_ids) < num_tokens:
+            if self.done:
+                self._raise()
+                got = len(self.token_ids)
+                raise StreamFailed(f"the stream ended after {got} of {num_tokens} tokens")
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), deadline - time.monotonic())
+            if time.monotonic() > deadline:
+                raise StreamFailed(f"{num_tokens} tokens did not come within {timeout_s:.0f} s, only {self._so_far()}")
 
     async def result(self, timeout_s: float = 300.0) -> Self:
         """Until the stream has ended. Raises StreamFailed."""
         assert self._task is not None
-        async with asyncio.timeout(timeout_s):
-            await asyncio.wait([self._task])
+        await asyncio.wait([self._task], timeout=timeout_s)
+        if not self.done:
+            raise StreamFailed(f"no end within {timeout_s:.0f} s, after {self._so_far()}")
         self._raise()
         return self
 
@@ -96,6 +101,10 @@ class Stream:
         assert self._task is not None
         self._task.cancel()
         await asyncio.wait([self._task])
+
+    def _so_far(self) -> str:
+        silence = time.monotonic() - (self.times[-1] if self.times else self.started_at)
+        return f"{len(self.token_ids)} tokens, the last {silence:.1f} s ago"
 
     def _raise(self) -> None:
         assert self._task is not None

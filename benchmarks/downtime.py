@@ -26,12 +26,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import functools
 import itertools
 import json
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,15 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from benchmarks.client import Client, Stream
+from benchmarks.client import Client, Stream, StreamFailed
 from benchmarks.harness import Fleet, Server, ServerSpec
 from benchmarks.model import PRESETS, build
-from benchmarks.moves import Move, Stall, move_stream, stall_of_move
+from benchmarks.mover import MoveFailed, Mover
+from benchmarks.moves import HANDOVER_GAPS, Move, Stall, stall_of_move
 from benchmarks.progress import saying
 from benchmarks.stats import Summary, median
 
+Advance = Callable[[], None]
 METHODS = ("live", "blocking", "recompute")
 MOVES_PER_STREAM = 4
 SETTLE_TOKENS = 16
@@ -140,7 +143,7 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 
 async def measure_stream(
-    servers: Sequence[Server], cell: Cell, num_moves: int, seed: int, bar: Progress, task: Any
+    mover: Mover, servers: Sequence[Server], cell: Cell, num_moves: int, seed: int, advance: Advance
 ) -> None:
     """One stream of the cell's length, moved `num_moves` times back and forth."""
     moves: list[Move] = []
@@ -154,13 +157,13 @@ async def measure_stream(
         for number in range(num_moves):
             source, destination = servers[number % 2], servers[(number + 1) % 2]
             force = cell.method != "live"
-            move = await move_stream(source, destination, stream, method=cell.method, force=force)
-            if not move.moved:
-                cell.failures.append(f"{move.phase}: {move.reason} {move.detail}".strip())
+            try:
+                moves.append(await mover.move(source, destination, stream, method=cell.method, force=force))
+                await stream.wait_for(len(stream.token_ids) + SETTLE_TOKENS)
+            except (MoveFailed, StreamFailed) as error:
+                cell.failures.append(str(error))
                 break
-            moves.append(move)
-            await stream.wait_for(len(stream.token_ids) + SETTLE_TOKENS)
-            bar.advance(task)
+            advance()
         await stream.disconnect()
     for move in moves:
         cell.add(sample_of(stream, move))
@@ -168,15 +171,16 @@ async def measure_stream(
 
 def sample_of(stream: Stream, move: Move) -> Sample:
     stall = stall_of_move(stream, move)
-    end = max(move.settled_at, stream.times[stall.index])
+    end = max(move.settled_at, stream.times[min(stall.index + HANDOVER_GAPS, len(stream.times)) - 1])
     return Sample(move, stall, largest_gap(stream.times, move.asked_at, end))
 
 
-async def measure_cell(servers: Sequence[Server], cell: Cell, num_moves: int, bar: Progress, task: Any) -> None:
+async def measure_cell(servers: Sequence[Server], cell: Cell, num_moves: int, advance: Advance) -> None:
     wanted = num_moves + 1  # The first is the warm-up.
-    for seed, first in enumerate(range(0, wanted, MOVES_PER_STREAM)):
-        count = min(MOVES_PER_STREAM, wanted - first)
-        await measure_stream(servers, cell, count, seed, bar, task)
+    async with Mover(servers) as mover:
+        for seed, first in enumerate(range(0, wanted, MOVES_PER_STREAM)):
+            count = min(MOVES_PER_STREAM, wanted - first)
+            await measure_stream(mover, servers, cell, count, seed, advance)
 
 
 def estimate_s(lengths: Sequence[int], num_moves: int, link_gb_s: float | None) -> float:
@@ -281,10 +285,11 @@ def run(options: argparse.Namespace, say_to: Console) -> list[Cell]:
         )
         with Progress(*columns, console=say_to) as bar:
             task = bar.add_task("", total=len(cells) * (options.moves + 1))
+            advance = functools.partial(bar.advance, task)
             for cell in cells:
                 bar.update(task, description=f"{cell.length} tokens, {cell.method}")
                 try:
-                    asyncio.run(measure_cell(servers, cell, options.moves, bar, task))
+                    asyncio.run(measure_cell(servers, cell, options.moves, advance))
                 except KeyboardInterrupt:
                     say_to.print("interrupted: what follows is not complete")
                     break

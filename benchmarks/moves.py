@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from typing import cast
 
 from benchmarks.client import Stream
-from benchmarks.harness import Server
+from benchmarks.harness import LlumletAddress, Server
 from benchmarks.stats import median
 from llumlet.client import LlumletClient
+from llumlet.errors import LlumletCallFailed
 from llumlet.types import (
     OUTCOMES,
     MigrateRequest,
@@ -109,11 +110,38 @@ async def migrate(
     """
     assert source.llumlet is not None
     assert destination.llumlet is not None
+    async with LlumletClient(str(source.llumlet)) as client:
+        return await migrate_through(
+            client,
+            source.llumlet,
+            destination.llumlet,
+            request_ids=request_ids,
+            rule=rule,
+            method=method,
+            force=force,
+            stall_budget_ms=stall_budget_ms,
+            deadline_s=deadline_s,
+        )
+
+
+async def migrate_through(
+    client: LlumletClient,
+    source: LlumletAddress,
+    destination: LlumletAddress,
+    *,
+    request_ids: Sequence[str] = (),
+    rule: tuple[str, str, float] | None = None,
+    method: str = "live",
+    force: bool = False,
+    stall_budget_ms: float | None = None,
+    deadline_s: float = 120.0,
+) -> list[Move]:
+    """The same over an open connection to the source."""
     request = MigrateRequest(
-        src_engine_id=source.llumlet.instance_id,
-        dst_engine_id=destination.llumlet.instance_id,
-        dst_engine_ip=destination.llumlet.host,
-        dst_engine_port=destination.llumlet.port,
+        src_engine_id=source.instance_id,
+        dst_engine_id=destination.instance_id,
+        dst_engine_ip=destination.host,
+        dst_engine_port=destination.port,
         request_ids=request_ids,
         method=method.upper(),
         force=force,
@@ -134,11 +162,10 @@ async def migrate(
                 request.kv_cache_usage_ratio = value
     asked_at = time.monotonic()
     seen: dict[str, list[tuple[MoveProgress, float]]] = {}
-    async with LlumletClient(str(source.llumlet)) as client:
-        async for event in client.migrate(request, deadline_s=deadline_s):
-            if event.WhichOneof("event") == "progress":
-                now = time.monotonic()
-                seen.setdefault(event.progress.request_id, []).append((event.progress, now))
+    async for event in client.migrate(request, deadline_s=deadline_s):
+        if event.WhichOneof("event") == "progress":
+            now = time.monotonic()
+            seen.setdefault(event.progress.request_id, []).append((event.progress, now))
     return [_move(events, asked_at) for events in seen.values()]
 
 
@@ -172,6 +199,23 @@ async def requests(server: Server) -> list[RequestInfo]:
     assert server.llumlet is not None
     async with LlumletClient(str(server.llumlet)) as client:
         return list((await client.list_requests()).requests)
+
+
+async def describe(servers: Sequence[Server]) -> str:
+    """What each instance holds, one line a request, for the text of an error."""
+    lines = []
+    for server in servers:
+        try:
+            held = await requests(server)
+        except LlumletCallFailed as error:
+            lines.append(f"{server.name}: {error}")
+            continue
+        lines += [
+            f"{server.name}: {info.request_id} {word(RequestInfo.Phase, info.phase)} epoch {info.epoch.term}."
+            f"{info.epoch.hop}, {info.output_tokens} output tokens, {info.num_blocks} blocks"
+            for info in held
+        ] or [f"{server.name}: no request"]
+    return "\n".join(lines)
 
 
 async def engine_id(server: Server, stream: Stream, timeout_s: float = 10.0) -> str:

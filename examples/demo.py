@@ -31,10 +31,10 @@ from rich.text import Text
 from benchmarks.client import Client, Stream, StreamFailed
 from benchmarks.harness import Fleet, Server, ServerDied, ServerSpec
 from benchmarks.model import PRESETS, build
-from benchmarks.moves import Move, Stall, first_index, move_stream, stall_of_move
+from benchmarks.mover import MoveFailed, Mover
+from benchmarks.moves import Move, Stall, describe, first_index, stall_of_move
 from benchmarks.progress import Say, saying
 from benchmarks.stats import median
-from llumlet.errors import LlumletCallFailed
 
 NAMES = ("A", "B")
 COLOURS = ("cyan", "yellow")
@@ -88,10 +88,6 @@ class Outcome:
         }
 
 
-class MoveFailed(RuntimeError):
-    """The request was not moved; the text says why."""
-
-
 async def stream_with_moves(
     servers: Sequence[Server], prompt: list[int], num_moves: int, spacing: int, say: Say
 ) -> Outcome:
@@ -99,44 +95,62 @@ async def stream_with_moves(
     home = servers[0]
     num_tokens = (num_moves + 1) * spacing
     async with Client(home.base_url) as client:
+
+        async def start(name: str) -> Stream:
+            # No run may use what another left in the prefix cache: a prefill in other pieces rounds differently.
+            return await client.complete(prompt, num_tokens, cache_salt=name)
+
         runs = []
         for name in ("reference", "the same again"):
             say(f"{name}: {num_tokens} tokens, not moved")
-            runs.append(await (await client.complete(prompt, num_tokens)).result())
-        stream = await client.complete(prompt, num_tokens)
-        moves = []
-        for number in range(num_moves):
-            await stream.wait_for((number + 1) * spacing - spacing // 2)
-            source, destination = servers[number % 2], servers[(number + 1) % 2]
-            say(f"move {number + 1} of {num_moves}: {source.name} to {destination.name}")
-            move = await move_stream(source, destination, stream)
-            if not move.moved:
-                raise MoveFailed(f"move {number + 1} was not made: {move.reason} {move.detail}")
-            moves.append(move)
-        say("the rest of the stream")
-        moved = await stream.result()
+            runs.append(await (await start(name)).result())
+        async with Mover(servers) as mover:
+            stream = await start("moved")
+            try:
+                moves = await make_moves(mover, servers, stream, num_moves, spacing, say)
+                say("the rest of the stream")
+                moved = await stream.result(timeout_s=60)
+            except (StreamFailed, MoveFailed) as error:
+                raise type(error)(f"{error}\n{await describe(servers)}") from error
     stalls = tuple(stall_of_move(moved, move) for move in moves)
     return Outcome(moved, runs[0], runs[1], tuple(moves), stalls)
+
+
+async def make_moves(
+    mover: Mover, servers: Sequence[Server], stream: Stream, num_moves: int, spacing: int, say: Say
+) -> list[Move]:
+    """Move `stream` from one server to the other every `spacing` tokens. Raises MoveFailed."""
+    moves = []
+    for number in range(num_moves):
+        await stream.wait_for((number + 1) * spacing - spacing // 2)
+        source, destination = servers[number % 2], servers[(number + 1) % 2]
+        say(f"move {number + 1} of {num_moves}: {source.name} to {destination.name}")
+        moves.append(await mover.move(source, destination, stream))
+    return moves
 
 
 def report(outcome: Outcome, pieces: Sequence[str], console: Console) -> None:
     """The text in the colours of the servers, one line per move, and the verdict."""
     table = Table(title="Moves", title_justify="left")
     for column in ("", "context", "rounds", "copied", "recomputed", "stall", "gap", "stall / gap"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for number, (move, stall) in enumerate(zip(outcome.moves, outcome.stalls, strict=True)):
         table.add_row(
             f"{NAMES[number % 2]} → {NAMES[(number + 1) % 2]}",
-            f"{move.context_tokens} tokens",
+            f"{move.context_tokens:,}",
             str(move.rounds),
             f"{move.copied_bytes / 2**20:.2f} MiB",
-            f"{move.recomputed_tokens} tokens",
+            str(move.recomputed_tokens),
             f"{stall.stall * 1e3:.1f} ms",
             f"{stall.itl * 1e3:.1f} ms",
             f"{stall.stall / stall.itl:.2f}",
         )
     console.print(Panel(_coloured(outcome, pieces), title="The stream, by the server that computed"))
     console.print(table)
+    slowest = max(range(len(outcome.moves)), key=lambda number: outcome.stalls[number].stall)
+    phases = outcome.moves[slowest].phase_ms
+    parts = ", ".join(f"{phase} {ms:.1f} ms" for phase, ms in phases.items())
+    console.print(f"Longest stall: move {slowest + 1}. Its phases: {parts or 'not reported'}.", highlight=False)
     same = "[green]the same[/]" if outcome.tokens_identical else "[red]not the same[/]"
     again = "the same" if outcome.control_identical else "[red]not the same[/]"
     console.print(
@@ -174,7 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=256, help="prompt tokens")
     parser.add_argument("--logs", type=Path, help="directory for the servers' logs")
     options = parser.parse_args(arguments)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 100)
     prompt = random.Random(0).choices(range(100, 1000), k=options.prompt)
     with saying("building the model") as say:
         model = build(PRESETS[options.preset])
@@ -185,7 +199,7 @@ def main(arguments: list[str] | None = None) -> int:
                 servers = fleet.start(*specs)
                 run = stream_with_moves(servers, prompt, options.moves, options.spacing, say)
                 outcome = asyncio.run(run)
-        except (ServerDied, StreamFailed, MoveFailed, LlumletCallFailed, TimeoutError) as error:
+        except (ServerDied, StreamFailed, MoveFailed) as error:
             print(f"failed: {error}\nThe servers' logs are in {fleet.log_dir}", file=sys.stderr)
             print(json.dumps({"moves": 0, "error": str(error)}))
             return 1

@@ -57,7 +57,8 @@ _OPTIONS = [
     ("grpc.enable_http_proxy", 0),
     # A restarted engine is found again within a second, not after gRPC's two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # In spite of its name: the time that one attempt to connect may take. A busy peer needs some.
+    ("grpc.min_reconnect_backoff_ms", 3000),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
 

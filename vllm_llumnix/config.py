@@ -73,35 +73,93 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         description="Live migration of running requests to other instances (vllm-llumnix).",
     )
     add = group.add_argument
-    add("--enable-llumlet", action="store_true", default=False,
-        help="Run a llumlet in the engine process: running requests can be moved to and from other instances.")
-    add("--llumlet-host", default=_DEFAULTS.host, metavar="ADDRESS",
+    add(
+        "--enable-llumlet",
+        action="store_true",
+        default=False,
+        help="Run a llumlet in the engine process: running requests can be moved to and from other instances.",
+    )
+    add(
+        "--llumlet-host",
+        default=_DEFAULTS.host,
+        metavar="ADDRESS",
         help="Address on which the llumlet's gRPC service and the token relay listen. An address other than loopback "
-             "needs --llumlet-insecure.")
-    add("--llumlet-port", type=int, default=_DEFAULTS.port, metavar="PORT",
-        help="Port of the gRPC service; 0 takes a free one. Data-parallel rank r listens on PORT + r.")
-    add("--llumlet-instance-id", default=None, metavar="ID",
-        help="Name of this instance, unique in the cluster. Default: host name and a random suffix.")
-    add("--llumlet-instance-type", choices=INSTANCE_TYPES, default=_DEFAULTS.instance_type,
-        help="What the scheduler uses this instance for.")
-    add("--llumlet-transport", choices=TRANSPORTS, default=_DEFAULTS.transport,
+        "needs --llumlet-insecure.",
+    )
+    add(
+        "--llumlet-port",
+        type=int,
+        default=_DEFAULTS.port,
+        metavar="PORT",
+        help="Port of the gRPC service; 0 takes a free one. Data-parallel rank r listens on PORT + r.",
+    )
+    add(
+        "--llumlet-instance-id",
+        default=None,
+        metavar="ID",
+        help="Name of this instance, unique in the cluster. Default: host name and a random suffix.",
+    )
+    add(
+        "--llumlet-instance-type",
+        choices=INSTANCE_TYPES,
+        default=_DEFAULTS.instance_type,
+        help="What the scheduler uses this instance for.",
+    )
+    add(
+        "--llumlet-transport",
+        choices=TRANSPORTS,
+        default=_DEFAULTS.transport,
         help="How KV blocks travel. 'local' reads the peer's memory on the same host; 'auto' picks the fastest that "
-             "works between the two instances.")
-    add("--llumlet-max-migrations-in", type=int, default=_DEFAULTS.max_migrations_in, metavar="N",
-        help="How many requests may be on their way into this instance at once.")
-    add("--llumlet-max-migrations-out", type=int, default=_DEFAULTS.max_migrations_out, metavar="N",
-        help="How many requests may be on their way out of this instance at once.")
-    add("--llumlet-lease-seconds", type=float, default=_DEFAULTS.lease_seconds, metavar="SECONDS",
-        help="How long blocks stay reserved, or pinned, for a peer that has fallen silent.")
-    add("--llumlet-stall-budget-ms", type=float, default=_DEFAULTS.stall_budget_ms, metavar="MS",
-        help="A move is given up when its last copy would hold the stream up for longer than this.")
-    add("--llumlet-bandwidth-limit", type=parse_rate, default=None, metavar="BYTES_PER_S",
+        "works between the two instances.",
+    )
+    add(
+        "--llumlet-max-migrations-in",
+        type=int,
+        default=_DEFAULTS.max_migrations_in,
+        metavar="N",
+        help="How many requests may be on their way into this instance at once.",
+    )
+    add(
+        "--llumlet-max-migrations-out",
+        type=int,
+        default=_DEFAULTS.max_migrations_out,
+        metavar="N",
+        help="How many requests may be on their way out of this instance at once.",
+    )
+    add(
+        "--llumlet-lease-seconds",
+        type=float,
+        default=_DEFAULTS.lease_seconds,
+        metavar="SECONDS",
+        help="How long blocks stay reserved, or pinned, for a peer that has fallen silent.",
+    )
+    add(
+        "--llumlet-stall-budget-ms",
+        type=float,
+        default=_DEFAULTS.stall_budget_ms,
+        metavar="MS",
+        help="A move is given up when its last copy would hold the stream up for longer than this.",
+    )
+    add(
+        "--llumlet-bandwidth-limit",
+        type=parse_rate,
+        default=None,
+        metavar="BYTES_PER_S",
         help="Upper bound of what this instance pulls from peers, in bytes per second; suffixes K, M, G. "
-             "Default: unlimited.")
-    add("--llumlet-exact", action="store_true", default=False,
-        help="Copy every KV block, also those that this instance's prefix cache already holds: bit-exact moves.")
-    add("--llumlet-insecure", action="store_true", default=False,
-        help="Allow an address other than loopback although nothing is authenticated or encrypted.")
+        "Default: unlimited.",
+    )
+    add(
+        "--llumlet-exact",
+        action="store_true",
+        default=False,
+        help="Copy every KV block, also those that this instance's prefix cache already holds: bit-exact moves.",
+    )
+    add(
+        "--llumlet-insecure",
+        action="store_true",
+        default=False,
+        help="Allow an address other than loopback although nothing is authenticated or encrypted.",
+    )
 
 
 def parse_rate(text: str) -> int:

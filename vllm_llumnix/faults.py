@@ -10,7 +10,7 @@ action's own arguments:
     kill                       SIGKILL to the own process
     stop                       SIGSTOP to the own process
     raise                      raise FaultInjected
-    corrupt   which, layer     flip one byte of the first, middle or last block that was just written (done by the mover)
+    corrupt   which, layer     flip a byte of the first, middle or last block just written (the mover does)
 
 Unknown points and actions are refused when the variable is read.
 """
@@ -67,7 +67,7 @@ _specs: list[dict[str, Any]] = parse(os.environ["LLUMNIX_FAULTS"]) if os.environ
 
 
 def hit(point: str, **context: Any) -> dict[str, Any] | None:
-    """Run the fault armed at `point`, if any; returns the specification of a `corrupt` fault for the caller to apply."""
+    """Run the fault armed at `point`, if any; returns the specification of a `corrupt` fault for the caller."""
     if not _specs:
         return None
     for spec in _specs:

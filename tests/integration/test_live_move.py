@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ async def run_moved(engines: Engines, route: str, parameters: dict[str, Any]) ->
     async with Client(path[0].base_url) as client:
         stream = await client.complete(PROMPT, LENGTH, **parameters)
         moves = []
-        for hop, (source, destination) in enumerate(zip(path, path[1:], strict=False)):
+        for hop, (source, destination) in enumerate(itertools.pairwise(path)):
             await stream.wait_for(30 + 90 * hop)
             moves.append(await move_stream(source, destination, stream))
         return await stream.result(), moves

@@ -94,8 +94,9 @@ class LlumletAgent:
         client = self.departures.client(address)
         mode = request.method or Mode.LIVE
         destination = Destination(request.dst_engine_id, address, client, mode)
-        selected, refused = self._select(request)
+        selected = self._select(request)
         moves = []
+        refused: dict[str, MigrationError] = {}
         for request_id in selected:
             try:
                 moves.append(self._begin(request_id, destination, request, report))
@@ -140,9 +141,7 @@ class LlumletAgent:
             if request_id in here:
                 response.results.add(request_id=request_id, outcome=AbortResponse.ABORTED)
             elif owner is not None:
-                response.results.add(
-                    request_id=request_id, outcome=AbortResponse.FORWARDED, owner_address=str(owner)
-                )
+                response.results.add(request_id=request_id, outcome=AbortResponse.FORWARDED, owner_address=str(owner))
             else:
                 response.results.add(request_id=request_id, outcome=AbortResponse.NOT_FOUND)
         self.forward_aborts([rid for rid in request.request_ids if rid not in here])
@@ -238,14 +237,15 @@ class LlumletAgent:
         if self.identity.unsupported is not None:
             raise refusal(Refused(Reason.NOT_PORTABLE, self.identity.unsupported))
 
-    def _select(self, request: MigrateRequest) -> tuple[list[str], dict[str, MigrationError]]:
+    def _select(self, request: MigrateRequest) -> list[str]:
         if request.request_ids:
-            return list(dict.fromkeys(request.request_ids)), {}
-        return self.listing.select(request), {}
+            return list(dict.fromkeys(request.request_ids))
+        try:
+            return self.listing.select(request)
+        except Refused as error:
+            raise refusal(error) from error
 
-    def _begin(
-        self, request_id: str, destination: Destination, asked: MigrateRequest, report: Report
-    ) -> OutgoingMove:
+    def _begin(self, request_id: str, destination: Destination, asked: MigrateRequest, report: Report) -> OutgoingMove:
         request = self.kvconn.port.find(request_id)
         residence = residence_of(request)
         if request_id in self.departures.moves:

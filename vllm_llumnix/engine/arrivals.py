@@ -25,7 +25,6 @@ from llumlet.types import (
     CopyRoundRequest,
     CopyRoundResponse,
     Handover,
-    MovePhase,
     ReserveRequest,
     ReserveResponse,
     SettleRequest,
@@ -273,7 +272,8 @@ class IncomingMove:
 
     async def _admit(self, effect: do.Admit) -> None:
         arrivals, request, residence = self.arrivals, self.request, self.residence
-        assert request is not None and residence is not None
+        assert request is not None
+        assert residence is not None
         assert residence.origin is not None
         began = time.perf_counter()
         residence.epoch, residence.last_hop = effect.epoch, effect.epoch.hop

@@ -123,6 +123,7 @@ def why_engine_unsupported(engine: Any) -> str | None:
         return "encoder-decoder models are not supported"
     if config.model_config.logits_processors:
         return "custom logits processors"
-    if getattr(config.model_config, "enable_return_routed_experts", False):
-        return "routed experts output"
+    for flag, what in (("enable_return_routed_experts", "routed experts"), ("return_sampling_mask", "sampling masks")):
+        if getattr(config.model_config, flag, False):
+            return f"{what} in the output"
     return None

@@ -100,9 +100,7 @@ class Bypass:
         from vllm_llumnix.engine.agent import LlumletAgent
 
         agent = LlumletAgent(self, kvconn)
-        server = await llumlet.server.serve(
-            agent, self.config.host, self.config.port, insecure=self.config.insecure
-        )
+        server = await llumlet.server.serve(agent, self.config.host, self.config.port, insecure=self.config.insecure)
         self.address = server.address
         agent.open(server)
         self._agent = agent

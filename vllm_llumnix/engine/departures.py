@@ -78,7 +78,13 @@ class OutgoingMove:
     """One attempt to move one request. `done` is resolved with the last report."""
 
     def __init__(
-        self, departures: Departures, request: Request, residence: Residence, to: Destination, plan: Plan, report: Report
+        self,
+        departures: Departures,
+        request: Request,
+        residence: Residence,
+        to: Destination,
+        plan: Plan,
+        report: Report,
     ) -> None:
         self.departures = departures
         self.request = request
@@ -171,7 +177,7 @@ class OutgoingMove:
                 faults.hit("source.committed")
             case do.Drop():
                 self.departures.relay.farewell(self.request.request_id)
-                call(self._release_on_loop)
+                self._released = call(self._release_on_loop)
             case do.SetTimer(name=name, seconds=seconds):
                 self._set_timer(name, seconds)
             case do.ClearTimer(name=name):
@@ -428,7 +434,11 @@ class OutgoingMove:
         self.progress.reason = parse_reason(outcome.reason or "")
         self.progress.detail = outcome.detail
         self._report_phase(outcome.state)
-        self.departures.forget(self)
+        if self._released is None:
+            self.departures.forget(self)
+        else:
+            # Until the loop has let go of it, the request looks as if it could be moved from here.
+            self._released.add_done_callback(lambda _: self.departures.forget(self))
         self.done.set_result(self.progress)
 
 

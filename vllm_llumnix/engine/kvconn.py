@@ -44,11 +44,9 @@ class Departure:
     request any more. `on_gone` is called once when the request finishes, is aborted or preempted by its own engine.
     """
 
-    __slots__ = ("request", "num_preemptions", "freezing", "frozen", "on_drained", "on_gone")
+    __slots__ = ("freezing", "frozen", "num_preemptions", "on_drained", "on_gone", "request")
 
-    def __init__(
-        self, request: Request, on_drained: Callable[[], bool], on_gone: Callable[[str], None]
-    ) -> None:
+    def __init__(self, request: Request, on_drained: Callable[[], bool], on_gone: Callable[[str], None]) -> None:
         self.request = request
         self.num_preemptions = request.num_preemptions
         self.freezing = False

@@ -32,8 +32,8 @@ from llumlet.types import (
 from vllm_llumnix import hooks
 from vllm_llumnix.engine.request_state import residence_of, why_not_now, why_not_portable
 from vllm_llumnix.errors import Reason
-from vllm_llumnix.ids import HOME
-from vllm_llumnix.migration.selection import Candidate, Order, Unit, select
+from vllm_llumnix.ids import HOME, RequestId
+from vllm_llumnix.migration.selection import Candidate, parse_rule, select
 
 if TYPE_CHECKING:
     from vllm_llumnix.engine.arrivals import Arrivals, IncomingMove
@@ -78,26 +78,19 @@ class Listing:
 
     def select(self, asked: MigrateRequest) -> list[str]:
         """The requests that a rule takes, best first. Ids only; whether they can move is checked again on the way."""
-        which = asked.WhichOneof("value")
-        value = getattr(asked, which) if which else 1
-        total_tokens = (self._port.block_pool.num_gpu_blocks - 1) * self._port.block_size
-        return [
-            str(request_id)
-            for request_id in select(
-                self._candidates(),
-                Unit(MigrationType.Name(asked.migration_type)),
-                Order(MigrationReqPolicy.Name(asked.migration_req_policy)),
-                value,
-                total_tokens=total_tokens,
-            )
-        ]
+        unit = MigrationType.Name(asked.migration_type)
+        order = MigrationReqPolicy.Name(asked.migration_req_policy or MigrationReqPolicy.SR)
+        value = getattr(asked, asked.WhichOneof("value") or "num_reqs")
+        capacity = (self._port.block_pool.num_gpu_blocks - 1) * self._port.block_size
+        return [str(request_id) for request_id in select(self._candidates(), parse_rule(unit, order, value), capacity)]
 
     def _candidates(self) -> list[Candidate]:
-        running = list(self._scheduler.running)
+        # `running` is not in order of arrival: newcomers are put at its head.
+        running = sorted(self._scheduler.running, key=lambda request: request.arrival_time)
         waiting = list(self._scheduler.waiting)
         return [
             Candidate(
-                request_id=request.request_id,
+                request_id=RequestId(request.request_id),
                 running=is_running,
                 position=position,
                 num_tokens=request.num_tokens,

@@ -64,16 +64,31 @@ class Movers:
         return str(reports[0].transport)
 
     async def pull(
-        self, job: int, peer: SourceMemory, src_blocks: list[int], dst_blocks: list[int], *,
-        transport: str, deadline_s: float, final: bool, tag: str,
+        self,
+        job: int,
+        peer: SourceMemory,
+        src_blocks: list[int],
+        dst_blocks: list[int],
+        *,
+        transport: str,
+        deadline_s: float,
+        final: bool,
+        tag: str,
     ) -> int:
         """Copy blocks on every rank; returns the bytes copied. Raises TransferFailed, and then movers may still be
         writing: `stop` says when they no longer are."""
         reports = await asyncio.gather(
             *(
                 client.pull(
-                    job, memory, src_blocks, dst_blocks, transport=transport, deadline_s=deadline_s,
-                    max_bytes_per_s=self._max_bytes_per_s, final=final, tag=tag,
+                    job,
+                    memory,
+                    src_blocks,
+                    dst_blocks,
+                    transport=transport,
+                    deadline_s=deadline_s,
+                    max_bytes_per_s=self._max_bytes_per_s,
+                    final=final,
+                    tag=tag,
                 )
                 for client, memory in zip(self._clients, peer.ranks, strict=True)
             )

@@ -82,6 +82,7 @@ class Relay:
             residence = guest[0]
             batch.append(token_output_from(output, residence.epoch, residence.base, residence.next_index))
             residence.next_index += len(output.new_token_ids)
+            # The source has let go, or will on hearing that we have: from here the request may move on.
             residence.handover_open = False
             if output.finish_reason is not None:
                 self.farewell(output.request_id)
@@ -98,13 +99,13 @@ class Relay:
         )
         faults.hit("relay.sent")
 
-    async def fence(self, address: str, request_id: str, epoch: Epoch, timeout: float) -> wire.FenceAnswer:
-        """Ask the origin whether `epoch` has started. Raises OriginUnreachable after `timeout` seconds."""
+    async def fence(self, address: str, request_id: str, epoch: Epoch, seconds: float) -> wire.FenceAnswer:
+        """Ask the origin whether `epoch` has started. Raises OriginUnreachable after `seconds`."""
         number = next(self._numbers)
         answer = self._questions[number] = asyncio.get_running_loop().create_future()
         self._origin(address).send(wire.FenceQuestion(number, request_id, epoch))
         try:
-            return await asyncio.wait_for(answer, timeout)
+            return await asyncio.wait_for(answer, seconds)
         except TimeoutError as error:
             raise OriginUnreachable(address) from error
         finally:

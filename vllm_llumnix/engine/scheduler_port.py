@@ -39,7 +39,7 @@ class Pin:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Frontier:
-    """What can be copied of a running request: full blocks whose KV is final, `[from_block, frontier_blocks)` pinned."""
+    """What can be copied of a running request: full blocks of final KV, `[from_block, frontier_blocks)` pinned."""
 
     frontier_blocks: int
     num_tokens: int
@@ -139,7 +139,7 @@ class SchedulerPort:
         self._parked.pop(request.request_id, None)
 
     def park_preempted(self) -> None:
-        """A frozen request that was preempted must not be resumed while its hand-over is open: take it off the queue."""
+        """A frozen request that was preempted must not resume while its hand-over is open: take it off the queue."""
         for request_id, request in self._frozen.items():
             if request.status == RequestStatus.PREEMPTED and request_id not in self._parked:
                 self.scheduler.waiting.remove_requests([request])
@@ -274,7 +274,7 @@ class SchedulerPort:
         return all(request.request_id in self._frozen for request in scheduler.running)
 
     def _limit_prefills(self, num_newcomers: int) -> None:
-        """Chunked prefills that already run take the whole token budget first: for one step, leave the newcomers' share.
+        """Chunked prefills that run already take the whole token budget first: leave the newcomers' share for one step.
 
         The threshold is the scheduler's own knob for this, read at every `schedule()`; it is put back before the next.
         """
@@ -298,7 +298,7 @@ class SchedulerPort:
             self._stock_threshold = None
 
     def _protect(self, request: Request) -> None:
-        """First come, first served preempts the last of `running`: go to the front. Priority scheduling is left alone."""
+        """First come, first served preempts the last of `running`: go to the front. Priorities are left alone."""
         running = self.scheduler.running
         if self.scheduler.policy != SchedulingPolicy.PRIORITY and request in running:
             running.remove(request)

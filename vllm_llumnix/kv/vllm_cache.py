@@ -67,7 +67,7 @@ def _attention_specs(config: Any) -> dict[str, Any]:
     if not getattr(group, "enable_kv_transfer", True):
         raise TransportUnavailable("vLLM marks the KV cache of this model as not transferable")
     inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-    spec_of = dict(inner) if inner else {name: group.kv_cache_spec for name in group.layer_names}
+    spec_of = dict(inner) if inner else dict.fromkeys(group.layer_names, group.kv_cache_spec)
     for spec in spec_of.values():
         kinds = {cls.__name__ for cls in type(spec).__mro__}
         if not kinds & _CARRIED or kinds & _REFUSED:

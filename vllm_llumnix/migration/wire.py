@@ -103,8 +103,8 @@ ToOrigin = Hello | TokenBatch | Heartbeat | FenceQuestion
 ToEngine = Release | FenceAnswer | HeartbeatAck
 
 _encoder = msgspec.msgpack.Encoder()
-_to_origin = msgspec.msgpack.Decoder(ToOrigin)
-_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_to_origin: msgspec.msgpack.Decoder[ToOrigin] = msgspec.msgpack.Decoder(ToOrigin)
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 
 
 def encode(message: ToOrigin | ToEngine) -> bytes:

@@ -71,6 +71,8 @@ class Sample:
     move: Move
     stall: Stall
     largest_gap: float
+    arrivals: tuple[float, ...]
+    """Of the tokens around the move, in seconds from the arrival of the destination's first one."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -172,7 +174,26 @@ async def measure_stream(
 def sample_of(stream: Stream, move: Move) -> Sample:
     stall = stall_of_move(stream, move)
     end = max(move.settled_at, stream.times[min(stall.index + HANDOVER_GAPS, len(stream.times)) - 1])
-    return Sample(move, stall, largest_gap(stream.times, move.asked_at, end))
+    first = stream.times[stall.index]
+    near = [at - first for at in stream.times if move.asked_at - 0.05 <= at <= end + 0.05]
+    return Sample(move, stall, largest_gap(stream.times, move.asked_at, end), tuple(near))
+
+
+def trace(cell: Cell) -> str:
+    """One move in full: the one whose stall is the median of the cell's."""
+    ordered = sorted(cell.samples, key=lambda sample: sample.stall.stall)
+    sample = ordered[(len(ordered) - 1) // 2]
+    move = sample.move
+    lines = [f"{cell.length} tokens, {cell.method}: a move with a stall of {sample.stall.stall * 1e3:.1f} ms"]
+    last = move.asked_at
+    for phase, at in move.phases:
+        lines.append(f"  {(at - move.asked_at) * 1e3:8.1f} ms  +{(at - last) * 1e3:6.1f}  {phase}")
+        last = at
+    gaps = itertools.pairwise(sample.arrivals)
+    shown = " ".join(f"{'|' if after == 0 else ''}{(after - before) * 1e3:.1f}" for before, after in gaps)
+    lines.append(f"  gaps between tokens, ms, | before the destination's first: {shown}")
+    lines.append("  phases, ms: " + ", ".join(f"{phase} {ms:.1f}" for phase, ms in sorted(move.phase_ms.items())))
+    return "\n".join(lines)
 
 
 async def measure_cell(servers: Sequence[Server], cell: Cell, num_moves: int, advance: Advance) -> None:
@@ -330,6 +351,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="write one JSON object per method and length")
     add("--plot", type=Path, metavar="PNG", help="default: beside the JSON file")
     add("--preset", choices=sorted(PRESETS), default="bench", help="which model")
+    add("--trace", action="store_true", help="show one move of each method and length in full")
     add("--logs", type=Path, metavar="DIR", help="where the servers' logs go")
     options = parser.parse_args(arguments)
     longest = PRESETS[options.preset].max_position - MARGIN_TOKENS
@@ -351,6 +373,9 @@ def main(arguments: list[str] | None = None) -> int:
     cells = run(options, progress)
     measured = [cell for cell in cells if cell.samples]
     Console(width=150).print(table_of(cells, options.link))
+    if options.trace:
+        for cell in measured:
+            print(trace(cell))
     for failure in sorted({f"{c.method}: {text}" for c in cells for text in c.failures}):
         progress.print(f"not moved: {failure}", highlight=False)
     lines = [json.dumps(cell.as_json(options.link)) for cell in cells]

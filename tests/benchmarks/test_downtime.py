@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks.downtime import Cell, largest_gap, parse, plot, sample_of, table_of
+from benchmarks.downtime import Cell, largest_gap, parse, plot, sample_of, table_of, trace
 from tests.support.timelines import move, stream
 
 ISSUE_KEYS = {
@@ -56,6 +56,13 @@ def test_a_cell_without_moves_says_why() -> None:
     values = made.as_json(None)
     assert (values["moves"], values["failures"]) == (0, ["stayed: stall_budget"])
     table_of([made], None)
+
+
+def test_a_trace_shows_the_median_move() -> None:
+    shown = trace(cell("live", 256, [0, 12.0, 14.0, 30.0]))
+    assert "a stall of 14.0 ms" in shown
+    assert "10.0 |14.0 10.0" in shown
+    assert "committing 2.0, copying 5.0" in shown
 
 
 def test_the_largest_gap_of_a_window_counts_gaps_that_reach_into_it() -> None:

@@ -190,7 +190,7 @@ def trace(cell: Cell) -> str:
         lines.append(f"  {(at - move.asked_at) * 1e3:8.1f} ms  +{(at - last) * 1e3:6.1f}  {phase}")
         last = at
     gaps = itertools.pairwise(sample.arrivals)
-    shown = " ".join(f"{'|' if after == 0 else ''}{(after - before) * 1e3:.1f}" for before, after in gaps)
+    shown = " ".join(f"{'|' if before < after == 0 else ''}{(after - before) * 1e3:.1f}" for before, after in gaps)
     lines.append(f"  gaps between tokens, ms, | before the destination's first: {shown}")
     lines.append("  phases, ms: " + ", ".join(f"{phase} {ms:.1f}" for phase, ms in sorted(move.phase_ms.items())))
     return "\n".join(lines)

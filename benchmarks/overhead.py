@@ -165,7 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
             ours.append(block(stock, mine, load))
             control.append(block(stock, again, load))
     answer = result(ours, control, load)
-    Console().print(table_of(answer))
+    Console(width=100).print(table_of(answer))
     line = json.dumps(answer)
     print(line)
     if options.json is not None:
@@ -174,4 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -119,35 +119,23 @@ class LlumletClient:
         self, request: MigrateRequest, *, deadline_s: float | None = None
     ) -> AsyncGenerator[MigrateEvent, None]:
         """Events as they come, the summary last. Leaving the iteration leaves the moves running."""
-        return self._events(
-            self._llumlet.Migrate(request, timeout=deadline_s or self._deadlines.move)
-        )
+        return self._events(self._llumlet.Migrate(request, timeout=deadline_s or self._deadlines.move))
 
     def migrate_in(
         self, request: MigrateInRequest, *, deadline_s: float | None = None
     ) -> AsyncGenerator[MigrateEvent, None]:
-        return self._events(
-            self._llumlet.MigrateIn(request, timeout=deadline_s or self._deadlines.move)
-        )
+        return self._events(self._llumlet.MigrateIn(request, timeout=deadline_s or self._deadlines.move))
 
-    async def abort(
-        self, request: AbortRequest, *, deadline_s: float | None = None
-    ) -> AbortResponse:
-        return await self._answer(
-            self._llumlet.Abort(request, timeout=deadline_s or self._deadlines.act)
-        )
+    async def abort(self, request: AbortRequest, *, deadline_s: float | None = None) -> AbortResponse:
+        return await self._answer(self._llumlet.Abort(request, timeout=deadline_s or self._deadlines.act))
 
     async def abort_migrate_in(
         self, request: AbortMigrateInRequest, *, deadline_s: float | None = None
     ) -> AbortMigrateInResponse:
-        return await self._answer(
-            self._llumlet.AbortMigrateIn(request, timeout=deadline_s or self._deadlines.act)
-        )
+        return await self._answer(self._llumlet.AbortMigrateIn(request, timeout=deadline_s or self._deadlines.act))
 
     async def get_instance_status(self, *, deadline_s: float | None = None) -> InstanceStatus:
-        call = self._llumlet.GetInstanceStatus(
-            GetInstanceStatusRequest(), timeout=deadline_s or self._deadlines.read
-        )
+        call = self._llumlet.GetInstanceStatus(GetInstanceStatusRequest(), timeout=deadline_s or self._deadlines.read)
         return await self._answer(call)
 
     async def get_instance_metadata(self, *, deadline_s: float | None = None) -> InstanceMetadata:
@@ -157,68 +145,34 @@ class LlumletClient:
         return await self._answer(call)
 
     async def list_requests(self, *, deadline_s: float | None = None) -> ListRequestsResponse:
-        call = self._llumlet.ListRequests(
-            ListRequestsRequest(), timeout=deadline_s or self._deadlines.read
-        )
+        call = self._llumlet.ListRequests(ListRequestsRequest(), timeout=deadline_s or self._deadlines.read)
         return await self._answer(call)
 
     # --- Peer ---
 
-    async def reserve(
-        self, request: ReserveRequest, *, deadline_s: float | None = None
-    ) -> ReserveResponse:
-        return await self._answer(
-            self._peer.Reserve(request, timeout=deadline_s or self._deadlines.reserve)
-        )
+    async def reserve(self, request: ReserveRequest, *, deadline_s: float | None = None) -> ReserveResponse:
+        return await self._answer(self._peer.Reserve(request, timeout=deadline_s or self._deadlines.reserve))
 
-    async def copy_round(
-        self, request: CopyRoundRequest, *, deadline_s: float | None = None
-    ) -> CopyRoundResponse:
-        return await self._answer(
-            self._peer.CopyRound(request, timeout=deadline_s or self._deadlines.copy)
-        )
+    async def copy_round(self, request: CopyRoundRequest, *, deadline_s: float | None = None) -> CopyRoundResponse:
+        return await self._answer(self._peer.CopyRound(request, timeout=deadline_s or self._deadlines.copy))
 
-    async def commit(
-        self, request: CommitRequest, *, deadline_s: float | None = None
-    ) -> CommitResponse:
-        return await self._answer(
-            self._peer.Commit(request, timeout=deadline_s or self._deadlines.copy)
-        )
+    async def commit(self, request: CommitRequest, *, deadline_s: float | None = None) -> CommitResponse:
+        return await self._answer(self._peer.Commit(request, timeout=deadline_s or self._deadlines.copy))
 
-    async def withdraw(
-        self, request: SettleRequest, *, deadline_s: float | None = None
-    ) -> SettleResponse:
-        return await self._answer(
-            self._peer.Withdraw(request, timeout=deadline_s or self._deadlines.settle)
-        )
+    async def withdraw(self, request: SettleRequest, *, deadline_s: float | None = None) -> SettleResponse:
+        return await self._answer(self._peer.Withdraw(request, timeout=deadline_s or self._deadlines.settle))
 
-    async def cancel(
-        self, request: SettleRequest, *, deadline_s: float | None = None
-    ) -> SettleResponse:
-        return await self._answer(
-            self._peer.Cancel(request, timeout=deadline_s or self._deadlines.settle)
-        )
+    async def cancel(self, request: SettleRequest, *, deadline_s: float | None = None) -> SettleResponse:
+        return await self._answer(self._peer.Cancel(request, timeout=deadline_s or self._deadlines.settle))
 
-    async def abort_handover(
-        self, request: SettleRequest, *, deadline_s: float | None = None
-    ) -> SettleResponse:
-        return await self._answer(
-            self._peer.Abort(request, timeout=deadline_s or self._deadlines.settle)
-        )
+    async def abort_handover(self, request: SettleRequest, *, deadline_s: float | None = None) -> SettleResponse:
+        return await self._answer(self._peer.Abort(request, timeout=deadline_s or self._deadlines.settle))
 
-    async def close_handover(
-        self, request: SettleRequest, *, deadline_s: float | None = None
-    ) -> SettleResponse:
-        return await self._answer(
-            self._peer.Close(request, timeout=deadline_s or self._deadlines.settle)
-        )
+    async def close_handover(self, request: SettleRequest, *, deadline_s: float | None = None) -> SettleResponse:
+        return await self._answer(self._peer.Close(request, timeout=deadline_s or self._deadlines.settle))
 
-    async def query(
-        self, request: SettleRequest, *, deadline_s: float | None = None
-    ) -> SettleResponse:
-        return await self._answer(
-            self._peer.Query(request, timeout=deadline_s or self._deadlines.settle)
-        )
+    async def query(self, request: SettleRequest, *, deadline_s: float | None = None) -> SettleResponse:
+        return await self._answer(self._peer.Query(request, timeout=deadline_s or self._deadlines.settle))
 
     # --- answers ---
 
@@ -228,9 +182,7 @@ class LlumletClient:
         except aio.AioRpcError as error:
             raise failure_of(error, self.address) from error
 
-    async def _events(
-        self, call: aio.UnaryStreamCall[T, MigrateEvent]
-    ) -> AsyncGenerator[MigrateEvent, None]:
+    async def _events(self, call: aio.UnaryStreamCall[T, MigrateEvent]) -> AsyncGenerator[MigrateEvent, None]:
         try:
             async for event in call:
                 yield event

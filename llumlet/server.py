@@ -72,9 +72,7 @@ class RunningServer:
         await stopping
 
 
-async def serve(
-    agent: Agent, host: str = "127.0.0.1", port: int = 0, *, insecure: bool = False
-) -> RunningServer:
+async def serve(agent: Agent, host: str = "127.0.0.1", port: int = 0, *, insecure: bool = False) -> RunningServer:
     """Start serving `agent` on the running event loop; port 0 takes a free one.
 
     Raises ValueError for a host that is not loopback unless `insecure`, and OSError if the port
@@ -90,9 +88,7 @@ async def serve(
     calls = add_services(agent, server)
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    reflection.enable_server_reflection(
-        (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server
-    )
+    reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     wanted = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         bound = server.add_insecure_port(wanted)

@@ -107,43 +107,27 @@ class LlumletServicer(_Calls, llumlet_pb2_grpc.LlumletServicer):
 
     async def Migrate(self, request: MigrateRequest, context: Context) -> None:
         faults = validation.migrate_faults(request)
-        await self._stream(
-            context, "Migrate", faults, lambda report: self._agent.migrate(request, report)
-        )
+        await self._stream(context, "Migrate", faults, lambda report: self._agent.migrate(request, report))
 
     async def MigrateIn(self, request: MigrateInRequest, context: Context) -> None:
         faults = validation.migrate_in_faults(request)
-        await self._stream(
-            context, "MigrateIn", faults, lambda report: self._agent.migrate_in(request, report)
-        )
+        await self._stream(context, "MigrateIn", faults, lambda report: self._agent.migrate_in(request, report))
 
     async def Abort(self, request: AbortRequest, context: Context) -> AbortResponse:
         faults = validation.abort_faults(request)
         return await self._answer(context, "Abort", faults, lambda: self._agent.abort(request))
 
-    async def AbortMigrateIn(
-        self, request: AbortMigrateInRequest, context: Context
-    ) -> AbortMigrateInResponse:
+    async def AbortMigrateIn(self, request: AbortMigrateInRequest, context: Context) -> AbortMigrateInResponse:
         faults = validation.abort_migrate_in_faults(request)
-        return await self._answer(
-            context, "AbortMigrateIn", faults, lambda: self._agent.abort_migrate_in(request)
-        )
+        return await self._answer(context, "AbortMigrateIn", faults, lambda: self._agent.abort_migrate_in(request))
 
-    async def GetInstanceStatus(
-        self, request: GetInstanceStatusRequest, context: Context
-    ) -> InstanceStatus:
+    async def GetInstanceStatus(self, request: GetInstanceStatusRequest, context: Context) -> InstanceStatus:
         return await self._answer(context, "GetInstanceStatus", [], self._agent.get_instance_status)
 
-    async def GetInstanceMetadata(
-        self, request: GetInstanceMetadataRequest, context: Context
-    ) -> InstanceMetadata:
-        return await self._answer(
-            context, "GetInstanceMetadata", [], self._agent.get_instance_metadata
-        )
+    async def GetInstanceMetadata(self, request: GetInstanceMetadataRequest, context: Context) -> InstanceMetadata:
+        return await self._answer(context, "GetInstanceMetadata", [], self._agent.get_instance_metadata)
 
-    async def ListRequests(
-        self, request: ListRequestsRequest, context: Context
-    ) -> ListRequestsResponse:
+    async def ListRequests(self, request: ListRequestsRequest, context: Context) -> ListRequestsResponse:
         return await self._answer(context, "ListRequests", [], self._agent.list_requests)
 
 
@@ -158,9 +142,7 @@ class PeerServicer(_Calls, llumlet_pb2_grpc.PeerServicer):
 
     async def CopyRound(self, request: CopyRoundRequest, context: Context) -> CopyRoundResponse:
         faults = validation.copy_round_faults(request)
-        return await self._answer(
-            context, "CopyRound", faults, lambda: self._agent.copy_round(request)
-        )
+        return await self._answer(context, "CopyRound", faults, lambda: self._agent.copy_round(request))
 
     async def Commit(self, request: CommitRequest, context: Context) -> CommitResponse:
         faults = validation.commit_faults(request)
@@ -188,9 +170,7 @@ class PeerServicer(_Calls, llumlet_pb2_grpc.PeerServicer):
         request: SettleRequest,
         call: Callable[[SettleRequest], Coroutine[Any, Any, SettleResponse]],
     ) -> SettleResponse:
-        return await self._answer(
-            context, name, validation.settle_faults(request), lambda: call(request)
-        )
+        return await self._answer(context, name, validation.settle_faults(request), lambda: call(request))
 
 
 def add_services(agent: Agent, server: aio.Server) -> DetachedCalls:
@@ -205,7 +185,7 @@ def _invalid(faults: list[str]) -> LlumletError:
     return LlumletError(Reason.INVALID_REQUEST, "; ".join(faults))
 
 
-async def _outcome(context: Context, task: asyncio.Task[T]) -> T:
+async def _outcome(context: Context, task: asyncio.Task[T]) -> T:  # noqa: RET503 - `_refuse` never returns
     """The result of a `task` that is done; what it raised instead ends the call."""
     if task.cancelled():
         await _refuse(context, LlumletError(Reason.SHUTTING_DOWN, "the llumlet is shutting down"))

@@ -64,9 +64,7 @@ def abort_faults(request: AbortRequest) -> list[str]:
 def abort_migrate_in_faults(request: AbortMigrateInRequest) -> list[str]:
     if not request.migration_ids and not request.request_ids:
         return ["neither migration_ids nor request_ids are given"]
-    return _id_faults("migration_ids", request.migration_ids) + _id_faults(
-        "request_ids", request.request_ids
-    )
+    return _id_faults("migration_ids", request.migration_ids) + _id_faults("request_ids", request.request_ids)
 
 
 def reserve_faults(request: ReserveRequest) -> list[str]:
@@ -111,16 +109,11 @@ def _selection_faults(request: MigrateRequest) -> list[str]:
     value = request.WhichOneof("value")
     by_rule = bool(request.migration_type or request.migration_req_policy or value)
     if by_rule and request.request_ids:
-        faults.append(
-            "give request_ids or a rule (migration_type, migration_req_policy, a value), not both"
-        )
+        faults.append("give request_ids or a rule (migration_type, migration_req_policy, a value), not both")
     elif by_rule:
         faults += _rule_faults(request, value)
     elif not request.request_ids:
-        faults.append(
-            "nothing is selected: give request_ids, or a migration_type, a migration_req_policy "
-            "and a value"
-        )
+        faults.append("nothing is selected: give request_ids, or a migration_type, a migration_req_policy and a value")
     if request.method not in _METHODS:
         faults.append(f"method {request.method} is not LIVE (1), BLOCKING (2) or RECOMPUTE (3)")
     if request.HasField("stall_budget_ms") and not 0 <= request.stall_budget_ms < math.inf:
@@ -138,9 +131,7 @@ def _rule_faults(request: MigrateRequest, value: str | None) -> list[str]:
         known = ", ".join(MigrationType.keys()[1:])
         faults.append(f"migration_type {request.migration_type} is not one of {known}")
     elif value != field:
-        faults.append(
-            f"{MigrationType.Name(request.migration_type)} needs {field}, not {value or 'nothing'}"
-        )
+        faults.append(f"{MigrationType.Name(request.migration_type)} needs {field}, not {value or 'nothing'}")
     if value == "num_reqs" and request.num_reqs != -1 and request.num_reqs < 1:
         faults.append(f"num_reqs {request.num_reqs} is neither positive nor -1 (all)")
     if value == "num_tokens" and request.num_tokens < 1:

@@ -29,9 +29,7 @@ class Answer(Generic[T]):
         return None if self.failure is None else output.failure_dict(self.failure)
 
 
-async def ask_all(
-    addresses: Sequence[Address], question: Callable[[LlumletClient], Awaitable[T]]
-) -> list[Answer[T]]:
+async def ask_all(addresses: Sequence[Address], question: Callable[[LlumletClient], Awaitable[T]]) -> list[Answer[T]]:
     """The answers, in the order of `addresses`. Takes as long as the slowest."""
 
     async def ask(address: Address) -> Answer[T]:

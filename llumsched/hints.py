@@ -23,21 +23,18 @@ HINTS: Final[dict[Reason, str]] = {
     Reason.INVALID_REQUEST: "The message has faults; are both sides of the same version?",
     Reason.LORA_NOT_AVAILABLE: "Load the adapter at the destination under the same name.",
     Reason.INCOMPATIBLE_ENGINE: (
-        "Both instances need the same model, weights, dtype, block size and versions: compare "
-        "`llumnix status --json`."
+        "Both instances need the same model, weights, dtype, block size and versions: compare `llumnix status --json`."
     ),
     Reason.SAME_INSTANCE: "Source and destination are one instance; name another destination.",
     Reason.WRONG_INSTANCE: "Another instance has that address now; look with `llumnix status`.",
     Reason.DESTINATION_FULL: "No free KV blocks or batch slot there: move fewer, or elsewhere.",
-    Reason.DESTINATION_BUSY: "It takes in as many as --llumlet-max-migrations-in lets it. "
-    + _LATER,
+    Reason.DESTINATION_BUSY: "It takes in as many as --llumlet-max-migrations-in lets it. " + _LATER,
     Reason.DESTINATION_PAUSED: "The destination is paused or asleep; wake it first.",
     Reason.DESTINATION_NEEDS_BLOCKS: "Its own requests need the blocks: move fewer, or elsewhere.",
     Reason.SOURCE_BUSY: "It moves as many as --llumlet-max-migrations-out lets it. " + _LATER,
     Reason.SHUTTING_DOWN: "That instance is on its way out; choose another.",
     Reason.PEER_UNREACHABLE: (
-        "The source cannot reach the destination: is it up, and is --to an address that the source "
-        "can use?"
+        "The source cannot reach the destination: is it up, and is --to an address that the source can use?"
     ),
     Reason.TRANSPORT_UNAVAILABLE: "Choose another --llumlet-transport for both instances.",
     Reason.TRANSFER_FAILED: "The copy broke off; the logs of both instances say why. " + _LATER,

@@ -22,9 +22,7 @@ def find(texts: Iterable[str], requests: Sequence[RequestInfo]) -> tuple[list[st
     faults = []
     for text in texts:
         matches = _matches(text, requests)
-        exact = any(
-            text in (request.request_id, request.external_request_id) for request in matches
-        )
+        exact = any(text in (request.request_id, request.external_request_id) for request in matches)
         if exact or len(matches) == 1:
             found.update(dict.fromkeys(request.request_id for request in matches))
         elif matches:

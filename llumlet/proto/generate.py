@@ -63,9 +63,7 @@ def _service_stub(file: FileDescriptorProto, service: ServiceDescriptorProto) ->
     lines += [f"\nclass {servicer}:"]
     for method in service.method:
         lines += _server_method(file, method)
-    lines += [
-        f"\ndef add_{servicer}_to_server(servicer: {servicer}, server: aio.Server) -> None: ..."
-    ]
+    lines += [f"\ndef add_{servicer}_to_server(servicer: {servicer}, server: aio.Server) -> None: ..."]
     return "\n".join(lines) + "\n"
 
 

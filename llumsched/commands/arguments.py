@@ -20,9 +20,7 @@ def add_llumlets(parser: argparse.ArgumentParser) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--json", action="store_true", help="one JSON object per line on stdout, nothing else there"
-    )
+    parser.add_argument("--json", action="store_true", help="one JSON object per line on stdout, nothing else there")
 
 
 def llumlets(args: argparse.Namespace) -> tuple[list[Address], list[str]]:

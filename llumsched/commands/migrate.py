@@ -49,12 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--method",
         default="live",
         metavar="METHOD",
-        help="live (default): copy while it decodes; blocking: stop, copy, go on; "
-        "recompute: no copy",
+        help="live (default): copy while it decodes; blocking: stop, copy, go on; recompute: no copy",
     )
-    how.add_argument(
-        "--force", action="store_true", help="move even if the stall exceeds its budget"
-    )
+    how.add_argument("--force", action="store_true", help="move even if the stall exceeds its budget")
     how.add_argument(
         "--stall-budget-ms",
         metavar="MS",
@@ -142,9 +139,7 @@ async def _find(source: LlumletClient, texts: list[str]) -> list[str]:
     return ids
 
 
-async def _watch(
-    source: LlumletClient, request: MigrateRequest, timeout_s: float, display: MoveDisplay
-) -> ExitCode:
+async def _watch(source: LlumletClient, request: MigrateRequest, timeout_s: float, display: MoveDisplay) -> ExitCode:
     with display:
         async with aclosing(source.migrate(request, deadline_s=timeout_s)) as events:
             async for event in events:

@@ -10,9 +10,7 @@ from llumlet.types import MigrateRequest, MigrationReqPolicy, MigrationType
 from llumsched.commands.arguments import number
 
 _RULES = {name: cast(MigrationType, value) for name, value in MigrationType.items() if value}
-_ORDERS = {
-    name: cast(MigrationReqPolicy, value) for name, value in MigrationReqPolicy.items() if value
-}
+_ORDERS = {name: cast(MigrationReqPolicy, value) for name, value in MigrationReqPolicy.items() if value}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

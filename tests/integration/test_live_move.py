@@ -1,10 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A running request is moved between real engines and its client sees the very same tokens."""
+"""A running request is moved between real engines and its client sees the very same tokens.
+
+What "the same" is compared with: an unmoved run in the same company. vLLM's kernels give other last bits for another
+number of rows, so a request whose neighbours come and go may continue differently without any move. Here every batch
+holds the same number of requests from the first token to the last, and a salt keeps each run from using blocks that
+another one computed.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import uuid
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -17,34 +26,49 @@ from tests.integration.conftest import Engines
 pytestmark = pytest.mark.asyncio
 
 PROMPT = list(range(100, 180))
-LENGTH = 500
+LENGTH = 320
 GREEDY: dict[str, Any] = {"ignore_eos": True}
 SEEDED: dict[str, Any] = {"ignore_eos": True, "temperature": 1.0, "top_p": 0.95, "top_k": 200, "seed": 7}
 PENALISED: dict[str, Any] = SEEDED | {"frequency_penalty": 0.4, "presence_penalty": 0.3, "repetition_penalty": 1.2}
 ROUTES = {"there": "ab", "there_and_back": "aba", "three_hops": "abca"}
 
 
+async def start(client: Client, parameters: dict[str, Any], prompt: list[int] = PROMPT, length: int = LENGTH) -> Stream:
+    """A stream that shares no cached block with any other."""
+    return await client.complete(prompt, length, cache_salt=uuid.uuid4().hex, **parameters)
+
+
 async def run_moved(engines: Engines, route: str, parameters: dict[str, Any]) -> tuple[Stream, list[Move]]:
     """Stream from the first engine of `route`, moving to each next one as tokens come."""
     path = [getattr(engines, name) for name in route]
     async with Client(path[0].base_url) as client:
-        stream = await client.complete(PROMPT, LENGTH, **parameters)
+        stream = await start(client, parameters)
         moves = []
-        for hop, (source, destination) in enumerate(itertools.pairwise(path)):
-            await stream.wait_for(30 + 90 * hop)
+        for source, destination in itertools.pairwise(path):
+            await stream.wait_for(len(stream.token_ids) + 20)
             moves.append(await move_stream(source, destination, stream))
         return await stream.result(), moves
 
 
 async def run_unmoved(server: Server, parameters: dict[str, Any]) -> Stream:
     async with Client(server.base_url) as client:
-        return await (await client.complete(PROMPT, LENGTH, **parameters)).result()
+        return await (await start(client, parameters)).result()
 
 
-async def neighbour(server: Server) -> Stream:
-    """Another request in the batch of `server`."""
-    async with Client(server.base_url) as client:
-        return await (await client.complete(list(range(300, 340)), LENGTH, **GREEDY)).result()
+@contextlib.asynccontextmanager
+async def company(*servers: Server) -> AsyncIterator[None]:
+    """One other request in the batch of each server, from before until after."""
+    async with contextlib.AsyncExitStack() as stack:
+        streams = []
+        for server in servers:
+            client = await stack.enter_async_context(Client(server.base_url))
+            streams.append(await start(client, GREEDY, prompt=list(range(300, 340)), length=8100))
+        for stream in streams:
+            await stream.wait_for(1)
+        yield
+        for stream in streams:
+            assert not stream.done, "the neighbour ended before the test"
+            await stream.disconnect()
 
 
 def assert_live(moves: list[Move]) -> None:
@@ -58,34 +82,41 @@ def assert_live(moves: list[Move]) -> None:
 async def test_tokens_are_identical(
     engines: Engines, conserved: object, route: str, parameters: dict[str, Any]
 ) -> None:
-    expected = await run_unmoved(engines.a, parameters)
-    neighbours = [asyncio.create_task(neighbour(getattr(engines, name))) for name in sorted(set(route))]
-    moved, moves = await run_moved(engines, route, parameters)
-    await asyncio.gather(*neighbours)
-
+    async with company(*(getattr(engines, name) for name in sorted(set(route)))):
+        expected = await run_unmoved(engines.a, parameters)
+        moved, moves = await run_moved(engines, route, parameters)
     assert_live(moves)
     assert moved.token_ids == expected.token_ids
     assert moved.text == expected.text
     assert moved.finish_reason == expected.finish_reason == "length"
     assert moved.usage == expected.usage
     assert [move.epoch for move in moves] == [(0, hop + 1) for hop in range(len(moves))]
+    assert len(set(moved.token_ids)) > 80, "the model repeats itself: equality would prove little"
+    if route == "aba":
+        assert moves[1].hit_tokens > 0, "back home, its own blocks are still cached"
 
 
-async def test_neighbours_are_not_disturbed(engines: Engines, conserved: object) -> None:
-    """The other requests in both batches produce what they produce alone."""
-    alone = await neighbour(engines.a)
-    beside = [asyncio.create_task(neighbour(engines.a)), asyncio.create_task(neighbour(engines.b))]
-    _, moves = await run_moved(engines, "abab", GREEDY)
-    assert_live(moves)
-    for stream in await asyncio.gather(*beside):
-        assert stream.token_ids == alone.token_ids
+async def test_two_requests_cross(engines: Engines, conserved: object) -> None:
+    """One goes from A to B while another goes from B to A."""
+    expected = await asyncio.gather(run_unmoved(engines.a, GREEDY), run_unmoved(engines.b, SEEDED))
+    async with Client(engines.a.base_url) as client_a, Client(engines.b.base_url) as client_b:
+        one, other = await asyncio.gather(start(client_a, GREEDY), start(client_b, SEEDED))
+        await asyncio.gather(one.wait_for(20), other.wait_for(20))
+        moves = await asyncio.gather(move_stream(engines.a, engines.b, one), move_stream(engines.b, engines.a, other))
+        results = await asyncio.gather(one.result(), other.result())
+    assert_live(list(moves))
+    assert [len(result.token_ids) for result in results] == [LENGTH, LENGTH]
+    # The batches hold one request or two, depending on who arrives first: compare what came before the moves.
+    for result, alone, move in zip(results, expected, moves, strict=True):
+        known = move.context_tokens - len(PROMPT)
+        assert result.token_ids[:known] == alone.token_ids[:known]
 
 
 async def test_stop_string_found_after_a_move(engines: Engines, conserved: object) -> None:
     """The API server finds the stop string; the engine that owns the request is told to stop."""
     free = await run_unmoved(engines.a, GREEDY)
-    words = free.text.split()
-    stop = next(word for word in words[300:] if free.text.index(word) > len(free.text) // 2)
+    half = len(free.text) // 2
+    stop = next(word for word in free.text[half:].split()[1:] if free.text.index(word) > half)
     parameters = GREEDY | {"stop": [stop]}
     expected = await run_unmoved(engines.a, parameters)
     moved, moves = await run_moved(engines, "ab", parameters)
@@ -105,7 +136,8 @@ async def test_logprobs_are_identical(engines: Engines, conserved: object) -> No
 
 
 async def test_guided_decoding_goes_on_in_the_middle_of_the_pattern(engines: Engines, conserved: object) -> None:
-    parameters = {"temperature": 1.0, "seed": 3, "structured_outputs": {"regex": "([a-z]{3,9} ){60,80}end"}}
+    pattern = "([a-z]{3,9} ){150,160}end"
+    parameters = {"temperature": 1.0, "seed": 3, "structured_outputs": {"regex": pattern}}
     expected = await run_unmoved(engines.a, parameters)
     moved, moves = await run_moved(engines, "ab", parameters)
     assert_live(moves)
@@ -116,9 +148,9 @@ async def test_guided_decoding_goes_on_in_the_middle_of_the_pattern(engines: Eng
 async def test_long_context_is_copied_in_rounds(engines: Engines, conserved: object) -> None:
     prompt = [100 + index * 7 % 900 for index in range(3000)]
     async with Client(engines.a.base_url) as client:
-        expected = await (await client.complete(prompt, 200, **GREEDY)).result()
-        stream = await client.complete(prompt, 200, **GREEDY, cache_salt="not shared")
-        await stream.wait_for(30)
+        expected = await (await start(client, GREEDY, prompt, 400)).result()
+        stream = await start(client, GREEDY, prompt, 400)
+        await stream.wait_for(10)
         move = await move_stream(engines.a, engines.c, stream)
         moved = await stream.result()
     assert_live([move])
@@ -130,21 +162,17 @@ async def test_long_context_is_copied_in_rounds(engines: Engines, conserved: obj
 async def test_arrives_while_a_long_prompt_is_processed(engines: Engines, start_server: Any) -> None:
     """A chunked prefill takes the whole token budget of each step; the newcomer gets its token all the same."""
     busy = start_server(name="busy", flags=("--max-num-batched-tokens", "256"))
-    expected = await run_unmoved(engines.a, GREEDY)
     async with Client(engines.a.base_url) as client, Client(busy.base_url) as other:
-        stream = await client.complete(PROMPT, LENGTH, **GREEDY)
+        stream = await start(client, GREEDY, length=3000)
         await stream.wait_for(40)
-        long_prompt = [100 + index * 11 % 900 for index in range(7000)]
-        prefill = await other.complete(long_prompt, 4, **GREEDY)
+        prefill = await start(other, GREEDY, [100 + index * 11 % 900 for index in range(8000)], 4)
         move = await move_stream(engines.a, busy, stream)
-        tokens_at_first = len(stream.token_ids)
-        assert not prefill.token_ids, "the prefill was over before the request came"
-        await stream.wait_for(tokens_at_first + 5)
+        arrived = move.context_tokens - len(PROMPT)
+        await stream.wait_for(arrived + 5)
         assert not prefill.token_ids, "the newcomer waited for the prefill"
-        moved = await stream.result()
-        await prefill.result()
+        await stream.disconnect()
+        await prefill.disconnect()
     assert_live([move])
-    assert moved.token_ids == expected.token_ids
 
 
 async def test_metrics_of_the_front_end_stay_right(engines: Engines, conserved: object) -> None:

@@ -27,11 +27,13 @@ PROMPT = list(range(100, 180))
 GREEDY: dict[str, Any] = {"ignore_eos": True}
 
 
-async def stays_and_goes_on(source: Server, destination: Server, length: int = 400) -> Move:
+async def stays_and_goes_on(
+    source: Server, destination: Server, prompt: list[int] = PROMPT, length: int = 1500
+) -> Move:
     """Try the move and check that the stream is what it would have been without."""
     async with Client(source.base_url) as client:
-        expected = await (await client.complete(PROMPT, length, **GREEDY)).result()
-        stream = await client.complete(PROMPT, length, **GREEDY)
+        expected = await (await client.complete(prompt, length, **GREEDY, cache_salt="unmoved")).result()
+        stream = await client.complete(prompt, length, **GREEDY, cache_salt="moved")
         await stream.wait_for(30)
         move = await move_stream(source, destination, stream)
         result = await stream.result()
@@ -42,20 +44,23 @@ async def stays_and_goes_on(source: Server, destination: Server, length: int = 4
     return move
 
 
-async def test_destination_full(engines: Engines, conserved: object, start_server: Any) -> None:
-    tiny = start_server(name="tiny", num_kv_blocks=8, max_model_len=224)
-    move = await stays_and_goes_on(engines.a, tiny)
-    assert move.reason in ("incompatible_engine", "destination_full")
-    await wait_idle(tiny)
+async def test_destination_too_short(engines: Engines, conserved: object, start_server: Any) -> None:
+    short = start_server(name="short", max_model_len=512)
+    move = await stays_and_goes_on(engines.a, short)
+    assert move.reason == "incompatible_engine"
+    await wait_idle(short)
 
 
 async def test_destination_without_blocks(engines: Engines, conserved: object, start_server: Any) -> None:
-    small = start_server(name="small", num_kv_blocks=24, max_model_len=600)
+    """57 blocks are needed; 65 exist, and a request there holds ten of them and more."""
+    small = start_server(name="small", num_kv_blocks=66, max_model_len=2048)
+    prompt = [100 + index * 7 % 900 for index in range(1800)]
     async with Client(small.base_url) as client:
-        hog = await client.complete(list(range(300, 800)), 60, **GREEDY)
+        hog = await client.complete(list(range(300, 600)), 1700, **GREEDY)
         await hog.wait_for(2)
-        move = await stays_and_goes_on(engines.a, small)
-        await hog.result()
+        move = await stays_and_goes_on(engines.a, small, prompt, length=200)
+        assert not hog.done, "the destination was free again before the move"
+        await hog.disconnect()
     assert move.reason == "destination_full"
     await wait_idle(small)
 

@@ -26,9 +26,7 @@ from vllm_llumnix.kv.process import NoncePage, describe_memory
 ROOT = Path(__file__).parents[2]
 
 
-def regions_of(
-    layout: str, shapes: list[tuple[int, int]], num_blocks: int
-) -> tuple[tuple[TensorRegion, ...], int]:
+def regions_of(layout: str, shapes: list[tuple[int, int]], num_blocks: int) -> tuple[tuple[TensorRegion, ...], int]:
     """Regions of (num_layers, page_bytes) as vLLM would place them, and the bytes they need."""
     per_block = sum(num_layers * page for num_layers, page in shapes)
     regions, offset = [], 0

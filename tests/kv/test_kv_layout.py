@@ -19,14 +19,10 @@ from vllm_llumnix.kv.vllm_cache import layout_of
 
 LAYOUTS = ["LBHNC", "LBNHC", "BLHNC", "BLNHC"]
 
-shapes = st.lists(
-    st.tuples(st.integers(1, 4), st.sampled_from([16, 48, 256])), min_size=1, max_size=3
-)
+shapes = st.lists(st.tuples(st.integers(1, 4), st.sampled_from([16, 48, 256])), min_size=1, max_size=3)
 
 
-def copied(
-    source: Memory, destination: Memory, source_ids: list[int], destination_ids: list[int]
-) -> Any:
+def copied(source: Memory, destination: Memory, source_ids: list[int], destination_ids: list[int]) -> Any:
     """Apply `pair_pieces` byte by byte to a copy of the destination."""
     result = destination.bytes.copy()
     pieces = pair_pieces(source.blocks, source_ids, destination.blocks, destination_ids)
@@ -38,15 +34,11 @@ def copied(
 
 @settings(deadline=None)
 @given(
-    st.sampled_from(
-        [("LBHNC", "LBHNC"), ("BLHNC", "BLHNC"), ("LBNHC", "BLNHC"), ("BLHNC", "LBHNC")]
-    ),
+    st.sampled_from([("LBHNC", "LBHNC"), ("BLHNC", "BLHNC"), ("LBNHC", "BLNHC"), ("BLHNC", "LBHNC")]),
     shapes,
     st.data(),
 )
-def test_pairs_copy_exactly_the_named_blocks(
-    layouts: tuple[str, str], shapes: Any, data: Any
-) -> None:
+def test_pairs_copy_exactly_the_named_blocks(layouts: tuple[str, str], shapes: Any, data: Any) -> None:
     source = Memory(layouts[0], shapes, num_blocks=9, seed=1)
     destination = Memory(layouts[1], shapes, num_blocks=7, seed=2)
     source_ids = data.draw(st.lists(st.integers(0, 8), max_size=7))
@@ -197,9 +189,7 @@ def test_names_that_vllm_uses() -> None:
 
     memory = Memory(shapes=[(2, 4096)], num_blocks=3)
     fake = kv_cache_config(memory)
-    spec = vllm_names.FullAttentionSpec(
-        block_size=32, num_kv_heads=1, head_size=32, dtype=torch.bfloat16
-    )
+    spec = vllm_names.FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.bfloat16)
     tensors = [
         vllm_names.KVCacheTensor(
             size=memory.blocks.storage_bytes,

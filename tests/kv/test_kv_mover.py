@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -44,9 +45,7 @@ async def started(client: MoverClient, source: SourceProcess, job: int) -> async
 
 
 class TestPull:
-    async def test_the_blocks_arrive(
-        self, client: MoverClient, source: SourceProcess, memory: Memory
-    ) -> None:
+    async def test_the_blocks_arrive(self, client: MoverClient, source: SourceProcess, memory: Memory) -> None:
         report = await client.pull(1, source.peer, [3, 4, 9], [8, 30, 1], deadline_s=5)
         assert report.error is None
         assert report.bytes == 3 * memory.blocks.bytes_per_block
@@ -54,14 +53,10 @@ class TestPull:
         for source_id, destination_id in [(3, 8), (4, 30), (9, 1)]:
             assert memory.block(destination_id) == source.memory.block(source_id)
 
-    async def test_wrong_blocks_are_reported(
-        self, client: MoverClient, source: SourceProcess, memory: Memory
-    ) -> None:
+    async def test_wrong_blocks_are_reported(self, client: MoverClient, source: SourceProcess, memory: Memory) -> None:
         before = memory.bytes.copy()
         report = await client.pull(1, source.peer, [0], [32], deadline_s=5)
-        assert report == PullReport(
-            1, 0, report.seconds, "block ids 32 to 32 are not all within 0 to 31"
-        )
+        assert report == PullReport(1, 0, report.seconds, "block ids 32 to 32 are not all within 0 to 31")
         report = await client.pull(2, source.peer, [0], [0], deadline_s=5, transport="pigeon")
         assert report.error == "no transport 'pigeon': local"
         report = await client.pull(3, source.peer, [0], [0], deadline_s=5, max_bytes_per_s=0)
@@ -75,24 +70,18 @@ class TestPull:
             assert report.error is None
             assert TOTAL / 80e6 <= report.seconds <= time.monotonic() - began
 
-    async def test_a_final_pull_goes_before_the_others(
-        self, client: MoverClient, source: SourceProcess
-    ) -> None:
+    async def test_a_final_pull_goes_before_the_others(self, client: MoverClient, source: SourceProcess) -> None:
         order = []
 
         async def pull(job: int, ids: list[int], final: bool = False) -> None:
-            report = await client.pull(
-                job, source.peer, ids, ids, deadline_s=5, max_bytes_per_s=80e6, final=final
-            )
+            report = await client.pull(job, source.peer, ids, ids, deadline_s=5, max_bytes_per_s=80e6, final=final)
             assert report.error is None
             order.append(job)
 
         await asyncio.gather(pull(1, ALL), pull(2, ALL[:2]), pull(3, ALL[2:3], final=True))
         assert order == [3, 1, 2]
 
-    async def test_a_late_pull_is_given_up(
-        self, client: MoverClient, source: SourceProcess
-    ) -> None:
+    async def test_a_late_pull_is_given_up(self, client: MoverClient, source: SourceProcess) -> None:
         report = await client.pull(1, source.peer, ALL, ALL, deadline_s=0.05, max_bytes_per_s=SLOW)
         assert report.error == "deadline passed"
         assert report.bytes < TOTAL
@@ -136,9 +125,7 @@ class TestStop:
         assert (await client.pull(2, source.peer, [], [], deadline_s=5)).error is None
         assert np.array_equal(after, memory.bytes)
 
-    async def test_a_waiting_pull_is_stopped_too(
-        self, client: MoverClient, source: SourceProcess
-    ) -> None:
+    async def test_a_waiting_pull_is_stopped_too(self, client: MoverClient, source: SourceProcess) -> None:
         running, waiting = await started(client, source, 1), await started(client, source, 2)
         await client.stop(2)
         assert await waiting == PullReport(2, 0, 0.0, "stopped")
@@ -149,9 +136,7 @@ class TestStop:
     async def test_a_pull_that_is_not_running(self, client: MoverClient) -> None:
         await client.stop(17)
 
-    async def test_a_caller_that_gave_up_can_still_stop(
-        self, client: MoverClient, source: SourceProcess
-    ) -> None:
+    async def test_a_caller_that_gave_up_can_still_stop(self, client: MoverClient, source: SourceProcess) -> None:
         pull = await started(client, source, 1)
         with pytest.raises(ValueError, match="job 1 is running already"):
             await client.pull(1, source.peer, [0], [0], deadline_s=5)
@@ -210,9 +195,7 @@ class TestFailures:
             await client.probe(source.peer, deadline_s=0.2)
         client.close()
 
-    async def test_a_mover_that_does_not_answer(
-        self, info: MoverInfo, source: SourceProcess, tmp_path: Path
-    ) -> None:
+    async def test_a_mover_that_does_not_answer(self, info: MoverInfo, source: SourceProcess, tmp_path: Path) -> None:
         context = zmq.asyncio.Context()
         deaf = context.socket(zmq.ROUTER)
         deaf.linger = 0
@@ -230,9 +213,7 @@ class TestFailures:
         deaf.close()
         context.term()
 
-    async def test_a_closed_client_fails_its_calls(
-        self, info: MoverInfo, source: SourceProcess
-    ) -> None:
+    async def test_a_closed_client_fails_its_calls(self, info: MoverInfo, source: SourceProcess) -> None:
         client = MoverClient(info)
         pull = await started(client, source, 1)
         client.close()
@@ -276,11 +257,7 @@ class TestFaults:
         assert [memory.block(id_) for id_ in ids] == [source.memory.block(id_) for id_ in ids]
         await client.pull(2, source.peer, ids, ids, deadline_s=5, final=True)
         pages = [(page, id_) for id_ in ids for page in range(4)]
-        wrong = [
-            (page, id_)
-            for page, id_ in pages
-            if memory.block(id_)[page] != source.memory.block(id_)[page]
-        ]
+        wrong = [(page, id_) for page, id_ in pages if memory.block(id_)[page] != source.memory.block(id_)[page]]
         assert wrong == [(2, block)]
         found, expected = memory.block(block)[2], source.memory.block(block)[2]
         assert found == expected[:1] + bytes([expected[1] ^ 0xFF]) + expected[2:]
@@ -319,7 +296,7 @@ class TestStart:
         again = msgspec.msgpack.decode(start_mover(wrapped, {"instance": "here"}), type=MoverInfo)
         assert again.endpoint != info.endpoint
         assert again.memory.nonce != info.memory.nonce
-        assert not Path(info.endpoint.removeprefix("ipc://")).exists()
+        assert not os.path.exists(info.endpoint.removeprefix("ipc://"))
         client = MoverClient(again)
         assert (await client.pull(1, source.peer, [0], [0], deadline_s=5)).error is None
         client.close()

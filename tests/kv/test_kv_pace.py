@@ -32,9 +32,7 @@ def transfer(pace: Pace, clock: Clock, num_bytes: int, copy_bytes_per_s: float =
 @pytest.mark.parametrize("rate", [1e6, 0.5e9, 3e9])
 def test_a_transfer_takes_its_time_on_the_link(num_bytes: int, rate: float) -> None:
     clock = Clock()
-    assert transfer(Pace(rate, clock), clock, num_bytes) == pytest.approx(
-        num_bytes / rate, abs=1e-9
-    )
+    assert transfer(Pace(rate, clock), clock, num_bytes) == pytest.approx(num_bytes / rate, abs=1e-9)
 
 
 def test_an_idle_link_saves_nothing_up() -> None:

@@ -30,16 +30,14 @@ CHUNK = 1 << 20
 @pytest.fixture(params=[LocalTransport, LoopbackTransport])
 def transport_class(
     request: pytest.FixtureRequest,
-) -> type[LocalTransport] | type[LoopbackTransport]:
+) -> type[LocalTransport | LoopbackTransport]:
     return request.param
 
 
 class TestWithinOneProcess:
     """Both transports read their own process, so that each checks the other."""
 
-    def test_blocks_arrive_and_nothing_else_changes(
-        self, transport_class: type[LocalTransport]
-    ) -> None:
+    def test_blocks_arrive_and_nothing_else_changes(self, transport_class: type[LocalTransport]) -> None:
         nonce, there, here = NoncePage(), Memory(seed=1), Memory(seed=2)
         before = Memory(seed=2)
         transport: Transport = transport_class(here.blocks)
@@ -60,9 +58,7 @@ class TestWithinOneProcess:
         assert list(transport.pull(describe(here, nonce), [], [], CHUNK)) == []
         transport.close()
 
-    def test_wrong_blocks_are_refused_before_a_byte_is_read(
-        self, transport_class: type[LocalTransport]
-    ) -> None:
+    def test_wrong_blocks_are_refused_before_a_byte_is_read(self, transport_class: type[LocalTransport]) -> None:
         nonce, there, here = NoncePage(), Memory(seed=1), Memory(seed=2)
         before = here.bytes.copy()
         transport = transport_class(here.blocks)
@@ -99,9 +95,7 @@ class TestWithinOneProcess:
             list(transport.pull(peer, [0], [1], CHUNK))
         transport.close()
 
-    def test_a_description_that_becomes_void_during_the_pull(
-        self, transport_class: type[LocalTransport]
-    ) -> None:
+    def test_a_description_that_becomes_void_during_the_pull(self, transport_class: type[LocalTransport]) -> None:
         nonce, there, here = NoncePage(), Memory(seed=1), Memory(seed=2)
         transport = transport_class(here.blocks)
         chunks = transport.pull(describe(there, nonce), [0], [1], CHUNK)
@@ -173,9 +167,7 @@ class TestAcrossProcesses:
         assert np.array_equal(before, here.bytes)
         transport.close()
 
-    def test_memory_that_the_source_does_not_have(
-        self, source: SourceProcess, memory: Memory
-    ) -> None:
+    def test_memory_that_the_source_does_not_have(self, source: SourceProcess, memory: Memory) -> None:
         transport = LocalTransport(memory.blocks)
         layout = msgspec.structs.replace(source.peer.layout, base=4096)
         peer = msgspec.structs.replace(source.peer, layout=layout)
@@ -212,9 +204,7 @@ def test_calls_that_end_early_are_resumed(chunk: int, sizes: list[int], iov_max:
         assert len(remote) == len(local_) <= iov_max
         assert remote[:, 1].tolist() == local_[:, 1].tolist()
         left = answer = min(next(answers), int(remote[:, 1].sum()))
-        for (origin, length), (destination, _) in zip(
-            remote.tolist(), local_.tolist(), strict=True
-        ):
+        for (origin, length), (destination, _) in zip(remote.tolist(), local_.tolist(), strict=True):
             ctypes.memmove(destination, origin, min(length, left))
             left -= min(length, left)
         return answer

@@ -47,9 +47,7 @@ class FakeAgent:
     A move waits in COPYING until `go` is set, which it is at first. `calls` is what was asked.
     """
 
-    def __init__(
-        self, instance_id: str = "fake-a", requests: list[RequestInfo] | None = None
-    ) -> None:
+    def __init__(self, instance_id: str = "fake-a", requests: list[RequestInfo] | None = None) -> None:
         self.instance_id = instance_id
         self.requests = list(requests or [])
         self.failures: dict[str, BaseException] = {}
@@ -78,9 +76,7 @@ class FakeAgent:
         return MoveSummary(selected=len(ids), total_ms=12.5, **counts)
 
     async def _move(self, request_id: str, request: MigrateRequest, report: Report) -> MovePhase:
-        info = next(
-            (info for info in self.requests if info.request_id == request_id), RequestInfo()
-        )
+        info = next((info for info in self.requests if info.request_id == request_id), RequestInfo())
 
         def progress(phase: MovePhase, **more: Any) -> MoveProgress:
             return MoveProgress(
@@ -175,9 +171,7 @@ class FakeAgent:
 
     async def list_requests(self) -> ListRequestsResponse:
         await self._enter("list_requests", None)
-        return ListRequestsResponse(
-            instance_id=self.instance_id, incarnation="i-1", requests=self.requests
-        )
+        return ListRequestsResponse(instance_id=self.instance_id, incarnation="i-1", requests=self.requests)
 
     async def reserve(self, request: ReserveRequest) -> ReserveResponse:
         await self._enter("reserve", request)
@@ -185,9 +179,7 @@ class FakeAgent:
 
     async def copy_round(self, request: CopyRoundRequest) -> CopyRoundResponse:
         await self._enter("copy_round", request)
-        return CopyRoundResponse(
-            round=request.round, copied_bytes=1 << 33, seconds=0.5, lease_s=5.0
-        )
+        return CopyRoundResponse(round=request.round, copied_bytes=1 << 33, seconds=0.5, lease_s=5.0)
 
     async def commit(self, request: CommitRequest) -> CommitResponse:
         await self._enter("commit", request)
@@ -208,9 +200,7 @@ class FakeAgent:
     async def query(self, request: SettleRequest) -> SettleResponse:
         return await self._settle("query", request, Handover.UNKNOWN)
 
-    async def _settle(
-        self, method: str, request: SettleRequest, state: Handover.State
-    ) -> SettleResponse:
+    async def _settle(self, method: str, request: SettleRequest, state: Handover.State) -> SettleResponse:
         await self._enter(method, request)
         return SettleResponse(state=state, dst_incarnation="i-1")
 
@@ -259,6 +249,4 @@ def moving_request_info(request_id: str) -> RequestInfo:
         peer_address="127.0.0.1:9",
         transport="local",
     )
-    return request_info(
-        request_id, movable=False, reason=Reason.ALREADY_MIGRATING, move=move, epoch=Epoch(hop=2)
-    )
+    return request_info(request_id, movable=False, reason=Reason.ALREADY_MIGRATING, move=move, epoch=Epoch(hop=2))

@@ -54,10 +54,7 @@ async def collect(client: LlumletClient, method: str, request: Message) -> list[
 async def test_every_method_of_the_contract_is_tested_here() -> None:
     services = llumlet_pb2.DESCRIPTOR.services_by_name
     contract = {method.name for method in services["Llumlet"].methods}
-    contract |= {
-        "Peer.Abort" if method.name == "Abort" else method.name
-        for method in services["Peer"].methods
-    }
+    contract |= {"Peer.Abort" if method.name == "Abort" else method.name for method in services["Peer"].methods}
     assert contract == READS.keys() | STREAMS.keys() | CALLS.keys()
 
 
@@ -70,9 +67,7 @@ async def test_a_call_reaches_the_agent_unchanged(
 
 
 @pytest.mark.parametrize("method", READS.values())
-async def test_a_question_reaches_the_agent(
-    client: LlumletClient, agent: FakeAgent, method: str
-) -> None:
+async def test_a_question_reaches_the_agent(client: LlumletClient, agent: FakeAgent, method: str) -> None:
     answer = await getattr(client, method)()
     assert answer.instance_id == "fake-a"
     assert agent.completed == [method]
@@ -106,9 +101,7 @@ async def test_selecting_nothing_is_no_error(client: LlumletClient, agent: FakeA
     assert events[0].summary.selected == 0
 
 
-async def test_opaque_bytes_and_large_numbers_survive(
-    client: LlumletClient, agent: FakeAgent
-) -> None:
+async def test_opaque_bytes_and_large_numbers_survive(client: LlumletClient, agent: FakeAgent) -> None:
     request = messages.reserve(request_state=bytes(range(256)) * 4096)
     await client.reserve(request)
     assert agent.asked("reserve")[0].request_state == request.request_state
@@ -119,8 +112,6 @@ async def test_answers_per_request_id(client: LlumletClient) -> None:
     answer = await client.abort(AbortRequest(request_ids=["cmpl-7-0a1b2c3d", "nobody"]))
     outcomes: list[Any] = [result.outcome for result in answer.results]
     assert outcomes == [AbortResponse.ABORTED, AbortResponse.NOT_FOUND]
-    aborted = await client.abort_migrate_in(
-        AbortMigrateInRequest(migration_ids=["m-1"], request_ids=["r-1"])
-    )
+    aborted = await client.abort_migrate_in(AbortMigrateInRequest(migration_ids=["m-1"], request_ids=["r-1"]))
     assert [result.id for result in aborted.results] == ["m-1", "r-1"]
     assert {result.state for result in aborted.results} == {Handover.BARRED}

@@ -19,9 +19,7 @@ from tests.llumlet.fake_agent import FakeAgent, until
 pytestmark = pytest.mark.asyncio
 
 
-async def test_moves_go_on_when_the_caller_leaves_the_stream(
-    client: LlumletClient, agent: FakeAgent
-) -> None:
+async def test_moves_go_on_when_the_caller_leaves_the_stream(client: LlumletClient, agent: FakeAgent) -> None:
     agent.go.clear()
     async with aclosing(client.migrate(messages.migrate(request_ids=["r-1", "r-2"]))) as events:
         async for event in events:
@@ -55,9 +53,7 @@ async def test_moves_go_on_when_the_caller_vanishes(
     assert agent.moved == ["cmpl-7-0a1b2c3d"]
 
 
-async def test_moves_go_on_when_the_deadline_of_the_stream_passes(
-    client: LlumletClient, agent: FakeAgent
-) -> None:
+async def test_moves_go_on_when_the_deadline_of_the_stream_passes(client: LlumletClient, agent: FakeAgent) -> None:
     agent.go.clear()
     phases = []
 
@@ -73,9 +69,7 @@ async def test_moves_go_on_when_the_deadline_of_the_stream_passes(
     await until(lambda: agent.moved == ["cmpl-7-0a1b2c3d"])
 
 
-async def test_a_commit_is_not_cut_by_the_sources_deadline(
-    client: LlumletClient, agent: FakeAgent
-) -> None:
+async def test_a_commit_is_not_cut_by_the_sources_deadline(client: LlumletClient, agent: FakeAgent) -> None:
     agent.delays["commit"] = 1.0
     with pytest.raises(LlumletUnreachable):
         await client.commit(messages.commit(), deadline_s=0.5)

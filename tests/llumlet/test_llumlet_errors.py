@@ -44,9 +44,7 @@ async def test_every_reason_crosses_the_wire(
     assert dict(raw.value.trailing_metadata())[REASON_METADATA] == reason_word(reason)
 
 
-async def test_a_stream_is_refused_before_its_first_event(
-    client: LlumletClient, agent: FakeAgent
-) -> None:
+async def test_a_stream_is_refused_before_its_first_event(client: LlumletClient, agent: FakeAgent) -> None:
     agent.failures["migrate"] = LlumletError(Reason.WRONG_INSTANCE, "I am fake-a")
     with pytest.raises(LlumletError, match="wrong_instance: I am fake-a"):
         _ = [event async for event in client.migrate(messages.migrate())]
@@ -80,9 +78,7 @@ async def test_a_reason_of_a_newer_llumlet_is_kept_in_the_text(server: RunningSe
     assert "moon_in_wrong_phase" in failure.detail
 
 
-async def test_bad_messages_are_refused_before_the_agent_sees_them(
-    client: LlumletClient, agent: FakeAgent
-) -> None:
+async def test_bad_messages_are_refused_before_the_agent_sees_them(client: LlumletClient, agent: FakeAgent) -> None:
     with pytest.raises(LlumletError) as caught:
         _ = [event async for event in client.migrate(messages.migrate(dst_engine_port=-1))]
     assert caught.value.reason == Reason.INVALID_REQUEST
@@ -101,9 +97,7 @@ async def test_the_deadline_of_a_call_is_kept(client: LlumletClient, agent: Fake
     assert time.monotonic() - begin < 5.0
 
 
-async def test_every_kind_of_call_has_a_deadline_by_default(
-    server: RunningServer, agent: FakeAgent
-) -> None:
+async def test_every_kind_of_call_has_a_deadline_by_default(server: RunningServer, agent: FakeAgent) -> None:
     slow = ("get_instance_metadata", "commit", "reserve", "query", "abort", "migrate")
     agent.delays.update(dict.fromkeys(slow, 30.0))
     short = Deadlines(read=0.1, act=0.1, move=0.1, reserve=0.1, copy=0.1, settle=0.1)
@@ -124,9 +118,7 @@ async def test_every_kind_of_call_has_a_deadline_by_default(
     assert all(isinstance(result, LlumletUnreachable) and result.timed_out for result in results)
 
 
-async def test_the_llumlets_own_deadline_is_a_refusal_not_a_silence(
-    client: LlumletClient, agent: FakeAgent
-) -> None:
+async def test_the_llumlets_own_deadline_is_a_refusal_not_a_silence(client: LlumletClient, agent: FakeAgent) -> None:
     agent.failures["commit"] = LlumletError(Reason.DEADLINE, "the copy took 5.0 s")
     with pytest.raises(LlumletError, match="deadline: the copy took"):
         await client.commit(messages.commit())

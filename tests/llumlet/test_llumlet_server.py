@@ -58,9 +58,7 @@ async def test_health(server: RunningServer, service: str) -> None:
     assert await health_of(server, service) == SERVING
 
 
-async def test_calls_are_answered_while_not_serving(
-    server: RunningServer, client: LlumletClient
-) -> None:
+async def test_calls_are_answered_while_not_serving(server: RunningServer, client: LlumletClient) -> None:
     await server.set_serving(False)
     assert (await client.get_instance_status()).instance_id == "fake-a"
 

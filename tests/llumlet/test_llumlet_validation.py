@@ -97,9 +97,7 @@ def test_migrate_in() -> None:
         (validation.copy_round_faults(messages.copy_round(to_block=1)), "run backwards"),
         (validation.copy_round_faults(messages.copy_round(to_block=6)), "3 block_ids for blocks"),
         (
-            validation.copy_round_faults(
-                messages.copy_round(handover=messages.handover(dst_incarnation=""))
-            ),
+            validation.copy_round_faults(messages.copy_round(handover=messages.handover(dst_incarnation=""))),
             "handover.dst_incarnation is empty",
         ),
         (validation.commit_faults(messages.commit(epoch=None)), "epoch must be above 0.0"),

@@ -92,18 +92,14 @@ async def test_a_rule(llumnix: Llumnix, source: Instance, destination: Instance)
     assert source.agent.moved == ["cmpl-abc123-0a1b2c3d", "cmpl-abd456-ffffffff"]
 
 
-async def test_method_force_and_budget_are_passed_on(
-    llumnix: Llumnix, source: Instance, destination: Instance
-) -> None:
+async def test_method_force_and_budget_are_passed_on(llumnix: Llumnix, source: Instance, destination: Instance) -> None:
     flags = ["--all", "--method", "blocking", "--force", "--stall-budget-ms", "12.5"]
     assert (await llumnix(*between(source, destination), *flags)).code == 0
     request = asked(source)
     assert (request.method, request.force, request.stall_budget_ms) == (Mode.BLOCKING, True, 12.5)
 
 
-async def test_a_request_that_stays_is_explained(
-    llumnix: Llumnix, source: Instance, destination: Instance
-) -> None:
+async def test_a_request_that_stays_is_explained(llumnix: Llumnix, source: Instance, destination: Instance) -> None:
     why = (MovePhase.STAYED, Reason.DESTINATION_FULL, "wanted 12 blocks, free 3")
     source.agent.outcomes["cmpl-abd456-ffffffff"] = why
     done = await llumnix(*between(source, destination), "--all")
@@ -150,9 +146,7 @@ async def test_unknown_requests_are_named_with_their_neighbours(
     assert source.agent.asked("migrate") == []
 
 
-async def test_a_refusal_of_the_whole_call(
-    llumnix: Llumnix, source: Instance, destination: Instance
-) -> None:
+async def test_a_refusal_of_the_whole_call(llumnix: Llumnix, source: Instance, destination: Instance) -> None:
     source.agent.failures["migrate"] = LlumletError(Reason.INCOMPATIBLE_ENGINE, "block size 64, 32")
     done = await llumnix(*between(source, destination), "--all", "--json")
     assert done.code == 5
@@ -180,9 +174,7 @@ async def test_both_ends_are_checked_before_anything_is_asked(
     assert source.agent.asked("migrate") == []
 
 
-async def test_both_ends_unreachable_are_both_named(
-    llumnix: Llumnix, unused_tcp_port_factory: object
-) -> None:
+async def test_both_ends_unreachable_are_both_named(llumnix: Llumnix, unused_tcp_port_factory: object) -> None:
     assert callable(unused_tcp_port_factory)
     here, there = (f"127.0.0.1:{unused_tcp_port_factory()}" for _ in range(2))
     done = await llumnix("migrate", "--from", here, "--to", there, "--all")
@@ -215,9 +207,7 @@ async def test_watching_ends_at_its_timeout_but_the_moves_go_on(
     await until(lambda: source.agent.moved == ["chat-zzz-00000000"])
 
 
-async def test_interrupting_leaves_the_moves_going_on(
-    source: Instance, destination: Instance
-) -> None:
+async def test_interrupting_leaves_the_moves_going_on(source: Instance, destination: Instance) -> None:
     done = await interrupted(source, [*between(source, destination), "--request", "chat-zzz"])
     assert done.code == 130
     assert "The moves go on" in done.err
@@ -247,9 +237,7 @@ async def interrupted(source: Instance, arguments: list[str]) -> Done:
     return done
 
 
-async def test_all_requests_of_one_client_id_move(
-    llumnix: Llumnix, source: Instance, destination: Instance
-) -> None:
+async def test_all_requests_of_one_client_id_move(llumnix: Llumnix, source: Instance, destination: Instance) -> None:
     for request_id in ("0_many-00000000", "1_many-00000000"):
         source.agent.requests.append(request_info(request_id, external_request_id="many"))
     done = await llumnix(*between(source, destination), "--request", "many")

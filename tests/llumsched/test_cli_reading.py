@@ -49,9 +49,7 @@ async def test_ps_json(llumnix: Llumnix, source: Instance) -> None:
     assert moving["move"]["phase"] == "copying"
 
 
-async def test_ps_of_several_instances(
-    llumnix: Llumnix, source: Instance, destination: Instance
-) -> None:
+async def test_ps_of_several_instances(llumnix: Llumnix, source: Instance, destination: Instance) -> None:
     destination.agent.requests.append(request_info("cmpl-there-22222222"))
     both = f"{source.address},{destination.address}"
     done = await llumnix("ps", "--llumlet", both, "--llumlet", source.address)
@@ -65,9 +63,7 @@ async def test_ps_of_an_idle_instance(llumnix: Llumnix, destination: Instance) -
     assert (done.code, done.out, done.err) == (0, "no requests\n", "")
 
 
-async def test_ids_of_clients_cannot_steer_the_terminal(
-    llumnix: Llumnix, destination: Instance
-) -> None:
+async def test_ids_of_clients_cannot_steer_the_terminal(llumnix: Llumnix, destination: Instance) -> None:
     evil = "x\x1b]0;owned\x07[bold]\n-00000000"
     destination.agent.requests.append(request_info(evil))
     done = await llumnix("ps", "--llumlet", destination.address)
@@ -75,9 +71,7 @@ async def test_ids_of_clients_cannot_steer_the_terminal(
     assert "x�]0;owned�[bold]�-00000000" in done.out
 
 
-async def test_the_living_are_shown_beside_the_dead(
-    llumnix: Llumnix, source: Instance, unused_tcp_port: int
-) -> None:
+async def test_the_living_are_shown_beside_the_dead(llumnix: Llumnix, source: Instance, unused_tcp_port: int) -> None:
     addresses = f"127.0.0.1:{unused_tcp_port},{source.address}"
     done = await llumnix("ps", "--llumlet", addresses)
     assert done.code == 4
@@ -125,9 +119,7 @@ async def test_a_refusal(llumnix: Llumnix, source: Instance) -> None:
     }
 
 
-async def test_status_shows_a_row_per_instance(
-    llumnix: Llumnix, source: Instance, destination: Instance
-) -> None:
+async def test_status_shows_a_row_per_instance(llumnix: Llumnix, source: Instance, destination: Instance) -> None:
     done = await llumnix("status", "--llumlet", f"{source.address},{destination.address}")
     assert (done.code, done.err) == (0, "")
     _, *rows = (row.split() for row in done.out.splitlines())

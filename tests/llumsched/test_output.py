@@ -17,9 +17,7 @@ def test_every_reason_has_a_hint() -> None:
 
 
 def test_json_form_of_a_message() -> None:
-    progress = MoveProgress(
-        request_id="r", phase="MOVED", reason=999, copied_bytes=1 << 60, epoch=Epoch(hop=1)
-    )
+    progress = MoveProgress(request_id="r", phase="MOVED", reason=999, copied_bytes=1 << 60, epoch=Epoch(hop=1))
     document = output.to_dict(progress)
     assert document["phase"] == "moved"
     assert document["reason"] == 999

@@ -210,8 +210,10 @@ class IncomingMove:
                 )
             self.transport = await arrivals.movers.probe(self._memory)
             self.request, self.residence = await arrivals.builder.build(offer.request_state)
-            if self.request.request_id != self.request_id:
-                raise Refused(Reason.INVALID_REQUEST, "the request state names another request")
+            if self.request.request_id != self.request_id or not self.residence.origin:
+                raise Refused(Reason.INVALID_REQUEST, "the request state names another request, or no origin")
+            # Connect to the origin now, not when its client waits for the first token from here.
+            arrivals.relay.client_index(self.residence.origin)
             hit_blocks, self._block_ids = await arrivals.kvconn.call(arrivals.reserve_on_loop, self.request)
         except MigrationError as error:
             self.feed(on.ReserveFailed(error.reason, error.detail))

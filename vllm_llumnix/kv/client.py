@@ -76,9 +76,7 @@ class MoverClient:
         """
         if (PullReport, job) in self._waiting:
             raise ValueError(f"job {job} is running already")
-        pull = Pull(
-            job, peer, src_blocks, dst_blocks, transport, deadline_s, max_bytes_per_s, final, tag
-        )
+        pull = Pull(job, peer, src_blocks, dst_blocks, transport, deadline_s, max_bytes_per_s, final, tag)
         return await self._call(pull, PullReport, deadline_s + GRACE_S)
 
     async def stop(self, job: int, deadline_s: float = 5.0) -> None:
@@ -116,9 +114,7 @@ class MoverClient:
                 await self._socket.send(messages.encode(command))
                 return await future
         except TimeoutError:
-            raise TransferFailed(
-                f"mover {self.info.rank} has not answered for {deadline_s:.1f} s"
-            ) from None
+            raise TransferFailed(f"mover {self.info.rank} has not answered for {deadline_s:.1f} s") from None
         finally:
             waiting = self._waiting[key]
             waiting.remove(future)

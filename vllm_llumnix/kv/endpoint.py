@@ -37,9 +37,7 @@ class PrivateDirectory:
         os.rename(self.path / f"{LOCK}.new", self.path / LOCK)
         # Not atexit: its handlers do not run in the children of multiprocessing, and workers are
         # such.
-        self._finalizer = util.Finalize(
-            self, _remove, args=(str(self.path), self._lock, os.getpid()), exitpriority=10
-        )
+        self._finalizer = util.Finalize(self, _remove, args=(str(self.path), self._lock, os.getpid()), exitpriority=10)
         if len(os.fsencode(self.socket_path)) > MAX_SOCKET_PATH:
             self.close()
             raise ValueError(f"{root}: path too long for a socket; set TMPDIR to a shorter one")

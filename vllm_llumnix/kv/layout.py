@@ -64,9 +64,7 @@ class BlockLayout(msgspec.Struct, frozen=True):
                 raise ValueError("a region without layers, blocks or bytes")
             if min(region.offset, region.layer_stride, region.block_stride) < 0:
                 raise ValueError("a region with a negative offset or stride")
-            last = (region.num_layers - 1) * region.layer_stride + (
-                self.num_blocks - 1
-            ) * region.block_stride
+            last = (region.num_layers - 1) * region.layer_stride + (self.num_blocks - 1) * region.block_stride
             if region.offset + last + region.page_bytes > self.storage_bytes:
                 raise ValueError("a region reaches beyond the storage")
 
@@ -149,9 +147,7 @@ def require_same_pages(ours: BlockLayout, theirs: BlockLayout) -> None:
     if ours.interior != theirs.interior:
         raise ValueError(f"KV cache layouts differ: {ours.layout} and {theirs.layout}")
     if ours.element_bytes != theirs.element_bytes:
-        raise ValueError(
-            f"KV cache elements differ: {ours.element_bytes} and {theirs.element_bytes} bytes"
-        )
+        raise ValueError(f"KV cache elements differ: {ours.element_bytes} and {theirs.element_bytes} bytes")
     ours_shape = [(region.num_layers, region.page_bytes) for region in ours.regions]
     theirs_shape = [(region.num_layers, region.page_bytes) for region in theirs.regions]
     if ours_shape != theirs_shape:
@@ -161,8 +157,7 @@ def require_same_pages(ours: BlockLayout, theirs: BlockLayout) -> None:
 def _checked(layout: BlockLayout, block_ids: Sequence[int]) -> Ids:
     if block_ids and (min(block_ids) < 0 or max(block_ids) >= layout.num_blocks):
         raise ValueError(
-            f"block ids {min(block_ids)} to {max(block_ids)} "
-            f"are not all within 0 to {layout.num_blocks - 1}"
+            f"block ids {min(block_ids)} to {max(block_ids)} are not all within 0 to {layout.num_blocks - 1}"
         )
     return np.array(block_ids, np.int64)
 
@@ -176,10 +171,7 @@ def _addresses(layout: BlockLayout, ids: Ids, layers_outermost: bool) -> Words:
     parts = []
     for region, of_layers in zip(layout.regions, _layer_addresses(layout), strict=True):
         of_blocks = ids * region.block_stride
-        if layers_outermost:
-            grid = of_layers[:, None] + of_blocks
-        else:
-            grid = of_blocks[:, None] + of_layers
+        grid = of_layers[:, None] + of_blocks if layers_outermost else of_blocks[:, None] + of_layers
         parts.append(grid.ravel())
     if not parts:
         return np.empty(0, np.uint64)
@@ -190,18 +182,14 @@ def _addresses(layout: BlockLayout, ids: Ids, layers_outermost: bool) -> Words:
 def _layer_addresses(layout: BlockLayout) -> tuple[Ids, ...]:
     """For each region, where the pages of block 0 lie."""
     return tuple(
-        np.arange(region.num_layers, dtype=np.int64) * region.layer_stride
-        + (layout.base + region.offset)
+        np.arange(region.num_layers, dtype=np.int64) * region.layer_stride + (layout.base + region.offset)
         for region in layout.regions
     )
 
 
 def _lengths(layout: BlockLayout, num_blocks: int) -> Words:
     """The lengths that belong to `_addresses`."""
-    parts = [
-        np.full(region.num_layers * num_blocks, region.page_bytes, np.uint64)
-        for region in layout.regions
-    ]
+    parts = [np.full(region.num_layers * num_blocks, region.page_bytes, np.uint64) for region in layout.regions]
     return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint64), *parts])
 
 

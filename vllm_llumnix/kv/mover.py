@@ -215,9 +215,7 @@ class Mover:
 
     def _advance(self) -> None:
         """One chunk of the most urgent pull: final ones first, then in order of arrival."""
-        key = min(
-            self._jobs, key=lambda key: (not self._jobs[key].pull.final, self._jobs[key].order)
-        )
+        key = min(self._jobs, key=lambda key: (not self._jobs[key].pull.final, self._jobs[key].order))
         job = self._jobs[key]
         self._pace.bytes_per_s = self._limit()
         began = time.monotonic()
@@ -236,17 +234,11 @@ class Mover:
             self._report(key, str(error))
 
     def _limit(self) -> float | None:
-        limits = [
-            job.pull.max_bytes_per_s
-            for job in self._jobs.values()
-            if job.pull.max_bytes_per_s is not None
-        ]
+        limits = [job.pull.max_bytes_per_s for job in self._jobs.values() if job.pull.max_bytes_per_s is not None]
         return min(limits, default=None)
 
     def _begin(self, pull: Pull) -> Iterator[int]:
-        transport = next(
-            transport for transport in self.transports if transport.name == pull.transport
-        )
+        transport = next(transport for transport in self.transports if transport.name == pull.transport)
         return transport.pull(pull.peer, pull.src_blocks, pull.dst_blocks, self._pace.chunk_bytes())
 
     def _report(self, key: _Key, error: str | None) -> None:

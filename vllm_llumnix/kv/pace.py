@@ -21,9 +21,7 @@ SMALLEST_CHUNK_BYTES = 16 << 10
 class Pace:
     """The link of one mover. `bytes_per_s` None means unlimited; it may change between chunks."""
 
-    def __init__(
-        self, bytes_per_s: float | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, bytes_per_s: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._free_at = 0.0
         self.bytes_per_s = bytes_per_s

@@ -112,9 +112,7 @@ class PinnedProcess:
 
     def __init__(self, peer: PeerMemory) -> None:
         if peer.boot_id != boot_id():
-            raise TransportUnavailable(
-                f"{peer.instance} runs on another host, or this one was restarted since"
-            )
+            raise TransportUnavailable(f"{peer.instance} runs on another host, or this one was restarted since")
         if peer.pid_ns != pid_namespace():
             raise TransportUnavailable(
                 f"{peer.instance} runs in another pid namespace: "

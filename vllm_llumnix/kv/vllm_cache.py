@@ -60,9 +60,7 @@ def layout_of(model_runner: Any) -> BlockLayout:
 def _attention_specs(config: Any) -> dict[str, Any]:
     """Layer name -> cache specification; TransportUnavailable unless all have plain pages."""
     if len(config.kv_cache_groups) != 1:
-        raise TransportUnavailable(
-            f"the model has {len(config.kv_cache_groups)} kinds of KV cache; one is supported"
-        )
+        raise TransportUnavailable(f"the model has {len(config.kv_cache_groups)} kinds of KV cache; one is supported")
     group = config.kv_cache_groups[0]
     if not getattr(group, "enable_kv_transfer", True):
         raise TransportUnavailable("vLLM marks the KV cache of this model as not transferable")
@@ -77,9 +75,7 @@ def _attention_specs(config: Any) -> dict[str, Any]:
 
 def _storage(kv_caches: Any) -> Any:
     """The one storage behind all cache tensors."""
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in kv_caches
-    }
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in kv_caches}
     if len(storages) != 1:
         raise TransportUnavailable(f"the KV cache is spread over {len(storages)} allocations")
     return storages.popitem()[1]

@@ -114,10 +114,7 @@ def _isa(worker: Any, device: str) -> str:
     """How the attention kernels pack the inside of a page."""
     if device == "cpu":
         layers = worker.vllm_config.compilation_config.static_forward_context.values()
-        return (
-            "+".join(sorted({layer.isa for layer in layers if getattr(layer, "isa", None)}))
-            or "none"
-        )
+        return "+".join(sorted({layer.isa for layer in layers if getattr(layer, "isa", None)})) or "none"
     if device == "cuda":
         import torch
 
@@ -149,12 +146,6 @@ def _sampled(parameter: Any) -> bytes:
         return b""
     shape = tuple(parameter.shape) or (1,)
     flat = np.linspace(0, parameter.numel() - 1, count).astype(np.int64)
-    index = tuple(
-        torch.from_numpy(axis).to(parameter.device) for axis in np.unravel_index(flat, shape)
-    )
-    sample = (
-        parameter.detach().reshape(shape)[index]
-        if parameter.ndim == 0
-        else parameter.detach()[index]
-    )
+    index = tuple(torch.from_numpy(axis).to(parameter.device) for axis in np.unravel_index(flat, shape))
+    sample = parameter.detach().reshape(shape)[index] if parameter.ndim == 0 else parameter.detach()[index]
     return bytes(sample.contiguous().view(torch.uint8).cpu().numpy())

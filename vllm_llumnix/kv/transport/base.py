@@ -26,9 +26,7 @@ class Transport(Protocol):
         TransferFailed means that the peer itself is gone.
         """
 
-    def pull(
-        self, peer: PeerMemory, src_blocks: list[int], dst_blocks: list[int], chunk_bytes: int
-    ) -> Iterator[int]:
+    def pull(self, peer: PeerMemory, src_blocks: list[int], dst_blocks: list[int], chunk_bytes: int) -> Iterator[int]:
         """Copy block `src_blocks[i]` of the peer to our `dst_blocks[i]`, `chunk_bytes` a turn.
 
         Yields the bytes of each chunk. The copy counts only when the iterator has ended: the last

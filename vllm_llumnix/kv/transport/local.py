@@ -62,9 +62,7 @@ class LocalTransport:
             raise TransportUnavailable(str(error)) from error
         self._identified(peer).verify()
 
-    def pull(
-        self, peer: PeerMemory, src_blocks: list[int], dst_blocks: list[int], chunk_bytes: int
-    ) -> Iterator[int]:
+    def pull(self, peer: PeerMemory, src_blocks: list[int], dst_blocks: list[int], chunk_bytes: int) -> Iterator[int]:
         if peer.unavailable is not None:
             raise TransportUnavailable(peer.unavailable)
         pieces = pair_pieces(peer.layout, src_blocks, self._layout, dst_blocks)
@@ -111,9 +109,7 @@ class _Peer:
         copied = _call(self._memory.pid, self._remote, self._local)
         self.process.require_alive()
         if copied != NONCE_BYTES or self._found.tobytes() != self._memory.nonce:
-            raise TransferFailed(
-                f"the memory of {self.process.name} is no longer what was advertised"
-            )
+            raise TransferFailed(f"the memory of {self.process.name} is no longer what was advertised")
 
 
 def read_pieces(pid: int, pieces: Pieces, chunk_bytes: int) -> Iterator[int]:
@@ -177,9 +173,7 @@ def _failure(pid: int, code: int) -> TransferFailed | TransportUnavailable:
     if code == errno.ESRCH:
         return TransferFailed(f"the source worker (pid {pid}) has ended")
     if code == errno.EFAULT:
-        return TransferFailed(
-            f"the source worker (pid {pid}) has no memory at the address that it advertised"
-        )
+        return TransferFailed(f"the source worker (pid {pid}) has no memory at the address that it advertised")
     if code == errno.EPERM:
         return TransportUnavailable(f"this system forbids reading pid {pid}: {_obstacle()}")
     if code == errno.ENOSYS:
@@ -197,7 +191,4 @@ def _obstacle() -> str:
     scope = yama_scope()
     if scope in remedies:
         return f"kernel.yama.ptrace_scope is {scope}; {remedies[scope]}"
-    return (
-        "it runs as another user or is not dumpable, "
-        "or a seccomp or security profile denies process_vm_readv"
-    )
+    return "it runs as another user or is not dumpable, or a seccomp or security profile denies process_vm_readv"

@@ -30,9 +30,7 @@ class LoopbackTransport:
             raise TransportUnavailable(str(error)) from error
         _require_self(peer)
 
-    def pull(
-        self, peer: PeerMemory, src_blocks: list[int], dst_blocks: list[int], chunk_bytes: int
-    ) -> Iterator[int]:
+    def pull(self, peer: PeerMemory, src_blocks: list[int], dst_blocks: list[int], chunk_bytes: int) -> Iterator[int]:
         if peer.unavailable is not None:
             raise TransportUnavailable(peer.unavailable)
         pieces = pair_pieces(peer.layout, src_blocks, self._layout, dst_blocks)
@@ -53,6 +51,4 @@ def _require_self(peer: PeerMemory) -> None:
     if peer.pid != os.getpid():
         raise TransportUnavailable("loopback reaches only this process")
     if ctypes.string_at(peer.nonce_address, NONCE_BYTES) != peer.nonce:
-        raise TransferFailed(
-            f"the memory of worker {peer.rank} of {peer.instance} is no longer what it advertised"
-        )
+        raise TransferFailed(f"the memory of worker {peer.rank} of {peer.instance} is no longer what it advertised")

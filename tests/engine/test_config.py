@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags: every fault is found at once, and nothing is on without `--enable-llumlet`."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from vllm_llumnix import config, faults, hooks
+from vllm_llumnix.errors import ConfigError, PatchError
+
+
+def parse(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    hooks.add_cli_args(parser)
+    return parser.parse_args(flags)
+
+
+def read(*flags: str, **environ: str) -> config.LlumletConfig | None:
+    return config.config_from_args(parse(*flags), environ)
+
+
+def test_off_by_default() -> None:
+    assert read() is None
+
+
+def test_defaults() -> None:
+    on = read("--enable-llumlet")
+    assert on is not None
+    assert (on.host, on.port, on.transport, on.bandwidth_limit, on.exact) == ("127.0.0.1", 0, "auto", None, False)
+    assert on.instance_id
+
+
+def test_two_instances_get_two_names() -> None:
+    one, other = read("--enable-llumlet"), read("--enable-llumlet")
+    assert one is not None
+    assert other is not None
+    assert one.instance_id != other.instance_id
+
+
+def test_survives_the_way_into_a_child_process() -> None:
+    on = read("--enable-llumlet", "--llumlet-port", "4000", "--llumlet-bandwidth-limit", "2G", "--llumlet-exact")
+    assert on is not None
+    assert config.LlumletConfig.from_json(on.to_json()) == on
+    assert on.bandwidth_limit == 2_000_000_000
+
+
+def test_data_parallel_ranks_are_instances_of_their_own() -> None:
+    on = read("--enable-llumlet", "--llumlet-port", "4000", "--llumlet-instance-id", "a")
+    assert on is not None
+    assert (on.for_rank(2, 4).port, on.for_rank(2, 4).instance_id) == (4002, "a-dp2")
+    assert on.for_rank(0, 1) == on
+
+
+def test_all_faults_are_listed_at_once() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        read(
+            *("--enable-llumlet", "--llumlet-host", "0.0.0.0", "--llumlet-port", "70000"),
+            *("--llumlet-instance-id", "a b", "--llumlet-lease-seconds", "0", "--llumlet-max-migrations-in", "-1"),
+            *("--llumlet-stall-budget-ms", "-3", "--llumlet-transport", "mooncake"),
+            LLUMNIX_TYPO="1",
+            VLLM_USE_RUST_FRONTEND="1",
+        )
+    text = "\n".join(refusal.value.faults)
+    for word in ("host", "port", "instance-id", "lease", "migrations-in", "budget", "transport", "TYPO", "Rust"):
+        assert word in text
+    assert len(refusal.value.faults) == 9
+
+
+def test_flags_without_the_switch_are_a_mistake() -> None:
+    with pytest.raises(ConfigError, match="--llumlet-port needs --enable-llumlet"):
+        read("--llumlet-port", "4000")
+
+
+@pytest.mark.parametrize("rate", ["fast", "0", "-1", "5T"])
+def test_rates_that_are_none(rate: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        config.parse_rate(rate)
+
+
+def test_another_address_is_allowed_when_asked_for() -> None:
+    on = read("--enable-llumlet", "--llumlet-host", "10.0.0.5", "--llumlet-insecure")
+    assert on is not None
+    assert on.host == "10.0.0.5"
+
+
+def test_processes_with_different_series_do_not_talk(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ready:
+        patch_digest = "another"
+
+    hooks.check_ready(Ready())
+    monkeypatch.setenv(hooks.CONFIG_VARIABLE, config.LlumletConfig(instance_id="a").to_json())
+    with pytest.raises(PatchError, match="another"):
+        hooks.check_ready(Ready())
+
+
+def test_fault_points_are_checked_when_they_are_read() -> None:
+    with pytest.raises(ConfigError, match="no fault point 'nowhere'"):
+        faults.parse('[{"point": "nowhere", "action": "kill"}]')
+    with pytest.raises(ConfigError, match="not JSON"):
+        faults.parse("kill it")

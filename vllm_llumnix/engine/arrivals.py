@@ -223,6 +223,7 @@ class IncomingMove:
             return
         finally:
             self._offer = None
+        await arrivals.kvconn.warm_up()
         faults.hit("destination.reserved")
         self.feed(on.BlocksReserved(hit_blocks, len(self._block_ids)))
 

@@ -34,6 +34,10 @@ logger = logging.getLogger("vllm.llumnix")
 FOREIGN_CLIENT = 1 << 16
 """Client indices from here on stand for relay addresses, one each; vLLM's own clients are numbered from 0."""
 
+WARM_STEPS = 4
+"""Steps until an engine that was idle decodes at its usual speed. Measured on CPU: 1.7, 1.6, 1.4, 1.1 times the usual
+duration, and then 1.0; how much memory a step reads makes no difference."""
+
 T = TypeVar("T")
 
 
@@ -129,6 +133,14 @@ class KVConnection:
         self.unwatch(request.request_id)
         departure.on_gone(kind)
 
+    def _step_idly(self) -> bool:
+        """Loop thread: one forward pass without a request. False, and nothing done, unless the engine is idle."""
+        engine = self.engine
+        if self.port.paused or self.port.has_runnable() or engine.batch_queue or engine.engines_running:
+            return False
+        engine.execute_dummy_batch()
+        return True
+
     # Input thread
 
     def on_add(self, core_request: EngineCoreRequest, request: Request) -> None:
@@ -170,6 +182,16 @@ class KVConnection:
         self._commands.append(run)
         self.kick()
         return asyncio.wrap_future(result)
+
+    async def warm_up(self) -> None:
+        """Run an idle engine a few steps, one at a time, until it has something to do. Bypass thread.
+
+        After a second of idleness the caches have lost the weights and the clocks have fallen, and the first steps take
+        half as long again as later ones: here they would be the client's.
+        """
+        for _ in range(WARM_STEPS):
+            if not await self.call(self._step_idly):
+                return
 
     def kick(self) -> None:
         """Make an idle loop turn."""

@@ -174,7 +174,7 @@ class SchedulerPort:
         scheduler = self.scheduler
         if request.request_id in scheduler.requests or request.request_id in self._reserved:
             raise Refused(Reason.ALREADY_MIGRATING, f"{request.request_id} is here already, or on its way")
-        if scheduler.pause_state != PauseState.UNPAUSED:
+        if self.paused:
             raise Refused(Reason.DESTINATION_PAUSED, "the destination's scheduler is paused")
         if len(scheduler.running) >= scheduler.max_num_active_reqs:
             raise Refused(Reason.DESTINATION_FULL, "the destination has no free batch slot")
@@ -266,12 +266,20 @@ class SchedulerPort:
         if self._newcomers:
             self._limit_prefills(len(self._newcomers))
 
+    @property
+    def paused(self) -> bool:
+        return bool(self.scheduler.pause_state != PauseState.UNPAUSED)
+
+    def has_runnable(self) -> bool:
+        """Whether the next step would compute something for a request."""
+        scheduler = self.scheduler
+        if scheduler.waiting or scheduler.kv_holding_waiting:
+            return True
+        return any(request.request_id not in self._frozen for request in scheduler.running)
+
     def only_frozen(self) -> bool:
         """Whether every request of this engine is frozen, so that a step would compute nothing."""
-        scheduler = self.scheduler
-        if not self._frozen or scheduler.finished_req_ids or scheduler.waiting or scheduler.kv_holding_waiting:
-            return False
-        return all(request.request_id in self._frozen for request in scheduler.running)
+        return bool(self._frozen) and not self.scheduler.finished_req_ids and not self.has_runnable()
 
     def _limit_prefills(self, num_newcomers: int) -> None:
         """Chunked prefills that run already take the whole token budget first: leave the newcomers' share for one step.

@@ -10,8 +10,9 @@ from typing import Any
 
 from vllm.v1.request import Request
 
-from vllm_llumnix.engine.request_state import Residence, build_request, decode_state, settle_in
+from vllm_llumnix.engine.request_state import Residence, build_request, settle_in
 from vllm_llumnix.errors import Reason, Refused
+from vllm_llumnix.request_wire import decode_state
 
 GRAMMAR_SECONDS = 20.0
 _POLL_SECONDS = 0.002

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What travels of a request: how it was asked, what it has produced, and which engines can take it.
 
-`RequestState` is a narrow struct of plain values. The destination checks it like a front door does: a peer's word that
-a token id exists or a length fits is not taken.
+The destination checks what arrives like a front door does: a peer's word that a token id exists or a length fits is not
+taken.
 """
 
 from __future__ import annotations
@@ -18,32 +18,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_llumnix.errors import Reason, Refused
 from vllm_llumnix.ids import HOME, Epoch
+from vllm_llumnix.request_wire import RequestState, encode, encode_params
 
-MAX_STATE_BYTES = 64 << 20
-
-
-class RequestState(msgspec.Struct, frozen=True):
-    """A request as its destination needs it. Token ids are those known at Reserve; Commit brings the rest."""
-
-    request_id: str
-    external_request_id: str
-    origin: str
-    prompt_token_ids: list[int]
-    output_token_ids: list[int]
-    sampling_params: msgspec.Raw
-    arrival_time: float
-    priority: int = 0
-    lora_name: str | None = None
-    cache_salt: str | None = None
-    trace_headers: dict[str, str] | None = None
-    session_id: str | None = None
-    structured_backend: str | None = None
-    reasoning_ended: bool | None = None
-    num_preemptions: int = 0
-
-
-_state_encoder = msgspec.msgpack.Encoder()
-_state_decoder = msgspec.msgpack.Decoder(RequestState)
 _params_decoder = msgspec.msgpack.Decoder(SamplingParams)
 
 
@@ -87,42 +63,28 @@ def residence_from(request: EngineCoreRequest) -> Residence:
 
 
 def encode_state(request: Request, residence: Residence) -> bytes:
+    """The request as it is now. Loop thread only."""
     params = request.sampling_params
-    backend = params.structured_outputs._backend if params.structured_outputs else None
-    params = params.clone()
-    params.prompt_logprobs = None
-    params.prompt_logprob_token_ids = None
-    params.extra_args = None
     structured = request.structured_output_request
-    return _state_encoder.encode(
+    return encode(
         RequestState(
             request_id=request.request_id,
             external_request_id=residence.external_request_id,
             origin=residence.origin or "",
             prompt_token_ids=list(request.prompt_token_ids),
             output_token_ids=list(request.output_token_ids),
-            sampling_params=msgspec.Raw(_state_encoder.encode(params)),
+            sampling_params=encode_params(params),
             arrival_time=request.arrival_time,
             priority=request.priority,
             lora_name=request.lora_request.lora_name if request.lora_request else None,
             cache_salt=request.cache_salt,
             trace_headers=dict(request.trace_headers) if request.trace_headers else None,
             session_id=request.session_id,
-            structured_backend=backend,
+            structured_backend=params.structured_outputs._backend if params.structured_outputs else None,
             reasoning_ended=structured.reasoning_ended if structured else residence.reasoning_ended,
             num_preemptions=request.num_preemptions,
         )
     )
-
-
-def decode_state(data: bytes) -> RequestState:
-    """Raises Refused(invalid_request) for anything that is not a `RequestState`."""
-    if len(data) > MAX_STATE_BYTES:
-        raise Refused(Reason.INVALID_REQUEST, f"request state of {len(data)} bytes, at most {MAX_STATE_BYTES}")
-    try:
-        return _state_decoder.decode(data)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
-        raise Refused(Reason.INVALID_REQUEST, str(error)) from error
 
 
 def build_request(state: RequestState, *, vocab_size: int, max_model_len: int, block_hasher: Any) -> Request:

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request as it travels to another engine, from its engine or from its origin: a narrow struct of plain values."""
+
+from __future__ import annotations
+
+import msgspec
+from vllm.sampling_params import SamplingParams
+
+from vllm_llumnix.errors import Reason, Refused
+
+MAX_STATE_BYTES = 64 << 20
+
+
+class RequestState(msgspec.Struct, frozen=True):
+    """A request as its destination needs it. Token ids are those known at Reserve; Commit brings the rest."""
+
+    request_id: str
+    external_request_id: str
+    origin: str
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    sampling_params: msgspec.Raw
+    arrival_time: float
+    priority: int = 0
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    trace_headers: dict[str, str] | None = None
+    session_id: str | None = None
+    structured_backend: str | None = None
+    reasoning_ended: bool | None = None
+    num_preemptions: int = 0
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(RequestState)
+
+
+def encode(state: RequestState) -> bytes:
+    return _encoder.encode(state)
+
+
+def encode_params(params: SamplingParams) -> msgspec.Raw:
+    """Without what only the prefill answers, and what is refused elsewhere: prompt logprobs, extra arguments."""
+    params = params.clone()
+    params.prompt_logprobs = None
+    params.prompt_logprob_token_ids = None
+    params.extra_args = None
+    return msgspec.Raw(_encoder.encode(params))
+
+
+def decode_state(data: bytes) -> RequestState:
+    """Raises Refused(invalid_request) for anything that is not a `RequestState`."""
+    if len(data) > MAX_STATE_BYTES:
+        raise Refused(Reason.INVALID_REQUEST, f"request state of {len(data)} bytes, at most {MAX_STATE_BYTES}")
+    try:
+        return _decoder.decode(data)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise Refused(Reason.INVALID_REQUEST, str(error)) from error

@@ -21,6 +21,8 @@ from llumlet.types import (
     AbortMigrateInResponse,
     AbortRequest,
     AbortResponse,
+    AdoptRequest,
+    AdoptResponse,
     CommitRequest,
     CommitResponse,
     CopyRoundRequest,
@@ -66,7 +68,7 @@ class Operator(Protocol):
 
 
 class Destination(Protocol):
-    """Service `llumlet.Peer`: what the source of a move asks of us. Each method is idempotent."""
+    """Service `llumlet.Peer`: what the source of a move asks of us, idempotent; and `adopt`, an origin's call."""
 
     async def reserve(self, request: ReserveRequest) -> ReserveResponse: ...
 
@@ -85,6 +87,10 @@ class Destination(Protocol):
     async def close_handover(self, request: SettleRequest) -> SettleResponse: ...
 
     async def query(self, request: SettleRequest) -> SettleResponse: ...
+
+    async def adopt(self, request: AdoptRequest) -> AdoptResponse:
+        """Start a request again whose owner is lost. Returns when the engine has it; not idempotent."""
+        ...
 
 
 class Agent(Operator, Destination, Protocol):

@@ -26,6 +26,8 @@ from llumlet.types import (
     AbortRequest,
     AbortResponse,
     Address,
+    AdoptRequest,
+    AdoptResponse,
     CommitRequest,
     CommitResponse,
     CopyRoundRequest,
@@ -74,7 +76,7 @@ class Deadlines:
     move: float = 600.0
     """A whole stream of Migrate or MigrateIn. The moves go on when it passes."""
     reserve: float = 10.0
-    """The destination builds the request, its grammar included."""
+    """The destination builds the request, its grammar included. Reserve and Adopt."""
     copy: float = 30.0
     """One round, or the last copy of Commit."""
     settle: float = 2.0
@@ -173,6 +175,9 @@ class LlumletClient:
 
     async def query(self, request: SettleRequest, *, deadline_s: float | None = None) -> SettleResponse:
         return await self._answer(self._peer.Query(request, timeout=deadline_s or self._deadlines.settle))
+
+    async def adopt(self, request: AdoptRequest, *, deadline_s: float | None = None) -> AdoptResponse:
+        return await self._answer(self._peer.Adopt(request, timeout=deadline_s or self._deadlines.reserve))
 
     # --- answers ---
 

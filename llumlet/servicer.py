@@ -25,6 +25,8 @@ from llumlet.types import (
     AbortMigrateInResponse,
     AbortRequest,
     AbortResponse,
+    AdoptRequest,
+    AdoptResponse,
     CommitRequest,
     CommitResponse,
     CopyRoundRequest,
@@ -162,6 +164,10 @@ class PeerServicer(_Calls, llumlet_pb2_grpc.PeerServicer):
 
     async def Query(self, request: SettleRequest, context: Context) -> SettleResponse:
         return await self._settle(context, "Query", request, self._agent.query)
+
+    async def Adopt(self, request: AdoptRequest, context: Context) -> AdoptResponse:
+        faults = validation.adopt_faults(request)
+        return await self._answer(context, "Adopt", faults, lambda: self._agent.adopt(request))
 
     async def _settle(
         self,

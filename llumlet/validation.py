@@ -15,6 +15,7 @@ from llumlet.types import (
     AbortMigrateInRequest,
     AbortRequest,
     Address,
+    AdoptRequest,
     CommitRequest,
     CopyRoundRequest,
     Handover,
@@ -95,6 +96,15 @@ def commit_faults(request: CommitRequest) -> list[str]:
     faults = _handover_faults(request.handover)
     if (request.epoch.term, request.epoch.hop) <= (0, 0):
         faults.append("epoch must be above 0.0, at which a request is born")
+    return faults
+
+
+def adopt_faults(request: AdoptRequest) -> list[str]:
+    faults = []
+    if not request.request_state:
+        faults.append("request_state is empty")
+    if request.epoch.term == 0:
+        faults.append("epoch must have a term above 0, which only an origin raises")
     return faults
 
 

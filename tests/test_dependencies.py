@@ -15,7 +15,7 @@ FORBIDDEN = {
                                "vllm_llumnix.kv"},
     "vllm_llumnix/kv": {"llumlet", "llumsched", "vllm_llumnix.engine", "vllm_llumnix.frontend"},
     "vllm_llumnix/engine": {"llumsched", "vllm_llumnix.frontend"},
-    "vllm_llumnix/frontend": {"llumlet", "llumsched", "vllm_llumnix.engine", "vllm_llumnix.kv"},
+    "vllm_llumnix/frontend": {"llumsched", "vllm_llumnix.engine", "vllm_llumnix.kv"},
     "vllm_llumnix/patching": {"vllm", "torch", "msgspec", "vllm_llumnix.engine", "vllm_llumnix.frontend"},
     "llumlet": {"vllm", "torch", "vllm_llumnix", "llumsched"},
     "llumsched": {"vllm", "torch", "vllm_llumnix"},

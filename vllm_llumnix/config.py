@@ -47,6 +47,7 @@ class LlumletConfig:
     bandwidth_limit: int | None = None
     exact: bool = False
     insecure: bool = False
+    peers: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()
@@ -155,6 +156,14 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         help="Copy every KV block, also those that this instance's prefix cache already holds: bit-exact moves.",
     )
     add(
+        "--llumlet-peers",
+        type=parse_peers,
+        default=_DEFAULTS.peers,
+        metavar="HOST:PORT,...",
+        help="Llumlets of other instances of the same model: when an engine is lost, its requests go on there from "
+        "what their clients have received.",
+    )
+    add(
         "--llumlet-insecure",
         action="store_true",
         default=False,
@@ -168,6 +177,16 @@ def parse_rate(text: str) -> int:
     if match is None or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a rate in bytes per second, such as 500000000, 500M or 2G")
     return int(float(match[1]) * _RATE_UNITS[match[2]])
+
+
+def parse_peers(text: str) -> tuple[str, ...]:
+    """`a:1,b:2` -> ("a:1", "b:2"). Raises argparse.ArgumentTypeError."""
+    peers = tuple(part.strip() for part in text.split(",") if part.strip())
+    for peer in peers:
+        host, colon, port = peer.rpartition(":")
+        if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
+            raise argparse.ArgumentTypeError(f"{peer!r} is not HOST:PORT")
+    return peers
 
 
 def config_from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> LlumletConfig | None:

@@ -699,3 +699,21 @@ class SettleResponse(_message.Message):
     detail: str
     dst_incarnation: str
     def __init__(self, state: _Optional[_Union[Handover.State, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., detail: _Optional[str] = ..., dst_incarnation: _Optional[str] = ...) -> None: ...
+
+class AdoptRequest(_message.Message):
+    __slots__ = ("epoch", "compatibility_digest", "request_state")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    COMPATIBILITY_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_STATE_FIELD_NUMBER: _ClassVar[int]
+    epoch: Epoch
+    compatibility_digest: str
+    request_state: bytes
+    def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping[str, object]]] = ..., compatibility_digest: _Optional[str] = ..., request_state: _Optional[bytes] = ...) -> None: ...
+
+class AdoptResponse(_message.Message):
+    __slots__ = ("instance_id", "incarnation")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    incarnation: str
+    def __init__(self, instance_id: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...

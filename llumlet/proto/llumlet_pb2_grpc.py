@@ -411,6 +411,11 @@ class PeerStub:
                 request_serializer=llumlet_dot_proto_dot_llumlet__pb2.SettleRequest.SerializeToString,
                 response_deserializer=llumlet_dot_proto_dot_llumlet__pb2.SettleResponse.FromString,
                 _registered_method=True)
+        self.Adopt = channel.unary_unary(
+                '/llumlet.Peer/Adopt',
+                request_serializer=llumlet_dot_proto_dot_llumlet__pb2.AdoptRequest.SerializeToString,
+                response_deserializer=llumlet_dot_proto_dot_llumlet__pb2.AdoptResponse.FromString,
+                _registered_method=True)
 
 
 class PeerServicer:
@@ -474,6 +479,14 @@ class PeerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Adopt(self, request, context):
+        """From the origin of a request whose owner is lost: start it again from what the client has received. Queued like a
+        new request. Not repeated by the origin: each attempt has an epoch of its own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PeerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -516,6 +529,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Query,
                     request_deserializer=llumlet_dot_proto_dot_llumlet__pb2.SettleRequest.FromString,
                     response_serializer=llumlet_dot_proto_dot_llumlet__pb2.SettleResponse.SerializeToString,
+            ),
+            'Adopt': grpc.unary_unary_rpc_method_handler(
+                    servicer.Adopt,
+                    request_deserializer=llumlet_dot_proto_dot_llumlet__pb2.AdoptRequest.FromString,
+                    response_serializer=llumlet_dot_proto_dot_llumlet__pb2.AdoptResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -736,6 +754,33 @@ class Peer:
             '/llumlet.Peer/Query',
             llumlet_dot_proto_dot_llumlet__pb2.SettleRequest.SerializeToString,
             llumlet_dot_proto_dot_llumlet__pb2.SettleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Adopt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/llumlet.Peer/Adopt',
+            llumlet_dot_proto_dot_llumlet__pb2.AdoptRequest.SerializeToString,
+            llumlet_dot_proto_dot_llumlet__pb2.AdoptResponse.FromString,
             options,
             channel_credentials,
             insecure,

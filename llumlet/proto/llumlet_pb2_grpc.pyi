@@ -48,6 +48,7 @@ class PeerStub:
     Abort: aio.UnaryUnaryMultiCallable[pb.SettleRequest, pb.SettleResponse]
     Close: aio.UnaryUnaryMultiCallable[pb.SettleRequest, pb.SettleResponse]
     Query: aio.UnaryUnaryMultiCallable[pb.SettleRequest, pb.SettleResponse]
+    Adopt: aio.UnaryUnaryMultiCallable[pb.AdoptRequest, pb.AdoptResponse]
 
 class PeerServicer:
     async def Reserve(
@@ -74,5 +75,8 @@ class PeerServicer:
     async def Query(
         self, request: pb.SettleRequest, context: aio.ServicerContext[pb.SettleRequest, pb.SettleResponse]
     ) -> pb.SettleResponse: ...
+    async def Adopt(
+        self, request: pb.AdoptRequest, context: aio.ServicerContext[pb.AdoptRequest, pb.AdoptResponse]
+    ) -> pb.AdoptResponse: ...
 
 def add_PeerServicer_to_server(servicer: PeerServicer, server: aio.Server) -> None: ...

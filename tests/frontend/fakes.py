@@ -147,9 +147,11 @@ class FakePeer:
         assert (answer.question, answer.request_id) == (7, request_id)
         return answer
 
-    async def heartbeat(self, *request_ids: str, steps: int = 0) -> list[str]:
+    async def heartbeat(
+        self, *request_ids: str, epoch: Epoch = FIRST_HOP, health: wire.Health = wire.Health.OK
+    ) -> list[str]:
         """Returns the requests that the origin does not know. Whatever was sent before has been handled then."""
-        await self.send(wire.Heartbeat(self.name, "1", steps, list(request_ids)))
+        await self.send(wire.Heartbeat(self.name, "1", health, [(request_id, epoch) for request_id in request_ids]))
         answer = await self.answer()
         assert isinstance(answer, wire.HeartbeatAck)
         return answer.unknown

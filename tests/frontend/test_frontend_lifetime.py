@@ -144,11 +144,7 @@ def test_without_configuration_nothing_starts(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv(CONFIG_VARIABLE)
     assert hooks.client_class(AsyncMPClient) is AsyncMPClient
     with pytest.raises(ConfigError, match=CONFIG_VARIABLE):
-        LlumnixClientMixin._ensure_relay(_Unconnected())
-
-
-class _Unconnected:
-    _relay = None
+        llumnix_client_class(AsyncMPClient)(None)
 
 
 @pytest.mark.parametrize("cls", CLASSES)

@@ -30,8 +30,8 @@ from vllm_llumnix.migration import wire
         [msgspec.msgpack.encode({"type": "tokens", "outputs": 3})],
         [msgspec.msgpack.encode({"type": "utility"})],
         [wire.encode(wire.Release([("r", Epoch(0, 1))]))],
-        [wire.encode(wire.Heartbeat("i", "1", 0, [])), b"more"],
-        [wire.encode(wire.Heartbeat("i", "1", 0, []))[:-1]],
+        [wire.encode(wire.Heartbeat("i", "1", wire.Health.OK, [])), b"more"],
+        [wire.encode(wire.Heartbeat("i", "1", wire.Health.OK, []))[:-1]],
     ],
     ids=["empty", "zeros", "wrong type", "unknown tag", "not for an origin", "two frames", "cut off"],
 )
@@ -121,7 +121,7 @@ class EndlessSocket:
         self.left -= 1
         if self.left < 0:
             raise zmq.ZMQError
-        return [b"peer", wire.encode(wire.Heartbeat("flood", "1", 0, []))]
+        return [b"peer", wire.encode(wire.Heartbeat("flood", "1", wire.Health.OK, []))]
 
 
 @pytest.mark.asyncio

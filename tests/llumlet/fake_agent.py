@@ -14,6 +14,8 @@ from llumlet.types import (
     AbortMigrateInResponse,
     AbortRequest,
     AbortResponse,
+    AdoptRequest,
+    AdoptResponse,
     CommitRequest,
     CommitResponse,
     CopyRoundRequest,
@@ -199,6 +201,10 @@ class FakeAgent:
 
     async def query(self, request: SettleRequest) -> SettleResponse:
         return await self._settle("query", request, Handover.UNKNOWN)
+
+    async def adopt(self, request: AdoptRequest) -> AdoptResponse:
+        await self._enter("adopt", request)
+        return AdoptResponse(instance_id=self.instance_id, incarnation="i-1")
 
     async def _settle(self, method: str, request: SettleRequest, state: Handover.State) -> SettleResponse:
         await self._enter(method, request)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from llumlet.types import (
+    AdoptRequest,
     CommitRequest,
     CopyRoundRequest,
     Epoch,
@@ -88,3 +89,8 @@ def commit(**changes: Any) -> CommitRequest:
 
 def settle(**changes: Any) -> SettleRequest:
     return SettleRequest(**({"handover": handover(step=4)} | changes))
+
+
+def adopt(**changes: Any) -> AdoptRequest:
+    fields: dict[str, Any] = {"epoch": Epoch(term=1), "compatibility_digest": "d", "request_state": b"state"}
+    return AdoptRequest(**(fields | changes))

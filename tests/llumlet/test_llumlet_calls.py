@@ -44,6 +44,7 @@ CALLS = {
     "Peer.Abort": ("abort_handover", messages.settle()),
     "Close": ("close_handover", messages.settle()),
     "Query": ("query", messages.settle()),
+    "Adopt": ("adopt", messages.adopt()),
 }
 
 

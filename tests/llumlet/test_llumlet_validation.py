@@ -106,6 +106,8 @@ def test_migrate_in() -> None:
             validation.settle_faults(messages.settle(handover=messages.handover(request_id=""))),
             "handover.request_id is empty",
         ),
+        (validation.adopt_faults(messages.adopt(request_state=b"")), "request_state is empty"),
+        (validation.adopt_faults(messages.adopt(epoch=Epoch(hop=1))), "a term above 0"),
     ],
 )
 def test_other_messages(faults: list[str], fault: str) -> None:
@@ -119,6 +121,7 @@ def test_legal_peer_messages() -> None:
     assert validation.commit_faults(messages.commit(block_ids=[], computed_tokens=0)) == []
     unanswered = messages.settle(handover=messages.handover(dst_incarnation=""))
     assert validation.settle_faults(unanswered) == []
+    assert validation.adopt_faults(messages.adopt()) == []
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from llumlet.types import (
     AbortRequest,
     AbortResponse,
     Address,
+    AdoptRequest,
+    AdoptResponse,
     CommitRequest,
     CommitResponse,
     CopyRoundRequest,
@@ -37,6 +39,7 @@ from llumlet.types import (
     SettleResponse,
     parse_reason,
 )
+from vllm_llumnix.engine.adoptions import Adoptions
 from vllm_llumnix.engine.arrivals import Arrivals
 from vllm_llumnix.engine.builder import RequestBuilder
 from vllm_llumnix.engine.departures import Departures, Destination, OutgoingMove
@@ -74,16 +77,22 @@ class LlumletAgent:
         self.server = server
         self.movers = Movers(bypass.movers, self.config.bandwidth_limit)
         self.relay = Relay(
-            wire.Hello(wire.RELAY_VERSION, self.identity.instance, self.identity.incarnation, str(server.address)),
+            wire.Hello(
+                wire.RELAY_VERSION,
+                self.identity.instance,
+                self.identity.incarnation,
+                str(server.address),
+                self.identity.digest,
+            ),
             self.release,
-            lambda: kvconn.steps,
+            lambda: kvconn.progress.health,
         )
         memory = encode_memory(self.identity.digest, bypass.movers)
         self.departures = Departures(bypass, kvconn, self.relay, memory, CALL_SECONDS)
         self.listing = Listing(bypass, kvconn, self.departures)
-        self.arrivals = Arrivals(
-            bypass, kvconn, self.relay, self.movers, RequestBuilder(bypass.engine), self.departures, self._abort_soon
-        )
+        builder = RequestBuilder(bypass.engine)
+        self.arrivals = Arrivals(bypass, kvconn, self.relay, self.movers, builder, self.departures, self._abort_soon)
+        self.adoptions = Adoptions(bypass, kvconn, self.relay, builder, self.departures, self._abort_here)
 
     # What operators ask for
 
@@ -186,6 +195,14 @@ class LlumletAgent:
 
     async def query(self, request: SettleRequest) -> SettleResponse:
         return await self.arrivals.query(request)
+
+    # What origins ask for
+
+    async def adopt(self, request: AdoptRequest) -> AdoptResponse:
+        try:
+            return await self.adoptions.adopt(request)
+        except Refused as error:
+            raise refusal(error) from error
 
     # Aborts that come by other ways
 

@@ -36,7 +36,7 @@ from vllm_llumnix.engine.builder import RequestBuilder
 from vllm_llumnix.engine.kvconn import KVConnection
 from vllm_llumnix.engine.memory import Movers, SourceMemory, decode_memory
 from vllm_llumnix.engine.relay import Relay
-from vllm_llumnix.engine.request_state import Residence
+from vllm_llumnix.engine.request_state import Residence, repeat_from
 from vllm_llumnix.errors import LocalProtocolError, MigrationError, Reason, Refused, TransportError
 from vllm_llumnix.ids import Epoch
 from vllm_llumnix.migration import effects as do
@@ -281,6 +281,7 @@ class IncomingMove:
         began = time.perf_counter()
         residence.epoch, residence.last_hop = effect.epoch, effect.epoch.hop
         residence.base = residence.next_index = effect.base
+        residence.repeat = repeat_from(request)
         residence.handover_open = True
         request.client_index = arrivals.relay.client_index(residence.origin)
         arrivals.relay.welcome(self.request_id, residence)

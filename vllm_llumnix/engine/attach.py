@@ -54,6 +54,7 @@ def attach(engine: Any) -> KVConnection:
     port = SchedulerPort(engine.scheduler)
     bypass = Bypass(config, identity, movers, engine)
     kvconn = KVConnection(engine, port, bypass)
+    kvconn.progress.watch(engine.model_executor)
     bypass.start(kvconn)
     logger.info("llumlet: instance %s listening on %s", config.instance_id, bypass.address)
     if identity.unsupported:

@@ -75,6 +75,11 @@ class Bypass:
         if self._agent is not None:
             self._agent.relay.send(client_index, outputs)
 
+    def meet_origin(self, address: str) -> None:
+        """An API server sends us requests: let it know who we are and that we live."""
+        if self._agent is not None:
+            self._agent.relay.meet(address)
+
     def forward_aborts(self, request_ids: list[str]) -> None:
         """The front-end aborts requests; those that have moved on from here are ended at their owner."""
         if self._agent is not None:

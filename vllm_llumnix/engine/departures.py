@@ -43,6 +43,7 @@ from vllm_llumnix.engine.scheduler_port import Frontier, FrozenRequest, Pin, Sch
 from vllm_llumnix.errors import LocalProtocolError, MigrationError, Reason, Refused
 from vllm_llumnix.migration import effects as do
 from vllm_llumnix.migration import events as on
+from vllm_llumnix.migration import wire
 from vllm_llumnix.migration.events import Call, Gone
 from vllm_llumnix.migration.source import Outcome, Plan, Source, State
 
@@ -172,11 +173,11 @@ class OutgoingMove:
                 call(self._unpin_on_loop)
             case do.Release():
                 self.departures.remember(self.request.request_id, self.to.address, self.migration_id)
-                self.departures.relay.farewell(self.request.request_id)
+                self._tell_origin()
                 self._released = call(self._release_on_loop)
                 faults.hit("source.committed")
             case do.Drop():
-                self.departures.relay.farewell(self.request.request_id)
+                self._tell_origin()
                 self._released = call(self._release_on_loop)
             case do.SetTimer(name=name, seconds=seconds):
                 self._set_timer(name, seconds)
@@ -292,6 +293,21 @@ class OutgoingMove:
         assert self._released is not None
         await self._released
         await self._tell(self.to.client.close_handover, None)
+
+    def _tell_origin(self) -> None:
+        """The request is no longer ours. The origin watches the next owner from now on."""
+        relay, request_id = self.departures.relay, self.request.request_id
+        relay.farewell(request_id)
+        relay.hand_over(
+            self.residence.origin or "",
+            wire.HandedOver(
+                request_id,
+                self.machine.plan.epoch_next,
+                self.to.instance,
+                self._destination_incarnation,
+                str(self.to.address),
+            ),
+        )
 
     async def _fence(self, epoch: ids.Epoch) -> None:
         try:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_llumnix.engine.progress import Progress
 from vllm_llumnix.engine.request_state import residence_from, settle_in
 from vllm_llumnix.engine.scheduler_port import SchedulerPort
 
@@ -67,6 +68,8 @@ class KVConnection:
         self.port = port
         self.bypass = bypass
         self.steps = 0
+        self.progress = Progress()
+        self._origins: set[str] = set()
         self._commands: deque[Callable[[], None]] = deque()
         self._departures: dict[str, Departure] = {}
         self._aborted: deque[str] = deque(maxlen=4096)
@@ -76,6 +79,7 @@ class KVConnection:
     def step(self) -> Iterable[tuple[int, EngineCoreOutputs]]:
         """Apply what migrations ask for. Called before every schedule, and while only migrations have work."""
         self.steps += 1
+        self.progress.step()
         commands = self._commands
         while commands:
             commands.popleft()()
@@ -98,7 +102,10 @@ class KVConnection:
             return True
         engine = self.engine
         asleep = self.port.only_frozen() and not (engine.batch_queue or engine.engines_running or self._is_draining())
-        return stock and not asleep
+        if stock and not asleep:
+            return True
+        self.progress.sleep()
+        return False
 
     def _is_draining(self) -> bool:
         return any(departure.freezing for departure in self._departures.values())
@@ -144,7 +151,11 @@ class KVConnection:
     # Input thread
 
     def on_add(self, core_request: EngineCoreRequest, request: Request) -> None:
-        settle_in(request, residence_from(core_request))
+        residence = residence_from(core_request)
+        settle_in(request, residence)
+        if residence.origin is not None and residence.origin not in self._origins:
+            self._origins.add(residence.origin)
+            self.bypass.post(self.bypass.meet_origin, residence.origin)
 
     def on_abort(self, request_ids: list[str]) -> None:
         self.note_aborted(request_ids)

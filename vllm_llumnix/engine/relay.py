@@ -2,7 +2,9 @@
 """Outputs of requests that moved, from this engine to the API servers that hold their streams. Bypass thread only.
 
 One DEALER socket per origin, so that a dead or slow origin holds up nobody else. Sending never waits: what an origin's
-queue does not take is dropped, and the origin, which counts tokens, notices.
+queue does not take is dropped, and the origin, which counts tokens, notices. Heartbeats tell every origin that has ever
+sent a request here how the engine is and which requests it reports; an origin that stops answering them is dead, and so
+are its requests.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -26,7 +29,9 @@ from vllm_llumnix.relay_convert import token_output_from
 
 logger = logging.getLogger("vllm.llumnix")
 
-HEARTBEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 0.5
+ORIGIN_SECONDS = 30.0
+"""An origin that has answered no heartbeat for so long is dead."""
 QUEUED_MESSAGES = 100_000
 
 
@@ -41,14 +46,15 @@ class Relay:
         self,
         hello: wire.Hello,
         on_release: Callable[[list[tuple[str, Epoch]]], None],
-        count_steps: Callable[[], int],
+        health: Callable[[], wire.Health],
     ) -> None:
         self._hello = hello
         self._on_release = on_release
-        self._count_steps = count_steps
+        self._health = health
         self._context = zmq.asyncio.Context()
         self._origins: dict[str, _Origin] = {}
         self._by_index: list[_Origin] = []
+        """By client index; those of dead origins stay, so that indices stay what they are."""
         self._guests: dict[str, tuple[Residence, _Origin]] = {}
         self._questions: dict[int, asyncio.Future[wire.FenceAnswer]] = {}
         self._numbers = itertools.count(1)
@@ -57,6 +63,10 @@ class Relay:
     def client_index(self, address: str) -> int:
         """The client index that stands for this origin in the engine."""
         return FOREIGN_CLIENT + self._origin(address).index
+
+    def meet(self, address: str) -> None:
+        """An origin that has requests here: say hello, and send it heartbeats from now on."""
+        self._origin(address)
 
     def welcome(self, request_id: str, residence: Residence) -> None:
         """Outputs of this request go to its origin from now on, under `residence.epoch`."""
@@ -80,6 +90,12 @@ class Relay:
             if guest is None:
                 continue
             residence = guest[0]
+            if residence.repeat:
+                first = residence.base - len(residence.repeat)
+                batch.append(
+                    wire.TokenOutput(output.request_id, residence.epoch, residence.base, first, residence.repeat)
+                )
+                residence.repeat = []
             batch.append(token_output_from(output, residence.epoch, residence.base, residence.next_index))
             residence.next_index += len(output.new_token_ids)
             # The source has let go, or will on hearing that we have: from here the request may move on.
@@ -98,6 +114,10 @@ class Relay:
             )
         )
         faults.hit("relay.sent")
+
+    def hand_over(self, address: str, message: wire.HandedOver) -> None:
+        """Tell the origin who has its request now; before that one's first token, which may never come."""
+        self._origin(address).send(message)
 
     async def fence(self, address: str, request_id: str, epoch: Epoch, seconds: float) -> wire.FenceAnswer:
         """Ask the origin whether `epoch` has started. Raises OriginUnreachable after `seconds`."""
@@ -121,6 +141,7 @@ class Relay:
         origin = self._origins.get(address)
         if origin is None:
             origin = _Origin(self._context, address, len(self._by_index), self._receive)
+            logger.debug("relay: reporting to the API server at %s", address)
             self._origins[address] = origin
             self._by_index.append(origin)
             origin.send(self._hello)
@@ -135,19 +156,29 @@ class Relay:
                 if question is not None and not question.done():
                     question.set_result(message)
             case wire.HeartbeatAck():
+                self._origin(address).heard_at = time.monotonic()
                 here = [(request_id, self.epoch_of(request_id)) for request_id in message.unknown]
                 self._on_release([(request_id, epoch) for request_id, epoch in here if epoch is not None])
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
-            owned: dict[_Origin, list[str]] = {}
-            for request_id, (_, origin) in self._guests.items():
-                owned.setdefault(origin, []).append(request_id)
+            now, health = time.monotonic(), self._health()
+            owned: dict[_Origin, list[tuple[str, Epoch]]] = {origin: [] for origin in self._origins.values()}
+            for request_id, (residence, origin) in self._guests.items():
+                owned[origin].append((request_id, residence.epoch))
             for origin, requests in owned.items():
-                origin.send(
-                    wire.Heartbeat(self._hello.instance, self._hello.incarnation, self._count_steps(), requests)
-                )
+                if now - origin.heard_at > ORIGIN_SECONDS:
+                    self._bury(origin, requests)
+                else:
+                    origin.send(wire.Heartbeat(self._hello.instance, self._hello.incarnation, health, requests))
+
+    def _bury(self, origin: _Origin, requests: list[tuple[str, Epoch]]) -> None:
+        if requests:
+            logger.warning("the API server at %s is gone; ending %d of its requests", origin.address, len(requests))
+        del self._origins[origin.address]
+        origin.close()
+        self._on_release(requests)
 
 
 class _Origin:
@@ -168,10 +199,13 @@ class _Origin:
         self._socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
         self._socket.connect(address)
+        self.heard_at = time.monotonic()
         self._task = asyncio.create_task(self._read(), name=f"llumnix-relay-{address}")
         self._dropping = False
 
     def send(self, message: wire.ToOrigin) -> None:
+        if self._socket.closed:
+            return
         sent = self._socket.send(wire.encode(message))
         full = not sent.done()
         if full:

@@ -39,11 +39,24 @@ class Residence:
     next_index: int = 0
     last_hop: int = 0
     handover_open: bool = False
+    repeat: list[int] = dataclasses.field(default_factory=list)
+    """Last tokens before `base`, sent again with the first output from here: the former owner's last outputs may have
+    died with it, and the origin's gate cuts off what it has. Not possible with logprobs, which do not travel."""
 
     def claim_next_epoch(self) -> Epoch:
         """The epoch for the next attempt to hand the request over; never the same twice."""
         self.last_hop += 1
         return Epoch(self.epoch.term, self.last_hop)
+
+
+REPEATED_TOKENS = 64
+
+
+def repeat_from(request: Request) -> list[int]:
+    """What the request's new engine repeats."""
+    if request.sampling_params.num_logprobs is not None:
+        return []
+    return list(request.output_token_ids[-REPEATED_TOKENS:])
 
 
 def residence_of(request: Request) -> Residence | None:

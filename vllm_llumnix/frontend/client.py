@@ -11,34 +11,46 @@
 - an abort goes to whoever runs the request as well as down vLLM's own path, where the home engine sends it after the
   request. Neither has to arrive: a sender of unwanted outputs is told so each time.
 
+- a stream whose owner is lost goes on at another engine (`frontend.replay`), and the death of the home engine's process
+  ends this one only when the last stream has ended.
+
 Between a gate and the queue nothing is awaited: two tasks receive, and a suspension there would swap tokens.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import logging
+import threading
+import time
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequestType
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.serial_utils import MsgpackEncoder
 
 from vllm_llumnix import config
 from vllm_llumnix.errors import ConfigError
-from vllm_llumnix.frontend.owners import Owner, Owners
+from vllm_llumnix.frontend.owners import SUSPECT_SECONDS, Owner, Owners
 from vllm_llumnix.frontend.relay import Complaints, Receive, Relay
-from vllm_llumnix.frontend.streams import Stream, Streams
+from vllm_llumnix.frontend.replay import Replay, why_not
+from vllm_llumnix.frontend.streams import Orphan, Stream, Streams
 from vllm_llumnix.ids import Epoch
 from vllm_llumnix.migration import wire
 
 if TYPE_CHECKING:
-    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine import EngineCoreRequest, PauseMode
     from vllm.v1.engine.core_client import AsyncMPClient as _Client
 else:
     _Client = object
 
 logger = logging.getLogger("vllm.llumnix")
+
+WATCH_SECONDS = 0.25
 
 OutputHook = Callable[[Any, EngineCoreOutputs], Awaitable[None]]
 
@@ -63,13 +75,25 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
     _stock_hook: OutputHook | None = None
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        settings = config.current()
+        if settings is None:
+            raise ConfigError([f"{config.CONFIG_VARIABLE} is not set"])
+        self._settings = settings
         self.complaints = Complaints()
         """What went wrong on the relay, counted by kind."""
         self._owners = Owners()
         self._streams = Streams(vllm_config.model_config.get_vocab_size(), self.complaints.note)
         self._input_sessions: set[str] = set()
         self._relay: Relay | None = None
+        self._replay = Replay(
+            self._streams, self._owners, settings.peers, lambda: self._ensure_relay().address, self._give_up
+        )
+        self._watch: asyncio.Task[None] | None = None
+        self._probes: dict[str, asyncio.Task[None]] = {}
+        self._num_pauses = 0
+        self._home_dead = False
         super().__init__(vllm_config, *args, **kwargs)
+        self._outlive_engine()
 
     @property
     def relay_address(self) -> str | None:
@@ -82,19 +106,17 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
 
     def _ensure_relay(self) -> Relay:
         if self._relay is None:
-            settings = config.current()
-            if settings is None:
-                raise ConfigError([f"{config.CONFIG_VARIABLE} is not set"])
-            relay = Relay(self.ctx, settings.host, _receiver(self), self.complaints)
+            relay = Relay(self.ctx, self._settings.host, _receiver(self), self.complaints)
             relay.start()
-            weakref.finalize(self, relay.close)
-            self._relay = relay
+            watch = asyncio.get_running_loop().create_task(_watch(weakref.ref(self)), name="llumnix-watch")
+            weakref.finalize(self, _end, relay, watch)
+            self._relay, self._watch = relay, watch
             logger.info("llumlet: relay for requests that move listens on %s", relay.address)
         return self._relay
 
     def shutdown(self, timeout: float | None = None) -> None:
-        if self._relay is not None:
-            self._relay.close()
+        if self._relay is not None and self._watch is not None:
+            _end(self._relay, self._watch)
         super().shutdown(timeout)
 
     # Requests
@@ -104,9 +126,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
             await super().add_request_async(request)
             return
         request.queue_server_address = self._ensure_relay().address
-        params = request.sampling_params
-        assert params is not None
-        self._streams.open(Stream(request.request_id, params.num_logprobs is not None, request.trace_headers))
+        self._streams.open(Stream(request))
         try:
             await super().add_request_async(request)
         except BaseException:
@@ -133,6 +153,23 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
         finally:
             # The home engine reports the end of a request that it runs. If the request has moved, nobody does.
             self._settle(closed)
+
+    async def pause_scheduler_async(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+        with self._expecting_aborts(mode):
+            await super().pause_scheduler_async(mode, clear_cache)
+
+    async def sleep_async(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        with self._expecting_aborts(mode):
+            await super().sleep_async(level, mode)
+
+    @contextlib.contextmanager
+    def _expecting_aborts(self, mode: PauseMode) -> Iterator[None]:
+        """While the engine is told to abort its requests, their ends are no sign of a lost owner."""
+        self._num_pauses += mode == "abort"
+        try:
+            yield
+        finally:
+            self._num_pauses -= mode == "abort"
 
     def _may_move(self, request: EngineCoreRequest) -> bool:
         """Pooling requests, sessions with streaming input and requests that end at once keep to vLLM's own ways."""
@@ -187,7 +224,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
         stock_hook = type(self)._stock_hook
         if stock_hook is not None:
             await stock_hook(self, outputs)
-        if outputs.outputs and (ended := self._streams.take_home(outputs)):
+        if outputs.outputs and (ended := self._streams.take_home(outputs, self._abort_is_loss)):
             self._settle(ended)
 
     # Outputs and questions of other engines
@@ -199,25 +236,132 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
             case wire.TokenBatch():
                 owner = self._owners.heard(identity, message.instance, message.incarnation)
                 owner.llumlet = message.llumlet
-                taken = self._streams.take_batch(message, owner)
+                taken = self._streams.take_batch(message, owner, self._abort_is_loss)
                 self._enqueue(taken.delivered, message.weight_version)
                 if taken.unwanted:
                     relay.send(identity, wire.Release(list(taken.unwanted.items())))
             case wire.Heartbeat():
                 owner = self._owners.heard(identity, message.instance, message.incarnation)
-                owner.steps = message.steps
-                unknown = [rid for rid in message.requests if rid not in self._streams]
-                relay.send(identity, wire.HeartbeatAck(unknown))
+                owner.health = message.health
+                relay.send(identity, wire.HeartbeatAck(self._streams.claim(owner, message.requests)))
+            case wire.HandedOver():
+                next_owner = self._owners.expected(message.instance, message.incarnation, message.llumlet)
+                self._streams.hand_over(message, next_owner)
             case wire.FenceQuestion():
                 relay.send(identity, self._streams.fence(message, self._owners.at(identity)))
             case wire.Hello():
                 owner = self._owners.heard(identity, message.instance, message.incarnation)
-                owner.llumlet = message.llumlet
+                owner.llumlet, owner.digest = message.llumlet, message.digest
                 if message.version != wire.RELAY_VERSION:
                     self.complaints.note(
                         "version",
                         f"{message.instance} speaks version {message.version}, we {wire.RELAY_VERSION}",
                     )
+
+    # Lost owners
+
+    def _look_after_streams(self) -> None:
+        """Called several times a second: probe who is silent, and let orphans go on elsewhere."""
+        now = time.monotonic()
+        for owner in self._owners.all():
+            silent = now - owner.last_heard > SUSPECT_SECONDS
+            if silent and owner.llumlet and not owner.dead and owner.llumlet not in self._probes:
+                self._probes[owner.llumlet] = asyncio.get_running_loop().create_task(self._probe(owner))
+        for orphan in self._streams.orphans(self._home_of):
+            self._let_go_on(orphan)
+        if self._home_dead and not len(self._streams) and self._finalizer.alive:
+            logger.warning("llumlet: the engine is dead and the last stream has ended; shutting down")
+            asyncio.get_running_loop().run_in_executor(None, self.shutdown)
+
+    async def _probe(self, owner: Owner) -> None:
+        last_heard = owner.last_heard
+        try:
+            if await self._replay.is_gone(owner) and owner.last_heard == last_heard:
+                owner.dead = "its process is gone"
+        finally:
+            del self._probes[owner.llumlet]
+
+    def _home_of(self, stream: Stream) -> Owner | None:
+        """The engine that the request was sent to; None until it has said hello."""
+        rank = int.from_bytes(stream.home or self.core_engine, "little")
+        parallel = self.vllm_config.parallel_config
+        home = self._owners.named(self._settings.for_rank(rank, parallel.data_parallel_size).instance_id)
+        if home is not None and self._home_dead:
+            home.dead = "its engine has died"
+        return home
+
+    def _abort_is_loss(self, stream: Stream) -> bool:
+        """An engine ends a request as aborted, which nobody here has asked for: it shuts down, say."""
+        if self._num_pauses or not self._finalizer.alive:
+            return False
+        return self._let_go_on(Orphan(stream, "its engine gave it up", stream.owner or self._home_of(stream)))
+
+    def _let_go_on(self, orphan: Orphan) -> bool:
+        """Start the request elsewhere. False if that cannot be: then it stays as it is, or ends if it is hopeless."""
+        stream, home = orphan.stream, self._home_of(orphan.stream)
+        problem = why_not(stream.request, stream.delivered)
+        if problem is None and (home is None or not home.digest):
+            problem = "it is not known which engines could"
+        if problem is None and not self._replay.targets(orphan.lost):
+            problem = "there is no other engine (--llumlet-peers)"
+        if problem is None:
+            assert home is not None
+            self._release([stream])
+            self._replay.begin(stream, orphan.lost, orphan.reason, home.digest)
+            return True
+        if orphan.hopeless:
+            logger.error("llumlet: request %s ends: %s, and %s", stream.request_id, orphan.reason, problem)
+            self._give_up(stream)
+        return False
+
+    def _give_up(self, stream: Stream) -> None:
+        failed = self._streams.fail(stream)
+        self._enqueue([(stream, failed)], None)
+
+    # The death of the home engine's process
+
+    def start_engine_core_monitor(self) -> None:
+        """vLLM's monitor shuts the client down when an engine process ends, and every stream with it."""
+        manager = self.resources.engine_manager
+        if manager is None:
+            return
+        reference = weakref.ref(self)
+
+        def monitor() -> None:
+            manager.monitor_engine_liveness()
+            client = reference()
+            if client is not None and client._finalizer.alive and not client.resources.engine_dead:
+                client._engine_died()
+
+        threading.Thread(target=monitor, daemon=True, name="llumnix-engine-monitor").start()
+
+    def _outlive_engine(self) -> None:
+        """vLLM's receive task ends when the engine says that it is dying; ours goes on with what the relay brings."""
+        resources, reference = self.resources, weakref.ref(self)
+
+        def validate_alive(frames: list[Any]) -> None:
+            if len(frames) == 1 and frames[0].buffer == EngineCoreProc.ENGINE_CORE_DEAD:
+                frames[:] = [_NO_OUTPUTS]
+                if (client := reference()) is not None and not resources.engine_dead:
+                    client._engine_died()
+
+        resources.validate_alive = validate_alive
+
+    def _engine_died(self) -> None:
+        """Any thread."""
+        # With this set, vLLM refuses new requests and reports itself unhealthy, but its output tasks go on.
+        self.resources.engine_dead = True
+        loop = self._watch.get_loop() if self._watch is not None else None
+        if loop is None or loop.is_closed():
+            self.shutdown()
+            return
+        logger.error("llumlet: the engine has died; its requests go on elsewhere if they can")
+        with contextlib.suppress(RuntimeError):  # closed between the question and the call
+            loop.call_soon_threadsafe(self._bury_home)
+
+    def _bury_home(self) -> None:
+        self._home_dead = True
+        self._look_after_streams()
 
     def _enqueue(self, delivered: list[tuple[Stream, EngineCoreOutput]], weight_version: str | None) -> None:
         """Into vLLM's queue, as if each output had come from the engine that its request was sent to."""
@@ -238,6 +382,33 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
                 )
             )
         self._settle(ended)
+
+
+_NO_OUTPUTS = MsgpackEncoder().encode(EngineCoreOutputs())[0]
+
+
+async def _watch(reference: weakref.ref[LlumnixClientMixin]) -> None:
+    """Look after the client's streams for as long as there is a client."""
+    while True:
+        await asyncio.sleep(WATCH_SECONDS)
+        client = reference()
+        if client is None:
+            return
+        try:
+            client._look_after_streams()
+        except Exception:
+            # Outermost: the next look may find what this one stumbled over gone.
+            logger.exception("llumlet: looking after the streams failed")
+        del client
+
+
+def _end(relay: Relay, watch: asyncio.Task[None]) -> None:
+    """From any thread. Again is nothing."""
+    relay.close()
+    loop = watch.get_loop()
+    if not loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # closed between the question and the call
+            loop.call_soon_threadsafe(watch.cancel)
 
 
 def _receiver(client: LlumnixClientMixin) -> Receive:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that have been heard of on the relay, and how to answer them."""
+"""Engines that have been heard of on the relay: how to answer them, and whether they live."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
+from vllm_llumnix.migration.wire import Health
+
 MAX_OWNERS = 4096
 """Engine processes remembered; beyond that the one that has been silent for longest is forgotten."""
+SUSPECT_SECONDS = 1.5
+"""Silence, with two heartbeats a second, after which an engine is sent nothing new and asked whether it is there."""
+LOST_SECONDS = 4.5
+"""Silence after which it counts as lost, although it may only be stopped or cut off."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -21,10 +27,27 @@ class Owner:
     identity: bytes
     llumlet: str = ""
     """gRPC address of its llumlet."""
+    digest: str = ""
+    """Engines with the same can go on with its requests."""
     last_heard: float = 0.0
     """In seconds of this process's monotonic clock."""
-    steps: int = 0
-    """Turns of its loop, as of its last heartbeat: a hung loop does not count on although its threads answer."""
+    health: Health = Health.OK
+    """Of its loop, as of its last heartbeat."""
+    dead: str = ""
+    """How we know that the process is gone; it does not come back."""
+
+    def why_lost(self, now: float) -> str | None:
+        """Why its requests should go on elsewhere; None while it lives."""
+        if self.dead:
+            return self.dead
+        if self.health is Health.HUNG:
+            return "its loop hangs"
+        silent = now - self.last_heard
+        return f"nothing heard of it for {silent:.1f} s" if silent > LOST_SECONDS else None
+
+    def takes_requests(self, now: float) -> bool:
+        """Whether it makes sense to send it something new."""
+        return not self.dead and self.health is Health.OK and now - self.last_heard <= SUSPECT_SECONDS
 
 
 class Owners:
@@ -53,6 +76,23 @@ class Owners:
         self._by_name.move_to_end(name)
         owner.last_heard = self._clock()
         return owner
+
+    def expected(self, instance: str, incarnation: str, llumlet: str) -> Owner:
+        """An engine that somebody named: it should be heard of soon."""
+        owner = self._by_name.get((instance, incarnation))
+        if owner is None:
+            owner = self._by_name[instance, incarnation] = Owner(
+                instance, incarnation, identity=b"", llumlet=llumlet, last_heard=self._clock()
+            )
+        return owner
+
+    def all(self) -> list[Owner]:
+        return list(self._by_name.values())
+
+    def named(self, instance: str) -> Owner | None:
+        """The latest life of an instance."""
+        lives = [owner for owner in self._by_name.values() if owner.instance == instance]
+        return max(lives, key=lambda owner: owner.last_heard, default=None)
 
     def at(self, identity: bytes) -> Owner | None:
         """Who speaks on this connection, if they have said so."""

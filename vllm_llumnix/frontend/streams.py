@@ -6,6 +6,9 @@ not moved, a stream is a counter: the home engine's path has no index, so its to
 receives them. The first word about the request on the relay turns the counter into a gate (`migration.gate`), and from
 then on both paths go through it.
 
+Each stream keeps the request and what was delivered of it: should its owner be lost, that is what another engine starts
+from (`frontend.replay`). `orphans` says which streams have lost theirs.
+
 Nothing here waits or sends: whoever calls enqueues what is released before the next `await`, so that the gate's order
 is the queue's order.
 
@@ -16,9 +19,10 @@ either way the answer is the same: nobody wants its outputs (Release), and nobod
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator
 
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 
 from vllm_llumnix.errors import RemoteProtocolError
 from vllm_llumnix.frontend.owners import Owner
@@ -29,30 +33,70 @@ from vllm_llumnix.relay_convert import check, engine_output_from, sliced
 
 Complain = Callable[[str, str], None]
 """Count and log something that went wrong: its kind, and a sentence."""
+IsLost = Callable[["Stream"], bool]
+
+
+GAP_SECONDS = 1.0
+"""How long tokens may be missing while later ones are here."""
+HOPELESS_SECONDS = 30.0
+"""After that they do not come, and if no engine can produce them again the client gets an error."""
+CLAIM_SECONDS = 3.0
+"""How long the owner of a request that moved may leave it out of its heartbeats: six of them."""
 
 
 class Stream:
     """One request whose client is here. `home` is the engine it was sent to (None: the only one)."""
 
-    __slots__ = ("epoch", "gate", "home", "num_home", "owner", "request_id", "trace_headers", "wants_logprobs")
+    __slots__ = (
+        "claimed_at",
+        "delivered",
+        "epoch",
+        "gap_since",
+        "gate",
+        "home",
+        "num_home",
+        "owner",
+        "replaying",
+        "request",
+        "wants_logprobs",
+    )
 
-    def __init__(
-        self,
-        request_id: str,
-        wants_logprobs: bool = False,
-        trace_headers: Mapping[str, str] | None = None,
-    ) -> None:
-        self.request_id = request_id
-        self.wants_logprobs = wants_logprobs
-        self.trace_headers = trace_headers
+    def __init__(self, request: EngineCoreRequest) -> None:
+        params = request.sampling_params
+        self.request = request
+        self.wants_logprobs = params is not None and params.num_logprobs is not None
         self.home: bytes | None = None
         self.num_home = 0
         """Tokens that have come from the home engine, in vLLM's own path."""
+        self.delivered: list[int] = []
+        """Tokens that have gone to vLLM's output queue."""
         self.gate: Gate | None = None
         self.owner: Owner | None = None
         """Who runs the request, once it has moved; learnt from its outputs. None: the home engine, or unknown yet."""
         self.epoch = HOME
         """The owner's epoch."""
+        self.claimed_at = 0.0
+        """When the owner last said that it has the request; matters once the request has moved."""
+        self.gap_since: float | None = None
+        """Since when later tokens wait for missing ones."""
+        self.replaying = False
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    def owned_by(self, owner: Owner | None, epoch: Epoch, now: float) -> None:
+        self.owner, self.epoch, self.claimed_at = owner, epoch, now
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Orphan:
+    """A stream that nobody goes on with. `lost`: who is not to be asked to. `hopeless`: waiting longer is no use."""
+
+    stream: Stream
+    reason: str
+    lost: Owner | None
+    hopeless: bool = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -66,9 +110,10 @@ class Taken:
 class Streams:
     """All streams of one API server process."""
 
-    def __init__(self, vocab_size: int, complain: Complain) -> None:
+    def __init__(self, vocab_size: int, complain: Complain, clock: Callable[[], float] = time.monotonic) -> None:
         self._vocab_size = vocab_size
         self._complain = complain
+        self._clock = clock
         self._streams: dict[str, Stream] = {}
 
     def __len__(self) -> int:
@@ -89,31 +134,36 @@ class Streams:
         closed = [self._streams.pop(request_id, None) for request_id in request_ids]
         return [stream for stream in closed if stream is not None]
 
-    def take_home(self, outputs: EngineCoreOutputs) -> list[Stream]:
+    def take_home(self, outputs: EngineCoreOutputs, is_lost: IsLost) -> list[Stream]:
         """Keep in `outputs` what the gates release; outputs of requests that never moved pass untouched.
 
         Returns the moved streams that end here. Called for every engine step: without moved requests it costs one
-        look-up and one addition for each output.
+        look-up and one list extension for each output. `is_lost` is told of requests that their engine gave up although
+        nobody asked it to, and says whether they go on elsewhere.
         """
         streams = self._streams
-        any_moved = False
+        any_gated = False
         for output in outputs.outputs:
             stream = streams.get(output.request_id)
             if stream is None:
                 continue
             if stream.gate is not None:
-                any_moved = True
+                any_gated = True
+                continue
+            if output.finish_reason is FinishReason.ABORT and is_lost(stream):
+                any_gated = True
                 continue
             stream.num_home += len(output.new_token_ids)
+            stream.delivered += output.new_token_ids
             if output.finish_reason is not None:
                 del streams[output.request_id]
-        if not any_moved:
+        if not any_gated:
             return []
         ended: list[Stream] = []
         outputs.outputs = [part for output in outputs.outputs for part in self._home_parts(output, ended)]
         return ended
 
-    def take_batch(self, batch: wire.TokenBatch, owner: Owner) -> Taken:
+    def take_batch(self, batch: wire.TokenBatch, owner: Owner, is_lost: IsLost) -> Taken:
         """What the gates release of outputs that came over the relay."""
         taken = Taken()
         for token in batch.outputs:
@@ -126,8 +176,67 @@ class Streams:
             except RemoteProtocolError as error:
                 self._complain("bad_output", f"{token.request_id} from {owner.instance}: {error}")
                 continue
+            if token.finish_reason == FinishReason.ABORT and token.epoch == stream.epoch and is_lost(stream):
+                continue
             self._take_token(stream, token, owner, taken)
         return taken
+
+    def claim(self, owner: Owner, requests: Iterable[tuple[str, Epoch]]) -> list[str]:
+        """`owner` says that it has these requests. Returns those that it should not have."""
+        now, unknown = self._clock(), []
+        for request_id, epoch in requests:
+            stream = self._streams.get(request_id)
+            if stream is None or (stream.gate is not None and stream.gate.is_barred(epoch)):
+                unknown.append(request_id)
+            elif epoch >= stream.epoch and not stream.replaying:
+                stream.owned_by(owner, epoch, now)
+        return unknown
+
+    def hand_over(self, message: wire.HandedOver, owner: Owner) -> None:
+        """The present owner has let the request go, to `owner`: watch that one, even before its first token."""
+        stream = self._streams.get(message.request_id)
+        if stream is None or message.epoch <= stream.epoch or stream.replaying:
+            return
+        if stream.gate is None or not stream.gate.is_barred(message.epoch):
+            stream.owned_by(owner, message.epoch, self._clock())
+
+    def orphans(self, home_of: Callable[[Stream], Owner | None]) -> list[Orphan]:
+        """Streams that nobody goes on with. `home_of` knows the engine that a stream's request was sent to."""
+        now = self._clock()
+        orphans = (self._orphan(stream, home_of, now) for stream in self._streams.values() if not stream.replaying)
+        return [orphan for orphan in orphans if orphan is not None]
+
+    def _orphan(self, stream: Stream, home_of: Callable[[Stream], Owner | None], now: float) -> Orphan | None:
+        owner = stream.owner or home_of(stream)
+        if owner is not None and (reason := owner.why_lost(now)) is not None:
+            return Orphan(stream, reason, owner, hopeless=bool(owner.dead))
+        gate = stream.gate
+        if gate is None or not gate.num_buffered:
+            stream.gap_since = None
+        elif stream.gap_since is None:
+            stream.gap_since = now
+        elif now - stream.gap_since > GAP_SECONDS:
+            hopeless = now - stream.gap_since > HOPELESS_SECONDS
+            return Orphan(stream, f"token {gate.next_index} is missing", None, hopeless)
+        if stream.owner is not None and now - stream.claimed_at > CLAIM_SECONDS:
+            hopeless = now - stream.claimed_at > HOPELESS_SECONDS
+            return Orphan(stream, f"{stream.owner.instance} does not have it", None, hopeless)
+        return None
+
+    def depose(self, stream: Stream) -> Epoch:
+        """Nobody who had the request counts any more. Returns the epoch of whoever goes on after `delivered`."""
+        stream.replaying = True
+        stream.gap_since = None
+        stream.owner = None
+        stream.epoch = _gate_of(stream).depose()
+        return stream.epoch
+
+    def fail(self, stream: Stream) -> EngineCoreOutput:
+        """Give the stream up: an error that the client sees is better than silence."""
+        self._streams.pop(stream.request_id, None)
+        if stream.gate is not None:
+            stream.gate.finish()
+        return EngineCoreOutput(stream.request_id, [], finish_reason=FinishReason.ERROR)
 
     def fence(self, question: wire.FenceQuestion, owner: Owner | None) -> wire.FenceAnswer:
         """`owner` asks whether the epoch after its own has begun; if not, it goes on itself."""
@@ -143,7 +252,7 @@ class Streams:
             )
         decision = _gate_of(stream).fence(question.epoch)
         if decision.raised is not None:
-            stream.owner, stream.epoch = owner, decision.raised
+            stream.owned_by(owner, decision.raised, self._clock())
         return wire.FenceAnswer(
             question.question,
             question.request_id,
@@ -168,15 +277,11 @@ class Streams:
         if verdict.stale:
             taken.unwanted[token.request_id] = token.epoch
         elif token.epoch >= stream.epoch:
-            stream.owner, stream.epoch = owner, token.epoch
+            stream.owned_by(owner, token.epoch, self._clock())
         if verdict.overflow:
-            # Tokens are missing and will not come. An error that the client sees is better than silence.
+            # What is dropped here is missing later, if the request is not started again before that.
             self._complain("overflow", f"{token.request_id} waits for token {gate.next_index} in vain")
-            taken.unwanted[token.request_id] = token.epoch
-            failed = EngineCoreOutput(token.request_id, [], finish_reason=FinishReason.ERROR)
-            taken.delivered.append((stream, failed))
-            gate.finish()
-        taken.delivered += [(stream, _as_output(stream, part)) for part in verdict.deliver]
+        taken.delivered += [(stream, _deliver(stream, part)) for part in verdict.deliver]
         if gate.finished:
             del self._streams[stream.request_id]
 
@@ -200,7 +305,7 @@ class Streams:
         if stream.gate.finished:
             del self._streams[stream.request_id]
             ended.append(stream)
-        yield from (_as_output(stream, part) for part in verdict.deliver)
+        yield from (_deliver(stream, part) for part in verdict.deliver)
 
 
 def _gate_of(stream: Stream) -> Gate:
@@ -212,11 +317,13 @@ def _gate_of(stream: Stream) -> Gate:
     return gate
 
 
-def _as_output(stream: Stream, part: Delivery) -> EngineCoreOutput:
+def _deliver(stream: Stream, part: Delivery) -> EngineCoreOutput:
     payload = part.payload
     if isinstance(payload, EngineCoreOutput):
-        return sliced(payload, part.skip, part.count, part.finished)
-    assert isinstance(payload, wire.TokenOutput)
-    output = engine_output_from(payload, part.skip, part.count, part.finished)
-    output.trace_headers = stream.trace_headers
+        output = sliced(payload, part.skip, part.count, part.finished)
+    else:
+        assert isinstance(payload, wire.TokenOutput)
+        output = engine_output_from(payload, part.skip, part.count, part.finished)
+        output.trace_headers = stream.request.trace_headers
+    stream.delivered += output.new_token_ids
     return output

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between an engine and the origin API server of a request that moved (the relay), as msgpack.
 
-Engine to origin: `Hello`, `TokenBatch`, `Heartbeat`, `FenceQuestion`. Origin to engine: `Release`, `FenceAnswer`,
-`HeartbeatAck`. Structs of our own, not vLLM's: decoding them can neither unpickle anything nor set fields of a vLLM
-object that a peer has no business to set.
+Engine to origin: `Hello`, `TokenBatch`, `Heartbeat`, `HandedOver`, `FenceQuestion`. Origin to engine: `Release`,
+`FenceAnswer`, `HeartbeatAck`. Structs of our own, not vLLM's: decoding them can neither unpickle anything nor set
+fields of a vLLM object that a peer has no business to set.
 """
 
 from __future__ import annotations
+
+import enum
 
 import msgspec
 
 from vllm_llumnix.ids import Epoch
 
-RELAY_VERSION = 1
+RELAY_VERSION = 2
 MAX_MESSAGE_BYTES = 16 << 20
 """Larger messages are dropped before they are decoded."""
 
@@ -41,11 +43,25 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     num_nans_in_logits: int = 0
 
 
+class Health(enum.StrEnum):
+    """What an engine says of its own loop, from a thread that lives while the loop hangs."""
+
+    OK = "ok"
+    SUSPECT = "suspect"
+    """A step takes much longer than it should: send it nothing new."""
+    HUNG = "hung"
+    """So long that it counts as lost."""
+
+
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """The first message of an engine: to the origin of every request that comes to it, before its first output."""
+
     version: int
     instance: str
     incarnation: str
     llumlet: str
+    digest: str = ""
+    """Which engines can go on with this one's requests: those with the same."""
 
 
 class TokenBatch(msgspec.Struct, frozen=True, tag="tokens"):
@@ -60,12 +76,22 @@ class TokenBatch(msgspec.Struct, frozen=True, tag="tokens"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """`steps` counts turns of the engine's loop, so that a hung loop is seen although its threads still answer."""
+    """Twice a second, to every origin that the engine has ever spoken to. `requests` are those it reports by relay."""
 
     instance: str
     incarnation: str
-    steps: int
-    requests: list[str]
+    health: Health
+    requests: list[tuple[str, Epoch]]
+
+
+class HandedOver(msgspec.Struct, frozen=True, tag="handed_over"):
+    """The sender has let the request go: `instance` owns it under `epoch`, or nobody does."""
+
+    request_id: str
+    epoch: Epoch
+    instance: str
+    incarnation: str
+    llumlet: str
 
 
 class FenceQuestion(msgspec.Struct, frozen=True, tag="fence"):
@@ -99,7 +125,7 @@ class HeartbeatAck(msgspec.Struct, frozen=True, tag="heartbeat_ack"):
     unknown: list[str]
 
 
-ToOrigin = Hello | TokenBatch | Heartbeat | FenceQuestion
+ToOrigin = Hello | TokenBatch | Heartbeat | HandedOver | FenceQuestion
 ToEngine = Release | FenceAnswer | HeartbeatAck
 
 _encoder = msgspec.msgpack.Encoder()

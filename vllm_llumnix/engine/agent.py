@@ -219,9 +219,15 @@ class LlumletAgent:
 
     def release(self, requests: list[tuple[str, Epoch]]) -> None:
         """The origin wants nothing more of these requests under these epochs."""
-        stale = [request_id for request_id, epoch in requests if self.relay.epoch_of(request_id) == epoch]
+        stale = [request_id for request_id, epoch in requests if self._epoch_of(request_id) == epoch]
         if stale:
             self._abort_soon(stale)
+
+    def _epoch_of(self, request_id: str) -> Epoch | None:
+        """Of a request that this engine runs."""
+        request = self.bypass.engine.scheduler.requests.get(request_id)
+        residence = residence_of(request) if request is not None else None
+        return residence.epoch if residence is not None else self.relay.epoch_of(request_id)
 
     def _abort_soon(self, request_ids: list[str]) -> None:
         self._spawn(self._abort_here(request_ids))

@@ -35,7 +35,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from vllm_llumnix import config
 from vllm_llumnix.errors import ConfigError
-from vllm_llumnix.frontend.owners import SUSPECT_SECONDS, Owner, Owners
+from vllm_llumnix.frontend.owners import PROBE_SECONDS, Owner, Owners
 from vllm_llumnix.frontend.relay import Complaints, Receive, Relay
 from vllm_llumnix.frontend.replay import Replay, why_not
 from vllm_llumnix.frontend.streams import Orphan, Stream, Streams
@@ -264,7 +264,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
         """Called several times a second: probe who is silent, and let orphans go on elsewhere."""
         now = time.monotonic()
         for owner in self._owners.all():
-            silent = now - owner.last_heard > SUSPECT_SECONDS
+            silent = now - owner.last_heard > PROBE_SECONDS
             if silent and owner.llumlet and not owner.dead and owner.llumlet not in self._probes:
                 self._probes[owner.llumlet] = asyncio.get_running_loop().create_task(self._probe(owner))
         for orphan in self._streams.orphans(self._home_of):
@@ -306,13 +306,18 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
             problem = "there is no other engine (--llumlet-peers)"
         if problem is None:
             assert home is not None
-            self._release([stream])
+            self._dismiss(stream, orphan.lost or stream.owner or home)
             self._replay.begin(stream, orphan.lost, orphan.reason, home.digest)
             return True
         if orphan.hopeless:
             logger.error("llumlet: request %s ends: %s, and %s", stream.request_id, orphan.reason, problem)
             self._give_up(stream)
         return False
+
+    def _dismiss(self, stream: Stream, owner: Owner) -> None:
+        """Tell an owner that may wake up, or live, that its epoch counts no more."""
+        if owner.identity:
+            self._ensure_relay().send(owner.identity, wire.Release([(stream.request_id, stream.epoch)]))
 
     def _give_up(self, stream: Stream) -> None:
         failed = self._streams.fail(stream)

@@ -12,8 +12,10 @@ from vllm_llumnix.migration.wire import Health
 
 MAX_OWNERS = 4096
 """Engine processes remembered; beyond that the one that has been silent for longest is forgotten."""
+PROBE_SECONDS = 0.8
+"""Silence, with two heartbeats a second, after which an engine is asked whether it is there."""
 SUSPECT_SECONDS = 1.5
-"""Silence, with two heartbeats a second, after which an engine is sent nothing new and asked whether it is there."""
+"""Silence after which it is sent nothing new."""
 LOST_SECONDS = 4.5
 """Silence after which it counts as lost, although it may only be stopped or cut off."""
 

@@ -218,8 +218,8 @@ class Streams:
         elif now - stream.gap_since > GAP_SECONDS:
             hopeless = now - stream.gap_since > HOPELESS_SECONDS
             return Orphan(stream, f"token {gate.next_index} is missing", None, hopeless)
-        if stream.owner is not None and now - stream.claimed_at > CLAIM_SECONDS:
-            hopeless = now - stream.claimed_at > HOPELESS_SECONDS
+        if stream.owner is not None and (unclaimed := stream.owner.last_heard - stream.claimed_at) > CLAIM_SECONDS:
+            hopeless = unclaimed > HOPELESS_SECONDS
             return Orphan(stream, f"{stream.owner.instance} does not have it", None, hopeless)
         return None
 

@@ -196,6 +196,12 @@ class Client:
         body = {"messages": messages, "max_tokens": max_tokens, **parameters}
         return await self._start("chatcmpl", "/v1/chat/completions", body)
 
+    async def status(self, path: str) -> int:
+        """The HTTP status of a GET."""
+        assert self._session is not None
+        async with self._session.get(path) as response:
+            return response.status
+
     async def metrics(self) -> str:
         """The server's Prometheus metrics as text."""
         assert self._session is not None

@@ -29,7 +29,6 @@ POINTS = frozenset(
     {
         "source.round",
         "source.frozen",
-        "source.commit_sent",
         "source.committed",
         "destination.reserved",
         "destination.commit_received",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.request import Request, RequestStatus
 
 from llumlet.types import AdoptRequest, AdoptResponse
+from vllm_llumnix.engine.arrivals import Arrivals
 from vllm_llumnix.engine.builder import RequestBuilder
 from vllm_llumnix.engine.kvconn import KVConnection
 from vllm_llumnix.engine.relay import Relay
@@ -33,6 +34,7 @@ class Adoptions:
         kvconn: KVConnection,
         relay: Relay,
         builder: RequestBuilder,
+        arrivals: Arrivals,
         departures: Departures,
         abort_here: Callable[[list[str]], Awaitable[None]],
     ) -> None:
@@ -40,6 +42,7 @@ class Adoptions:
         self._kvconn = kvconn
         self._relay = relay
         self._builder = builder
+        self._arrivals = arrivals
         self._departures = departures
         self._abort_here = abort_here
 
@@ -60,6 +63,7 @@ class Adoptions:
         request_id = request.request_id
         if not residence.origin:
             raise Refused(Reason.INVALID_REQUEST, "the request state names no origin")
+        await self._arrivals.give_way(request_id)
         if request_id in engine.scheduler.requests:
             await self._abort_here([request_id])
             raise Refused(Reason.HANDOVER_OPEN, "a former life of the request was still here; it is ended now")

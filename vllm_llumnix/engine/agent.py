@@ -92,7 +92,9 @@ class LlumletAgent:
         self.listing = Listing(bypass, kvconn, self.departures)
         builder = RequestBuilder(bypass.engine)
         self.arrivals = Arrivals(bypass, kvconn, self.relay, self.movers, builder, self.departures, self._abort_soon)
-        self.adoptions = Adoptions(bypass, kvconn, self.relay, builder, self.departures, self._abort_here)
+        self.adoptions = Adoptions(
+            bypass, kvconn, self.relay, builder, self.arrivals, self.departures, self._abort_here
+        )
 
     # What operators ask for
 

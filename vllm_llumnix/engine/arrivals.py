@@ -462,6 +462,12 @@ class Arrivals:
             response.results.add(id=asked_id, migration_id=move.migration_id, state=answer.state)
         return response
 
+    async def give_way(self, request_id: str) -> None:
+        """The origin starts this request here itself: whatever was on its way here is barred."""
+        for move in self.pending():
+            if move.request_id == request_id:
+                await move.ask(Call.CANCEL, on.CancelRequested())
+
     def revoke_youngest(self) -> None:
         """The engine's own requests need blocks: give the youngest reservation back, one at a time."""
         if any(move.machine.state is State.DRAINING for move in self.moves.values()):

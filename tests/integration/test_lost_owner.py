@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine dies or stops; its requests go on elsewhere with every token exactly once.
+
+Two instances: `haven` survives everything. The other one, the victim, is where things go wrong; a new one is started
+when the last one is dead. Whatever happens, the client's stream must be the stream of an undisturbed run, its longest
+pause bounded, and nothing may be held anywhere afterwards. In float32, because a request that is started again is
+recomputed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks.client import Client, Stream
+from benchmarks.harness import Fleet, Server, ServerSpec, free_port
+from benchmarks.moves import move_stream
+from llumlet.errors import LlumletCallFailed
+from tests.llumlet.fake_agent import until
+from tests.support.conservation import wait_idle
+
+pytestmark = pytest.mark.asyncio
+
+PROMPT = [100 + index * 7 % 900 for index in range(200)]
+LENGTH = 500
+AT = 40
+"""Tokens that have arrived when the story begins."""
+KILLED_S = 3.0
+"""Pause when a process is gone: a missed heartbeat, a refused connection, one prefill, and a second."""
+STOPPED_S = 7.0
+"""Pause when it only is silent, or its loop hangs: 4.5 s until it counts as lost, one prefill, and a second."""
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 0.8, "seed": 7, "top_p": 0.9, "presence_penalty": 0.5},
+    "logprobs": {"temperature": 0.0, "logprobs": 2},
+}
+
+
+class Cast:
+    """`haven`, and a victim that may be used up."""
+
+    def __init__(self, fleet: Fleet, model: Path) -> None:
+        self._fleet = fleet
+        self._model = model
+        port = free_port()
+        self.haven = self._start("haven", "--llumlet-port", str(port))
+        self._victim: Server | None = None
+
+    def victim(self, fault: dict[str, Any] | None = None) -> Server:
+        """One that lives; with a fault armed, a new one."""
+        if self._victim is not None and (fault or not _has_engine(self._victim)):
+            self._fleet.stop(self._victim)
+            self._victim = None
+        if self._victim is None:
+            environment = {"LLUMNIX_FAULTS": json.dumps([fault])} if fault else {}
+            peers = str(self.haven.llumlet)
+            self._victim = self._start(f"v{uuid.uuid4().hex[:6]}", "--llumlet-peers", peers, env=environment)
+        return self._victim
+
+    def _start(self, name: str, *flags: str, env: dict[str, str] | None = None) -> Server:
+        spec = ServerSpec(self._model, name=name, instance_id=name, flags=("--dtype", "float32", *flags), env=env or {})
+        return self._fleet.start(spec)[0]
+
+
+@pytest.fixture(scope="module")
+def stage(model_dir: Path, log_dir: Path) -> Iterator[Cast]:
+    with Fleet(log_dir / "lost") as fleet:
+        yield Cast(fleet, model_dir)
+
+
+@pytest.fixture(scope="module")
+def expected(stage: Cast) -> dict[str, Stream]:
+    """The undisturbed streams."""
+
+    async def run() -> dict[str, Stream]:
+        async with Client(stage.haven.base_url) as client:
+            return {name: await (await begin(client, name)).result() for name in SAMPLINGS}
+
+    streams = asyncio.run(run())
+    assert len({tuple(stream.token_ids) for stream in streams.values()}) == 2, "the seed changes nothing"
+    return streams
+
+
+async def begin(client: Client, sampling: str) -> Stream:
+    return await client.complete(PROMPT, LENGTH, ignore_eos=True, cache_salt=uuid.uuid4().hex, **SAMPLINGS[sampling])
+
+
+def engine_of(server: Server) -> psutil.Process:
+    return psutil.Process(server.process("EngineCore"))
+
+
+def worker_of(server: Server) -> psutil.Process:
+    return psutil.Process(server.process("Worker"))
+
+
+def _has_engine(server: Server) -> bool:
+    with contextlib.suppress(Exception):
+        return engine_of(server).is_running()
+    return False
+
+
+@contextlib.asynccontextmanager
+async def stopped(*processes: psutil.Process) -> AsyncIterator[None]:
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.send_signal(signal.SIGCONT)
+
+
+def token_logprobs(stream: Stream) -> list[float]:
+    return [value for entry in stream.logprobs for value in entry["token_logprobs"]]
+
+
+def assert_goes_on(stream: Stream, expected: Stream, longest_s: float) -> None:
+    assert stream.token_ids == expected.token_ids
+    assert stream.text == expected.text
+    assert stream.finish_reason == "length"
+    assert stream.usage == expected.usage
+    assert token_logprobs(stream) == pytest.approx(token_logprobs(expected), abs=1e-4)
+    assert max(stream.gaps) < longest_s
+
+
+Story = Callable[[Server], psutil.Process]
+
+
+@pytest.mark.parametrize(
+    ("victim_of", "sampling"), [(engine_of, "greedy"), (worker_of, "seeded")], ids=["engine", "worker"]
+)
+async def test_the_destination_is_killed_after_the_move(
+    stage: Cast, expected: dict[str, Stream], victim_of: Story, sampling: str
+) -> None:
+    victim = stage.victim()
+    async with Client(stage.haven.base_url) as client:
+        stream = await begin(client, sampling)
+        await stream.wait_for(AT)
+        assert (await move_stream(stage.haven, victim, stream)).live
+        await stream.wait_for(2 * AT)
+        victim_of(victim).kill()
+        assert_goes_on(await stream.result(), expected[sampling], KILLED_S)
+    await wait_idle(stage.haven)
+
+
+@pytest.mark.parametrize(
+    ("victim_of", "sampling"), [(engine_of, "seeded"), (worker_of, "logprobs")], ids=["engine", "worker"]
+)
+async def test_the_own_engine_is_killed(
+    stage: Cast, expected: dict[str, Stream], victim_of: Story, sampling: str
+) -> None:
+    """The API server outlives its engine for as long as it has streams, and takes nothing new meanwhile."""
+    victim = stage.victim()
+    async with Client(victim.base_url) as client:
+        stream = await begin(client, sampling)
+        await stream.wait_for(AT)
+        victim_of(victim).kill()
+        healths = set()
+        while not stream.done:
+            healths.add(await client.status("/health"))
+        assert_goes_on(await stream.result(), expected[sampling], KILLED_S)
+    assert healths == {200, 503}
+    await ends(victim)
+    await wait_idle(stage.haven)
+
+
+async def test_the_source_is_killed_after_the_move(stage: Cast, expected: dict[str, Stream]) -> None:
+    """Nothing is recomputed, and nobody notices: the owner is elsewhere, the API server lives."""
+    victim = stage.victim()
+    async with Client(victim.base_url) as client:
+        stream = await begin(client, "seeded")
+        await stream.wait_for(AT)
+        assert (await move_stream(victim, stage.haven, stream)).live
+        await stream.wait_for(2 * AT)
+        engine_of(victim).kill()
+        assert_goes_on(await stream.result(), expected["seeded"], 1.0)
+    await ends(victim)
+    await wait_idle(stage.haven)
+
+
+@pytest.mark.parametrize("part", [engine_of, worker_of], ids=["engine", "worker"])
+async def test_the_destination_stops_and_wakes_up(stage: Cast, expected: dict[str, Stream], part: Story) -> None:
+    victim = stage.victim()
+    async with Client(stage.haven.base_url) as client:
+        stream = await begin(client, "seeded")
+        await stream.wait_for(AT)
+        assert (await move_stream(stage.haven, victim, stream)).live
+        await stream.wait_for(2 * AT)
+        async with stopped(part(victim)):
+            await stream.wait_for(3 * AT)
+        assert_goes_on(await stream.result(), expected["seeded"], STOPPED_S)
+    await wait_idle(stage.haven)
+    await wait_idle(victim)
+
+
+@pytest.mark.parametrize("part", [engine_of, worker_of], ids=["engine", "worker"])
+async def test_the_own_engine_stops_and_wakes_up(stage: Cast, expected: dict[str, Stream], part: Story) -> None:
+    """A stopped worker is a loop that hangs in a step: the engine's other threads say so."""
+    victim = stage.victim()
+    async with Client(victim.base_url) as client:
+        stream = await begin(client, "greedy")
+        await stream.wait_for(AT)
+        async with stopped(part(victim)):
+            await stream.wait_for(2 * AT)
+        assert_goes_on(await stream.result(), expected["greedy"], STOPPED_S)
+    await wait_idle(stage.haven)
+    await wait_idle(victim)
+
+
+@pytest.mark.parametrize("point", ["source.round", "source.frozen", "source.committed"])
+async def test_the_source_is_killed_during_the_move(stage: Cast, expected: dict[str, Stream], point: str) -> None:
+    victim = stage.victim({"point": point, "action": "kill"})
+    async with Client(victim.base_url) as client:
+        stream = await begin(client, "seeded")
+        await stream.wait_for(AT)
+        with contextlib.suppress(LlumletCallFailed):
+            await move_stream(victim, stage.haven, stream)
+        assert_goes_on(await stream.result(), expected["seeded"], KILLED_S)
+    assert not _has_engine(victim), "the fault was not reached"
+    await ends(victim)
+    await wait_idle(stage.haven, timeout_s=40.0)
+
+
+@pytest.mark.parametrize("point", ["destination.reserved", "destination.commit_received", "destination.admitted"])
+async def test_the_destination_is_killed_during_the_move(stage: Cast, expected: dict[str, Stream], point: str) -> None:
+    victim = stage.victim({"point": point, "action": "kill"})
+    async with Client(stage.haven.base_url) as client:
+        stream = await begin(client, "seeded")
+        await stream.wait_for(AT)
+        await move_stream(stage.haven, victim, stream)
+        assert_goes_on(await stream.result(), expected["seeded"], STOPPED_S)
+    assert not _has_engine(victim), "the fault was not reached"
+    await wait_idle(stage.haven)
+
+
+async def test_without_another_engine_the_client_gets_an_error(stage: Cast) -> None:
+    victim = stage._start("alone")
+    async with Client(victim.base_url) as client:
+        stream = await begin(client, "greedy")
+        await stream.wait_for(AT)
+        engine_of(victim).kill()
+        with contextlib.suppress(Exception):
+            await stream.result(timeout_s=20.0)
+    assert stream.done
+    assert stream.finish_reason != "length"
+    await ends(victim)
+
+
+async def ends(server: Server, timeout_s: float = 20.0) -> None:
+    """The API server of a dead engine ends by itself."""
+    await until(lambda: not server.alive(), timeout_s)

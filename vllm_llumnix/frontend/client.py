@@ -269,7 +269,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
                 self._probes[owner.llumlet] = asyncio.get_running_loop().create_task(self._probe(owner))
         for orphan in self._streams.orphans(self._home_of):
             self._let_go_on(orphan)
-        if self._home_dead and not len(self._streams) and self._finalizer.alive:
+        if self._home_dead and not (len(self._streams) or self._replay.busy) and self._finalizer.alive:
             logger.warning("llumlet: the engine is dead and the last stream has ended; shutting down")
             asyncio.get_running_loop().run_in_executor(None, self.shutdown)
 

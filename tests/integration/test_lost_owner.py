@@ -24,7 +24,9 @@ import pytest
 from benchmarks.client import Client, Stream
 from benchmarks.harness import Fleet, Server, ServerSpec, free_port
 from benchmarks.moves import move_stream
+from llumlet.client import LlumletClient
 from llumlet.errors import LlumletCallFailed
+from llumlet.types import Health
 from tests.llumlet.fake_agent import until
 from tests.support.conservation import wait_idle
 
@@ -119,6 +121,19 @@ async def stopped(*processes: psutil.Process) -> AsyncIterator[None]:
             process.send_signal(signal.SIGCONT)
 
 
+async def healths_until(server: Server, condition: Callable[[], bool]) -> list[Health]:
+    """What the engine's status said of its loop meanwhile, each word once, in order; nothing while it does not answer."""
+    seen: list[Health] = []
+    async with LlumletClient(str(server.llumlet)) as client:
+        while not condition():
+            with contextlib.suppress(LlumletCallFailed):
+                status = await client.get_instance_status(deadline_s=1.0)
+                if status.health not in seen:
+                    seen.append(status.health)
+            await asyncio.sleep(0.1)
+    return seen
+
+
 def token_logprobs(stream: Stream) -> list[float]:
     return [value for entry in stream.logprobs for value in entry["token_logprobs"]]
 
@@ -210,10 +225,12 @@ async def test_the_own_engine_stops_and_wakes_up(stage: Cast, expected: dict[str
         stream = await begin(client, "greedy")
         await stream.wait_for(AT)
         async with stopped(part(victim)):
-            await stream.wait_for(2 * AT)
+            healths = await healths_until(victim, lambda: len(stream.token_ids) >= 2 * AT)
         assert_goes_on(await stream.result(), expected["greedy"], STOPPED_S)
     await wait_idle(stage.haven)
     await wait_idle(victim)
+    if part is worker_of:
+        assert healths == [Health.OK, Health.SUSPECT, Health.HUNG]
 
 
 @pytest.mark.parametrize("point", ["source.round", "source.frozen", "source.committed"])

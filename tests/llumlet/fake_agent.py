@@ -22,6 +22,7 @@ from llumlet.types import (
     CopyRoundResponse,
     Epoch,
     Handover,
+    Health,
     InstanceMetadata,
     InstanceStatus,
     ListRequestsResponse,
@@ -58,6 +59,7 @@ class FakeAgent:
         self.calls: list[tuple[str, Any]] = []
         self.completed: list[str] = []
         self.moved: list[str] = []
+        self.health = Health.OK
         self.copying = asyncio.Event()
         self.go = asyncio.Event()
         self.go.set()
@@ -154,6 +156,8 @@ class FakeAgent:
             num_pinned_blocks=4,
             num_migrate_out_reqs=1,
             incarnation="i-1",
+            health=self.health,
+            loop_age_ms=5400 if self.health == Health.HUNG else 3,
         )
 
     async def get_instance_metadata(self) -> InstanceMetadata:

@@ -30,6 +30,7 @@ lint: install $(STAMPS)/lint ## ruff (lint and format) and mypy
 docs: install ## regenerate what is generated under docs/
 	@$(PY) -m vllm_llumnix.patching.docs
 	@$(PY) -m vllm_llumnix.migration.diagram docs/protocol.md
+	@$(PY) -m tests.support.failures docs/failures.md
 
 proto: install ## regenerate the gRPC code from llumlet/proto/llumlet.proto
 	@$(PY) -m llumlet.proto.generate

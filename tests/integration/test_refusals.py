@@ -20,6 +20,7 @@ from llumlet.errors import LlumletError
 from llumlet.types import AbortRequest, AbortResponse, MigrateRequest, Reason
 from tests.integration.conftest import Engines
 from tests.support.conservation import wait_idle
+from tests.support.failures import failure
 
 pytestmark = pytest.mark.asyncio
 
@@ -51,6 +52,11 @@ async def test_destination_too_short(engines: Engines, conserved: object, start_
     await wait_idle(short)
 
 
+@failure(
+    "the destination has no blocks left",
+    "reserving",
+    "refused, destination_full: the request goes on at the source",
+)
 async def test_destination_without_blocks(engines: Engines, conserved: object, start_server: Any) -> None:
     """57 blocks are needed; 65 exist, and a request there holds ten of them and more."""
     small = start_server(name="small", num_kv_blocks=66, max_model_len=2048)
@@ -65,6 +71,11 @@ async def test_destination_without_blocks(engines: Engines, conserved: object, s
     await wait_idle(small)
 
 
+@failure(
+    "the destination's engine is dead",
+    "reserving",
+    "peer_unreachable: goes on at the source",
+)
 async def test_destination_gone(engines: Engines, conserved: object, start_server: Any) -> None:
     doomed = start_server(name="doomed")
     os.kill(doomed.process("EngineCore"), signal.SIGKILL)
@@ -72,6 +83,11 @@ async def test_destination_gone(engines: Engines, conserved: object, start_serve
     assert move.reason == "peer_unreachable"
 
 
+@failure(
+    "the destination has another model",
+    "reserving",
+    "incompatible_engine: goes on at the source",
+)
 async def test_different_weights(engines: Engines, conserved: object, start_server: Any) -> None:
     other = start_server(name="other", model=build(dataclasses.replace(PRESETS["tiny"], seed=99)))
     move = await stays_and_goes_on(engines.a, other)
@@ -121,6 +137,11 @@ async def test_request_still_in_prefill_or_finished(engines: Engines, conserved:
     assert await migrate(engines.a, engines.b, rule=("NUM_REQ", "SR", 1)) == []
 
 
+@failure(
+    "the request ends by itself",
+    "copying",
+    "gone; the destination frees what it holds",
+)
 async def test_request_finishes_while_it_is_copied(engines: Engines, conserved: object, start_server: Any) -> None:
     """The copy is slowed down so that the request ends before it: gone, and nothing is left behind."""
     slow = start_server(name="slow", bandwidth_limit=200_000)
@@ -134,6 +155,11 @@ async def test_request_finishes_while_it_is_copied(engines: Engines, conserved: 
     await wait_idle(slow)
 
 
+@failure(
+    "the client disconnects",
+    "before, during, after a move",
+    "the request ends wherever it is, and everything is freed",
+)
 @pytest.mark.parametrize("moment", ["before", "during", "after"])
 async def test_client_leaves(engines: Engines, conserved: object, start_server: Any, moment: str) -> None:
     """The client disconnects before, during or after a move: both engines end up with nothing."""
@@ -159,6 +185,11 @@ async def test_client_leaves(engines: Engines, conserved: object, start_server: 
     await wait_idle(destination)
 
 
+@failure(
+    "an operator aborts the request",
+    "moved on",
+    "followed to its owner",
+)
 async def test_abort_by_an_operator_follows_the_request(engines: Engines, conserved: object) -> None:
     """An abort sent to the former owner reaches the present one."""
     assert engines.a.llumlet is not None

@@ -25,6 +25,7 @@ from llumlet.types import (
     CopyRoundRequest,
     CopyRoundResponse,
     Handover,
+    Mode,
     ReserveRequest,
     ReserveResponse,
     SettleRequest,
@@ -146,7 +147,7 @@ class IncomingMove:
         if not self._commit_seen:
             self._commit_seen = True
             self._take(request.from_block, request.block_ids, request.new_token_ids)
-            if self.request is not None:
+            if self.request is not None and self.request.num_output_tokens:
                 self.recomputed_tokens = self.request.num_tokens - request.computed_tokens - 1
         return on.CommitRequested(
             Epoch(request.epoch.term, request.epoch.hop),
@@ -217,7 +218,9 @@ class IncomingMove:
                 raise Refused(Reason.INVALID_REQUEST, "the request state names another request, or no origin")
             # Connect to the origin now, not when its client waits for the first token from here.
             arrivals.relay.client_index(self.residence.origin)
-            hit_blocks, self._block_ids = await arrivals.kvconn.call(arrivals.reserve_on_loop, self.request)
+            hit_blocks, self._block_ids = await arrivals.kvconn.call(
+                arrivals.reserve_on_loop, self.request, offer.method == Mode.WAITING
+            )
         except MigrationError as error:
             self.feed(on.ReserveFailed(error.reason, error.detail))
             return
@@ -282,6 +285,10 @@ class IncomingMove:
         assert residence is not None
         assert residence.origin is not None
         began = time.perf_counter()
+        computed_tokens = effect.computed_tokens
+        if computed_tokens:
+            # Of a prompt that the source has begun, the prefix cache here may hold more: nothing writes shared blocks.
+            computed_tokens = max(computed_tokens, self.machine.hit_blocks * arrivals.terms.block_size)
         residence.epoch, residence.last_hop = effect.epoch, effect.epoch.hop
         residence.base = residence.next_index = effect.base
         residence.repeat = repeat_from(request)
@@ -289,7 +296,7 @@ class IncomingMove:
         request.client_index = arrivals.relay.client_index(residence.origin)
         arrivals.relay.welcome(self.request_id, residence)
         try:
-            await arrivals.kvconn.call(self._admit_on_loop, effect.computed_tokens)
+            await arrivals.kvconn.call(self._admit_on_loop, computed_tokens)
         except MigrationError as error:
             arrivals.relay.farewell(self.request_id)
             self.feed(on.AdmitFailed(error.reason, error.detail))
@@ -514,8 +521,8 @@ class Arrivals:
     def _is_this_life(self, handover: Handover) -> bool:
         return handover.dst_incarnation in ("", self.bypass.identity.incarnation)
 
-    def reserve_on_loop(self, request: Request) -> tuple[int, list[int]]:
-        return self.kvconn.port.reserve(request, use_prefix_cache=not self.bypass.config.exact)
+    def reserve_on_loop(self, request: Request, queued: bool) -> tuple[int, list[int]]:
+        return self.kvconn.port.reserve(request, use_prefix_cache=not self.bypass.config.exact, queued=queued)
 
 
 def _refuse(reason: Reason, detail: str) -> NoReturn:

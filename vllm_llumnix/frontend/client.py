@@ -242,7 +242,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
                     relay.send(identity, wire.Release(list(taken.unwanted.items())))
             case wire.Heartbeat():
                 owner = self._owners.heard(identity, message.instance, message.incarnation)
-                owner.health = message.health
+                owner.says(message.health)
                 relay.send(identity, wire.HeartbeatAck(self._streams.claim(owner, message.requests)))
             case wire.HandedOver():
                 next_owner = self._owners.expected(message.instance, message.incarnation, message.llumlet)

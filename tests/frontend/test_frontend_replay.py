@@ -122,6 +122,7 @@ async def test_a_request_that_makes_every_engine_hang_does_not_wander(
         await rescue.heartbeat("r", epoch=RAISED, health=Health.HUNG)
         await asyncio.sleep(0.2)
     assert len(rescuer.asked("adopt")) == 1
+    await home.heartbeat()
     await asyncio.sleep(0.7)
     assert await rescue.answer() == wire.Release([("r", RAISED)])
 

@@ -117,7 +117,7 @@ async def test_a_request_that_makes_every_engine_hang_does_not_wander(
     await start(client, engine, 10)
     await home.heartbeat(health=Health.HUNG)
     await adoption(rescuer)
-    await home.heartbeat()
+    assert await home.answer() == wire.Release([("r", Epoch(0, 0))])
     for _ in range(3):
         await rescue.heartbeat("r", epoch=RAISED, health=Health.HUNG)
         await asyncio.sleep(0.2)

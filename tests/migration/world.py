@@ -51,11 +51,12 @@ def digest(*parts: object) -> int:
 
 
 def cell(before: int, token: int) -> int:
-    return digest("kv", before, token)
+    # Hashes of tuples of integers are the same in every process.
+    return hash((before, token))
 
 
 def next_token(cells: list[int]) -> int:
-    return digest("token", *cells) % 1000
+    return hash(tuple(cells)) % 1000
 
 
 def prompt_of(length: int) -> list[int]:

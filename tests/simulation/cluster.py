@@ -41,6 +41,8 @@ HUNG_S = 4.5
 """After that long an engine says of itself that its loop hangs."""
 MIGRATION_S = 10.0 + 16 * (10.0 + 30.0) + 10.0 + 5.0 + 5.0 + 30.0 + 30.0
 """The sum of a plan's deadlines and a lease: no migration takes longer."""
+WAKE_S = 2 * REPLAY_SECONDS
+"""Whoever is stopped wakes up after that long, for it may be the only one that can go on."""
 RELAY = frozenset({"out", "heartbeat", "handed over"})
 """What an engine says to the origin over the relay's socket: it waits while the way is cut."""
 
@@ -95,6 +97,8 @@ class Cluster(World):
         self.look_at = 0.0
         self._draws = itertools.count(1)
         self._attempts = itertools.count(1)
+        self._asked: set[int] = set()
+        """Attempts that have reached their engine."""
         super().__init__(engines, output=output, requests=requests)
         self.home = self.known.heard(b"A1", "A", "A1")
         self.home.llumlet = "A"
@@ -279,6 +283,11 @@ class Cluster(World):
 
     # Engines
 
+    def turn(self, name: str) -> None:
+        """A turn of the loop, and the time that it takes."""
+        self.step(name)
+        self.advance(self.step_s)
+
     def beat(self, name: str) -> None:
         """An engine's heartbeat."""
         engine = self.engines[name]
@@ -305,6 +314,10 @@ class Cluster(World):
 
     def _at_engine(self, engine: Engine, message: Message) -> None:
         if message.kind == "adopt":
+            # A call over gRPC arrives once at most, and each attempt of a replay is another call.
+            if message.body[0] in self._asked:
+                return
+            self._asked.add(message.body[0])
             for incoming in list(engine.into.values()):
                 if incoming.request_id == message.request and incoming.machine.settlement is Settlement.PENDING:
                     self._tell_destination(engine, incoming.move, ev.CancelRequested())
@@ -433,13 +446,12 @@ class Cluster(World):
             moved = self.tick()
             if self.faults:
                 return
-            if not len(self.streams) or not moved:
+            if (self.stopped or self.hanging) and (not len(self.streams) or self.now > began + WAKE_S or not moved):
                 self._wake_all()
-                moved = moved or self.tick()
+                began, moved = self.now, True
             if not moved:
                 return
-            late = any(engine.out for engine in self.engines.values()) and self.now > began + MIGRATION_S
-            if late:
+            if self.now > began + MIGRATION_S and any(engine.out for engine in self.engines.values()):
                 self.faults.append("a migration has outlived its deadlines")
                 return
         raise AssertionError("the cluster does not come to rest")

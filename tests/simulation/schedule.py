@@ -80,7 +80,7 @@ def usual(cluster: Cluster, dice: random.Random) -> Iterator[Action]:
             if engine.commands:
                 yield cluster.loop, (name,)
             if engine.requests:
-                yield tick, (cluster, name)
+                yield cluster.turn, (name,)
         if name in cluster.stopped:
             continue
         if engine.up:
@@ -97,12 +97,6 @@ def usual(cluster: Cluster, dice: random.Random) -> Iterator[Action]:
     if cluster._is_busy():
         for what, who in cluster.attentions():
             yield cluster.attend, (what, who)
-
-
-def tick(cluster: Cluster, name: str) -> None:
-    """A step, and the time that it takes."""
-    cluster.step(name)
-    cluster.advance(cluster.step_s)
 
 
 def rare(cluster: Cluster, dice: random.Random, *, aborts: bool, losses: bool) -> Iterator[Action]:

@@ -41,8 +41,6 @@ from vllm_llumnix.migration.source import Method, Plan, Source, State
 BLOCK_SIZE = 4
 NUM_BLOCKS = 24
 LEASE_S = 30.0
-TAIL = 2
-"""Output tokens before `base` that a new owner repeats, in case the last one's were lost."""
 REQUEST = "r"
 
 
@@ -208,6 +206,8 @@ class World:
     checks_lease = True
     checks_reads = True
     moves_while_open = False
+    num_repeated = 2
+    """Output tokens before `base` that a new owner repeats, in case the last one's were lost."""
     traced = True
     """Whether a transcript is kept: it costs more than everything else together."""
     step_s = 0.0
@@ -633,7 +633,7 @@ class World:
         engine.ledger.pass_on(into.move, Owner.SCHEDULER, request.id)
         engine.ledger.hold(Owner.SCHEDULER, request.id, hits)
         engine.requests[request.id] = request
-        first = max(0, request.base - TAIL)
+        first = max(0, request.base - self.num_repeated)
         if first < request.base:
             self._emit(engine, request, first, request.output[first : request.base], False)
         self._tell_destination(engine, into.move, ev.Admitted())

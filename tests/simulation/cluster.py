@@ -110,10 +110,7 @@ class Cluster(World):
         plain = self.clients[request_id]
         self.clients[request_id] = Waiting(plain.prompt, plain.num_output, plain.gate)
         request = EngineCoreRequest(request_id, plain.prompt, None, None, None, 0.0, None, None, None)
-        stream = Stream(request)
-        if self.gate_class is not Gate:
-            stream.gate = self.gate_class()
-        self.streams.open(stream)
+        self.streams.open(Stream(request))
 
     def _client(self, request_id: str) -> Waiting:
         client = self.clients[request_id]
@@ -307,9 +304,9 @@ class Cluster(World):
 
     def _do_at_source(self, engine: Engine, out: Outgoing, effect: do.Effect) -> None:
         super()._do_at_source(engine, out, effect)
-        if isinstance(effect, do.Release):
-            epoch, to = out.machine.plan.epoch_next, self.engines[out.to]
-            handed_over = wire.HandedOver(out.request, epoch, out.to, to.incarnation, out.to)
+        if isinstance(effect, do.Release | do.Drop):
+            machine = out.machine
+            handed_over = wire.HandedOver(out.request, machine.plan.epoch_next, out.to, machine._incarnation, out.to)
             self._send(engine.name, "O", "handed over", handed_over, request=out.request)
 
     def _at_engine(self, engine: Engine, message: Message) -> None:

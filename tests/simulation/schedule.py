@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from vllm.v1.engine import EngineCoreOutput
+
 from vllm_llumnix.migration.source import Method
 
 from .cluster import RELAY, Cluster
@@ -108,7 +110,7 @@ def rare(cluster: Cluster, dice: random.Random, *, aborts: bool, losses: bool) -
         if message.kind not in RELAY:
             yield cluster.drop, (message,)
     for message in cluster.deliverable():
-        if message.kind != "out" or message.request in cluster.clients and _by_relay(message.body):
+        if not isinstance(message.body, EngineCoreOutput):
             yield cluster.duplicate, (message,)
     yield cluster.churn, (name,)
     yield cluster.hog, (name,)
@@ -132,10 +134,6 @@ def rare(cluster: Cluster, dice: random.Random, *, aborts: bool, losses: bool) -
         yield from _losses(cluster, name, dice)
     if aborts:
         yield cluster.client_leaves, (dice.choice(list(cluster.clients)),)
-
-
-def _by_relay(body: object) -> bool:
-    return hasattr(body, "incarnation")
 
 
 def _losses(cluster: Cluster, name: str, dice: random.Random) -> Iterator[Action]:

@@ -238,11 +238,11 @@ class World:
     # What a driver may do
 
     def step(self, name: str) -> bool:
-        """One turn of an engine's loop: what was asked of it, then a token for each request. False if there was none."""
+        """One turn of an engine's loop: what was asked of it, then a token of each request. False if there is none."""
         self.loop(name)
         engine = self.engines[name]
-        # In a list: a request that ends leaves.
-        return any([self._decode(engine, request) for request in list(engine.requests.values())])
+        decoded = [self._decode(engine, request) for request in list(engine.requests.values())]
+        return any(decoded)
 
     def _decode(self, engine: Engine, request: Request) -> bool:
         if request.frozen or not self._allocate(engine, request):

@@ -9,9 +9,9 @@ receives must have been sampled after exactly the prompt and the tokens that it 
 in every byte. That says at once that nothing is missing, doubled, out of order or conditioned on what it never saw.
 
 Engines die (`crash`, and `kill` until `start`), are stopped as a process (`stop`: nothing happens there, and nobody
-hears of it, but its memory can be read) or hang in their loop (`hang`: messages are answered, nothing is scheduled), and
-`wake`. Outputs that were on their way from an engine die with it. The way from one to another can be cut in one
-direction: what goes over the relay waits until it is repaired, everything else is lost.
+hears of it, but its memory can be read) or hang in their loop (`hang`: messages are answered, nothing is scheduled),
+and `wake`. Outputs that were on their way from an engine may die with it. The way from one to another can be cut in
+one direction: what goes over the relay waits until it is repaired, everything else is lost.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ class Cluster(World):
 
     traced = False
     step_s = 0.05
+    answers_get_lost = False
+    """Schedules that are about sources in doubt: other faults are left out while an answer can be lost."""
     base_at_replay = 0
     """By how many tokens a replay begins too early; a mutant's."""
 
@@ -433,7 +435,7 @@ class Cluster(World):
     def settle(self, *, wake_last: bool = False) -> None:
         """No faults any more. `wake_last`: who is stopped wakes up only when every stream has ended without it."""
         self.lost_ways.clear()
-        for name, engine in self.engines.items():
+        for engine in self.engines.values():
             engine.up = True
             engine.ledger.give_back(BlockOwner.SCHEDULER, "others")
         if not wake_last or len(self.stopped | self.hanging) == len(self.engines):
@@ -469,7 +471,8 @@ class Cluster(World):
         if self._attend():
             return True
         turning = [name for name, engine in self.engines.items() if engine.requests and self.runs(name)]
-        if any([self.step(name) for name in turning]):
+        turned = [self.step(name) for name in turning]
+        if any(turned):
             self.now += self.step_s
             return True
         when = self.next_due()

@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm.v1.engine import EngineCoreOutput
 
+from vllm_llumnix.migration.events import Call
 from vllm_llumnix.migration.source import Method
 
 from .cluster import RELAY, Cluster
@@ -38,7 +39,7 @@ def play(seed: int, cluster_class: type[Cluster] = Cluster, *, traced: bool = Fa
     dice = random.Random(seed)
     cluster = cluster_class("ABC"[: dice.choice((2, 3, 3))], requests=dice.choice((1, 2, 2, 3)))
     cluster.traced = traced
-    cluster.moves_while_open = dice.random() < 0.3
+    cluster.moves_while_open = dice.random() < 0.3 or cluster.answers_get_lost
     try:
         faults = _play(cluster, dice)
     except Exception as error:  # noqa: BLE001 - whatever it is, the schedule is wanted
@@ -58,7 +59,8 @@ def _play(cluster: Cluster, dice: random.Random) -> list[str]:
     for _ in range(dice.choice(LENGTHS)):
         possible = [] if dice.randrange(one_rare_in) == 0 else list(usual(cluster, dice))
         if not possible:
-            possible = list(rare(cluster, dice, aborts=aborts, losses=losses))
+            faults = lost_answers(cluster) if cluster.answers_get_lost else ()
+            possible = list(faults) or list(rare(cluster, dice, aborts=aborts, losses=losses))
         act, arguments = possible[dice.randrange(len(possible))]
         if cluster.traced:
             cluster.note(f"> {act.__name__} {' '.join(str(argument) for argument in arguments)}")
@@ -134,6 +136,17 @@ def rare(cluster: Cluster, dice: random.Random, *, aborts: bool, losses: bool) -
         yield from _losses(cluster, name, dice)
     if aborts:
         yield cluster.client_leaves, (dice.choice(list(cluster.clients)),)
+
+
+def lost_answers(cluster: Cluster) -> Iterator[Action]:
+    """Sources that are left in doubt."""
+    for message in cluster.network:
+        if message.kind in ("commit answer", "withdraw", "withdraw answer"):
+            yield cluster.drop, (message,)
+    for name, engine in cluster.engines.items():
+        for move, out in engine.out.items():
+            for call in sorted(out.calls & {Call.COMMIT, Call.WITHDRAW}):
+                yield cluster.unreachable, (name, move, call)
 
 
 def _losses(cluster: Cluster, name: str, dice: random.Random) -> Iterator[Action]:

@@ -77,10 +77,14 @@ class WithoutNet(Cluster):
         return False
 
 
+class InDoubt(Cluster):
+    answers_get_lost = True
+
+
+# Term and hop merged needs a coincidence that is too rare here: scenario 02b arranges it.
 GATES: dict[str, tuple[type[Gate], type[Cluster]]] = {
-    "no fence": (mutants.NoFence, Cluster),
+    "no fence": (mutants.NoFence, InDoubt),
     "gate drops the source's last token": (mutants.NaiveGate, WithoutNet),
-    "term and hop merged": (mutants.MergedEpochs, WithoutNet),
     "nobody is barred at a replay": (mutants.DeposeWithoutBar, Cluster),
 }
 CLUSTERS: dict[str, type[Cluster]] = {

@@ -187,7 +187,7 @@ class Streams:
             except RemoteProtocolError as error:
                 self._complain("bad_output", f"{token.request_id} from {owner.instance}: {error}")
                 continue
-            if token.finish_reason == FinishReason.ABORT and token.epoch == stream.epoch and is_lost(stream):
+            if token.finish_reason == FinishReason.ABORT and token.epoch >= stream.epoch and is_lost(stream):
                 continue
             self._take_token(stream, token, owner, taken)
         return taken

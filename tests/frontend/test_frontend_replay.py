@@ -162,12 +162,12 @@ async def test_an_owner_that_does_not_claim_the_request(
     rescuer: FakeAgent,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(streams, "CLAIM_SECONDS", 0.3)
+    monkeypatch.setattr(streams, "CLAIM_SECONDS", 1.0)
     await start(client, engine, 10)
     await home.send(wire.HandedOver("r", FIRST_HOP, "rescuer", "1", rescue.llumlet))
-    for _ in range(3):
+    for _ in range(12):
         assert await rescue.heartbeat("r") == []
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.1)
     assert rescuer.asked("adopt") == []
     while not rescuer.asked("adopt"):
         await rescue.heartbeat()
@@ -216,6 +216,16 @@ async def test_an_abort_that_nobody_asked_for(
     epoch, state = await adoption(rescuer, 2)
     assert epoch > RAISED
     assert state.output_token_ids == [10, 20]
+
+
+async def test_a_destination_that_shuts_down_before_its_first_token(
+    client: Any, engine: FakeEngine, home: FakePeer, rescue: FakePeer, rescuer: FakeAgent
+) -> None:
+    """Its unasked end is the first word under its epoch, before the source has said that it handed the request over."""
+    await start(client, engine, 10)
+    await rescue.tokens(relayed("r", 1, base=1, finish=FinishReason.ABORT))
+    _, state = await adoption(rescuer)
+    assert state.output_token_ids == [10]
 
 
 async def test_an_abort_by_a_pause_reaches_the_client(

@@ -288,7 +288,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
         last_heard = owner.last_heard
         try:
             if await self._replay.is_gone(owner) and owner.last_heard == last_heard:
-                owner.dead = "its process is gone"
+                owner.died("its process is gone", time.monotonic())
         finally:
             del self._probes[owner.llumlet]
 
@@ -298,7 +298,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
         parallel = self.vllm_config.parallel_config
         home = self._owners.named(self._settings.for_rank(rank, parallel.data_parallel_size).instance_id)
         if home is not None and self._home_dead:
-            home.dead = "its engine has died"
+            home.died("its engine has died", time.monotonic())
         return home
 
     def _abort_is_loss(self, stream: Stream) -> bool:
@@ -310,7 +310,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
     def _let_go_on(self, orphan: Orphan) -> bool:
         """Start the request elsewhere. False if that cannot be: then it stays as it is, or ends if it is hopeless."""
         stream, home = orphan.stream, self._home_of(orphan.stream)
-        problem = why_not(stream.request, stream.delivered)
+        problem = never = why_not(stream.request, stream.delivered)
         if problem is None and (home is None or not home.digest):
             problem = "it is not known which engines could"
         if problem is None and not self._replay.targets(orphan.lost):
@@ -320,7 +320,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
             self._dismiss(stream, orphan.lost or stream.owner or home)
             self._replay.begin(stream, orphan.lost, orphan.reason, home.digest)
             return True
-        if orphan.hopeless:
+        if orphan.hopeless or (never and orphan.lost is not None and orphan.lost.dead):
             logger.error("llumlet: request %s ends: %s, and %s", stream.request_id, orphan.reason, problem)
             self._give_up(stream)
         return False

@@ -39,6 +39,11 @@ class Owner:
     """When it said first that it hangs."""
     dead: str = ""
     """How we know that the process is gone; it does not come back."""
+    dead_since: float = 0.0
+
+    def died(self, how: str, now: float) -> None:
+        if not self.dead:
+            self.dead, self.dead_since = how, now
 
     def says(self, health: Health) -> None:
         if health is Health.HUNG and self.health is not Health.HUNG:

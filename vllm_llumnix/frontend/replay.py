@@ -64,12 +64,16 @@ class Replay:
     def targets(self, avoid: Owner | None) -> list[str]:
         """Addresses of llumlets that could take a request: engines known to live first, then the configured peers."""
         now = time.monotonic()
-        alive = [owner.llumlet for owner in self._owners.all() if owner.llumlet and owner.takes_requests(now)]
-        ailing = {owner.llumlet for owner in self._owners.all() if not owner.takes_requests(now)}
+        living = [owner for owner in self._owners.all() if owner.llumlet and owner.takes_requests(now)]
+        alive = [owner.llumlet for owner in living]
+        ailing = {owner.llumlet for owner in self._owners.all()}.difference(alive)
         peers = [peer for peer in self._peers if peer not in ailing]
         random.shuffle(peers)
-        shunned = avoid.llumlet if avoid is not None else None
-        return [address for address in dict.fromkeys(alive + peers) if address != shunned]
+        if avoid is not None:
+            # Another life of the lost one may listen where it did.
+            alive = [owner.llumlet for owner in living if owner is not avoid]
+            peers = [peer for peer in peers if peer != avoid.llumlet]
+        return list(dict.fromkeys(alive + peers))
 
     def begin(self, stream: Stream, lost: Owner | None, reason: str, digest: str) -> None:
         """Bar everybody who had the request, and find it a new engine."""

@@ -40,6 +40,8 @@ GAP_SECONDS = 1.0
 """How long tokens may be missing while later ones are here."""
 HOPELESS_SECONDS = 30.0
 """After that they do not come, and if no engine can produce them again the client gets an error."""
+GRACE_SECONDS = 3.0
+"""How long other engines have to be heard of again when an owner is dead: this process may itself have been stopped."""
 PATIENCE_SECONDS = 5.0
 """After one replay a hang has to last three times this before it counts again, after two 15 times, and so on."""
 CLAIM_SECONDS = 3.0
@@ -220,7 +222,8 @@ class Streams:
     def _orphan(self, stream: Stream, home_of: Callable[[Stream], Owner | None], now: float) -> Orphan | None:
         owner = stream.owner or home_of(stream)
         if owner is not None and (reason := owner.why_lost(now, stream.patience)) is not None:
-            return Orphan(stream, reason, owner, hopeless=bool(owner.dead))
+            hopeless = bool(owner.dead) and now - owner.dead_since > GRACE_SECONDS
+            return Orphan(stream, reason, owner, hopeless)
         gate = stream.gate
         if gate is None or not gate.num_buffered:
             stream.gap_since = None

@@ -47,6 +47,8 @@ class Stream:
     times: list[float] = dataclasses.field(default_factory=list)
     events: list[int] = dataclasses.field(default_factory=list)
     """Number of the event that brought each token."""
+    choices: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    """The token ids by choice; more than one choice with `n` above 1."""
     text: str = ""
     prompt_token_ids: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
@@ -119,6 +121,17 @@ class Stream:
             self.ended_at = time.monotonic()
             self._changed.set()
 
+    async def _run_whole(self, session: aiohttp.ClientSession, path: str, **arguments: Any) -> None:
+        """A request without `stream`: everything arrives in one event."""
+        try:
+            async with session.post(path, **arguments) as response:
+                if response.status != 200:
+                    raise StreamFailed(f"the server answered {response.status}: {(await response.text())[:500]}")
+                self._take(await response.json(), time.monotonic(), 0)
+        finally:
+            self.ended_at = time.monotonic()
+            self._changed.set()
+
     async def _read(self, response: aiohttp.ClientResponse) -> None:
         event = 0
         async for line in response.content:
@@ -141,9 +154,11 @@ class Stream:
         for choice in chunk["choices"]:
             ids = choice.get("token_ids") or []
             self.token_ids += ids
+            self.choices.setdefault(choice.get("index", 0), []).extend(ids)
             self.times += [now] * len(ids)
             self.events += [event] * len(ids)
-            self.text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+            message = choice.get("delta") or choice.get("message") or {}
+            self.text += choice["text"] if "text" in choice else message.get("content") or ""
             self.prompt_token_ids += choice.get("prompt_token_ids") or []
             if choice.get("logprobs"):
                 self.logprobs.append(choice["logprobs"])
@@ -220,6 +235,11 @@ class Client:
         }
         stream = Stream(request_id=uuid.uuid4().hex, kind=kind, started_at=time.monotonic())
         headers = {"X-Request-Id": stream.request_id}
+        if not body["stream"]:
+            del body["stream_options"]
+            stream._task = asyncio.create_task(stream._run_whole(self._session, path, json=body, headers=headers))
+            self._streams.append(stream)
+            return stream
         response = await self._session.post(path, json=body, headers=headers)
         if response.status != 200:
             text = await response.text()

@@ -55,6 +55,7 @@ class Stream:
     stop_reason: int | str | None = None
     usage: dict[str, Any] | None = None
     logprobs: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[Any] = dataclasses.field(default_factory=list)
     started_at: float = 0.0
     ended_at: float | None = None
     _changed: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
@@ -151,6 +152,7 @@ class Stream:
         self.usage = chunk.get("usage") or self.usage
         # The chat endpoint puts the prompt beside the choices, the other into the first one.
         self.prompt_token_ids += chunk.get("prompt_token_ids") or []
+        self.prompt_logprobs += chunk.get("prompt_logprobs") or []
         for choice in chunk["choices"]:
             ids = choice.get("token_ids") or []
             self.token_ids += ids
@@ -160,6 +162,7 @@ class Stream:
             message = choice.get("delta") or choice.get("message") or {}
             self.text += choice["text"] if "text" in choice else message.get("content") or ""
             self.prompt_token_ids += choice.get("prompt_token_ids") or []
+            self.prompt_logprobs += choice.get("prompt_logprobs") or []
             if choice.get("logprobs"):
                 self.logprobs.append(choice["logprobs"])
             self.finish_reason = choice.get("finish_reason") or self.finish_reason

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines for the matrix: at most one configuration runs at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.harness import Fleet, Server, ServerSpec
+from benchmarks.model import PRESETS, build
+from tests.exactness.cells import Configuration
+
+
+@pytest.fixture(scope="package")
+def fleet_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
+    """The engines of the configuration that is the parameter, by the letters of its routes."""
+    where: Configuration = request.param
+    model = build(dataclasses.replace(PRESETS["tiny"], dtype=where.dtype))
+    names = sorted(set("".join(where.routes)))
+    flags = ("--scheduling-policy", "priority", "--dtype", where.dtype)
+    with Fleet(tmp_path_factory.mktemp(str(where))) as fleet:
+        specs = [
+            ServerSpec(model, name=name, instance_id=name, block_size=where.block_size, flags=flags) for name in names
+        ]
+        yield dict(zip(names, fleet.start(*specs), strict=True))

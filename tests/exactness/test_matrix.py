@@ -27,8 +27,8 @@ from tests.support.conservation import wait_idle
 
 PROMPT = list(range(100, 260))
 TALK = [{"role": "user", "content": "tell me a long story about " + "ba de fi go ku " * 12}]
-LENGTH = 260
-FIRST_MOVE, BETWEEN_MOVES = 40, 40
+LENGTH = 190
+FIRST_MOVE, BETWEEN_MOVES = 30, 30
 """Output tokens before the first move, and before each further one."""
 MAX_VOID = 3
 
@@ -120,7 +120,7 @@ async def held_by(server: Server, stream: Stream, num_tokens: int, timeout_s: fl
             await stream.result()
         assert not stream.done, f"the request ended after {len(stream.token_ids)} tokens, before its move"
         assert time.monotonic() < deadline, f"{server.name}: {await requests(server)}"
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.02)
 
 
 @contextlib.asynccontextmanager

@@ -14,7 +14,7 @@ PYTHON ?= python3.11 python3 python3.12 python3.13
 # More for pytest, e.g. make test ARGS="-x tests/kv"
 ARGS ?=
 
-.PHONY: demo test simulate lint docs proto install clean help
+.PHONY: demo test test-full simulate lint docs proto install clean help
 
 demo: install ## two engines, one request moved between them mid-stream, a report
 	@$(PY) -m examples.demo
@@ -25,6 +25,9 @@ test: install ## the whole test suite; ARGS="-x tests/kv" for a part
 simulate: install ## a million random schedules of the protocol; ARGS="--schedules N"
 	@$(PY) -m tests.simulation --schedules 1000000 $(ARGS)
 
+test-full: install ## the suite and the larger product of moves on real engines
+	@$(PY) -m pytest -m "full or not full" $(ARGS)
+
 lint: install $(STAMPS)/lint ## ruff (lint and format) and mypy
 	@$(PY) -m ruff check
 	@$(PY) -m ruff format --check
@@ -33,6 +36,7 @@ lint: install $(STAMPS)/lint ## ruff (lint and format) and mypy
 docs: install ## regenerate what is generated under docs/
 	@$(PY) -m vllm_llumnix.patching.docs
 	@$(PY) -m vllm_llumnix.migration.diagram docs/protocol.md
+	@$(PY) -m vllm_llumnix.engine.portability
 	@$(PY) -m tests.support.failures docs/failures.md
 
 proto: install ## regenerate the gRPC code from llumlet/proto/llumlet.proto
@@ -45,7 +49,7 @@ clean: ## remove the environment and everything built
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMPS)/venv:
 	@for python in $(PYTHON); do \

@@ -47,12 +47,15 @@ class Stream:
     times: list[float] = dataclasses.field(default_factory=list)
     events: list[int] = dataclasses.field(default_factory=list)
     """Number of the event that brought each token."""
+    choices: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    """The token ids by choice; more than one choice with `n` above 1."""
     text: str = ""
     prompt_token_ids: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     usage: dict[str, Any] | None = None
     logprobs: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[Any] = dataclasses.field(default_factory=list)
     started_at: float = 0.0
     ended_at: float | None = None
     _changed: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
@@ -119,6 +122,17 @@ class Stream:
             self.ended_at = time.monotonic()
             self._changed.set()
 
+    async def _run_whole(self, session: aiohttp.ClientSession, path: str, **arguments: Any) -> None:
+        """A request without `stream`: everything arrives in one event."""
+        try:
+            async with session.post(path, **arguments) as response:
+                if response.status != 200:
+                    raise StreamFailed(f"the server answered {response.status}: {(await response.text())[:500]}")
+                self._take(await response.json(), time.monotonic(), 0)
+        finally:
+            self.ended_at = time.monotonic()
+            self._changed.set()
+
     async def _read(self, response: aiohttp.ClientResponse) -> None:
         event = 0
         async for line in response.content:
@@ -138,13 +152,17 @@ class Stream:
         self.usage = chunk.get("usage") or self.usage
         # The chat endpoint puts the prompt beside the choices, the other into the first one.
         self.prompt_token_ids += chunk.get("prompt_token_ids") or []
+        self.prompt_logprobs += chunk.get("prompt_logprobs") or []
         for choice in chunk["choices"]:
             ids = choice.get("token_ids") or []
             self.token_ids += ids
+            self.choices.setdefault(choice.get("index", 0), []).extend(ids)
             self.times += [now] * len(ids)
             self.events += [event] * len(ids)
-            self.text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+            message = choice.get("delta") or choice.get("message") or {}
+            self.text += choice["text"] if "text" in choice else message.get("content") or ""
             self.prompt_token_ids += choice.get("prompt_token_ids") or []
+            self.prompt_logprobs += choice.get("prompt_logprobs") or []
             if choice.get("logprobs"):
                 self.logprobs.append(choice["logprobs"])
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
@@ -220,6 +238,11 @@ class Client:
         }
         stream = Stream(request_id=uuid.uuid4().hex, kind=kind, started_at=time.monotonic())
         headers = {"X-Request-Id": stream.request_id}
+        if not body["stream"]:
+            del body["stream_options"]
+            stream._task = asyncio.create_task(stream._run_whole(self._session, path, json=body, headers=headers))
+            self._streams.append(stream)
+            return stream
         response = await self._session.post(path, json=body, headers=headers)
         if response.status != 200:
             text = await response.text()

@@ -15,6 +15,7 @@ from vllm_llumnix import hooks
 from vllm_llumnix.engine.bypass import Bypass
 from vllm_llumnix.engine.identity import EngineIdentity
 from vllm_llumnix.engine.kvconn import KVConnection
+from vllm_llumnix.engine.portability import why_engine_unsupported
 from vllm_llumnix.engine.request_state import digest_of
 from vllm_llumnix.engine.scheduler_port import SchedulerPort
 from vllm_llumnix.errors import ConfigError, PatchError
@@ -118,25 +119,3 @@ def engine_facts(engine: Any, movers: list[MoverInfo]) -> dict[str, Any]:
         "logprobs_mode": str(model.logprobs_mode),
         "logits_processors": [str(processor) for processor in model.logits_processors or ()],
     }
-
-
-def why_engine_unsupported(engine: Any) -> str | None:
-    """Why no request of this engine can be moved; None if they can."""
-    scheduler, config = engine.scheduler, engine.vllm_config
-    groups = scheduler.kv_cache_config.kv_cache_groups
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
-
-    if len(groups) != 1:
-        return f"{len(groups)} KV cache groups; only models with one are supported"
-    if not isinstance(groups[0].kv_cache_spec, FullAttentionSpec | MLAAttentionSpec):
-        return f"KV cache of kind {type(groups[0].kv_cache_spec).__name__}; only full attention is supported"
-    if scheduler.connector is not None:
-        return "another KV connector is configured (--kv-transfer-config)"
-    if config.model_config.is_encoder_decoder:
-        return "encoder-decoder models are not supported"
-    if config.model_config.logits_processors:
-        return "custom logits processors"
-    for flag, what in (("enable_return_routed_experts", "routed experts"), ("return_sampling_mask", "sampling masks")):
-        if getattr(config.model_config, flag, False):
-            return f"{what} in the output"
-    return None

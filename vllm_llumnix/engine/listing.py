@@ -30,7 +30,8 @@ from llumlet.types import (
     parse_reason,
 )
 from vllm_llumnix import hooks
-from vllm_llumnix.engine.request_state import residence_of, why_not_now, why_not_portable
+from vllm_llumnix.engine.portability import why_not_portable
+from vllm_llumnix.engine.request_state import residence_of, why_not_now
 from vllm_llumnix.errors import Reason
 from vllm_llumnix.ids import HOME, RequestId
 from vllm_llumnix.migration.selection import Candidate, parse_rule, select

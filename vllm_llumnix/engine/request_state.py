@@ -148,33 +148,6 @@ def build_request(state: RequestState, *, vocab_size: int, max_model_len: int, b
     return request
 
 
-def why_not_portable(request: Request, *, model_runner_v2: bool, device: str, spec_decode: bool) -> str | None:
-    """Why this request cannot be moved so that it goes on exactly; None if it can."""
-    params = request.sampling_params
-    if params is None:
-        return "pooling requests are not moved"
-    residence = residence_of(request)
-    if residence is None or residence.origin is None:
-        return "its API server has no relay (it was not started with --enable-llumlet)"
-    extra_args = params.extra_args or {}
-    seeded = params.seed is not None and params.temperature > 0
-    reasons = (
-        (request.resumable, "streaming input"),
-        (bool(request.mm_features), "multimodal input"),
-        (request.prompt_embeds is not None or request.prompt_token_ids is None, "prompt embeddings"),
-        (request.lora_request is not None, "LoRA adapter"),
-        (bool(request.kv_transfer_params or request.ec_transfer_params), "KV transfer parameters"),
-        (bool(extra_args), "extra arguments for custom logits processors"),
-        (params.thinking_token_budget is not None and not model_runner_v2, "a thinking token budget"),
-        (params.trace_decode_token_ids is not None, "trace replay"),
-        (params.repetition_detection is not None, "repetition detection"),
-        (bool(params.watermarking), "watermarking"),
-        (seeded and spec_decode and not model_runner_v2, "a seed with speculative decoding"),
-        (seeded and not model_runner_v2 and device != "cpu", "a seed on the V1 GPU runner"),
-    )
-    return next((reason for applies, reason in reasons if applies), None)
-
-
 def why_not_now(request: Request) -> tuple[Reason, str] | None:
     """Why this request cannot be moved at this moment; None if it can. Loop thread only."""
     if request.is_finished():

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The matrix of moves: what a request can ask for, how it is asked, and where it goes.
+
+`COVER` holds a small set of cells in which every two values of different axes that can meet do meet, as far as one
+engine configuration allows; `SAMPLING` says what each request kind sends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from typing import Any
+
+Cell = dict[str, str]
+
+_SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 7}
+_SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "minLength": 400, "maxLength": 500}, "number": {"type": "integer"}},
+    "required": ["name", "number"],
+    "additionalProperties": False,
+}
+_CHOICES = ["".join(chr(97 + (start + step * step) % 26) for step in range(260)) for start in range(3)]
+GUIDED: dict[str, dict[str, Any]] = {
+    "json, in a string": {"structured_outputs": {"json": _SCHEMA}},
+    "regex, in a number": {"structured_outputs": {"regex": "[0-9]{150,170}"}},
+    "choice": {"structured_outputs": {"choice": _CHOICES}},
+    "grammar": {"structured_outputs": {"grammar": 'root ::= item{150,160} "."\nitem ::= [a-z] [0-9]'}},
+}
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seed": _SEEDED,
+    "top-p, top-k, min-p": _SEEDED | {"top_p": 0.95, "top_k": 200, "min_p": 0.0001},
+    "penalties": _SEEDED | {"frequency_penalty": 0.4, "presence_penalty": 0.3, "repetition_penalty": 1.2},
+    "logit_bias": {"logit_bias": {str(token): 4.0 for token in range(200, 260)}},
+    "min_tokens": {"min_tokens": 120, "stop_token_ids": list(range(3, 500))},
+    "bad_words": {"bad_words": ["a", "e", "ba", "do"]},
+    "allowed_token_ids": {"allowed_token_ids": list(range(100, 600))},
+    "stop strings": {"stop": ["never in the text"]},
+    "include_stop_str": {"stop": ["never in the text"], "include_stop_str_in_output": True},
+    "stop_token_ids": {"stop_token_ids": [0, 1, 2]},
+    **{kind: parameters | _SEEDED for kind, parameters in GUIDED.items()},
+}
+AXES: dict[str, list[str]] = {
+    "sampling": list(SAMPLING),
+    "logprobs": ["none", "output", "output and prompt"],
+    "endpoint": ["completions", "chat"],
+    "delivery": ["streaming", "whole"],
+    "route": ["ab", "aba", "abc"],
+    "company": ["alone", "neighbours"],
+    "prefix": ["cold", "cached"],
+    "extras": ["none", "priority"],
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Configuration:
+    """What the engines are started with; `routes` says how many are needed."""
+
+    dtype: str
+    block_size: int
+    routes: tuple[str, ...]
+
+    def allows(self, cell: Cell) -> bool:
+        """A prefix hit is exact in float32 only (docs/portability.md); vLLM streams no log probabilities of prompts."""
+        return (
+            cell["route"] in self.routes
+            and (cell["prefix"] == "cold" or self.dtype == "float32")
+            and (cell["logprobs"] != "output and prompt" or cell["delivery"] == "whole")
+        )
+
+    def __str__(self) -> str:
+        return f"{self.dtype}-{self.block_size}"
+
+
+CONFIGURATIONS = (
+    Configuration("float32", 32, ("ab", "aba", "abc")),
+    Configuration("bfloat16", 64, ("ab", "aba")),
+    Configuration("bfloat16", 128, ("ab", "aba")),
+)
+
+
+def _pairs(cell: Cell) -> set[tuple[tuple[str, str], tuple[str, str]]]:
+    return set(itertools.combinations(cell.items(), 2))
+
+
+def all_cells() -> list[tuple[Configuration, Cell]]:
+    """The full product, without what a configuration does not allow."""
+    product = [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
+    return [(where, cell) for where in CONFIGURATIONS for cell in product if where.allows(cell)]
+
+
+def covering(cells: list[tuple[Configuration, Cell]]) -> list[tuple[Configuration, Cell]]:
+    """Greedily chosen cells that hold every pair of values that `cells` hold.
+
+    The configuration counts as one more axis, but need not meet every kind of sampling: that would be most of the set.
+    """
+    full = [
+        (
+            where,
+            cell,
+            _pairs(cell)
+            | {((axis, value), ("configuration", str(where))) for axis, value in cell.items() if axis != "sampling"},
+        )
+        for where, cell in cells
+    ]
+    missing = set().union(*(pairs for _, _, pairs in full))
+    chosen: list[tuple[Configuration, Cell]] = []
+    times: Counter[Configuration] = Counter()
+    while missing:
+        # Of cells that add equally much, one of the configuration with the fewest.
+        where, cell, pairs = max(full, key=lambda row: (len(row[2] & missing), -times[row[0]]))
+        chosen.append((where, cell))
+        times[where] += 1
+        missing -= pairs
+        full = [row for row in full if row[2] & missing]
+    return sorted(chosen, key=lambda row: CONFIGURATIONS.index(row[0]))
+
+
+def name(where: Configuration, cell: Cell) -> str:
+    return "-".join([str(where), *cell.values()]).replace(" ", "_")

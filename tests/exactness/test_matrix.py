@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moved requests of every kind on real engines, token for token against unmoved runs.
+
+Each cell runs three times in the same company: unmoved twice (the A/A control), then moved. If the control differs the
+cell is void: it says so, and too many void cells fail the last test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from benchmarks.client import Client, Stream
+from benchmarks.harness import Server
+from benchmarks.moves import Move, migrate, requests
+from llumlet.types import RequestInfo
+from tests.exactness.cells import SAMPLING, Cell, all_cells, covering, name
+from tests.support.conservation import wait_idle
+
+PROMPT = list(range(100, 260))
+TALK = [{"role": "user", "content": "tell me a long story about " + "ba de fi go ku " * 12}]
+LENGTH = 190
+FIRST_MOVE, BETWEEN_MOVES = 30, 30
+"""Output tokens before the first move, and before each further one."""
+MAX_VOID = 3
+
+COVER = covering(all_cells())
+NUM_MORE = 300
+"""Cells that only `make test-full` runs, drawn from the product."""
+_void: list[str] = []
+
+
+def _parameters() -> list[Any]:
+    drawn = random.Random(0).sample(all_cells(), NUM_MORE)
+    more = [row for row in drawn if row not in COVER]
+    rows = [(row, ()) for row in COVER] + [(row, (pytest.mark.full,)) for row in more]
+    return [pytest.param(*row, marks=marks, id=name(*row)) for row, marks in rows]
+
+
+@pytest.mark.parametrize(("fleet_of", "cell"), _parameters(), indirect=["fleet_of"], scope="package")
+@pytest.mark.asyncio
+async def test_moved_as_if_unmoved(fleet_of: dict[str, Server], cell: Cell, request: pytest.FixtureRequest) -> None:
+    path = [fleet_of[letter] for letter in cell["route"]]
+    neighbours = {*path} if cell["company"] == "neighbours" else set()
+    async with company(neighbours):
+        first, second = [await run(path[:1], cell) for _ in range(2)]
+        if outcome(first[0]) != outcome(second[0]):
+            _void.append(request.node.name)
+            pytest.skip("void: two unmoved runs differ")
+        moved, moves = await run(path, cell)
+    for move in moves:
+        assert move.live, f"{move.phase} {move.reason} {move.detail}"
+    assert len(moves) == len(path) - 1
+    if cell["prefix"] == "cached":
+        assert moves[0].hit_tokens > 0
+    assert outcome(moved) == outcome(first[0])
+    for server in fleet_of.values():
+        await wait_idle(server)
+
+
+def test_few_cells_are_void() -> None:
+    assert len(_void) <= MAX_VOID, "\n".join(_void)
+
+
+async def run(path: list[Server], cell: Cell) -> tuple[Stream, list[Move]]:
+    """One run of the cell along `path`, under a salt of its own."""
+    salt = uuid.uuid4().hex
+    parameters = body(cell) | {"cache_salt": salt}
+    async with contextlib.AsyncExitStack() as stack:
+        client, *others = [await stack.enter_async_context(Client(server.base_url)) for server in path]
+        if cell["prefix"] == "cached" and others:
+            await (await ask(others[0], cell, {"cache_salt": salt}, 1)).result()
+        stream = await ask(client, cell, parameters, LENGTH)
+        moves = []
+        for hop, (source, destination) in enumerate(itertools.pairwise(path)):
+            held = await held_by(source, stream, FIRST_MOVE + hop * BETWEEN_MOVES)
+            moves += await migrate(source, destination, request_ids=[held.request_id])
+        return await stream.result(), moves
+
+
+def body(cell: Cell) -> dict[str, Any]:
+    """The fields of the request, without prompt and salt."""
+    parameters = {"ignore_eos": True, **SAMPLING[cell["sampling"]]}
+    if "structured_outputs" in parameters:
+        del parameters["ignore_eos"]
+    chat = cell["endpoint"] == "chat"
+    if cell["logprobs"] != "none":
+        parameters |= {"logprobs": True, "top_logprobs": 3} if chat else {"logprobs": 3}
+    if cell["logprobs"] == "output and prompt":
+        parameters["prompt_logprobs"] = 2
+    if cell["delivery"] == "whole":
+        parameters["stream"] = False
+    if cell["extras"] == "priority":
+        parameters["priority"] = 3
+    return parameters
+
+
+async def ask(client: Client, cell: Cell, parameters: dict[str, Any], length: int) -> Stream:
+    if cell["endpoint"] == "chat":
+        return await client.chat(TALK, length, **parameters)
+    return await client.complete(PROMPT, length, **parameters)
+
+
+async def held_by(server: Server, stream: Stream, num_tokens: int, timeout_s: float = 60.0) -> RequestInfo:
+    """What `server` says of the stream's request once that has `num_tokens` output tokens there."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        for info in await requests(server):
+            if stream.request_id in info.request_id and info.output_tokens >= num_tokens:
+                return info
+        if stream.done:
+            await stream.result()
+        assert not stream.done, f"the request ended after {len(stream.token_ids)} tokens, before its move"
+        assert time.monotonic() < deadline, f"{server.name}: {await requests(server)}"
+        await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def company(servers: set[Server]) -> AsyncIterator[None]:
+    """One other request in the batch of each server, from before until after."""
+    async with contextlib.AsyncExitStack() as stack:
+        streams = []
+        for server in servers:
+            client = await stack.enter_async_context(Client(server.base_url))
+            streams.append(await client.complete(list(range(300, 340)), 8100, ignore_eos=True))
+        for stream in streams:
+            await stream.wait_for(1)
+        yield
+        for stream in streams:
+            assert not stream.done, "the neighbour ended before the test"
+            await stream.disconnect()
+
+
+def outcome(stream: Stream) -> tuple[Any, ...]:
+    """Everything the client can see of the answer."""
+    return (
+        stream.choices,
+        stream.text,
+        stream.logprobs,
+        stream.prompt_logprobs,
+        stream.finish_reason,
+        stream.stop_reason,
+        stream.usage,
+    )

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be moved, how exactly it goes on, and what is refused: the one table behind refusals and documentation.
+
+    python -m vllm_llumnix.engine.portability     # writes docs/portability.md
+
+A row with a condition refuses: the text of the row is what `Migrate` and `llumnix ps` say. The rows without one say
+which class a request that moves belongs to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.request import Request
+
+from vllm_llumnix.engine.request_state import residence_of
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "portability.md"
+
+
+class Exactness(enum.StrEnum):
+    """How a moved request's tokens and log probabilities compare with those of an unmoved run in the same company."""
+
+    BIT_EXACT = "bit-exact"
+    EXACT_IN_FP32 = "exact in fp32"
+    REFUSED = "refused"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moved:
+    """A kind of request that moves, and what decides its class."""
+
+    kind: str
+    exactness: Exactness
+    because: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Subject:
+    """A request and the facts of its engine that refusals look at."""
+
+    request: Request
+    model_runner_v2: bool
+    device: str
+    spec_decode: bool
+
+    @property
+    def params(self) -> Any:
+        return self.request.sampling_params
+
+    @property
+    def has_relay(self) -> bool:
+        residence = residence_of(self.request)
+        return residence is not None and residence.origin is not None
+
+    @property
+    def seeded(self) -> bool:
+        return self.params.seed is not None and self.params.temperature > 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RefusedRequest:
+    """`applies` may rely on every row above its own not having applied."""
+
+    reason: str
+    applies: Callable[[Subject], bool]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RefusedEngine:
+    """An engine none of whose requests move. `applies` gets vLLM's `EngineCore`."""
+
+    reason: str
+    applies: Callable[[Any], bool]
+
+
+_ALL_CARRIED = "all KV bytes and the sampler's state are carried"
+_GRAMMAR = "the grammar is compiled at the destination and fed the tokens so far"
+_RECOMPUTED = "prompt or output tokens are computed at the destination, in another batch than without the move"
+
+MOVED = (
+    Moved("greedy decoding", Exactness.BIT_EXACT, _ALL_CARRIED),
+    Moved(
+        "a seed, with temperature, top-p, top-k or min-p",
+        Exactness.BIT_EXACT,
+        "the generator is advanced to where it was",
+    ),
+    Moved(
+        "no seed, temperature above 0",
+        Exactness.BIT_EXACT,
+        "the probabilities; the draws differ between two unmoved runs as well",
+    ),
+    Moved(
+        "repetition, presence and frequency penalties",
+        Exactness.BIT_EXACT,
+        "counted from the tokens, which are carried",
+    ),
+    Moved("logit_bias, allowed_token_ids, bad_words, min_tokens", Exactness.BIT_EXACT, _ALL_CARRIED),
+    Moved(
+        "stop strings, with or without include_stop_str_in_output",
+        Exactness.BIT_EXACT,
+        "found by the API server, which stays",
+    ),
+    Moved("stop_token_ids, end of sequence, max_tokens", Exactness.BIT_EXACT, _ALL_CARRIED),
+    Moved("logprobs", Exactness.BIT_EXACT, _ALL_CARRIED),
+    Moved("prompt_logprobs, once the prompt is done", Exactness.BIT_EXACT, "they are delivered before the move"),
+    Moved("guided decoding: JSON schema, regex, choice, grammar", Exactness.BIT_EXACT, _GRAMMAR),
+    Moved("n above 1", Exactness.BIT_EXACT, "each child moves by itself"),
+    Moved("priority, cache_salt", Exactness.BIT_EXACT, _ALL_CARRIED),
+    Moved(
+        "a prefix-cache hit at the destination",
+        Exactness.EXACT_IN_FP32,
+        "blocks that another request computed; `--llumlet-exact` copies them too: then as without a hit",
+    ),
+    Moved("a preempted request", Exactness.EXACT_IN_FP32, _RECOMPUTED),
+    Moved("a request in its prefill, or waiting", Exactness.EXACT_IN_FP32, _RECOMPUTED),
+)
+
+REFUSED_REQUESTS = (
+    RefusedRequest("pooling requests are not moved", lambda it: it.params is None),
+    RefusedRequest(
+        "its API server has no relay (it was not started with --enable-llumlet)", lambda it: not it.has_relay
+    ),
+    RefusedRequest("streaming input", lambda it: it.request.resumable),
+    RefusedRequest("multimodal input", lambda it: bool(it.request.mm_features)),
+    RefusedRequest(
+        "prompt embeddings", lambda it: it.request.prompt_embeds is not None or it.request.prompt_token_ids is None
+    ),
+    RefusedRequest("LoRA adapter", lambda it: it.request.lora_request is not None),
+    RefusedRequest(
+        "KV transfer parameters", lambda it: bool(it.request.kv_transfer_params or it.request.ec_transfer_params)
+    ),
+    RefusedRequest("extra arguments for custom logits processors", lambda it: bool(it.params.extra_args)),
+    RefusedRequest(
+        "a thinking token budget", lambda it: it.params.thinking_token_budget is not None and not it.model_runner_v2
+    ),
+    RefusedRequest("trace replay", lambda it: it.params.trace_decode_token_ids is not None),
+    RefusedRequest("repetition detection", lambda it: it.params.repetition_detection is not None),
+    RefusedRequest("watermarking", lambda it: bool(it.params.watermarking)),
+    RefusedRequest(
+        "a seed with speculative decoding", lambda it: it.seeded and it.spec_decode and not it.model_runner_v2
+    ),
+    RefusedRequest(
+        "a seed on the V1 GPU runner", lambda it: it.seeded and it.device != "cpu" and not it.model_runner_v2
+    ),
+)
+
+
+def _kv_cache_groups(engine: Any) -> Any:
+    return engine.scheduler.kv_cache_config.kv_cache_groups
+
+
+def _other_than_full_attention(engine: Any) -> bool:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+    return not isinstance(_kv_cache_groups(engine)[0].kv_cache_spec, FullAttentionSpec | MLAAttentionSpec)
+
+
+def _model_flag(name: str) -> Callable[[Any], bool]:
+    return lambda engine: bool(getattr(engine.vllm_config.model_config, name, False))
+
+
+REFUSED_ENGINES = (
+    RefusedEngine("not exactly one KV cache group", lambda engine: len(_kv_cache_groups(engine)) != 1),
+    RefusedEngine("a KV cache of another kind than full attention or MLA", _other_than_full_attention),
+    RefusedEngine(
+        "another KV connector is configured (--kv-transfer-config)",
+        lambda engine: engine.scheduler.connector is not None,
+    ),
+    RefusedEngine("encoder-decoder models are not supported", _model_flag("is_encoder_decoder")),
+    RefusedEngine("custom logits processors", _model_flag("logits_processors")),
+    RefusedEngine("routed experts in the output", _model_flag("enable_return_routed_experts")),
+    RefusedEngine("sampling masks in the output", _model_flag("return_sampling_mask")),
+)
+
+
+def why_not_portable(request: Request, *, model_runner_v2: bool, device: str, spec_decode: bool) -> str | None:
+    """Why this request cannot be moved so that it goes on exactly; None if it can."""
+    subject = Subject(request, model_runner_v2, device, spec_decode)
+    return next((row.reason for row in REFUSED_REQUESTS if row.applies(subject)), None)
+
+
+def why_engine_unsupported(engine: Any) -> str | None:
+    """Why no request of this engine can be moved; None if they can."""
+    return next((row.reason for row in REFUSED_ENGINES if row.applies(engine)), None)
+
+
+_INTRODUCTION = """\
+# What moves, and how exactly
+
+<!-- Generated by `make docs` from vllm_llumnix/engine/portability.py. -->
+
+A moved request is compared with an unmoved run in the same company: the same number of requests in every batch, because
+vLLM's kernels give other last bits for another number of rows.
+
+- **bit-exact**: everything the next token depends on is carried; tokens and log probabilities are the same, in any
+  data type.
+- **exact in fp32**: something was computed in another batch, or with another kernel, than without the move. In float32
+  the tokens are the same for all practical purposes; in bfloat16 they may part after some dozens.
+- **refused**: `Migrate` answers `not_portable` with the reason, `llumnix ps` shows it, and the request goes on where it
+  is.
+
+`tests/exactness` moves each kind between real engines and holds it to its class.
+"""
+
+
+def render() -> str:
+    """The text of docs/portability.md."""
+    lines = [_INTRODUCTION, "## Requests", "", "| request | class | because |", "|---|---|---|"]
+    lines += [f"| {row.kind} | {row.exactness} | {row.because} |" for row in MOVED]
+    lines += [f"| {row.reason} | {Exactness.REFUSED} | |" for row in REFUSED_REQUESTS]
+    lines += ["", "## Engines whose requests are refused", ""]
+    lines += [f"- {row.reason}" for row in REFUSED_ENGINES]
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(render())

@@ -56,6 +56,8 @@ def attach(engine: Any) -> KVConnection:
     kvconn = KVConnection(engine, port, bypass)
     kvconn.progress.watch(engine.model_executor)
     bypass.start(kvconn)
+    # Utilities are attributes of the engine that its API server may call.
+    engine.llumlet_drain = bypass.report_drain
     logger.info("llumlet: instance %s listening on %s", config.instance_id, bypass.address)
     if identity.unsupported:
         logger.warning("llumlet: this engine's requests cannot be moved: %s", identity.unsupported)

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="HOST:PORT[,HOST:PORT…]",
-        help="llumlets that take the requests (repeatable), as the instance reaches them (default: its --llumlet-peers)",
+        help="llumlets that take the requests (repeatable), as the instance reaches them (default: its peers)",
     )
     parser.add_argument(
         "--timeout",

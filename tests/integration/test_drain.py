@@ -22,7 +22,8 @@ from benchmarks.client import Client, Stream, StreamFailed
 from benchmarks.harness import Fleet, Server, ServerSpec
 from benchmarks.moves import move_stream
 from tests.integration.test_command_line import lines, llumnix
-from tests.integration.test_lost_owner import assert_goes_on, begin
+from tests.integration.test_lost_owner import PROMPT, assert_goes_on
+from tests.integration.test_lost_owner import SAMPLINGS as PARAMETERS
 from tests.llumlet.fake_agent import until
 from tests.support.conservation import assert_conserved, wait_idle
 
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.asyncio
 
 AT = 40
 """Tokens that have arrived when the end is asked for."""
+LENGTH = 1500
 SAMPLINGS = ("greedy", "seeded", "logprobs", "greedy")
 
 
@@ -61,6 +63,10 @@ def expected(stage: Stage) -> dict[str, Stream]:
     return asyncio.run(run())
 
 
+async def begin(client: Client, sampling: str) -> Stream:
+    return await client.complete(PROMPT, LENGTH, ignore_eos=True, **PARAMETERS[sampling])
+
+
 async def exit_code(server: Server, timeout_s: float = 30.0) -> int | None:
     await until(lambda: not server.alive(), timeout_s)
     return server._process.returncode
@@ -70,11 +76,12 @@ async def test_sigterm_moves_everything_away(stage: Stage, expected: dict[str, S
     before = {stage.haven: await wait_idle(stage.haven)}
     leaver = stage.start("leaver", "--llumlet-peers", str(stage.haven.llumlet))
     async with Client(leaver.base_url) as client, Client(stage.haven.base_url) as elsewhere:
-        streams = [await begin(client, sampling) for sampling in SAMPLINGS]
         guest = await begin(elsewhere, "seeded")
-        for stream in (*streams, guest):
-            await stream.wait_for(AT)
+        await guest.wait_for(AT)
         assert (await move_stream(stage.haven, leaver, guest)).live
+        streams = [await begin(client, sampling) for sampling in SAMPLINGS]
+        for stream in streams:
+            await stream.wait_for(AT)
         os.kill(leaver.pid, signal.SIGTERM)
         await until_refusing(client)
         with pytest.raises(StreamFailed, match="503"):

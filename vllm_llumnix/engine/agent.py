@@ -48,7 +48,7 @@ from vllm_llumnix.engine.adoptions import Adoptions
 from vllm_llumnix.engine.arrivals import Arrivals
 from vllm_llumnix.engine.builder import RequestBuilder
 from vllm_llumnix.engine.departures import Departures, Destination, OutgoingMove
-from vllm_llumnix.engine.drain import Drain
+from vllm_llumnix.engine.drain import REPORT_SECONDS, Drain
 from vllm_llumnix.engine.listing import Listing
 from vllm_llumnix.engine.memory import Movers, encode_memory
 from vllm_llumnix.engine.relay import Relay
@@ -161,7 +161,7 @@ class LlumletAgent:
             os.kill(api_server.pid, signal.SIGTERM)
         while not self.drains.ended:
             report(self.drains.progress())
-            await self.drains.turn()
+            await asyncio.sleep(REPORT_SECONDS)
         return self.drains.progress()
 
     async def abort(self, request: AbortRequest) -> AbortResponse:
@@ -303,6 +303,7 @@ class LlumletAgent:
     def begin_move(
         self, request_id: str, destination: Destination, asked: MigrateRequest, report: Report
     ) -> OutgoingMove:
+        """Raises Refused."""
         request = self.kvconn.port.find(request_id)
         residence = residence_of(request)
         if request_id in self.departures.moves:

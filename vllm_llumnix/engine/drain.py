@@ -27,6 +27,7 @@ logger = logging.getLogger("vllm.llumnix")
 
 TURN_SECONDS = 0.1
 REPORT_SECONDS = 0.5
+"""Between two looks of an operator. The API server waits for longer before it ends the engine."""
 RETRY_SECONDS = 1.0
 """Before a request is offered again to a destination that refused it, and a silent destination is asked again."""
 FOR_GOOD = frozenset({Reason.INCOMPATIBLE_ENGINE, Reason.SAME_INSTANCE, Reason.TRANSPORT_UNAVAILABLE})
@@ -87,12 +88,6 @@ class Drain:
     @property
     def begun(self) -> bool:
         return self._began is not None
-
-    async def turn(self) -> None:
-        """Until the next progress is worth a look."""
-        deadline = time.monotonic() + REPORT_SECONDS
-        while not self.ended and time.monotonic() < deadline:
-            await asyncio.sleep(TURN_SECONDS)
 
     def progress(self) -> DrainProgress:
         return DrainProgress(

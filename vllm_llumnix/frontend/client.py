@@ -131,9 +131,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
             return
         self._drained = True
         if self.vllm_config.parallel_config._api_process_count > 1:
-            logger.warning(
-                "llumlet: no drain: with several API servers the launcher ends them after --shutdown-timeout"
-            )
+            logger.warning("llumlet: several API servers are not drained; see --shutdown-timeout")
             return
         seconds = max(timeout, self._settings.drain_seconds if self._settings.peers else 0.0)
         try:

@@ -27,6 +27,7 @@ logger = logging.getLogger("vllm.llumnix")
 
 POLL_SECONDS = 0.25
 REPORT_SECONDS = 1.0
+LINGER_SECONDS = 0.75
 CALL_SECONDS = 5.0
 """An engine that takes longer to answer is as good as dead."""
 
@@ -110,7 +111,7 @@ async def drain(client: LlumnixClientMixin, seconds: float) -> None:
         logger.info("llumlet: drained in %.1f s: %s", time.monotonic() - began, _state(client, engines))
     await _report(client, seconds, num_cut)
     client.cut_streams_elsewhere()
-    await asyncio.sleep(POLL_SECONDS)  # for what is queued to reach clients and operators
+    await asyncio.sleep(LINGER_SECONDS)  # for what is queued to reach clients and operators
 
 
 async def _report(client: LlumnixClientMixin, seconds: float, num_cut: int | None = None) -> list[dict[str, Any]]:

@@ -43,7 +43,10 @@ class Stage:
 
     def start(self, name: str, *flags: str, **fields: Any) -> Server:
         flags = ("--dtype", "float32", *flags)
-        return self._fleet.start(ServerSpec(self._model, name=name, instance_id=name, flags=flags, **fields))[0]
+        server = self._fleet.start(ServerSpec(self._model, name=name, instance_id=name, flags=flags, **fields))[0]
+        for parameters in PARAMETERS.values():  # the first use of each is compiled, for many seconds
+            server.generate(PROMPT, 4, **parameters)
+        return server
 
 
 @pytest.fixture(scope="module")

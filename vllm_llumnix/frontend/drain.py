@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import signal
@@ -28,8 +29,9 @@ logger = logging.getLogger("vllm.llumnix")
 POLL_SECONDS = 0.25
 REPORT_SECONDS = 1.0
 LINGER_SECONDS = 0.75
-CALL_SECONDS = 5.0
-"""An engine that takes longer to answer is as good as dead."""
+"""For what is queued to reach clients and operators before everything ends."""
+CALL_SECONDS = 2.0
+"""An engine that takes longer hangs, or computes a long step."""
 
 refusing = threading.Event()
 """Set when this process takes no new requests."""
@@ -73,6 +75,23 @@ def _is_new_work(scope: Message) -> bool:
     return path in _HEALTH
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Standing:
+    """How it stands in the engines: their answers summed up."""
+
+    seconds: float
+    """How long the drain may take; 0: there is none."""
+    num_requests: int
+    num_moving: int
+    num_moved: int
+    silent: bool
+    """An engine has not answered; a dead one is not asked."""
+
+    @property
+    def empty(self) -> bool:
+        return not (self.num_requests or self.num_moving or self.silent)
+
+
 async def drain(client: LlumnixClientMixin, seconds: float) -> None:
     """Returns when no stream is left and the engine is empty, after the time limit, or on a second signal.
 
@@ -80,8 +99,8 @@ async def drain(client: LlumnixClientMixin, seconds: float) -> None:
     Without any, vLLM's own shutdown follows at once.
     """
     refusing.set()
-    engines = await _report(client, seconds)
-    seconds = max((engine["seconds"] for engine in engines), default=seconds)
+    standing = await _report(client, seconds)
+    seconds = standing.seconds
     if seconds <= 0:
         return
     stop = asyncio.Event()
@@ -89,48 +108,55 @@ async def drain(client: LlumnixClientMixin, seconds: float) -> None:
         with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):  # not the main thread's loop
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
     began = reported = time.monotonic()
-    logger.info("llumlet: draining: %s; at most %.0f s, a second signal ends it", _state(client, engines), seconds)
+    logger.info("llumlet: draining: %s; at most %.0f s, a second signal ends it", _words(client, standing), seconds)
     empty_before = False
     while not stop.is_set() and time.monotonic() - began < seconds:
         # Twice in a row: a request may just be on its way to the engine, or its last token to its client.
-        empty = not client.num_streams and not any(e["num_requests"] or e["num_moving"] for e in engines)
+        empty = not client.num_streams and standing.empty
         if empty and empty_before:
             break
         empty_before = empty
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), POLL_SECONDS)
-        engines = await _report(client, seconds)
+        standing = await _report(client, seconds)
         if time.monotonic() - reported >= REPORT_SECONDS:
             reported = time.monotonic()
-            logger.info("llumlet: draining: %s; %.0f s left", _state(client, engines), began + seconds - reported)
+            left = began + seconds - reported
+            logger.info("llumlet: draining: %s; %.0f s left", _words(client, standing), left)
     num_cut = client.num_streams
     if num_cut:
         why = "a second signal came" if stop.is_set() else f"the {seconds:.0f} s are over"
         logger.warning("llumlet: %s; ending %d streams", why, num_cut)
     else:
-        logger.info("llumlet: drained in %.1f s: %s", time.monotonic() - began, _state(client, engines))
+        logger.info("llumlet: drained in %.1f s: %s", time.monotonic() - began, _words(client, standing))
     await _report(client, seconds, num_cut)
     client.cut_streams_elsewhere()
-    await asyncio.sleep(LINGER_SECONDS)  # for what is queued to reach clients and operators
+    await asyncio.sleep(LINGER_SECONDS)
 
 
-async def _report(client: LlumnixClientMixin, seconds: float, num_cut: int | None = None) -> list[dict[str, Any]]:
-    """Tell every engine how it stands here; returns how it stands there. A dead engine holds nothing."""
-    peers = list(client.peers)
+async def _report(client: LlumnixClientMixin, seconds: float, num_cut: int | None = None) -> Standing:
+    """Tell every engine how it stands here; returns how it stands there."""
+    arguments = ("llumlet_drain", list(client.peers), seconds, client.num_streams, num_cut)
     calls = [
-        asyncio.wait_for(
-            client._call_utility_async("llumlet_drain", peers, seconds, client.num_streams, num_cut, engine=engine),
-            CALL_SECONDS,
-        )
+        asyncio.wait_for(client._call_utility_async(*arguments, engine=engine), CALL_SECONDS)
         for engine in client.core_engines
     ]
-    answers = await asyncio.gather(*calls, return_exceptions=True)
-    for answer in answers:
-        if isinstance(answer, BaseException) and not isinstance(answer, TimeoutError | EngineDeadError):
+    answers: list[dict[str, Any]] = []
+    silent = False
+    for answer in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(answer, TimeoutError):
+            silent = not client.resources.engine_dead
+        elif isinstance(answer, EngineDeadError):
+            continue
+        elif isinstance(answer, BaseException):
             raise answer
-    return [answer for answer in answers if isinstance(answer, dict)]
+        else:
+            answers.append(answer)
+    limit = max((answer["seconds"] for answer in answers), default=seconds)
+    counts = {name: sum(answer[name] for answer in answers) for name in ("num_requests", "num_moving", "num_moved")}
+    return Standing(limit, silent=silent, **counts)
 
 
-def _state(client: LlumnixClientMixin, engines: list[dict[str, Any]]) -> str:
-    here, moved = (sum(engine[name] for engine in engines) for name in ("num_requests", "num_moved"))
-    return f"{client.num_streams} streams, {here} requests in the engine, {moved} moved away"
+def _words(client: LlumnixClientMixin, standing: Standing) -> str:
+    here = "an engine that does not answer" if standing.silent else f"{standing.num_requests} requests in the engine"
+    return f"{client.num_streams} streams, {here}, {standing.num_moved} moved away"

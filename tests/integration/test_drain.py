@@ -21,6 +21,7 @@ import pytest
 from benchmarks.client import Client, Stream, StreamFailed
 from benchmarks.harness import Fleet, Server, ServerSpec
 from benchmarks.moves import move_stream
+from llumlet.errors import LlumletUnreachable
 from tests.integration.test_command_line import lines, llumnix
 from tests.integration.test_lost_owner import PROMPT, assert_goes_on
 from tests.integration.test_lost_owner import SAMPLINGS as PARAMETERS
@@ -43,10 +44,7 @@ class Stage:
 
     def start(self, name: str, *flags: str, **fields: Any) -> Server:
         flags = ("--dtype", "float32", *flags)
-        server = self._fleet.start(ServerSpec(self._model, name=name, instance_id=name, flags=flags, **fields))[0]
-        for parameters in PARAMETERS.values():  # the first use of each is compiled, for many seconds
-            server.generate(PROMPT, 4, **parameters)
-        return server
+        return self._fleet.start(ServerSpec(self._model, name=name, instance_id=name, flags=flags, **fields))[0]
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +68,20 @@ async def begin(client: Client, sampling: str) -> Stream:
     return await client.complete(PROMPT, LENGTH, ignore_eos=True, **PARAMETERS[sampling])
 
 
+async def warm_up(server: Server) -> None:
+    """The first logprobs are compiled for many seconds, in which the loop hangs and the request goes on elsewhere."""
+    for parameters in PARAMETERS.values():
+        await asyncio.to_thread(server.generate, PROMPT, 4, **parameters)
+    deadline = time.monotonic() + 60.0
+    while True:
+        try:
+            await wait_idle(server)
+        except LlumletUnreachable:
+            assert time.monotonic() < deadline
+        else:
+            return
+
+
 async def exit_code(server: Server, timeout_s: float = 30.0) -> int | None:
     await until(lambda: not server.alive(), timeout_s)
     return server._process.returncode
@@ -78,6 +90,7 @@ async def exit_code(server: Server, timeout_s: float = 30.0) -> int | None:
 async def test_sigterm_moves_everything_away(stage: Stage, expected: dict[str, Stream]) -> None:
     before = {stage.haven: await wait_idle(stage.haven)}
     leaver = stage.start("leaver", "--llumlet-peers", str(stage.haven.llumlet))
+    await warm_up(leaver)
     async with Client(leaver.base_url) as client, Client(stage.haven.base_url) as elsewhere:
         guest = await begin(elsewhere, "seeded")
         await guest.wait_for(AT)

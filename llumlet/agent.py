@@ -27,6 +27,8 @@ from llumlet.types import (
     CommitResponse,
     CopyRoundRequest,
     CopyRoundResponse,
+    DrainProgress,
+    DrainRequest,
     InstanceMetadata,
     InstanceStatus,
     ListRequestsResponse,
@@ -45,6 +47,10 @@ Report = Callable[[MoveProgress], None]
 event loop with a message that is not changed afterwards."""
 
 
+DrainReport = Callable[[DrainProgress], None]
+"""The same for a drain."""
+
+
 class Operator(Protocol):
     """Service `llumlet.Llumlet`: what schedulers and people ask for."""
 
@@ -54,6 +60,10 @@ class Operator(Protocol):
 
     async def migrate_in(self, request: MigrateInRequest, report: Report) -> MoveSummary:
         """Ask the source to move requests here; pass on what it reports."""
+        ...
+
+    async def drain(self, request: DrainRequest, report: DrainReport) -> DrainProgress:
+        """Empty the instance and end it. Returns the last progress, right before the end."""
         ...
 
     async def abort(self, request: AbortRequest) -> AbortResponse: ...

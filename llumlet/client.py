@@ -32,6 +32,8 @@ from llumlet.types import (
     CommitResponse,
     CopyRoundRequest,
     CopyRoundResponse,
+    DrainProgress,
+    DrainRequest,
     GetInstanceMetadataRequest,
     GetInstanceStatusRequest,
     InstanceMetadata,
@@ -50,6 +52,7 @@ from llumlet.types import (
 )
 
 T = TypeVar("T")
+E = TypeVar("E")
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -128,6 +131,10 @@ class LlumletClient:
     ) -> AsyncGenerator[MigrateEvent, None]:
         return self._events(self._llumlet.MigrateIn(request, timeout=deadline_s or self._deadlines.move))
 
+    def drain(self, request: DrainRequest, *, deadline_s: float | None = None) -> AsyncGenerator[DrainProgress, None]:
+        """Progress as it comes, `done` last. Leaving the iteration leaves the drain running."""
+        return self._events(self._llumlet.Drain(request, timeout=deadline_s or self._deadlines.move))
+
     async def abort(self, request: AbortRequest, *, deadline_s: float | None = None) -> AbortResponse:
         return await self._answer(self._llumlet.Abort(request, timeout=deadline_s or self._deadlines.act))
 
@@ -187,7 +194,7 @@ class LlumletClient:
         except aio.AioRpcError as error:
             raise failure_of(error, self.address) from error
 
-    async def _events(self, call: aio.UnaryStreamCall[T, MigrateEvent]) -> AsyncGenerator[MigrateEvent, None]:
+    async def _events(self, call: aio.UnaryStreamCall[T, E]) -> AsyncGenerator[E, None]:
         try:
             async for event in call:
                 yield event

@@ -12,10 +12,11 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn, TypeVar
 
+from google.protobuf.message import Message
 from grpc import aio
 
 from llumlet import validation
-from llumlet.agent import Agent, Destination, Operator, Report
+from llumlet.agent import Agent, Destination, Operator
 from llumlet.detached import DetachedCalls
 from llumlet.errors import LlumletError
 from llumlet.proto import llumlet_pb2_grpc
@@ -31,6 +32,8 @@ from llumlet.types import (
     CommitResponse,
     CopyRoundRequest,
     CopyRoundResponse,
+    DrainProgress,
+    DrainRequest,
     GetInstanceMetadataRequest,
     GetInstanceStatusRequest,
     InstanceMetadata,
@@ -51,6 +54,8 @@ from llumlet.types import (
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+P = TypeVar("P")
+S = TypeVar("S")
 Context = aio.ServicerContext[Any, Any]
 
 
@@ -78,15 +83,17 @@ class _Calls:
         context: Context,
         name: str,
         faults: list[str],
-        call: Callable[[Report], Coroutine[Any, Any, MoveSummary]],
+        call: Callable[[Callable[[P], None]], Coroutine[Any, Any, S]],
+        event: Callable[[P], Message],
+        last: Callable[[S], Message],
     ) -> None:
         if faults:
             await _refuse(context, _invalid(faults))
         # None marks the end. A few events per phase of each request: the queue needs no bound.
-        events: asyncio.Queue[MoveProgress | None] = asyncio.Queue()
+        events: asyncio.Queue[P | None] = asyncio.Queue()
         listening = True
 
-        def report(progress: MoveProgress) -> None:
+        def report(progress: P) -> None:
             if listening:
                 events.put_nowait(progress)
 
@@ -94,12 +101,12 @@ class _Calls:
         task.add_done_callback(lambda _: events.put_nowait(None))
         try:
             while (progress := await events.get()) is not None:
-                await context.write(MigrateEvent(progress=progress))
+                await context.write(event(progress))
         finally:
             listening = False
             if not task.done():
                 self._calls.abandon(task)
-        await context.write(MigrateEvent(summary=await _outcome(context, task)))
+        await context.write(last(await _outcome(context, task)))
 
 
 class LlumletServicer(_Calls, llumlet_pb2_grpc.LlumletServicer):
@@ -109,11 +116,21 @@ class LlumletServicer(_Calls, llumlet_pb2_grpc.LlumletServicer):
 
     async def Migrate(self, request: MigrateRequest, context: Context) -> None:
         faults = validation.migrate_faults(request)
-        await self._stream(context, "Migrate", faults, lambda report: self._agent.migrate(request, report))
+        await self._stream(
+            context, "Migrate", faults, lambda report: self._agent.migrate(request, report), _progress, _summary
+        )
 
     async def MigrateIn(self, request: MigrateInRequest, context: Context) -> None:
         faults = validation.migrate_in_faults(request)
-        await self._stream(context, "MigrateIn", faults, lambda report: self._agent.migrate_in(request, report))
+        await self._stream(
+            context, "MigrateIn", faults, lambda report: self._agent.migrate_in(request, report), _progress, _summary
+        )
+
+    async def Drain(self, request: DrainRequest, context: Context) -> None:
+        faults = validation.drain_faults(request)
+        await self._stream(
+            context, "Drain", faults, lambda report: self._agent.drain(request, report), _itself, _itself
+        )
 
     async def Abort(self, request: AbortRequest, context: Context) -> AbortResponse:
         faults = validation.abort_faults(request)
@@ -185,6 +202,18 @@ def add_services(agent: Agent, server: aio.Server) -> DetachedCalls:
     llumlet_pb2_grpc.add_LlumletServicer_to_server(LlumletServicer(agent, calls), server)
     llumlet_pb2_grpc.add_PeerServicer_to_server(PeerServicer(agent, calls), server)
     return calls
+
+
+def _progress(progress: MoveProgress) -> MigrateEvent:
+    return MigrateEvent(progress=progress)
+
+
+def _summary(summary: MoveSummary) -> MigrateEvent:
+    return MigrateEvent(summary=summary)
+
+
+def _itself(progress: DrainProgress) -> DrainProgress:
+    return progress
 
 
 def _invalid(faults: list[str]) -> LlumletError:

@@ -18,6 +18,7 @@ from llumlet.types import (
     AdoptRequest,
     CommitRequest,
     CopyRoundRequest,
+    DrainRequest,
     Handover,
     MigrateInRequest,
     MigrateRequest,
@@ -45,6 +46,18 @@ def migrate_faults(request: MigrateRequest) -> list[str]:
     if not 0 < request.dst_engine_port < 65536:
         faults.append(f"dst_engine_port {request.dst_engine_port} is not a port")
     return faults + _selection_faults(request)
+
+
+def drain_faults(request: DrainRequest) -> list[str]:
+    faults = []
+    for destination in request.destinations:
+        try:
+            Address.parse(destination)
+        except ValueError as error:
+            faults.append(f"destinations: {error}")
+    if not (math.isfinite(request.timeout_s) and request.timeout_s >= 0):
+        faults.append(f"timeout_s {request.timeout_s} is not a time in seconds")
+    return faults
 
 
 def migrate_in_faults(request: MigrateInRequest) -> list[str]:

@@ -15,8 +15,8 @@ from llumsched.commands import COMMANDS, Command
 from llumsched.exit_codes import ExitCode
 
 _EPILOG = """exit codes:
-  0  done; migrate: every selected request moved
-  1  migrate: some selected request did not move
+  0  done; migrate: every selected request moved; drain: every stream came to its end
+  1  migrate: some selected request did not move; drain: some stream was cut
   2  the command line is wrong
   3  migrate: nothing to move was found
   4  a llumlet could not be reached

@@ -8,9 +8,10 @@ import enum
 
 class ExitCode(enum.IntEnum):
     OK = 0
-    """Done: `migrate` moved every request that it selected, and that was at least one."""
+    """Done: `migrate` moved every request that it selected, and that was at least one; every stream of a
+    `drain` came to its end."""
     NOT_MOVED = 1
-    """Some selected request did not move."""
+    """Some selected request did not move; some stream was cut at the end of a `drain`."""
     USAGE = 2
     """The command line is wrong. Nothing was asked of anybody."""
     NOTHING_SELECTED = 3

@@ -52,6 +52,7 @@ class LlumletConfig:
     exact: bool = False
     insecure: bool = False
     peers: tuple[str, ...] = ()
+    drain_seconds: float = 25.0
 
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()
@@ -184,6 +185,14 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         "what their clients have received.",
     )
     add(
+        "--llumlet-drain-seconds",
+        type=float,
+        default=_DEFAULTS.drain_seconds,
+        metavar="SECONDS",
+        help="On SIGTERM, with --llumlet-peers: how long streams may go on while requests move to the peers. The "
+        "default fits the 30 seconds that Kubernetes gives; raise both for longer streams. 0: end at once.",
+    )
+    add(
         "--llumlet-insecure",
         action="store_true",
         default=False,
@@ -261,6 +270,8 @@ def _faults(config: LlumletConfig) -> list[str]:
             faults.append(f"--llumlet-max-migration-kv-ratio-{direction} must be above 0 and at most 1")
     if not config.lease_seconds >= 1:
         faults.append("--llumlet-lease-seconds must be at least 1")
+    if not 0 <= config.drain_seconds < float("inf"):
+        faults.append("--llumlet-drain-seconds must not be negative or infinite")
     if not config.stall_budget_ms > 0:
         faults.append("--llumlet-stall-budget-ms must be positive")
     if config.transport not in AVAILABLE_TRANSPORTS:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vllm_llumnix.engine.kvconn import KVConnection
 
 CONFIG_VARIABLE = "LLUMNIX_LLUMLET"
+REFUSE_NEW = "vllm_llumnix.frontend.drain.RefuseNew"
 
 
 def enabled() -> bool:
@@ -57,6 +58,8 @@ def resolve_args(args: argparse.Namespace) -> None:
         os.environ.pop(CONFIG_VARIABLE, None)
     else:
         os.environ[CONFIG_VARIABLE] = resolved.to_json()
+        if hasattr(args, "middleware"):
+            args.middleware = [*args.middleware, REFUSE_NEW]
 
 
 # Front-end (API server process)

@@ -268,6 +268,45 @@ class MoveSummary(_message.Message):
     total_ms: float
     def __init__(self, selected: _Optional[int] = ..., moved: _Optional[int] = ..., stayed: _Optional[int] = ..., gone: _Optional[int] = ..., lost: _Optional[int] = ..., total_ms: _Optional[float] = ...) -> None: ...
 
+class DrainRequest(_message.Message):
+    __slots__ = ("engine_id", "destinations", "timeout_s")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    DESTINATIONS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    destinations: _containers.RepeatedScalarFieldContainer[str]
+    timeout_s: float
+    def __init__(self, engine_id: _Optional[str] = ..., destinations: _Optional[_Iterable[str]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class DrainProgress(_message.Message):
+    __slots__ = ("elapsed_s", "timeout_s", "num_streams", "num_requests", "num_moving", "num_moved", "refusals", "done", "num_cut")
+    class RefusalsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    ELAPSED_S_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MOVING_FIELD_NUMBER: _ClassVar[int]
+    NUM_MOVED_FIELD_NUMBER: _ClassVar[int]
+    REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    NUM_CUT_FIELD_NUMBER: _ClassVar[int]
+    elapsed_s: float
+    timeout_s: float
+    num_streams: int
+    num_requests: int
+    num_moving: int
+    num_moved: int
+    refusals: _containers.ScalarMap[str, int]
+    done: bool
+    num_cut: int
+    def __init__(self, elapsed_s: _Optional[float] = ..., timeout_s: _Optional[float] = ..., num_streams: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_moving: _Optional[int] = ..., num_moved: _Optional[int] = ..., refusals: _Optional[_Mapping[str, int]] = ..., done: _Optional[bool] = ..., num_cut: _Optional[int] = ...) -> None: ...
+
 class AbortRequest(_message.Message):
     __slots__ = ("request_ids",)
     REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]

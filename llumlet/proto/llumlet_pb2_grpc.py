@@ -54,6 +54,11 @@ class LlumletStub:
                 request_serializer=llumlet_dot_proto_dot_llumlet__pb2.AbortMigrateInRequest.SerializeToString,
                 response_deserializer=llumlet_dot_proto_dot_llumlet__pb2.AbortMigrateInResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_stream(
+                '/llumlet.Llumlet/Drain',
+                request_serializer=llumlet_dot_proto_dot_llumlet__pb2.DrainRequest.SerializeToString,
+                response_deserializer=llumlet_dot_proto_dot_llumlet__pb2.DrainProgress.FromString,
+                _registered_method=True)
         self.GetInstanceStatus = channel.unary_unary(
                 '/llumlet.Llumlet/GetInstanceStatus',
                 request_serializer=llumlet_dot_proto_dot_llumlet__pb2.GetInstanceStatusRequest.SerializeToString,
@@ -103,6 +108,14 @@ class LlumletServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Ends the instance as SIGTERM does: moves everything away, refuses new work, and waits for the last stream. The last
+        event of the stream is `done`. The drain goes on if the caller leaves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetInstanceStatus(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -143,6 +156,11 @@ def add_LlumletServicer_to_server(servicer, server):
                     servicer.AbortMigrateIn,
                     request_deserializer=llumlet_dot_proto_dot_llumlet__pb2.AbortMigrateInRequest.FromString,
                     response_serializer=llumlet_dot_proto_dot_llumlet__pb2.AbortMigrateInResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_stream_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=llumlet_dot_proto_dot_llumlet__pb2.DrainRequest.FromString,
+                    response_serializer=llumlet_dot_proto_dot_llumlet__pb2.DrainProgress.SerializeToString,
             ),
             'GetInstanceStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInstanceStatus,
@@ -268,6 +286,33 @@ class Llumlet:
             '/llumlet.Llumlet/AbortMigrateIn',
             llumlet_dot_proto_dot_llumlet__pb2.AbortMigrateInRequest.SerializeToString,
             llumlet_dot_proto_dot_llumlet__pb2.AbortMigrateInResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/llumlet.Llumlet/Drain',
+            llumlet_dot_proto_dot_llumlet__pb2.DrainRequest.SerializeToString,
+            llumlet_dot_proto_dot_llumlet__pb2.DrainProgress.FromString,
             options,
             channel_credentials,
             insecure,

@@ -9,6 +9,7 @@ class LlumletStub:
     MigrateIn: aio.UnaryStreamMultiCallable[pb.MigrateInRequest, pb.MigrateEvent]
     Abort: aio.UnaryUnaryMultiCallable[pb.AbortRequest, pb.AbortResponse]
     AbortMigrateIn: aio.UnaryUnaryMultiCallable[pb.AbortMigrateInRequest, pb.AbortMigrateInResponse]
+    Drain: aio.UnaryStreamMultiCallable[pb.DrainRequest, pb.DrainProgress]
     GetInstanceStatus: aio.UnaryUnaryMultiCallable[pb.GetInstanceStatusRequest, pb.InstanceStatus]
     GetInstanceMetadata: aio.UnaryUnaryMultiCallable[pb.GetInstanceMetadataRequest, pb.InstanceMetadata]
     ListRequests: aio.UnaryUnaryMultiCallable[pb.ListRequestsRequest, pb.ListRequestsResponse]
@@ -26,6 +27,9 @@ class LlumletServicer:
     async def AbortMigrateIn(
         self, request: pb.AbortMigrateInRequest, context: aio.ServicerContext[pb.AbortMigrateInRequest, pb.AbortMigrateInResponse]
     ) -> pb.AbortMigrateInResponse: ...
+    async def Drain(
+        self, request: pb.DrainRequest, context: aio.ServicerContext[pb.DrainRequest, pb.DrainProgress]
+    ) -> None: ...
     async def GetInstanceStatus(
         self, request: pb.GetInstanceStatusRequest, context: aio.ServicerContext[pb.GetInstanceStatusRequest, pb.InstanceStatus]
     ) -> pb.InstanceStatus: ...

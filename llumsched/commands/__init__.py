@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from typing import Protocol
 
-from llumsched.commands import migrate, ps, status
+from llumsched.commands import drain, migrate, ps, status
 
 
 class Command(Protocol):
@@ -30,4 +30,4 @@ class Command(Protocol):
         ...
 
 
-COMMANDS: tuple[Command, ...] = (ps, status, migrate)
+COMMANDS: tuple[Command, ...] = (ps, status, migrate, drain)

@@ -58,14 +58,25 @@ def test_all_faults_are_listed_at_once() -> None:
         read(
             *("--enable-llumlet", "--llumlet-host", "0.0.0.0", "--llumlet-port", "70000"),
             *("--llumlet-instance-id", "a b", "--llumlet-lease-seconds", "0", "--llumlet-max-migrations-in", "-1"),
-            *("--llumlet-stall-budget-ms", "-3", "--llumlet-transport", "mooncake"),
+            *("--llumlet-stall-budget-ms", "-3", "--llumlet-transport", "mooncake", "--llumlet-drain-seconds", "-1"),
             LLUMNIX_TYPO="1",
             VLLM_USE_RUST_FRONTEND="1",
         )
     text = "\n".join(refusal.value.faults)
-    for word in ("host", "port", "instance-id", "lease", "migrations-in", "budget", "transport", "TYPO", "Rust"):
+    for word in (
+        "host",
+        "port",
+        "instance-id",
+        "lease",
+        "migrations-in",
+        "budget",
+        "transport",
+        "drain",
+        "TYPO",
+        "Rust",
+    ):
         assert word in text
-    assert len(refusal.value.faults) == 9
+    assert len(refusal.value.faults) == 10
 
 
 def test_flags_without_the_switch_are_a_mistake() -> None:

@@ -241,6 +241,7 @@ def _config(ranks: int) -> Any:
             enable_elastic_ep=False,
             enable_fault_tolerance=False,
             local_engines_only=False,
+            _api_process_count=1,
             data_parallel_size=ranks,
             data_parallel_size_local=ranks,
             data_parallel_index=0,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from llumlet.agent import Report
+from llumlet.agent import DrainReport, Report
 from llumlet.types import (
     AbortMigrateInRequest,
     AbortMigrateInResponse,
@@ -20,6 +20,8 @@ from llumlet.types import (
     CommitResponse,
     CopyRoundRequest,
     CopyRoundResponse,
+    DrainProgress,
+    DrainRequest,
     Epoch,
     Handover,
     Health,
@@ -60,6 +62,7 @@ class FakeAgent:
         self.completed: list[str] = []
         self.moved: list[str] = []
         self.health = Health.OK
+        self.num_cut = 0
         self.copying = asyncio.Event()
         self.go = asyncio.Event()
         self.go.set()
@@ -120,6 +123,15 @@ class FakeAgent:
     async def migrate_in(self, request: MigrateInRequest, report: Report) -> MoveSummary:
         await self._enter("migrate_in", request)
         return await self.migrate(request.request, report)
+
+    async def drain(self, request: DrainRequest, report: DrainReport) -> DrainProgress:
+        await self._enter("drain", request)
+        here = len(self.requests)
+        report(DrainProgress(timeout_s=25, num_streams=here, num_requests=here, refusals={"destination_full": 2}))
+        self.copying.set()
+        await self.go.wait()
+        self.completed.append("drain")
+        return DrainProgress(elapsed_s=1.5, timeout_s=25, num_moved=here, done=True, num_cut=self.num_cut)
 
     async def abort(self, request: AbortRequest) -> AbortResponse:
         await self._enter("abort", request)

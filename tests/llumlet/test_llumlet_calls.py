@@ -14,6 +14,7 @@ from llumlet.types import (
     AbortMigrateInRequest,
     AbortRequest,
     AbortResponse,
+    DrainRequest,
     Handover,
     MigrateEvent,
     Mode,
@@ -56,7 +57,15 @@ async def test_every_method_of_the_contract_is_tested_here() -> None:
     services = llumlet_pb2.DESCRIPTOR.services_by_name
     contract = {method.name for method in services["Llumlet"].methods}
     contract |= {"Peer.Abort" if method.name == "Abort" else method.name for method in services["Peer"].methods}
-    assert contract == READS.keys() | STREAMS.keys() | CALLS.keys()
+    assert contract == READS.keys() | STREAMS.keys() | CALLS.keys() | {"Drain"}
+
+
+async def test_a_drain_reports_until_it_is_done(client: LlumletClient, agent: FakeAgent) -> None:
+    request = DrainRequest(engine_id="fake-a", destinations=["127.0.0.1:4000"], timeout_s=3)
+    *progress, last = [event async for event in client.drain(request)]
+    assert agent.asked("drain") == [request]
+    assert [event.done for event in progress] == [False]
+    assert last.done
 
 
 @pytest.mark.parametrize(("method", "request_"), CALLS.values(), ids=CALLS.keys())

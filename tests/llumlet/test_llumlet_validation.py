@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llumlet import validation
-from llumlet.types import AbortMigrateInRequest, AbortRequest, Address, Epoch, MigrateRequest
+from llumlet.types import AbortMigrateInRequest, AbortRequest, Address, DrainRequest, Epoch, MigrateRequest
 from tests.llumlet import messages
 
 RATIO = {"migration_type": "RATIO", "kv_cache_usage_ratio": 0.5}
@@ -135,3 +135,10 @@ def test_legal_peer_messages() -> None:
 def test_addresses(text: str, parsed: Any) -> None:
     assert Address.parse(text) == parsed
     assert str(Address.parse(text)) == text.strip()
+
+
+def test_drain_requests() -> None:
+    assert validation.drain_faults(DrainRequest()) == []
+    assert validation.drain_faults(DrainRequest(destinations=["a:1", "[::1]:2"], timeout_s=10)) == []
+    assert len(validation.drain_faults(DrainRequest(destinations=["a", "b:0"], timeout_s=-1))) == 3
+    assert validation.drain_faults(DrainRequest(timeout_s=math.inf)) == ["timeout_s inf is not a time in seconds"]

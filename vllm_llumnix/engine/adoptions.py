@@ -57,7 +57,7 @@ class Adoptions:
             raise Refused(Reason.NOT_PORTABLE, identity.unsupported)
         if asked.compatibility_digest != identity.digest:
             raise Refused(Reason.INCOMPATIBLE_ENGINE, "model, weights, vLLM version or settings differ")
-        if not engine.is_running():
+        if not self._bypass.takes_requests:
             raise Refused(Reason.SHUTTING_DOWN, "this engine is shutting down")
         request, residence = await self._builder.build(asked.request_state)
         request_id = request.request_id

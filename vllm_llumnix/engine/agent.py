@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from llumlet.agent import Report
+from llumlet.agent import DrainReport, Report
 from llumlet.errors import LlumletCallFailed, LlumletError
 from llumlet.server import RunningServer
 from llumlet.types import (
@@ -24,6 +27,8 @@ from llumlet.types import (
     CommitResponse,
     CopyRoundRequest,
     CopyRoundResponse,
+    DrainProgress,
+    DrainRequest,
     Health,
     InstanceMetadata,
     InstanceStatus,
@@ -44,6 +49,7 @@ from vllm_llumnix.engine.adoptions import Adoptions
 from vllm_llumnix.engine.arrivals import Arrivals
 from vllm_llumnix.engine.builder import RequestBuilder
 from vllm_llumnix.engine.departures import Departures, Destination, OutgoingMove
+from vllm_llumnix.engine.drain import REPORT_SECONDS, Drain
 from vllm_llumnix.engine.listing import Listing
 from vllm_llumnix.engine.memory import Movers, encode_memory
 from vllm_llumnix.engine.relay import Relay
@@ -95,6 +101,7 @@ class LlumletAgent:
         memory = encode_memory(self.identity.digest, bypass.movers)
         self.departures = Departures(bypass, kvconn, self.relay, memory, CALL_SECONDS)
         self.listing = Listing(bypass, kvconn, self.departures)
+        self.drains = Drain(self)
         builder = RequestBuilder(bypass.engine)
         self.arrivals = Arrivals(bypass, kvconn, self.relay, self.movers, builder, self.departures, self._abort_soon)
         self.adoptions = Adoptions(
@@ -121,7 +128,7 @@ class LlumletAgent:
         refused: dict[str, MigrationError] = {}
         for request_id in selected:
             try:
-                moves.append(self._begin(request_id, destination, request, report))
+                moves.append(self.begin_move(request_id, destination, request, report))
             except MigrationError as error:
                 refused[request_id] = error
         for request_id, error in refused.items():
@@ -154,6 +161,19 @@ class LlumletAgent:
         except LlumletCallFailed as error:
             raise refusal(Refused(Reason.PEER_UNREACHABLE, str(error))) from error
         return summary
+
+    async def drain(self, request: DrainRequest, report: DrainReport) -> DrainProgress:
+        self._check_drain(request)
+        if not self.drains.begun:
+            self.drains.ask(list(request.destinations), request.timeout_s or self.config.drain_seconds)
+            api_server = multiprocessing.parent_process()
+            assert api_server is not None
+            assert api_server.pid is not None
+            os.kill(api_server.pid, signal.SIGTERM)
+        while not self.drains.ended:
+            report(self.drains.progress())
+            await asyncio.sleep(REPORT_SECONDS)
+        return self.drains.progress()
 
     async def abort(self, request: AbortRequest) -> AbortResponse:
         response = AbortResponse()
@@ -239,7 +259,7 @@ class LlumletAgent:
             if owner is not None:
                 by_owner.setdefault(owner, []).append(request_id)
         for owner, ids in by_owner.items():
-            self._spawn(self._abort_at(owner, ids))
+            self.spawn(self._abort_at(owner, ids))
 
     def release(self, requests: list[tuple[str, Epoch]]) -> None:
         """The origin wants nothing more of these requests under these epochs."""
@@ -254,7 +274,7 @@ class LlumletAgent:
         return residence.epoch if residence is not None else self.relay.epoch_of(request_id)
 
     def _abort_soon(self, request_ids: list[str]) -> None:
-        self._spawn(self._abort_here(request_ids))
+        self.spawn(self._abort_here(request_ids))
 
     async def _abort_here(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -266,7 +286,7 @@ class LlumletAgent:
         with contextlib.suppress(LlumletCallFailed):
             await self.departures.client(owner).abort(AbortRequest(request_ids=request_ids))
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -284,6 +304,16 @@ class LlumletAgent:
         if self.identity.unsupported is not None:
             raise refusal(Refused(Reason.NOT_PORTABLE, self.identity.unsupported))
 
+    def _check_drain(self, request: DrainRequest) -> None:
+        here, parallel = self.identity.instance, self.bypass.engine.vllm_config.parallel_config
+        if request.engine_id and request.engine_id != here:
+            raise refusal(Refused(Reason.WRONG_INSTANCE, f"this is {here}, not {request.engine_id}"))
+        if str(self.server.address) in request.destinations:
+            raise refusal(Refused(Reason.SAME_INSTANCE, "the instance cannot be drained to itself"))
+        if parallel.data_parallel_size > 1 or parallel._api_process_count > 1:
+            detail = "its API servers and data-parallel ranks end together: send SIGTERM to `vllm serve`"
+            raise refusal(Refused(Reason.INVALID_REQUEST, detail))
+
     def _select(self, request: MigrateRequest) -> list[str]:
         if request.request_ids:
             return list(dict.fromkeys(request.request_ids))
@@ -292,7 +322,10 @@ class LlumletAgent:
         except Refused as error:
             raise refusal(error) from error
 
-    def _begin(self, request_id: str, destination: Destination, asked: MigrateRequest, report: Report) -> OutgoingMove:
+    def begin_move(
+        self, request_id: str, destination: Destination, asked: MigrateRequest, report: Report
+    ) -> OutgoingMove:
+        """Raises Refused."""
         request = self.kvconn.port.find(request_id)
         residence = residence_of(request)
         if request_id in self.departures.moves:

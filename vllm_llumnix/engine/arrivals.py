@@ -419,7 +419,7 @@ class Arrivals:
                 _refuse(Reason.WRONG_INSTANCE, f"this is {identity.instance}, not {request.dst_engine_id}")
             if identity.unsupported is not None:
                 _refuse(Reason.NOT_PORTABLE, f"at the destination: {identity.unsupported}")
-            if not self.bypass.engine.is_running():
+            if not self.bypass.takes_requests:
                 _refuse(Reason.SHUTTING_DOWN, "the destination is shutting down")
             try:
                 self.slots.take(MigrationId(request.handover.migration_id), request.num_blocks * self.terms.block_size)

@@ -58,6 +58,8 @@ def attach(engine: Any) -> KVConnection:
     kvconn.progress.watch(engine.model_executor)
     bypass.start(kvconn)
     _stop_with(engine, bypass)
+    # Utilities are attributes of the engine that its API server may call.
+    engine.llumlet_drain = bypass.report_drain
     logger.info("llumlet: instance %s listening on %s", config.instance_id, bypass.address)
     if identity.unsupported:
         logger.warning("llumlet: this engine's requests cannot be moved: %s", identity.unsupported)

@@ -44,6 +44,8 @@ class Bypass:
         self.engine = engine
         self.address: Address | None = None
         self.started_at = time.time()
+        self.draining = False
+        """The engine is being emptied."""
         self._agent: LlumletAgent | None = None
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
@@ -54,6 +56,11 @@ class Bypass:
     def bytes_per_block(self) -> int:
         """KV bytes of one block over all layers and ranks."""
         return sum(mover.memory.layout.bytes_per_block for mover in self.movers)
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether new requests and moves may come; not when the engine is on its way out."""
+        return bool(self.engine.is_running()) and not self.draining
 
     def start(self, kvconn: KVConnection) -> None:
         """Raises what kept the llumlet from listening."""
@@ -96,6 +103,11 @@ class Bypass:
         """The front-end aborts requests; those that have moved on from here are ended at their owner."""
         if self._agent is not None:
             self._agent.forward_aborts(request_ids)
+
+    def report_drain(self, peers: list[str], seconds: float, num_streams: int, num_cut: int | None) -> dict[str, Any]:
+        """Called by the API server as a utility of the engine. Loop thread."""
+        assert self._agent is not None
+        return self._agent.drains.report(peers, seconds, num_streams, num_cut)
 
     def revoke_youngest_reservation(self) -> None:
         if self._agent is not None:

@@ -114,7 +114,7 @@ class Listing:
         out_tokens = sum(move.request.num_tokens for move in leaving)
         return InstanceStatus(
             instance_id=self._bypass.identity.instance,
-            schedulable=scheduler.pause_state == PauseState.UNPAUSED and self._engine.is_running(),
+            schedulable=scheduler.pause_state == PauseState.UNPAUSED and self._bypass.takes_requests,
             timestamp_ms=int(time.time() * 1000),
             step_id=self._kvconn.steps,
             update_id=self._updates,

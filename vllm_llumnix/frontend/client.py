@@ -35,6 +35,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from vllm_llumnix import config
 from vllm_llumnix.errors import ConfigError
+from vllm_llumnix.frontend.drain import drain
 from vllm_llumnix.frontend.owners import PROBE_SECONDS, Owner, Owners
 from vllm_llumnix.frontend.relay import Complaints, Receive, Relay
 from vllm_llumnix.frontend.replay import Replay, why_not
@@ -92,6 +93,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._num_pauses = 0
         self._home_dead = False
+        self._drained = False
         super().__init__(vllm_config, *args, **kwargs)
         self._outlive_engine()
 
@@ -115,9 +117,45 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
         return self._relay
 
     def shutdown(self, timeout: float | None = None) -> None:
+        self._drain(timeout or 0.0)
         if self._relay is not None and self._watch is not None:
             _end(self._relay, self._watch)
         super().shutdown(timeout)
+
+    def _drain(self, timeout: float) -> None:
+        """Drain if a helper thread asks while the event loop serves streams, as vLLM's launcher does on SIGTERM."""
+        loop = self._watch.get_loop() if self._watch is not None else None
+        if loop is None or not loop.is_running() or loop is asyncio._get_running_loop():
+            return
+        if self._drained or self.resources.engine_dead or not self._finalizer.alive:
+            return
+        self._drained = True
+        if self.vllm_config.parallel_config._api_process_count > 1:
+            logger.warning("llumlet: several API servers are not drained; see --shutdown-timeout")
+            return
+        seconds = max(timeout, self._settings.drain_seconds if self._settings.peers else 0.0)
+        try:
+            asyncio.run_coroutine_threadsafe(drain(self, seconds), loop).result()
+        except Exception:
+            # Outermost: whatever went wrong, the process has to end.
+            logger.exception("llumlet: the drain failed")
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Addresses of the llumlets that may take our engine's requests."""
+        return self._settings.peers
+
+    @property
+    def num_streams(self) -> int:
+        """Generation requests whose clients are here, wherever they run."""
+        return len(self._streams)
+
+    def cut_streams_elsewhere(self) -> None:
+        """End what other engines run for us: nobody will be here to receive it. Our own engine does so itself."""
+        moved = [stream for stream in self._streams.all() if stream.owner is not None or stream.replaying]
+        self._release(moved)
+        for stream in moved:
+            self._give_up(stream)
 
     # Requests
 

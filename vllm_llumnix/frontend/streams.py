@@ -138,6 +138,9 @@ class Streams:
     def get(self, request_id: str) -> Stream | None:
         return self._streams.get(request_id)
 
+    def all(self) -> list[Stream]:
+        return list(self._streams.values())
+
     def open(self, stream: Stream) -> None:
         """Called before the request is sent."""
         self._streams[stream.request_id] = stream

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Emptying an engine that is about to end: everything it runs, guests included, is moved to other instances.
+
+The API server decides when: it calls `report` through vLLM's utility path, several times a second, from its shutdown on
+(`frontend.drain`). From the first call the engine takes in nothing from elsewhere, and each request is moved as soon as
+it can be, to the destination that has got the fewest so far. Who is refused stays, decodes on, and is tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from llumlet.errors import LlumletCallFailed
+from llumlet.types import Address, DrainProgress, MigrateRequest, Mode, MovePhase, MoveProgress, Reason, reason_word
+from vllm_llumnix.engine.departures import Destination
+from vllm_llumnix.errors import MigrationError
+
+if TYPE_CHECKING:
+    from vllm_llumnix.engine.agent import LlumletAgent
+
+logger = logging.getLogger("vllm.llumnix")
+
+TURN_SECONDS = 0.1
+REPORT_SECONDS = 0.5
+"""Between two looks of an operator. The API server waits for longer before it ends the engine."""
+RETRY_SECONDS = 1.0
+"""Before a request is offered again to a destination that refused it, and a silent destination is asked again."""
+FOR_GOOD = frozenset({Reason.INCOMPATIBLE_ENGINE, Reason.SAME_INSTANCE, Reason.TRANSPORT_UNAVAILABLE})
+"""Refusals that a destination would repeat."""
+
+
+class Drain:
+    """Of one engine. Once begun, it ends with the process."""
+
+    def __init__(self, agent: LlumletAgent) -> None:
+        self._agent = agent
+        self._began: float | None = None
+        self._addresses: list[str] = []
+        self._seconds = 0.0
+        self._destinations: dict[str, Destination] = {}
+        self._moved: Counter[str] = Counter()
+        """Requests by the destination that has them."""
+        self._stayed: Counter[str] = Counter()
+        """Refused attempts by reason."""
+        self._not_before: dict[tuple[str, str], float] = {}
+        """When a request may be offered to a destination again."""
+        self._num_streams = 0
+        self._num_cut: int | None = None
+        """Streams that the API server ended early; None while it drains."""
+        self._task: asyncio.Task[None] | None = None
+
+    def ask(self, addresses: list[str], seconds: float) -> None:
+        """What an operator wants goes before what the API server was configured with."""
+        self._addresses, self._seconds = addresses, seconds
+
+    # Loop thread
+
+    def report(self, peers: list[str], seconds: float, num_streams: int, num_cut: int | None) -> dict[str, Any]:
+        """Called by the API server: its configuration, the streams it holds, and in the end how many it has cut.
+
+        Returns how long the drain may take in seconds (0: there is none) and what is still here.
+        """
+        self._num_streams, self._num_cut = num_streams, num_cut
+        self._seconds = self._seconds or seconds
+        self._addresses = self._addresses or peers
+        if self._began is None and self._seconds > 0:
+            self._began = time.monotonic()
+            self._agent.bypass.draining = True
+            self._agent.bypass.post(self._begin)
+        return {
+            "seconds": self._seconds,
+            "num_requests": len(self._agent.bypass.engine.scheduler.requests),
+            "num_moving": len(self._agent.departures.moves),
+            "num_moved": self._moved.total(),
+        }
+
+    # Bypass thread
+
+    @property
+    def ended(self) -> bool:
+        return self._num_cut is not None
+
+    @property
+    def begun(self) -> bool:
+        return self._began is not None
+
+    def progress(self) -> DrainProgress:
+        return DrainProgress(
+            elapsed_s=time.monotonic() - self._began if self._began is not None else 0.0,
+            timeout_s=self._seconds,
+            num_streams=self._num_streams,
+            num_requests=len(self._agent.bypass.engine.scheduler.requests),
+            num_moving=len(self._agent.departures.moves),
+            num_moved=self._moved.total(),
+            refusals=self._stayed,
+            done=self.ended,
+            num_cut=self._num_cut or 0,
+        )
+
+    def _begin(self) -> None:
+        logger.info("llumlet: draining to %s", ", ".join(self._addresses) or "nobody: requests run to their end")
+        if self._addresses:
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="llumnix-drain")
+
+    async def _run(self) -> None:
+        for address in self._addresses:
+            self._agent.spawn(self._find(Address.parse(address)))
+        while True:
+            for request_id in await self._agent.kvconn.call(self._movable):
+                if len(self._agent.departures.moves) >= self._agent.config.max_migrations_out:
+                    break
+                self._offer(request_id)
+            await asyncio.sleep(TURN_SECONDS)
+
+    async def _find(self, address: Address) -> None:
+        """Until the instance there says who it is."""
+        client = self._agent.departures.client(address)
+        while True:
+            try:
+                found = await client.get_instance_metadata()
+            except LlumletCallFailed as error:
+                logger.info("llumlet: nothing can be moved to %s: %s", address, error)
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                if found.instance_id != self._agent.identity.instance:
+                    self._destinations[str(address)] = Destination(found.instance_id, address, client, Mode.LIVE)
+                return
+
+    def _movable(self) -> list[str]:
+        """Loop thread."""
+        agent = self._agent
+        return [
+            request_id
+            for request_id, request in agent.bypass.engine.scheduler.requests.items()
+            if request_id not in agent.departures.moves and agent.listing.why_not(request) is None
+        ]
+
+    def _offer(self, request_id: str) -> None:
+        now = time.monotonic()
+        willing = [name for name in self._destinations if self._not_before.get((request_id, name), 0.0) <= now]
+        if not willing:
+            return
+        name = min(willing, key=lambda name: (self._moved[name], name))
+        # Nothing is gained by a request that stays: a longer stall is better than an end.
+        asked = MigrateRequest(trigger_policy="drain", force=True)
+        try:
+            move = self._agent.begin_move(request_id, self._destinations[name], asked, lambda _: None)
+        except MigrationError as error:  # changed since the loop was asked
+            self._stayed[error.reason] += 1
+            return
+        self._moved[name] += 1
+        move.done.add_done_callback(lambda done: self._settled(request_id, name, done.result()))
+
+    def _settled(self, request_id: str, name: str, outcome: MoveProgress) -> None:
+        if outcome.phase == MovePhase.MOVED:
+            return
+        self._moved[name] -= 1
+        if outcome.phase == MovePhase.STAYED:
+            self._stayed[reason_word(outcome.reason)] += 1
+            wait = math.inf if outcome.reason in FOR_GOOD else RETRY_SECONDS
+            self._not_before[request_id, name] = time.monotonic() + wait

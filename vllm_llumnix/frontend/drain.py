@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The end of an API server that holds streams: refuse new work, have the engine emptied, wait for the last stream.
+
+vLLM's launcher answers SIGTERM by calling the client's `shutdown` in a helper thread, while the event loop goes on
+serving; `drain` runs on that loop before anything is shut down. The client's connections end here, so this process
+lives as long as its streams do, wherever their requests run. What leaves with the engine is its memory and its guests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.engine.exceptions import EngineDeadError
+
+if TYPE_CHECKING:
+    from vllm_llumnix.frontend.client import LlumnixClientMixin
+
+logger = logging.getLogger("vllm.llumnix")
+
+POLL_SECONDS = 0.25
+REPORT_SECONDS = 1.0
+LINGER_SECONDS = 0.75
+"""For what is queued to reach clients and operators before everything ends."""
+CALL_SECONDS = 2.0
+"""An engine that takes longer hangs, or computes a long step."""
+
+refusing = threading.Event()
+"""Set when this process takes no new requests."""
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+_TEXT = "This instance is shutting down and takes no new requests. Please retry on a different instance."
+_BODY = json.dumps(
+    {"error": {"message": _TEXT, "type": "ServiceUnavailableError", "param": None, "code": 503}}
+).encode()
+_HEADERS = [(b"content-type", b"application/json"), (b"connection", b"close"), (b"retry-after", b"1")]
+_HEALTH = frozenset({"/health", "/ping"})
+_ENDING = frozenset({"cancel", "abort_requests"})
+
+
+class RefuseNew:
+    """ASGI middleware, given to vLLM with its own `--middleware`: 503 for new work and health checks in a drain."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if not refusing.is_set() or not _is_new_work(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1013, "reason": _TEXT})
+        else:
+            await send({"type": "http.response.start", "status": 503, "headers": _HEADERS})
+            await send({"type": "http.response.body", "body": _BODY})
+
+
+def _is_new_work(scope: Message) -> bool:
+    if scope["type"] != "http":
+        return bool(scope["type"] == "websocket")
+    path: str = scope["path"]
+    if scope["method"] == "POST":
+        return path.rpartition("/")[2] not in _ENDING
+    return path in _HEALTH
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Standing:
+    """How it stands in the engines: their answers summed up."""
+
+    seconds: float
+    """How long the drain may take; 0: there is none."""
+    num_requests: int
+    num_moving: int
+    num_moved: int
+    silent: bool
+    """An engine has not answered; a dead one is not asked."""
+
+    @property
+    def empty(self) -> bool:
+        return not (self.num_requests or self.num_moving or self.silent)
+
+
+async def drain(client: LlumnixClientMixin, seconds: float) -> None:
+    """Returns when no stream is left and the engine is empty, after the time limit, or on a second signal.
+
+    `seconds` is the limit of this process's own configuration; one that an operator gave to the engine goes before it.
+    Without any, vLLM's own shutdown follows at once.
+    """
+    refusing.set()
+    standing = await _report(client, seconds)
+    seconds = standing.seconds
+    if seconds <= 0:
+        return
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):  # not the main thread's loop
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    began = reported = time.monotonic()
+    logger.info("llumlet: draining: %s; at most %.0f s, a second signal ends it", _words(client, standing), seconds)
+    empty_before = False
+    while not stop.is_set() and time.monotonic() - began < seconds:
+        # Twice in a row: a request may just be on its way to the engine, or its last token to its client.
+        empty = not client.num_streams and standing.empty
+        if empty and empty_before:
+            break
+        empty_before = empty
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), POLL_SECONDS)
+        standing = await _report(client, seconds)
+        if time.monotonic() - reported >= REPORT_SECONDS:
+            reported = time.monotonic()
+            left = began + seconds - reported
+            logger.info("llumlet: draining: %s; %.0f s left", _words(client, standing), left)
+    num_cut = client.num_streams
+    if num_cut:
+        why = "a second signal came" if stop.is_set() else f"the {seconds:.0f} s are over"
+        logger.warning("llumlet: %s; ending %d streams", why, num_cut)
+    else:
+        logger.info("llumlet: drained in %.1f s: %s", time.monotonic() - began, _words(client, standing))
+    await _report(client, seconds, num_cut)
+    client.cut_streams_elsewhere()
+    await asyncio.sleep(LINGER_SECONDS)
+
+
+async def _report(client: LlumnixClientMixin, seconds: float, num_cut: int | None = None) -> Standing:
+    """Tell every engine how it stands here; returns how it stands there."""
+    arguments = ("llumlet_drain", list(client.peers), seconds, client.num_streams, num_cut)
+    calls = [
+        asyncio.wait_for(client._call_utility_async(*arguments, engine=engine), CALL_SECONDS)
+        for engine in client.core_engines
+    ]
+    answers: list[dict[str, Any]] = []
+    silent = False
+    for answer in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(answer, TimeoutError):
+            silent = not client.resources.engine_dead
+        elif isinstance(answer, EngineDeadError):
+            continue
+        elif isinstance(answer, BaseException):
+            raise answer
+        else:
+            answers.append(answer)
+    limit = max((answer["seconds"] for answer in answers), default=seconds)
+    counts = {name: sum(answer[name] for answer in answers) for name in ("num_requests", "num_moving", "num_moved")}
+    return Standing(limit, silent=silent, **counts)
+
+
+def _words(client: LlumnixClientMixin, standing: Standing) -> str:
+    here = "an engine that does not answer" if standing.silent else f"{standing.num_requests} requests in the engine"
+    return f"{client.num_streams} streams, {here}, {standing.num_moved} moved away"

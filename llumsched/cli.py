@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from llumlet.credentials import CredentialFiles, CredentialsError, add_arguments
 from llumsched.commands import COMMANDS, Command
 from llumsched.exit_codes import ExitCode
 
@@ -32,6 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return ExitCode.USAGE
     faults = [f"unknown argument {argument!r}" for argument in unknown] + command.faults(args)
+    try:
+        args.credentials = CredentialFiles.given(args).load()
+    except CredentialsError as error:
+        faults += error.faults
     if faults:
         return _report_faults(command, faults)
     try:
@@ -59,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
         command.add_arguments(sub)
+        add_arguments(sub.add_argument_group("credentials", "The same as the instances'."))
         sub.set_defaults(command=command)
     return parser
 

@@ -11,7 +11,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from llumlet.credentials import CredentialFiles, CredentialsError, add_arguments
+from llumlet.credential_files import CredentialFiles, CredentialsError, add_arguments
+from llumlet.credentials import Credentials
 from llumsched.commands import COMMANDS, Command
 from llumsched.exit_codes import ExitCode
 
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.USAGE
     faults = [f"unknown argument {argument!r}" for argument in unknown] + command.faults(args)
     try:
-        args.credentials = CredentialFiles.given(args).load()
+        args.credentials = Credentials.load(CredentialFiles.given(args))
     except CredentialsError as error:
         faults += error.faults
     if faults:

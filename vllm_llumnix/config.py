@@ -15,17 +15,20 @@ import re
 import socket
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from llumlet import credentials as llumlet_credentials
-from llumlet.credentials import CredentialFiles, Credentials, CredentialsError
+from llumlet import credential_files
+from llumlet.credential_files import CredentialFiles, CredentialsError
 from vllm_llumnix.errors import ConfigError
-from vllm_llumnix.reach import Reach
+
+if TYPE_CHECKING:
+    from llumlet.credentials import Credentials
+    from vllm_llumnix.reach import Reach
 
 CONFIG_VARIABLE = "LLUMNIX_LLUMLET"
-KNOWN_VARIABLES = frozenset({CONFIG_VARIABLE, "LLUMNIX_FAULTS", *llumlet_credentials.VARIABLES.values()})
+KNOWN_VARIABLES = frozenset({CONFIG_VARIABLE, "LLUMNIX_FAULTS", *credential_files.VARIABLES.values()})
 INSTANCE_TYPES = ("neutral", "prefill", "decode")
 TRANSPORTS = ("auto", "local", "tcp", "mooncake")
 AVAILABLE_TRANSPORTS = ("auto", "local")
@@ -57,7 +60,9 @@ class LlumletConfig:
 
     def credentials(self) -> Credentials:
         """Read anew by each process: the contents are not handed down. Raises CredentialsError."""
-        return CredentialFiles(self.tls_cert, self.tls_key, self.tls_ca, self.token_file).load()
+        from llumlet.credentials import Credentials
+
+        return Credentials.load(CredentialFiles(self.tls_cert, self.tls_key, self.tls_ca, self.token_file))
 
     @property
     def authenticated(self) -> bool:
@@ -67,6 +72,8 @@ class LlumletConfig:
     @property
     def reaches(self) -> Reach:
         """What addresses in messages are worth: see `Reach`."""
+        from vllm_llumnix.reach import Reach
+
         return Reach(anywhere=self.authenticated or self.insecure)
 
     def to_json(self) -> str:
@@ -189,7 +196,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="Allow an address other than loopback although nothing is authenticated or encrypted.",
     )
-    llumlet_credentials.add_arguments(group)
+    credential_files.add_arguments(group)
 
 
 def parse_rate(text: str) -> int:

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.llumnix")
 
 FORWARDING_ENTRIES = 65_536
+MAX_CLIENTS = 256
 """How many requests that left are remembered, to send late aborts after them."""
 
 PHASES = {
@@ -479,7 +480,7 @@ class Departures:
         self.memory = memory
         self.deadline_s = deadline_s
         self.moves: dict[str, OutgoingMove] = {}
-        self._clients: dict[Address, LlumletClient] = {}
+        self._clients: OrderedDict[Address, LlumletClient] = OrderedDict()
         self._left: OrderedDict[str, tuple[Address, ids.MigrationId]] = OrderedDict()
 
     @property
@@ -487,9 +488,14 @@ class Departures:
         return self.bypass.address
 
     def client(self, address: Address) -> LlumletClient:
+        """Of a peer whose address has been checked."""
         client = self._clients.get(address)
         if client is None:
-            client = self._clients[address] = LlumletClient(str(address))
+            client = self._clients[address] = LlumletClient(address, credentials=self.bypass.credentials)
+            if len(self._clients) > MAX_CLIENTS:
+                # Dropped, not closed: a move may still use the one that was asked for longest ago.
+                self._clients.popitem(last=False)
+        self._clients.move_to_end(address)
         return client
 
     def begin(

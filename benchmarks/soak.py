@@ -52,6 +52,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 2},
     "regex": {"structured_outputs": {"regex": "[a-zA-Z]{280,}"}, "ignore_eos": False},
 }
+WARM_UP_S = 20.0
 SETTLE_S = 90.0
 """For the last doubts, leases and dead origins to be over."""
 
@@ -116,8 +117,17 @@ class Soak:
                 tasks.append(Task(f"{name}-{length}", prompt, parameters, (await stream.result()).token_ids))
         return tasks
 
-    async def meet(self) -> None:
-        """One move between any two instances, so that every connection that will be there is there."""
+    async def warm_up(self, tasks: list[Task]) -> None:
+        """Load and moves without trouble, so that every connection and thread that will be there is there."""
+        await self._meet()
+        until = time.monotonic() + WARM_UP_S
+        await asyncio.gather(
+            *(self._client(until, tasks) for _ in range(2 * self.num_streams)), self._move_things(until)
+        )
+        await self._meet()
+
+    async def _meet(self) -> None:
+        """One move between any two instances."""
         for source, destination in itertools.permutations(self.servers.values(), 2):
             async with Client(source.base_url) as client:
                 stream = await self._begin(client, list(range(100, 160)), {})
@@ -298,8 +308,7 @@ async def _soak(arguments: argparse.Namespace, fleet: Fleet) -> tuple[dict[str, 
     soak = Soak(fleet, build(PRESETS["tiny"]), random.Random(arguments.seed), arguments.streams)
     with saying("the same requests on a quiet engine") as say:
         tasks = await soak.tasks()
-        await soak.meet()
-        await soak.meet()
+        await soak.warm_up(tasks)
         before = await soak.footprints()
         began = time.monotonic()
         running = asyncio.create_task(soak.run(arguments.minutes * 60, tasks))
@@ -310,8 +319,7 @@ async def _soak(arguments: argparse.Namespace, fleet: Fleet) -> tuple[dict[str, 
         running.result()
         say("what is held afterwards")
         # An instance that was started anew has met nobody.
-        await soak.meet()
-        await soak.meet()
+        await soak.warm_up(tasks)
         after = await soak.settled(before)
     counts = soak.counts
     row = {

@@ -271,3 +271,20 @@ def test_short_of_blocks_only_when_reservations_are_in_the_way(model_dir: Path) 
     assert running.num_preemptions == 0, "it was noticed too late"
     rig.port.cancel_reservation(reserved)
     assert not rig.port.short_of_blocks()
+
+
+def test_blocks_are_accounted_for_while_nobody_holds_any(rig: Rig) -> None:
+    assert rig.port.audit_idle() == []
+    rig.add("a")
+    rig.turns(3)
+    frozen = freeze(rig)
+    rig.port.release(frozen.request)
+    rig.turns(2)
+    assert rig.port.audit_idle() == [], "a pin may hold blocks"
+    rig.port.unpin(frozen.pin)
+    assert rig.port.audit_idle() == []
+    leaked = rig.port.block_pool.get_new_blocks(2)
+    faults = rig.port.audit_idle()
+    assert faults == [f"neither free nor owned: {sorted(block.block_id for block in leaked)}"]
+    rig.port.block_pool.free_blocks(leaked)
+    assert rig.port.audit_idle() == []

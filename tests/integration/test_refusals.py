@@ -203,3 +203,25 @@ async def test_abort_by_an_operator_follows_the_request(engines: Engines, conser
         assert answer.results[0].outcome == AbortResponse.FORWARDED
         await wait_idle(engines.b)
         await stream.disconnect()
+
+
+@failure(
+    "more tokens are on their way than may be",
+    "reserving",
+    "refused, destination_busy: the request goes on at the source; a longer one goes alone",
+)
+async def test_limits_at_the_destination(engines: Engines, conserved: object, start_server: Any) -> None:
+    """Two requests of 200 tokens are sent to where 300 tokens may be on their way, and both arrive, one by one."""
+    narrow = start_server(name="narrow", bandwidth_limit=2_000_000, flags=("--llumlet-max-migration-tokens-in", "300"))
+    async with Client(engines.a.base_url) as client:
+        streams = [await client.complete(list(range(start, start + 200)), 1500, **GREEDY) for start in (100, 400)]
+        for stream in streams:
+            await stream.wait_for(5)
+        moves = await migrate(engines.a, narrow, rule=("NUM_REQ", "SR", 2), stall_budget_ms=5000)
+        assert sorted(move.phase for move in moves) == ["moved", "stayed"]
+        assert {move.reason for move in moves if not move.moved} == {"destination_busy"}
+        late = [stream for stream in streams if not any(m.moved and stream.is_engine_id(m.request_id) for m in moves)]
+        assert (await move_stream(engines.a, narrow, late[0], stall_budget_ms=5000)).moved
+        for stream in streams:
+            await stream.disconnect()
+    await wait_idle(narrow)

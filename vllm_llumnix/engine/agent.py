@@ -103,6 +103,12 @@ class LlumletAgent:
             bypass, kvconn, self.relay, builder, self.arrivals, self.departures, self._abort_here
         )
 
+    async def close(self) -> None:
+        await self.server.stop(grace_s=0.0)
+        await self.relay.close()
+        await self.departures.close()
+        self.movers.close()
+
     # What operators ask for
 
     async def migrate(self, request: MigrateRequest, report: Report) -> MoveSummary:
@@ -302,12 +308,6 @@ class LlumletAgent:
         residence = residence_of(request)
         if request_id in self.departures.moves:
             raise Refused(Reason.ALREADY_MIGRATING, f"{request_id} is on its way already")
-        if len(self.departures.moves) >= self.config.max_migrations_out:
-            raise Refused(
-                Reason.SOURCE_BUSY,
-                f"{len(self.departures.moves)} requests are on their way out, --llumlet-max-migrations-out is "
-                f"{self.config.max_migrations_out}",
-            )
         if (problem := self.listing.why_not(request)) is not None:
             raise Refused(*problem)
         assert residence is not None

@@ -38,11 +38,12 @@ from vllm_llumnix.engine.memory import Movers, SourceMemory, decode_memory
 from vllm_llumnix.engine.relay import Relay
 from vllm_llumnix.engine.request_state import Residence, repeat_from, why_not_portable
 from vllm_llumnix.errors import LocalProtocolError, MigrationError, Reason, Refused, TransportError
-from vllm_llumnix.ids import Epoch
+from vllm_llumnix.ids import Epoch, MigrationId
 from vllm_llumnix.migration import effects as do
 from vllm_llumnix.migration import events as on
 from vllm_llumnix.migration.destination import Destination, State, Terms
 from vllm_llumnix.migration.events import Call, Settlement
+from vllm_llumnix.migration.limits import Limits, Slots
 
 if TYPE_CHECKING:
     from vllm_llumnix.engine.bypass import Bypass
@@ -81,7 +82,7 @@ class IncomingMove:
 
     def __init__(self, arrivals: Arrivals, handover: Handover) -> None:
         self.arrivals = arrivals
-        self.migration_id = handover.migration_id
+        self.migration_id = MigrationId(handover.migration_id)
         self.request_id = handover.request_id
         self.source_incarnation = handover.src_incarnation
         self.source_instance = ""
@@ -124,6 +125,8 @@ class IncomingMove:
     def feed(self, event: on.DestinationEvent) -> None:
         for effect in self.machine.on(event):
             self._perform(effect)
+        if self.machine.settlement is not Settlement.PENDING:
+            self.arrivals.settled(self)
         if self.machine.over:
             self.arrivals.forget(self)
 
@@ -390,6 +393,13 @@ class Arrivals:
         self.abort_here = abort_here
         self.terms = Terms(block_size=kvconn.port.block_size, lease_s=bypass.config.lease_seconds)
         self.moves: dict[str, IncomingMove] = {}
+        config = bypass.config
+        limits = Limits(
+            max_requests=config.max_migrations_in,
+            max_tokens=config.max_migration_tokens_in,
+            max_kv_ratio=config.max_migration_kv_ratio_in,
+        )
+        self.slots = Slots(limits, kvconn.port.capacity_tokens, Reason.DESTINATION_BUSY)
 
     def pending(self) -> list[IncomingMove]:
         """Moves whose fate is open, oldest first."""
@@ -398,13 +408,18 @@ class Arrivals:
     def draining_blocks(self) -> int:
         return sum(move.num_blocks for move in self.moves.values() if move.machine.state is State.DRAINING)
 
+    def settled(self, move: IncomingMove) -> None:
+        if move.migration_id in self.slots:
+            self.slots.give_back(move.migration_id)
+            self.kvconn.audit_when_idle()
+
     def forget(self, move: IncomingMove) -> None:
         self.moves.pop(move.migration_id, None)
 
     # Peer calls
 
     async def reserve(self, request: ReserveRequest) -> ReserveResponse:
-        identity, config = self.bypass.identity, self.bypass.config
+        identity = self.bypass.identity
         move = self.moves.get(request.handover.migration_id)
         if move is None:
             if request.dst_engine_id != identity.instance:
@@ -413,11 +428,10 @@ class Arrivals:
                 _refuse(Reason.NOT_PORTABLE, f"at the destination: {identity.unsupported}")
             if not self.bypass.engine.is_running():
                 _refuse(Reason.SHUTTING_DOWN, "the destination is shutting down")
-            if len(self.pending()) >= config.max_migrations_in:
-                _refuse(
-                    Reason.DESTINATION_BUSY,
-                    f"{config.max_migrations_in} requests are on their way in (--llumlet-max-migrations-in)",
-                )
+            try:
+                self.slots.take(MigrationId(request.handover.migration_id), request.num_blocks * self.terms.block_size)
+            except Refused as error:
+                _refuse(error.reason, error.detail)
             move = self.moves[request.handover.migration_id] = IncomingMove(self, request.handover)
         move.take_offer(request)
         answer: ReserveResponse = await move.ask(Call.RESERVE, on.ReserveRequested())

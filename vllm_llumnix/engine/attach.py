@@ -56,10 +56,22 @@ def attach(engine: Any) -> KVConnection:
     kvconn = KVConnection(engine, port, bypass)
     kvconn.progress.watch(engine.model_executor)
     bypass.start(kvconn)
+    _stop_with(engine, bypass)
     logger.info("llumlet: instance %s listening on %s", config.instance_id, bypass.address)
     if identity.unsupported:
         logger.warning("llumlet: this engine's requests cannot be moved: %s", identity.unsupported)
     return kvconn
+
+
+def _stop_with(engine: Any, bypass: Bypass) -> None:
+    """End the bypass thread before the engine takes down what it uses."""
+    stock = engine.shutdown
+
+    def shutdown() -> None:
+        bypass.stop()
+        stock()
+
+    engine.shutdown = shutdown
 
 
 def _check_workers(engine: Any) -> None:

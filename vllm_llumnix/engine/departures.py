@@ -45,6 +45,7 @@ from vllm_llumnix.migration import effects as do
 from vllm_llumnix.migration import events as on
 from vllm_llumnix.migration import wire
 from vllm_llumnix.migration.events import Call, Gone
+from vllm_llumnix.migration.limits import Limits, Slots
 from vllm_llumnix.migration.source import Outcome, Plan, Source, State
 
 if TYPE_CHECKING:
@@ -480,6 +481,13 @@ class Departures:
         self.memory = memory
         self.deadline_s = deadline_s
         self.moves: dict[str, OutgoingMove] = {}
+        config = bypass.config
+        limits = Limits(
+            max_requests=config.max_migrations_out,
+            max_tokens=config.max_migration_tokens_out,
+            max_kv_ratio=config.max_migration_kv_ratio_out,
+        )
+        self.slots = Slots(limits, kvconn.port.capacity_tokens, Reason.SOURCE_BUSY)
         self._clients: OrderedDict[Address, LlumletClient] = OrderedDict()
         self._left: OrderedDict[str, tuple[Address, ids.MigrationId]] = OrderedDict()
 
@@ -501,13 +509,17 @@ class Departures:
     def begin(
         self, request: Request, residence: Residence, to: Destination, plan: Plan, report: Report
     ) -> OutgoingMove:
+        """Raises Refused(source_busy) when as much is on its way as may be."""
         move = OutgoingMove(self, request, residence, to, plan, report)
+        self.slots.take(move.migration_id, request.num_tokens)
         self.moves[request.request_id] = move
         move.feed(on.Start())
         return move
 
     def forget(self, move: OutgoingMove) -> None:
+        self.slots.give_back(move.migration_id)
         self.moves.pop(move.request.request_id, None)
+        self.kvconn.audit_when_idle()
 
     def remember(self, request_id: str, address: Address, migration_id: ids.MigrationId) -> None:
         """The request lives at `address` now."""

@@ -25,6 +25,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_llumnix.engine.request_state import why_not_now
 from vllm_llumnix.errors import Reason, Refused
+from vllm_llumnix.migration.ledger import audit
 
 _NEVER = 1 << 60
 """A step number that is never reached: a request with this `next_decode_eligible_step` is skipped by the scheduler."""
@@ -73,6 +74,22 @@ class SchedulerPort:
         self._reserved: dict[str, Request] = {}
         self._newcomers: dict[str, Request] = {}
         self._stock_threshold: tuple[int, bool] | None = None
+        self._num_pins = 0
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Size of the KV cache. Block 0 is vLLM's null block."""
+        return int((self.block_pool.num_gpu_blocks - 1) * self.block_size)
+
+    def audit_idle(self) -> list[str]:
+        """What is wrong with the block pool while nobody holds a block; nothing if somebody may."""
+        if self.scheduler.requests or self._reserved or self._num_pins:
+            return []
+        pool = self.block_pool
+        if pool.get_num_free_blocks() == pool.num_gpu_blocks - 1:
+            return []
+        free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+        return audit(pool.num_gpu_blocks, [0, *free], {})
 
     def block_ids(self, request: Request) -> list[int]:
         """The request's block table; empty if it holds none."""
@@ -161,6 +178,7 @@ class SchedulerPort:
             finished_of_client[request.client_index].discard(request.request_id)
 
     def unpin(self, pin: Pin) -> None:
+        self._num_pins -= 1
         self.block_pool.free_blocks(reversed(pin.blocks))
 
     # Destination
@@ -337,4 +355,5 @@ class SchedulerPort:
     def _pin(self, blocks: Iterable[Any]) -> Pin:
         pinned = list(blocks)
         self.block_pool.touch(pinned)
+        self._num_pins += 1
         return Pin(pinned)

@@ -212,6 +212,22 @@ def failure_of(error: aio.AioRpcError, address: str) -> LlumletCallFailed:
             # "failed to connect to all addresses; last error: UNKNOWN: ipv4:…: Failed to connect to
             # remote host: Connection refused": only the end says something.
             cause = details.rpartition("last error: ")[2].rpartition("remote host: ")[2]
-            return LlumletUnreachable(address, cause)
+            return LlumletUnreachable(address, _handshake_problem(details) or cause)
         case code:
             return LlumletUnreachable(address, f"{details} ({code.name})")
+
+
+def _handshake_problem(details: str) -> str | None:
+    """What most likely stands behind a connection that both sides' credentials did not let come about."""
+    return next((sentence for sign, sentence in _HANDSHAKE_PROBLEMS if sign in details), None)
+
+
+_HANDSHAKE_PROBLEMS: Final = (
+    ("WRONG_VERSION_NUMBER", "it does not speak TLS (was it started with --llumlet-tls-cert?)"),
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate is not of the authority in --llumlet-tls-ca: no TLS handshake"),
+    ("Hostname Verification", "its certificate does not name this address: no TLS handshake"),
+    (
+        "Socket closed",
+        "it closed the connection: it went away, or it wants TLS (--llumlet-tls-cert) or another certificate",
+    ),
+)

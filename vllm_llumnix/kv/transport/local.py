@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from vllm_llumnix.errors import TransferFailed, TransportUnavailable
+from vllm_llumnix.errors import TransferFailed, TransportError, TransportUnavailable
 from vllm_llumnix.kv.layout import BlockLayout, Pieces, Words, pair_pieces, require_same_pages
 from vllm_llumnix.kv.messages import PeerMemory
 from vllm_llumnix.kv.process import OFFER_BYTES, PinnedProcess, offer_of, yama_scope
@@ -60,14 +60,13 @@ class LocalTransport:
             require_same_pages(self._layout, peer.layout)
         except ValueError as error:
             raise TransportUnavailable(str(error)) from error
-        self._identified(peer).verify()
+        self._verified(peer)
 
     def pull(self, peer: PeerMemory, src_blocks: list[int], dst_blocks: list[int], chunk_bytes: int) -> Iterator[int]:
         if peer.unavailable is not None:
             raise TransportUnavailable(peer.unavailable)
         pieces = pair_pieces(peer.layout, src_blocks, self._layout, dst_blocks)
-        identified = self._identified(peer)
-        identified.verify()
+        identified = self._verified(peer)
         yield from read_pieces(peer.pid, pieces, chunk_bytes)
         identified.verify()
 
@@ -76,14 +75,19 @@ class LocalTransport:
             identified.process.close()
         self._peers.clear()
 
-    def _identified(self, peer: PeerMemory) -> _Peer:
-        """The process of `peer`, kept for its next pull."""
+    def _verified(self, peer: PeerMemory) -> _Peer:
+        """The process of `peer`, kept for its next pull if it offers what `peer` says."""
         identified = self._peers.pop(peer, None)
         if identified is not None and not identified.process.alive:
             identified.process.close()
             identified = None
         if identified is None:
             identified = _Peer(peer)
+        try:
+            identified.verify()
+        except TransportError:
+            identified.process.close()
+            raise
         self._peers[peer] = identified
         if len(self._peers) > MAX_PEERS:
             self._peers.popitem(last=False)[1].process.close()

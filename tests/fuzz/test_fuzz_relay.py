@@ -20,6 +20,7 @@ from vllm.v1.engine.core_client import AsyncMPClient
 from tests.frontend.conftest import llumlet_enabled
 from tests.frontend.fakes import FakeEngine, FakePeer, close_client, new_client, relayed, request, tokens_of
 from tests.fuzz.hostile import anything, integers, texts
+from vllm_llumnix.engine.relay import Relay as EngineRelay
 from vllm_llumnix.ids import Epoch
 from vllm_llumnix.migration import wire
 
@@ -161,3 +162,34 @@ def test_frames(harness: Harness, frames: list[bytes]) -> None:
 def test_msgpack_of_other_things(harness: Harness, value: Any) -> None:
     harness.attack(msgspec.msgpack.encode(value))
     harness.check()
+
+
+DEEP = b"\x91" * 100_000
+NOT_TEXT = wire.encode(wire.HeartbeatAck(["xyz"])).replace(b"xyz", b"\xff\xff\xff")
+
+
+@pytest.mark.parametrize("data", [DEEP, b"\x81\xa1x" + DEEP, NOT_TEXT], ids=["deep", "deep in a field", "not text"])
+def test_what_msgspec_has_other_errors_for(harness: Harness, data: bytes) -> None:
+    harness.attack(data)
+    harness.check()
+    assert harness.client.complaints.counts["bad_message"] == 1
+
+
+@pytest.mark.asyncio
+async def test_an_engine_and_an_origin_that_sends_nonsense() -> None:
+    """The engine's end goes on hearing the origin."""
+    context = zmq.asyncio.Context()
+    origin: zmq.asyncio.Socket = context.socket(zmq.ROUTER)
+    origin.bind("tcp://127.0.0.1:*")
+    address = origin.getsockopt_string(zmq.LAST_ENDPOINT)
+    released: asyncio.Queue[Any] = asyncio.Queue()
+    relay = EngineRelay(EXAMPLES[0], lambda *release: released.put_nowait(release), lambda: wire.Health.OK, None)
+    relay.meet(address)
+    identity, _ = await origin.recv_multipart()
+    for data in (b"", b"\x00", DEEP, NOT_TEXT, wire.encode(EXAMPLES[2]), b"\xff" * 1000):
+        await origin.send_multipart([identity, data])
+    await origin.send_multipart([identity, wire.encode(wire.Release([("r", Epoch(0, 1))]))])
+    assert await asyncio.wait_for(released.get(), 5) == (address, [("r", Epoch(0, 1))])
+    await relay.close()
+    origin.close(linger=0)
+    context.term()

@@ -15,7 +15,6 @@ import logging
 import time
 from collections.abc import Callable
 
-import msgspec
 import zmq
 import zmq.asyncio
 from vllm.v1.engine import EngineCoreOutputs
@@ -232,7 +231,7 @@ class _Origin:
             data = await self._socket.recv()
             try:
                 message = wire.decode_to_engine(data)
-            except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            except wire.MALFORMED as error:
                 logger.warning("ignoring a malformed message from the API server at %s: %s", self.address, error)
                 continue
             self._receive(self.address, message)

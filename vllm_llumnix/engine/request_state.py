@@ -19,6 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_llumnix.errors import Reason, Refused
 from vllm_llumnix.ids import HOME, Epoch
+from vllm_llumnix.migration.wire import MALFORMED
 from vllm_llumnix.request_wire import RequestState, encode, encode_params
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def decode_params(state: RequestState, config: VllmConfig, tokenizer: Any) -> Sa
         if params.structured_outputs is not None:
             params.structured_outputs._backend = None
         params.verify(config.model_config, config.speculative_config, config.structured_outputs_config, tokenizer)
-    except (msgspec.ValidationError, msgspec.DecodeError, ValueError) as error:
+    except (*MALFORMED, ValueError) as error:
         raise Refused(Reason.INVALID_REQUEST, f"sampling parameters: {error}") from error
     if params.structured_outputs is not None and params.structured_outputs._backend != state.structured_backend:
         raise Refused(

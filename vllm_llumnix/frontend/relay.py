@@ -20,7 +20,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-import msgspec
 import zmq
 import zmq.asyncio
 
@@ -150,7 +149,7 @@ def _take(frames: list[bytes], receive: Receive, complaints: Complaints) -> None
         return
     try:
         message = wire.decode_to_origin(frames[1])
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+    except wire.MALFORMED as error:
         complaints.note("bad_message", str(error))
         return
     receive(frames[0], message)

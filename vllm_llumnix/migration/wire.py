@@ -142,11 +142,15 @@ def encode(message: ToOrigin | ToEngine) -> bytes:
     return _encoder.encode(message)
 
 
+MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not what they should be: of a wrong form, no text, nested too deeply."""
+
+
 def decode_to_origin(data: bytes) -> ToOrigin:
-    """Raises `msgspec.ValidationError` or `msgspec.DecodeError` for anything that is not a message to an origin."""
+    """Raises one of `MALFORMED` for anything that is not a message to an origin."""
     return _to_origin.decode(data)
 
 
 def decode_to_engine(data: bytes) -> ToEngine:
-    """Raises `msgspec.ValidationError` or `msgspec.DecodeError` for anything that is not a message to an engine."""
+    """Raises one of `MALFORMED` for anything that is not a message to an engine."""
     return _to_engine.decode(data)

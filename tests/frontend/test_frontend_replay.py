@@ -104,6 +104,29 @@ async def test_a_hung_engine_loses_its_stream_to_another(
     assert await rescue.heartbeat("r", epoch=RAISED) == ["r"], "the stream has ended"
 
 
+async def test_a_request_that_makes_every_engine_hang_does_not_wander(
+    client: Any,
+    engine: FakeEngine,
+    home: FakePeer,
+    rescue: FakePeer,
+    rescuer: FakeAgent,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second hang has to last longer."""
+    monkeypatch.setattr(streams, "PATIENCE_SECONDS", 0.3)
+    await start(client, engine, 10)
+    await home.heartbeat(health=Health.HUNG)
+    await adoption(rescuer)
+    assert await home.answer() == wire.Release([("r", Epoch(0, 0))])
+    for _ in range(3):
+        await rescue.heartbeat("r", epoch=RAISED, health=Health.HUNG)
+        await asyncio.sleep(0.2)
+    assert len(rescuer.asked("adopt")) == 1
+    await home.heartbeat()
+    await asyncio.sleep(0.7)
+    assert await rescue.answer() == wire.Release([("r", RAISED)])
+
+
 async def test_each_attempt_has_an_epoch_of_its_own(
     client: Any, engine: FakeEngine, home: FakePeer, rescue: FakePeer, rescuer: FakeAgent
 ) -> None:

@@ -25,6 +25,7 @@ from llumlet.types import (
     CopyRoundRequest,
     CopyRoundResponse,
     Handover,
+    Mode,
     ReserveRequest,
     ReserveResponse,
     SettleRequest,
@@ -155,7 +156,7 @@ class IncomingMove:
                         f"{request.computed_tokens} tokens computed and {request.base} put out, of "
                         f"{self.request.num_tokens} and {self.request.num_output_tokens}",
                     )
-                self.recomputed_tokens = recomputed
+                self.recomputed_tokens = recomputed if self.request.num_output_tokens else 0
         return on.CommitRequested(
             Epoch(request.epoch.term, request.epoch.hop),
             request.base,
@@ -227,7 +228,9 @@ class IncomingMove:
                 raise Refused(Reason.NOT_PORTABLE, problem)
             # Connect to the origin now, not when its client waits for the first token from here.
             arrivals.relay.client_index(self.residence.origin)
-            hit_blocks, self._block_ids = await arrivals.kvconn.call(arrivals.reserve_on_loop, self.request)
+            hit_blocks, self._block_ids = await arrivals.kvconn.call(
+                arrivals.reserve_on_loop, self.request, offer.method == Mode.WAITING
+            )
         except MigrationError as error:
             self.feed(on.ReserveFailed(error.reason, error.detail))
             return
@@ -296,6 +299,10 @@ class IncomingMove:
         assert residence is not None
         assert residence.origin is not None
         began = time.perf_counter()
+        computed_tokens = effect.computed_tokens
+        if computed_tokens:
+            # Of a prompt that the source has begun, the prefix cache here may hold more: nothing writes shared blocks.
+            computed_tokens = max(computed_tokens, self.machine.hit_blocks * arrivals.terms.block_size)
         residence.epoch, residence.last_hop = effect.epoch, effect.epoch.hop
         residence.base = residence.next_index = effect.base
         residence.repeat = repeat_from(request)
@@ -303,7 +310,7 @@ class IncomingMove:
         request.client_index = arrivals.relay.client_index(residence.origin)
         arrivals.relay.welcome(self.request_id, residence)
         try:
-            await arrivals.kvconn.call(self._admit_on_loop, effect.computed_tokens)
+            await arrivals.kvconn.call(self._admit_on_loop, computed_tokens)
         except MigrationError as error:
             arrivals.relay.farewell(self.request_id)
             self.feed(on.AdmitFailed(error.reason, error.detail))
@@ -542,8 +549,8 @@ class Arrivals:
             spec_decode=identity.spec_decode,
         )
 
-    def reserve_on_loop(self, request: Request) -> tuple[int, list[int]]:
-        return self.kvconn.port.reserve(request, use_prefix_cache=not self.bypass.config.exact)
+    def reserve_on_loop(self, request: Request, queued: bool) -> tuple[int, list[int]]:
+        return self.kvconn.port.reserve(request, use_prefix_cache=not self.bypass.config.exact, queued=queued)
 
 
 def _refuse(reason: Reason, detail: str) -> NoReturn:

@@ -110,6 +110,7 @@ class OutgoingMove:
         self._departure = Departure(request, self._drained_on_loop, self._gone_on_loop)
         self._destination_incarnation = ""
         self._known_output = 0
+        self._queued = False
         self._step = 0
         self._frontier: Frontier | None = None
         self._frozen: FrozenRequest | None = None
@@ -196,7 +197,7 @@ class OutgoingMove:
             request_state=await first_state,
             source_memory=source.memory,
             num_blocks=-(-self.request.num_tokens // self._port.block_size) + 1,
-            method=self.to.mode,
+            method=Mode.WAITING if self._queued else self.to.mode,
         )
         answer = await self._ask(Call.RESERVE, self.to.client.reserve, request)
         if answer is not None:
@@ -342,6 +343,7 @@ class OutgoingMove:
         """The request as it is; from now on it is watched."""
         self._kvconn.watch(self._departure)
         self._known_output = self.request.num_output_tokens
+        self._queued = not self.request.num_computed_tokens
         return encode_state(self.request, self.residence)
 
     def _snapshot_on_loop(self, from_block: int) -> Frontier:
@@ -386,6 +388,8 @@ class OutgoingMove:
     def _frozen_now(self, frozen: FrozenRequest) -> None:
         self._frozen = frozen
         self.progress.context_tokens = frozen.num_tokens
+        if not frozen.computed_tokens:
+            self.progress.mode = Mode.RECOMPUTE if self.request.num_output_tokens else Mode.WAITING
         self.feed(
             on.Frozen(
                 num_tokens=frozen.num_tokens,

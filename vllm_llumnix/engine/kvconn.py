@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from vllm_llumnix.engine.progress import Progress
 from vllm_llumnix.engine.request_state import residence_from, settle_in
@@ -136,9 +136,7 @@ class KVConnection:
         if request.is_finished():
             kind = "aborted" if request.request_id in self._aborted else "finished"
             self.port.forget(request)
-        elif not departure.frozen and (
-            request.num_preemptions != departure.num_preemptions or request.status != RequestStatus.RUNNING
-        ):
+        elif not departure.frozen and request.num_preemptions != departure.num_preemptions:
             kind = "preempted"
             self.port.unfreeze(request)
         else:

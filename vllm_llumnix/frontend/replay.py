@@ -123,6 +123,7 @@ class Replay:
             return
         stream.owned_by(owner, epoch, time.monotonic())
         stream.replaying = False
+        stream.replays += 1
         self.replayed += 1
         logger.info("llumlet: request %s goes on at %s", stream.request_id, answer.instance_id)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from vllm_llumnix.hosts import reachable_host
 from vllm_llumnix.reach import Reach
 
 HERE, ANYWHERE = Reach(anywhere=False), Reach(anywhere=True)
@@ -69,3 +70,14 @@ def test_a_relay_elsewhere() -> None:
 )
 def test_what_is_no_relay(address: str) -> None:
     assert "is not tcp://IP:PORT" in (ANYWHERE.why_not_relay(address) or "")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "10.0.0.5", "node-7"])
+def test_what_others_are_told(host: str) -> None:
+    assert reachable_host(host) == host
+
+
+@pytest.mark.parametrize("wildcard", ["0.0.0.0", "::"])
+def test_nobody_is_told_a_wildcard(wildcard: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_HOST_IP", "192.0.2.5")
+    assert reachable_host(wildcard) == "192.0.2.5"

@@ -115,11 +115,11 @@ def test_no_module_of_ours_can_unpickle_or_evaluate(package: Any) -> None:
     paths = [path for path in root.rglob("*.py") if not path.name.endswith(("_pb2.py", "_pb2_grpc.py"))]
     found = [f"{path.relative_to(root)}:{line} {what}" for path in paths for line, what in _forbidden(path)]
     assert paths
-    assert [place for place in found if not place.startswith("patching/")] == []
+    assert [place for place in found if not place.startswith("patching/loader.py")] == []
 
 
 def _forbidden(path: Path) -> list[tuple[int, str]]:
-    """`patching` compiles vLLM's own sources, from disk."""
+    """`patching.loader` compiles vLLM's own sources, from disk."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         match node:

@@ -115,7 +115,6 @@ class LlumletAgent:
         began = time.monotonic()
         self._check_migrate(request)
         address = Address(request.dst_engine_ip, request.dst_engine_port)
-        self._check_address(address)
         client = self.departures.client(address)
         mode = request.method or Mode.LIVE
         destination = Destination(request.dst_engine_id, address, client, mode)
@@ -144,9 +143,7 @@ class LlumletAgent:
         here = self.bypass.address
         request.request.dst_engine_id = self.identity.instance
         request.request.dst_engine_ip, request.request.dst_engine_port = here.host, here.port
-        source = Address.parse(request.src_address)
-        self._check_address(source)
-        client = self.departures.client(source)
+        client = self.departures.client(Address.parse(request.src_address))
         summary = MoveSummary()
         try:
             async for event in client.migrate(request.request):
@@ -290,10 +287,6 @@ class LlumletAgent:
             raise refusal(Refused(Reason.SAME_INSTANCE, "source and destination are the same instance"))
         if self.identity.unsupported is not None:
             raise refusal(Refused(Reason.NOT_PORTABLE, self.identity.unsupported))
-
-    def _check_address(self, address: Address) -> None:
-        if (problem := self.config.reaches.why_not(address.host)) is not None:
-            raise refusal(Refused(Reason.ADDRESS_REFUSED, problem))
 
     def _select(self, request: MigrateRequest) -> list[str]:
         if request.request_ids:

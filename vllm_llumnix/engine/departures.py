@@ -500,9 +500,11 @@ class Departures:
         return self.bypass.address
 
     def client(self, address: Address) -> LlumletClient:
-        """Of a peer whose address has been checked."""
+        """Every call to another llumlet begins here. Raises LlumletError for an address that is not to be called."""
         client = self._clients.get(address)
         if client is None:
+            if (problem := self.bypass.config.reaches.why_not(address.host)) is not None:
+                raise LlumletError(parse_reason(Reason.ADDRESS_REFUSED), problem, str(address))
             client = self._clients[address] = LlumletClient(address, credentials=self.bypass.credentials)
             if len(self._clients) > MAX_CLIENTS:
                 # Dropped, not closed: a move may still use the one that was asked for longest ago.

@@ -8,7 +8,7 @@ says nothing about the outcome.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self, TypeVar, cast
@@ -16,11 +16,11 @@ from typing import Final, Self, TypeVar, cast
 import grpc
 from grpc import aio
 
+from llumlet.credentials import NONE, Credentials
 from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable, NotALlumlet
 from llumlet.proto.llumlet_pb2_grpc import LlumletStub, PeerStub
 from llumlet.status_codes import REASON_METADATA
 from llumlet.types import (
-    MAX_MESSAGE_BYTES,
     AbortMigrateInRequest,
     AbortMigrateInResponse,
     AbortRequest,
@@ -54,19 +54,6 @@ from llumlet.types import (
 T = TypeVar("T")
 E = TypeVar("E")
 
-_OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.enable_retries", 0),
-    # Llumlets are reached directly: an http_proxy of the environment is meant for something else.
-    ("grpc.enable_http_proxy", 0),
-    # A restarted engine is found again within a second, not after gRPC's two minutes.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    # In spite of its name: the time that one attempt to connect may take. A busy peer needs some.
-    ("grpc.min_reconnect_backoff_ms", 3000),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
@@ -92,15 +79,19 @@ DEADLINES: Final = Deadlines()
 class LlumletClient:
     """A connection to the llumlet at `address` (HOST:PORT), opened by the first call.
 
-    Make it on the event loop that uses it, and close it (`async with`, or `close`). Raises
-    ValueError for an address that is none. The methods raise `LlumletError` (the llumlet said no)
-    or `LlumletUnreachable` (no answer).
+    Make it on the event loop that uses it, and close it (`async with`, or `close`). With TLS, nothing is said to a
+    server before it has shown a certificate for this address. Raises ValueError for an address that is none. The
+    methods raise `LlumletError` (the llumlet said no) or `LlumletUnreachable` (no answer).
     """
 
-    def __init__(self, address: str | Address, deadlines: Deadlines = DEADLINES) -> None:
-        self.address = str(address if isinstance(address, Address) else Address.parse(address))
+    def __init__(
+        self, address: str | Address, deadlines: Deadlines = DEADLINES, *, credentials: Credentials = NONE
+    ) -> None:
+        parsed = address if isinstance(address, Address) else Address.parse(address)
+        self.address = str(parsed)
         self._deadlines = deadlines
-        self._channel = aio.insecure_channel(self.address, options=_OPTIONS)
+        self._metadata = credentials.call_metadata
+        self._channel = credentials.channel(parsed)
         self._llumlet = LlumletStub(self._channel)
         self._peer = PeerStub(self._channel)
 
@@ -124,77 +115,79 @@ class LlumletClient:
         self, request: MigrateRequest, *, deadline_s: float | None = None
     ) -> AsyncGenerator[MigrateEvent, None]:
         """Events as they come, the summary last. Leaving the iteration leaves the moves running."""
-        return self._events(self._llumlet.Migrate(request, timeout=deadline_s or self._deadlines.move))
+        return self._events(self._llumlet.Migrate, request, deadline_s or self._deadlines.move)
 
     def migrate_in(
         self, request: MigrateInRequest, *, deadline_s: float | None = None
     ) -> AsyncGenerator[MigrateEvent, None]:
-        return self._events(self._llumlet.MigrateIn(request, timeout=deadline_s or self._deadlines.move))
+        return self._events(self._llumlet.MigrateIn, request, deadline_s or self._deadlines.move)
 
     def drain(self, request: DrainRequest, *, deadline_s: float | None = None) -> AsyncGenerator[DrainProgress, None]:
         """Progress as it comes, `done` last. Leaving the iteration leaves the drain running."""
-        return self._events(self._llumlet.Drain(request, timeout=deadline_s or self._deadlines.move))
+        return self._events(self._llumlet.Drain, request, deadline_s or self._deadlines.move)
 
     async def abort(self, request: AbortRequest, *, deadline_s: float | None = None) -> AbortResponse:
-        return await self._answer(self._llumlet.Abort(request, timeout=deadline_s or self._deadlines.act))
+        return await self._answer(self._llumlet.Abort, request, deadline_s or self._deadlines.act)
 
     async def abort_migrate_in(
         self, request: AbortMigrateInRequest, *, deadline_s: float | None = None
     ) -> AbortMigrateInResponse:
-        return await self._answer(self._llumlet.AbortMigrateIn(request, timeout=deadline_s or self._deadlines.act))
+        return await self._answer(self._llumlet.AbortMigrateIn, request, deadline_s or self._deadlines.act)
 
     async def get_instance_status(self, *, deadline_s: float | None = None) -> InstanceStatus:
-        call = self._llumlet.GetInstanceStatus(GetInstanceStatusRequest(), timeout=deadline_s or self._deadlines.read)
-        return await self._answer(call)
+        return await self._answer(
+            self._llumlet.GetInstanceStatus, GetInstanceStatusRequest(), deadline_s or self._deadlines.read
+        )
 
     async def get_instance_metadata(self, *, deadline_s: float | None = None) -> InstanceMetadata:
-        call = self._llumlet.GetInstanceMetadata(
-            GetInstanceMetadataRequest(), timeout=deadline_s or self._deadlines.read
+        return await self._answer(
+            self._llumlet.GetInstanceMetadata, GetInstanceMetadataRequest(), deadline_s or self._deadlines.read
         )
-        return await self._answer(call)
 
     async def list_requests(self, *, deadline_s: float | None = None) -> ListRequestsResponse:
-        call = self._llumlet.ListRequests(ListRequestsRequest(), timeout=deadline_s or self._deadlines.read)
-        return await self._answer(call)
+        return await self._answer(self._llumlet.ListRequests, ListRequestsRequest(), deadline_s or self._deadlines.read)
 
     # --- Peer ---
 
     async def reserve(self, request: ReserveRequest, *, deadline_s: float | None = None) -> ReserveResponse:
-        return await self._answer(self._peer.Reserve(request, timeout=deadline_s or self._deadlines.reserve))
+        return await self._answer(self._peer.Reserve, request, deadline_s or self._deadlines.reserve)
 
     async def copy_round(self, request: CopyRoundRequest, *, deadline_s: float | None = None) -> CopyRoundResponse:
-        return await self._answer(self._peer.CopyRound(request, timeout=deadline_s or self._deadlines.copy))
+        return await self._answer(self._peer.CopyRound, request, deadline_s or self._deadlines.copy)
 
     async def commit(self, request: CommitRequest, *, deadline_s: float | None = None) -> CommitResponse:
-        return await self._answer(self._peer.Commit(request, timeout=deadline_s or self._deadlines.copy))
+        return await self._answer(self._peer.Commit, request, deadline_s or self._deadlines.copy)
 
     async def withdraw(self, request: SettleRequest, *, deadline_s: float | None = None) -> SettleResponse:
-        return await self._answer(self._peer.Withdraw(request, timeout=deadline_s or self._deadlines.settle))
+        return await self._answer(self._peer.Withdraw, request, deadline_s or self._deadlines.settle)
 
     async def cancel(self, request: SettleRequest, *, deadline_s: float | None = None) -> SettleResponse:
-        return await self._answer(self._peer.Cancel(request, timeout=deadline_s or self._deadlines.settle))
+        return await self._answer(self._peer.Cancel, request, deadline_s or self._deadlines.settle)
 
     async def abort_handover(self, request: SettleRequest, *, deadline_s: float | None = None) -> SettleResponse:
-        return await self._answer(self._peer.Abort(request, timeout=deadline_s or self._deadlines.settle))
+        return await self._answer(self._peer.Abort, request, deadline_s or self._deadlines.settle)
 
     async def close_handover(self, request: SettleRequest, *, deadline_s: float | None = None) -> SettleResponse:
-        return await self._answer(self._peer.Close(request, timeout=deadline_s or self._deadlines.settle))
+        return await self._answer(self._peer.Close, request, deadline_s or self._deadlines.settle)
 
     async def query(self, request: SettleRequest, *, deadline_s: float | None = None) -> SettleResponse:
-        return await self._answer(self._peer.Query(request, timeout=deadline_s or self._deadlines.settle))
+        return await self._answer(self._peer.Query, request, deadline_s or self._deadlines.settle)
 
     async def adopt(self, request: AdoptRequest, *, deadline_s: float | None = None) -> AdoptResponse:
-        return await self._answer(self._peer.Adopt(request, timeout=deadline_s or self._deadlines.reserve))
+        return await self._answer(self._peer.Adopt, request, deadline_s or self._deadlines.reserve)
 
     # --- answers ---
 
-    async def _answer(self, call: Awaitable[T]) -> T:
+    async def _answer(self, method: Callable[..., Awaitable[T]], request: object, seconds: float) -> T:
         try:
-            return await call
+            return await method(request, timeout=seconds, metadata=self._metadata)
         except aio.AioRpcError as error:
             raise failure_of(error, self.address) from error
 
-    async def _events(self, call: aio.UnaryStreamCall[T, E]) -> AsyncGenerator[E, None]:
+    async def _events(
+        self, method: aio.UnaryStreamMultiCallable[T, E], request: T, seconds: float
+    ) -> AsyncGenerator[E, None]:
+        call = method(request, timeout=seconds, metadata=self._metadata)
         try:
             async for event in call:
                 yield event
@@ -226,6 +219,22 @@ def failure_of(error: aio.AioRpcError, address: str) -> LlumletCallFailed:
             # "failed to connect to all addresses; last error: UNKNOWN: ipv4:…: Failed to connect to
             # remote host: Connection refused": only the end says something.
             cause = details.rpartition("last error: ")[2].rpartition("remote host: ")[2]
-            return LlumletUnreachable(address, cause)
+            return LlumletUnreachable(address, _handshake_problem(details) or cause)
         case code:
             return LlumletUnreachable(address, f"{details} ({code.name})")
+
+
+def _handshake_problem(details: str) -> str | None:
+    """What most likely stands behind a connection that both sides' credentials did not let come about."""
+    return next((sentence for sign, sentence in _HANDSHAKE_PROBLEMS if sign in details), None)
+
+
+_HANDSHAKE_PROBLEMS: Final = (
+    ("WRONG_VERSION_NUMBER", "it does not speak TLS (was it started with --llumlet-tls-cert?)"),
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate is not of the authority in --llumlet-tls-ca: no TLS handshake"),
+    ("Hostname Verification", "its certificate does not name this address: no TLS handshake"),
+    (
+        "Socket closed",
+        "it closed the connection: it went away, or it wants TLS (--llumlet-tls-cert) or another certificate",
+    ),
+)

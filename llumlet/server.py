@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves an agent over gRPC, with server reflection and the standard health service.
 
-There is no authentication: whoever reaches the port can move and abort requests. So only loopback
-addresses are served unless the caller says that the network is trusted.
+Whoever may call can move and abort requests. Addresses other than loopback are therefore served only with complete
+credentials (mutual TLS and a token), unless the caller says that the network is trusted. All services are behind TLS;
+all but health, which orchestrators ask without secrets, are behind the token.
 """
 
 from __future__ import annotations
@@ -10,18 +11,22 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import grpc
 from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from llumlet.agent import Agent
+from llumlet.credentials import NONE, Credentials
 from llumlet.detached import DetachedCalls
+from llumlet.errors import LlumletError
 from llumlet.proto import llumlet_pb2
-from llumlet.servicer import add_services
-from llumlet.types import MAX_MESSAGE_BYTES, Address
+from llumlet.servicer import add_services, refuse
+from llumlet.types import MAX_MESSAGE_BYTES, Address, Reason
 
 MAX_CONCURRENT_CALLS = 1024
 """More are answered RESOURCE_EXHAUSTED by gRPC itself, before a message is read."""
@@ -72,32 +77,59 @@ class RunningServer:
         await stopping
 
 
-async def serve(agent: Agent, host: str = "127.0.0.1", port: int = 0, *, insecure: bool = False) -> RunningServer:
+async def serve(
+    agent: Agent,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    credentials: Credentials = NONE,
+    insecure: bool = False,
+) -> RunningServer:
     """Start serving `agent` on the running event loop; port 0 takes a free one.
 
-    Raises ValueError for a host that is not loopback unless `insecure`, and OSError if the port
-    cannot be had.
+    Raises ValueError for a host that is not loopback unless the credentials are complete or `insecure`, and OSError if
+    the port cannot be had.
     """
-    if not insecure and not is_loopback(host):
+    if not (insecure or credentials.complete or is_loopback(host)):
         raise ValueError(
-            f"{host} is not a loopback address, and a llumlet has no authentication: whoever "
-            "reaches it can move and abort requests. Serve it there only on a network that you "
-            "trust, by saying so explicitly."
+            f"{host} is not a loopback address, and whoever reaches this llumlet could move and abort requests: "
+            "give it TLS and a token, or say explicitly that the network is trusted."
         )
-    server = aio.server(options=_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS)
+    interceptors = [_TokenRequired(credentials)] if credentials.token else []
+    server = aio.server(interceptors=interceptors, options=_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS)
     calls = add_services(agent, server)
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     wanted = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        bound = server.add_insecure_port(wanted)
+        bound = credentials.listen(server, wanted)
     except RuntimeError as error:
         raise OSError(f"the llumlet cannot listen at {wanted}: {error}") from error
     running = RunningServer(Address(host, bound), server, health_servicer, calls)
     await running.set_serving(True)
     await server.start()
     return running
+
+
+class _TokenRequired(aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
+    """Answers calls without the token itself; their messages are not even read."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+        self._refusal = grpc.stream_stream_rpc_method_handler(_refuse_stranger)
+
+    async def intercept_service(
+        self, continuation: Callable[..., Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        is_health = handler_call_details.method.startswith(f"/{health.SERVICE_NAME}/")
+        if is_health or self._credentials.accepts(handler_call_details.invocation_metadata):
+            return await continuation(handler_call_details)
+        return self._refusal
+
+
+async def _refuse_stranger(messages: object, context: aio.ServicerContext[Any, Any]) -> None:
+    await refuse(context, LlumletError(Reason.UNAUTHENTICATED, "this llumlet wants its token (--llumlet-token-file)"))
 
 
 def is_loopback(host: str) -> bool:

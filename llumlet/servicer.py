@@ -58,6 +58,8 @@ P = TypeVar("P")
 S = TypeVar("S")
 Context = aio.ServicerContext[Any, Any]
 
+MAX_DETAIL_CHARACTERS = 1000
+
 
 class _Calls:
     """What both services share: running one call of the agent and answering for it."""
@@ -73,7 +75,7 @@ class _Calls:
         call: Callable[[], Coroutine[Any, Any, T]],
     ) -> T:
         if faults:
-            await _refuse(context, _invalid(faults))
+            await refuse(context, _invalid(faults))
         task = self._calls.start(name, call())
         await self._calls.settled(task)
         return await _outcome(context, task)
@@ -88,7 +90,7 @@ class _Calls:
         last: Callable[[S], Message],
     ) -> None:
         if faults:
-            await _refuse(context, _invalid(faults))
+            await refuse(context, _invalid(faults))
         # None marks the end. A few events per phase of each request: the queue needs no bound.
         events: asyncio.Queue[P | None] = asyncio.Queue()
         listening = True
@@ -220,21 +222,22 @@ def _invalid(faults: list[str]) -> LlumletError:
     return LlumletError(Reason.INVALID_REQUEST, "; ".join(faults))
 
 
-async def _outcome(context: Context, task: asyncio.Task[T]) -> T:  # noqa: RET503 - `_refuse` never returns
+async def _outcome(context: Context, task: asyncio.Task[T]) -> T:  # noqa: RET503 - `refuse` never returns
     """The result of a `task` that is done; what it raised instead ends the call."""
     if task.cancelled():
-        await _refuse(context, LlumletError(Reason.SHUTTING_DOWN, "the llumlet is shutting down"))
+        await refuse(context, LlumletError(Reason.SHUTTING_DOWN, "the llumlet is shutting down"))
     match task.exception():
         case None:
             return task.result()
         case LlumletError() as refusal:
-            await _refuse(context, refusal)
+            await refuse(context, refusal)
         case error:
             # The only place where an unforeseen exception of the agent may end.
             logger.error("%s failed", task.get_name(), exc_info=error)
             detail = f"{type(error).__name__}: {error} (the instance's log has the traceback)"
-            await _refuse(context, LlumletError(Reason.INTERNAL, detail))
+            await refuse(context, LlumletError(Reason.INTERNAL, detail))
 
 
-async def _refuse(context: Context, error: LlumletError) -> NoReturn:
-    await context.abort(error.code, error.detail, ((REASON_METADATA, error.word),))
+async def refuse(context: Context, error: LlumletError) -> NoReturn:
+    """End the call. Details may quote what the caller sent; a status that is too long would not get through."""
+    await context.abort(error.code, error.detail[:MAX_DETAIL_CHARACTERS], ((REASON_METADATA, error.word),))

@@ -38,6 +38,8 @@ STATUS_OF_REASON: Final[dict[Reason, StatusCode]] = {
     Reason.TRANSFER_FAILED: StatusCode.ABORTED,
     Reason.DEADLINE: StatusCode.DEADLINE_EXCEEDED,
     Reason.LEASE_EXPIRED: StatusCode.ABORTED,
+    Reason.UNAUTHENTICATED: StatusCode.UNAUTHENTICATED,
+    Reason.ADDRESS_REFUSED: StatusCode.PERMISSION_DENIED,
     Reason.STALL_BUDGET: StatusCode.ABORTED,
     Reason.TOO_MANY_ROUNDS: StatusCode.ABORTED,
     Reason.BARRED: StatusCode.ABORTED,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from llumlet.types import (
     AbortMigrateInRequest,
@@ -28,6 +28,10 @@ from llumlet.types import (
     ReserveRequest,
     SettleRequest,
 )
+
+MAX_ID_CHARACTERS = 64 << 10
+"""A client names its request in an HTTP header, which may be about as long."""
+MAX_BLOCK_ID = 2**31 - 1
 
 _VALUE_FIELD = {
     MigrationType.NUM_REQ: "num_reqs",
@@ -86,6 +90,8 @@ def reserve_faults(request: ReserveRequest) -> list[str]:
     for field in ("src_engine_id", "dst_engine_id", "request_state"):
         if not getattr(request, field):
             faults.append(f"{field} is empty")
+    for field in ("src_engine_id", "dst_engine_id", "src_address"):
+        faults += _length_faults(field, getattr(request, field))
     try:
         Address.parse(request.src_address)
     except ValueError as error:
@@ -102,14 +108,14 @@ def copy_round_faults(request: CopyRoundRequest) -> list[str]:
     elif len(request.block_ids) != request.to_block - request.from_block:
         blocks = f"[{request.from_block}, {request.to_block})"
         faults.append(f"{len(request.block_ids)} block_ids for blocks {blocks}")
-    return faults
+    return faults + _block_id_faults(request.block_ids)
 
 
 def commit_faults(request: CommitRequest) -> list[str]:
     faults = _handover_faults(request.handover)
     if (request.epoch.term, request.epoch.hop) <= (0, 0):
         faults.append("epoch must be above 0.0, at which a request is born")
-    return faults
+    return faults + _block_id_faults(request.block_ids)
 
 
 def adopt_faults(request: AdoptRequest) -> list[str]:
@@ -167,13 +173,26 @@ def _rule_faults(request: MigrateRequest, value: str | None) -> list[str]:
 def _id_faults(field: str, ids: Iterable[str], *, required: bool = False) -> list[str]:
     ids = list(ids)
     faults = [f"{field}[{index}] is empty" for index, text in enumerate(ids) if not text]
+    faults += [fault for index, text in enumerate(ids) for fault in _length_faults(f"{field}[{index}]", text)]
     repeated = sorted(text for text, times in Counter(ids).items() if text and times > 1)
     faults += [f"{field} holds {text!r} twice" for text in repeated]
     return [f"{field} is empty"] if required and not ids else faults
+
+
+def _block_id_faults(block_ids: Sequence[int]) -> list[str]:
+    return [f"block id {max(block_ids)} is too large"] if block_ids and max(block_ids) > MAX_BLOCK_ID else []
 
 
 def _handover_faults(handover: Handover, *, reserved: bool = True) -> list[str]:
     fields = ["migration_id", "request_id", "src_incarnation"]
     if reserved:
         fields.append("dst_incarnation")
-    return [f"handover.{field} is empty" for field in fields if not getattr(handover, field)]
+    faults = [f"handover.{field} is empty" for field in fields if not getattr(handover, field)]
+    return faults + [
+        fault for field in fields for fault in _length_faults(f"handover.{field}", getattr(handover, field))
+    ]
+
+
+def _length_faults(field: str, text: str) -> list[str]:
+    """Ids are kept, logged and quoted."""
+    return [f"{field} has {len(text)} characters"] if len(text) > MAX_ID_CHARACTERS else []

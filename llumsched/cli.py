@@ -11,6 +11,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from llumlet.credential_files import CredentialFiles, CredentialsError, add_arguments
+from llumlet.credentials import Credentials
 from llumsched.commands import COMMANDS, Command
 from llumsched.exit_codes import ExitCode
 
@@ -32,6 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return ExitCode.USAGE
     faults = [f"unknown argument {argument!r}" for argument in unknown] + command.faults(args)
+    try:
+        args.credentials = Credentials.load(CredentialFiles.given(args))
+    except CredentialsError as error:
+        faults += error.faults
     if faults:
         return _report_faults(command, faults)
     try:
@@ -59,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
         command.add_arguments(sub)
+        add_arguments(sub.add_argument_group("credentials", "The same as the instances'."))
         sub.set_defaults(command=command)
     return parser
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from llumlet.client import LlumletClient
+from llumlet.credentials import Credentials
 from llumlet.errors import LlumletCallFailed
 from llumlet.types import Address
 from llumsched import output
@@ -29,11 +30,13 @@ class Answer(Generic[T]):
         return None if self.failure is None else output.failure_dict(self.failure)
 
 
-async def ask_all(addresses: Sequence[Address], question: Callable[[LlumletClient], Awaitable[T]]) -> list[Answer[T]]:
+async def ask_all(
+    addresses: Sequence[Address], question: Callable[[LlumletClient], Awaitable[T]], credentials: Credentials
+) -> list[Answer[T]]:
     """The answers, in the order of `addresses`. Takes as long as the slowest."""
 
     async def ask(address: Address) -> Answer[T]:
-        async with LlumletClient(address) as client:
+        async with LlumletClient(address, credentials=credentials) as client:
             try:
                 return Answer(address, await question(client), None)
             except LlumletCallFailed as failure:

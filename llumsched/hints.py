@@ -40,6 +40,8 @@ HINTS: Final[dict[Reason, str]] = {
     Reason.TRANSFER_FAILED: "The copy broke off; the logs of both instances say why. " + _LATER,
     Reason.DEADLINE: "Something took too long; the destination may be overloaded. " + _LATER,
     Reason.LEASE_EXPIRED: "The copy outlasted --llumlet-lease-seconds; raise it.",
+    Reason.UNAUTHENTICATED: "Give --llumlet-token-file (or LLUMNIX_TOKEN_FILE) with the cluster's token.",
+    Reason.ADDRESS_REFUSED: "Without TLS and a token, instances know only each other's loopback addresses.",
     Reason.STALL_BUDGET: "Use --force, or a larger --stall-budget-ms.",
     Reason.TOO_MANY_ROUNDS: "The request grows faster than it can be copied. Use --force.",
     Reason.BARRED: "The destination called the move off; its log says why. " + _LATER,

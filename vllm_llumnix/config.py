@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import ipaddress
 import os
 import re
 import socket
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from llumlet import credential_files
+from llumlet.credential_files import CredentialFiles, CredentialsError
 from vllm_llumnix.errors import ConfigError
 
+if TYPE_CHECKING:
+    from llumlet.credentials import Credentials
+    from vllm_llumnix.reach import Reach
+
 CONFIG_VARIABLE = "LLUMNIX_LLUMLET"
-KNOWN_VARIABLES = frozenset({CONFIG_VARIABLE, "LLUMNIX_FAULTS"})
+KNOWN_VARIABLES = frozenset({CONFIG_VARIABLE, "LLUMNIX_FAULTS", *credential_files.VARIABLES.values()})
 INSTANCE_TYPES = ("neutral", "prefill", "decode")
 TRANSPORTS = ("auto", "local", "tcp", "mooncake")
 AVAILABLE_TRANSPORTS = ("auto", "local")
@@ -53,6 +58,28 @@ class LlumletConfig:
     insecure: bool = False
     peers: tuple[str, ...] = ()
     drain_seconds: float = 25.0
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
+    token_file: str = ""
+
+    def credentials(self) -> Credentials:
+        """Read anew by each process: the contents are not handed down. Raises CredentialsError."""
+        from llumlet.credentials import Credentials
+
+        return Credentials.load(CredentialFiles(self.tls_cert, self.tls_key, self.tls_ca, self.token_file))
+
+    @property
+    def authenticated(self) -> bool:
+        """Whether every connection is encrypted and both of its ends are known."""
+        return bool(self.tls_cert and self.token_file)
+
+    @property
+    def reaches(self) -> Reach:
+        """What addresses in messages are worth: see `Reach`."""
+        from vllm_llumnix.reach import Reach
+
+        return Reach(anywhere=self.authenticated or self.insecure)
 
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()
@@ -90,7 +117,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULTS.host,
         metavar="ADDRESS",
         help="Address on which the llumlet's gRPC service and the token relay listen. An address other than loopback "
-        "needs --llumlet-insecure.",
+        "needs mutual TLS and a token, or --llumlet-insecure.",
     )
     add(
         "--llumlet-port",
@@ -198,6 +225,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="Allow an address other than loopback although nothing is authenticated or encrypted.",
     )
+    credential_files.add_arguments(group)
 
 
 def parse_rate(text: str) -> int:
@@ -225,7 +253,7 @@ def config_from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.e
     """
     enabled = getattr(args, "enable_llumlet", False)
     values = _given(args)
-    faults = []
+    faults: list[str] = []
     if not enabled:
         changed = [name for name, value in values.items() if value is not None and value != getattr(_DEFAULTS, name)]
         if changed:
@@ -234,8 +262,13 @@ def config_from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.e
         return None
     if not values.get("instance_id"):
         values["instance_id"] = f"{socket.gethostname()[:100]}-{uuid.uuid4().hex[:8]}"
+    values |= dataclasses.asdict(CredentialFiles.given(args, environ))
     config = LlumletConfig(**values)
     faults += _faults(config)
+    try:
+        config.credentials()
+    except CredentialsError as error:
+        faults += error.faults
     unknown = sorted(name for name in environ if name.startswith("LLUMNIX_") and name not in KNOWN_VARIABLES)
     if unknown:
         faults.append(f"unknown variables {', '.join(unknown)}; known: {', '.join(sorted(KNOWN_VARIABLES))}")
@@ -276,21 +309,12 @@ def _faults(config: LlumletConfig) -> list[str]:
         faults.append("--llumlet-stall-budget-ms must be positive")
     if config.transport not in AVAILABLE_TRANSPORTS:
         faults.append(f"--llumlet-transport {config.transport} is not built in; use one of {AVAILABLE_TRANSPORTS}")
-    if not _is_loopback(config.host) and not config.insecure:
-        faults.append(
-            f"--llumlet-host {config.host} is reachable from other hosts and nothing is authenticated: "
-            "use 127.0.0.1, or add --llumlet-insecure on an isolated network"
-        )
+    if problem := config.reaches.why_not(config.host):
+        faults.append(f"--llumlet-host: {problem}; or add --llumlet-insecure on an isolated network")
+    for peer in config.peers:
+        if problem := config.reaches.why_not_llumlet(peer):
+            faults.append(f"--llumlet-peers: {problem}")
     return faults
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def current() -> LlumletConfig | None:

@@ -52,6 +52,8 @@ class Reason(enum.StrEnum):
     TRANSFER_FAILED = "transfer_failed"
     DEADLINE = "deadline"
     LEASE_EXPIRED = "lease_expired"
+    UNAUTHENTICATED = "unauthenticated"
+    ADDRESS_REFUSED = "address_refused"
     # The protocol
     STALL_BUDGET = "stall_budget"
     TOO_MANY_ROUNDS = "too_many_rounds"

@@ -7,6 +7,7 @@ import msgspec
 from vllm.sampling_params import SamplingParams
 
 from vllm_llumnix.errors import Reason, Refused
+from vllm_llumnix.migration.wire import MALFORMED
 
 MAX_STATE_BYTES = 64 << 20
 
@@ -54,5 +55,5 @@ def decode_state(data: bytes) -> RequestState:
         raise Refused(Reason.INVALID_REQUEST, f"request state of {len(data)} bytes, at most {MAX_STATE_BYTES}")
     try:
         return _decoder.decode(data)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+    except MALFORMED as error:
         raise Refused(Reason.INVALID_REQUEST, str(error)) from error

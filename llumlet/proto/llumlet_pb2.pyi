@@ -35,6 +35,8 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TRANSFER_FAILED: _ClassVar[Reason]
     DEADLINE: _ClassVar[Reason]
     LEASE_EXPIRED: _ClassVar[Reason]
+    UNAUTHENTICATED: _ClassVar[Reason]
+    ADDRESS_REFUSED: _ClassVar[Reason]
     STALL_BUDGET: _ClassVar[Reason]
     TOO_MANY_ROUNDS: _ClassVar[Reason]
     BARRED: _ClassVar[Reason]
@@ -115,6 +117,8 @@ TRANSPORT_UNAVAILABLE: Reason
 TRANSFER_FAILED: Reason
 DEADLINE: Reason
 LEASE_EXPIRED: Reason
+UNAUTHENTICATED: Reason
+ADDRESS_REFUSED: Reason
 STALL_BUDGET: Reason
 TOO_MANY_ROUNDS: Reason
 BARRED: Reason

@@ -26,7 +26,7 @@ class Command(Protocol):
         ...
 
     def run(self, args: argparse.Namespace) -> int:
-        """Returns the exit code."""
+        """Returns the exit code. `args.credentials` are for the clients."""
         ...
 
 

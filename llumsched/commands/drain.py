@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _drain(args: argparse.Namespace) -> ExitCode:
-    async with LlumletClient(args.llumlet) as client:
+    async with LlumletClient(args.llumlet, credentials=args.credentials) as client:
         try:
             # Without --timeout the limit is the instance's, which its first progress tells.
             events = client.drain(args.request, deadline_s=_deadline_s(args.request.timeout_s))

@@ -112,9 +112,9 @@ def run(args: argparse.Namespace) -> int:
 
 async def _migrate(args: argparse.Namespace, display: MoveDisplay) -> ExitCode:
     ends = [args.source, args.destination]
-    answers = await ask_all(ends, LlumletClient.get_instance_metadata)
+    answers = await ask_all(ends, LlumletClient.get_instance_metadata, args.credentials)
     failures = [answer.failure for answer in answers if answer.failure is not None]
-    async with LlumletClient(args.source) as source:
+    async with LlumletClient(args.source, credentials=args.credentials) as source:
         if not failures:
             here, there = (answer.value for answer in answers if answer.value is not None)
             request = args.template

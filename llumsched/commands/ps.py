@@ -52,7 +52,7 @@ def faults(args: argparse.Namespace) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    answers = asyncio.run(ask_all(args.addresses, LlumletClient.list_requests))
+    answers = asyncio.run(ask_all(args.addresses, LlumletClient.list_requests, args.credentials))
     if args.json:
         for answer in answers:
             output.print_json(_document(answer))

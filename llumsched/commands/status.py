@@ -49,7 +49,7 @@ def faults(args: argparse.Namespace) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    answers = asyncio.run(ask_all(args.addresses, _ask))
+    answers = asyncio.run(ask_all(args.addresses, _ask, args.credentials))
     if args.json:
         for answer in answers:
             output.print_json(_document(answer))

@@ -34,6 +34,7 @@ from vllm_llumnix import hooks
 from vllm_llumnix.frontend.client import llumnix_client_class
 from vllm_llumnix.ids import Epoch
 from vllm_llumnix.migration import wire
+from vllm_llumnix.relay_keys import RelayKeys
 
 VOCAB_SIZE = 1000
 FIRST_HOP = Epoch(0, 1)
@@ -132,12 +133,19 @@ class FakePeer:
     """Another engine, on the relay."""
 
     def __init__(
-        self, context: zmq.asyncio.Context, address: str, name: str = "peer", llumlet: str = "127.0.0.1:1"
+        self,
+        context: zmq.asyncio.Context,
+        address: str,
+        name: str = "peer",
+        llumlet: str = "127.0.0.1:1",
+        keys: RelayKeys | None = None,
     ) -> None:
         self.name = name
         self.llumlet = llumlet
         self.socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
+        if keys is not None:
+            keys.secure_engine(self.socket)
         self.socket.connect(address)
 
     async def send(self, message: wire.ToOrigin) -> None:

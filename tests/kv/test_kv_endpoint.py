@@ -100,3 +100,15 @@ def test_a_path_too_long_for_a_socket(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="set TMPDIR to a shorter one"):
         PrivateDirectory(str(long))
     assert list(long.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_what_is_another_user_s_is_not_swept(tmp_path: Path) -> None:
+    """A directory that somebody else has prepared under our name: whatever is in it is theirs."""
+    trap = tmp_path / f"{PREFIX}trap"
+    trap.mkdir()
+    (trap / "lock").touch()
+    os.chown(trap, 12345, 12345)
+    assert sweep(tmp_path) == []
+    os.chown(trap, os.geteuid(), os.getegid())
+    assert sweep(tmp_path) == [trap]

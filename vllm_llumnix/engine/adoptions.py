@@ -61,8 +61,6 @@ class Adoptions:
             raise Refused(Reason.SHUTTING_DOWN, "this engine is shutting down")
         request, residence = await self._builder.build(asked.request_state)
         request_id = request.request_id
-        if not residence.origin:
-            raise Refused(Reason.INVALID_REQUEST, "the request state names no origin")
         await self._arrivals.give_way(request_id)
         if request_id in engine.scheduler.requests:
             await self._abort_here([request_id])

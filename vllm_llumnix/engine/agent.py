@@ -58,6 +58,7 @@ from vllm_llumnix.errors import MigrationError, Reason, Refused
 from vllm_llumnix.ids import Epoch
 from vllm_llumnix.migration import wire
 from vllm_llumnix.migration.source import Method, Plan
+from vllm_llumnix.relay_keys import RelayKeys
 
 if TYPE_CHECKING:
     from vllm_llumnix.engine.bypass import Bypass
@@ -92,17 +93,18 @@ class LlumletAgent:
                 wire.RELAY_VERSION,
                 self.identity.instance,
                 self.identity.incarnation,
-                str(server.address),
+                str(bypass.address),
                 self.identity.digest,
             ),
             self.release,
             lambda: kvconn.progress.health,
+            RelayKeys.from_token(bypass.credentials.token),
         )
         memory = encode_memory(self.identity.digest, bypass.movers)
         self.departures = Departures(bypass, kvconn, self.relay, memory, CALL_SECONDS)
         self.listing = Listing(bypass, kvconn, self.departures)
         self.drains = Drain(self)
-        builder = RequestBuilder(bypass.engine)
+        builder = RequestBuilder(bypass.engine, self.config.reaches)
         self.arrivals = Arrivals(bypass, kvconn, self.relay, self.movers, builder, self.departures, self._abort_soon)
         self.adoptions = Adoptions(
             bypass, kvconn, self.relay, builder, self.arrivals, self.departures, self._abort_here
@@ -145,7 +147,7 @@ class LlumletAgent:
         )
 
     async def migrate_in(self, request: MigrateInRequest, report: Report) -> MoveSummary:
-        here = self.server.address
+        here = self.bypass.address
         request.request.dst_engine_id = self.identity.instance
         request.request.dst_engine_ip, request.request.dst_engine_port = here.host, here.port
         client = self.departures.client(Address.parse(request.src_address))
@@ -209,7 +211,7 @@ class LlumletAgent:
         return status
 
     async def get_instance_metadata(self) -> InstanceMetadata:
-        return self.listing.metadata(self.server.address)
+        return self.listing.metadata(self.bypass.address)
 
     async def list_requests(self) -> ListRequestsResponse:
         return await self.kvconn.call(self.listing.requests, self.arrivals.pending())
@@ -261,17 +263,19 @@ class LlumletAgent:
         for owner, ids in by_owner.items():
             self.spawn(self._abort_at(owner, ids))
 
-    def release(self, requests: list[tuple[str, Epoch]]) -> None:
-        """The origin wants nothing more of these requests under these epochs."""
-        stale = [request_id for request_id, epoch in requests if self._epoch_of(request_id) == epoch]
+    def release(self, origin: str, requests: list[tuple[str, Epoch]]) -> None:
+        """`origin` wants nothing more of these requests under these epochs. Those of others are not its to end."""
+        stale = [request_id for request_id, epoch in requests if self._belongs(request_id, origin, epoch)]
         if stale:
             self._abort_soon(stale)
 
-    def _epoch_of(self, request_id: str) -> Epoch | None:
-        """Of a request that this engine runs."""
+    def _belongs(self, request_id: str, origin: str, epoch: Epoch) -> bool:
+        """Whether this engine runs the request under `epoch`, for `origin`."""
         request = self.bypass.engine.scheduler.requests.get(request_id)
         residence = residence_of(request) if request is not None else None
-        return residence.epoch if residence is not None else self.relay.epoch_of(request_id)
+        if residence is None:
+            residence = self.relay.residence_of(request_id)
+        return residence is not None and (residence.origin, residence.epoch) == (origin, epoch)
 
     def _abort_soon(self, request_ids: list[str]) -> None:
         self.spawn(self._abort_here(request_ids))
@@ -298,7 +302,7 @@ class LlumletAgent:
             raise refusal(
                 Refused(Reason.WRONG_INSTANCE, f"this is {self.identity.instance}, not {request.src_engine_id}")
             )
-        same_address = (request.dst_engine_ip, request.dst_engine_port) == tuple(self.server.address)
+        same_address = (request.dst_engine_ip, request.dst_engine_port) == tuple(self.bypass.address)
         if request.dst_engine_id == self.identity.instance or same_address:
             raise refusal(Refused(Reason.SAME_INSTANCE, "source and destination are the same instance"))
         if self.identity.unsupported is not None:

@@ -36,6 +36,7 @@ from vllm_llumnix import faults
 from vllm_llumnix.engine.builder import RequestBuilder
 from vllm_llumnix.engine.kvconn import KVConnection
 from vllm_llumnix.engine.memory import Movers, SourceMemory, decode_memory
+from vllm_llumnix.engine.portability import why_not_portable
 from vllm_llumnix.engine.relay import Relay
 from vllm_llumnix.engine.request_state import Residence, repeat_from
 from vllm_llumnix.errors import LocalProtocolError, MigrationError, Reason, Refused, TransportError
@@ -144,11 +145,19 @@ class IncomingMove:
         return on.RoundRequested(request.round, request.from_block, request.to_block, request.num_tokens)
 
     def take_commit(self, request: CommitRequest) -> on.DestinationEvent:
+        """Raises Refused, the first time only: then the move is to be called off."""
         if not self._commit_seen:
             self._commit_seen = True
             self._take(request.from_block, request.block_ids, request.new_token_ids)
-            if self.request is not None and self.request.num_output_tokens:
-                self.recomputed_tokens = self.request.num_tokens - request.computed_tokens - 1
+            if self.request is not None:
+                recomputed = self.request.num_tokens - request.computed_tokens - 1
+                if recomputed < 0 or request.base != self.request.num_output_tokens:
+                    raise Refused(
+                        Reason.INVALID_REQUEST,
+                        f"{request.computed_tokens} tokens computed and {request.base} put out, of "
+                        f"{self.request.num_tokens} and {self.request.num_output_tokens}",
+                    )
+                self.recomputed_tokens = recomputed if self.request.num_output_tokens else 0
         return on.CommitRequested(
             Epoch(request.epoch.term, request.epoch.hop),
             request.base,
@@ -214,8 +223,10 @@ class IncomingMove:
                 )
             self.transport = await arrivals.movers.probe(self._memory)
             self.request, self.residence = await arrivals.builder.build(offer.request_state)
-            if self.request.request_id != self.request_id or not self.residence.origin:
-                raise Refused(Reason.INVALID_REQUEST, "the request state names another request, or no origin")
+            if self.request.request_id != self.request_id:
+                raise Refused(Reason.INVALID_REQUEST, "the request state names another request")
+            if (problem := arrivals.why_not_portable(self.request)) is not None:
+                raise Refused(Reason.NOT_PORTABLE, problem)
             # Connect to the origin now, not when its client waits for the first token from here.
             arrivals.relay.client_index(self.residence.origin)
             hit_blocks, self._block_ids = await arrivals.kvconn.call(
@@ -247,6 +258,10 @@ class IncomingMove:
         final = self.machine.state is State.COMMITTING
         began = time.perf_counter()
         blocks = range(effect.from_block, effect.to_block)
+        if not self._source_blocks.keys() >= set(blocks):
+            detail = f"the source did not say where blocks {effect.from_block} to {effect.to_block} are"
+            self.feed(on.PullFailed(effect.job, Reason.INVALID_REQUEST, detail))
+            return
         try:
             copied = await self.arrivals.movers.pull(
                 effect.job,
@@ -434,7 +449,12 @@ class Arrivals:
         move = self._find(request.handover)
         if move is None:
             _refuse(Reason.UNKNOWN_MIGRATION, "this engine knows nothing of it (any more)")
-        answer: CopyRoundResponse = await move.ask((Call.ROUND, request.round), move.take_round(request))
+        try:
+            event = move.take_round(request)
+        except Refused as error:
+            await move.ask(Call.CANCEL, on.CancelRequested(error.reason, error.detail))
+            _refuse(error.reason, error.detail)
+        answer: CopyRoundResponse = await move.ask((Call.ROUND, request.round), event)
         return answer
 
     async def commit(self, request: CommitRequest) -> CommitResponse:
@@ -520,6 +540,15 @@ class Arrivals:
 
     def _is_this_life(self, handover: Handover) -> bool:
         return handover.dst_incarnation in ("", self.bypass.identity.incarnation)
+
+    def why_not_portable(self, request: Request) -> str | None:
+        identity = self.bypass.identity
+        return why_not_portable(
+            request,
+            model_runner_v2=identity.model_runner_v2,
+            device=identity.device,
+            spec_decode=identity.spec_decode,
+        )
 
     def reserve_on_loop(self, request: Request, queued: bool) -> tuple[int, list[int]]:
         return self.kvconn.port.reserve(request, use_prefix_cache=not self.bypass.config.exact, queued=queued)

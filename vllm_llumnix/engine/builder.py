@@ -4,41 +4,58 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from typing import Any
 
 from vllm.v1.request import Request
 
-from vllm_llumnix.engine.request_state import Residence, build_request, settle_in
+from vllm_llumnix.engine.request_state import Residence, build_request, check_tokens, settle_in
 from vllm_llumnix.errors import Reason, Refused
+from vllm_llumnix.reach import Reach
 from vllm_llumnix.request_wire import decode_state
+
+logger = logging.getLogger("vllm.llumnix")
 
 GRAMMAR_SECONDS = 20.0
 _POLL_SECONDS = 0.002
 
 
 class RequestBuilder:
-    """One per engine. `build` runs in a thread of its own; the request belongs to the caller until it is admitted."""
+    """One per engine. `build` runs in a thread of its own; the request belongs to the caller until it is admitted.
 
-    def __init__(self, engine: Any) -> None:
+    This is a front door: what passes here reaches the engine's loop, where a wrong value would end every request.
+    """
+
+    def __init__(self, engine: Any, reaches: Reach) -> None:
         self._engine = engine
+        self._reaches = reaches
+        self._vocab_size = engine.vllm_config.model_config.get_vocab_size()
         self._grammars = engine.structured_output_manager
         self._serialise_grammar_init()
 
     async def build(self, state: bytes) -> tuple[Request, Residence]:
         """The request with its history, and its residence here. Raises Refused."""
-        return await asyncio.to_thread(self._build, state)
+        try:
+            return await asyncio.to_thread(self._build, state)
+        except Refused:
+            raise
+        except Exception as error:
+            # Whatever vLLM's checks stumble over, it is this request's fault and ends nothing else.
+            logger.exception("llumlet: a request that was to come here is refused")
+            raise Refused(Reason.INVALID_REQUEST, f"{type(error).__name__}: {error}") from error
 
     def _build(self, data: bytes) -> tuple[Request, Residence]:
         state = decode_state(data)
         if state.lora_name is not None:
             raise Refused(Reason.LORA_NOT_AVAILABLE, f"adapter {state.lora_name!r} is not loaded here")
-        model = self._engine.vllm_config.model_config
+        if (problem := self._reaches.why_not_relay(state.origin)) is not None:
+            raise Refused(Reason.ADDRESS_REFUSED, f"origin: {problem}")
         request = build_request(
             state,
-            vocab_size=model.get_vocab_size(),
-            max_model_len=model.max_model_len,
+            config=self._engine.vllm_config,
+            tokenizer=getattr(self._grammars, "tokenizer", None),
             block_hasher=self._engine.request_block_hasher,
         )
         residence = Residence(
@@ -53,7 +70,10 @@ class RequestBuilder:
         return request, residence
 
     def append(self, request: Request, token_ids: list[int]) -> None:
-        """Add tokens the source has produced since; by one thread at a time."""
+        """Add tokens the source has produced since; by one thread at a time. Raises Refused."""
+        check_tokens(token_ids, self._vocab_size)
+        if request.num_output_tokens + len(token_ids) >= request.max_tokens:
+            raise Refused(Reason.INVALID_REQUEST, "the request has reached max_tokens")
         request.append_output_token_ids(token_ids)
         if request.use_structured_output:
             self.advance_grammar(request, token_ids)

@@ -20,6 +20,7 @@ import llumlet.server
 from llumlet.types import Address
 from vllm_llumnix.config import LlumletConfig
 from vllm_llumnix.engine.identity import EngineIdentity
+from vllm_llumnix.hosts import reachable_host
 from vllm_llumnix.kv.messages import MoverInfo
 
 if TYPE_CHECKING:
@@ -39,10 +40,12 @@ class Bypass:
 
     def __init__(self, config: LlumletConfig, identity: EngineIdentity, movers: list[MoverInfo], engine: Any) -> None:
         self.config = config
+        self.credentials = config.credentials()
         self.identity = identity
         self.movers = movers
         self.engine = engine
         self.address: Address | None = None
+        """Where peers and API servers reach the llumlet, once it listens."""
         self.started_at = time.time()
         self.draining = False
         """The engine is being emptied."""
@@ -129,8 +132,11 @@ class Bypass:
         from vllm_llumnix.engine.agent import LlumletAgent
 
         agent = LlumletAgent(self, kvconn)
-        server = await llumlet.server.serve(agent, self.config.host, self.config.port, insecure=self.config.insecure)
-        self.address = server.address
+        config = self.config
+        server = await llumlet.server.serve(
+            agent, config.host, config.port, credentials=self.credentials, insecure=config.insecure
+        )
+        self.address = Address(reachable_host(config.host), server.port)
         agent.open(server)
         self._agent = agent
 

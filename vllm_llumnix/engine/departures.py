@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.llumnix")
 
 FORWARDING_ENTRIES = 65_536
+MAX_CLIENTS = 256
 """How many requests that left are remembered, to send late aborts after them."""
 
 PHASES = {
@@ -491,7 +492,7 @@ class Departures:
             max_kv_ratio=config.max_migration_kv_ratio_out,
         )
         self.slots = Slots(limits, kvconn.port.capacity_tokens, Reason.SOURCE_BUSY)
-        self._clients: dict[Address, LlumletClient] = {}
+        self._clients: OrderedDict[Address, LlumletClient] = OrderedDict()
         self._left: OrderedDict[str, tuple[Address, ids.MigrationId]] = OrderedDict()
 
     @property
@@ -499,9 +500,16 @@ class Departures:
         return self.bypass.address
 
     def client(self, address: Address) -> LlumletClient:
+        """Every call to another llumlet begins here. Raises LlumletError for an address that is not to be called."""
         client = self._clients.get(address)
         if client is None:
-            client = self._clients[address] = LlumletClient(str(address))
+            if (problem := self.bypass.config.reaches.why_not(address.host)) is not None:
+                raise LlumletError(parse_reason(Reason.ADDRESS_REFUSED), problem, str(address))
+            client = self._clients[address] = LlumletClient(address, credentials=self.bypass.credentials)
+            if len(self._clients) > MAX_CLIENTS:
+                # Dropped, not closed: a move may still use the one that was asked for longest ago.
+                self._clients.popitem(last=False)
+        self._clients.move_to_end(address)
         return client
 
     def begin(

@@ -13,6 +13,7 @@ import zmq.asyncio
 from vllm_llumnix.errors import Reason, Refused, TransferFailed
 from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.messages import MoverInfo, PeerMemory
+from vllm_llumnix.migration import wire
 
 
 class SourceMemory(msgspec.Struct, frozen=True):
@@ -33,7 +34,7 @@ def decode_memory(data: bytes) -> SourceMemory:
     """Raises Refused(invalid_request)."""
     try:
         return _decoder.decode(data)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+    except wire.MALFORMED as error:
         raise Refused(Reason.INVALID_REQUEST, f"memory descriptor: {error}") from error
 
 

@@ -15,7 +15,6 @@ import logging
 import time
 from collections.abc import Callable
 
-import msgspec
 import zmq
 import zmq.asyncio
 from vllm.v1.engine import EngineCoreOutputs
@@ -23,9 +22,11 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm_llumnix import faults
 from vllm_llumnix.engine.kvconn import FOREIGN_CLIENT
 from vllm_llumnix.engine.request_state import Residence
+from vllm_llumnix.errors import Reason, Refused
 from vllm_llumnix.ids import Epoch
 from vllm_llumnix.migration import wire
 from vllm_llumnix.relay_convert import token_output_from
+from vllm_llumnix.relay_keys import RelayKeys
 
 logger = logging.getLogger("vllm.llumnix")
 
@@ -33,6 +34,8 @@ HEARTBEAT_SECONDS = 0.5
 ORIGIN_SECONDS = 30.0
 """An origin that has answered no heartbeat for so long is dead."""
 QUEUED_MESSAGES = 100_000
+MAX_ORIGINS = 256
+"""Of requests of others, at a time: each is a socket, and a peer can name as many as it likes."""
 
 
 class OriginUnreachable(Exception):
@@ -45,10 +48,13 @@ class Relay:
     def __init__(
         self,
         hello: wire.Hello,
-        on_release: Callable[[list[tuple[str, Epoch]]], None],
+        on_release: Callable[[str, list[tuple[str, Epoch]]], None],
         health: Callable[[], wire.Health],
+        keys: RelayKeys | None,
     ) -> None:
+        """`on_release` is told which origin wants nothing more of which requests."""
         self._hello = hello
+        self._keys = keys
         self._on_release = on_release
         self._health = health
         self._context = zmq.asyncio.Context()
@@ -56,12 +62,14 @@ class Relay:
         self._by_index: list[_Origin] = []
         """By client index; those of dead origins stay, so that indices stay what they are."""
         self._guests: dict[str, tuple[Residence, _Origin]] = {}
-        self._questions: dict[int, asyncio.Future[wire.FenceAnswer]] = {}
+        self._questions: dict[tuple[str, int], asyncio.Future[wire.FenceAnswer]] = {}
         self._numbers = itertools.count(1)
         self._heartbeat = asyncio.create_task(self._beat(), name="llumnix-heartbeat")
 
     def client_index(self, address: str) -> int:
-        """The client index that stands for this origin in the engine."""
+        """The client index that stands for this origin in the engine. Raises Refused(destination_busy)."""
+        if address not in self._origins and len(self._origins) >= MAX_ORIGINS:
+            raise Refused(Reason.DESTINATION_BUSY, f"requests of {MAX_ORIGINS} API servers are here already")
         return FOREIGN_CLIENT + self._origin(address).index
 
     def meet(self, address: str) -> None:
@@ -77,9 +85,10 @@ class Relay:
         """The request has left this engine or ended."""
         self._guests.pop(request_id, None)
 
-    def epoch_of(self, request_id: str) -> Epoch | None:
+    def residence_of(self, request_id: str) -> Residence | None:
+        """Of a request that reports by relay."""
         guest = self._guests.get(request_id)
-        return guest[0].epoch if guest else None
+        return guest[0] if guest else None
 
     def send(self, client_index: int, outputs: EngineCoreOutputs) -> None:
         """Relay the outputs of one engine step."""
@@ -122,14 +131,14 @@ class Relay:
     async def fence(self, address: str, request_id: str, epoch: Epoch, seconds: float) -> wire.FenceAnswer:
         """Ask the origin whether `epoch` has started. Raises OriginUnreachable after `seconds`."""
         number = next(self._numbers)
-        answer = self._questions[number] = asyncio.get_running_loop().create_future()
+        answer = self._questions[address, number] = asyncio.get_running_loop().create_future()
         self._origin(address).send(wire.FenceQuestion(number, request_id, epoch))
         try:
             return await asyncio.wait_for(answer, seconds)
         except TimeoutError as error:
             raise OriginUnreachable(address) from error
         finally:
-            del self._questions[number]
+            del self._questions[address, number]
 
     async def close(self) -> None:
         self._heartbeat.cancel()
@@ -140,7 +149,7 @@ class Relay:
     def _origin(self, address: str) -> _Origin:
         origin = self._origins.get(address)
         if origin is None:
-            origin = _Origin(self._context, address, len(self._by_index), self._receive)
+            origin = _Origin(self._context, address, len(self._by_index), self._receive, self._keys)
             logger.debug("relay: reporting to the API server at %s", address)
             self._origins[address] = origin
             self._by_index.append(origin)
@@ -150,15 +159,15 @@ class Relay:
     def _receive(self, address: str, message: wire.ToEngine) -> None:
         match message:
             case wire.Release():
-                self._on_release(message.requests)
+                self._on_release(address, message.requests)
             case wire.FenceAnswer():
-                question = self._questions.get(message.question)
+                question = self._questions.get((address, message.question))
                 if question is not None and not question.done():
                     question.set_result(message)
             case wire.HeartbeatAck():
                 self._origin(address).heard_at = time.monotonic()
-                here = [(request_id, self.epoch_of(request_id)) for request_id in message.unknown]
-                self._on_release([(request_id, epoch) for request_id, epoch in here if epoch is not None])
+                guests = {request_id: self.residence_of(request_id) for request_id in message.unknown}
+                self._on_release(address, [(request_id, guest.epoch) for request_id, guest in guests.items() if guest])
 
     async def _beat(self) -> None:
         while True:
@@ -178,7 +187,7 @@ class Relay:
             logger.warning("the API server at %s is gone; ending %d of its requests", origin.address, len(requests))
         del self._origins[origin.address]
         origin.close()
-        self._on_release(requests)
+        self._on_release(origin.address, requests)
 
 
 class _Origin:
@@ -190,6 +199,7 @@ class _Origin:
         address: str,
         index: int,
         receive: Callable[[str, wire.ToEngine], None],
+        keys: RelayKeys | None,
     ) -> None:
         self.address = address
         self.index = index
@@ -198,6 +208,8 @@ class _Origin:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
+        if keys is not None:
+            keys.secure_engine(self._socket)
         self._socket.connect(address)
         self.heard_at = time.monotonic()
         self._task = asyncio.create_task(self._read(), name=f"llumnix-relay-{address}")
@@ -219,7 +231,7 @@ class _Origin:
             data = await self._socket.recv()
             try:
                 message = wire.decode_to_engine(data)
-            except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            except wire.MALFORMED as error:
                 logger.warning("ignoring a malformed message from the API server at %s: %s", self.address, error)
                 continue
             self._receive(self.address, message)

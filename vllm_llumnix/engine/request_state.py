@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from typing import Any
+import itertools
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm.sampling_params import SamplingParams
@@ -18,7 +19,11 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_llumnix.errors import Reason, Refused
 from vllm_llumnix.ids import HOME, Epoch
+from vllm_llumnix.migration.wire import MALFORMED
 from vllm_llumnix.request_wire import RequestState, encode, encode_params
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 _MOVABLE = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.RUNNING})
 """Queued with nothing missing but room, or in the batch; prefill and decode are treated alike."""
@@ -102,20 +107,18 @@ def encode_state(request: Request, residence: Residence) -> bytes:
     )
 
 
-def build_request(state: RequestState, *, vocab_size: int, max_model_len: int, block_hasher: Any) -> Request:
+def build_request(state: RequestState, *, config: VllmConfig, tokenizer: Any, block_hasher: Any) -> Request:
     """vLLM's `Request` with its history, not yet known to any scheduler. Safe off the engine's loop.
 
     Raises Refused(invalid_request) for what the engine could not run.
     """
-    tokens = state.prompt_token_ids + state.output_token_ids
+    max_model_len = config.model_config.max_model_len
+    if not state.request_id:
+        raise Refused(Reason.INVALID_REQUEST, "no request id")
     if not state.prompt_token_ids:
         raise Refused(Reason.INVALID_REQUEST, "no prompt")
-    if min(tokens) < 0 or max(tokens) >= vocab_size:
-        raise Refused(Reason.INVALID_REQUEST, f"token id outside [0, {vocab_size})")
-    try:
-        params = _params_decoder.decode(state.sampling_params)
-    except (msgspec.ValidationError, msgspec.DecodeError, ValueError) as error:
-        raise Refused(Reason.INVALID_REQUEST, f"sampling parameters: {error}") from error
+    check_tokens(state.prompt_token_ids + state.output_token_ids, config.model_config.get_vocab_size())
+    params = decode_params(state, config, tokenizer)
     if params.max_tokens is None or params.max_tokens < 1:
         raise Refused(Reason.INVALID_REQUEST, "max_tokens is not set")
     if len(state.prompt_token_ids) + params.max_tokens > max_model_len:
@@ -126,8 +129,6 @@ def build_request(state: RequestState, *, vocab_size: int, max_model_len: int, b
         )
     if len(state.output_token_ids) >= params.max_tokens:
         raise Refused(Reason.INVALID_REQUEST, "the request has reached max_tokens")
-    if params.structured_outputs is not None:
-        params.structured_outputs._backend = state.structured_backend
     request = Request(
         request_id=state.request_id,
         prompt_token_ids=state.prompt_token_ids,
@@ -146,6 +147,40 @@ def build_request(state: RequestState, *, vocab_size: int, max_model_len: int, b
     request.prefill_stats = None
     request.num_preemptions = state.num_preemptions
     return request
+
+
+def check_tokens(token_ids: list[int], vocab_size: int) -> None:
+    """Raises Refused(invalid_request) for ids that the model does not have."""
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        raise Refused(Reason.INVALID_REQUEST, f"token id outside [0, {vocab_size})")
+
+
+def decode_params(state: RequestState, config: VllmConfig, tokenizer: Any) -> SamplingParams:
+    """The sampling parameters, checked by vLLM's own front door for this engine, and where that looks away, by us.
+
+    Raises Refused.
+    """
+    try:
+        params = _params_decoder.decode(state.sampling_params)
+        # Chosen anew by `verify`: nobody else picks this engine's grammar backend.
+        if params.structured_outputs is not None:
+            params.structured_outputs._backend = None
+        params.verify(config.model_config, config.speculative_config, config.structured_outputs_config, tokenizer)
+    except (*MALFORMED, ValueError) as error:
+        raise Refused(Reason.INVALID_REQUEST, f"sampling parameters: {error}") from error
+    if params.structured_outputs is not None and params.structured_outputs._backend != state.structured_backend:
+        raise Refused(
+            Reason.INCOMPATIBLE_ENGINE,
+            f"grammars are for {state.structured_backend}, here they are for {params.structured_outputs._backend}",
+        )
+    # Fields that the front door fills in itself and does not look at again.
+    derived = [*params._all_stop_token_ids, *itertools.chain(*(params._bad_words_token_ids or ()))]
+    check_tokens(derived, config.model_config.get_vocab_size())
+    if params.seed is not None and not -(2**63) <= params.seed < 2**63:
+        raise Refused(Reason.INVALID_REQUEST, "the seed is not a 64-bit integer")
+    if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None or params.extra_args:
+        raise Refused(Reason.INVALID_REQUEST, "prompt logprobs or extra arguments, which do not travel")
+    return params
 
 
 def why_not_now(request: Request) -> tuple[Reason, str] | None:

@@ -42,6 +42,7 @@ from vllm_llumnix.frontend.replay import Replay, why_not
 from vllm_llumnix.frontend.streams import Orphan, Stream, Streams
 from vllm_llumnix.ids import Epoch
 from vllm_llumnix.migration import wire
+from vllm_llumnix.relay_keys import RelayKeys
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest, PauseMode
@@ -80,6 +81,8 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
         if settings is None:
             raise ConfigError([f"{config.CONFIG_VARIABLE} is not set"])
         self._settings = settings
+        credentials = settings.credentials()
+        self._relay_keys = RelayKeys.from_token(credentials.token)
         self.complaints = Complaints()
         """What went wrong on the relay, counted by kind."""
         self._owners = Owners()
@@ -87,7 +90,12 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
         self._input_sessions: set[str] = set()
         self._relay: Relay | None = None
         self._replay = Replay(
-            self._streams, self._owners, settings.peers, lambda: self._ensure_relay().address, self._give_up
+            self._streams,
+            self._owners,
+            settings.peers,
+            credentials,
+            lambda: self._ensure_relay().address,
+            self._give_up,
         )
         self._watch: asyncio.Task[None] | None = None
         self._probes: dict[str, asyncio.Task[None]] = {}
@@ -108,7 +116,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
 
     def _ensure_relay(self) -> Relay:
         if self._relay is None:
-            relay = Relay(self.ctx, self._settings.host, _receiver(self), self.complaints)
+            relay = Relay(self.ctx, self._settings.host, _receiver(self), self.complaints, self._relay_keys)
             relay.start()
             watch = asyncio.get_running_loop().create_task(_watch(weakref.ref(self)), name="llumnix-watch")
             weakref.finalize(self, _end, relay, watch)
@@ -270,6 +278,8 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
     def _on_relay(self, identity: bytes, message: wire.ToOrigin) -> None:
         relay = self._relay
         assert relay is not None
+        if isinstance(message, wire.TokenBatch | wire.HandedOver | wire.Hello) and not self._may_call(message.llumlet):
+            return
         match message:
             case wire.TokenBatch():
                 owner = self._owners.heard(identity, message.instance, message.incarnation)
@@ -295,6 +305,13 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
                         "version",
                         f"{message.instance} speaks version {message.version}, we {wire.RELAY_VERSION}",
                     )
+
+    def _may_call(self, llumlet: str) -> bool:
+        """Whether an engine may say that its llumlet, or another's, is there: silent owners are called."""
+        problem = self._settings.reaches.why_not_llumlet(llumlet)
+        if problem is not None:
+            self.complaints.note("bad_address", problem)
+        return problem is None
 
     # Lost owners
 

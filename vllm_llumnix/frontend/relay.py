@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The relay's end at the origin: a ROUTER socket on which engines report the requests that began here.
 
+With a token, only engines that have the same one can connect (`relay_keys`).
+
 One per API server process. A peer can send what it likes: messages are bounded before they are decoded, decoded into
 structs of our own, and whatever is wrong with one of them is counted, logged at a limited rate, and changes nothing for
 the others. Sending never waits: an answer that a peer does not take is dropped, and the peer's next message brings
@@ -18,11 +20,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-import msgspec
 import zmq
 import zmq.asyncio
 
+from vllm_llumnix.frontend.key_check import KeyCheck
+from vllm_llumnix.hosts import reachable_host
 from vllm_llumnix.migration import wire
+from vllm_llumnix.relay_keys import RelayKeys
 
 logger = logging.getLogger("vllm.llumnix")
 
@@ -55,25 +59,38 @@ class Complaints:
 class Relay:
     """Binds at construction; receives once `start` was called on the event loop. Holds no reference to the client."""
 
-    def __init__(self, context: zmq.asyncio.Context, host: str, receive: Receive, complaints: Complaints) -> None:
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        host: str,
+        receive: Receive,
+        complaints: Complaints,
+        keys: RelayKeys | None = None,
+    ) -> None:
         self._receive = receive
         self._complaints = complaints
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._key_check: KeyCheck | None = None
         self._socket: zmq.asyncio.Socket = context.socket(zmq.ROUTER)
         try:
+            if keys is not None:
+                self._key_check = KeyCheck(context, keys.public, lambda peer: complaints.note("stranger", peer))
+                keys.secure_origin(self._socket)
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
             self.address = _bind(self._socket, host)
         except BaseException:
-            self._socket.close(linger=0)
+            self._close()
             raise
 
     def start(self) -> None:
         """Receive from now on. Needs the running event loop; again is nothing."""
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(
-                _read(self._socket, self._receive, self._complaints), name="llumnix-relay"
-            )
+        if self._tasks:
+            return
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(_read(self._socket, self._receive, self._complaints), name="llumnix-relay")]
+        if self._key_check is not None:
+            self._tasks.append(loop.create_task(self._key_check.run(), name="llumnix-key-check"))
 
     def send(self, identity: bytes, message: wire.ToEngine) -> None:
         """Send at once or not at all."""
@@ -87,8 +104,8 @@ class Relay:
             self._complaints.note("send", str(error))
 
     def close(self) -> None:
-        """End the task and close the socket, from any thread. Again is nothing."""
-        loop = self._task.get_loop() if self._task is not None else None
+        """End the tasks and close the sockets, from any thread. Again is nothing."""
+        loop = self._tasks[0].get_loop() if self._tasks else None
         if loop is None or loop.is_closed() or _is_running_here(loop):
             self._close()
         else:
@@ -96,9 +113,12 @@ class Relay:
                 loop.call_soon_threadsafe(self._close)
 
     def _close(self) -> None:
-        if self._task is not None and not self._task.get_loop().is_closed():
-            self._task.cancel()
+        for task in self._tasks:
+            if not task.get_loop().is_closed():
+                task.cancel()
         self._socket.close(linger=0)
+        if self._key_check is not None:
+            self._key_check.close()
 
 
 async def _read(sock: zmq.asyncio.Socket, receive: Receive, complaints: Complaints) -> None:
@@ -129,7 +149,7 @@ def _take(frames: list[bytes], receive: Receive, complaints: Complaints) -> None
         return
     try:
         message = wire.decode_to_origin(frames[1])
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+    except wire.MALFORMED as error:
         complaints.note("bad_message", str(error))
         return
     receive(frames[0], message)
@@ -143,10 +163,7 @@ def _bind(sock: zmq.asyncio.Socket, host: str) -> str:
         sock.setsockopt(zmq.IPV6, 1)
     sock.bind(f"tcp://[{ip}]:*" if version == 6 else f"tcp://{ip}:*")
     port = sock.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
-    if ipaddress.ip_address(ip).is_unspecified:
-        from vllm.utils.network_utils import get_ip
-
-        ip = get_ip()
+    ip = reachable_host(ip)
     return f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}"
 
 

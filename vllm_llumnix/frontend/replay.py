@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from llumlet.client import LlumletClient
+from llumlet.credentials import Credentials
 from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
 from llumlet.types import AbortRequest, AdoptRequest, Reason
 from llumlet.types import Epoch as WireEpoch
@@ -44,12 +45,14 @@ class Replay:
         streams: Streams,
         owners: Owners,
         peers: tuple[str, ...],
+        credentials: Credentials,
         relay_address: Callable[[], str],
         give_up: Callable[[Stream], None],
     ) -> None:
         self._streams = streams
         self._owners = owners
         self._peers = peers
+        self._credentials = credentials
         self._relay_address = relay_address
         self._give_up = give_up
         self._clients: dict[str, LlumletClient] = {}
@@ -116,7 +119,7 @@ class Replay:
         )
         client = self._clients.get(address)
         if client is None:
-            client = self._clients[address] = LlumletClient(address)
+            client = self._clients[address] = LlumletClient(address, credentials=self._credentials)
         answer = await client.adopt(request, deadline_s=CALL_SECONDS)
         owner = self._owners.expected(answer.instance_id, answer.incarnation, address)
         if self._streams.get(stream.request_id) is not stream:
@@ -130,7 +133,7 @@ class Replay:
 
     async def is_gone(self, owner: Owner) -> bool:
         """Whether nobody listens any more where the silent `owner` did: then it need not be waited for."""
-        client = LlumletClient(owner.llumlet)
+        client = LlumletClient(owner.llumlet, credentials=self._credentials)
         try:
             await client.get_instance_metadata(deadline_s=1.0)
         except LlumletUnreachable as error:

@@ -61,9 +61,11 @@ def sweep(root: Path) -> list[Path]:
     removed = []
     for path in root.glob(f"{PREFIX}*"):
         try:
+            if path.lstat().st_uid != os.geteuid():
+                continue  # the directory for temporary files is everybody's: not a trap for us to empty
             lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW)
         except OSError:
-            continue  # being made or removed at this moment, or another user's
+            continue  # being made or removed at this moment
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)

@@ -12,23 +12,25 @@ from vllm_llumnix.kv.layout import BlockLayout
 NONCE_BYTES = 32
 
 _BlockId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+_Pid: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+_Address: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class PeerMemory(msgspec.Struct, frozen=True):
     """The KV memory of one worker process, in words that identify the process beyond its pid.
 
     Sent to peers, which treat it as a claim: the reader checks boot, pid namespace, start time and
-    nonce before it believes an address. `unavailable` says why this memory cannot be read at all;
-    then `layout` has no regions.
+    the process's own offer (the nonce and a digest of the layout) before it believes an address.
+    `unavailable` says why this memory cannot be read at all; then `layout` has no regions.
     """
 
     instance: str
     rank: int
-    pid: int
+    pid: _Pid
     start_time: int
     boot_id: str
     pid_ns: str
-    nonce_address: int
+    nonce_address: _Address
     nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
     layout: BlockLayout
     unavailable: str | None = None

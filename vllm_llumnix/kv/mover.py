@@ -167,7 +167,7 @@ class Mover:
     def _obey(self, identity: bytes, frames: list[bytes]) -> None:
         try:
             command = messages.decode_command(b"".join(frames))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             self._answer(identity, Rejected(f"not a command: {error}"))
             return
         key = (identity, command.job)

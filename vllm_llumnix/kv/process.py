@@ -4,18 +4,22 @@
 A pid alone names nothing: after a restart it may be another process, in another pid namespace or on
 another host it is one at once. A worker therefore describes itself by boot id, pid namespace, pid,
 start time, and a random nonce in its memory. The kernel's pidfd then tells whether the process that
-was identified is still there.
+was identified is still there. Beside the nonce stands a digest of the layout: only a process that
+offers exactly this memory has both, so a peer cannot make us read anything else of anybody.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import mmap
 import os
 import secrets
 import select
 from pathlib import Path
+
+import msgspec
 
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
 from vllm_llumnix.kv.layout import BlockLayout
@@ -68,27 +72,39 @@ def allow_readers() -> bool:
     return int(libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)) == 0
 
 
+def offer_of(nonce: bytes, layout: BlockLayout) -> bytes:
+    """What stands in the memory of a process that lets peers read `layout`: OFFER_BYTES bytes."""
+    return nonce + hashlib.blake2b(msgspec.msgpack.encode(layout), key=nonce, digest_size=32).digest()
+
+
+OFFER_BYTES = NONCE_BYTES + 32
+
+
 class NoncePage:
-    """A page of this process's memory that starts with a random value, until `revoke`."""
+    """A page of this process's memory that holds an offer, from `describe_memory` until `revoke`."""
 
     def __init__(self) -> None:
         self.value = secrets.token_bytes(NONCE_BYTES)
         self._page = mmap.mmap(-1, mmap.PAGESIZE)
-        self._page[:NONCE_BYTES] = self.value
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._page))
+
+    def offer(self, layout: BlockLayout) -> None:
+        """From now on peers may read `layout`, and nothing else."""
+        self._page[:OFFER_BYTES] = offer_of(self.value, layout)
 
     def revoke(self) -> None:
         """From now on readers find that this memory is no longer what they were told."""
-        self._page[:NONCE_BYTES] = bytes(NONCE_BYTES)
+        self._page[:OFFER_BYTES] = bytes(OFFER_BYTES)
 
 
 def describe_memory(
     layout: BlockLayout, nonce: NoncePage, instance: str, rank: int, unavailable: str | None = None
 ) -> PeerMemory:
-    """The description of this process that peers need in order to read `layout`."""
+    """The description of this process that peers need in order to read `layout`; offers it to them."""
     started = start_time(os.getpid())
     if started is None:
         raise TransportUnavailable("/proc does not show this process")
+    nonce.offer(layout)
     return PeerMemory(
         instance=instance,
         rank=rank,

@@ -9,6 +9,7 @@ fields of a vLLM object that a peer has no business to set.
 from __future__ import annotations
 
 import enum
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -17,6 +18,10 @@ from vllm_llumnix.ids import Epoch
 RELAY_VERSION = 2
 MAX_MESSAGE_BYTES = 16 << 20
 """Larger messages are dropped before they are decoded."""
+
+
+Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=512)]
+"""Of an engine, or its address: kept for as long as its API servers run."""
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -57,19 +62,19 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """The first message of an engine: to the origin of every request that comes to it, before its first output."""
 
     version: int
-    instance: str
-    incarnation: str
-    llumlet: str
-    digest: str = ""
+    instance: Name
+    incarnation: Name
+    llumlet: Name
+    digest: Name = ""
     """Which engines can go on with this one's requests: those with the same."""
 
 
 class TokenBatch(msgspec.Struct, frozen=True, tag="tokens"):
     """Outputs of one engine step for requests of one origin."""
 
-    instance: str
-    incarnation: str
-    llumlet: str
+    instance: Name
+    incarnation: Name
+    llumlet: Name
     """gRPC address of the llumlet that owns the requests: aborts go there."""
     outputs: list[TokenOutput]
     weight_version: str | None = None
@@ -78,8 +83,8 @@ class TokenBatch(msgspec.Struct, frozen=True, tag="tokens"):
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """Twice a second, to every origin that the engine has ever spoken to. `requests` are those it reports by relay."""
 
-    instance: str
-    incarnation: str
+    instance: Name
+    incarnation: Name
     health: Health
     requests: list[tuple[str, Epoch]]
 
@@ -89,9 +94,9 @@ class HandedOver(msgspec.Struct, frozen=True, tag="handed_over"):
 
     request_id: str
     epoch: Epoch
-    instance: str
-    incarnation: str
-    llumlet: str
+    instance: Name
+    incarnation: Name
+    llumlet: Name
 
 
 class FenceQuestion(msgspec.Struct, frozen=True, tag="fence"):
@@ -137,11 +142,15 @@ def encode(message: ToOrigin | ToEngine) -> bytes:
     return _encoder.encode(message)
 
 
+MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not what they should be: of a wrong form, no text, nested too deeply."""
+
+
 def decode_to_origin(data: bytes) -> ToOrigin:
-    """Raises `msgspec.ValidationError` or `msgspec.DecodeError` for anything that is not a message to an origin."""
+    """Raises one of `MALFORMED` for anything that is not a message to an origin."""
     return _to_origin.decode(data)
 
 
 def decode_to_engine(data: bytes) -> ToEngine:
-    """Raises `msgspec.ValidationError` or `msgspec.DecodeError` for anything that is not a message to an engine."""
+    """Raises one of `MALFORMED` for anything that is not a message to an engine."""
     return _to_engine.decode(data)

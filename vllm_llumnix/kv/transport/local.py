@@ -4,8 +4,8 @@
 The kernel copies straight from the source worker's pages to ours, many pieces a call, without the
 source's help and with the GIL released. What protects both sides from reading the wrong thing:
 
-- the process is identified before the first byte and after the last one (pidfd and nonce, see
-  `process`);
+- the process is identified before the first byte and after the last one (pidfd and offer, see
+  `process`), and offers exactly the memory that is read;
 - every range lies within the storage that the peer advertised, and within ours (`layout` checks
   both).
 
@@ -22,10 +22,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from vllm_llumnix.errors import TransferFailed, TransportUnavailable
+from vllm_llumnix.errors import TransferFailed, TransportError, TransportUnavailable
 from vllm_llumnix.kv.layout import BlockLayout, Pieces, Words, pair_pieces, require_same_pages
-from vllm_llumnix.kv.messages import NONCE_BYTES, PeerMemory
-from vllm_llumnix.kv.process import PinnedProcess, yama_scope
+from vllm_llumnix.kv.messages import PeerMemory
+from vllm_llumnix.kv.process import OFFER_BYTES, PinnedProcess, offer_of, yama_scope
 
 IOV_MAX = 1024
 MAX_PEERS = 64
@@ -60,14 +60,13 @@ class LocalTransport:
             require_same_pages(self._layout, peer.layout)
         except ValueError as error:
             raise TransportUnavailable(str(error)) from error
-        self._identified(peer).verify()
+        self._verified(peer)
 
     def pull(self, peer: PeerMemory, src_blocks: list[int], dst_blocks: list[int], chunk_bytes: int) -> Iterator[int]:
         if peer.unavailable is not None:
             raise TransportUnavailable(peer.unavailable)
         pieces = pair_pieces(peer.layout, src_blocks, self._layout, dst_blocks)
-        identified = self._identified(peer)
-        identified.verify()
+        identified = self._verified(peer)
         yield from read_pieces(peer.pid, pieces, chunk_bytes)
         identified.verify()
 
@@ -76,14 +75,19 @@ class LocalTransport:
             identified.process.close()
         self._peers.clear()
 
-    def _identified(self, peer: PeerMemory) -> _Peer:
-        """The process of `peer`, kept for its next pull."""
+    def _verified(self, peer: PeerMemory) -> _Peer:
+        """The process of `peer`, kept for its next pull if it offers what `peer` says."""
         identified = self._peers.pop(peer, None)
         if identified is not None and not identified.process.alive:
             identified.process.close()
             identified = None
         if identified is None:
             identified = _Peer(peer)
+        try:
+            identified.verify()
+        except TransportError:
+            identified.process.close()
+            raise
         self._peers[peer] = identified
         if len(self._peers) > MAX_PEERS:
             self._peers.popitem(last=False)[1].process.close()
@@ -91,25 +95,26 @@ class LocalTransport:
 
 
 class _Peer:
-    """An identified process and the place of its nonce."""
+    """An identified process and the place of its offer."""
 
     def __init__(self, memory: PeerMemory) -> None:
         self.process = PinnedProcess(memory)
         self._memory = memory
-        self._found = np.zeros(NONCE_BYTES, np.uint8)
-        self._remote = np.array([[memory.nonce_address, NONCE_BYTES]], np.uint64)
-        self._local = np.array([[self._found.ctypes.data, NONCE_BYTES]], np.uint64)
+        self._offer = offer_of(memory.nonce, memory.layout)
+        self._found = np.zeros(OFFER_BYTES, np.uint8)
+        self._remote = np.array([[memory.nonce_address, OFFER_BYTES]], np.uint64)
+        self._local = np.array([[self._found.ctypes.data, OFFER_BYTES]], np.uint64)
 
     def verify(self) -> None:
-        """Raise TransferFailed unless the process lives and its nonce is where it was advertised.
+        """Raise TransferFailed unless the process lives and offers this memory where it was advertised.
 
         Alive after the read means that it was this process, and no later one of its pid, that was
         read then and before.
         """
         copied = _call(self._memory.pid, self._remote, self._local)
         self.process.require_alive()
-        if copied != NONCE_BYTES or self._found.tobytes() != self._memory.nonce:
-            raise TransferFailed(f"the memory of {self.process.name} is no longer what was advertised")
+        if copied != OFFER_BYTES or self._found.tobytes() != self._offer:
+            raise TransferFailed(f"the memory of {self.process.name} is not what was advertised")
 
 
 def read_pieces(pid: int, pieces: Pieces, chunk_bytes: int) -> Iterator[int]:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
 from vllm_llumnix.kv.layout import BlockLayout, pair_pieces, require_same_pages
-from vllm_llumnix.kv.messages import NONCE_BYTES, PeerMemory
-from vllm_llumnix.kv.process import PinnedProcess
+from vllm_llumnix.kv.messages import PeerMemory
+from vllm_llumnix.kv.process import OFFER_BYTES, PinnedProcess, offer_of
 
 
 class LoopbackTransport:
@@ -50,5 +50,5 @@ def _require_self(peer: PeerMemory) -> None:
     PinnedProcess(peer).close()
     if peer.pid != os.getpid():
         raise TransportUnavailable("loopback reaches only this process")
-    if ctypes.string_at(peer.nonce_address, NONCE_BYTES) != peer.nonce:
-        raise TransferFailed(f"the memory of worker {peer.rank} of {peer.instance} is no longer what it advertised")
+    if ctypes.string_at(peer.nonce_address, OFFER_BYTES) != offer_of(peer.nonce, peer.layout):
+        raise TransferFailed(f"the memory of worker {peer.rank} of {peer.instance} is not what was advertised")

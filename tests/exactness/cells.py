@@ -63,11 +63,13 @@ class Configuration:
     routes: tuple[str, ...]
 
     def allows(self, cell: Cell) -> bool:
-        """A prefix hit is exact in float32 only (docs/portability.md); vLLM streams no log probabilities of prompts."""
+        """A prefix hit is exact in float32 only (docs/portability.md). For log probabilities of its prompt, vLLM lets a
+        request neither stream nor use cached blocks.
+        """
         return (
             cell["route"] in self.routes
             and (cell["prefix"] == "cold" or self.dtype == "float32")
-            and (cell["logprobs"] != "output and prompt" or cell["delivery"] == "whole")
+            and (cell["logprobs"] != "output and prompt" or (cell["delivery"], cell["prefix"]) == ("whole", "cold"))
         )
 
     def __str__(self) -> str:

@@ -14,13 +14,16 @@ PYTHON ?= python3.11 python3 python3.12 python3.13
 # More for pytest, e.g. make test ARGS="-x tests/kv"
 ARGS ?=
 
-.PHONY: demo test lint docs proto install clean help
+.PHONY: demo test simulate lint docs proto install clean help
 
 demo: install ## two engines, one request moved between them mid-stream, a report
 	@$(PY) -m examples.demo
 
 test: install ## the whole test suite; ARGS="-x tests/kv" for a part
 	@$(PY) -m pytest $(ARGS)
+
+simulate: install ## a million random schedules of the protocol; ARGS="--schedules N"
+	@$(PY) -m tests.simulation --schedules 1000000 $(ARGS)
 
 lint: install $(STAMPS)/lint ## ruff (lint and format) and mypy
 	@$(PY) -m ruff check
@@ -30,6 +33,7 @@ lint: install $(STAMPS)/lint ## ruff (lint and format) and mypy
 docs: install ## regenerate what is generated under docs/
 	@$(PY) -m vllm_llumnix.patching.docs
 	@$(PY) -m vllm_llumnix.migration.diagram docs/protocol.md
+	@$(PY) -m tests.support.failures docs/failures.md
 
 proto: install ## regenerate the gRPC code from llumlet/proto/llumlet.proto
 	@$(PY) -m llumlet.proto.generate

@@ -90,7 +90,7 @@ def reserve_faults(request: ReserveRequest) -> list[str]:
         Address.parse(request.src_address)
     except ValueError as error:
         faults.append(f"src_address: {error}")
-    if request.method not in _METHODS:
+    if request.method not in _METHODS | {Mode.WAITING}:
         faults.append(f"method {request.method} is not a way to move a request")
     return faults
 

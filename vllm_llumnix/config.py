@@ -42,6 +42,10 @@ class LlumletConfig:
     transport: str = "auto"
     max_migrations_in: int = 4
     max_migrations_out: int = 4
+    max_migration_tokens_in: int | None = None
+    max_migration_tokens_out: int | None = None
+    max_migration_kv_ratio_in: float | None = None
+    max_migration_kv_ratio_out: float | None = None
     lease_seconds: float = 30.0
     stall_budget_ms: float = 200.0
     bandwidth_limit: int | None = None
@@ -128,6 +132,22 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="How many requests may be on their way out of this instance at once.",
     )
+    for direction, way in (("in", "into"), ("out", "out of")):
+        add(
+            f"--llumlet-max-migration-tokens-{direction}",
+            type=int,
+            default=None,
+            metavar="N",
+            help=f"How many tokens the requests on their way {way} this instance may have together. A longer request "
+            "goes alone. Default: no limit.",
+        )
+        add(
+            f"--llumlet-max-migration-kv-ratio-{direction}",
+            type=float,
+            default=None,
+            metavar="SHARE",
+            help="The same as a share of this instance's KV cache, above 0 and at most 1. Default: no limit.",
+        )
     add(
         "--llumlet-lease-seconds",
         type=float,
@@ -241,6 +261,13 @@ def _faults(config: LlumletConfig) -> list[str]:
     for name in ("max_migrations_in", "max_migrations_out"):
         if getattr(config, name) < 0:
             faults.append(f"--llumlet-{name.replace('_', '-')} must not be negative")
+    for direction in ("in", "out"):
+        tokens = getattr(config, f"max_migration_tokens_{direction}")
+        if tokens is not None and tokens < 1:
+            faults.append(f"--llumlet-max-migration-tokens-{direction} must be positive")
+        ratio = getattr(config, f"max_migration_kv_ratio_{direction}")
+        if ratio is not None and not 0 < ratio <= 1:
+            faults.append(f"--llumlet-max-migration-kv-ratio-{direction} must be above 0 and at most 1")
     if not config.lease_seconds >= 1:
         faults.append("--llumlet-lease-seconds must be at least 1")
     if not 0 <= config.drain_seconds < float("inf"):

@@ -88,6 +88,14 @@ def check_ready(response: Any) -> None:
         )
 
 
+def ends_with_engine(engine_manager: Any) -> bool:
+    """Whether the parent of several API servers ends them now: an engine process has died.
+
+    With the llumlet on they stay up, and end when their last stream has.
+    """
+    return engine_manager.failed_proc_name is not None and not enabled()
+
+
 # Engine process
 
 

@@ -50,6 +50,13 @@ class MigrationType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TOKEN: _ClassVar[MigrationType]
     RATIO: _ClassVar[MigrationType]
 
+class Health(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    HEALTH_UNSPECIFIED: _ClassVar[Health]
+    OK: _ClassVar[Health]
+    SUSPECT: _ClassVar[Health]
+    HUNG: _ClassVar[Health]
+
 class MigrationReqPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     MIGRATION_REQ_POLICY_UNSPECIFIED: _ClassVar[MigrationReqPolicy]
@@ -119,6 +126,10 @@ MIGRATION_TYPE_UNSPECIFIED: MigrationType
 NUM_REQ: MigrationType
 TOKEN: MigrationType
 RATIO: MigrationType
+HEALTH_UNSPECIFIED: Health
+OK: Health
+SUSPECT: Health
+HUNG: Health
 MIGRATION_REQ_POLICY_UNSPECIFIED: MigrationReqPolicy
 LCR: MigrationReqPolicy
 FCR: MigrationReqPolicy
@@ -355,7 +366,7 @@ class GetInstanceStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InstanceStatus(_message.Message):
-    __slots__ = ("instance_id", "schedulable", "timestamp_ms", "step_id", "update_id", "waiting_requests", "num_waiting_requests", "num_running_requests", "num_total_gpu_tokens", "num_used_gpu_tokens", "num_migrate_in_reqs", "num_migrate_out_reqs", "num_available_migrate_in_slots", "num_available_migrate_out_slots", "num_migrate_in_tokens", "num_migrate_out_tokens", "num_available_migrate_in_tokens", "num_available_migrate_out_tokens", "kv_cache_usage_ratio_migrate_in", "kv_cache_usage_ratio_migrate_out", "available_kv_cache_usage_ratio_migrate_in", "available_kv_cache_usage_ratio_migrate_out", "incarnation", "num_total_blocks", "num_free_blocks", "num_pinned_blocks", "num_reserved_blocks", "num_draining_blocks", "loop_age_ms")
+    __slots__ = ("instance_id", "schedulable", "timestamp_ms", "step_id", "update_id", "waiting_requests", "num_waiting_requests", "num_running_requests", "num_total_gpu_tokens", "num_used_gpu_tokens", "num_migrate_in_reqs", "num_migrate_out_reqs", "num_available_migrate_in_slots", "num_available_migrate_out_slots", "num_migrate_in_tokens", "num_migrate_out_tokens", "num_available_migrate_in_tokens", "num_available_migrate_out_tokens", "kv_cache_usage_ratio_migrate_in", "kv_cache_usage_ratio_migrate_out", "available_kv_cache_usage_ratio_migrate_in", "available_kv_cache_usage_ratio_migrate_out", "incarnation", "num_total_blocks", "num_free_blocks", "num_pinned_blocks", "num_reserved_blocks", "num_draining_blocks", "loop_age_ms", "health")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEDULABLE_FIELD_NUMBER: _ClassVar[int]
     TIMESTAMP_MS_FIELD_NUMBER: _ClassVar[int]
@@ -385,6 +396,7 @@ class InstanceStatus(_message.Message):
     NUM_RESERVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAINING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LOOP_AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    HEALTH_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     schedulable: bool
     timestamp_ms: int
@@ -414,7 +426,8 @@ class InstanceStatus(_message.Message):
     num_reserved_blocks: int
     num_draining_blocks: int
     loop_age_ms: float
-    def __init__(self, instance_id: _Optional[str] = ..., schedulable: _Optional[bool] = ..., timestamp_ms: _Optional[int] = ..., step_id: _Optional[int] = ..., update_id: _Optional[int] = ..., waiting_requests: _Optional[_Iterable[str]] = ..., num_waiting_requests: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., num_total_gpu_tokens: _Optional[int] = ..., num_used_gpu_tokens: _Optional[int] = ..., num_migrate_in_reqs: _Optional[int] = ..., num_migrate_out_reqs: _Optional[int] = ..., num_available_migrate_in_slots: _Optional[int] = ..., num_available_migrate_out_slots: _Optional[int] = ..., num_migrate_in_tokens: _Optional[int] = ..., num_migrate_out_tokens: _Optional[int] = ..., num_available_migrate_in_tokens: _Optional[int] = ..., num_available_migrate_out_tokens: _Optional[int] = ..., kv_cache_usage_ratio_migrate_in: _Optional[float] = ..., kv_cache_usage_ratio_migrate_out: _Optional[float] = ..., available_kv_cache_usage_ratio_migrate_in: _Optional[float] = ..., available_kv_cache_usage_ratio_migrate_out: _Optional[float] = ..., incarnation: _Optional[str] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_reserved_blocks: _Optional[int] = ..., num_draining_blocks: _Optional[int] = ..., loop_age_ms: _Optional[float] = ...) -> None: ...
+    health: Health
+    def __init__(self, instance_id: _Optional[str] = ..., schedulable: _Optional[bool] = ..., timestamp_ms: _Optional[int] = ..., step_id: _Optional[int] = ..., update_id: _Optional[int] = ..., waiting_requests: _Optional[_Iterable[str]] = ..., num_waiting_requests: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., num_total_gpu_tokens: _Optional[int] = ..., num_used_gpu_tokens: _Optional[int] = ..., num_migrate_in_reqs: _Optional[int] = ..., num_migrate_out_reqs: _Optional[int] = ..., num_available_migrate_in_slots: _Optional[int] = ..., num_available_migrate_out_slots: _Optional[int] = ..., num_migrate_in_tokens: _Optional[int] = ..., num_migrate_out_tokens: _Optional[int] = ..., num_available_migrate_in_tokens: _Optional[int] = ..., num_available_migrate_out_tokens: _Optional[int] = ..., kv_cache_usage_ratio_migrate_in: _Optional[float] = ..., kv_cache_usage_ratio_migrate_out: _Optional[float] = ..., available_kv_cache_usage_ratio_migrate_in: _Optional[float] = ..., available_kv_cache_usage_ratio_migrate_out: _Optional[float] = ..., incarnation: _Optional[str] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_reserved_blocks: _Optional[int] = ..., num_draining_blocks: _Optional[int] = ..., loop_age_ms: _Optional[float] = ..., health: _Optional[_Union[Health, str]] = ...) -> None: ...
 
 class GetInstanceMetadataRequest(_message.Message):
     __slots__ = ()
@@ -671,7 +684,7 @@ class CopyRoundResponse(_message.Message):
     def __init__(self, round: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("handover", "epoch", "base", "computed_tokens", "from_block", "block_ids", "new_token_ids", "sampler_state", "output_tail")
+    __slots__ = ("handover", "epoch", "base", "computed_tokens", "from_block", "block_ids", "new_token_ids")
     HANDOVER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
@@ -679,8 +692,6 @@ class CommitRequest(_message.Message):
     FROM_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     NEW_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    SAMPLER_STATE_FIELD_NUMBER: _ClassVar[int]
-    OUTPUT_TAIL_FIELD_NUMBER: _ClassVar[int]
     handover: Handover
     epoch: Epoch
     base: int
@@ -688,9 +699,7 @@ class CommitRequest(_message.Message):
     from_block: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     new_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    sampler_state: bytes
-    output_tail: bytes
-    def __init__(self, handover: _Optional[_Union[Handover, _Mapping[str, object]]] = ..., epoch: _Optional[_Union[Epoch, _Mapping[str, object]]] = ..., base: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., from_block: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., new_token_ids: _Optional[_Iterable[int]] = ..., sampler_state: _Optional[bytes] = ..., output_tail: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, handover: _Optional[_Union[Handover, _Mapping[str, object]]] = ..., epoch: _Optional[_Union[Epoch, _Mapping[str, object]]] = ..., base: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., from_block: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., new_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CommitResponse(_message.Message):
     __slots__ = ("state", "reason", "detail", "copied_bytes", "recomputed_tokens", "phase_ms", "dst_incarnation")

@@ -7,7 +7,7 @@ import argparse
 import asyncio
 
 from llumlet.client import LlumletClient
-from llumlet.types import Address, InstanceMetadata, InstanceStatus
+from llumlet.types import Address, Health, InstanceMetadata, InstanceStatus, word
 from llumsched import output
 from llumsched.commands import arguments
 from llumsched.fan_out import Answer, ask_all, report_failures
@@ -86,7 +86,7 @@ def _row(address: Address, status: InstanceStatus, metadata: InstanceMetadata) -
         metadata.instance_type,
         str(address),
         metadata.model,
-        "schedulable" if status.schedulable else "closed",
+        _state(status),
         str(status.num_running_requests),
         str(status.num_waiting_requests),
         f"{used_blocks}/{status.num_total_blocks}",
@@ -97,3 +97,9 @@ def _row(address: Address, status: InstanceStatus, metadata: InstanceMetadata) -
         ",".join(metadata.transports),
         metadata.version,
     ]
+
+
+def _state(status: InstanceStatus) -> str:
+    if status.health in (Health.SUSPECT, Health.HUNG):
+        return f"{word(Health, status.health)}, {status.loop_age_ms / 1e3:.1f} s"
+    return "schedulable" if status.schedulable else "closed"

@@ -9,6 +9,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.engine.rig import BLOCK_SIZE, Rig
+from vllm_llumnix.engine.request_state import why_not_now
 from vllm_llumnix.errors import Reason, Refused
 
 KINDS = {
@@ -271,3 +272,135 @@ def test_short_of_blocks_only_when_reservations_are_in_the_way(model_dir: Path) 
     assert running.num_preemptions == 0, "it was noticed too late"
     rig.port.cancel_reservation(reserved)
     assert not rig.port.short_of_blocks()
+
+
+def test_blocks_are_accounted_for_while_nobody_holds_any(rig: Rig) -> None:
+    assert rig.port.audit_idle() == []
+    rig.add("a")
+    rig.turns(3)
+    frozen = freeze(rig)
+    rig.port.release(frozen.request)
+    rig.turns(2)
+    assert rig.port.audit_idle() == [], "a pin may hold blocks"
+    rig.port.unpin(frozen.pin)
+    assert rig.port.audit_idle() == []
+    leaked = rig.port.block_pool.get_new_blocks(2)
+    faults = rig.port.audit_idle()
+    assert faults == [f"neither free nor owned: {sorted(block.block_id for block in leaked)}"]
+    rig.port.block_pool.free_blocks(leaked)
+    assert rig.port.audit_idle() == []
+
+
+def arriving(source: Rig, destination: Rig, name: str = "a", *, queued: bool):
+    """The same request as the destination builds it, reserved."""
+    old = source.scheduler.requests[name]
+    new = destination.request(name, num_prompt=old.num_prompt_tokens, max_tokens=old.max_tokens)
+    new.append_output_token_ids(list(old.output_token_ids))
+    new.prefill_stats = None
+    destination.port.reserve(new, use_prefix_cache=True, queued=queued)
+    return old, new
+
+
+def twin(rig: Rig, model_dir: Path) -> Rig:
+    return Rig(model_dir, asynchronous=rig._depth == 2, runner_v2=rig.scheduler.use_v2_model_runner)
+
+
+def test_waiting_request_moves_without_blocks(rig: Rig, model_dir: Path) -> None:
+    destination = twin(rig, model_dir)
+    for index in range(4):
+        rig.add(f"r{index}", num_prompt=40)
+    waiting = rig.add("a")
+    rig.turns(3)
+    assert waiting.status == RequestStatus.WAITING
+    assert why_not_now(waiting) is None
+    free, slots = destination.free_blocks, destination.scheduler.max_num_active_reqs
+    old, new = arriving(rig, destination, queued=True)
+    assert (destination.free_blocks, destination.scheduler.max_num_active_reqs) == (free, slots)
+    frozen = freeze(rig)
+    assert (frozen.computed_tokens, frozen.block_ids, frozen.num_tokens) == (0, [], 70)
+    assert old not in list(rig.scheduler.waiting)
+    first = destination.add("first", first=30)
+    destination.port.admit(new, frozen.computed_tokens)
+    assert list(destination.scheduler.waiting) == [first, new], "it queues like a new request"
+    rig.port.release(old)
+    rig.port.unpin(frozen.pin)
+    assert "a" not in rig.scheduler.requests
+    destination.turns(4)
+    assert new.num_output_tokens
+    assert destination.scheduler.max_num_active_reqs == slots
+
+
+def test_unfrozen_waiting_request_keeps_its_place(rig: Rig) -> None:
+    for index in range(4):
+        rig.add(f"r{index}", num_prompt=40)
+    queue = [rig.add(name) for name in "abc"]
+    rig.turns(2)
+    frozen = freeze(rig, "b")
+    assert list(rig.scheduler.waiting) == [queue[0], queue[2]]
+    rig.port.unpin(frozen.pin)
+    rig.port.unfreeze(queue[1])
+    assert list(rig.scheduler.waiting) == queue
+
+
+def test_preempted_request_moves_with_its_tokens(rig: Rig, model_dir: Path) -> None:
+    destination = twin(rig, model_dir)
+    request = rig.add("a")
+    rig.turns(6)
+    while rig._in_flight:
+        rig.drain_one()
+    rig.scheduler.running.remove(request)
+    rig.scheduler._preempt_request(request, 0.0)
+    old, new = arriving(rig, destination, queued=True)
+    frozen = freeze(rig)
+    assert (frozen.computed_tokens, frozen.block_ids) == (0, [])
+    destination.port.admit(new, 0)
+    rig.port.release(old)
+    known = new.num_output_tokens
+    destination.turns(3)
+    assert known > 0
+    assert list(new.output_token_ids)[:known] == list(old.output_token_ids)
+    assert new.num_output_tokens > known
+
+
+def test_half_prefilled_request_goes_on_where_it_was(rig: Rig, model_dir: Path) -> None:
+    destination = twin(rig, model_dir)
+    request = rig.add("a", num_prompt=1000)
+    rig.turns(2)
+    assert request.is_prefill_chunk
+    old, new = arriving(rig, destination, queued=False)
+    frozen = freeze(rig)
+    assert 0 < frozen.computed_tokens < 1000
+    assert len(frozen.block_ids) == frozen.computed_tokens // BLOCK_SIZE
+    destination.port.admit(new, frozen.computed_tokens)
+    rig.port.release(old)
+    rig.port.unpin(frozen.pin)
+    output = destination.scheduler.schedule()
+    (data,) = output.scheduled_new_reqs
+    assert data.num_computed_tokens == frozen.computed_tokens
+    assert output.num_scheduled_tokens["a"] == 256
+
+
+def test_waiting_request_that_starts_meanwhile_gets_blocks_and_a_slot(rig: Rig) -> None:
+    request = rig.request("a")
+    free, slots = rig.free_blocks, rig.scheduler.max_num_active_reqs
+    rig.port.reserve(request, use_prefix_cache=True, queued=True)
+    assert rig.port.grow(request, 70)
+    assert rig.free_blocks < free
+    assert rig.scheduler.max_num_active_reqs == slots - 1
+    rig.port.cancel_reservation(request)
+    assert (rig.free_blocks, rig.scheduler.max_num_active_reqs) == (free, slots)
+
+
+def test_waiting_request_must_fit_an_empty_cache(model_dir: Path) -> None:
+    rig = Rig(model_dir, num_blocks=8)
+    with pytest.raises(Refused) as refusal:
+        rig.port.reserve(rig.request("a", num_prompt=400), use_prefix_cache=True, queued=True)
+    assert refusal.value.reason is Reason.DESTINATION_FULL
+
+
+def test_prompt_logprobs_must_be_complete(rig: Rig) -> None:
+    request = rig.add("a", num_prompt=1000)
+    request.sampling_params.prompt_logprobs = 1
+    problem = why_not_now(request)
+    assert problem is not None
+    assert problem[0] is Reason.PREFILL_RUNNING

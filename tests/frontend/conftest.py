@@ -56,8 +56,8 @@ async def new_peer(context: zmq.asyncio.Context, client: Any) -> AsyncIterator[N
     """Makes other engines, connected to the client's relay."""
     peers = []
 
-    def connect(name: str = "peer") -> FakePeer:
-        peers.append(FakePeer(context, client.relay_address, name))
+    def connect(name: str = "peer", **more: Any) -> FakePeer:
+        peers.append(FakePeer(context, client.relay_address, name, **more))
         return peers[-1]
 
     yield connect

@@ -27,6 +27,7 @@ from vllm.v1.engine import (
     EngineCoreRequestType,
     FinishReason,
 )
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_llumnix import hooks
@@ -36,6 +37,7 @@ from vllm_llumnix.migration import wire
 
 VOCAB_SIZE = 1000
 FIRST_HOP = Epoch(0, 1)
+DIGEST = "digest"
 SECONDS = 5.0
 """How long a test waits for a message before it fails."""
 
@@ -102,6 +104,10 @@ class FakeEngine:
         batch = EngineCoreOutputs(engine_index=self.rank, outputs=list(outputs), **fields)
         await self._output.send_multipart(self._encoder.encode(batch))
 
+    async def farewell(self) -> None:
+        """What an engine sends that dies of an error."""
+        await self._output.send(EngineCoreProc.ENGINE_CORE_DEAD)
+
     async def added(self) -> EngineCoreRequest:
         return self._requests.decode(await self._receive(EngineCoreRequestType.ADD))
 
@@ -125,8 +131,11 @@ class FakeEngine:
 class FakePeer:
     """Another engine, on the relay."""
 
-    def __init__(self, context: zmq.asyncio.Context, address: str, name: str = "peer") -> None:
+    def __init__(
+        self, context: zmq.asyncio.Context, address: str, name: str = "peer", llumlet: str = "127.0.0.1:1"
+    ) -> None:
         self.name = name
+        self.llumlet = llumlet
         self.socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(address)
@@ -135,10 +144,10 @@ class FakePeer:
         await self.socket.send(wire.encode(message))
 
     async def hello(self, version: int = wire.RELAY_VERSION) -> None:
-        await self.send(wire.Hello(version, self.name, "1", "127.0.0.1:1"))
+        await self.send(wire.Hello(version, self.name, "1", self.llumlet, DIGEST))
 
     async def tokens(self, *outputs: wire.TokenOutput, weight_version: str | None = None) -> None:
-        await self.send(wire.TokenBatch(self.name, "1", "127.0.0.1:1", list(outputs), weight_version))
+        await self.send(wire.TokenBatch(self.name, "1", self.llumlet, list(outputs), weight_version))
 
     async def fence(self, request_id: str, epoch: Epoch) -> wire.FenceAnswer:
         await self.send(wire.FenceQuestion(7, request_id, epoch))

@@ -11,6 +11,7 @@ from vllm.v1.engine import FinishReason
 
 from tests.frontend.conftest import NewPeer
 from tests.frontend.fakes import FakeEngine, FakePeer, next_outputs, output, relayed, request, tokens_of
+from vllm_llumnix.frontend import streams
 from vllm_llumnix.ids import Epoch
 from vllm_llumnix.migration import wire
 
@@ -152,15 +153,21 @@ async def test_a_stream_that_ended_at_home_is_known_no_more(client: Any, engine:
     assert await peer.heartbeat("r") == ["r"]
 
 
-async def test_lost_tokens_end_the_stream_with_an_error(client: Any, engine: FakeEngine, peer: FakePeer) -> None:
+async def test_tokens_that_stay_lost_end_the_stream_with_an_error(
+    client: Any, engine: FakeEngine, peer: FakePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no other engine that could produce them again."""
+    monkeypatch.setattr(streams, "GAP_SECONDS", 0.2)
+    monkeypatch.setattr(streams, "HOPELESS_SECONDS", 0.3)
     await start(client, engine, "r")
     for index in range(1, 258):
         await peer.tokens(relayed("r", index, 10, base=1))
     outputs = await next_outputs(client)
     assert outputs.outputs[0].finish_reason == FinishReason.ERROR
     assert outputs.finished_requests == {"r"}
-    assert await peer.answer() == wire.Release([("r", Epoch(0, 1))])
     assert client.complaints.counts["overflow"] == 1
+    await peer.tokens(relayed("r", 1, 10, base=1))
+    assert await peer.answer() == wire.Release([("r", Epoch(0, 1))])
 
 
 # Fences

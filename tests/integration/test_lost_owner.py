@@ -24,9 +24,12 @@ import pytest
 from benchmarks.client import Client, Stream
 from benchmarks.harness import Fleet, Server, ServerSpec, free_port
 from benchmarks.moves import move_stream
+from llumlet.client import LlumletClient
 from llumlet.errors import LlumletCallFailed
+from llumlet.types import Health
 from tests.llumlet.fake_agent import until
 from tests.support.conservation import wait_idle
+from tests.support.failures import failure
 
 pytestmark = pytest.mark.asyncio
 
@@ -119,6 +122,19 @@ async def stopped(*processes: psutil.Process) -> AsyncIterator[None]:
             process.send_signal(signal.SIGCONT)
 
 
+async def healths_until(server: Server, condition: Callable[[], bool]) -> list[Health]:
+    """What the engine's status said of its loop meanwhile, each word once, in order."""
+    seen: list[Health] = []
+    async with LlumletClient(str(server.llumlet)) as client:
+        while not condition():
+            with contextlib.suppress(LlumletCallFailed):
+                status = await client.get_instance_status(deadline_s=1.0)
+                if status.health not in seen:
+                    seen.append(status.health)
+            await asyncio.sleep(0.1)
+    return seen
+
+
 def token_logprobs(stream: Stream) -> list[float]:
     return [value for entry in stream.logprobs for value in entry["token_logprobs"]]
 
@@ -135,6 +151,16 @@ def assert_goes_on(stream: Stream, expected: Stream, longest_s: float) -> None:
 Story = Callable[[Server], psutil.Process]
 
 
+@failure(
+    "kill -9 of the destination's engine",
+    "committed",
+    "noticed in about a second; the origin replays on its own engine",
+)
+@failure(
+    "kill -9 of the destination's worker",
+    "committed",
+    "its engine ends with it; the same",
+)
 @pytest.mark.parametrize(
     ("victim_of", "sampling"), [(engine_of, "greedy"), (worker_of, "seeded")], ids=["engine", "worker"]
 )
@@ -152,6 +178,16 @@ async def test_the_destination_is_killed_after_the_move(
     await wait_idle(stage.haven)
 
 
+@failure(
+    "kill -9 of the origin's engine",
+    "not moving",
+    "replayed on a peer at once; the API server stays up, unhealthy, until its last stream has ended",
+)
+@failure(
+    "kill -9 of its worker",
+    "not moving",
+    "the same",
+)
 @pytest.mark.parametrize(
     ("victim_of", "sampling"), [(engine_of, "seeded"), (worker_of, "logprobs")], ids=["engine", "worker"]
 )
@@ -173,6 +209,11 @@ async def test_the_own_engine_is_killed(
     await wait_idle(stage.haven)
 
 
+@failure(
+    "kill -9 of the source",
+    "committed",
+    "nothing: the destination owns the request, the API server lives",
+)
 async def test_the_source_is_killed_after_the_move(stage: Cast, expected: dict[str, Stream]) -> None:
     """Nothing is recomputed, and nobody notices: the owner is elsewhere, the API server lives."""
     victim = stage.victim()
@@ -187,6 +228,16 @@ async def test_the_source_is_killed_after_the_move(stage: Cast, expected: dict[s
     await wait_idle(stage.haven)
 
 
+@failure(
+    "SIGSTOP of the destination's engine, later SIGCONT",
+    "committed",
+    "lost after 4.5 s, replayed; on waking up it is told that it counts no more",
+)
+@failure(
+    "SIGSTOP of the destination's worker, later SIGCONT",
+    "committed",
+    "its loop hangs and says so: replayed; the same",
+)
 @pytest.mark.parametrize("part", [engine_of, worker_of], ids=["engine", "worker"])
 async def test_the_destination_stops_and_wakes_up(stage: Cast, expected: dict[str, Stream], part: Story) -> None:
     victim = stage.victim()
@@ -202,6 +253,16 @@ async def test_the_destination_stops_and_wakes_up(stage: Cast, expected: dict[st
     await wait_idle(victim)
 
 
+@failure(
+    "SIGSTOP of the origin's engine, later SIGCONT",
+    "not moving",
+    "lost after 4.5 s, replayed on a peer; what it sends on waking up is stale, and it is told",
+)
+@failure(
+    "SIGSTOP of its worker, later SIGCONT",
+    "not moving",
+    "suspect after 1.5 s, hung 3 s later, both in the status; replayed on a peer",
+)
 @pytest.mark.parametrize("part", [engine_of, worker_of], ids=["engine", "worker"])
 async def test_the_own_engine_stops_and_wakes_up(stage: Cast, expected: dict[str, Stream], part: Story) -> None:
     """A stopped worker is a loop that hangs in a step: the engine's other threads say so."""
@@ -210,12 +271,29 @@ async def test_the_own_engine_stops_and_wakes_up(stage: Cast, expected: dict[str
         stream = await begin(client, "greedy")
         await stream.wait_for(AT)
         async with stopped(part(victim)):
-            await stream.wait_for(2 * AT)
+            healths = await healths_until(victim, lambda: len(stream.token_ids) >= 2 * AT)
         assert_goes_on(await stream.result(), expected["greedy"], STOPPED_S)
     await wait_idle(stage.haven)
     await wait_idle(victim)
+    if part is worker_of:
+        assert healths == [Health.OK, Health.SUSPECT, Health.HUNG]
 
 
+@failure(
+    "kill -9 of the source",
+    "copying",
+    "replayed on a peer, also on the very destination: the reservation there is barred first",
+)
+@failure(
+    "kill -9 of the source",
+    "frozen, Commit not sent",
+    "the same",
+)
+@failure(
+    "kill -9 of the source",
+    "Committed has arrived",
+    "the destination owns the request; or, if the origin has not heard of it, it is replayed",
+)
 @pytest.mark.parametrize("point", ["source.round", "source.frozen", "source.committed"])
 async def test_the_source_is_killed_during_the_move(stage: Cast, expected: dict[str, Stream], point: str) -> None:
     victim = stage.victim({"point": point, "action": "kill"})
@@ -230,6 +308,21 @@ async def test_the_source_is_killed_during_the_move(stage: Cast, expected: dict[
     await wait_idle(stage.haven, timeout_s=40.0)
 
 
+@failure(
+    "kill -9 of the destination",
+    "reserved",
+    "the request goes on at the source",
+)
+@failure(
+    "kill -9 of the destination",
+    "Commit has arrived",
+    "settled by the origin's fence: goes on at the source",
+)
+@failure(
+    "kill -9 of the destination",
+    "admitted, not yet answered",
+    "the same",
+)
 @pytest.mark.parametrize("point", ["destination.reserved", "destination.commit_received", "destination.admitted"])
 async def test_the_destination_is_killed_during_the_move(stage: Cast, expected: dict[str, Stream], point: str) -> None:
     victim = stage.victim({"point": point, "action": "kill"})
@@ -242,6 +335,11 @@ async def test_the_destination_is_killed_during_the_move(stage: Cast, expected: 
     await wait_idle(stage.haven)
 
 
+@failure(
+    "kill -9 of the only engine",
+    "not moving",
+    "the client gets an error, and the API server ends",
+)
 async def test_without_another_engine_the_client_gets_an_error(stage: Cast) -> None:
     victim = stage._start("alone")
     async with Client(victim.base_url) as client:

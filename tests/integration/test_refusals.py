@@ -20,6 +20,7 @@ from llumlet.errors import LlumletError
 from llumlet.types import AbortRequest, AbortResponse, MigrateRequest, Reason
 from tests.integration.conftest import Engines
 from tests.support.conservation import wait_idle
+from tests.support.failures import failure
 
 pytestmark = pytest.mark.asyncio
 
@@ -51,6 +52,11 @@ async def test_destination_too_short(engines: Engines, conserved: object, start_
     await wait_idle(short)
 
 
+@failure(
+    "the destination has no blocks left",
+    "reserving",
+    "refused, destination_full: the request goes on at the source",
+)
 async def test_destination_without_blocks(engines: Engines, conserved: object, start_server: Any) -> None:
     """57 blocks are needed; 65 exist, and a request there holds ten of them and more."""
     small = start_server(name="small", num_kv_blocks=66, max_model_len=2048)
@@ -65,6 +71,11 @@ async def test_destination_without_blocks(engines: Engines, conserved: object, s
     await wait_idle(small)
 
 
+@failure(
+    "the destination's engine is dead",
+    "reserving",
+    "peer_unreachable: goes on at the source",
+)
 async def test_destination_gone(engines: Engines, conserved: object, start_server: Any) -> None:
     doomed = start_server(name="doomed")
     os.kill(doomed.process("EngineCore"), signal.SIGKILL)
@@ -72,6 +83,11 @@ async def test_destination_gone(engines: Engines, conserved: object, start_serve
     assert move.reason == "peer_unreachable"
 
 
+@failure(
+    "the destination has another model",
+    "reserving",
+    "incompatible_engine: goes on at the source",
+)
 async def test_different_weights(engines: Engines, conserved: object, start_server: Any) -> None:
     other = start_server(name="other", model=build(dataclasses.replace(PRESETS["tiny"], seed=99)))
     move = await stays_and_goes_on(engines.a, other)
@@ -121,6 +137,11 @@ async def test_request_still_in_prefill_or_finished(engines: Engines, conserved:
     assert await migrate(engines.a, engines.b, rule=("NUM_REQ", "SR", 1)) == []
 
 
+@failure(
+    "the request ends by itself",
+    "copying",
+    "gone; the destination frees what it holds",
+)
 async def test_request_finishes_while_it_is_copied(engines: Engines, conserved: object, start_server: Any) -> None:
     """The copy is slowed down so that the request ends before it: gone, and nothing is left behind."""
     slow = start_server(name="slow", bandwidth_limit=200_000)
@@ -134,6 +155,11 @@ async def test_request_finishes_while_it_is_copied(engines: Engines, conserved: 
     await wait_idle(slow)
 
 
+@failure(
+    "the client disconnects",
+    "before, during, after a move",
+    "the request ends wherever it is, and everything is freed",
+)
 @pytest.mark.parametrize("moment", ["before", "during", "after"])
 async def test_client_leaves(engines: Engines, conserved: object, start_server: Any, moment: str) -> None:
     """The client disconnects before, during or after a move: both engines end up with nothing."""
@@ -159,6 +185,11 @@ async def test_client_leaves(engines: Engines, conserved: object, start_server: 
     await wait_idle(destination)
 
 
+@failure(
+    "an operator aborts the request",
+    "moved on",
+    "followed to its owner",
+)
 async def test_abort_by_an_operator_follows_the_request(engines: Engines, conserved: object) -> None:
     """An abort sent to the former owner reaches the present one."""
     assert engines.a.llumlet is not None
@@ -172,3 +203,25 @@ async def test_abort_by_an_operator_follows_the_request(engines: Engines, conser
         assert answer.results[0].outcome == AbortResponse.FORWARDED
         await wait_idle(engines.b)
         await stream.disconnect()
+
+
+@failure(
+    "more tokens are on their way than may be",
+    "reserving",
+    "refused, destination_busy: the request goes on at the source; a longer one goes alone",
+)
+async def test_limits_at_the_destination(engines: Engines, conserved: object, start_server: Any) -> None:
+    """Two requests of 200 tokens are sent to where 300 tokens may be on their way, and both arrive, one by one."""
+    narrow = start_server(name="narrow", bandwidth_limit=2_000_000, flags=("--llumlet-max-migration-tokens-in", "300"))
+    async with Client(engines.a.base_url) as client:
+        streams = [await client.complete(list(range(start, start + 200)), 1500, **GREEDY) for start in (100, 400)]
+        for stream in streams:
+            await stream.wait_for(5)
+        moves = await migrate(engines.a, narrow, rule=("NUM_REQ", "SR", 2), stall_budget_ms=5000)
+        assert sorted(move.phase for move in moves) == ["moved", "stayed"]
+        assert {move.reason for move in moves if not move.moved} == {"destination_busy"}
+        late = [stream for stream in streams if not any(m.moved and stream.is_engine_id(m.request_id) for m in moves)]
+        assert (await move_stream(engines.a, narrow, late[0], stall_budget_ms=5000)).moved
+        for stream in streams:
+            await stream.disconnect()
+    await wait_idle(narrow)

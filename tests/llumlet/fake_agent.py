@@ -24,6 +24,7 @@ from llumlet.types import (
     DrainRequest,
     Epoch,
     Handover,
+    Health,
     InstanceMetadata,
     InstanceStatus,
     ListRequestsResponse,
@@ -61,6 +62,7 @@ class FakeAgent:
         self.completed: list[str] = []
         self.moved: list[str] = []
         self.num_cut = 0
+        self.health = Health.OK
         self.copying = asyncio.Event()
         self.go = asyncio.Event()
         self.go.set()
@@ -166,6 +168,8 @@ class FakeAgent:
             num_pinned_blocks=4,
             num_migrate_out_reqs=1,
             incarnation="i-1",
+            health=self.health,
+            loop_age_ms=5400 if self.health == Health.HUNG else 3,
         )
 
     async def get_instance_metadata(self) -> InstanceMetadata:

@@ -92,7 +92,7 @@ def test_migrate_in() -> None:
         ),
         (validation.reserve_faults(messages.reserve(request_state=b"")), "request_state is empty"),
         (validation.reserve_faults(messages.reserve(src_address="")), "src_address"),
-        (validation.reserve_faults(messages.reserve(method=4)), "method 4"),
+        (validation.reserve_faults(messages.reserve(method=5)), "method 5"),
         (validation.reserve_faults(messages.reserve(handover=None)), "handover.migration_id"),
         (validation.copy_round_faults(messages.copy_round(to_block=1)), "run backwards"),
         (validation.copy_round_faults(messages.copy_round(to_block=6)), "3 block_ids for blocks"),

@@ -8,7 +8,7 @@ import asyncio
 import pytest
 
 from llumlet.errors import LlumletError
-from llumlet.types import Reason
+from llumlet.types import Health, Reason
 from tests.llumlet.fake_agent import moving_request_info, request_info
 from tests.llumsched.conftest import Instance, Llumnix
 
@@ -128,6 +128,13 @@ async def test_status_shows_a_row_per_instance(llumnix: Llumnix, source: Instanc
         *("25/100", "25%", "4+0+0", "1/3", "0/2", "local,tcp", "0.1.0"),
     ]
     assert rows[1][:3] == ["fake-b", "neutral", destination.address]
+
+
+async def test_status_of_an_engine_that_hangs(llumnix: Llumnix, source: Instance) -> None:
+    source.agent.health = Health.HUNG
+    done = await llumnix("status", "--llumlet", source.address)
+    assert "hung, 5.4 s" in done.out
+    assert "schedulable" not in done.out
 
 
 async def test_status_json(llumnix: Llumnix, source: Instance) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vllm_llumnix.errors import LocalProtocolError, Reason, Refused
 from vllm_llumnix.ids import MigrationId, RequestId
 from vllm_llumnix.migration.ledger import Ledger, Owner, audit
-from vllm_llumnix.migration.limits import Limits, Slots, check_room
+from vllm_llumnix.migration.limits import Limits, Slots
 from vllm_llumnix.migration.selection import ALL, Candidate, Order, Rule, Unit, parse_rule, select
 
 RUNNING = [("a", 500), ("b", 100), ("c", 900), ("d", 100)]
@@ -170,16 +170,6 @@ def test_no_limit() -> None:
 def test_nothing_may_come_in_if_the_limit_is_zero() -> None:
     with pytest.raises(Refused):
         slots(max_requests=0).take(MigrationId("a"), 1)
-
-
-@pytest.mark.parametrize(("blocks", "free", "batch", "fits"), [(4, 4, 1, True), (5, 4, 1, False), (1, 4, 0, False)])
-def test_room_is_what_is_free_now(blocks: int, free: int, batch: int, fits: bool) -> None:
-    if fits:
-        check_room(blocks, free, batch)
-        return
-    with pytest.raises(Refused) as refusal:
-        check_room(blocks, free, batch)
-    assert refusal.value.reason is Reason.DESTINATION_FULL
 
 
 # Ledger

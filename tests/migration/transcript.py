@@ -41,7 +41,7 @@ from vllm_llumnix.migration.gate import Arrival, Gate
 from vllm_llumnix.migration.ledger import Owner
 from vllm_llumnix.migration.source import Method
 
-from .world import BLOCK_SIZE, Engine, Incoming, Message, Outgoing, World, cells_of
+from .world import BLOCK_SIZE, REQUEST, Engine, Incoming, Message, Outgoing, World, cells_of
 
 SEPARATOR = "----"
 SILENT = frozenset({"decode", "until", "quiet", "settle"})
@@ -223,7 +223,7 @@ class Session:
         engine = self.world.engines[name]
         blocks = engine.ledger.free()[: int(count)]
         engine.ledger.hold(Owner.SCHEDULER, "cache", blocks)
-        cells = cells_of(self.world.prompt)
+        cells = cells_of(self.world.clients[REQUEST].prompt)
         for index, block in enumerate(blocks):
             engine.memory[block] = cells[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
 

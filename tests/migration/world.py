@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny cluster around the production machines, gate and ledger: engines, a network that loses and reorders, a clock.
 
-One request lives in it. What is real: `Source`, `Destination`, `Gate`, `Ledger`. What is modelled:
+One request lives in it, or several. What is real: `Source`, `Destination`, `Gate`, `Ledger`. What is modelled:
 
 - A block holds `BLOCK_SIZE` cells, one per token position. A cell is a hash of the cell before it (as found in memory)
   and the token; the next token is a hash of every cell. So a token depends on the whole prefix *and* on every byte of
@@ -18,6 +18,7 @@ One request lives in it. What is real: `Source`, `Destination`, `Gate`, `Ledger`
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterator
@@ -40,8 +41,6 @@ from vllm_llumnix.migration.source import Method, Plan, Source, State
 BLOCK_SIZE = 4
 NUM_BLOCKS = 24
 LEASE_S = 30.0
-TAIL = 2
-"""Output tokens before `base` that a new owner repeats, in case the last one's were lost."""
 REQUEST = "r"
 
 
@@ -50,11 +49,12 @@ def digest(*parts: object) -> int:
 
 
 def cell(before: int, token: int) -> int:
-    return digest("kv", before, token)
+    # Hashes of tuples of integers are the same in every process.
+    return hash((before, token))
 
 
 def next_token(cells: list[int]) -> int:
-    return digest("token", *cells) % 1000
+    return hash(tuple(cells)) % 1000
 
 
 def prompt_of(length: int) -> list[int]:
@@ -83,6 +83,7 @@ def cells_of(tokens: list[int]) -> list[int]:
 class Request:
     """The request as one engine's scheduler holds it."""
 
+    id: str
     prompt: list[int]
     max_output: int
     output: list[int]
@@ -99,6 +100,21 @@ class Request:
         return self.prompt + self.output
 
 
+class Client:
+    """Whoever waits for a request at the origin, and what it should get."""
+
+    def __init__(self, prompt: list[int], num_output: int, gate: Gate) -> None:
+        self.prompt = prompt
+        self.num_output = num_output
+        self.gate = gate
+        self.received: list[int] = []
+        self.left = False
+
+    @functools.cached_property
+    def reference(self) -> list[int]:
+        return reference(self.prompt, self.num_output)
+
+
 @dataclasses.dataclass
 class Message:
     """`kind` is what a transcript calls it: `reserve`, `reserve answer`, `out`, `fence`, `release` …"""
@@ -109,6 +125,7 @@ class Message:
     kind: str
     body: Any = None
     move: str = ""
+    request: str = REQUEST
 
     def __str__(self) -> str:
         return f"{self.sender}>{self.receiver} {self.kind}"
@@ -129,8 +146,8 @@ class Job:
 class Outgoing:
     """The source's shell."""
 
-    def __init__(self, move: str, to: str, machine: Source) -> None:
-        self.move, self.to, self.machine = move, to, machine
+    def __init__(self, move: str, to: str, machine: Source, request: str) -> None:
+        self.move, self.to, self.machine, self.request = move, to, machine, request
         self.calls: set[Call] = set()
         self.timers: dict[str, float] = {}
         self.block_ids: list[int] = []
@@ -141,8 +158,8 @@ class Outgoing:
 class Incoming:
     """The destination's shell."""
 
-    def __init__(self, move: str, source: str, machine: Destination) -> None:
-        self.move, self.source, self.machine = move, source, machine
+    def __init__(self, move: str, source: str, machine: Destination, request_id: str) -> None:
+        self.move, self.source, self.machine, self.request_id = move, source, machine, request_id
         self.source_life = 0
         self.timers: dict[str, float] = {}
         self.request: Request | None = None
@@ -167,7 +184,7 @@ class Engine:
         garbage = digest("garbage", self.name, self.life)
         self.memory = {block: [garbage + block] * BLOCK_SIZE for block in range(NUM_BLOCKS)}
         self.commands: list[tuple[str, Callable[[], None]]] = []
-        self.request: Request | None = None
+        self.requests: dict[str, Request] = {}
         self.out: dict[str, Outgoing] = {}
         self.into: dict[str, Incoming] = {}
 
@@ -189,35 +206,46 @@ class World:
     checks_lease = True
     checks_reads = True
     moves_while_open = False
+    num_repeated = 2
+    """Output tokens before `base` that a new owner repeats, in case the last one's were lost."""
+    traced = True
+    """Whether a transcript is kept: it costs more than everything else together."""
+    step_s = 0.0
+    """Time that passes while engines decode, on the way to rest."""
 
-    def __init__(self, engines: str = "ABC", prompt: int = 6, output: int = 24) -> None:
+    def __init__(self, engines: str = "ABC", prompt: int = 6, output: int = 24, requests: int = 1) -> None:
         self.engines = {name: Engine(name) for name in engines}
         self.network: list[Message] = []
         self.now = 0.0
         self.log: list[str] = []
-        self.prompt = prompt_of(prompt)
-        self.reference = reference(self.prompt, output)
-        self.gate = self.gate_class(max_buffered=64)
-        self.client: list[int] = []
-        self.client_left = False
+        self.clients: dict[str, Client] = {}
         self.faults: list[str] = []
         self.outcomes: list[State] = []
         self.crashed = False
         self.cuts: set[frozenset[str]] = set()
         self._numbers = itertools.count(1)
         self._moves = itertools.count(1)
+        for number in range(requests):
+            self._arrives(REQUEST + str(number) * (number > 0), prompt + number, output)
+
+    def _arrives(self, request_id: str, prompt: int, output: int) -> None:
+        """A client's request, at A."""
         home = self.engines["A"]
-        home.request = Request(self.prompt, output, [])
-        self._allocate(home)
+        client = self.clients[request_id] = Client(prompt_of(prompt), output, self.gate_class(max_buffered=64))
+        home.requests[request_id] = Request(request_id, client.prompt, output, [])
+        self._allocate(home, home.requests[request_id])
 
     # What a driver may do
 
     def step(self, name: str) -> bool:
-        """One turn of an engine's loop: what was asked of it, then a token. False if there was none to compute."""
+        """One turn of an engine's loop: what was asked of it, then a token of each request. False if there is none."""
         self.loop(name)
         engine = self.engines[name]
-        request = engine.request
-        if request is None or request.frozen or not self._allocate(engine):
+        decoded = [self._decode(engine, request) for request in list(engine.requests.values())]
+        return any(decoded)
+
+    def _decode(self, engine: Engine, request: Request) -> bool:
+        if request.frozen or not self._allocate(engine, request):
             return False
         tokens = request.tokens
         for position in range(request.computed, len(tokens)):
@@ -226,13 +254,16 @@ class World:
             engine.memory[request.blocks[block]] = list(engine.memory[request.blocks[block]])
             engine.memory[request.blocks[block]][offset] = cell(before[-1] if before else 0, tokens[position])
         request.computed = len(tokens)
-        token = next_token(engine.cells(request.blocks, request.computed))
+        token = self._sample(engine, request)
         request.output.append(token)
         finished = len(request.output) == request.max_output
-        self._emit(engine, len(request.output) - 1, [token], finished)
+        self._emit(engine, request, len(request.output) - 1, [token], finished)
         if finished:
-            self._end(engine, Gone.FINISHED)
+            self._end(engine, request, Gone.FINISHED)
         return True
+
+    def _sample(self, engine: Engine, request: Request) -> int:
+        return next_token(engine.cells(request.blocks, request.computed))
 
     def loop(self, name: str) -> None:
         """A turn that schedules nothing."""
@@ -241,20 +272,26 @@ class World:
         for _, command in asked:
             command()
 
-    def move(self, source: str, to: str, method: Method = Method.LIVE, **plan: Any) -> str | None:
+    def move(
+        self, source: str, to: str, method: Method = Method.LIVE, request_id: str = REQUEST, **plan: Any
+    ) -> str | None:
         """Start a migration; None if the request cannot start one now."""
         engine = self.engines[source]
-        request = engine.request
-        if request is None or not request.output or request.leaving or engine.out:
+        request = engine.requests.get(request_id)
+        if request is None or not request.output or request.leaving or self._leaves(engine, request_id):
             return None
         if request.open_handover and not self.moves_while_open:
             return None
         move = f"m{next(self._moves)}"
         bytes_per_block = plan.pop("bytes_per_block", 100)
         terms = Plan(method=method, epoch_next=request.epoch.next_hop(), bytes_per_block=bytes_per_block, **plan)
-        engine.out[move] = Outgoing(move, to, self.source_class(terms))
+        engine.out[move] = Outgoing(move, to, self.source_class(terms), request_id)
         self._tell_source(engine, move, ev.Start())
         return move
+
+    def _leaves(self, engine: Engine, request_id: str) -> list[str]:
+        """Its moves away from this engine that are not over."""
+        return [move for move, out in engine.out.items() if out.request == request_id]
 
     def deliver(self, message: Message, *, keep: bool = False) -> None:
         """Hand a message over; `keep` leaves a copy in the network: a duplicate."""
@@ -335,22 +372,22 @@ class World:
     def revoke(self, name: str, move: str) -> None:
         self._tell_destination(self.engines[name], move, ev.Revoked(Reason.DESTINATION_NEEDS_BLOCKS))
 
-    def preempt(self, name: str) -> None:
+    def preempt(self, name: str, request_id: str = REQUEST) -> None:
         """The engine's own scheduler takes the request's blocks."""
         engine = self.engines[name]
-        request = engine.request
-        assert request is not None
-        engine.ledger.give_back(Owner.SCHEDULER, REQUEST)
+        request = engine.requests[request_id]
+        engine.ledger.give_back(Owner.SCHEDULER, request_id)
         request.blocks, request.computed = [], 0
         if not request.frozen:
-            for move in list(engine.out):
+            for move in self._leaves(engine, request_id):
                 self._tell_source(engine, move, ev.RequestGone(Gone.PREEMPTED))
 
-    def client_leaves(self) -> None:
+    def client_leaves(self, request_id: str = REQUEST) -> None:
         """The client goes away: the home engine is told, and the gate wants nothing any more."""
-        self.client_left = True
-        self.gate.finish()
-        self._send("O", "A", "abort")
+        client = self.clients[request_id]
+        client.left = True
+        client.gate.finish()
+        self._send("O", "A", "abort", request=request_id)
 
     def churn(self, name: str) -> None:
         """Other requests come and go: every free block is overwritten."""
@@ -374,7 +411,7 @@ class World:
     def forbid(self, name: str, move: str) -> None:
         """An operator calls a move off at its destination, whether or not that has heard of it."""
         engine = self.engines[name]
-        self._incoming(engine, move, "")
+        self._incoming(engine, move, "", REQUEST)
         self._tell_destination(engine, move, ev.CancelRequested())
 
     # Shells
@@ -391,7 +428,7 @@ class World:
             assert outcome is not None
             self.outcomes.append(outcome.state)
             why = f" ({outcome.reason})" if outcome.reason else ""
-            self.log.append(f"{engine.name} {move} outcome: {outcome.state}{why}")
+            self.note(f"{engine.name} {move} outcome: {outcome.state}{why}")
         if outgoing.machine.over:
             engine.out.pop(move, None)
 
@@ -409,20 +446,26 @@ class World:
     def _feed(self, who: str, machine: Machine[Any], event: ev.Event) -> list[do.Effect]:
         before = machine.state
         effects = machine.on(event)
-        arrow = f"{before} -> {machine.state}" if machine.state is not before else f"{before}"
-        self.log.append(f"{who}: {show(event)}: {arrow}")
-        self.log.extend(f"    {show(effect)}" for effect in effects if not _is_deadline(effect))
+        if self.traced:
+            arrow = f"{before} -> {machine.state}" if machine.state is not before else f"{before}"
+            self.note(f"{who}: {show(event)}: {arrow}")
+            self.log.extend(f"    {show(effect)}" for effect in effects if not _is_deadline(effect))
         return effects
+
+    def note(self, line: str) -> None:
+        """A line of the transcript."""
+        if self.traced:
+            self.log.append(line)
 
     def _do_at_source(self, engine: Engine, out: Outgoing, effect: do.Effect) -> None:
         def call(kind: Call, body: object = None) -> None:
             out.calls.add(kind)
-            self._send(engine.name, out.to, str(kind), body, out.move)
+            self._send(engine.name, out.to, str(kind), body, out.move, out.request)
 
         def command(what: str, action: Callable[[], None]) -> None:
             engine.commands.append((what, action))
 
-        request = engine.request
+        request = engine.requests.get(out.request)
         match effect:
             case do.SendReserve():
                 assert request is not None
@@ -440,7 +483,7 @@ class World:
             case do.SendClose():
                 command("close", lambda: call(Call.CLOSE))
             case do.AskFence(epoch=epoch):
-                self._send(engine.name, "O", "fence", epoch, out.move)
+                self._send(engine.name, "O", "fence", epoch, out.move, out.request)
             case do.TakeSnapshot(from_block=from_block):
                 command("snapshot", lambda: self._snapshot(engine, out, from_block))
             case do.Freeze():
@@ -448,13 +491,13 @@ class World:
             case do.Unfreeze(epoch=epoch):
                 if epoch is not None and request is not None:
                     request.epoch, request.base = epoch, len(request.output)
-                command("unfreeze", lambda: self._unfreeze(engine))
+                command("unfreeze", lambda: self._unfreeze(engine, out.request))
             case do.Unpin():
                 command("unpin", lambda: engine.ledger.give_back(Owner.PIN, out.move))
             case do.Release() | do.Drop():
                 if request is not None:
                     request.leaving = True
-                command("release", lambda: self._release(engine))
+                command("release", lambda: self._release(engine, out.request))
             case do.SetTimer(name=name, seconds=seconds):
                 out.timers[name] = self.now + seconds
             case do.ClearTimer(name=name):
@@ -463,7 +506,7 @@ class World:
                 raise AssertionError(effect)
 
     def _snapshot(self, engine: Engine, out: Outgoing, from_block: int) -> None:
-        request = engine.request
+        request = engine.requests.get(out.request)
         if request is None or request.computed == 0:
             self._tell_source(engine, out.move, ev.SnapshotFailed(Reason.NOT_STARTED))
             return
@@ -473,7 +516,7 @@ class World:
         self._tell_source(engine, out.move, ev.Snapshot(frontier, len(request.tokens)))
 
     def _freeze(self, engine: Engine, out: Outgoing) -> None:
-        request = engine.request
+        request = engine.requests.get(out.request)
         if request is None or request.computed == 0:
             self._tell_source(engine, out.move, ev.SnapshotFailed(Reason.NOT_STARTED))
             return
@@ -485,13 +528,13 @@ class World:
         frozen = ev.Frozen(len(request.tokens), request.computed, len(blocks), len(request.output))
         self._tell_source(engine, out.move, frozen)
 
-    def _unfreeze(self, engine: Engine) -> None:
-        if engine.request is not None:
-            engine.request.frozen = False
+    def _unfreeze(self, engine: Engine, request_id: str) -> None:
+        if request_id in engine.requests:
+            engine.requests[request_id].frozen = False
 
-    def _release(self, engine: Engine) -> None:
-        engine.ledger.give_back(Owner.SCHEDULER, REQUEST)
-        engine.request = None
+    def _release(self, engine: Engine, request_id: str) -> None:
+        engine.ledger.give_back(Owner.SCHEDULER, request_id)
+        engine.requests.pop(request_id, None)
 
     def _do_at_destination(self, engine: Engine, into: Incoming, effect: do.Effect) -> None:
         def command(what: str, action: Callable[[], None]) -> None:
@@ -499,7 +542,9 @@ class World:
 
         def answer(key: object, kind: Call, body: object) -> None:
             for _ in range(into.waiting.pop(key, 0)):
-                self._send(engine.name, into.source, f"{kind} answer", (body, engine.incarnation), into.move)
+                self._send(
+                    engine.name, into.source, f"{kind} answer", (body, engine.incarnation), into.move, into.request_id
+                )
 
         match effect:
             case do.ReserveBlocks():
@@ -514,16 +559,16 @@ class World:
                 assert into.job is not None
                 into.job.stopping = True
             case do.Admit():
-                command("admit", lambda: self._admit(engine, into, effect))
+                command(f"admit {into.move}", lambda: self._admit(engine, into, effect))
             case do.RevokeAdmit():
                 before = len(engine.commands)
-                engine.commands = [command for command in engine.commands if command[0] != "admit"]
+                engine.commands = [command for command in engine.commands if command[0] != f"admit {into.move}"]
                 if len(engine.commands) < before:
                     self._tell_destination(engine, into.move, ev.AdmitFailed(Reason.BARRED))
             case do.FreeReservation():
                 command("free", lambda: self._free(engine, into.move))
             case do.AbortAdmitted():
-                command("abort", lambda: self._abort(engine))
+                command("abort", lambda: self._abort(engine, into.request_id))
             case do.AnswerReserve() | do.RefuseReserve():
                 answer(Call.RESERVE, Call.RESERVE, effect)
             case do.AnswerRound(round=number) | do.RefuseRound(round=number):
@@ -531,8 +576,8 @@ class World:
             case do.AnswerCommit():
                 answer(Call.COMMIT, Call.COMMIT, effect)
             case do.AnswerSettle(call=kind):
-                if kind is Call.CLOSE and engine.request is not None:
-                    engine.request.open_handover = False
+                if kind is Call.CLOSE and into.request_id in engine.requests:
+                    engine.requests[into.request_id].open_handover = False
                 answer(kind, kind, effect)
             case do.SetTimer(name=name, seconds=seconds):
                 into.timers[name] = self.now + seconds
@@ -548,10 +593,10 @@ class World:
     def _reserve(self, engine: Engine, into: Incoming) -> None:
         request = into.request
         assert request is not None
-        if engine.request is not None:
+        if into.request_id in engine.requests:
             self._tell_destination(engine, into.move, ev.ReserveFailed(Reason.ALREADY_MIGRATING))
             return
-        hits = sorted(engine.ledger.held(Owner.SCHEDULER, "cache"))[: (len(self.prompt) - 1) // BLOCK_SIZE]
+        hits = sorted(engine.ledger.held(Owner.SCHEDULER, "cache"))[: (len(request.prompt) - 1) // BLOCK_SIZE]
         wanted = len(request.tokens) // BLOCK_SIZE + 1 - len(hits)
         free = engine.ledger.free()
         if wanted > len(free):
@@ -574,7 +619,7 @@ class World:
     def _admit(self, engine: Engine, into: Incoming, admit: do.Admit) -> None:
         request = into.request
         assert request is not None
-        if engine.request is not None:
+        if into.request_id in engine.requests:
             self._tell_destination(engine, into.move, ev.AdmitFailed(Reason.ALREADY_MIGRATING))
             return
         request.output = list(into.commit_tokens)
@@ -585,12 +630,12 @@ class World:
         if published != cells_of(request.tokens)[: request.computed]:
             self.faults.append(f"{engine.name} published bytes that are not the request's")
         hits = into.blocks[: into.machine.hit_blocks]
-        engine.ledger.pass_on(into.move, Owner.SCHEDULER, REQUEST)
-        engine.ledger.hold(Owner.SCHEDULER, REQUEST, hits)
-        engine.request = request
-        first = max(0, request.base - TAIL)
+        engine.ledger.pass_on(into.move, Owner.SCHEDULER, request.id)
+        engine.ledger.hold(Owner.SCHEDULER, request.id, hits)
+        engine.requests[request.id] = request
+        first = max(0, request.base - self.num_repeated)
         if first < request.base:
-            self._emit(engine, first, request.output[first : request.base], False)
+            self._emit(engine, request, first, request.output[first : request.base], False)
         self._tell_destination(engine, into.move, ev.Admitted())
 
     def _copy_block(self, engine: Engine, into: Incoming, job: Job) -> None:
@@ -611,67 +656,62 @@ class World:
 
     # The engine and the origin
 
-    def _allocate(self, engine: Engine) -> bool:
+    def _allocate(self, engine: Engine, request: Request) -> bool:
         """Room for every token and the next."""
-        request = engine.request
-        assert request is not None
         missing = len(request.tokens) // BLOCK_SIZE + 1 - len(request.blocks)
+        if missing <= 0:
+            return True
         free = engine.ledger.free()
         if missing > len(free):
             return False
-        engine.ledger.hold(Owner.SCHEDULER, REQUEST, free[: max(0, missing)])
-        request.blocks += free[: max(0, missing)]
+        engine.ledger.hold(Owner.SCHEDULER, request.id, free[:missing])
+        request.blocks += free[:missing]
         return True
 
-    def _emit(self, engine: Engine, first: int, tokens: list[int], finished: bool) -> None:
-        request = engine.request
-        assert request is not None
+    def _emit(self, engine: Engine, request: Request, first: int, tokens: list[int], finished: bool) -> None:
         arrival = Arrival(request.epoch, request.base, first, len(tokens), finished, tokens)
-        self._send(engine.name, "O", "out", arrival)
+        self._send(engine.name, "O", "out", arrival, request=request.id)
 
-    def _end(self, engine: Engine, kind: Gone) -> None:
-        engine.ledger.give_back(Owner.SCHEDULER, REQUEST)
-        engine.request = None
-        for move in list(engine.out):
+    def _end(self, engine: Engine, request: Request, kind: Gone) -> None:
+        engine.ledger.give_back(Owner.SCHEDULER, request.id)
+        del engine.requests[request.id]
+        for move in self._leaves(engine, request.id):
             self._tell_source(engine, move, ev.RequestGone(kind))
 
-    def _abort(self, engine: Engine) -> None:
-        if engine.request is not None:
-            self._end(engine, Gone.ABORTED)
+    def _abort(self, engine: Engine, request_id: str, epoch: Epoch | None = None) -> None:
+        """End it, whatever its epoch or only under this one."""
+        request = engine.requests.get(request_id)
+        if request is not None and epoch in (None, request.epoch):
+            self._end(engine, request, Gone.ABORTED)
 
     def _at_origin(self, message: Message) -> None:
+        client = self.clients[message.request]
         if message.kind == "fence":
-            decision = self.gate.fence(message.body)
-            self._send("O", message.sender, "fence answer", decision, message.move)
+            decision = client.gate.fence(message.body)
+            self._send("O", message.sender, "fence answer", decision, message.move, message.request)
             return
         arrival: Arrival = message.body
-        verdict = self.gate.offer(arrival)
+        verdict = client.gate.offer(arrival)
         for delivery in verdict.deliver:
             tokens = delivery.payload
             assert isinstance(tokens, list)
-            self.client += tokens[delivery.skip : delivery.skip + delivery.count]
+            client.received += tokens[delivery.skip : delivery.skip + delivery.count]
         if verdict.deliver:
-            self.log.append(f"O: {message} {_span(arrival)}: client has {len(self.client)}")
+            self.note(f"O: {message} {_span(arrival)}: client has {len(client.received)}")
         elif verdict.stale:
-            self.log.append(f"O: {message} {_span(arrival)}: stale")
+            self.note(f"O: {message} {_span(arrival)}: stale")
         else:
-            self.log.append(f"O: {message} {_span(arrival)}: nothing new, or too early")
+            self.note(f"O: {message} {_span(arrival)}: nothing new, or too early")
         if verdict.stale and message.sender in self.engines:
-            self._send("O", message.sender, "release", arrival.epoch)
+            self._send("O", message.sender, "release", arrival.epoch, request=message.request)
 
     def _at_engine(self, engine: Engine, message: Message) -> None:
         move = message.move
         match message.kind:
             case "abort" if message.sender == "O":
-                engine.commands.append(("abort", lambda: self._abort(engine)))
+                engine.commands.append(("abort", lambda: self._abort(engine, message.request)))
             case "release":
-                epoch = message.body
-
-                def release() -> None:
-                    if engine.request is not None and engine.request.epoch == epoch:
-                        self._abort(engine)
-
-                engine.commands.append(("abort", release))
+                engine.commands.append(("abort", lambda: self._abort(engine, message.request, message.body)))
             case "fence answer":
                 decision = message.body
                 event: ev.SourceEvent = ev.FenceStarted()
@@ -694,7 +734,7 @@ class World:
         out = engine.out.get(move)
         # An answer to the life of the source that asked; a restarted one does not know the call.
         if out is None:
-            self.log.append(f"{engine.name} {move}: {show(event)} means nothing here")
+            self.note(f"{engine.name} {move}: {show(event)} means nothing here")
             return
         self._tell_source(engine, move, event)
 
@@ -724,14 +764,15 @@ class World:
 
     def _peer_call(self, engine: Engine, message: Message) -> None:
         move = message.move
-        incoming = self._incoming(engine, move, message.sender)
+        incoming = self._incoming(engine, move, message.sender, message.request)
         key: object = Call(message.kind)
         event: ev.DestinationEvent
         match key:
             case Call.RESERVE:
                 output, max_output, incoming.source_life = message.body
                 if incoming.request is None:
-                    incoming.request = Request(self.prompt, max_output, list(output))
+                    prompt = self.clients[message.request].prompt
+                    incoming.request = Request(message.request, prompt, max_output, list(output))
                 event = ev.ReserveRequested()
             case Call.ROUND:
                 effect, block_ids = message.body
@@ -758,24 +799,33 @@ class World:
         incoming.waiting[key] = incoming.waiting.get(key, 0) + 1
         self._tell_destination(engine, move, event)
 
-    def _incoming(self, engine: Engine, move: str, source: str) -> Incoming:
+    def _incoming(self, engine: Engine, move: str, source: str, request_id: str) -> Incoming:
         """The record of a move, made when it is first named."""
         if move not in engine.into:
             terms = Terms(block_size=BLOCK_SIZE, lease_s=LEASE_S)
-            engine.into[move] = Incoming(move, source, self.destination_class(terms))
+            engine.into[move] = Incoming(move, source, self.destination_class(terms), request_id)
         incoming = engine.into[move]
         incoming.source = incoming.source or source
         return incoming
 
-    def _send(self, sender: str, receiver: str, kind: str, body: object = None, move: str = "") -> None:
-        self.network.append(Message(next(self._numbers), sender, receiver, kind, body, move))
+    def _send(
+        self, sender: str, receiver: str, kind: str, body: object = None, move: str = "", request: str = REQUEST
+    ) -> None:
+        self.network.append(Message(next(self._numbers), sender, receiver, kind, body, move, request))
 
     # What must hold
 
-    def owners(self) -> list[str]:
+    def owners(self, request_id: str = REQUEST) -> list[str]:
         """Engines that may emit something the gate would take."""
-        running = [e for e in self.engines.values() if e.request is not None and not e.request.frozen]
-        return [e.name for e in running if e.request is not None and not self.gate.is_barred(e.request.epoch)]
+        here = ((name, engine.requests.get(request_id)) for name, engine in self.engines.items())
+        return [
+            name
+            for name, request in here
+            if request is not None and not request.frozen and not self._is_barred(request_id, request.epoch)
+        ]
+
+    def _is_barred(self, request_id: str, epoch: Epoch) -> bool:
+        return self.clients[request_id].gate.is_barred(epoch)
 
     def violations(self) -> list[str]:
         for engine in self.engines.values():
@@ -785,24 +835,32 @@ class World:
     def wrong_tokens_or_owners(self) -> list[str]:
         """The invariants that are cheap enough for every step of a random schedule; the ledger checks each change."""
         faults = list(self.faults)
-        if self.client != self.reference[: len(self.client)]:
-            faults.append("the client's tokens are not the reference's")
-        if len(self.owners()) > 1:
-            faults.append(f"{self.owners()} own the request")
-        return faults
+        for client in self.clients.values():
+            if client.received != client.reference[: len(client.received)]:
+                faults.append("the client's tokens are not the reference's")
+        return faults + self._several_owners()
+
+    def _several_owners(self) -> list[str]:
+        owners = {request_id: self.owners(request_id) for request_id in self.clients}
+        return [f"{names} own request {request_id}" for request_id, names in owners.items() if len(names) > 1]
 
     def left_at_rest(self) -> list[str]:
         """What must not be left when everything has come to its end."""
         faults = []
-        lossless = not self.crashed and not self.client_left and State.LOST not in self.outcomes
-        if lossless and self.client != self.reference:
-            faults.append(f"the client has {len(self.client)} of {len(self.reference)} tokens")
+        for client in self.clients.values():
+            lossless = not self.crashed and not client.left and State.LOST not in self.outcomes
+            if lossless and client.received != client.reference:
+                faults.append(f"the client has {len(client.received)} of {client.num_output} tokens")
+        return faults + self._held_at_rest()
+
+    def _held_at_rest(self) -> list[str]:
+        faults = []
         for engine in self.engines.values():
             held = {str(owner): engine.ledger.of(owner) for owner in Owner}
             held["scheduler"] -= engine.ledger.held(Owner.SCHEDULER, "cache")
             if left := {owner: len(blocks) for owner, blocks in held.items() if blocks}:
                 faults.append(f"{engine.name} still holds {left}")
-            if engine.out or engine.into or engine.request is not None:
+            if engine.out or engine.into or engine.requests:
                 faults.append(f"{engine.name} has not forgotten")
         return faults
 
@@ -828,8 +886,9 @@ class World:
         for due in self.due():
             self.fire(*due)
             return True
-        decoding = [e.name for e in self.engines.values() if e.request is not None and not e.request.frozen]
+        decoding = [e.name for e in self.engines.values() if any(not r.frozen for r in e.requests.values())]
         decoded = [self.step(name) for name in decoding]
+        self.now += self.step_s
         if not any(decoded):
             when = self.next_due()
             if when is None:
@@ -863,8 +922,9 @@ class World:
         raise AssertionError("the world does not come to rest")
 
     def summary(self) -> str:
-        right = "as the reference" if self.client == self.reference[: len(self.client)] else "WRONG"
-        parts = [f"client: {len(self.client)} of {len(self.reference)} tokens, {right}"]
+        client = self.clients[REQUEST]
+        right = "as the reference" if client.received == client.reference[: len(client.received)] else "WRONG"
+        parts = [f"client: {len(client.received)} of {client.num_output} tokens, {right}"]
         parts.append(f"owner: {', '.join(self.owners()) or 'nobody'}")
         for engine in self.engines.values():
             ledger = engine.ledger

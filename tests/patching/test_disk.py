@@ -49,8 +49,8 @@ def test_an_interrupted_run_is_finished(
         with pytest.raises(OSError, match="disk full"):
             disk.apply(examine(vllm_033))
     found = examine(vllm_033)
-    assert sorted(found.files.values()) == [FileState.ORIGINAL] * 4 + [FileState.PATCHED] * 3
-    assert len(finish(found)) == (4 if finish is disk.apply else 3)
+    assert sorted(found.files.values()) == [FileState.ORIGINAL] * 5 + [FileState.PATCHED] * 3
+    assert len(finish(found)) == (5 if finish is disk.apply else 3)
     assert len(set(examine(vllm_033).files.values())) == 1
     assert not list(vllm_033.rglob(".*"))
 

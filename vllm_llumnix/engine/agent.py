@@ -29,6 +29,7 @@ from llumlet.types import (
     CopyRoundResponse,
     DrainProgress,
     DrainRequest,
+    Health,
     InstanceMetadata,
     InstanceStatus,
     ListRequestsResponse,
@@ -64,6 +65,9 @@ if TYPE_CHECKING:
 
 CALL_SECONDS = 10.0
 """Deadline of one call to a peer, and of a question to an origin."""
+STATUS_SECONDS = 2.0
+"""How long the status waits for the loop's next turn."""
+HEALTHS = {wire.Health.OK: Health.OK, wire.Health.SUSPECT: Health.SUSPECT, wire.Health.HUNG: Health.HUNG}
 METHODS = {Mode.LIVE: Method.LIVE, Mode.BLOCKING: Method.BLOCKING, Mode.RECOMPUTE: Method.RECOMPUTE}
 
 
@@ -75,6 +79,7 @@ class LlumletAgent:
         self.config = bypass.config
         self.identity = bypass.identity
         self.kvconn = kvconn
+        self._last_status = InstanceStatus(instance_id=self.identity.instance, incarnation=self.identity.incarnation)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def open(self, server: RunningServer) -> None:
@@ -102,6 +107,12 @@ class LlumletAgent:
         self.adoptions = Adoptions(
             bypass, kvconn, self.relay, builder, self.arrivals, self.departures, self._abort_here
         )
+
+    async def close(self) -> None:
+        await self.server.stop(grace_s=0.0)
+        await self.relay.close()
+        await self.departures.close()
+        self.movers.close()
 
     # What operators ask for
 
@@ -184,7 +195,18 @@ class LlumletAgent:
         return await self.arrivals.call_off(request)
 
     async def get_instance_status(self) -> InstanceStatus:
-        return await self.kvconn.call(self.listing.status, self.arrivals)
+        """Of the loop's present turn; of an earlier one if the loop does not turn, with `health` saying so."""
+        if self.kvconn.progress.health is wire.Health.OK:
+            asked = self.kvconn.call(self.listing.status, self.arrivals)
+            with contextlib.suppress(TimeoutError):
+                self._last_status = await asyncio.wait_for(asyncio.shield(asked), STATUS_SECONDS)
+        status = InstanceStatus()
+        status.CopyFrom(self._last_status)
+        progress = self.kvconn.progress
+        status.loop_age_ms = progress.stalled_seconds * 1e3
+        status.health = HEALTHS[progress.health]
+        status.schedulable = status.schedulable and progress.health is wire.Health.OK
+        return status
 
     async def get_instance_metadata(self) -> InstanceMetadata:
         return self.listing.metadata(self.server.address)
@@ -308,12 +330,6 @@ class LlumletAgent:
         residence = residence_of(request)
         if request_id in self.departures.moves:
             raise Refused(Reason.ALREADY_MIGRATING, f"{request_id} is on its way already")
-        if len(self.departures.moves) >= self.config.max_migrations_out:
-            raise Refused(
-                Reason.SOURCE_BUSY,
-                f"{len(self.departures.moves)} requests are on their way out, --llumlet-max-migrations-out is "
-                f"{self.config.max_migrations_out}",
-            )
         if (problem := self.listing.why_not(request)) is not None:
             raise Refused(*problem)
         assert residence is not None

@@ -25,6 +25,7 @@ from llumlet.types import (
     CopyRoundRequest,
     CopyRoundResponse,
     Handover,
+    Mode,
     ReserveRequest,
     ReserveResponse,
     SettleRequest,
@@ -38,11 +39,12 @@ from vllm_llumnix.engine.memory import Movers, SourceMemory, decode_memory
 from vllm_llumnix.engine.relay import Relay
 from vllm_llumnix.engine.request_state import Residence, repeat_from
 from vllm_llumnix.errors import LocalProtocolError, MigrationError, Reason, Refused, TransportError
-from vllm_llumnix.ids import Epoch
+from vllm_llumnix.ids import Epoch, MigrationId
 from vllm_llumnix.migration import effects as do
 from vllm_llumnix.migration import events as on
 from vllm_llumnix.migration.destination import Destination, State, Terms
 from vllm_llumnix.migration.events import Call, Settlement
+from vllm_llumnix.migration.limits import Limits, Slots
 
 if TYPE_CHECKING:
     from vllm_llumnix.engine.bypass import Bypass
@@ -81,7 +83,7 @@ class IncomingMove:
 
     def __init__(self, arrivals: Arrivals, handover: Handover) -> None:
         self.arrivals = arrivals
-        self.migration_id = handover.migration_id
+        self.migration_id = MigrationId(handover.migration_id)
         self.request_id = handover.request_id
         self.source_incarnation = handover.src_incarnation
         self.source_instance = ""
@@ -124,6 +126,8 @@ class IncomingMove:
     def feed(self, event: on.DestinationEvent) -> None:
         for effect in self.machine.on(event):
             self._perform(effect)
+        if self.machine.settlement is not Settlement.PENDING:
+            self.arrivals.settled(self)
         if self.machine.over:
             self.arrivals.forget(self)
 
@@ -143,7 +147,7 @@ class IncomingMove:
         if not self._commit_seen:
             self._commit_seen = True
             self._take(request.from_block, request.block_ids, request.new_token_ids)
-            if self.request is not None:
+            if self.request is not None and self.request.num_output_tokens:
                 self.recomputed_tokens = self.request.num_tokens - request.computed_tokens - 1
         return on.CommitRequested(
             Epoch(request.epoch.term, request.epoch.hop),
@@ -214,7 +218,9 @@ class IncomingMove:
                 raise Refused(Reason.INVALID_REQUEST, "the request state names another request, or no origin")
             # Connect to the origin now, not when its client waits for the first token from here.
             arrivals.relay.client_index(self.residence.origin)
-            hit_blocks, self._block_ids = await arrivals.kvconn.call(arrivals.reserve_on_loop, self.request)
+            hit_blocks, self._block_ids = await arrivals.kvconn.call(
+                arrivals.reserve_on_loop, self.request, offer.method == Mode.WAITING
+            )
         except MigrationError as error:
             self.feed(on.ReserveFailed(error.reason, error.detail))
             return
@@ -279,6 +285,10 @@ class IncomingMove:
         assert residence is not None
         assert residence.origin is not None
         began = time.perf_counter()
+        computed_tokens = effect.computed_tokens
+        if computed_tokens:
+            # Of a prompt that the source has begun, the prefix cache here may hold more: nothing writes shared blocks.
+            computed_tokens = max(computed_tokens, self.machine.hit_blocks * arrivals.terms.block_size)
         residence.epoch, residence.last_hop = effect.epoch, effect.epoch.hop
         residence.base = residence.next_index = effect.base
         residence.repeat = repeat_from(request)
@@ -286,7 +296,7 @@ class IncomingMove:
         request.client_index = arrivals.relay.client_index(residence.origin)
         arrivals.relay.welcome(self.request_id, residence)
         try:
-            await arrivals.kvconn.call(self._admit_on_loop, effect.computed_tokens)
+            await arrivals.kvconn.call(self._admit_on_loop, computed_tokens)
         except MigrationError as error:
             arrivals.relay.farewell(self.request_id)
             self.feed(on.AdmitFailed(error.reason, error.detail))
@@ -376,6 +386,13 @@ class Arrivals:
         self.abort_here = abort_here
         self.terms = Terms(block_size=kvconn.port.block_size, lease_s=bypass.config.lease_seconds)
         self.moves: dict[str, IncomingMove] = {}
+        config = bypass.config
+        limits = Limits(
+            max_requests=config.max_migrations_in,
+            max_tokens=config.max_migration_tokens_in,
+            max_kv_ratio=config.max_migration_kv_ratio_in,
+        )
+        self.slots = Slots(limits, kvconn.port.capacity_tokens, Reason.DESTINATION_BUSY)
 
     def pending(self) -> list[IncomingMove]:
         """Moves whose fate is open, oldest first."""
@@ -384,13 +401,18 @@ class Arrivals:
     def draining_blocks(self) -> int:
         return sum(move.num_blocks for move in self.moves.values() if move.machine.state is State.DRAINING)
 
+    def settled(self, move: IncomingMove) -> None:
+        if move.migration_id in self.slots:
+            self.slots.give_back(move.migration_id)
+            self.kvconn.audit_when_idle()
+
     def forget(self, move: IncomingMove) -> None:
         self.moves.pop(move.migration_id, None)
 
     # Peer calls
 
     async def reserve(self, request: ReserveRequest) -> ReserveResponse:
-        identity, config = self.bypass.identity, self.bypass.config
+        identity = self.bypass.identity
         move = self.moves.get(request.handover.migration_id)
         if move is None:
             if request.dst_engine_id != identity.instance:
@@ -399,11 +421,10 @@ class Arrivals:
                 _refuse(Reason.NOT_PORTABLE, f"at the destination: {identity.unsupported}")
             if not self.bypass.takes_requests:
                 _refuse(Reason.SHUTTING_DOWN, "the destination is shutting down")
-            if len(self.pending()) >= config.max_migrations_in:
-                _refuse(
-                    Reason.DESTINATION_BUSY,
-                    f"{config.max_migrations_in} requests are on their way in (--llumlet-max-migrations-in)",
-                )
+            try:
+                self.slots.take(MigrationId(request.handover.migration_id), request.num_blocks * self.terms.block_size)
+            except Refused as error:
+                _refuse(error.reason, error.detail)
             move = self.moves[request.handover.migration_id] = IncomingMove(self, request.handover)
         move.take_offer(request)
         answer: ReserveResponse = await move.ask(Call.RESERVE, on.ReserveRequested())
@@ -500,8 +521,8 @@ class Arrivals:
     def _is_this_life(self, handover: Handover) -> bool:
         return handover.dst_incarnation in ("", self.bypass.identity.incarnation)
 
-    def reserve_on_loop(self, request: Request) -> tuple[int, list[int]]:
-        return self.kvconn.port.reserve(request, use_prefix_cache=not self.bypass.config.exact)
+    def reserve_on_loop(self, request: Request, queued: bool) -> tuple[int, list[int]]:
+        return self.kvconn.port.reserve(request, use_prefix_cache=not self.bypass.config.exact, queued=queued)
 
 
 def _refuse(reason: Reason, detail: str) -> NoReturn:

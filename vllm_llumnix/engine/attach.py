@@ -58,10 +58,22 @@ def attach(engine: Any) -> KVConnection:
     bypass.start(kvconn)
     # Utilities are attributes of the engine that its API server may call.
     engine.llumlet_drain = bypass.report_drain
+    _stop_with(engine, bypass)
     logger.info("llumlet: instance %s listening on %s", config.instance_id, bypass.address)
     if identity.unsupported:
         logger.warning("llumlet: this engine's requests cannot be moved: %s", identity.unsupported)
     return kvconn
+
+
+def _stop_with(engine: Any, bypass: Bypass) -> None:
+    """End the bypass thread before the engine takes down what it uses."""
+    stock = engine.shutdown
+
+    def shutdown() -> None:
+        bypass.stop()
+        stock()
+
+    engine.shutdown = shutdown
 
 
 def _check_workers(engine: Any) -> None:

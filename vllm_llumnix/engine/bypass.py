@@ -9,6 +9,7 @@ queue or a block itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.llumnix")
 
 START_SECONDS = 30.0
+STOP_SECONDS = 2.0
 
 
 class Bypass:
@@ -75,6 +77,16 @@ class Bypass:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:  # the event loop is closed: the process is going down
             logger.debug("bypass thread is gone; dropping %s", function)
+
+    def stop(self) -> None:
+        """Close the llumlet, the relay and the clients, so that peers notice at once. Any other thread."""
+        if self._agent is None or self._thread is None:
+            return
+        closed = asyncio.run_coroutine_threadsafe(self._agent.close(), self._loop)
+        with contextlib.suppress(TimeoutError):
+            closed.result(STOP_SECONDS)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(STOP_SECONDS)
 
     # Posted by the engine's threads, run on the bypass thread
 

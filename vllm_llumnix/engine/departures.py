@@ -45,6 +45,7 @@ from vllm_llumnix.migration import effects as do
 from vllm_llumnix.migration import events as on
 from vllm_llumnix.migration import wire
 from vllm_llumnix.migration.events import Call, Gone
+from vllm_llumnix.migration.limits import Limits, Slots
 from vllm_llumnix.migration.source import Outcome, Plan, Source, State
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ class OutgoingMove:
         self._departure = Departure(request, self._drained_on_loop, self._gone_on_loop)
         self._destination_incarnation = ""
         self._known_output = 0
+        self._queued = False
         self._step = 0
         self._frontier: Frontier | None = None
         self._frozen: FrozenRequest | None = None
@@ -194,7 +196,7 @@ class OutgoingMove:
             request_state=await first_state,
             source_memory=source.memory,
             num_blocks=-(-self.request.num_tokens // self._port.block_size) + 1,
-            method=self.to.mode,
+            method=Mode.WAITING if self._queued else self.to.mode,
         )
         answer = await self._ask(Call.RESERVE, self.to.client.reserve, request)
         if answer is not None:
@@ -340,6 +342,7 @@ class OutgoingMove:
         """The request as it is; from now on it is watched."""
         self._kvconn.watch(self._departure)
         self._known_output = self.request.num_output_tokens
+        self._queued = not self.request.num_computed_tokens
         return encode_state(self.request, self.residence)
 
     def _snapshot_on_loop(self, from_block: int) -> Frontier:
@@ -384,6 +387,8 @@ class OutgoingMove:
     def _frozen_now(self, frozen: FrozenRequest) -> None:
         self._frozen = frozen
         self.progress.context_tokens = frozen.num_tokens
+        if not frozen.computed_tokens:
+            self.progress.mode = Mode.RECOMPUTE if self.request.num_output_tokens else Mode.WAITING
         self.feed(
             on.Frozen(
                 num_tokens=frozen.num_tokens,
@@ -479,6 +484,13 @@ class Departures:
         self.memory = memory
         self.deadline_s = deadline_s
         self.moves: dict[str, OutgoingMove] = {}
+        config = bypass.config
+        limits = Limits(
+            max_requests=config.max_migrations_out,
+            max_tokens=config.max_migration_tokens_out,
+            max_kv_ratio=config.max_migration_kv_ratio_out,
+        )
+        self.slots = Slots(limits, kvconn.port.capacity_tokens, Reason.SOURCE_BUSY)
         self._clients: dict[Address, LlumletClient] = {}
         self._left: OrderedDict[str, tuple[Address, ids.MigrationId]] = OrderedDict()
 
@@ -495,13 +507,17 @@ class Departures:
     def begin(
         self, request: Request, residence: Residence, to: Destination, plan: Plan, report: Report
     ) -> OutgoingMove:
+        """Raises Refused(source_busy) when as much is on its way as may be."""
         move = OutgoingMove(self, request, residence, to, plan, report)
+        self.slots.take(move.migration_id, request.num_tokens)
         self.moves[request.request_id] = move
         move.feed(on.Start())
         return move
 
     def forget(self, move: OutgoingMove) -> None:
+        self.slots.give_back(move.migration_id)
         self.moves.pop(move.request.request_id, None)
+        self.kvconn.audit_when_idle()
 
     def remember(self, request_id: str, address: Address, migration_id: ids.MigrationId) -> None:
         """The request lives at `address` now."""

@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from vllm_llumnix.engine.progress import Progress
 from vllm_llumnix.engine.request_state import residence_from, settle_in
@@ -70,6 +70,7 @@ class KVConnection:
         self.steps = 0
         self.progress = Progress()
         self._origins: set[str] = set()
+        self._audit_due = False
         self._commands: deque[Callable[[], None]] = deque()
         self._departures: dict[str, Departure] = {}
         self._aborted: deque[str] = deque(maxlen=4096)
@@ -105,10 +106,18 @@ class KVConnection:
         if stock and not asleep:
             return True
         self.progress.sleep()
+        if self._audit_due:
+            self._audit()
         return False
 
     def _is_draining(self) -> bool:
         return any(departure.freezing for departure in self._departures.values())
+
+    def _audit(self) -> None:
+        """Nothing runs and nothing moves: every block must be free."""
+        self._audit_due = False
+        for fault in self.port.audit_idle():
+            logger.error("llumlet: KV blocks are not conserved: %s", fault)
 
     def watch(self, departure: Departure) -> None:
         """Loop thread: observe a request that is about to leave."""
@@ -127,9 +136,7 @@ class KVConnection:
         if request.is_finished():
             kind = "aborted" if request.request_id in self._aborted else "finished"
             self.port.forget(request)
-        elif not departure.frozen and (
-            request.num_preemptions != departure.num_preemptions or request.status != RequestStatus.RUNNING
-        ):
+        elif not departure.frozen and request.num_preemptions != departure.num_preemptions:
             kind = "preempted"
             self.port.unfreeze(request)
         else:
@@ -179,6 +186,10 @@ class KVConnection:
     def note_aborted(self, request_ids: list[str]) -> None:
         """These requests are about to be ended from outside: should they vanish, they were aborted, not finished."""
         self._aborted.extend(request_ids)
+
+    def audit_when_idle(self) -> None:
+        """A migration has ended: account for the blocks the next time that the engine has nothing to do."""
+        self._audit_due = True
 
     def call(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         """Run `function` on the loop, before its next step; await the result on the bypass thread's event loop."""

@@ -81,8 +81,8 @@ class Listing:
         unit = MigrationType.Name(asked.migration_type)
         order = MigrationReqPolicy.Name(asked.migration_req_policy or MigrationReqPolicy.SR)
         value = getattr(asked, asked.WhichOneof("value") or "num_reqs")
-        capacity = (self._port.block_pool.num_gpu_blocks - 1) * self._port.block_size
-        return [str(request_id) for request_id in select(self._candidates(), parse_rule(unit, order, value), capacity)]
+        rule = parse_rule(unit, order, value)
+        return [str(request_id) for request_id in select(self._candidates(), rule, self._port.capacity_tokens)]
 
     def _candidates(self) -> list[Candidate]:
         # `running` is not in order of arrival: newcomers are put at its head.
@@ -103,8 +103,8 @@ class Listing:
     # Loop thread
 
     def status(self, arrivals: Arrivals) -> InstanceStatus:
-        scheduler, config, pool = self._scheduler, self._bypass.config, self._port.block_pool
-        block_size = self._port.block_size
+        scheduler, pool = self._scheduler, self._port.block_pool
+        block_size, capacity = self._port.block_size, self._port.capacity_tokens
         total, free = pool.num_gpu_blocks - 1, pool.get_num_free_blocks()
         arriving, leaving = arrivals.pending(), list(self._departures.moves.values())
         num_running, num_waiting = scheduler.get_request_counts()
@@ -120,16 +120,18 @@ class Listing:
             waiting_requests=[request.request_id for request in scheduler.waiting],
             num_waiting_requests=num_waiting,
             num_running_requests=num_running,
-            num_total_gpu_tokens=total * block_size,
+            num_total_gpu_tokens=capacity,
             num_used_gpu_tokens=(total - free) * block_size,
             num_migrate_in_reqs=len(arriving),
             num_migrate_out_reqs=len(leaving),
-            num_available_migrate_in_slots=max(0, config.max_migrations_in - len(arriving)),
-            num_available_migrate_out_slots=max(0, config.max_migrations_out - len(leaving)),
+            num_available_migrate_in_slots=arrivals.slots.available_requests,
+            num_available_migrate_out_slots=self._departures.slots.available_requests,
+            num_available_migrate_in_tokens=_or_all(arrivals.slots.available_tokens, capacity),
+            num_available_migrate_out_tokens=_or_all(self._departures.slots.available_tokens, capacity),
             num_migrate_in_tokens=in_tokens,
             num_migrate_out_tokens=out_tokens,
-            kv_cache_usage_ratio_migrate_in=in_tokens / (total * block_size),
-            kv_cache_usage_ratio_migrate_out=out_tokens / (total * block_size),
+            kv_cache_usage_ratio_migrate_in=in_tokens / capacity,
+            kv_cache_usage_ratio_migrate_out=out_tokens / capacity,
             incarnation=self._bypass.identity.incarnation,
             num_total_blocks=total,
             num_free_blocks=free,
@@ -247,6 +249,11 @@ class Listing:
             exact=config.exact,
             compatibility_digest=self._bypass.identity.digest,
         )
+
+
+def _or_all(tokens: int | None, capacity: int) -> int:
+    """What no limit leaves available: the whole cache."""
+    return capacity if tokens is None else tokens
 
 
 def _phase(request: Request, *, frozen: bool) -> RequestInfo.Phase:

@@ -20,6 +20,8 @@ from vllm_llumnix.errors import Reason, Refused
 from vllm_llumnix.ids import HOME, Epoch
 from vllm_llumnix.request_wire import RequestState, encode, encode_params
 
+_MOVABLE = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.RUNNING})
+"""Queued with nothing missing but room, or in the batch; prefill and decode are treated alike."""
 _params_decoder = msgspec.msgpack.Decoder(SamplingParams)
 
 
@@ -177,14 +179,19 @@ def why_not_now(request: Request) -> tuple[Reason, str] | None:
     """Why this request cannot be moved at this moment; None if it can. Loop thread only."""
     if request.is_finished():
         return Reason.REQUEST_FINISHED, "the request has finished"
-    if request.status != RequestStatus.RUNNING:
-        return Reason.NOT_STARTED, f"the request is {request.status.name.lower()}, not running"
-    computed = request.num_computed_tokens - request.num_in_flight_tokens
-    if request.is_prefill_chunk or computed < request.num_prompt_tokens or not request.num_output_tokens:
-        return Reason.PREFILL_RUNNING, "its prompt is still being processed"
+    if request.status not in _MOVABLE:
+        return Reason.NOT_STARTED, f"the request is {request.status.name.lower()}"
     if request.num_stale_output_tokens:
         return Reason.REQUEST_PREEMPTED, "it was preempted with a step in flight"
+    if request.status == RequestStatus.WAITING and request.num_computed_tokens:
+        return Reason.NOT_STARTED, "it has arrived with its KV cache and has not been scheduled yet"
+    if not request.num_output_tokens and _wants_prompt_logprobs(request.sampling_params):
+        return Reason.PREFILL_RUNNING, "the log probabilities of its prompt are not complete"
     return None
+
+
+def _wants_prompt_logprobs(params: SamplingParams) -> bool:
+    return params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
 
 
 def digest_of(facts: dict[str, Any]) -> str:

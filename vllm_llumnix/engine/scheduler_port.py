@@ -25,6 +25,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_llumnix.engine.request_state import why_not_now
 from vllm_llumnix.errors import Reason, Refused
+from vllm_llumnix.migration.ledger import audit
 
 _NEVER = 1 << 60
 """A step number that is never reached: a request with this `next_decode_eligible_step` is skipped by the scheduler."""
@@ -71,8 +72,25 @@ class SchedulerPort:
         self._frozen: dict[str, Request] = {}
         self._parked: dict[str, Request] = {}
         self._reserved: dict[str, Request] = {}
+        self._with_slot: set[str] = set()
         self._newcomers: dict[str, Request] = {}
         self._stock_threshold: tuple[int, bool] | None = None
+        self._num_pins = 0
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Size of the KV cache. Block 0 is vLLM's null block."""
+        return int((self.block_pool.num_gpu_blocks - 1) * self.block_size)
+
+    def audit_idle(self) -> list[str]:
+        """What is wrong with the block pool while nobody holds a block; nothing if somebody may."""
+        if self.scheduler.requests or self._reserved or self._num_pins:
+            return []
+        pool = self.block_pool
+        if pool.get_num_free_blocks() == pool.num_gpu_blocks - 1:
+            return []
+        free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+        return audit(pool.num_gpu_blocks, [0, *free], {})
 
     def block_ids(self, request: Request) -> list[int]:
         """The request's block table; empty if it holds none."""
@@ -106,10 +124,17 @@ class SchedulerPort:
         )
 
     def freeze(self, request: Request) -> None:
-        """Stop scheduling the request. It keeps its slot and its blocks; a step in flight still emits its token."""
+        """Stop scheduling the request.
+
+        A running one keeps its slot and its blocks, and a step in flight still emits its token; a queued one leaves the
+        queue until `unfreeze`.
+        """
         request.next_decode_eligible_step = _NEVER
         self._frozen[request.request_id] = request
-        self._protect(request)
+        if request.status == RequestStatus.RUNNING:
+            self._protect(request)
+        else:
+            self._park(request)
 
     def drained(self, request: Request, known_output: int) -> FrozenRequest | None:
         """The frozen request with all its blocks pinned, or None while a step in flight still works on it."""
@@ -131,7 +156,7 @@ class SchedulerPort:
         request.next_decode_eligible_step = 0
         self._frozen.pop(request.request_id, None)
         if self._parked.pop(request.request_id, None) is not None:
-            self.scheduler.waiting.prepend_request(request)
+            self._queue_again(request)
 
     def forget(self, request: Request) -> None:
         """vLLM has finished a frozen request by itself."""
@@ -142,8 +167,7 @@ class SchedulerPort:
         """A frozen request that was preempted must not resume while its hand-over is open: take it off the queue."""
         for request_id, request in self._frozen.items():
             if request.status == RequestStatus.PREEMPTED and request_id not in self._parked:
-                self.scheduler.waiting.remove_requests([request])
-                self._parked[request_id] = request
+                self._park(request)
 
     def release(self, request: Request) -> None:
         """Forget a request that now lives elsewhere: no output, no finish for the client; workers are told.
@@ -161,12 +185,16 @@ class SchedulerPort:
             finished_of_client[request.client_index].discard(request.request_id)
 
     def unpin(self, pin: Pin) -> None:
+        self._num_pins -= 1
         self.block_pool.free_blocks(reversed(pin.blocks))
 
     # Destination
 
-    def reserve(self, request: Request, *, use_prefix_cache: bool) -> tuple[int, list[int]]:
+    def reserve(self, request: Request, *, use_prefix_cache: bool, queued: bool = False) -> tuple[int, list[int]]:
         """Hold blocks and a batch slot for a request that may come.
+
+        A request that is `queued` at its source has no KV and will queue here too: nothing is held for it, it only has
+        to fit an empty cache. Should it start meanwhile, `grow` holds what its KV needs.
 
         Returns the number of blocks that the prefix cache already holds, and the ids of all blocks. Preempts nobody.
         Raises Refused(destination_full | destination_paused | already_migrating).
@@ -176,8 +204,11 @@ class SchedulerPort:
             raise Refused(Reason.ALREADY_MIGRATING, f"{request.request_id} is here already, or on its way")
         if self.paused:
             raise Refused(Reason.DESTINATION_PAUSED, "the destination's scheduler is paused")
-        if len(scheduler.running) >= scheduler.max_num_active_reqs:
-            raise Refused(Reason.DESTINATION_FULL, "the destination has no free batch slot")
+        if queued:
+            self._check_capacity(request)
+            self._reserved[request.request_id] = request
+            return 0, []
+        self._check_slot()
         hit_tokens, hit_blocks = 0, None
         if use_prefix_cache:
             hit_blocks, hit_tokens, _ = self.kv_cache_manager.get_computed_blocks(request)
@@ -201,29 +232,35 @@ class SchedulerPort:
                 Reason.DESTINATION_FULL,
                 f"{-(-request.num_tokens // self.block_size)} blocks needed, {free} free at the destination",
             )
-        scheduler.max_num_active_reqs -= 1
+        self._take_slot(request)
         self._reserved[request.request_id] = request
         return hit_tokens // self.block_size, self.block_ids(request)
 
     def grow(self, request: Request, num_tokens: int) -> list[int]:
         """Extend a reservation to `num_tokens` tokens and the next. Raises Refused(destination_full)."""
+        if request.request_id not in self._with_slot:
+            self._check_slot()
         if not self._extend(request, num_tokens):
             raise Refused(Reason.DESTINATION_FULL, "the destination has no blocks left to grow the reservation")
+        self._take_slot(request)
         return self.block_ids(request)
 
     def admit(self, request: Request, computed_tokens: int) -> None:
-        """Hand the request to the scheduler, at the head; `computed_tokens` of its KV are in place.
+        """Hand the request to the scheduler; `computed_tokens` of its KV are in place.
+
+        It goes to the head, since its client is in the middle of a stream or its prefill has begun; without KV and
+        output it queues like a new request.
 
         Raises Refused, with the reservation unchanged, when the engine cannot take it now.
         """
         scheduler = self.scheduler
         if scheduler.pause_state == PauseState.PAUSED_ALL:
             raise Refused(Reason.DESTINATION_PAUSED, "the destination's scheduler is paused")
-        if not self._extend(request, request.num_tokens):
+        if computed_tokens and not self._extend(request, request.num_tokens):
             raise Refused(Reason.DESTINATION_FULL, "the destination has no block left for the next token")
         request.events.clear()
         request.status = RequestStatus.WAITING
-        scheduler.max_num_active_reqs += 1
+        self._give_slot_back(request)
         del self._reserved[request.request_id]
         scheduler.requests[request.request_id] = request
         if computed_tokens:
@@ -232,14 +269,18 @@ class SchedulerPort:
             scheduler.kv_holding_waiting.prepend_request(request)
         else:
             self.kv_cache_manager.free(request)
-            scheduler.waiting.prepend_request(request)
-        self._newcomers[request.request_id] = request
+            if request.num_output_tokens:
+                scheduler.waiting.prepend_request(request)
+            else:
+                scheduler.waiting.add_request(request)
+        if computed_tokens == request.num_tokens - 1:
+            self._newcomers[request.request_id] = request
 
     def cancel_reservation(self, request: Request) -> None:
         """Give a reservation back. No mover may still write its blocks."""
         if self._reserved.pop(request.request_id, None) is not None:
             self.kv_cache_manager.free(request)
-            self.scheduler.max_num_active_reqs += 1
+            self._give_slot_back(request)
 
     def is_reserved(self, request_id: str) -> bool:
         return request_id in self._reserved
@@ -312,6 +353,44 @@ class SchedulerPort:
             running.remove(request)
             running.insert(0, request)
 
+    def _park(self, request: Request) -> None:
+        """Take a queued request off the queue; it is still one of the scheduler's requests."""
+        self.scheduler.waiting.remove_requests([request])
+        self.scheduler.deferred_waiting.discard(request)
+        self._parked[request.request_id] = request
+
+    def _queue_again(self, request: Request) -> None:
+        """Where it would be had it not left: a preempted one at the head, others in order of arrival or priority."""
+        waiting = self.scheduler.waiting
+        if request.status == RequestStatus.PREEMPTED:
+            waiting.prepend_request(request)
+        elif self.scheduler.policy == SchedulingPolicy.PRIORITY:
+            waiting.add_request(request)
+        else:
+            later = (at for at, other in enumerate(waiting) if other.arrival_time > request.arrival_time)
+            waiting.insert(next(later, len(waiting)), request)
+
+    def _check_capacity(self, request: Request) -> None:
+        """Raises Refused(destination_full) for a request that an empty KV cache could not hold."""
+        needed, total = -(-self._positions(request.num_tokens) // self.block_size), self.block_pool.num_gpu_blocks - 1
+        if needed > total:
+            raise Refused(Reason.DESTINATION_FULL, f"{needed} blocks needed, the destination has {total}")
+
+    def _check_slot(self) -> None:
+        if len(self.scheduler.running) >= self.scheduler.max_num_active_reqs:
+            raise Refused(Reason.DESTINATION_FULL, "the destination has no free batch slot")
+
+    def _take_slot(self, request: Request) -> None:
+        """Hold a batch slot for a reservation. Again: no effect."""
+        if request.request_id not in self._with_slot:
+            self._with_slot.add(request.request_id)
+            self.scheduler.max_num_active_reqs -= 1
+
+    def _give_slot_back(self, request: Request) -> None:
+        if request.request_id in self._with_slot:
+            self._with_slot.remove(request.request_id)
+            self.scheduler.max_num_active_reqs += 1
+
     def _grows_next(self, request: Request) -> bool:
         capacity = len(self._blocks(request)) * self.block_size
         return request.num_computed_tokens + 1 + self.scheduler.num_lookahead_tokens > capacity
@@ -337,4 +416,5 @@ class SchedulerPort:
     def _pin(self, blocks: Iterable[Any]) -> Pin:
         pinned = list(blocks)
         self.block_pool.touch(pinned)
+        self._num_pins += 1
         return Pin(pinned)

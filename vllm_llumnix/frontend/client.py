@@ -280,7 +280,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
                     relay.send(identity, wire.Release(list(taken.unwanted.items())))
             case wire.Heartbeat():
                 owner = self._owners.heard(identity, message.instance, message.incarnation)
-                owner.health = message.health
+                owner.says(message.health)
                 relay.send(identity, wire.HeartbeatAck(self._streams.claim(owner, message.requests)))
             case wire.HandedOver():
                 next_owner = self._owners.expected(message.instance, message.incarnation, message.llumlet)
@@ -305,11 +305,22 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
             silent = now - owner.last_heard > PROBE_SECONDS
             if silent and owner.llumlet and not owner.dead and owner.llumlet not in self._probes:
                 self._probes[owner.llumlet] = asyncio.get_running_loop().create_task(self._probe(owner))
+        if not self._home_dead and self._homes_are_dead():
+            self._engine_died()
         for orphan in self._streams.orphans(self._home_of):
             self._let_go_on(orphan)
-        if self._home_dead and not len(self._streams) and self._finalizer.alive:
+        if self._home_dead and not (len(self._streams) or self._replay.busy) and self._finalizer.alive:
             logger.warning("llumlet: the engine is dead and the last stream has ended; shutting down")
             asyncio.get_running_loop().run_in_executor(None, self.shutdown)
+
+    def _homes_are_dead(self) -> bool:
+        """For an API server among several, whose engines belong to their parent process: nobody else tells it."""
+        if self.resources.engine_manager is not None:
+            return False
+        size = self.vllm_config.parallel_config.data_parallel_size
+        ranks = [int.from_bytes(engine, "little") for engine in self.core_engines]
+        homes = [self._owners.named(self._settings.for_rank(rank, size).instance_id) for rank in ranks]
+        return any(home is not None and home.dead for home in homes)
 
     async def _probe(self, owner: Owner) -> None:
         last_heard = owner.last_heard

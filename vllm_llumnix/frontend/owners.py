@@ -35,17 +35,26 @@ class Owner:
     """In seconds of this process's monotonic clock."""
     health: Health = Health.OK
     """Of its loop, as of its last heartbeat."""
+    hung_since: float = 0.0
+    """When it said first that it hangs."""
     dead: str = ""
     """How we know that the process is gone; it does not come back."""
 
-    def why_lost(self, now: float) -> str | None:
-        """Why its requests should go on elsewhere; None while it lives."""
+    def says(self, health: Health) -> None:
+        if health is Health.HUNG and self.health is not Health.HUNG:
+            self.hung_since = self.last_heard
+        self.health = health
+
+    def why_lost(self, now: float, patience: float = 0.0) -> str | None:
+        """Why its requests should go on elsewhere; None while it lives. `patience` in seconds is for who only may be
+        lost: hangs and silence can end.
+        """
         if self.dead:
             return self.dead
-        if self.health is Health.HUNG:
+        if self.health is Health.HUNG and now - self.hung_since >= patience:
             return "its loop hangs"
         silent = now - self.last_heard
-        return f"nothing heard of it for {silent:.1f} s" if silent > LOST_SECONDS else None
+        return f"nothing heard of it for {silent:.1f} s" if silent > LOST_SECONDS + patience else None
 
     def takes_requests(self, now: float) -> bool:
         """Whether it makes sense to send it something new."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from llumlet.client import LlumletClient
 from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
-from llumlet.types import AdoptRequest, Reason
+from llumlet.types import AbortRequest, AdoptRequest, Reason
 from llumlet.types import Epoch as WireEpoch
 from vllm_llumnix.frontend.owners import Owner, Owners
 from vllm_llumnix.frontend.streams import Stream, Streams
@@ -56,6 +56,10 @@ class Replay:
         self._tasks: set[asyncio.Task[None]] = set()
         self.replayed = 0
         """Requests that went on elsewhere after their owner was lost."""
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._tasks)
 
     def targets(self, avoid: Owner | None) -> list[str]:
         """Addresses of llumlets that could take a request: engines known to live first, then the configured peers."""
@@ -111,9 +115,12 @@ class Replay:
             client = self._clients[address] = LlumletClient(address)
         answer = await client.adopt(request, deadline_s=CALL_SECONDS)
         owner = self._owners.expected(answer.instance_id, answer.incarnation, address)
-        if stream.epoch == epoch:
-            stream.owned_by(owner, epoch, time.monotonic())
-            stream.replaying = False
+        if self._streams.get(stream.request_id) is not stream:
+            await client.abort(AbortRequest(request_ids=[stream.request_id]))
+            return
+        stream.owned_by(owner, epoch, time.monotonic())
+        stream.replaying = False
+        stream.replays += 1
         self.replayed += 1
         logger.info("llumlet: request %s goes on at %s", stream.request_id, answer.instance_id)
 
@@ -129,10 +136,6 @@ class Replay:
         finally:
             await client.close()
         return False
-
-    def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
 
 
 def state_of(request: EngineCoreRequest, delivered: list[int], origin: str) -> RequestState:

@@ -40,6 +40,8 @@ GAP_SECONDS = 1.0
 """How long tokens may be missing while later ones are here."""
 HOPELESS_SECONDS = 30.0
 """After that they do not come, and if no engine can produce them again the client gets an error."""
+PATIENCE_SECONDS = 5.0
+"""After one replay a hang has to last three times this before it counts again, after two 15 times, and so on."""
 CLAIM_SECONDS = 3.0
 """How long the owner of a request that moved may leave it out of its heartbeats: six of them."""
 
@@ -57,6 +59,7 @@ class Stream:
         "num_home",
         "owner",
         "replaying",
+        "replays",
         "request",
         "wants_logprobs",
     )
@@ -80,6 +83,14 @@ class Stream:
         self.gap_since: float | None = None
         """Since when later tokens wait for missing ones."""
         self.replaying = False
+        self.replays = 0
+
+    @property
+    def patience(self) -> float:
+        """Seconds for an owner that hangs or is silent. A request that makes any engine hang for a while, because it is
+        the first there to need something compiled, must not wander through all of them.
+        """
+        return PATIENCE_SECONDS * (4**self.replays - 1)
 
     @property
     def request_id(self) -> str:
@@ -179,7 +190,7 @@ class Streams:
             except RemoteProtocolError as error:
                 self._complain("bad_output", f"{token.request_id} from {owner.instance}: {error}")
                 continue
-            if token.finish_reason == FinishReason.ABORT and token.epoch == stream.epoch and is_lost(stream):
+            if token.finish_reason == FinishReason.ABORT and token.epoch >= stream.epoch and is_lost(stream):
                 continue
             self._take_token(stream, token, owner, taken)
         return taken
@@ -211,7 +222,7 @@ class Streams:
 
     def _orphan(self, stream: Stream, home_of: Callable[[Stream], Owner | None], now: float) -> Orphan | None:
         owner = stream.owner or home_of(stream)
-        if owner is not None and (reason := owner.why_lost(now)) is not None:
+        if owner is not None and (reason := owner.why_lost(now, stream.patience)) is not None:
             return Orphan(stream, reason, owner, hopeless=bool(owner.dead))
         gate = stream.gate
         if gate is None or not gate.num_buffered:

@@ -38,6 +38,9 @@ class Slots:
         self._busy = busy
         self._taken: dict[MigrationId, int] = {}
 
+    def __contains__(self, migration: MigrationId) -> bool:
+        return migration in self._taken
+
     @property
     def num_requests(self) -> int:
         return len(self._taken)
@@ -74,11 +77,3 @@ class Slots:
     def give_back(self, migration: MigrationId) -> None:
         """Giving back what was not taken has no effect."""
         self._taken.pop(migration, None)
-
-
-def check_room(num_blocks: int, num_free_blocks: int, num_free_slots: int) -> None:
-    """A reservation preempts nobody: it must fit what is free now. Raises Refused(destination_full)."""
-    if num_free_slots < 1:
-        raise Refused(Reason.DESTINATION_FULL, "the destination has no free batch slot")
-    if num_blocks > num_free_blocks:
-        raise Refused(Reason.DESTINATION_FULL, f"{num_blocks} blocks needed, {num_free_blocks} free at the destination")

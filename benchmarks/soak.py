@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does anything get lost in the long run?
+
+    python -m benchmarks.soak --minutes 10 --json soak.json
+
+Three instances that are each other's peers, under a steady mixed load, while requests are moved at random, clients
+leave, and engines are killed and stopped, one at a time. Every stream that ends is compared, token for token, with the
+same request on a quiet engine. In float32: a request that an engine's death interrupts is computed again, by other
+kernels.
+
+Afterwards, what the instances hold is compared with what they held at the start: blocks, requests, sockets, threads.
+The slope of their memory is taken over the last half. The last line is one JSON object; the exit code is 0 only if no
+stream differed or was cut short and nothing is held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import json
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.client import Client, Stream, StreamFailed
+from benchmarks.harness import Fleet, Server, ServerSpec, free_port
+from benchmarks.model import PRESETS, build
+from benchmarks.moves import migrate, requests
+from benchmarks.progress import saying
+from llumlet.client import LlumletClient
+from llumlet.errors import LlumletCallFailed
+
+MIB = 1 << 20
+LENGTH = 300
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {"temperature": 0.8, "seed": 11, "top_p": 0.95},
+    "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.4},
+    "logprobs": {"logprobs": 2},
+    "regex": {"structured_outputs": {"regex": "[a-zA-Z]{280,}"}, "ignore_eos": False},
+}
+WARM_UP_S = 20.0
+SETTLE_S = 90.0
+"""For the last doubts, leases and dead origins to be over."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """One kind of request, and the tokens it has on a quiet engine."""
+
+    name: str
+    prompt: list[int]
+    parameters: dict[str, Any]
+    expected: list[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Footprint:
+    """What an idle instance holds. Sockets and threads are summed over its processes."""
+
+    free_blocks: int
+    requests: int
+    sockets: int
+    threads: int
+
+
+class Soak:
+    """One run. `counts` are of what was done and of what came of it."""
+
+    def __init__(self, fleet: Fleet, model: Path, random_: random.Random, streams: int) -> None:
+        self.fleet = fleet
+        self.random = random_
+        self.num_streams = streams
+        self.counts: Counter[str] = Counter()
+        self.differences: list[str] = []
+        self.longest_pause = 0.0
+        self.rss: list[tuple[float, int, int]] = []
+        self._ill: set[str] = set()
+        ports = {name: free_port() for name in "abc"}
+        self._specs = {
+            name: ServerSpec(
+                model,
+                name=name,
+                instance_id=name,
+                max_model_len=2048,
+                max_num_seqs=8,
+                core=index % 2,
+                flags=(
+                    *("--dtype", "float32", "--llumlet-port", str(port), "--llumlet-lease-seconds", "5"),
+                    *("--llumlet-peers", ",".join(f"127.0.0.1:{p}" for n, p in ports.items() if n != name)),
+                ),
+            )
+            for index, (name, port) in enumerate(ports.items())
+        }
+        self.servers: dict[str, Server] = dict(zip(self._specs, fleet.start(*self._specs.values()), strict=True))
+
+    async def tasks(self) -> list[Task]:
+        """The requests, with what they produce on an engine that does nothing else."""
+        tasks = []
+        async with Client(self.servers["a"].base_url) as client:
+            for (name, parameters), length in itertools.product(KINDS.items(), (60, 400)):
+                prompt = [100 + index * (7 + len(name)) % 900 for index in range(length)]
+                stream = await self._begin(client, prompt, parameters)
+                tasks.append(Task(f"{name}-{length}", prompt, parameters, (await stream.result()).token_ids))
+        return tasks
+
+    async def warm_up(self, tasks: list[Task]) -> None:
+        """Load and moves without trouble, so that every connection and thread that will be there is there."""
+        await self._meet()
+        until = time.monotonic() + WARM_UP_S
+        await asyncio.gather(
+            *(self._client(until, tasks) for _ in range(2 * self.num_streams)), self._move_things(until)
+        )
+        await self._meet()
+
+    async def _meet(self) -> None:
+        """One move between any two instances."""
+        for source, destination in itertools.permutations(self.servers.values(), 2):
+            async with Client(source.base_url) as client:
+                stream = await self._begin(client, list(range(100, 160)), {})
+                await stream.wait_for(20)
+                moves = await migrate(source, destination, rule=("NUM_REQ", "SR", 1))
+                if not (moves and moves[0].moved):
+                    raise RuntimeError(f"{source.name} to {destination.name}: {moves}")
+                await stream.result()
+
+    async def run(self, seconds: float, tasks: list[Task]) -> None:
+        """The load and the trouble, side by side."""
+        until = time.monotonic() + seconds
+        trouble = [
+            asyncio.create_task(self._move_things(until)),
+            asyncio.create_task(self._break_things(until)),
+            asyncio.create_task(self._measure(until)),
+        ]
+        await asyncio.gather(*(self._client(until, tasks) for _ in range(self.num_streams)), *trouble)
+
+    async def _begin(self, client: Client, prompt: list[int], parameters: dict[str, Any]) -> Stream:
+        return await client.complete(prompt, LENGTH, **{"ignore_eos": True, **parameters})
+
+    # The load
+
+    async def _client(self, until: float, tasks: list[Task]) -> None:
+        while time.monotonic() < until:
+            well = [server for name, server in self.servers.items() if name not in self._ill]
+            async with Client(self.random.choice(well).base_url) as client:
+                task = self.random.choice(tasks)
+                try:
+                    stream = await self._begin(client, task.prompt, task.parameters)
+                except Exception:  # noqa: BLE001 - the instance has just been killed: it takes nothing new
+                    self.counts["refused"] += 1
+                    await asyncio.sleep(0.5)
+                    continue
+                if self.random.random() < 0.1:
+                    with contextlib.suppress(StreamFailed):
+                        await stream.wait_for(self.random.randrange(1, LENGTH // 2))
+                    await stream.disconnect()
+                    self.counts["left"] += 1
+                    continue
+                self._judge(task, stream, await self._end_of(stream))
+
+    async def _end_of(self, stream: Stream) -> str:
+        try:
+            await stream.result(timeout_s=120.0)
+        except Exception as error:  # noqa: BLE001 - whatever the client sees is counted
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def _judge(self, task: Task, stream: Stream, error: str) -> None:
+        self.counts["streams"] += 1
+        self.longest_pause = max([self.longest_pause, *stream.gaps])
+        got, expected = stream.token_ids, task.expected
+        if got == expected and not error and stream.finish_reason in ("length", "stop"):
+            return
+        if got == expected[: len(got)]:
+            self.counts["truncated"] += 1
+        else:
+            self.counts["differed"] += 1
+        first = next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), len(got))
+        self.differences.append(
+            f"{task.name} {stream.request_id}: {len(got)} of {len(expected)} tokens, equal up to {first}, "
+            f"finish {stream.finish_reason}; {error}"
+        )
+
+    # The trouble
+
+    async def _move_things(self, until: float) -> None:
+        while time.monotonic() < until:
+            await asyncio.sleep(self.random.uniform(0.2, 1.0))
+            source, destination = self.random.sample(list(self.servers.values()), 2)
+            try:
+                running = [info.request_id for info in await requests(source)]
+                if not running:
+                    continue
+                chosen = self.random.sample(running, self.random.randint(1, min(2, len(running))))
+                for move in await migrate(source, destination, request_ids=chosen, deadline_s=60.0):
+                    self.counts[f"moves {move.phase}"] += 1
+            except LlumletCallFailed:
+                self.counts["moves unanswered"] += 1
+
+    async def _break_things(self, until: float) -> None:
+        while time.monotonic() < until - 20:
+            await asyncio.sleep(self.random.uniform(4, 12))
+            name = self.random.choice(list(self.servers))
+            title = self.random.choice(["EngineCore", "Worker"])
+            process = psutil.Process(self.servers[name].process(title))
+            if self.random.random() < 0.3:
+                await self._kill(name, process, title)
+            else:
+                await self._stop(name, process, title)
+
+    async def _kill(self, name: str, process: psutil.Process, title: str) -> None:
+        self.counts[f"killed {title}"] += 1
+        async with self._illness(name):
+            process.kill()
+            server = self.servers[name]
+            async with asyncio.timeout(180.0):
+                while server.alive():  # noqa: ASYNC110 - a process, not a task
+                    await asyncio.sleep(0.2)
+            await asyncio.to_thread(self.fleet.stop, server)
+            self.servers[name] = (await asyncio.to_thread(self.fleet.start, self._specs[name]))[0]
+
+    async def _stop(self, name: str, process: psutil.Process, title: str) -> None:
+        self.counts[f"stopped {title}"] += 1
+        async with self._illness(name):
+            process.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(self.random.choice([0.3, 2.0, 7.0]))
+            process.send_signal(signal.SIGCONT)
+
+    @contextlib.asynccontextmanager
+    async def _illness(self, name: str) -> AsyncIterator[None]:
+        """Clients do not choose an instance that is known to be ill, as no load balancer would."""
+        self._ill.add(name)
+        try:
+            yield
+        finally:
+            self._ill.discard(name)
+
+    # What is held
+
+    async def _measure(self, until: float) -> None:
+        while time.monotonic() < until:
+            for server in self.servers.values():
+                for pid in server.pids():
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        self.rss.append((time.monotonic(), pid, psutil.Process(pid).memory_info().rss))
+            await asyncio.sleep(2.0)
+
+    def rss_slope(self) -> float:
+        """MiB a minute over the last half, summed over the processes that lived through it."""
+        if not self.rss:
+            return 0.0
+        begin, end = self.rss[0][0], self.rss[-1][0]
+        middle = (begin + end) / 2
+        total = 0.0
+        for pid in {pid for _, pid, _ in self.rss}:
+            points = [(at, rss) for at, p, rss in self.rss if p == pid and at >= middle]
+            if len(points) > 10 and points[0][0] < middle + 10 and points[-1][0] > end - 10:
+                seconds, sizes = np.array(points).T
+                total += float(np.polyfit(seconds - middle, sizes, 1)[0])
+        return total * 60 / MIB
+
+    async def footprints(self) -> dict[str, Footprint]:
+        """Of every instance, once it is idle."""
+        return {name: await self._footprint(server) for name, server in self.servers.items()}
+
+    async def _footprint(self, server: Server) -> Footprint:
+        assert server.llumlet is not None
+        async with LlumletClient(str(server.llumlet)) as client:
+            status = await client.get_instance_status()
+            listed = await client.list_requests()
+        processes = [psutil.Process(pid) for pid in server.pids()]
+        return Footprint(
+            free_blocks=status.num_free_blocks,
+            requests=len(listed.requests) + status.num_migrate_in_reqs + status.num_migrate_out_reqs,
+            sockets=sum(_num_sockets(process.pid) for process in processes),
+            threads=sum(process.num_threads() for process in processes),
+        )
+
+    async def settled(self, before: dict[str, Footprint]) -> dict[str, Footprint]:
+        """The footprints when they are what they were, or at the latest after `SETTLE_S`."""
+        deadline = time.monotonic() + SETTLE_S
+        while True:
+            after = await self.footprints()
+            if after == before or time.monotonic() > deadline:
+                return after
+            await asyncio.sleep(2.0)
+
+
+def _num_sockets(pid: int) -> int:
+    links = (link.readlink() for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink())
+    return sum(str(target).startswith("socket:") for target in links)
+
+
+async def _soak(arguments: argparse.Namespace, fleet: Fleet) -> tuple[dict[str, Any], list[str]]:
+    soak = Soak(fleet, build(PRESETS["tiny"]), random.Random(arguments.seed), arguments.streams)
+    with saying("the same requests on a quiet engine") as say:
+        tasks = await soak.tasks()
+        await soak.warm_up(tasks)
+        before = await soak.footprints()
+        began = time.monotonic()
+        running = asyncio.create_task(soak.run(arguments.minutes * 60, tasks))
+        while not running.done():
+            await asyncio.wait([running], timeout=10.0)
+            minutes = (time.monotonic() - began) / 60
+            say(f"{minutes:.1f} of {arguments.minutes:g} minutes: {dict(sorted(soak.counts.items()))}")
+        running.result()
+        say("what is held afterwards")
+        # An instance that was started anew has met nobody.
+        await soak.warm_up(tasks)
+        after = await soak.settled(before)
+    counts = soak.counts
+    row = {
+        "bench": "soak",
+        "minutes": arguments.minutes,
+        "seed": arguments.seed,
+        "streams": counts["streams"],
+        "differed": counts["differed"],
+        "truncated": counts["truncated"],
+        "left": counts["left"],
+        "moves": {key.removeprefix("moves "): n for key, n in sorted(counts.items()) if key.startswith("moves ")},
+        "killed": counts["killed EngineCore"] + counts["killed Worker"],
+        "stopped": counts["stopped EngineCore"] + counts["stopped Worker"],
+        "longest_pause_s": round(soak.longest_pause, 2),
+        "before": {name: dataclasses.asdict(footprint) for name, footprint in before.items()},
+        "after": {name: dataclasses.asdict(footprint) for name, footprint in after.items()},
+        "held": before != after,
+        "rss_mib_per_min": round(soak.rss_slope(), 2),
+    }
+    return row, soak.differences
+
+
+def _table(row: dict[str, Any]) -> Table:
+    table = Table("instance", "", *Footprint.__dataclass_fields__, title="What each instance holds while idle")
+    for name in row["before"]:
+        table.add_row(name, "start", *map(str, row["before"][name].values()))
+        table.add_row("", "end", *map(str, row["after"][name].values()))
+    return table
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description="Does anything get lost?")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--streams", type=int, default=4, help="clients at a time")
+    parser.add_argument("--seed", type=int, default=0, help="of what is done when; the timing is the machine's")
+    parser.add_argument("--json", type=Path, help="also write the JSON line to this file")
+    parser.add_argument("--logs", type=Path, help="keep the servers' logs here")
+    arguments = parser.parse_args(argv)
+    with Fleet(arguments.logs) as fleet:
+        row, differences = asyncio.run(_soak(arguments, fleet))
+    console = Console(stderr=True)
+    console.print(_table(row))
+    for difference in differences:
+        console.print(difference, highlight=False)
+    line = json.dumps(row)
+    if arguments.json:
+        arguments.json.write_text(line + "\n")
+    print(line)
+    return int(bool(row["differed"] or row["truncated"] or row["held"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

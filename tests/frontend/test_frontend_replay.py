@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams whose owner is lost go on at another engine: a real llumlet server with a fake agent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import FinishReason
+
+from llumlet.errors import LlumletError
+from llumlet.server import serve
+from llumlet.types import AdoptRequest, Reason
+from tests.frontend.conftest import NewPeer
+from tests.frontend.fakes import (
+    DIGEST,
+    FIRST_HOP,
+    FakeEngine,
+    FakePeer,
+    next_outputs,
+    output,
+    relayed,
+    request,
+    tokens_of,
+    until,
+)
+from tests.llumlet.fake_agent import FakeAgent
+from vllm_llumnix.frontend import streams
+from vllm_llumnix.ids import Epoch
+from vllm_llumnix.migration import wire
+from vllm_llumnix.request_wire import RequestState, decode_state
+
+pytestmark = pytest.mark.asyncio
+Health = wire.Health
+RAISED = Epoch(1, 0)
+
+
+@pytest_asyncio.fixture
+async def rescuer() -> AsyncIterator[FakeAgent]:
+    """An engine that adopts requests: what its llumlet was asked."""
+    agent = FakeAgent("rescuer")
+    server = await serve(agent)
+    agent.address = str(server.address)  # type: ignore[attr-defined]
+    yield agent
+    await server.stop(grace_s=0.2)
+
+
+@pytest_asyncio.fixture
+async def home(new_peer: NewPeer) -> FakePeer:
+    """The relay's end of the client's own engine."""
+    peer = new_peer("home", llumlet="127.0.0.1:2")
+    await peer.hello()
+    return peer
+
+
+@pytest_asyncio.fixture
+async def rescue(new_peer: NewPeer, rescuer: FakeAgent) -> FakePeer:
+    """The relay's end of `rescuer`."""
+    peer = new_peer("rescuer", llumlet=rescuer.address)  # type: ignore[attr-defined]
+    await peer.hello()
+    return peer
+
+
+async def start(client: Any, engine: FakeEngine, *token_ids: int, **changes: Any) -> None:
+    await client.add_request_async(request("r", **changes))
+    await engine.added()
+    for token_id in token_ids:
+        await engine.send(output("r", token_id))
+    assert await tokens_of(client, len(token_ids)) == list(token_ids)
+
+
+async def adoption(agent: FakeAgent, number: int = 1) -> tuple[Epoch, RequestState]:
+    """The `number`th call of Adopt: its epoch, and the request."""
+    await until(lambda: len(agent.asked("adopt")) >= number)
+    asked: AdoptRequest = agent.asked("adopt")[number - 1]
+    assert asked.compatibility_digest == DIGEST
+    return Epoch(asked.epoch.term, asked.epoch.hop), decode_state(asked.request_state)
+
+
+async def test_a_hung_engine_loses_its_stream_to_another(
+    client: Any, engine: FakeEngine, home: FakePeer, rescue: FakePeer, rescuer: FakeAgent
+) -> None:
+    await start(client, engine, 10, 11, sampling_params=SamplingParams(max_tokens=7, seed=3, temperature=0.5))
+    await home.heartbeat(health=Health.SUSPECT)
+    await asyncio.sleep(0.5)
+    assert rescuer.asked("adopt") == [], "a suspect is only watched"
+    await home.heartbeat(health=Health.HUNG)
+    epoch, state = await adoption(rescuer)
+    assert epoch == RAISED
+    assert (state.prompt_token_ids, state.output_token_ids) == ([1, 2, 3], [10, 11])
+    assert state.origin == client.relay_address
+    assert b"seed" in bytes(state.sampling_params)
+    assert await home.answer() == wire.Release([("r", Epoch(0, 0))]), "who wakes up learns that it counts no more"
+    # The late tokens of the old owner are nobody's.
+    await engine.send(output("r", 12))
+    await rescue.tokens(relayed("r", 2, 20, epoch=RAISED, base=2))
+    await engine.send(output("r", 13, finish=FinishReason.LENGTH))
+    await rescue.tokens(relayed("r", 3, 21, epoch=RAISED, base=2, finish=FinishReason.STOP))
+    assert await tokens_of(client, 2) == [20, 21]
+    assert await rescue.heartbeat("r", epoch=RAISED) == ["r"], "the stream has ended"
+
+
+async def test_a_request_that_makes_every_engine_hang_does_not_wander(
+    client: Any,
+    engine: FakeEngine,
+    home: FakePeer,
+    rescue: FakePeer,
+    rescuer: FakeAgent,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second hang has to last longer."""
+    monkeypatch.setattr(streams, "PATIENCE_SECONDS", 0.3)
+    await start(client, engine, 10)
+    await home.heartbeat(health=Health.HUNG)
+    await adoption(rescuer)
+    assert await home.answer() == wire.Release([("r", Epoch(0, 0))])
+    for _ in range(3):
+        await rescue.heartbeat("r", epoch=RAISED, health=Health.HUNG)
+        await asyncio.sleep(0.2)
+    assert len(rescuer.asked("adopt")) == 1
+    await home.heartbeat()
+    await asyncio.sleep(0.7)
+    assert await rescue.answer() == wire.Release([("r", RAISED)])
+
+
+async def test_each_attempt_has_an_epoch_of_its_own(
+    client: Any, engine: FakeEngine, home: FakePeer, rescue: FakePeer, rescuer: FakeAgent
+) -> None:
+    """The first attempt may have succeeded although its answer was an error."""
+    await start(client, engine, 10)
+    rescuer.failures["adopt"] = LlumletError(Reason.HANDOVER_OPEN, "still here")
+    await home.heartbeat(health=Health.HUNG)
+    assert (await adoption(rescuer))[0] == Epoch(1, 0)
+    del rescuer.failures["adopt"]
+    epoch, _ = await adoption(rescuer, 2)
+    assert epoch == Epoch(2, 0)
+    await rescue.tokens(relayed("r", 1, 66, epoch=Epoch(1, 0), base=1))
+    assert await rescue.answer() == wire.Release([("r", Epoch(1, 0))])
+    await rescue.tokens(relayed("r", 1, 20, epoch=epoch, base=1))
+    assert await tokens_of(client, 1) == [20]
+
+
+async def test_a_destination_that_is_never_heard_of(
+    client: Any, engine: FakeEngine, home: FakePeer, rescue: FakePeer, rescuer: FakeAgent
+) -> None:
+    """The source says whom it handed the request to; nobody listens there."""
+    await start(client, engine, 10, 11)
+    await home.send(wire.HandedOver("r", FIRST_HOP, "gone", "1", "127.0.0.1:3"))
+    epoch, state = await adoption(rescuer)
+    assert (epoch, state.output_token_ids) == (RAISED, [10, 11])
+
+
+async def test_an_owner_that_does_not_claim_the_request(
+    client: Any,
+    engine: FakeEngine,
+    home: FakePeer,
+    rescue: FakePeer,
+    rescuer: FakeAgent,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams, "CLAIM_SECONDS", 0.3)
+    await start(client, engine, 10)
+    await home.send(wire.HandedOver("r", FIRST_HOP, "rescuer", "1", rescue.llumlet))
+    for _ in range(3):
+        assert await rescue.heartbeat("r") == []
+        await asyncio.sleep(0.2)
+    assert rescuer.asked("adopt") == []
+    while not rescuer.asked("adopt"):
+        await rescue.heartbeat()
+        await asyncio.sleep(0.05)
+    _, state = await adoption(rescuer)
+    assert state.output_token_ids == [10]
+
+
+async def test_tokens_that_are_missing_are_produced_again(
+    client: Any,
+    engine: FakeEngine,
+    home: FakePeer,
+    rescue: FakePeer,
+    rescuer: FakeAgent,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams, "GAP_SECONDS", 0.3)
+    await start(client, engine, 10)
+    await rescue.tokens(relayed("r", 5, 15, base=5))
+    _, state = await adoption(rescuer)
+    assert state.output_token_ids == [10]
+
+
+async def test_the_last_tokens_of_the_source_are_repeated_by_the_destination(
+    client: Any, engine: FakeEngine, home: FakePeer, rescue: FakePeer, rescuer: FakeAgent
+) -> None:
+    """Tokens 11 and 12 died inside the source; what comes of them late counts no more."""
+    await start(client, engine, 10)
+    await rescue.tokens(relayed("r", 0, 10, 11, 12, base=3), relayed("r", 3, 13, base=3))
+    assert await tokens_of(client, 3) == [11, 12, 13]
+    await engine.send(output("r", 11, 12))
+    await rescue.tokens(relayed("r", 4, 14, base=3))
+    assert await tokens_of(client, 1) == [14]
+    assert rescuer.asked("adopt") == []
+
+
+async def test_an_abort_that_nobody_asked_for(
+    client: Any, engine: FakeEngine, home: FakePeer, rescue: FakePeer, rescuer: FakeAgent
+) -> None:
+    await start(client, engine, 10)
+    await engine.send(output("r", finish=FinishReason.ABORT))
+    _, state = await adoption(rescuer)
+    assert state.output_token_ids == [10]
+    await rescue.tokens(relayed("r", 1, 20, epoch=RAISED, base=1))
+    await rescue.tokens(relayed("r", 2, epoch=RAISED, base=1, finish=FinishReason.ABORT))
+    epoch, state = await adoption(rescuer, 2)
+    assert epoch > RAISED
+    assert state.output_token_ids == [10, 20]
+
+
+async def test_an_abort_by_a_pause_reaches_the_client(
+    client: Any, engine: FakeEngine, home: FakePeer, rescue: FakePeer, rescuer: FakeAgent
+) -> None:
+    await start(client, engine, 10)
+    with client._expecting_aborts("abort"):
+        await engine.send(output("r", finish=FinishReason.ABORT))
+        assert (await next_outputs(client)).outputs[0].finish_reason == FinishReason.ABORT
+    assert rescuer.asked("adopt") == []
+
+
+async def test_without_another_engine_a_stopped_one_keeps_its_stream(
+    client: Any, engine: FakeEngine, home: FakePeer
+) -> None:
+    """It may wake up: nothing is barred that nobody could replace."""
+    await start(client, engine, 10)
+    await home.heartbeat(health=Health.HUNG)
+    await asyncio.sleep(0.6)
+    await engine.send(output("r", 11))
+    assert await tokens_of(client, 1) == [11]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"sampling_params": SamplingParams(prompt_logprobs=1)}, {"sampling_params": SamplingParams(extra_args={"x": 1})}],
+    ids=["prompt logprobs", "extra arguments"],
+)
+async def test_what_cannot_be_replayed_ends_with_an_error_when_its_engine_is_gone(
+    client: Any, engine: FakeEngine, home: FakePeer, rescue: FakePeer, rescuer: FakeAgent, changes: dict[str, Any]
+) -> None:
+    await start(client, engine, **changes)
+    client._bury_home()
+    last = await next_outputs(client)
+    assert last.outputs[0].finish_reason == FinishReason.ERROR
+    assert rescuer.asked("adopt") == []
+
+
+async def test_the_client_leaves_while_its_request_looks_for_an_engine(
+    client: Any, engine: FakeEngine, home: FakePeer, rescue: FakePeer, rescuer: FakeAgent
+) -> None:
+    await start(client, engine, 10)
+    rescuer.delays["adopt"] = 0.5
+    client._bury_home()
+    await adoption(rescuer)
+    await client.abort_requests_async(["r"])
+    await until(lambda: "abort" in rescuer.completed)
+    assert rescuer.asked("abort")[0].request_ids == ["r"]
+
+
+async def test_the_engines_own_farewell_ends_no_stream(
+    client: Any, engine: FakeEngine, home: FakePeer, rescue: FakePeer, rescuer: FakeAgent
+) -> None:
+    """vLLM's engine says that it is dying; its client would end every stream on hearing that."""
+    await start(client, engine, 10)
+    await engine.farewell()
+    await adoption(rescuer)
+    await rescue.tokens(relayed("r", 1, 20, epoch=RAISED, base=1))
+    assert await tokens_of(client, 1) == [20]
+    assert client.resources.engine_dead

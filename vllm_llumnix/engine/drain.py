@@ -52,7 +52,7 @@ class Drain:
         self._num_streams = 0
         self._num_cut: int | None = None
         """Streams that the API server ended early; None while it drains."""
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     def ask(self, addresses: list[str], seconds: float) -> None:
         """What an operator wants goes before what the API server was configured with."""
@@ -86,8 +86,9 @@ class Drain:
         return self._num_cut is not None
 
     @property
-    def begun(self) -> bool:
-        return self._began is not None
+    def asked(self) -> bool:
+        """Whether the end is decided: another signal to the API server would cut it short."""
+        return self._seconds > 0
 
     def progress(self) -> DrainProgress:
         return DrainProgress(
@@ -105,11 +106,14 @@ class Drain:
     def _begin(self) -> None:
         logger.info("llumlet: draining to %s", ", ".join(self._addresses) or "nobody: requests run to their end")
         if self._addresses:
-            self._task = asyncio.get_running_loop().create_task(self._run(), name="llumnix-drain")
+            work = [self._run(), *(self._find(Address.parse(address)) for address in self._addresses)]
+            self._tasks = [asyncio.get_running_loop().create_task(part, name="llumnix-drain") for part in work]
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
 
     async def _run(self) -> None:
-        for address in self._addresses:
-            self._agent.spawn(self._find(Address.parse(address)))
         while True:
             for request_id in await self._agent.kvconn.call(self._movable):
                 if len(self._agent.departures.moves) >= self._agent.config.max_migrations_out:
@@ -150,8 +154,7 @@ class Drain:
         asked = MigrateRequest(trigger_policy="drain", force=True)
         try:
             move = self._agent.begin_move(request_id, self._destinations[name], asked, lambda _: None)
-        except MigrationError as error:  # changed since the loop was asked
-            self._stayed[error.reason] += 1
+        except MigrationError:  # changed since the loop was asked, or as many are on their way as may be: next turn
             return
         self._moved[name] += 1
         move.done.add_done_callback(lambda done: self._settled(request_id, name, done.result()))

@@ -43,8 +43,9 @@ class Drain:
         self._addresses: list[str] = []
         self._seconds = 0.0
         self._destinations: dict[str, Destination] = {}
-        self._moved: Counter[str] = Counter()
-        """Requests by the destination that has them."""
+        self._given: Counter[str] = Counter()
+        """Requests by the destination that has them, or is about to."""
+        self._num_moved = 0
         self._stayed: Counter[str] = Counter()
         """Refused attempts by reason."""
         self._not_before: dict[tuple[str, str], float] = {}
@@ -76,7 +77,7 @@ class Drain:
             "seconds": self._seconds,
             "num_requests": len(self._agent.bypass.engine.scheduler.requests),
             "num_moving": len(self._agent.departures.moves),
-            "num_moved": self._moved.total(),
+            "num_moved": self._num_moved,
         }
 
     # Bypass thread
@@ -97,7 +98,7 @@ class Drain:
             num_streams=self._num_streams,
             num_requests=len(self._agent.bypass.engine.scheduler.requests),
             num_moving=len(self._agent.departures.moves),
-            num_moved=self._moved.total(),
+            num_moved=self._num_moved,
             refusals=self._stayed,
             done=self.ended,
             num_cut=self._num_cut or 0,
@@ -149,20 +150,21 @@ class Drain:
         willing = [name for name in self._destinations if self._not_before.get((request_id, name), 0.0) <= now]
         if not willing:
             return
-        name = min(willing, key=lambda name: (self._moved[name], name))
+        name = min(willing, key=lambda name: (self._given[name], name))
         # Nothing is gained by a request that stays: a longer stall is better than an end.
         asked = MigrateRequest(trigger_policy="drain", force=True)
         try:
             move = self._agent.begin_move(request_id, self._destinations[name], asked, lambda _: None)
         except MigrationError:  # changed since the loop was asked, or as many are on their way as may be: next turn
             return
-        self._moved[name] += 1
+        self._given[name] += 1
         move.done.add_done_callback(lambda done: self._settled(request_id, name, done.result()))
 
     def _settled(self, request_id: str, name: str, outcome: MoveProgress) -> None:
         if outcome.phase == MovePhase.MOVED:
+            self._num_moved += 1
             return
-        self._moved[name] -= 1
+        self._given[name] -= 1
         if outcome.phase == MovePhase.STAYED:
             self._stayed[reason_word(outcome.reason)] += 1
             wait = math.inf if outcome.reason in FOR_GOOD else RETRY_SECONDS

@@ -129,7 +129,7 @@ async def test_the_command_shows_progress_and_says_where_to(stage: Stage, expect
 
 
 async def test_without_room_elsewhere_streams_end_here(stage: Stage, expected: dict[str, Stream]) -> None:
-    full = stage.start("full", num_kv_blocks=8)
+    full = stage.start("full", "--llumlet-max-migrations-in", "0")
     leaver = stage.start("stays", "--llumlet-peers", str(full.llumlet))
     async with Client(leaver.base_url) as client:
         stream = await begin(client, "greedy")

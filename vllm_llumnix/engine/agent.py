@@ -111,6 +111,7 @@ class LlumletAgent:
         )
 
     async def close(self) -> None:
+        self.drains.close()
         await self.server.stop(grace_s=0.0)
         await self.relay.close()
         await self.departures.close()
@@ -166,7 +167,7 @@ class LlumletAgent:
 
     async def drain(self, request: DrainRequest, report: DrainReport) -> DrainProgress:
         self._check_drain(request)
-        if not self.drains.begun:
+        if not self.drains.asked:
             self.drains.ask(list(request.destinations), request.timeout_s or self.config.drain_seconds)
             api_server = multiprocessing.parent_process()
             assert api_server is not None
@@ -261,7 +262,7 @@ class LlumletAgent:
             if owner is not None:
                 by_owner.setdefault(owner, []).append(request_id)
         for owner, ids in by_owner.items():
-            self.spawn(self._abort_at(owner, ids))
+            self._spawn(self._abort_at(owner, ids))
 
     def release(self, origin: str, requests: list[tuple[str, Epoch]]) -> None:
         """`origin` wants nothing more of these requests under these epochs. Those of others are not its to end."""
@@ -278,7 +279,7 @@ class LlumletAgent:
         return residence is not None and (residence.origin, residence.epoch) == (origin, epoch)
 
     def _abort_soon(self, request_ids: list[str]) -> None:
-        self.spawn(self._abort_here(request_ids))
+        self._spawn(self._abort_here(request_ids))
 
     async def _abort_here(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -290,7 +291,7 @@ class LlumletAgent:
         with contextlib.suppress(LlumletCallFailed):
             await self.departures.client(owner).abort(AbortRequest(request_ids=request_ids))
 
-    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

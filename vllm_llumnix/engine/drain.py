@@ -43,8 +43,9 @@ class Drain:
         self._addresses: list[str] = []
         self._seconds = 0.0
         self._destinations: dict[str, Destination] = {}
-        self._moved: Counter[str] = Counter()
-        """Requests by the destination that has them."""
+        self._given: Counter[str] = Counter()
+        """Requests by the destination that has them, or is about to."""
+        self._num_moved = 0
         self._stayed: Counter[str] = Counter()
         """Refused attempts by reason."""
         self._not_before: dict[tuple[str, str], float] = {}
@@ -52,7 +53,7 @@ class Drain:
         self._num_streams = 0
         self._num_cut: int | None = None
         """Streams that the API server ended early; None while it drains."""
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     def ask(self, addresses: list[str], seconds: float) -> None:
         """What an operator wants goes before what the API server was configured with."""
@@ -76,7 +77,7 @@ class Drain:
             "seconds": self._seconds,
             "num_requests": len(self._agent.bypass.engine.scheduler.requests),
             "num_moving": len(self._agent.departures.moves),
-            "num_moved": self._moved.total(),
+            "num_moved": self._num_moved,
         }
 
     # Bypass thread
@@ -86,8 +87,9 @@ class Drain:
         return self._num_cut is not None
 
     @property
-    def begun(self) -> bool:
-        return self._began is not None
+    def asked(self) -> bool:
+        """Whether the end is decided: another signal to the API server would cut it short."""
+        return self._seconds > 0
 
     def progress(self) -> DrainProgress:
         return DrainProgress(
@@ -96,7 +98,7 @@ class Drain:
             num_streams=self._num_streams,
             num_requests=len(self._agent.bypass.engine.scheduler.requests),
             num_moving=len(self._agent.departures.moves),
-            num_moved=self._moved.total(),
+            num_moved=self._num_moved,
             refusals=self._stayed,
             done=self.ended,
             num_cut=self._num_cut or 0,
@@ -105,11 +107,14 @@ class Drain:
     def _begin(self) -> None:
         logger.info("llumlet: draining to %s", ", ".join(self._addresses) or "nobody: requests run to their end")
         if self._addresses:
-            self._task = asyncio.get_running_loop().create_task(self._run(), name="llumnix-drain")
+            work = [self._run(), *(self._find(Address.parse(address)) for address in self._addresses)]
+            self._tasks = [asyncio.get_running_loop().create_task(part, name="llumnix-drain") for part in work]
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
 
     async def _run(self) -> None:
-        for address in self._addresses:
-            self._agent.spawn(self._find(Address.parse(address)))
         while True:
             for request_id in await self._agent.kvconn.call(self._movable):
                 if len(self._agent.departures.moves) >= self._agent.config.max_migrations_out:
@@ -145,21 +150,21 @@ class Drain:
         willing = [name for name in self._destinations if self._not_before.get((request_id, name), 0.0) <= now]
         if not willing:
             return
-        name = min(willing, key=lambda name: (self._moved[name], name))
+        name = min(willing, key=lambda name: (self._given[name], name))
         # Nothing is gained by a request that stays: a longer stall is better than an end.
         asked = MigrateRequest(trigger_policy="drain", force=True)
         try:
             move = self._agent.begin_move(request_id, self._destinations[name], asked, lambda _: None)
-        except MigrationError as error:  # changed since the loop was asked
-            self._stayed[error.reason] += 1
+        except MigrationError:  # changed since the loop was asked, or as many are on their way as may be: next turn
             return
-        self._moved[name] += 1
+        self._given[name] += 1
         move.done.add_done_callback(lambda done: self._settled(request_id, name, done.result()))
 
     def _settled(self, request_id: str, name: str, outcome: MoveProgress) -> None:
         if outcome.phase == MovePhase.MOVED:
+            self._num_moved += 1
             return
-        self._moved[name] -= 1
+        self._given[name] -= 1
         if outcome.phase == MovePhase.STAYED:
             self._stayed[reason_word(outcome.reason)] += 1
             wait = math.inf if outcome.reason in FOR_GOOD else RETRY_SECONDS

@@ -151,7 +151,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
         return len(self._streams)
 
     def cut_streams(self) -> None:
-        """End every stream with an error. vLLM's shutdown alone leaves clients waiting, and the HTTP server for them."""
+        """End every stream with an error; vLLM's shutdown alone leaves clients waiting, and the server for them."""
         streams = self._streams.all()
         self._release(streams)
         for stream in streams:

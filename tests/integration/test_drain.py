@@ -167,10 +167,10 @@ async def test_without_peers_vllm_ends_as_ever(stage: Stage) -> None:
         await stream.wait_for(AT)
         began = time.monotonic()
         os.kill(leaver.pid, signal.SIGTERM)
-        with contextlib.suppress(StreamFailed):
-            await stream.result(timeout_s=20.0)
+        await until(lambda: "Waiting for connections" in leaver.log_text(), 10.0)
+        await stream.disconnect()  # stock vLLM leaves the client waiting
         assert await exit_code(leaver) == 0
-        assert time.monotonic() - began < 10.0
+        assert time.monotonic() - began < 15.0
     assert "draining" not in leaver.log_text()
 
 

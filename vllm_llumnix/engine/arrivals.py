@@ -8,6 +8,7 @@ answer again. Nothing of a request is visible to the engine's scheduler before t
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 import time
@@ -79,11 +80,15 @@ class Admission:
             return first
 
 
+_numbers = itertools.count(1)
+
+
 class IncomingMove:
     """One request that may come."""
 
     def __init__(self, arrivals: Arrivals, handover: Handover) -> None:
         self.arrivals = arrivals
+        self._number = next(_numbers)
         self.migration_id = MigrationId(handover.migration_id)
         self.request_id = handover.request_id
         self.source_incarnation = handover.src_incarnation
@@ -264,7 +269,7 @@ class IncomingMove:
             return
         try:
             copied = await self.arrivals.movers.pull(
-                effect.job,
+                self._mover_job(effect.job),
                 self._memory,
                 [self._source_blocks[index] for index in blocks],
                 self._block_ids[effect.from_block : effect.to_block],
@@ -282,11 +287,15 @@ class IncomingMove:
         self.copied_bytes = copied
         self.feed(on.PullDone(effect.job, copied, seconds, lease_valid=time.monotonic() < self._lease_end))
 
+    def _mover_job(self, job: int) -> int:
+        """The machine numbers its jobs from 1, the movers' are those of all moves."""
+        return self._number << 20 | job
+
     async def _stop(self, job: int) -> None:
         """However long it takes: the blocks are not given back while a mover may write them."""
         while True:
             try:
-                await self.arrivals.movers.stop(job)
+                await self.arrivals.movers.stop(self._mover_job(job))
             except TransportError as error:
                 logger.warning("a mover does not say that it stopped writing for %s: %s", self.request_id, error)
                 await asyncio.sleep(STOP_SECONDS)

@@ -158,11 +158,11 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
         """Generation requests whose clients are here, wherever they run."""
         return len(self._streams)
 
-    def cut_streams_elsewhere(self) -> None:
-        """End what other engines run for us: nobody will be here to receive it. Our own engine does so itself."""
-        moved = [stream for stream in self._streams.all() if stream.owner is not None or stream.replaying]
-        self._release(moved)
-        for stream in moved:
+    def cut_streams(self) -> None:
+        """End every stream with an error; vLLM's shutdown alone leaves clients waiting, and the server for them."""
+        streams = self._streams.all()
+        self._release(streams)
+        for stream in streams:
             self._give_up(stream)
 
     # Requests

@@ -130,7 +130,7 @@ async def drain(client: LlumnixClientMixin, seconds: float) -> None:
     else:
         logger.info("llumlet: drained in %.1f s: %s", time.monotonic() - began, _words(client, standing))
     await _report(client, seconds, num_cut)
-    client.cut_streams_elsewhere()
+    client.cut_streams()
     await asyncio.sleep(LINGER_SECONDS)
 
 

@@ -501,7 +501,8 @@ class Arrivals:
     async def call_off(self, request: AbortMigrateInRequest) -> AbortMigrateInResponse:
         """An operator ends moves into this instance, by the ids of migrations or of requests."""
         response = AbortMigrateInResponse()
-        by_request = {move.request_id: move for move in self.moves.values()}
+        # Of several moves of one request, the one whose fate is open.
+        by_request = {move.request_id: move for move in [*self.moves.values(), *self.pending()]}
         asked = [(mid, self.moves.get(mid)) for mid in request.migration_ids]
         asked += [(rid, by_request.get(rid)) for rid in request.request_ids]
         for asked_id, move in asked:

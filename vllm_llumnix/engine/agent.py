@@ -313,7 +313,7 @@ class LlumletAgent:
         here, parallel = self.identity.instance, self.bypass.engine.vllm_config.parallel_config
         if request.engine_id and request.engine_id != here:
             raise refusal(Refused(Reason.WRONG_INSTANCE, f"this is {here}, not {request.engine_id}"))
-        if str(self.server.address) in request.destinations:
+        if str(self.bypass.address) in request.destinations:
             raise refusal(Refused(Reason.SAME_INSTANCE, "the instance cannot be drained to itself"))
         if parallel.data_parallel_size > 1 or parallel._api_process_count > 1:
             detail = "its API servers and data-parallel ranks end together: send SIGTERM to `vllm serve`"

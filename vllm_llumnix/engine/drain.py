@@ -124,9 +124,9 @@ class Drain:
 
     async def _find(self, address: Address) -> None:
         """Until the instance there says who it is."""
-        client = self._agent.departures.client(address)
         while True:
             try:
+                client = self._agent.departures.client(address)
                 found = await client.get_instance_metadata()
             except LlumletCallFailed as error:
                 logger.info("llumlet: nothing can be moved to %s: %s", address, error)

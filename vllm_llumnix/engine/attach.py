@@ -36,6 +36,7 @@ def attach(engine: Any) -> KVConnection:
     parallel = engine.vllm_config.parallel_config
     config = config.for_rank(engine.engine_index, parallel.data_parallel_size)
     _check_workers(engine)
+    engine.model_executor.collective_rpc(_compile_logprobs)
     settings = {"instance": config.instance_id}
     answers = engine.model_executor.collective_rpc(start_mover, args=(settings,))
     movers = [msgspec.msgpack.decode(answer, type=MoverInfo) for answer in answers]
@@ -91,6 +92,20 @@ def _check_workers(engine: Any) -> None:
 def _digest_of_worker(worker: Any) -> str | None:
     """Runs in the worker."""
     return hooks.ready_digest()
+
+
+def _compile_logprobs(worker: Any) -> None:
+    """Runs in the worker: have vLLM's kernel for log probabilities compiled now.
+
+    vLLM compiles it when the first request asks for them, for seconds: measured 11 s on two cores. A request that moves
+    here must not wait for that, and an engine that stands still for so long counts as hung.
+    """
+    import torch
+    from vllm.v1.sample.sampler import Sampler
+
+    with torch.inference_mode():
+        logprobs = torch.zeros(2, worker.vllm_config.model_config.get_vocab_size(), device=worker.device)
+        Sampler.gather_logprobs(logprobs, 1, torch.zeros(2, dtype=torch.int64, device=worker.device))
 
 
 def engine_facts(engine: Any, movers: list[MoverInfo]) -> dict[str, Any]:

@@ -42,7 +42,6 @@ def start_mover(worker: Any, settings: dict[str, Any]) -> bytes:
     device = str(worker.device.type)
     if device == "cpu":
         _permit_amx()
-    _compile_logprobs(worker)
     layout, unavailable = _layout_or_reason(worker.model_runner, device)
     transports: list[Transport] = []
     if unavailable is None:
@@ -109,20 +108,6 @@ def _permit_amx() -> None:
 
     if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
         logger.warning("the kernel does not permit AMX tiles; vLLM's CPU kernels may crash")
-
-
-def _compile_logprobs(worker: Any) -> None:
-    """Have vLLM's kernel for log probabilities compiled now.
-
-    vLLM compiles it when the first request asks for them, for seconds: measured 11 s on two cores. A request that moves
-    here must not wait for that, and an engine that stands still for so long counts as hung.
-    """
-    import torch
-    from vllm.v1.sample.sampler import Sampler
-
-    with torch.inference_mode():
-        logprobs = torch.zeros(2, worker.vllm_config.model_config.get_vocab_size(), device=worker.device)
-        Sampler.gather_logprobs(logprobs, 1, torch.zeros(2, dtype=torch.int64, device=worker.device))
 
 
 def _isa(worker: Any, device: str) -> str:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from llumlet.client import LlumletClient
 from llumlet.proto import llumlet_pb2
 from llumlet.server import RunningServer, serve
-from llumlet.types import MAX_MESSAGE_BYTES, AbortMigrateInRequest, AbortRequest
+from llumlet.types import MAX_MESSAGE_BYTES, AbortMigrateInRequest, AbortRequest, DrainRequest
 from tests.fuzz.hostile import anything, filled, worsened
 from tests.llumlet import messages
 from tests.llumlet.fake_agent import FakeAgent, request_info, until
@@ -28,6 +28,7 @@ from tests.llumlet.fake_agent import FakeAgent, request_info, until
 EXAMPLES: dict[str, Message] = {
     "Llumlet/Migrate": messages.migrate(),
     "Llumlet/MigrateIn": messages.migrate_in(),
+    "Llumlet/Drain": DrainRequest(destinations=["127.0.0.1:4001"], timeout_s=5),
     "Llumlet/Abort": AbortRequest(request_ids=["r"]),
     "Llumlet/AbortMigrateIn": AbortMigrateInRequest(request_ids=["r"]),
     "Peer/Reserve": messages.reserve(),
@@ -40,7 +41,7 @@ EXAMPLES: dict[str, Message] = {
     "Peer/Query": messages.settle(),
     "Peer/Adopt": messages.adopt(),
 }
-STREAMS = {"Llumlet/Migrate", "Llumlet/MigrateIn"}
+STREAMS = {"Llumlet/Migrate", "Llumlet/MigrateIn", "Llumlet/Drain"}
 REFUSALS = {grpc.StatusCode.INVALID_ARGUMENT}
 NOT_A_MESSAGE = grpc.StatusCode.UNKNOWN
 """gRPC's own answer, before our code runs."""

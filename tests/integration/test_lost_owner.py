@@ -276,7 +276,8 @@ async def test_the_own_engine_stops_and_wakes_up(stage: Cast, expected: dict[str
     await wait_idle(stage.haven)
     await wait_idle(victim)
     if part is worker_of:
-        assert healths == [Health.OK, Health.SUSPECT, Health.HUNG]
+        # It is well until it is late; whether that is seen depends on when it is asked.
+        assert [health for health in healths if health != Health.OK] == [Health.SUSPECT, Health.HUNG]
 
 
 @failure(

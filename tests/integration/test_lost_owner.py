@@ -37,10 +37,11 @@ PROMPT = [100 + index * 7 % 900 for index in range(200)]
 LENGTH = 500
 AT = 40
 """Tokens that have arrived when the story begins."""
-KILLED_S = 3.0
-"""Pause when a process is gone: a missed heartbeat, a refused connection, one prefill, and a second."""
-STOPPED_S = 7.0
-"""Pause when it only is silent, or its loop hangs: 4.5 s until it counts as lost, one prefill, and a second."""
+KILLED_S = 4.0
+"""Pause when a process is gone: a missed heartbeat, a refused connection (2 s together), one prefill, and a second."""
+STOPPED_S = 8.0
+"""Pause when it only is silent, or its loop hangs: 4.5 s until it counts as lost, one prefill, a second, and some for a
+slow machine."""
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "seeded": {"temperature": 0.8, "seed": 7, "top_p": 0.9, "presence_penalty": 0.5},

@@ -23,12 +23,16 @@ from llumlet.types import (
     AbortResponse,
     AdoptRequest,
     AdoptResponse,
+    ClaimRequest,
+    ClaimResponse,
     CommitRequest,
     CommitResponse,
     CopyRoundRequest,
     CopyRoundResponse,
     DrainProgress,
     DrainRequest,
+    EndClaimRequest,
+    EndClaimResponse,
     InstanceMetadata,
     InstanceStatus,
     ListRequestsResponse,
@@ -101,6 +105,12 @@ class Destination(Protocol):
     async def adopt(self, request: AdoptRequest) -> AdoptResponse:
         """Start a request again whose owner is lost. Returns when the engine has it; not idempotent."""
         ...
+
+    async def claim(self, request: ClaimRequest) -> ClaimResponse:
+        """Give up a request that the caller goes on with, and keep its blocks for it to read. Not idempotent."""
+        ...
+
+    async def end_claim(self, request: EndClaimRequest) -> EndClaimResponse: ...
 
 
 class Agent(Operator, Destination, Protocol):

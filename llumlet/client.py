@@ -28,12 +28,16 @@ from llumlet.types import (
     Address,
     AdoptRequest,
     AdoptResponse,
+    ClaimRequest,
+    ClaimResponse,
     CommitRequest,
     CommitResponse,
     CopyRoundRequest,
     CopyRoundResponse,
     DrainProgress,
     DrainRequest,
+    EndClaimRequest,
+    EndClaimResponse,
     GetInstanceMetadataRequest,
     GetInstanceStatusRequest,
     InstanceMetadata,
@@ -175,6 +179,12 @@ class LlumletClient:
 
     async def adopt(self, request: AdoptRequest, *, deadline_s: float | None = None) -> AdoptResponse:
         return await self._answer(self._peer.Adopt, request, deadline_s or self._deadlines.reserve)
+
+    async def claim(self, request: ClaimRequest, *, deadline_s: float | None = None) -> ClaimResponse:
+        return await self._answer(self._peer.Claim, request, deadline_s or self._deadlines.settle)
+
+    async def end_claim(self, request: EndClaimRequest, *, deadline_s: float | None = None) -> EndClaimResponse:
+        return await self._answer(self._peer.EndClaim, request, deadline_s or self._deadlines.settle)
 
     # --- answers ---
 

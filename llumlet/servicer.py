@@ -28,12 +28,16 @@ from llumlet.types import (
     AbortResponse,
     AdoptRequest,
     AdoptResponse,
+    ClaimRequest,
+    ClaimResponse,
     CommitRequest,
     CommitResponse,
     CopyRoundRequest,
     CopyRoundResponse,
     DrainProgress,
     DrainRequest,
+    EndClaimRequest,
+    EndClaimResponse,
     GetInstanceMetadataRequest,
     GetInstanceStatusRequest,
     InstanceMetadata,
@@ -187,6 +191,14 @@ class PeerServicer(_Calls, llumlet_pb2_grpc.PeerServicer):
     async def Adopt(self, request: AdoptRequest, context: Context) -> AdoptResponse:
         faults = validation.adopt_faults(request)
         return await self._answer(context, "Adopt", faults, lambda: self._agent.adopt(request))
+
+    async def Claim(self, request: ClaimRequest, context: Context) -> ClaimResponse:
+        faults = validation.claim_faults(request)
+        return await self._answer(context, "Claim", faults, lambda: self._agent.claim(request))
+
+    async def EndClaim(self, request: EndClaimRequest, context: Context) -> EndClaimResponse:
+        faults = validation.end_claim_faults(request)
+        return await self._answer(context, "EndClaim", faults, lambda: self._agent.end_claim(request))
 
     async def _settle(
         self,

@@ -16,9 +16,11 @@ from llumlet.types import (
     AbortRequest,
     Address,
     AdoptRequest,
+    ClaimRequest,
     CommitRequest,
     CopyRoundRequest,
     DrainRequest,
+    EndClaimRequest,
     Handover,
     MigrateInRequest,
     MigrateRequest,
@@ -124,7 +126,24 @@ def adopt_faults(request: AdoptRequest) -> list[str]:
         faults.append("request_state is empty")
     if request.epoch.term == 0:
         faults.append("epoch must have a term above 0, which only an origin raises")
+    if request.HasField("holder"):
+        faults += _name_faults("holder", request.holder, ["instance_id", "incarnation"])
+        try:
+            Address.parse(request.holder.address)
+        except ValueError as error:
+            faults.append(f"holder.address: {error}")
     return faults
+
+
+def claim_faults(request: ClaimRequest) -> list[str]:
+    faults = _name_faults("", request, ["request_id", "incarnation"])
+    if request.epoch.term == 0:
+        faults.append("epoch must have a term above 0: only a request that its origin took away can be claimed")
+    return faults
+
+
+def end_claim_faults(request: EndClaimRequest) -> list[str]:
+    return _name_faults("", request, ["claim_id"])
 
 
 def settle_faults(request: SettleRequest) -> list[str]:
@@ -187,10 +206,14 @@ def _handover_faults(handover: Handover, *, reserved: bool = True) -> list[str]:
     fields = ["migration_id", "request_id", "src_incarnation"]
     if reserved:
         fields.append("dst_incarnation")
-    faults = [f"handover.{field} is empty" for field in fields if not getattr(handover, field)]
-    return faults + [
-        fault for field in fields for fault in _length_faults(f"handover.{field}", getattr(handover, field))
-    ]
+    return _name_faults("handover", handover, fields)
+
+
+def _name_faults(where: str, message: object, fields: Iterable[str]) -> list[str]:
+    """Fields that must name something. `where` is the field that holds the message, if one does."""
+    names = {f"{where}.{field}".removeprefix("."): getattr(message, field) for field in fields}
+    faults = [f"{field} is empty" for field, text in names.items() if not text]
+    return faults + [fault for field, text in names.items() for fault in _length_faults(field, text)]
 
 
 def _length_faults(field: str, text: str) -> list[str]:

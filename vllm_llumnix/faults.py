@@ -3,10 +3,11 @@
 
 A point costs one truth test unless `LLUMNIX_FAULTS` was set when the process started. The variable holds a JSON list of
 objects `{"point": name, "action": action, ...}`; every other key must equal the context the point passes (so that
-`{"point": "mover.pulled", "round": 2, …}` hits only the second round), except `times` (how often; default 1) and the
-action's own arguments:
+`{"point": "mover.pulled", "round": 2, …}` hits only the second round), except `times` (how often; default 1), `file`
+(not before this file exists) and the action's own arguments:
 
     delay     seconds          sleep in the calling thread
+    hold      seconds          the same in C, without giving up the interpreter lock: every other thread stands still
     kill                       SIGKILL to the own process
     stop                       SIGSTOP to the own process
     raise                      raise FaultInjected
@@ -17,6 +18,7 @@ Unknown points and actions are refused when the variable is read.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -27,6 +29,9 @@ from vllm_llumnix.errors import ConfigError, LlumnixError
 
 POINTS = frozenset(
     {
+        "loop.step",
+        "loop.model",
+        "worker.model",
         "source.round",
         "source.frozen",
         "source.committed",
@@ -37,8 +42,8 @@ POINTS = frozenset(
         "relay.sent",
     }
 )
-ACTIONS = frozenset({"delay", "kill", "stop", "raise", "corrupt"})
-_ARGUMENTS = {"delay": {"seconds"}, "corrupt": {"which", "layer", "offset"}}
+ACTIONS = frozenset({"delay", "hold", "kill", "stop", "raise", "corrupt"})
+_ARGUMENTS = {"delay": {"seconds"}, "hold": {"seconds"}, "corrupt": {"which", "layer", "offset"}}
 
 
 class FaultInjected(LlumnixError):
@@ -65,6 +70,11 @@ def parse(text: str) -> list[dict[str, Any]]:
 _specs: list[dict[str, Any]] = parse(os.environ["LLUMNIX_FAULTS"]) if os.environ.get("LLUMNIX_FAULTS") else []
 
 
+def armed(point: str) -> bool:
+    """Whether anything may happen at `point`; for places that are in nobody's way otherwise."""
+    return any(spec["point"] == point for spec in _specs)
+
+
 def hit(point: str, **context: Any) -> dict[str, Any] | None:
     """Run the fault armed at `point`, if any; returns the specification of a `corrupt` fault for the caller."""
     if not _specs:
@@ -72,13 +82,17 @@ def hit(point: str, **context: Any) -> dict[str, Any] | None:
     for spec in _specs:
         if spec["point"] != point or spec["times"] <= 0:
             continue
-        conditions = spec.keys() - {"point", "action", "times"} - _ARGUMENTS.get(spec["action"], set())
+        if "file" in spec and not os.path.exists(spec["file"]):
+            continue
+        conditions = spec.keys() - {"point", "action", "times", "file"} - _ARGUMENTS.get(spec["action"], set())
         if any(context.get(key) != spec[key] for key in conditions):
             continue
         spec["times"] -= 1
         match spec["action"]:
             case "delay":
                 time.sleep(spec["seconds"])
+            case "hold":
+                ctypes.PyDLL(None).usleep(int(spec["seconds"] * 1e6))
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stop":

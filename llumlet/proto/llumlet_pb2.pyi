@@ -370,7 +370,7 @@ class GetInstanceStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InstanceStatus(_message.Message):
-    __slots__ = ("instance_id", "schedulable", "timestamp_ms", "step_id", "update_id", "waiting_requests", "num_waiting_requests", "num_running_requests", "num_total_gpu_tokens", "num_used_gpu_tokens", "num_migrate_in_reqs", "num_migrate_out_reqs", "num_available_migrate_in_slots", "num_available_migrate_out_slots", "num_migrate_in_tokens", "num_migrate_out_tokens", "num_available_migrate_in_tokens", "num_available_migrate_out_tokens", "kv_cache_usage_ratio_migrate_in", "kv_cache_usage_ratio_migrate_out", "available_kv_cache_usage_ratio_migrate_in", "available_kv_cache_usage_ratio_migrate_out", "incarnation", "num_total_blocks", "num_free_blocks", "num_pinned_blocks", "num_reserved_blocks", "num_draining_blocks", "loop_age_ms", "health")
+    __slots__ = ("instance_id", "schedulable", "timestamp_ms", "step_id", "update_id", "waiting_requests", "num_waiting_requests", "num_running_requests", "num_total_gpu_tokens", "num_used_gpu_tokens", "num_migrate_in_reqs", "num_migrate_out_reqs", "num_available_migrate_in_slots", "num_available_migrate_out_slots", "num_migrate_in_tokens", "num_migrate_out_tokens", "num_available_migrate_in_tokens", "num_available_migrate_out_tokens", "kv_cache_usage_ratio_migrate_in", "kv_cache_usage_ratio_migrate_out", "available_kv_cache_usage_ratio_migrate_in", "available_kv_cache_usage_ratio_migrate_out", "incarnation", "num_total_blocks", "num_free_blocks", "num_pinned_blocks", "num_reserved_blocks", "num_draining_blocks", "loop_age_ms", "health", "num_adopted", "num_rescued")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEDULABLE_FIELD_NUMBER: _ClassVar[int]
     TIMESTAMP_MS_FIELD_NUMBER: _ClassVar[int]
@@ -401,6 +401,8 @@ class InstanceStatus(_message.Message):
     NUM_DRAINING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LOOP_AGE_MS_FIELD_NUMBER: _ClassVar[int]
     HEALTH_FIELD_NUMBER: _ClassVar[int]
+    NUM_ADOPTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESCUED_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     schedulable: bool
     timestamp_ms: int
@@ -431,7 +433,9 @@ class InstanceStatus(_message.Message):
     num_draining_blocks: int
     loop_age_ms: float
     health: Health
-    def __init__(self, instance_id: _Optional[str] = ..., schedulable: _Optional[bool] = ..., timestamp_ms: _Optional[int] = ..., step_id: _Optional[int] = ..., update_id: _Optional[int] = ..., waiting_requests: _Optional[_Iterable[str]] = ..., num_waiting_requests: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., num_total_gpu_tokens: _Optional[int] = ..., num_used_gpu_tokens: _Optional[int] = ..., num_migrate_in_reqs: _Optional[int] = ..., num_migrate_out_reqs: _Optional[int] = ..., num_available_migrate_in_slots: _Optional[int] = ..., num_available_migrate_out_slots: _Optional[int] = ..., num_migrate_in_tokens: _Optional[int] = ..., num_migrate_out_tokens: _Optional[int] = ..., num_available_migrate_in_tokens: _Optional[int] = ..., num_available_migrate_out_tokens: _Optional[int] = ..., kv_cache_usage_ratio_migrate_in: _Optional[float] = ..., kv_cache_usage_ratio_migrate_out: _Optional[float] = ..., available_kv_cache_usage_ratio_migrate_in: _Optional[float] = ..., available_kv_cache_usage_ratio_migrate_out: _Optional[float] = ..., incarnation: _Optional[str] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_reserved_blocks: _Optional[int] = ..., num_draining_blocks: _Optional[int] = ..., loop_age_ms: _Optional[float] = ..., health: _Optional[_Union[Health, str]] = ...) -> None: ...
+    num_adopted: int
+    num_rescued: int
+    def __init__(self, instance_id: _Optional[str] = ..., schedulable: _Optional[bool] = ..., timestamp_ms: _Optional[int] = ..., step_id: _Optional[int] = ..., update_id: _Optional[int] = ..., waiting_requests: _Optional[_Iterable[str]] = ..., num_waiting_requests: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., num_total_gpu_tokens: _Optional[int] = ..., num_used_gpu_tokens: _Optional[int] = ..., num_migrate_in_reqs: _Optional[int] = ..., num_migrate_out_reqs: _Optional[int] = ..., num_available_migrate_in_slots: _Optional[int] = ..., num_available_migrate_out_slots: _Optional[int] = ..., num_migrate_in_tokens: _Optional[int] = ..., num_migrate_out_tokens: _Optional[int] = ..., num_available_migrate_in_tokens: _Optional[int] = ..., num_available_migrate_out_tokens: _Optional[int] = ..., kv_cache_usage_ratio_migrate_in: _Optional[float] = ..., kv_cache_usage_ratio_migrate_out: _Optional[float] = ..., available_kv_cache_usage_ratio_migrate_in: _Optional[float] = ..., available_kv_cache_usage_ratio_migrate_out: _Optional[float] = ..., incarnation: _Optional[str] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_reserved_blocks: _Optional[int] = ..., num_draining_blocks: _Optional[int] = ..., loop_age_ms: _Optional[float] = ..., health: _Optional[_Union[Health, str]] = ..., num_adopted: _Optional[int] = ..., num_rescued: _Optional[int] = ...) -> None: ...
 
 class GetInstanceMetadataRequest(_message.Message):
     __slots__ = ()
@@ -753,19 +757,71 @@ class SettleResponse(_message.Message):
     def __init__(self, state: _Optional[_Union[Handover.State, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., detail: _Optional[str] = ..., dst_incarnation: _Optional[str] = ...) -> None: ...
 
 class AdoptRequest(_message.Message):
-    __slots__ = ("epoch", "compatibility_digest", "request_state")
+    __slots__ = ("epoch", "compatibility_digest", "request_state", "holder")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     COMPATIBILITY_DIGEST_FIELD_NUMBER: _ClassVar[int]
     REQUEST_STATE_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
     epoch: Epoch
     compatibility_digest: str
     request_state: bytes
-    def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping[str, object]]] = ..., compatibility_digest: _Optional[str] = ..., request_state: _Optional[bytes] = ...) -> None: ...
+    holder: Holder
+    def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping[str, object]]] = ..., compatibility_digest: _Optional[str] = ..., request_state: _Optional[bytes] = ..., holder: _Optional[_Union[Holder, _Mapping[str, object]]] = ...) -> None: ...
 
 class AdoptResponse(_message.Message):
-    __slots__ = ("instance_id", "incarnation")
+    __slots__ = ("instance_id", "incarnation", "copied_bytes", "recomputed_tokens")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     incarnation: str
-    def __init__(self, instance_id: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+    copied_bytes: int
+    recomputed_tokens: int
+    def __init__(self, instance_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., copied_bytes: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ...) -> None: ...
+
+class Holder(_message.Message):
+    __slots__ = ("instance_id", "incarnation", "address")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    incarnation: str
+    address: str
+    def __init__(self, instance_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+
+class ClaimRequest(_message.Message):
+    __slots__ = ("request_id", "epoch", "incarnation")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    epoch: Epoch
+    incarnation: str
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping[str, object]]] = ..., incarnation: _Optional[str] = ...) -> None: ...
+
+class ClaimResponse(_message.Message):
+    __slots__ = ("claim_id", "source_memory", "computed_tokens", "block_ids", "output_token_ids")
+    CLAIM_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    claim_id: str
+    source_memory: bytes
+    computed_tokens: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    output_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, claim_id: _Optional[str] = ..., source_memory: _Optional[bytes] = ..., computed_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class EndClaimRequest(_message.Message):
+    __slots__ = ("claim_id",)
+    CLAIM_ID_FIELD_NUMBER: _ClassVar[int]
+    claim_id: str
+    def __init__(self, claim_id: _Optional[str] = ...) -> None: ...
+
+class EndClaimResponse(_message.Message):
+    __slots__ = ("intact",)
+    INTACT_FIELD_NUMBER: _ClassVar[int]
+    intact: bool
+    def __init__(self, intact: _Optional[bool] = ...) -> None: ...

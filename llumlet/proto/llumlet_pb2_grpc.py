@@ -461,6 +461,16 @@ class PeerStub:
                 request_serializer=llumlet_dot_proto_dot_llumlet__pb2.AdoptRequest.SerializeToString,
                 response_deserializer=llumlet_dot_proto_dot_llumlet__pb2.AdoptResponse.FromString,
                 _registered_method=True)
+        self.Claim = channel.unary_unary(
+                '/llumlet.Peer/Claim',
+                request_serializer=llumlet_dot_proto_dot_llumlet__pb2.ClaimRequest.SerializeToString,
+                response_deserializer=llumlet_dot_proto_dot_llumlet__pb2.ClaimResponse.FromString,
+                _registered_method=True)
+        self.EndClaim = channel.unary_unary(
+                '/llumlet.Peer/EndClaim',
+                request_serializer=llumlet_dot_proto_dot_llumlet__pb2.EndClaimRequest.SerializeToString,
+                response_deserializer=llumlet_dot_proto_dot_llumlet__pb2.EndClaimResponse.FromString,
+                _registered_method=True)
 
 
 class PeerServicer:
@@ -532,6 +542,22 @@ class PeerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Claim(self, request, context):
+        """From an engine that adopts a request to the former owner, whose loop is stuck in a model step: where the KV cache
+        is, and that it stays as it is until EndClaim or for ten seconds. The request is over at the former owner, which
+        publishes nothing for it any more. Refused when the loop is anywhere but in a model step.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndClaim(self, request, context):
+        """The bytes have been read. Says whether they were the request's until now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PeerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -579,6 +605,16 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Adopt,
                     request_deserializer=llumlet_dot_proto_dot_llumlet__pb2.AdoptRequest.FromString,
                     response_serializer=llumlet_dot_proto_dot_llumlet__pb2.AdoptResponse.SerializeToString,
+            ),
+            'Claim': grpc.unary_unary_rpc_method_handler(
+                    servicer.Claim,
+                    request_deserializer=llumlet_dot_proto_dot_llumlet__pb2.ClaimRequest.FromString,
+                    response_serializer=llumlet_dot_proto_dot_llumlet__pb2.ClaimResponse.SerializeToString,
+            ),
+            'EndClaim': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndClaim,
+                    request_deserializer=llumlet_dot_proto_dot_llumlet__pb2.EndClaimRequest.FromString,
+                    response_serializer=llumlet_dot_proto_dot_llumlet__pb2.EndClaimResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -826,6 +862,60 @@ class Peer:
             '/llumlet.Peer/Adopt',
             llumlet_dot_proto_dot_llumlet__pb2.AdoptRequest.SerializeToString,
             llumlet_dot_proto_dot_llumlet__pb2.AdoptResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Claim(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/llumlet.Peer/Claim',
+            llumlet_dot_proto_dot_llumlet__pb2.ClaimRequest.SerializeToString,
+            llumlet_dot_proto_dot_llumlet__pb2.ClaimResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndClaim(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/llumlet.Peer/EndClaim',
+            llumlet_dot_proto_dot_llumlet__pb2.EndClaimRequest.SerializeToString,
+            llumlet_dot_proto_dot_llumlet__pb2.EndClaimResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,6 +53,8 @@ class PeerStub:
     Close: aio.UnaryUnaryMultiCallable[pb.SettleRequest, pb.SettleResponse]
     Query: aio.UnaryUnaryMultiCallable[pb.SettleRequest, pb.SettleResponse]
     Adopt: aio.UnaryUnaryMultiCallable[pb.AdoptRequest, pb.AdoptResponse]
+    Claim: aio.UnaryUnaryMultiCallable[pb.ClaimRequest, pb.ClaimResponse]
+    EndClaim: aio.UnaryUnaryMultiCallable[pb.EndClaimRequest, pb.EndClaimResponse]
 
 class PeerServicer:
     async def Reserve(
@@ -82,5 +84,11 @@ class PeerServicer:
     async def Adopt(
         self, request: pb.AdoptRequest, context: aio.ServicerContext[pb.AdoptRequest, pb.AdoptResponse]
     ) -> pb.AdoptResponse: ...
+    async def Claim(
+        self, request: pb.ClaimRequest, context: aio.ServicerContext[pb.ClaimRequest, pb.ClaimResponse]
+    ) -> pb.ClaimResponse: ...
+    async def EndClaim(
+        self, request: pb.EndClaimRequest, context: aio.ServicerContext[pb.EndClaimRequest, pb.EndClaimResponse]
+    ) -> pb.EndClaimResponse: ...
 
 def add_PeerServicer_to_server(servicer: PeerServicer, server: aio.Server) -> None: ...

@@ -33,7 +33,7 @@ BLOCK_SIZE = 32
 
 
 class FakeRunner:
-    """Answers a step with one made-up token for every request that is due one: `token` counts up."""
+    """Answers a step with one made-up token for every request that is due one, or gone: `token` counts up."""
 
     def __init__(self) -> None:
         self.token = 100
@@ -41,7 +41,8 @@ class FakeRunner:
     def run(self, output: SchedulerOutput, scheduler: Scheduler) -> ModelRunnerOutput:
         ids = list(output.num_scheduled_tokens)
         self.token += 1
-        sampled = [[] if scheduler.requests[i].is_prefill_chunk else [self.token] for i in ids]
+        requests = [scheduler.requests.get(request_id) for request_id in ids]
+        sampled = [[] if request is not None and request.is_prefill_chunk else [self.token] for request in requests]
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
@@ -84,7 +85,7 @@ class Rig:
         self.scheduler.use_v2_model_runner = runner_v2
         self.port = SchedulerPort(self.scheduler)
         self.runner = FakeRunner()
-        self._depth = 2 if asynchronous else 1
+        self.depth = 2 if asynchronous else 1
         self._in_flight: deque[SchedulerOutput] = deque()
 
     @property
@@ -112,7 +113,7 @@ class Rig:
         """One turn of the engine's loop; returns what it emits."""
         self.port.before_step()
         self._in_flight.append(self.scheduler.schedule())
-        return self.drain_one() if len(self._in_flight) >= self._depth else []
+        return self.drain_one() if len(self._in_flight) >= self.depth else []
 
     def drain_one(self) -> list[EngineCoreOutput]:
         output = self._in_flight.popleft()

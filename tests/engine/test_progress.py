@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from vllm_llumnix.engine.progress import FIRST_SECONDS_PER_TOKEN, PATIENCE_FACTOR, Progress
@@ -71,13 +69,3 @@ def test_whoever_sleeps_does_not_hang(progress: Progress, clock: Clock) -> None:
     progress.step()
     clock.now += 1
     assert progress.stalled_seconds == pytest.approx(1)
-
-
-def test_every_call_of_the_executor_is_seen(progress: Progress, clock: Clock) -> None:
-    asked = []
-    executor = SimpleNamespace(execute_model=lambda output, non_block: asked.append((output, non_block)) or "future")
-    progress.watch(executor)
-    output = SimpleNamespace(total_num_scheduled_tokens=2000)
-    assert executor.execute_model(output, non_block=True) == "future"
-    assert asked == [(output, True)]
-    assert progress.limit_seconds == pytest.approx(PATIENCE_FACTOR * 2000 * FIRST_SECONDS_PER_TOKEN)

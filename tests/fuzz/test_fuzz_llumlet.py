@@ -40,6 +40,8 @@ EXAMPLES: dict[str, Message] = {
     "Peer/Close": messages.settle(),
     "Peer/Query": messages.settle(),
     "Peer/Adopt": messages.adopt(),
+    "Peer/Claim": messages.claim(),
+    "Peer/EndClaim": messages.end_claim(),
 }
 STREAMS = {"Llumlet/Migrate", "Llumlet/MigrateIn", "Llumlet/Drain"}
 REFUSALS = {grpc.StatusCode.INVALID_ARGUMENT}

@@ -24,8 +24,10 @@ from llumlet.server import serve
 from llumlet.types import (
     AbortMigrateInRequest,
     AdoptRequest,
+    ClaimRequest,
     CommitRequest,
     CopyRoundRequest,
+    EndClaimRequest,
     Epoch,
     Handover,
     MigrateInRequest,
@@ -293,6 +295,8 @@ METHODS = {
     "close_handover": SettleRequest,
     "query": SettleRequest,
     "adopt": AdoptRequest,
+    "claim": ClaimRequest,
+    "end_claim": EndClaimRequest,
 }
 
 

@@ -16,12 +16,16 @@ from llumlet.types import (
     AbortResponse,
     AdoptRequest,
     AdoptResponse,
+    ClaimRequest,
+    ClaimResponse,
     CommitRequest,
     CommitResponse,
     CopyRoundRequest,
     CopyRoundResponse,
     DrainProgress,
     DrainRequest,
+    EndClaimRequest,
+    EndClaimResponse,
     Epoch,
     Handover,
     Health,
@@ -221,6 +225,14 @@ class FakeAgent:
     async def adopt(self, request: AdoptRequest) -> AdoptResponse:
         await self._enter("adopt", request)
         return AdoptResponse(instance_id=self.instance_id, incarnation="i-1")
+
+    async def claim(self, request: ClaimRequest) -> ClaimResponse:
+        await self._enter("claim", request)
+        return ClaimResponse(claim_id="c-1", computed_tokens=119, block_ids=[4, 5, 6, 7])
+
+    async def end_claim(self, request: EndClaimRequest) -> EndClaimResponse:
+        await self._enter("end_claim", request)
+        return EndClaimResponse(intact=True)
 
     async def _settle(self, method: str, request: SettleRequest, state: Handover.State) -> SettleResponse:
         await self._enter(method, request)

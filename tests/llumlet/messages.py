@@ -7,10 +7,13 @@ from typing import Any
 
 from llumlet.types import (
     AdoptRequest,
+    ClaimRequest,
     CommitRequest,
     CopyRoundRequest,
+    EndClaimRequest,
     Epoch,
     Handover,
+    Holder,
     MigrateInRequest,
     MigrateRequest,
     ReserveRequest,
@@ -92,5 +95,19 @@ def settle(**changes: Any) -> SettleRequest:
 
 
 def adopt(**changes: Any) -> AdoptRequest:
-    fields: dict[str, Any] = {"epoch": Epoch(term=1), "compatibility_digest": "d", "request_state": b"state"}
+    fields: dict[str, Any] = {
+        "epoch": Epoch(term=1),
+        "compatibility_digest": "d",
+        "request_state": b"state",
+        "holder": Holder(instance_id="A", incarnation="i-1", address="127.0.0.1:4000"),
+    }
     return AdoptRequest(**(fields | changes))
+
+
+def claim(**changes: Any) -> ClaimRequest:
+    fields: dict[str, Any] = {"request_id": "r-1", "epoch": Epoch(term=1), "incarnation": "i-1"}
+    return ClaimRequest(**(fields | changes))
+
+
+def end_claim(**changes: Any) -> EndClaimRequest:
+    return EndClaimRequest(**({"claim_id": "c-1"} | changes))

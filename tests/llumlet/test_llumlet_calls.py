@@ -46,6 +46,8 @@ CALLS = {
     "Close": ("close_handover", messages.settle()),
     "Query": ("query", messages.settle()),
     "Adopt": ("adopt", messages.adopt()),
+    "Claim": ("claim", messages.claim()),
+    "EndClaim": ("end_claim", messages.end_claim()),
 }
 
 

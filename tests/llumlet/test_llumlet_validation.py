@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llumlet import validation
-from llumlet.types import AbortMigrateInRequest, AbortRequest, Address, DrainRequest, Epoch, MigrateRequest
+from llumlet.types import AbortMigrateInRequest, AbortRequest, Address, DrainRequest, Epoch, Holder, MigrateRequest
 from tests.llumlet import messages
 
 RATIO = {"migration_type": "RATIO", "kv_cache_usage_ratio": 0.5}
@@ -108,6 +108,14 @@ def test_migrate_in() -> None:
         ),
         (validation.adopt_faults(messages.adopt(request_state=b"")), "request_state is empty"),
         (validation.adopt_faults(messages.adopt(epoch=Epoch(hop=1))), "a term above 0"),
+        (validation.adopt_faults(messages.adopt(holder=Holder(address="h:1", incarnation="i"))), "holder.instance_id"),
+        (
+            validation.adopt_faults(messages.adopt(holder=Holder(instance_id="A", incarnation="i", address="h"))),
+            "holder.address",
+        ),
+        (validation.claim_faults(messages.claim(request_id="")), "request_id is empty"),
+        (validation.claim_faults(messages.claim(epoch=Epoch(hop=3))), "a term above 0"),
+        (validation.end_claim_faults(messages.end_claim(claim_id="c" * (64 << 10) + "c")), "claim_id has 65537"),
     ],
 )
 def test_other_messages(faults: list[str], fault: str) -> None:
@@ -122,6 +130,9 @@ def test_legal_peer_messages() -> None:
     unanswered = messages.settle(handover=messages.handover(dst_incarnation=""))
     assert validation.settle_faults(unanswered) == []
     assert validation.adopt_faults(messages.adopt()) == []
+    assert validation.adopt_faults(messages.adopt(holder=None)) == []
+    assert validation.claim_faults(messages.claim()) == []
+    assert validation.end_claim_faults(messages.end_claim()) == []
 
 
 @pytest.mark.parametrize(

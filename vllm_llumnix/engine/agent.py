@@ -23,12 +23,16 @@ from llumlet.types import (
     Address,
     AdoptRequest,
     AdoptResponse,
+    ClaimRequest,
+    ClaimResponse,
     CommitRequest,
     CommitResponse,
     CopyRoundRequest,
     CopyRoundResponse,
     DrainProgress,
     DrainRequest,
+    EndClaimRequest,
+    EndClaimResponse,
     Health,
     InstanceMetadata,
     InstanceStatus,
@@ -54,6 +58,7 @@ from vllm_llumnix.engine.listing import Listing
 from vllm_llumnix.engine.memory import Movers, encode_memory
 from vllm_llumnix.engine.relay import Relay
 from vllm_llumnix.engine.request_state import residence_of
+from vllm_llumnix.engine.rescue import Rescue
 from vllm_llumnix.errors import MigrationError, Reason, Refused
 from vllm_llumnix.ids import Epoch
 from vllm_llumnix.migration import wire
@@ -107,7 +112,14 @@ class LlumletAgent:
         builder = RequestBuilder(bypass.engine, self.config.reaches)
         self.arrivals = Arrivals(bypass, kvconn, self.relay, self.movers, builder, self.departures, self._abort_soon)
         self.adoptions = Adoptions(
-            bypass, kvconn, self.relay, builder, self.arrivals, self.departures, self._abort_here
+            bypass,
+            kvconn,
+            self.relay,
+            builder,
+            self.arrivals,
+            self.departures,
+            Rescue(bypass, kvconn, self.movers, self.departures),
+            self._abort_here,
         )
 
     async def close(self) -> None:
@@ -208,6 +220,7 @@ class LlumletAgent:
         progress = self.kvconn.progress
         status.loop_age_ms = progress.stalled_seconds * 1e3
         status.health = HEALTHS[progress.health]
+        status.num_adopted, status.num_rescued = self.bypass.num_adopted, self.bypass.num_rescued
         status.schedulable = status.schedulable and progress.health is wire.Health.OK
         return status
 
@@ -250,6 +263,27 @@ class LlumletAgent:
             return await self.adoptions.adopt(request)
         except Refused as error:
             raise refusal(error) from error
+
+    # What engines ask for that go on with our requests
+
+    async def claim(self, request: ClaimRequest) -> ClaimResponse:
+        if request.incarnation != self.identity.incarnation:
+            raise refusal(Refused(Reason.WRONG_INSTANCE, "this is another life of the engine"))
+        try:
+            claimed = self.kvconn.claims.take(request.request_id, Epoch(request.epoch.term, request.epoch.hop))
+        except Refused as error:
+            raise refusal(error) from error
+        self.relay.farewell(request.request_id)
+        return ClaimResponse(
+            claim_id=claimed.claim_id,
+            source_memory=self.departures.memory,
+            computed_tokens=claimed.computed_tokens,
+            block_ids=claimed.block_ids,
+            output_token_ids=claimed.output_token_ids,
+        )
+
+    async def end_claim(self, request: EndClaimRequest) -> EndClaimResponse:
+        return EndClaimResponse(intact=self.kvconn.claims.end(request.claim_id))
 
     # Aborts that come by other ways
 

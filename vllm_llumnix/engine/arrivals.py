@@ -8,7 +8,6 @@ answer again. Nothing of a request is visible to the engine's scheduler before t
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import threading
 import time
@@ -80,15 +79,11 @@ class Admission:
             return first
 
 
-_numbers = itertools.count(1)
-
-
 class IncomingMove:
     """One request that may come."""
 
     def __init__(self, arrivals: Arrivals, handover: Handover) -> None:
         self.arrivals = arrivals
-        self._number = next(_numbers)
         self.migration_id = MigrationId(handover.migration_id)
         self.request_id = handover.request_id
         self.source_incarnation = handover.src_incarnation
@@ -107,6 +102,7 @@ class IncomingMove:
         self._memory: SourceMemory | None = None
         self._block_ids: list[int] = []
         self._source_blocks: dict[int, int] = {}
+        self._jobs: dict[int, int] = {}
         self._commit_seen = False
         self._admission = Admission()
         self._lease_end = 0.0
@@ -289,7 +285,9 @@ class IncomingMove:
 
     def _mover_job(self, job: int) -> int:
         """The machine numbers its jobs from 1, the movers' are those of all moves."""
-        return self._number << 20 | job
+        if job not in self._jobs:
+            self._jobs[job] = self.arrivals.movers.next_job()
+        return self._jobs[job]
 
     async def _stop(self, job: int) -> None:
         """However long it takes: the blocks are not given back while a mover may write them."""

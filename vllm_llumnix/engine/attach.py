@@ -56,7 +56,7 @@ def attach(engine: Any) -> KVConnection:
     port = SchedulerPort(engine.scheduler)
     bypass = Bypass(config, identity, movers, engine)
     kvconn = KVConnection(engine, port, bypass)
-    kvconn.progress.watch(engine.model_executor)
+    kvconn.watch_model()
     bypass.start(kvconn)
     _stop_with(engine, bypass)
     # Utilities are attributes of the engine that its API server may call.

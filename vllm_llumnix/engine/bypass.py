@@ -49,6 +49,9 @@ class Bypass:
         self.started_at = time.time()
         self.draining = False
         """The engine is being emptied."""
+        self.num_adopted = 0
+        """Requests of lost owners that went on here, and how many of them with their KV cache. Bypass thread."""
+        self.num_rescued = 0
         self._agent: LlumletAgent | None = None
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.request import Request
 
+from vllm_llumnix import faults
+from vllm_llumnix.engine.claims import Claims
 from vllm_llumnix.engine.progress import Progress
 from vllm_llumnix.engine.request_state import residence_from, settle_in
 from vllm_llumnix.engine.scheduler_port import SchedulerPort
@@ -69,6 +71,7 @@ class KVConnection:
         self.bypass = bypass
         self.steps = 0
         self.progress = Progress()
+        self.claims = Claims(self)
         self._origins: set[str] = set()
         self._audit_due = False
         self._commands: deque[Callable[[], None]] = deque()
@@ -81,6 +84,7 @@ class KVConnection:
         """Apply what migrations ask for. Called before every schedule, and while only migrations have work."""
         self.steps += 1
         self.progress.step()
+        faults.hit("loop.step")
         commands = self._commands
         while commands:
             commands.popleft()()
@@ -109,6 +113,37 @@ class KVConnection:
         if self._audit_due:
             self._audit()
         return False
+
+    def watch_model(self) -> None:
+        """See the engine give its model a batch, and turn to what the model made of it. Called once.
+
+        Steps and executors are attributes of the engine; so this needs no patch.
+        """
+        engine, progress, claims = self.engine, self.progress, self.claims
+        execute = engine.model_executor.execute_model
+        process_aborts, step = engine._process_aborts_queue, engine.step_fn
+
+        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            progress.execute(scheduler_output.total_num_scheduled_tokens)
+            claims.model_begins()
+            faults.hit("loop.model")
+            return execute(scheduler_output, *args, **kwargs)
+
+        def process_aborts_queue() -> None:
+            # The first thing that vLLM does with the scheduler after the model has returned.
+            claims.model_ended()
+            process_aborts()
+
+        def step_fn() -> Any:
+            # With several batches in flight a step may end without having waited for the model.
+            try:
+                return step()
+            finally:
+                claims.model_ended()
+
+        engine.model_executor.execute_model = execute_model
+        engine._process_aborts_queue = process_aborts_queue
+        engine.step_fn = step_fn
 
     def _is_draining(self) -> bool:
         return any(departure.freezing for departure in self._departures.values())

@@ -48,6 +48,7 @@ class Movers:
         self._jobs = itertools.count(1)
 
     def next_job(self) -> int:
+        """A number by which `pull` and `stop` know one copy."""
         return next(self._jobs)
 
     async def probe(self, peer: SourceMemory) -> str:

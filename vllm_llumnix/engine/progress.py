@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from vllm_llumnix.migration.wire import Health
 
@@ -59,16 +58,6 @@ class Progress:
     def sleep(self) -> None:
         """There is no work; the next step comes when there is."""
         self._asleep = True
-
-    def watch(self, executor: Any) -> None:
-        """See every call of the executor's `execute_model`."""
-        stock = executor.execute_model
-
-        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            self.execute(scheduler_output.total_num_scheduled_tokens)
-            return stock(scheduler_output, *args, **kwargs)
-
-        executor.execute_model = execute_model
 
     def _learn(self, tokens: int, seconds: float) -> None:
         if tokens < PREFILL_TOKENS:

@@ -184,6 +184,10 @@ class SchedulerPort:
         if finished_of_client is not None:
             finished_of_client[request.client_index].discard(request.request_id)
 
+    def pin_all(self, request: Request) -> Pin:
+        """Pin every block that the request holds."""
+        return self._pin(self._blocks(request))
+
     def unpin(self, pin: Pin) -> None:
         self._num_pins -= 1
         self.block_pool.free_blocks(reversed(pin.blocks))

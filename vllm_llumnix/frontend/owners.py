@@ -61,6 +61,10 @@ class Owner:
         silent = now - self.last_heard
         return f"nothing heard of it for {silent:.1f} s" if silent > LOST_SECONDS + patience else None
 
+    def may_have_cache(self, now: float) -> bool:
+        """Whether the KV cache of its requests may still be read: its loop hangs, and its other threads do not."""
+        return not self.dead and self.health is Health.HUNG and now - self.last_heard <= SUSPECT_SECONDS
+
     def takes_requests(self, now: float) -> bool:
         """Whether it makes sense to send it something new."""
         return not self.dead and self.health is Health.OK and now - self.last_heard <= SUSPECT_SECONDS

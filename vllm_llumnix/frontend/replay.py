@@ -88,6 +88,7 @@ class Replay:
 
     async def _run(self, stream: Stream, lost: Owner | None, digest: str) -> None:
         deadline = time.monotonic() + REPLAY_SECONDS
+        holder = lost if lost is not None and lost.may_have_cache(time.monotonic()) else None
         first = True
         while self._streams.get(stream.request_id) is stream:
             # The lost one may be all there is, and come back.
@@ -96,12 +97,14 @@ class Replay:
                     self._streams.depose(stream)
                 first = False
                 try:
-                    await self._attempt(stream, address, digest)
+                    await self._attempt(stream, address, digest, holder)
                 except LlumletCallFailed as error:
                     logger.info("llumlet: %s does not take request %s: %s", address, stream.request_id, error)
                     if isinstance(error, LlumletError) and error.reason in HOPELESS:
                         deadline = 0.0
                         break
+                    if not isinstance(error, LlumletError) or error.reason == Reason.TRANSFER_FAILED:
+                        holder = None
                 else:
                     return
             if time.monotonic() > deadline:
@@ -110,13 +113,16 @@ class Replay:
                 return
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _attempt(self, stream: Stream, address: str, digest: str) -> None:
+    async def _attempt(self, stream: Stream, address: str, digest: str, holder: Owner | None) -> None:
         epoch = stream.epoch
         request = AdoptRequest(
             epoch=WireEpoch(term=epoch.term, hop=epoch.hop),
             compatibility_digest=digest,
             request_state=encode(state_of(stream.request, stream.delivered, self._relay_address())),
         )
+        if holder is not None:
+            request.holder.instance_id, request.holder.incarnation = holder.instance, holder.incarnation
+            request.holder.address = holder.llumlet
         client = self._clients.get(address)
         if client is None:
             client = self._clients[address] = LlumletClient(address, credentials=self._credentials)
@@ -129,7 +135,13 @@ class Replay:
         stream.replaying = False
         stream.replays += 1
         self.replayed += 1
-        logger.info("llumlet: request %s goes on at %s", stream.request_id, answer.instance_id)
+        logger.info(
+            "llumlet: request %s goes on at %s: %.1f MB of KV cache copied, %d tokens computed again",
+            stream.request_id,
+            answer.instance_id,
+            answer.copied_bytes / 1e6,
+            answer.recomputed_tokens,
+        )
 
     async def is_gone(self, owner: Owner) -> bool:
         """Whether nobody listens any more where the silent `owner` did: then it need not be waited for."""

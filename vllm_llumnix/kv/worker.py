@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_llumnix import faults
 from vllm_llumnix.errors import TransportUnavailable
 from vllm_llumnix.kv import messages
 from vllm_llumnix.kv.endpoint import PrivateDirectory
@@ -60,6 +61,8 @@ def start_mover(worker: Any, settings: dict[str, Any]) -> bytes:
         cpus=_unbound_cpus(),
     )
     mover.start()
+    if faults.armed("worker.model"):
+        _arm(worker)
     _running = (mover, nonce)
     return messages.encode(
         MoverInfo(
@@ -81,6 +84,17 @@ def stop_mover(worker: Any) -> None:
         _running = None
         nonce.revoke()
         mover.close()
+
+
+def _arm(worker: Any) -> None:
+    """Let a test make the model hang."""
+    execute = worker.execute_model
+
+    def execute_model(*args: Any, **kwargs: Any) -> Any:
+        faults.hit("worker.model")
+        return execute(*args, **kwargs)
+
+    worker.execute_model = execute_model
 
 
 def _unbound_cpus() -> set[int]:

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop of an engine hangs; its requests go on elsewhere, with their KV cache where that can still be read.
+
+One victim with a fault for every way to hang, each set off by a file; it wakes up between the tests. In the model's own
+type, bfloat16: a request that comes with its KV cache has its tokens bit for bit, one that is computed again need not.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from benchmarks.client import Client, Stream
+from benchmarks.harness import Fleet, Server, ServerSpec
+from llumlet.client import LlumletClient
+from llumlet.types import InstanceStatus
+from tests.integration.test_lost_owner import STOPPED_S, stopped, worker_of
+from tests.support.conservation import wait_idle
+from tests.support.failures import failure
+
+pytestmark = pytest.mark.asyncio
+
+LENGTH = 400
+AT = 40
+"""Tokens that have arrived when the victim begins to hang."""
+HANG_S = 12.0
+"""Longer than a rescue takes."""
+HANGS: dict[str, dict[str, Any]] = {
+    "worker": {"point": "worker.model", "action": "hold"},
+    "execute": {"point": "loop.model", "action": "delay"},
+    "schedule": {"point": "loop.step", "action": "delay"},
+    "interpreter": {"point": "loop.model", "action": "hold"},
+}
+GREEDY = {"temperature": 0.0}
+SEEDED = {"temperature": 0.8, "seed": 11, "top_p": 0.9, "frequency_penalty": 0.3}
+
+
+class Pair:
+    """`haven` is where requests go on; `hang` makes the victim's loop hang from the next step on."""
+
+    def __init__(self, haven: Server, victim: Server, triggers: dict[str, Path]) -> None:
+        self.haven = haven
+        self.victim = victim
+        self._triggers = triggers
+
+    def hang(self, how: str) -> None:
+        self._triggers[how].touch()
+
+
+@pytest.fixture(scope="module")
+def pair(model_dir: Path, log_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    directory = tmp_path_factory.mktemp("hangs")
+    triggers = {how: directory / how for how in HANGS}
+    faults = [{**fault, "seconds": HANG_S, "file": str(triggers[how])} for how, fault in HANGS.items()]
+    with Fleet(log_dir / "rescue") as fleet:
+        haven = fleet.start(ServerSpec(model_dir, name="haven", instance_id="haven"))[0]
+        flags = ("--llumlet-peers", str(haven.llumlet))
+        environment = {"LLUMNIX_FAULTS": json.dumps(faults)}
+        victim = fleet.start(ServerSpec(model_dir, name="victim", instance_id="victim", flags=flags, env=environment))[
+            0
+        ]
+        yield Pair(haven, victim, triggers)
+
+
+@pytest_asyncio.fixture
+async def conserved(pair: Pair) -> AsyncIterator[None]:
+    """Afterwards nobody holds anything, the victim included once it is awake."""
+    yield
+    await wait_idle(pair.haven)
+    await wait_idle(pair.victim, timeout_s=40.0)
+
+
+async def begin(client: Client, prompt: int, sampling: dict[str, Any]) -> Stream:
+    """`prompt` numbers the prompts: no two of them begin alike."""
+    tokens = [100 + (prompt * 131 + index * 7) % 900 for index in range(200)]
+    return await client.complete(tokens, LENGTH, ignore_eos=True, cache_salt=uuid.uuid4().hex, **sampling)
+
+
+async def undisturbed(server: Server, prompt: int, sampling: dict[str, Any]) -> Stream:
+    async with Client(server.base_url) as client:
+        return await (await begin(client, prompt, sampling)).result()
+
+
+async def status_of(server: Server) -> InstanceStatus:
+    async with LlumletClient(str(server.llumlet)) as client:
+        return await client.get_instance_status()
+
+
+async def rescued(before: InstanceStatus, server: Server) -> tuple[int, int]:
+    """Requests that `server` took on since `before`, and how many with their KV cache."""
+    after = await status_of(server)
+    return after.num_adopted - before.num_adopted, after.num_rescued - before.num_rescued
+
+
+@failure(
+    "the worker hangs in C, holding its interpreter lock",
+    "in a model step",
+    "suspect, hung 3 s later; a peer goes on with the KV cache, one token computed",
+)
+@failure(
+    "the loop hangs in execute",
+    "in a model step",
+    "the same",
+)
+@pytest.mark.parametrize(("how", "sampling"), [("worker", SEEDED), ("execute", GREEDY)], ids=["worker", "execute"])
+@pytest.mark.usefixtures("conserved")
+async def test_the_cache_is_brought(pair: Pair, how: str, sampling: dict[str, Any]) -> None:
+    expected = await undisturbed(pair.haven, 1, sampling)
+    before = await status_of(pair.haven)
+    async with Client(pair.victim.base_url) as client:
+        stream = await begin(client, 1, sampling)
+        await stream.wait_for(AT)
+        pair.hang(how)
+        result = await stream.result()
+    assert await rescued(before, pair.haven) == (1, 1)
+    assert result.token_ids == expected.token_ids
+    assert result.usage == expected.usage
+    assert 1.0 < max(result.gaps) < STOPPED_S
+
+
+@failure(
+    "SIGSTOP of the worker, with several requests",
+    "in a model step",
+    "each goes on at a peer with its KV cache; on waking up nothing is published, every block is given back",
+)
+@pytest.mark.usefixtures("conserved")
+async def test_several_requests_and_a_worker_that_is_stopped(pair: Pair) -> None:
+    before = await status_of(pair.haven)
+    async with Client(pair.victim.base_url) as client:
+        streams = [await begin(client, number, GREEDY) for number in range(2, 5)]
+        for stream in streams:
+            await stream.wait_for(AT)
+        async with stopped(worker_of(pair.victim)):
+            for stream in streams:
+                await stream.wait_for(len(stream.token_ids) + AT)
+        results = [await stream.result() for stream in streams]
+    assert await rescued(before, pair.haven) == (3, 3)
+    for result in results:
+        assert len(result.token_ids) == LENGTH
+        assert result.finish_reason == "length"
+        assert max(result.gaps) < STOPPED_S
+
+
+@failure(
+    "the loop hangs outside of the model (as in schedule())",
+    "not in a model step",
+    "the scheduler's state is half made: no KV cache is taken, the origin replays",
+)
+@failure(
+    "the engine hangs with the interpreter lock",
+    "in a model step",
+    "none of its threads answers: lost after 4.5 s, replayed",
+)
+@pytest.mark.parametrize("how", ["schedule", "interpreter"])
+@pytest.mark.usefixtures("conserved")
+async def test_the_cache_cannot_be_had(pair: Pair, how: str) -> None:
+    before = await status_of(pair.haven)
+    async with Client(pair.victim.base_url) as client:
+        stream = await begin(client, 5, SEEDED)
+        await stream.wait_for(AT)
+        pair.hang(how)
+        result = await stream.result()
+    assert await rescued(before, pair.haven) == (1, 0)
+    assert len(result.token_ids) == LENGTH
+    assert result.finish_reason == "length"
+    assert max(result.gaps) < STOPPED_S
+
+
+@pytest.mark.usefixtures("conserved")
+async def test_the_victim_serves_again(pair: Pair) -> None:
+    """Requests that were taken away have left nothing behind that disturbs new ones."""
+    expected = await undisturbed(pair.haven, 6, SEEDED)
+    result = await undisturbed(pair.victim, 6, SEEDED)
+    assert result.token_ids == expected.token_ids
+    assert pair.victim.alive()

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Brings the KV cache of a request from an engine whose loop hangs, into an engine that adopts the request.
+
+The request's ownership is not at stake here: its origin has barred the former owner before it asked anybody to go on.
+All that can be lost is the KV cache, and then the request is computed again from its tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from typing import TYPE_CHECKING
+
+from vllm.v1.request import Request
+
+from llumlet.client import LlumletClient
+from llumlet.errors import LlumletCallFailed
+from llumlet.types import Address, ClaimRequest, ClaimResponse, EndClaimRequest, Holder
+from llumlet.types import Epoch as WireEpoch
+from vllm_llumnix.engine.kvconn import KVConnection
+from vllm_llumnix.engine.memory import Movers, SourceMemory, decode_memory
+from vllm_llumnix.errors import MigrationError, Reason, Refused, TransportError
+from vllm_llumnix.ids import Epoch
+
+if TYPE_CHECKING:
+    from vllm_llumnix.engine.bypass import Bypass
+    from vllm_llumnix.engine.departures import Departures
+
+logger = logging.getLogger("vllm.llumnix")
+
+CLAIM_SECONDS = 1.0
+"""For an answer of the holder's llumlet. A process whose interpreter is stuck does not answer at all."""
+PULL_SECONDS = 2.5
+STOP_SECONDS = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fetched:
+    """A reservation that holds KV of the request's first `computed_tokens` tokens."""
+
+    computed_tokens: int
+    copied_bytes: int
+
+
+class _Abandoned(Exception):
+    """A copy that did not end; movers may still be writing."""
+
+
+class Rescue:
+    """The adopting side of `Claim`. Bypass thread."""
+
+    def __init__(self, bypass: Bypass, kvconn: KVConnection, movers: Movers, departures: Departures) -> None:
+        self._bypass = bypass
+        self._kvconn = kvconn
+        self._movers = movers
+        self._departures = departures
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def fetch(self, request: Request, epoch: Epoch, holder: Holder) -> Fetched | None:
+        """Reserve blocks and fill them. None when the holder's KV cannot be had; then nothing is held.
+
+        Raises Refused(transfer_failed) when blocks are held until the movers have stopped writing them.
+        """
+        request_id = request.request_id
+        try:
+            client = self._departures.client(Address.parse(holder.address))
+            claim = await client.claim(
+                ClaimRequest(
+                    request_id=request_id,
+                    epoch=WireEpoch(term=epoch.term, hop=epoch.hop),
+                    incarnation=holder.incarnation,
+                ),
+                deadline_s=CLAIM_SECONDS,
+            )
+            try:
+                fetched = await self._fill(request, claim)
+            finally:
+                intact = await _end(client, claim.claim_id)
+        except _Abandoned as error:
+            raise Refused(Reason.TRANSFER_FAILED, str(error)) from error
+        except (LlumletCallFailed, MigrationError, TransportError) as error:
+            logger.info("llumlet: request %s comes without its KV cache: %s", request_id, error)
+            return None
+        if intact:
+            return fetched
+        logger.info("llumlet: %s could not keep the KV cache of request %s", holder.instance_id, request_id)
+        await self._kvconn.call(self._kvconn.port.cancel_reservation, request)
+        return None
+
+    async def _fill(self, request: Request, claim: ClaimResponse) -> Fetched:
+        computed = self._usable(request, claim)
+        memory = decode_memory(claim.source_memory)
+        if memory.digest != self._bypass.identity.digest:
+            raise Refused(Reason.INCOMPATIBLE_ENGINE, "model, weights, vLLM version or settings differ")
+        transport = await self._movers.probe(memory)
+        block_size = self._kvconn.port.block_size
+        hits, block_ids = await self._kvconn.call(self._reserve_on_loop, request)
+        last = -(-computed // block_size)
+        copied = await self._pull(request, memory, list(claim.block_ids[hits:last]), block_ids[hits:last], transport)
+        return Fetched(max(computed, hits * block_size), copied)
+
+    def _usable(self, request: Request, claim: ClaimResponse) -> int:
+        """Of how many tokens the holder has the KV cache; of `request`'s last token it is computed here."""
+        delivered = list(request.output_token_ids)
+        if list(claim.output_token_ids[: len(delivered)]) != delivered:
+            raise Refused(Reason.INVALID_REQUEST, "the holder's tokens are not those that the client has received")
+        computed = min(claim.computed_tokens, request.num_tokens - 1)
+        if not 0 < computed <= len(claim.block_ids) * self._kvconn.port.block_size:
+            raise Refused(Reason.INVALID_REQUEST, f"{computed} tokens in {len(claim.block_ids)} blocks")
+        return computed
+
+    def _reserve_on_loop(self, request: Request) -> tuple[int, list[int]]:
+        return self._kvconn.port.reserve(request, use_prefix_cache=not self._bypass.config.exact)
+
+    async def _pull(
+        self, request: Request, memory: SourceMemory, source: list[int], destination: list[int], transport: str
+    ) -> int:
+        if not destination:
+            return 0
+        job = self._movers.next_job()
+        try:
+            return await self._movers.pull(
+                job,
+                memory,
+                source,
+                destination,
+                transport=transport,
+                deadline_s=PULL_SECONDS,
+                final=True,
+                tag="rescue",
+            )
+        except TransportError as error:
+            task = asyncio.get_running_loop().create_task(self._give_up(request, job))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            raise _Abandoned(str(error)) from error
+
+    async def _give_up(self, request: Request, job: int) -> None:
+        """However long it takes: the blocks are not given back while a mover may write them."""
+        while True:
+            try:
+                await self._movers.stop(job)
+            except TransportError as error:
+                logger.warning("a mover does not say that it stopped writing for %s: %s", request.request_id, error)
+                await asyncio.sleep(STOP_SECONDS)
+                continue
+            await self._kvconn.call(self._kvconn.port.cancel_reservation, request)
+            return
+
+
+async def _end(client: LlumletClient, claim_id: str) -> bool:
+    """Whether what was read under the claim is right."""
+    try:
+        return (await client.end_claim(EndClaimRequest(claim_id=claim_id), deadline_s=CLAIM_SECONDS)).intact
+    except LlumletCallFailed:
+        return False

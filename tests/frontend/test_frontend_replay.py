@@ -30,6 +30,7 @@ from tests.frontend.fakes import (
 )
 from tests.llumlet.fake_agent import FakeAgent
 from vllm_llumnix.frontend import streams
+from vllm_llumnix.frontend.client import WATCH_SECONDS
 from vllm_llumnix.ids import Epoch
 from vllm_llumnix.migration import wire
 from vllm_llumnix.request_wire import RequestState, decode_state
@@ -94,6 +95,7 @@ async def test_a_hung_engine_loses_its_stream_to_another(
     assert (state.prompt_token_ids, state.output_token_ids) == ([1, 2, 3], [10, 11])
     assert state.origin == client.relay_address
     assert b"seed" in bytes(state.sampling_params)
+    assert rescuer.asked("adopt")[0].holder.address == home.llumlet, "the KV cache may still be there"
     assert await home.answer() == wire.Release([("r", Epoch(0, 0))]), "who wakes up learns that it counts no more"
     # The late tokens of the old owner are nobody's.
     await engine.send(output("r", 12))
@@ -152,6 +154,21 @@ async def test_a_destination_that_is_never_heard_of(
     await home.send(wire.HandedOver("r", FIRST_HOP, "gone", "1", "127.0.0.1:3"))
     epoch, state = await adoption(rescuer)
     assert (epoch, state.output_token_ids) == (RAISED, [10, 11])
+
+
+async def test_a_request_sent_after_a_hang_was_reported(
+    client: Any, engine: FakeEngine, home: FakePeer, rescue: FakePeer, rescuer: FakeAgent
+) -> None:
+    """The engine may have woken up since: only a heartbeat that is later than the request counts."""
+    await home.heartbeat(health=Health.HUNG)
+    await start(client, engine, 10)
+    await rescue.heartbeat()
+    await asyncio.sleep(3 * WATCH_SECONDS)
+    assert rescuer.asked("adopt") == []
+    await home.heartbeat(health=Health.HUNG)
+    _, state = await adoption(rescuer)
+    assert state.output_token_ids == [10]
+    assert rescuer.asked("adopt")[0].holder.address == home.llumlet
 
 
 async def test_an_owner_that_does_not_claim_the_request(

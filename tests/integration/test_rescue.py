@@ -7,7 +7,10 @@ type, bfloat16: a request that comes with its KV cache has its tokens bit for bi
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -19,9 +22,10 @@ import pytest_asyncio
 from benchmarks.client import Client, Stream
 from benchmarks.harness import Fleet, Server, ServerSpec
 from llumlet.client import LlumletClient
-from llumlet.types import InstanceStatus
+from llumlet.errors import LlumletCallFailed
+from llumlet.types import Health, InstanceStatus
 from tests.integration.test_lost_owner import STOPPED_S, stopped, worker_of
-from tests.support.conservation import wait_idle
+from tests.support.conservation import assert_conserved, wait_idle
 from tests.support.failures import failure
 
 pytestmark = pytest.mark.asyncio
@@ -70,10 +74,22 @@ def pair(model_dir: Path, log_dir: Path, tmp_path_factory: pytest.TempPathFactor
 
 @pytest_asyncio.fixture
 async def conserved(pair: Pair) -> AsyncIterator[None]:
-    """Afterwards nobody holds anything, the victim included once it is awake."""
+    """Afterwards both hold what they held before, the victim once it is awake."""
+    before = {server: await wait_idle(server) for server in (pair.haven, pair.victim)}
     yield
-    await wait_idle(pair.haven)
-    await wait_idle(pair.victim, timeout_s=40.0)
+    await awake(pair.victim)
+    await assert_conserved(before)
+
+
+async def awake(server: Server, timeout_s: float = 4 * HANG_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    async with LlumletClient(str(server.llumlet)) as client:
+        while True:
+            with contextlib.suppress(LlumletCallFailed):
+                if (await client.get_instance_status(deadline_s=1.0)).health == Health.OK:
+                    return
+            assert time.monotonic() < deadline, f"{server.name} does not wake up"
+            await asyncio.sleep(0.1)
 
 
 async def begin(client: Client, prompt: int, sampling: dict[str, Any]) -> Stream:
@@ -117,7 +133,11 @@ async def test_the_cache_is_brought(pair: Pair, how: str, sampling: dict[str, An
         stream = await begin(client, 1, sampling)
         await stream.wait_for(AT)
         pair.hang(how)
+        await stream.wait_for(len(stream.token_ids) + AT)
+        async with LlumletClient(str(pair.victim.llumlet)) as operator:
+            listed = (await operator.list_requests()).requests
         result = await stream.result()
+    assert [stream.is_engine_id(request.request_id) for request in listed] == [True]
     assert await rescued(before, pair.haven) == (1, 1)
     assert result.token_ids == expected.token_ids
     assert result.usage == expected.usage

@@ -50,13 +50,13 @@ class Owner:
             self.hung_since = self.last_heard
         self.health = health
 
-    def why_lost(self, now: float, patience: float = 0.0) -> str | None:
+    def why_lost(self, now: float, patience: float = 0.0, since: float = 0.0) -> str | None:
         """Why its requests should go on elsewhere; None while it lives. `patience` in seconds is for who only may be
-        lost: hangs and silence can end.
+        lost: hangs and silence can end. What it said of its loop before `since`, when the request came, says nothing.
         """
         if self.dead:
             return self.dead
-        if self.health is Health.HUNG and now - self.hung_since >= patience:
+        if self.health is Health.HUNG and self.last_heard >= since and now - self.hung_since >= patience:
             return "its loop hangs"
         silent = now - self.last_heard
         return f"nothing heard of it for {silent:.1f} s" if silent > LOST_SECONDS + patience else None

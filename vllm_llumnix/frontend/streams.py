@@ -59,6 +59,7 @@ class Stream:
         "gate",
         "home",
         "num_home",
+        "opened_at",
         "owner",
         "replaying",
         "replays",
@@ -70,6 +71,7 @@ class Stream:
         params = request.sampling_params
         self.request = request
         self.wants_logprobs = params is not None and params.num_logprobs is not None
+        self.opened_at = 0.0
         self.home: bytes | None = None
         self.num_home = 0
         """Tokens that have come from the home engine, in vLLM's own path."""
@@ -143,6 +145,7 @@ class Streams:
 
     def open(self, stream: Stream) -> None:
         """Called before the request is sent."""
+        stream.opened_at = self._clock()
         self._streams[stream.request_id] = stream
 
     def close(self, request_ids: Iterable[str]) -> list[Stream]:
@@ -224,7 +227,7 @@ class Streams:
 
     def _orphan(self, stream: Stream, home_of: Callable[[Stream], Owner | None], now: float) -> Orphan | None:
         owner = stream.owner or home_of(stream)
-        if owner is not None and (reason := owner.why_lost(now, stream.patience)) is not None:
+        if owner is not None and (reason := owner.why_lost(now, stream.patience, stream.opened_at)) is not None:
             hopeless = bool(owner.dead) and now - owner.dead_since > GRACE_SECONDS
             return Orphan(stream, reason, owner, hopeless)
         gate = stream.gate

@@ -31,6 +31,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from benchmarks import reaper
+from benchmarks.model import cache_root
 
 SERVED_NAME = "model"
 LAUNCHER: Sequence[str] = (str(Path(sys.executable).with_name("vllm")), "serve")
@@ -131,6 +132,8 @@ class ServerSpec:
             # Sockets and temporary files of the server, removed with it.
             "TMPDIR": str(scratch),
             "VLLM_RPC_BASE_PATH": str(scratch),
+            # Beside the models, or every server would compile the same kernels: 11 s on two cores.
+            "TORCHINDUCTOR_CACHE_DIR": str(cache_root() / "kernels"),
             **self.env,
         }
 

@@ -81,18 +81,16 @@ PRESETS = {
 
 
 def cache_root() -> Path:
-    """Where built models are kept: `$XDG_CACHE_HOME/vllm-llumnix/models`, by default under
-    `~/.cache`.
-    """
+    """Where what takes long to make is kept: `$XDG_CACHE_HOME/vllm-llumnix`, by default under `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "vllm-llumnix" / "models"
+    return Path(base) / "vllm-llumnix"
 
 
 def build(spec: ModelSpec, out: Path | None = None) -> Path:
     """The directory of the model, built if it is not there yet. Safe against a second builder and
     against a kill.
     """
-    target = out if out is not None else cache_root() / spec.digest
+    target = out if out is not None else cache_root() / "models" / spec.digest
     stamp = target / "spec.json"
     if stamp.is_file() and json.loads(stamp.read_text()).get("digest") == spec.digest:
         return target

@@ -39,6 +39,7 @@ def play(seed: int, cluster_class: type[Cluster] = Cluster, *, traced: bool = Fa
     dice = random.Random(seed)
     cluster = cluster_class("ABC"[: dice.choice((2, 3, 3))], requests=dice.choice((1, 2, 2, 3)))
     cluster.traced = traced
+    cluster.answers_get_lost = cluster.answers_get_lost or dice.random() < 0.2
     cluster.moves_while_open = dice.random() < 0.3 or cluster.answers_get_lost
     try:
         faults = _play(cluster, dice)

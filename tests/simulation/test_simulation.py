@@ -81,7 +81,7 @@ class InDoubt(Cluster):
     answers_get_lost = True
 
 
-# Term and hop merged needs a coincidence that is too rare here: scenario 02b arranges it.
+# Term and hop merged needs a coincidence that is too rare here (none in 30,000): scenario 02b arranges it.
 GATES: dict[str, tuple[type[Gate], type[Cluster]]] = {
     "no fence": (mutants.NoFence, InDoubt),
     "gate drops the source's last token": (mutants.NaiveGate, WithoutNet),
@@ -99,9 +99,13 @@ CLUSTERS: dict[str, type[Cluster]] = {
 @pytest.mark.parametrize("name", GATES)
 def test_broken_gate_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant, cluster_class = GATES[name]
-    right = {seed for seed in range(MUTANT_SCHEDULES) if not play(seed, cluster_class).faults}
-    monkeypatch.setattr(streams, "Gate", mutant)
-    assert any(play(seed, cluster_class).faults for seed in sorted(right))
+    for seed in range(MUTANT_SCHEDULES):
+        with monkeypatch.context() as broken:
+            broken.setattr(streams, "Gate", mutant)
+            caught = play(seed, cluster_class).faults
+        if caught and not play(seed, cluster_class).faults:
+            return
+    pytest.fail("no schedule shows it")
 
 
 @pytest.mark.parametrize("name", CLUSTERS)

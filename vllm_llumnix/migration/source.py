@@ -270,8 +270,12 @@ class Source(Machine[State]):
     def _same_life(self, event: ev.Committed | ev.Barred) -> bool:
         return event.incarnation == self._incarnation
 
-    def _let_go(self, event: ev.Committed | ev.FenceStarted) -> list[Effect]:
-        return [do.Release(), *self._unpin(), do.SendClose(), *self._clear(LEASE), *self._clear(ASK)]
+    def _let_go(self, event: ev.Committed) -> list[Effect]:
+        return [do.Release(), *self._unpin(), do.SendClose(), *self._clear(LEASE)]
+
+    def _let_go_by_fence(self, event: ev.FenceStarted) -> list[Effect]:
+        # Perhaps it was a replay that started, and a Commit that was delayed has D read only now.
+        return [do.Release(), do.SendClose(), *self._clear(ASK), *self._linger()]
 
     def _resume(self, event: ev.Barred) -> list[Effect]:
         self._reason, self._detail = self._reason or event.reason, self._detail or event.detail
@@ -395,16 +399,16 @@ install(
         rows(_P.WITHDRAWING, ev.PeerUnreachable, _P.FENCING, Source._ask, when=_unheard(Call.WITHDRAW)),
         rows(_P.WITHDRAWING, ev.TimerFired, _P.FENCING, Source._ask, when=_deadline),
         rows(_P.FENCING, ev.TimerFired, None, Source._ask, when=_time_to_ask),
-        rows(_P.FENCING, ev.FenceStarted, _P.MOVED, Source._let_go),
+        rows(_P.FENCING, ev.FenceStarted, _P.MOVED, Source._let_go_by_fence),
         rows(_P.FENCING, ev.FenceRaised, _P.STAYED, Source._resume_under, when=Source._raised),
         rows(_P.FENCING, ev.OriginFinished, _P.GONE, Source._unwanted),
         rows(_P.FENCING, ev.TimerFired, _P.LOST, Source._lose, when=_deadline),
         rows(IN_DOUBT, ev.RequestGone, None, when=Source._is_preempted),
         rows(IN_DOUBT, ev.RequestGone, _P.GONE, Source._aborted_in_doubt),
         # Settled: the pins go back when nobody can be reading
-        rows((_P.STAYED, _P.GONE, _P.LOST), ev.TimerFired, None, Source._unpin_now, when=_lease_over),
-        rows((_P.STAYED, _P.GONE, _P.LOST), ev.Committed, None, Source._unpin_now, when=Source._same_life),
-        rows((_P.STAYED, _P.GONE, _P.LOST), ev.Barred, None, Source._unpin_now, when=Source._same_life),
+        rows(SETTLED, ev.TimerFired, None, Source._unpin_now, when=_lease_over),
+        rows(SETTLED, ev.Committed, None, Source._unpin_now, when=Source._same_life),
+        rows(SETTLED, ev.Barred, None, Source._unpin_now, when=Source._same_life),
         rows(SETTLED, ev.Snapshot, None, Source._unpin_late, late=True),
         rows(SETTLED, ev.Frozen, None, Source._unpin_late, late=True),
         # What crossed with a change of state

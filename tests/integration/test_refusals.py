@@ -9,6 +9,7 @@ import os
 import signal
 from typing import Any
 
+import aiohttp
 import pytest
 
 from benchmarks.client import Client
@@ -225,3 +226,36 @@ async def test_limits_at_the_destination(engines: Engines, conserved: object, st
         for stream in streams:
             await stream.disconnect()
     await wait_idle(narrow)
+
+
+@failure(
+    "the destination has no free batch slot",
+    "reserving",
+    "refused, destination_full: the request goes on at the source",
+)
+@failure(
+    "the destination is paused",
+    "reserving",
+    "refused, destination_paused: the request goes on at the source",
+)
+async def test_destination_without_a_slot_and_paused(engines: Engines, conserved: object, start_server: Any) -> None:
+    single = start_server(name="single", flags=("--max-num-seqs", "1"), env={"VLLM_SERVER_DEV_MODE": "1"})
+    async with Client(single.base_url) as client:
+        hog = await client.complete(list(range(300, 400)), 1700, **GREEDY)
+        await hog.wait_for(2)
+        move = await stays_and_goes_on(engines.a, single, length=200)
+        assert not hog.done, "the slot was free again before the move"
+        await hog.disconnect()
+    assert (move.reason, "batch slot" in move.detail) == ("destination_full", True)
+    await wait_idle(single)
+    async with aiohttp.ClientSession(single.base_url) as operator:
+        (await operator.post("/pause", params={"mode": "keep"})).raise_for_status()
+        move = await stays_and_goes_on(engines.a, single, length=200)
+        assert move.reason == "destination_paused"
+        (await operator.post("/resume")).raise_for_status()
+    async with Client(engines.a.base_url) as client:
+        stream = await client.complete(PROMPT, 1000, **GREEDY)
+        await stream.wait_for(20)
+        assert (await move_stream(engines.a, single, stream)).moved
+        await stream.disconnect()
+    await wait_idle(single)

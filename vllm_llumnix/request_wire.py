@@ -24,6 +24,7 @@ class RequestState(msgspec.Struct, frozen=True):
     arrival_time: float
     priority: int = 0
     lora_name: str | None = None
+    lora_digest: str | None = None
     cache_salt: str | None = None
     trace_headers: dict[str, str] | None = None
     session_id: str | None = None

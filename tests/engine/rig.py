@@ -14,6 +14,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -92,13 +93,21 @@ class Rig:
     def free_blocks(self) -> int:
         return int(self.port.block_pool.get_num_free_blocks())
 
-    def request(self, request_id: str, num_prompt: int = 70, max_tokens: int = 500, first: int = 5) -> Request:
+    def request(
+        self,
+        request_id: str,
+        num_prompt: int = 70,
+        max_tokens: int = 500,
+        first: int = 5,
+        adapter: LoRARequest | None = None,
+    ) -> Request:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         request = Request(
             request_id=request_id,
             prompt_token_ids=[first + index % 90 for index in range(num_prompt)],
             sampling_params=params,
             pooling_params=None,
+            lora_request=adapter,
             block_hasher=self.block_hasher,
         )
         settle_in(request, Residence(origin="tcp://127.0.0.1:1", external_request_id=request_id, reasoning_ended=None))

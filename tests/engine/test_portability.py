@@ -28,7 +28,7 @@ def request(origin: str | None = "tcp://127.0.0.1:1", parameters: dict[str, Any]
         (request(parameters={"seed": 1, "temperature": 1.0}), CPU, None),
         (request(origin=None), CPU, "its API server has no relay (it was not started with --enable-llumlet)"),
         (request(resumable=True), CPU, "streaming input"),
-        (request(lora_request=LoRARequest("adapter", 1, "/adapter")), CPU, "LoRA adapter"),
+        (request(lora_request=LoRARequest("adapter", 1, "/adapter")), CPU, None),
         (request(parameters={"extra_args": {"kv_transfer_params": {"x": 1}}}), CPU, "KV transfer parameters"),
         (
             request(parameters={"extra_args": {"mine": 1}}),

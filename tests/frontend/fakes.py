@@ -243,6 +243,7 @@ def _ready(rank: int) -> bytes:
 def _config(ranks: int) -> Any:
     """As much of a VllmConfig as a client reads."""
     return SimpleNamespace(
+        lora_config=None,
         model_config=SimpleNamespace(multimodal_config=None, max_model_len=4096, get_vocab_size=lambda: VOCAB_SIZE),
         cache_config=SimpleNamespace(num_gpu_blocks=0, block_size=32),
         parallel_config=SimpleNamespace(

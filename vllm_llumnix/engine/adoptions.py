@@ -103,5 +103,6 @@ class Adoptions:
         scheduler = self._bypass.engine.scheduler
         if request.request_id in scheduler.requests or self._kvconn.port.is_reserved(request.request_id):
             raise Refused(Reason.HANDOVER_OPEN, "the request is here already, or on its way")
+        self._kvconn.load_adapter(request)
         request.status = RequestStatus.WAITING
         scheduler.add_request(request)

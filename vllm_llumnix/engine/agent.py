@@ -49,6 +49,7 @@ from llumlet.types import (
     SettleResponse,
     parse_reason,
 )
+from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.engine.adoptions import Adoptions
 from vllm_llumnix.engine.arrivals import Arrivals
 from vllm_llumnix.engine.builder import RequestBuilder
@@ -92,6 +93,7 @@ class LlumletAgent:
         """Build what needs our address. Called once, before any request can be here."""
         bypass, kvconn = self.bypass, self.kvconn
         self.server = server
+        self.adapters = Adapters(bypass.engine.vllm_config.lora_config)
         self.movers = Movers(bypass.movers, self.config.bandwidth_limit)
         self.relay = Relay(
             wire.Hello(
@@ -106,10 +108,10 @@ class LlumletAgent:
             RelayKeys.from_token(bypass.credentials.token),
         )
         memory = encode_memory(self.identity.digest, bypass.movers)
-        self.departures = Departures(bypass, kvconn, self.relay, memory, CALL_SECONDS)
+        self.departures = Departures(bypass, kvconn, self.relay, self.adapters, memory, CALL_SECONDS)
         self.listing = Listing(bypass, kvconn, self.departures)
         self.drains = Drain(self)
-        builder = RequestBuilder(bypass.engine, self.config.reaches)
+        builder = RequestBuilder(bypass.engine, self.config.reaches, self.adapters)
         self.arrivals = Arrivals(bypass, kvconn, self.relay, self.movers, builder, self.departures, self._abort_soon)
         self.adoptions = Adoptions(
             bypass,
@@ -118,7 +120,7 @@ class LlumletAgent:
             builder,
             self.arrivals,
             self.departures,
-            Rescue(bypass, kvconn, self.movers, self.departures),
+            Rescue(bypass, kvconn, self.arrivals, self.departures),
             self._abort_here,
         )
 

@@ -559,7 +559,14 @@ class Arrivals:
         )
 
     def reserve_on_loop(self, request: Request, queued: bool) -> tuple[int, list[int]]:
-        return self.kvconn.port.reserve(request, use_prefix_cache=not self.bypass.config.exact, queued=queued)
+        port = self.kvconn.port
+        reserved = port.reserve(request, use_prefix_cache=not self.bypass.config.exact, queued=queued)
+        try:
+            self.kvconn.load_adapter(request)
+        except Refused:
+            port.cancel_reservation(request)
+            raise
+        return reserved
 
 
 def _refuse(reason: Reason, detail: str) -> NoReturn:

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -21,6 +22,9 @@ from vllm_llumnix.engine.scheduler_port import SchedulerPort
 from vllm_llumnix.errors import ConfigError, PatchError
 from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.worker import start_mover
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
 
 logger = logging.getLogger("vllm.llumnix")
 
@@ -59,6 +63,7 @@ def attach(engine: Any) -> KVConnection:
     kvconn.watch_model()
     bypass.start(kvconn)
     _stop_with(engine, bypass)
+    _watch_adapters(engine, bypass)
     # Utilities are attributes of the engine that its API server may call.
     engine.llumlet_drain = bypass.report_drain
     logger.info("llumlet: instance %s listening on %s", config.instance_id, bypass.address)
@@ -76,6 +81,26 @@ def _stop_with(engine: Any, bypass: Bypass) -> None:
         stock()
 
     engine.shutdown = shutdown
+
+
+def _watch_adapters(engine: Any, bypass: Bypass) -> None:
+    """Learn which LoRA adapters the front-end has loaded and removed; `--lora-modules` comes this way too."""
+    stock_add, stock_remove = engine.add_lora, engine.remove_lora
+
+    # vLLM decodes a utility's arguments by its signature.
+    @functools.wraps(stock_add)
+    def add_lora(lora_request: LoRARequest) -> bool:
+        added: bool = stock_add(lora_request)
+        bypass.post(bypass.learn_adapter, lora_request, lora_request.load_inplace)
+        return added
+
+    @functools.wraps(stock_remove)
+    def remove_lora(lora_id: int) -> bool:
+        bypass.post(bypass.forget_adapter, lora_id)
+        removed: bool = stock_remove(lora_id)
+        return removed
+
+    engine.add_lora, engine.remove_lora = add_lora, remove_lora
 
 
 def _check_workers(engine: Any) -> None:

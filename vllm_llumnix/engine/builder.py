@@ -9,12 +9,14 @@ import threading
 import time
 from typing import Any
 
+from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
+from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.engine.request_state import Residence, build_request, check_tokens, settle_in
 from vllm_llumnix.errors import Reason, Refused
 from vllm_llumnix.reach import Reach
-from vllm_llumnix.request_wire import decode_state
+from vllm_llumnix.request_wire import RequestState, decode_state
 
 logger = logging.getLogger("vllm.llumnix")
 
@@ -23,22 +25,27 @@ _POLL_SECONDS = 0.002
 
 
 class RequestBuilder:
-    """One per engine. `build` runs in a thread of its own; the request belongs to the caller until it is admitted.
+    """One per engine. `build` works in a helper thread; the request belongs to the caller until it is admitted.
 
     This is a front door: what passes here reaches the engine's loop, where a wrong value would end every request.
     """
 
-    def __init__(self, engine: Any, reaches: Reach) -> None:
+    def __init__(self, engine: Any, reaches: Reach, adapters: Adapters) -> None:
         self._engine = engine
         self._reaches = reaches
+        self._adapters = adapters
         self._vocab_size = engine.vllm_config.model_config.get_vocab_size()
         self._grammars = engine.structured_output_manager
         self._serialise_grammar_init()
 
-    async def build(self, state: bytes) -> tuple[Request, Residence]:
+    async def build(self, data: bytes) -> tuple[Request, Residence]:
         """The request with its history, and its residence here. Raises Refused."""
         try:
-            return await asyncio.to_thread(self._build, state)
+            state = await asyncio.to_thread(decode_state, data)
+            adapter = None
+            if state.lora_name is not None:
+                adapter = await self._adapters.resolve(state.lora_name, state.lora_digest)
+            return await asyncio.to_thread(self._build, state, adapter)
         except Refused:
             raise
         except Exception as error:
@@ -46,10 +53,7 @@ class RequestBuilder:
             logger.exception("llumlet: a request that was to come here is refused")
             raise Refused(Reason.INVALID_REQUEST, f"{type(error).__name__}: {error}") from error
 
-    def _build(self, data: bytes) -> tuple[Request, Residence]:
-        state = decode_state(data)
-        if state.lora_name is not None:
-            raise Refused(Reason.LORA_NOT_AVAILABLE, f"adapter {state.lora_name!r} is not loaded here")
+    def _build(self, state: RequestState, adapter: LoRARequest | None) -> tuple[Request, Residence]:
         if (problem := self._reaches.why_not_relay(state.origin)) is not None:
             raise Refused(Reason.ADDRESS_REFUSED, f"origin: {problem}")
         request = build_request(
@@ -57,6 +61,7 @@ class RequestBuilder:
             config=self._engine.vllm_config,
             tokenizer=getattr(self._grammars, "tokenizer", None),
             block_hasher=self._engine.request_block_hasher,
+            adapter=adapter,
         )
         residence = Residence(
             origin=state.origin,

@@ -24,6 +24,7 @@ from vllm_llumnix.hosts import reachable_host
 from vllm_llumnix.kv.messages import MoverInfo
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine import EngineCoreOutputs
 
     from vllm_llumnix.engine.agent import LlumletAgent
@@ -109,6 +110,15 @@ class Bypass:
         """The front-end aborts requests; those that have moved on from here are ended at their owner."""
         if self._agent is not None:
             self._agent.forward_aborts(request_ids)
+
+    def learn_adapter(self, adapter: LoRARequest, reloaded: bool) -> None:
+        """The front-end names a LoRA adapter of its own."""
+        if self._agent is not None:
+            self._agent.adapters.learn(adapter, reloaded=reloaded)
+
+    def forget_adapter(self, lora_int_id: int) -> None:
+        if self._agent is not None:
+            self._agent.adapters.forget(lora_int_id)
 
     def report_drain(self, peers: list[str], seconds: float, num_streams: int, num_cut: int | None) -> dict[str, Any]:
         """Called by the API server as a utility of the engine. Loop thread."""

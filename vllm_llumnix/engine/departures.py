@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.v1.request import Request
 
 from llumlet.client import LlumletClient
@@ -38,7 +39,7 @@ from llumlet.types import (
 from vllm_llumnix import faults, ids
 from vllm_llumnix.engine.kvconn import Departure, KVConnection
 from vllm_llumnix.engine.relay import OriginUnreachable, Relay
-from vllm_llumnix.engine.request_state import Residence, encode_state, why_not_now
+from vllm_llumnix.engine.request_state import Residence, state_of, why_not_now
 from vllm_llumnix.engine.scheduler_port import Frontier, FrozenRequest, Pin, SchedulerPort
 from vllm_llumnix.errors import LocalProtocolError, MigrationError, Reason, Refused
 from vllm_llumnix.migration import effects as do
@@ -47,8 +48,10 @@ from vllm_llumnix.migration import wire
 from vllm_llumnix.migration.events import Call, Gone
 from vllm_llumnix.migration.limits import Limits, Slots
 from vllm_llumnix.migration.source import Outcome, Plan, Source, State
+from vllm_llumnix.request_wire import RequestState, encode
 
 if TYPE_CHECKING:
+    from vllm_llumnix.adapters import Adapters
     from vllm_llumnix.engine.bypass import Bypass
 
 logger = logging.getLogger("vllm.llumnix")
@@ -187,14 +190,19 @@ class OutgoingMove:
             case do.ClearTimer(name=name):
                 self._clear_timer(name)
 
-    async def _reserve(self, first_state: asyncio.Future[bytes]) -> None:
+    async def _reserve(self, first_state: asyncio.Future[RequestState]) -> None:
         source = self.departures
+        try:
+            state = await self._with_adapter(await first_state)
+        except Refused as error:
+            self.feed(on.Refused(error.reason, error.detail))
+            return
         request = ReserveRequest(
             handover=self._handover(),
             src_engine_id=source.identity.instance,
             dst_engine_id=self.to.instance,
             src_address=str(source.address),
-            request_state=await first_state,
+            request_state=encode(state),
             source_memory=source.memory,
             num_blocks=-(-self.request.num_tokens // self._port.block_size) + 1,
             method=Mode.WAITING if self._queued else self.to.mode,
@@ -205,6 +213,13 @@ class OutgoingMove:
             self.progress.hit_tokens = answer.hit_blocks * self._port.block_size
             self.progress.transport = answer.transport
             self.feed(on.Reserved(answer.hit_blocks, answer.lease_s, answer.dst_incarnation))
+
+    async def _with_adapter(self, state: RequestState) -> RequestState:
+        """Raises Refused(lora_not_available) when nobody here knows what the adapter holds."""
+        adapter = self.request.lora_request
+        if adapter is None:
+            return state
+        return msgspec.structs.replace(state, lora_digest=await self.departures.adapters.digest_of(adapter))
 
     async def _snapshot(self, taken: asyncio.Future[Frontier]) -> None:
         try:
@@ -339,12 +354,12 @@ class OutgoingMove:
 
     # Loop thread
 
-    def _first_state_on_loop(self) -> bytes:
+    def _first_state_on_loop(self) -> RequestState:
         """The request as it is; from now on it is watched."""
         self._kvconn.watch(self._departure)
         self._known_output = self.request.num_output_tokens
         self._queued = not self.request.num_computed_tokens
-        return encode_state(self.request, self.residence)
+        return state_of(self.request, self.residence)
 
     def _snapshot_on_loop(self, from_block: int) -> Frontier:
         frontier = self._port.frontier(self.request, from_block, self._known_output)
@@ -477,8 +492,17 @@ class Destination:
 class Departures:
     """All moves out of this engine, and where those that left have gone."""
 
-    def __init__(self, bypass: Bypass, kvconn: KVConnection, relay: Relay, memory: bytes, deadline_s: float) -> None:
+    def __init__(
+        self,
+        bypass: Bypass,
+        kvconn: KVConnection,
+        relay: Relay,
+        adapters: Adapters,
+        memory: bytes,
+        deadline_s: float,
+    ) -> None:
         self.bypass = bypass
+        self.adapters = adapters
         self.kvconn = kvconn
         self.relay = relay
         self.identity = bypass.identity

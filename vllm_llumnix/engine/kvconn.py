@@ -28,6 +28,7 @@ from vllm_llumnix.engine.claims import Claims
 from vllm_llumnix.engine.progress import Progress
 from vllm_llumnix.engine.request_state import residence_from, settle_in
 from vllm_llumnix.engine.scheduler_port import SchedulerPort
+from vllm_llumnix.errors import Reason, Refused
 
 if TYPE_CHECKING:
     from vllm_llumnix.engine.bypass import Bypass
@@ -145,6 +146,24 @@ class KVConnection:
         engine._process_aborts_queue = process_aborts_queue
         engine.step_fn = step_fn
 
+    def load_adapter(self, request: Request) -> None:
+        """Loop thread: have the LoRA adapter of a request that comes here loaded now, if the workers do not hold it.
+
+        The loop stands still for that, as it does for vLLM's own requests; in the request's first step it would be its
+        client who waits, and an adapter that cannot be loaded would end the engine there.
+
+        Raises Refused(lora_not_available).
+        """
+        adapter = request.lora_request
+        if adapter is None or adapter.lora_int_id in self.port.running_adapters():
+            return
+        try:
+            self.engine.add_lora(adapter)
+        except Exception as error:
+            logger.exception("llumlet: adapter %s cannot be loaded", adapter.lora_name)
+            problem = f"adapter {adapter.lora_name!r} cannot be loaded here: {type(error).__name__}"
+            raise Refused(Reason.LORA_NOT_AVAILABLE, problem) from error
+
     def _is_draining(self) -> bool:
         return any(departure.freezing for departure in self._departures.values())
 
@@ -198,6 +217,8 @@ class KVConnection:
         if residence.origin is not None and residence.origin not in self._origins:
             self._origins.add(residence.origin)
             self.bypass.post(self.bypass.meet_origin, residence.origin)
+        if core_request.lora_request is not None:
+            self.bypass.post(self.bypass.learn_adapter, core_request.lora_request, False)
 
     def on_abort(self, request_ids: list[str]) -> None:
         self.note_aborted(request_ids)

@@ -110,6 +110,11 @@ MOVED = (
     Moved("prompt_logprobs, once the prompt is done", Exactness.BIT_EXACT, "they are delivered before the move"),
     Moved("guided decoding: JSON schema, regex, choice, grammar", Exactness.BIT_EXACT, _GRAMMAR),
     Moved("n above 1", Exactness.BIT_EXACT, "each child moves by itself"),
+    Moved(
+        "a LoRA adapter, to an engine that has it",
+        Exactness.BIT_EXACT,
+        "the destination's own of that name, if its contents are the same; else `lora_not_available`",
+    ),
     Moved("priority, cache_salt", Exactness.BIT_EXACT, _ALL_CARRIED),
     Moved(
         "a prefix-cache hit at the destination",
@@ -130,7 +135,6 @@ REFUSED_REQUESTS = (
     RefusedRequest(
         "prompt embeddings", lambda it: it.request.prompt_embeds is not None or it.request.prompt_token_ids is None
     ),
-    RefusedRequest("LoRA adapter", lambda it: it.request.lora_request is not None),
     RefusedRequest(
         "KV transfer parameters", lambda it: bool(it.request.kv_transfer_params or it.request.ec_transfer_params)
     ),

@@ -20,10 +20,11 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_llumnix.errors import Reason, Refused
 from vllm_llumnix.ids import HOME, Epoch
 from vllm_llumnix.migration.wire import MALFORMED
-from vllm_llumnix.request_wire import RequestState, encode, encode_params
+from vllm_llumnix.request_wire import RequestState, encode_params
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
 
 _MOVABLE = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.RUNNING})
 """Queued with nothing missing but room, or in the batch; prefill and decode are treated alike."""
@@ -82,33 +83,35 @@ def residence_from(request: EngineCoreRequest) -> Residence:
     )
 
 
-def encode_state(request: Request, residence: Residence) -> bytes:
-    """The request as it is now. Loop thread only."""
+def state_of(request: Request, residence: Residence) -> RequestState:
+    """The request as it is now, without the digest of its adapter. Loop thread only."""
     params = request.sampling_params
     structured = request.structured_output_request
-    return encode(
-        RequestState(
-            request_id=request.request_id,
-            external_request_id=residence.external_request_id,
-            origin=residence.origin or "",
-            prompt_token_ids=list(request.prompt_token_ids),
-            output_token_ids=list(request.output_token_ids),
-            sampling_params=encode_params(params),
-            arrival_time=request.arrival_time,
-            priority=request.priority,
-            lora_name=request.lora_request.lora_name if request.lora_request else None,
-            cache_salt=request.cache_salt,
-            trace_headers=dict(request.trace_headers) if request.trace_headers else None,
-            session_id=request.session_id,
-            structured_backend=params.structured_outputs._backend if params.structured_outputs else None,
-            reasoning_ended=structured.reasoning_ended if structured else residence.reasoning_ended,
-            num_preemptions=request.num_preemptions,
-        )
+    return RequestState(
+        request_id=request.request_id,
+        external_request_id=residence.external_request_id,
+        origin=residence.origin or "",
+        prompt_token_ids=list(request.prompt_token_ids),
+        output_token_ids=list(request.output_token_ids),
+        sampling_params=encode_params(params),
+        arrival_time=request.arrival_time,
+        priority=request.priority,
+        lora_name=request.lora_request.lora_name if request.lora_request else None,
+        cache_salt=request.cache_salt,
+        trace_headers=dict(request.trace_headers) if request.trace_headers else None,
+        session_id=request.session_id,
+        structured_backend=params.structured_outputs._backend if params.structured_outputs else None,
+        reasoning_ended=structured.reasoning_ended if structured else residence.reasoning_ended,
+        num_preemptions=request.num_preemptions,
     )
 
 
-def build_request(state: RequestState, *, config: VllmConfig, tokenizer: Any, block_hasher: Any) -> Request:
+def build_request(
+    state: RequestState, *, config: VllmConfig, tokenizer: Any, block_hasher: Any, adapter: LoRARequest | None
+) -> Request:
     """vLLM's `Request` with its history, not yet known to any scheduler. Safe off the engine's loop.
+
+    `adapter` is this engine's own of the name that the state has; its path is part of the blocks' hashes.
 
     Raises Refused(invalid_request) for what the engine could not run.
     """
@@ -136,6 +139,7 @@ def build_request(state: RequestState, *, config: VllmConfig, tokenizer: Any, bl
         pooling_params=None,
         arrival_time=state.arrival_time,
         priority=state.priority,
+        lora_request=adapter,
         cache_salt=state.cache_salt,
         trace_headers=state.trace_headers,
         session_id=state.session_id,

@@ -18,8 +18,9 @@ from llumlet.client import LlumletClient
 from llumlet.errors import LlumletCallFailed
 from llumlet.types import Address, ClaimRequest, ClaimResponse, EndClaimRequest, Holder
 from llumlet.types import Epoch as WireEpoch
+from vllm_llumnix.engine.arrivals import Arrivals
 from vllm_llumnix.engine.kvconn import KVConnection
-from vllm_llumnix.engine.memory import Movers, SourceMemory, decode_memory
+from vllm_llumnix.engine.memory import SourceMemory, decode_memory
 from vllm_llumnix.errors import MigrationError, Reason, Refused, TransportError
 from vllm_llumnix.ids import Epoch
 
@@ -50,10 +51,11 @@ class _Abandoned(Exception):
 class Rescue:
     """The adopting side of `Claim`. Bypass thread."""
 
-    def __init__(self, bypass: Bypass, kvconn: KVConnection, movers: Movers, departures: Departures) -> None:
+    def __init__(self, bypass: Bypass, kvconn: KVConnection, arrivals: Arrivals, departures: Departures) -> None:
         self._bypass = bypass
         self._kvconn = kvconn
-        self._movers = movers
+        self._arrivals = arrivals
+        self._movers = arrivals.movers
         self._departures = departures
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -95,7 +97,7 @@ class Rescue:
             raise Refused(Reason.INCOMPATIBLE_ENGINE, "model, weights, vLLM version or settings differ")
         transport = await self._movers.probe(memory)
         block_size = self._kvconn.port.block_size
-        hits, block_ids = await self._kvconn.call(self._reserve_on_loop, request)
+        hits, block_ids = await self._kvconn.call(self._arrivals.reserve_on_loop, request, False)
         last = -(-computed // block_size)
         copied = await self._pull(request, memory, list(claim.block_ids[hits:last]), block_ids[hits:last], transport)
         return Fetched(max(computed, hits * block_size), copied)
@@ -109,9 +111,6 @@ class Rescue:
         if not 0 < computed <= len(claim.block_ids) * self._kvconn.port.block_size:
             raise Refused(Reason.INVALID_REQUEST, f"{computed} tokens in {len(claim.block_ids)} blocks")
         return computed
-
-    def _reserve_on_loop(self, request: Request) -> tuple[int, list[int]]:
-        return self._kvconn.port.reserve(request, use_prefix_cache=not self._bypass.config.exact)
 
     async def _pull(
         self, request: Request, memory: SourceMemory, source: list[int], destination: list[int], transport: str

@@ -15,6 +15,7 @@ A pin is a reference in the block pool. vLLM may finish, abort or preempt the re
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -76,6 +77,10 @@ class SchedulerPort:
         self._newcomers: dict[str, Request] = {}
         self._stock_threshold: tuple[int, bool] | None = None
         self._num_pins = 0
+        if scheduler.lora_config is not None:
+            # The scheduler's alone: workers in this process read vLLM's.
+            scheduler.lora_config = copy.copy(scheduler.lora_config)
+            self._max_adapters: int = scheduler.lora_config.max_loras
 
     @property
     def capacity_tokens(self) -> int:
@@ -195,7 +200,7 @@ class SchedulerPort:
     # Destination
 
     def reserve(self, request: Request, *, use_prefix_cache: bool, queued: bool = False) -> tuple[int, list[int]]:
-        """Hold blocks and a batch slot for a request that may come.
+        """Hold blocks, a batch slot and a place for its LoRA adapter for a request that may come.
 
         A request that is `queued` at its source has no KV and will queue here too: nothing is held for it, it only has
         to fit an empty cache. Should it start meanwhile, `grow` holds what its KV needs.
@@ -212,7 +217,7 @@ class SchedulerPort:
             self._check_capacity(request)
             self._reserved[request.request_id] = request
             return 0, []
-        self._check_slot()
+        self._check_slot(request)
         hit_tokens, hit_blocks = 0, None
         if use_prefix_cache:
             hit_blocks, hit_tokens, _ = self.kv_cache_manager.get_computed_blocks(request)
@@ -243,7 +248,7 @@ class SchedulerPort:
     def grow(self, request: Request, num_tokens: int) -> list[int]:
         """Extend a reservation to `num_tokens` tokens and the next. Raises Refused(destination_full)."""
         if request.request_id not in self._with_slot:
-            self._check_slot()
+            self._check_slot(request)
         if not self._extend(request, num_tokens):
             raise Refused(Reason.DESTINATION_FULL, "the destination has no blocks left to grow the reservation")
         self._take_slot(request)
@@ -301,6 +306,8 @@ class SchedulerPort:
     def before_step(self) -> None:
         """Make room for newcomers in the coming step, and keep them from being its first victims."""
         self._restore_threshold()
+        if self.scheduler.lora_config is not None:
+            self._hold_adapters()
         if not self._newcomers:
             return
         for request_id, request in list(self._newcomers.items()):
@@ -310,6 +317,10 @@ class SchedulerPort:
                     self._protect(request)
         if self._newcomers:
             self._limit_prefills(len(self._newcomers))
+
+    def running_adapters(self) -> set[int]:
+        """The adapters of the batch, those of frozen requests included."""
+        return _adapters(self.scheduler.running)
 
     @property
     def paused(self) -> bool:
@@ -380,9 +391,33 @@ class SchedulerPort:
         if needed > total:
             raise Refused(Reason.DESTINATION_FULL, f"{needed} blocks needed, the destination has {total}")
 
-    def _check_slot(self) -> None:
-        if len(self.scheduler.running) >= self.scheduler.max_num_active_reqs:
+    def _check_slot(self, request: Request) -> None:
+        """Raises Refused(destination_full)."""
+        scheduler = self.scheduler
+        if len(scheduler.running) >= scheduler.max_num_active_reqs:
             raise Refused(Reason.DESTINATION_FULL, "the destination has no free batch slot")
+        if request.lora_request is not None:
+            present = _adapters([*scheduler.running, *scheduler.kv_holding_waiting, *self._expected()])
+            if len(present - _adapters([request])) >= self._max_adapters:
+                problem = f"the destination's batch has its {self._max_adapters} LoRA adapters (--max-loras)"
+                raise Refused(Reason.DESTINATION_FULL, problem)
+
+    def _hold_adapters(self) -> None:
+        """Keep places for the adapters of requests that are expected, and of those that are frozen.
+
+        The scheduler counts the adapters of what it schedules, against a limit that it reads at every step. It must not
+        give away the place of a frozen request: that may go on, and more adapters than the limit end the engine.
+        """
+        scheduler = self.scheduler
+        frozen = [request for request in scheduler.running if request.request_id in self._frozen]
+        held = _adapters([*frozen, *self._expected()])
+        if held:
+            held -= _adapters(request for request in scheduler.running if request.request_id not in self._frozen)
+        scheduler.lora_config.max_loras = self._max_adapters - len(held)
+
+    def _expected(self) -> list[Request]:
+        """The reserved requests that will be in the batch as soon as they are admitted."""
+        return [self._reserved[request_id] for request_id in self._with_slot]
 
     def _take_slot(self, request: Request) -> None:
         """Hold a batch slot for a reservation. Again: no effect."""
@@ -422,3 +457,7 @@ class SchedulerPort:
         self.block_pool.touch(pinned)
         self._num_pins += 1
         return Pin(pinned)
+
+
+def _adapters(requests: Iterable[Request]) -> set[int]:
+    return {request.lora_request.lora_int_id for request in requests if request.lora_request is not None}

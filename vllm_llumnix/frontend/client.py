@@ -34,6 +34,7 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from vllm_llumnix import config
+from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.errors import ConfigError
 from vllm_llumnix.frontend.drain import drain
 from vllm_llumnix.frontend.owners import PROBE_SECONDS, Owner, Owners
@@ -45,6 +46,7 @@ from vllm_llumnix.migration import wire
 from vllm_llumnix.relay_keys import RelayKeys
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine import EngineCoreRequest, PauseMode
     from vllm.v1.engine.core_client import AsyncMPClient as _Client
 else:
@@ -89,12 +91,14 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
         self._streams = Streams(vllm_config.model_config.get_vocab_size(), self.complaints.note)
         self._input_sessions: set[str] = set()
         self._relay: Relay | None = None
+        self._adapters = Adapters(vllm_config.lora_config)
         self._replay = Replay(
             self._streams,
             self._owners,
             settings.peers,
             credentials,
             lambda: self._ensure_relay().address,
+            self._adapters,
             self._give_up,
         )
         self._watch: asyncio.Task[None] | None = None
@@ -172,6 +176,8 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
             await super().add_request_async(request)
             return
         request.queue_server_address = self._ensure_relay().address
+        if request.lora_request is not None:
+            self._adapters.learn(request.lora_request)
         self._streams.open(Stream(request))
         try:
             await super().add_request_async(request)
@@ -199,6 +205,16 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
         finally:
             # The home engine reports the end of a request that it runs. If the request has moved, nobody does.
             self._settle(closed)
+
+    async def add_lora_async(self, lora_request: LoRARequest) -> bool:
+        added: bool = await super().add_lora_async(lora_request)
+        self._adapters.learn(lora_request, reloaded=lora_request.load_inplace)
+        return added
+
+    async def remove_lora_async(self, lora_id: int) -> bool:
+        self._adapters.forget(lora_id)
+        removed: bool = await super().remove_lora_async(lora_id)
+        return removed
 
     async def pause_scheduler_async(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
         with self._expecting_aborts(mode):

@@ -19,12 +19,15 @@ from llumlet.credentials import Credentials
 from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
 from llumlet.types import AbortRequest, AdoptRequest, Reason
 from llumlet.types import Epoch as WireEpoch
+from vllm_llumnix.errors import Refused
 from vllm_llumnix.frontend.owners import Owner, Owners
 from vllm_llumnix.frontend.streams import Stream, Streams
 from vllm_llumnix.request_wire import RequestState, encode, encode_params
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
+
+    from vllm_llumnix.adapters import Adapters
 
 logger = logging.getLogger("vllm.llumnix")
 
@@ -33,7 +36,7 @@ CALL_SECONDS = 5.0
 REPLAY_SECONDS = 60.0
 """How long it is tried before the client gets an error."""
 RETRY_SECONDS = 0.2
-HOPELESS = frozenset({Reason.INVALID_REQUEST, Reason.LORA_NOT_AVAILABLE})
+HOPELESS = frozenset({Reason.INVALID_REQUEST})
 """Refusals that every engine would give."""
 
 
@@ -47,6 +50,7 @@ class Replay:
         peers: tuple[str, ...],
         credentials: Credentials,
         relay_address: Callable[[], str],
+        adapters: Adapters,
         give_up: Callable[[Stream], None],
     ) -> None:
         self._streams = streams
@@ -54,6 +58,7 @@ class Replay:
         self._peers = peers
         self._credentials = credentials
         self._relay_address = relay_address
+        self._adapters = adapters
         self._give_up = give_up
         self._clients: dict[str, LlumletClient] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -98,7 +103,7 @@ class Replay:
                 first = False
                 try:
                     await self._attempt(stream, address, digest, holder)
-                except LlumletCallFailed as error:
+                except (LlumletCallFailed, Refused) as error:
                     logger.info("llumlet: %s does not take request %s: %s", address, stream.request_id, error)
                     if isinstance(error, LlumletError) and error.reason in HOPELESS:
                         deadline = 0.0
@@ -115,10 +120,11 @@ class Replay:
 
     async def _attempt(self, stream: Stream, address: str, digest: str, holder: Owner | None) -> None:
         epoch = stream.epoch
+        adapter = stream.request.lora_request
+        lora_digest = await self._adapters.digest_of(adapter) if adapter is not None else None
+        state = state_of(stream.request, stream.delivered, self._relay_address(), lora_digest)
         request = AdoptRequest(
-            epoch=WireEpoch(term=epoch.term, hop=epoch.hop),
-            compatibility_digest=digest,
-            request_state=encode(state_of(stream.request, stream.delivered, self._relay_address())),
+            epoch=WireEpoch(term=epoch.term, hop=epoch.hop), compatibility_digest=digest, request_state=encode(state)
         )
         if holder is not None:
             request.holder.instance_id, request.holder.incarnation = holder.instance, holder.incarnation
@@ -157,7 +163,7 @@ class Replay:
         return False
 
 
-def state_of(request: EngineCoreRequest, delivered: list[int], origin: str) -> RequestState:
+def state_of(request: EngineCoreRequest, delivered: list[int], origin: str, lora_digest: str | None) -> RequestState:
     """The request as an engine needs it that goes on after `delivered`."""
     params = request.sampling_params
     assert params is not None
@@ -171,6 +177,7 @@ def state_of(request: EngineCoreRequest, delivered: list[int], origin: str) -> R
         arrival_time=request.arrival_time,
         priority=request.priority,
         lora_name=request.lora_request.lora_name if request.lora_request else None,
+        lora_digest=lora_digest,
         cache_salt=request.cache_salt,
         trace_headers=dict(request.trace_headers) if request.trace_headers else None,
         session_id=request.session_id,

@@ -8,16 +8,18 @@ request. `PLAY` are the scenarios.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from llumlet.types import Handover, MovePhase, SettleRequest
-from tests.shells.cluster import Cluster, Stream, until
+from llumlet.types import Handover, Mode, MovePhase, SettleRequest
+from tests.shells.cluster import Cluster, Stream, slow_copies, until
 from tests.shells.network import Kind
 
 Play = Callable[[Cluster, Stream], Awaitable[str]]
-SOON = {"reserve_s": 0.15, "round_s": 0.15, "commit_s": 0.15, "withdraw_s": 0.15}
-"""Deadlines of the source's states, shorter than a delayed answer takes."""
+SOON_SECONDS = 0.15
+"""A deadline of the source's state: shorter than a delayed answer takes."""
+DEADLINE_OF = {"Reserve": "reserve_s", "CopyRound": "round_s", "Commit": "commit_s", "Withdraw": "withdraw_s"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +69,14 @@ async def unheard(cluster: Cluster, stream: Stream) -> str:
 
 async def fenced(cluster: Cluster, stream: Stream) -> str:
     """Commit and Withdraw are lost: A asks the origin, which bars the epoch."""
+    cluster["A"].engine.agent.departures.deadline_s = 0.3
     cluster.network.arm("Withdraw", Kind.DROPPED)
     return await in_doubt(cluster, stream)
 
 
 async def fenced_late(cluster: Cluster, stream: Stream) -> str:
     """B commits, and neither its answer nor Withdraw arrives: A asks the origin, which has heard of B."""
+    cluster["A"].engine.agent.departures.deadline_s = 0.3
     cluster.network.arm("Withdraw", Kind.DROPPED)
     return await unheard(cluster, stream)
 
@@ -108,7 +112,8 @@ async def asked(cluster: Cluster, stream: Stream) -> str:
     await until(lambda: bool(arrivals.moves), lambda: "no Reserve")
     migration_id = next(iter(arrivals.moves))
     for _ in range(3):
-        question = SettleRequest(handover=Handover(migration_id=migration_id, request_id=stream.request_id))
+        named = Handover(migration_id=migration_id, request_id=stream.request_id, src_incarnation="somebody")
+        question = SettleRequest(handover=named)
         await cluster.try_call(cluster.llumlet("B").query(question))
     return await outcome
 
@@ -121,6 +126,33 @@ async def loses_tokens(cluster: Cluster, stream: Stream) -> str:
     origin = stream.at.client._replay
     await until(lambda: bool(origin.replayed or stream.finish), lambda: "not replayed")
     return outcome
+
+
+async def given_up(cluster: Cluster, stream: Stream) -> str:
+    """The mover takes longer for a round than A waits: the blocks stay B's until the mover is quiet."""
+    cluster.deadlines["round_s"] = 0.1
+    with slow_copies(cluster["B"], 0.3):
+        outcome = await _migrate(cluster, stream)
+        await until(lambda: not cluster["B"].engine.agent.arrivals.draining_blocks(), lambda: "draining for ever")
+    return outcome
+
+
+async def preempted(cluster: Cluster, stream: Stream) -> str:
+    """A's scheduler preempts the frozen request while B copies its blocks."""
+    engine = cluster["A"].engine
+    moves = engine.agent.departures.moves
+
+    def preempt() -> None:
+        scheduler = engine.scheduler
+        frozen = scheduler.requests[stream.request_id]
+        scheduler.running.remove(frozen)
+        scheduler._preempt_request(frozen, time.monotonic())
+
+    with slow_copies(cluster["B"], 0.2):
+        outcome = cluster.begin(_migrate(cluster, stream, method=Mode.BLOCKING))
+        await until(lambda: any(move.frozen for move in moves.values()), lambda: "not frozen")
+        cluster.on_loop("A", preempt)
+        return await outcome
 
 
 PLAY: dict[str, Play] = {
@@ -136,8 +168,41 @@ PLAY: dict[str, Play] = {
         left_in_doubt,
         asked,
         loses_tokens,
+        given_up,
+        preempted,
     )
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Played:
+    """What became of the request, and of the fault; `faults` is what is wrong."""
+
+    outcome: str
+    replayed: bool
+    hits: int
+    faults: list[str]
+
+
+async def play(cluster: Cluster, cell: Cell) -> Played:
+    """The cell, beside two requests whose clients are in the way of nobody."""
+    fault = cluster.network.arm(cell.message, cell.kind, cell.times, sender=cell.sender)
+    call, _, answer = cell.message.partition(" ")
+    if answer and cell.kind is Kind.DELAYED and call in DEADLINE_OF:
+        cluster.deadlines[DEADLINE_OF[call]] = SOON_SECONDS
+    stream = await company(cluster)
+    outcome = await PLAY[cell.scenario](cluster, stream)
+    faults = await cluster.verdict(stream)
+    return Played(outcome, bool(stream.at.client._replay.replayed), fault.hits, faults)
+
+
+async def company(cluster: Cluster, num_others: int = 1) -> Stream:
+    """A stream at A that has begun, beside others at A and at B."""
+    for at in "AB" * num_others:
+        await cluster.stream(at, num_prompt=40, max_tokens=120)
+    stream = await cluster.stream()
+    await stream.reaches(20)
+    return stream
 
 
 async def _migrate(cluster: Cluster, stream: Stream, **more: Any) -> str:

@@ -13,6 +13,15 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 @pytest.fixture(autouse=True)
+def hurried_production() -> Iterator[None]:
+    from tests.shells.cluster import hurried
+    from tests.shells.network import intercepted
+
+    with hurried(), intercepted():
+        yield
+
+
+@pytest.fixture(autouse=True)
 def no_thread_left_behind() -> Iterator[None]:
     """Whatever threads a test starts have ended with it; but for the helpers of its own event loop, which end later."""
     before = set(threading.enumerate())

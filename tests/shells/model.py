@@ -33,7 +33,7 @@ NUM_LAYERS = 2
 PAGE_BYTES = BLOCK_SIZE * 8
 FIRST_TOKEN, NUM_TOKENS = 10, 900
 """Tokens are `[FIRST_TOKEN, FIRST_TOKEN + NUM_TOKENS)`: every front-end and vocabulary of the tests has them."""
-PACE_SECONDS = 0.003
+PACE_SECONDS = 0.004
 """Of one step."""
 
 
@@ -186,7 +186,7 @@ class FakeExecutor(Executor):
         self.worker.model_runner.model = self._weights
         self.runner = Runner(self.memory)
         self.pace = PACE_SECONDS
-        self._mover: Any = None
+        self.mover: Any = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fake-worker")
         self._last: Future[Any] | None = None
 
@@ -203,11 +203,11 @@ class FakeExecutor(Executor):
         assert callable(method), method
         with _of_process:
             # What is a worker process's own in production is this worker's here.
-            kv_worker._running, outer = self._mover, kv_worker._running
+            kv_worker._running, outer = self.mover, kv_worker._running
             try:
                 return [method(self.worker, *args, **(kwargs or {}))]
             finally:
-                kv_worker._running, self._mover = outer, kv_worker._running
+                kv_worker._running, self.mover = outer, kv_worker._running
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:  # type: ignore[override]
         step = _Step.of(scheduler_output)

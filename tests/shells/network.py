@@ -31,9 +31,9 @@ from llumlet.types import Address
 from vllm_llumnix.migration import wire
 
 ORIGIN = "O"
-PATIENCE_SECONDS = 0.2
+PATIENCE_SECONDS = 0.15
 """After which a call that gets no answer is given up."""
-LATE_SECONDS = 0.4
+LATE_SECONDS = 0.3
 """By how much a delayed message comes late: after its sender has given it up and acted on that."""
 
 
@@ -79,47 +79,40 @@ class Network:
         self.seen: Counter[str] = Counter()
         """Messages by name, as they were sent."""
         self._loops: dict[Any, str] = {}
-        self._ports: dict[int, str] = {}
-        self._cuts: set[tuple[str, str]] = set()
+        self._cuts: set[str] = set()
+        self._planned: dict[str, tuple[str, ...]] = {}
         self._late: set[asyncio.Task[None]] = set()
         self._lock = threading.Lock()
 
     def name(self, party: str, loop: Any, port: int) -> None:
         """`party` calls from `loop` and listens at `port`."""
         self._loops[loop] = party
-        self._ports[port] = party
+        _listeners[port] = (self, party)
 
     def arm(self, message: str, kind: Kind, times: int = 1, **more: Any) -> Fault:
         fault = Fault(message, kind, times, **more)
         self.faults.append(fault)
         return fault
 
-    def cut(self, sender: str, receiver: str) -> None:
-        """Nothing gets from the one to the other until `heal`."""
-        self._cuts.add((sender, receiver))
+    def cut(self, *ways: str, at: str = "") -> None:
+        """Nothing gets through `ways`, each `A>B`, until `heal`; from the first message `at` on, or from now on."""
+        if at:
+            self._planned[at] = ways
+        else:
+            self._cuts.update(ways)
 
     def heal(self) -> None:
         self._cuts.clear()
+        self._planned.clear()
 
-    def is_cut(self, sender: str, receiver: str) -> bool:
-        return (sender, receiver) in self._cuts
-
-    def fault(self, message: str, sender: str, content: Any) -> Kind | None:
+    def fault(self, message: str, sender: str, receiver: str, content: Any) -> Kind | None:
         """What happens to this message."""
         with self._lock:
             self.seen[message] += 1
+            self._cuts.update(self._planned.pop(message, ()))
+            if f"{sender}>{receiver}" in self._cuts:
+                return Kind.DROPPED
             return next((fault.kind for fault in self.faults if fault.takes(message, sender, content)), None)
-
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """Every channel that is made meanwhile passes here."""
-
-        def channel(_: Credentials, address: Address) -> aio.Channel:
-            interceptors = [_Calls(self, self._ports[address.port])]
-            return aio.insecure_channel(f"dns:///{address}", options=credentials._OPTIONS, interceptors=interceptors)
-
-        with mock.patch.object(Credentials, "channel", channel):
-            yield
 
     def caller(self) -> str:
         return self._loops.get(asyncio.get_running_loop(), ORIGIN)
@@ -142,6 +135,22 @@ class Network:
         return not self._late
 
 
+_listeners: dict[int, tuple[Network, str]] = {}
+"""Who listens at a port, and in which network; several clusters can live side by side."""
+
+
+@contextlib.contextmanager
+def intercepted() -> Iterator[None]:
+    """Every channel to a party of a network, made meanwhile, leads through that network."""
+
+    def channel(_: Credentials, address: Address) -> aio.Channel:
+        interceptors = [_Calls(*_listeners[address.port])]
+        return aio.insecure_channel(f"dns:///{address}", options=credentials._OPTIONS, interceptors=interceptors)
+
+    with mock.patch.object(Credentials, "channel", channel):
+        yield
+
+
 class _Calls(aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
     """In the channels to one party. Runs on the caller's event loop, the engines' bypass threads among them."""
 
@@ -160,9 +169,7 @@ class _Calls(aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
             await made
             return made
 
-        if network.is_cut(sender, receiver):
-            await _give_up(patience)
-        match network.fault(name, sender, request):
+        match network.fault(name, sender, receiver, request):
             case Kind.DROPPED:
                 await _give_up(patience)
             case Kind.DELAYED:
@@ -173,9 +180,7 @@ class _Calls(aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
             case Kind.OVERTAKEN:
                 raise ValueError("calls are not overtaken by the next one: they wait for their answers")
         made = await call()
-        if network.is_cut(receiver, sender):
-            await _give_up(patience)
-        match network.fault(f"{name} answer", receiver, await made):
+        match network.fault(f"{name} answer", receiver, sender, await made):
             case Kind.DROPPED:
                 await _give_up(patience)
             case Kind.DELAYED:
@@ -231,10 +236,8 @@ class RelayProxy:
         self, way: _Way, sender: str, receiver: str, message: Any, send: Callable[[], Awaitable[Any]]
     ) -> None:
         network = self._network
-        if network.is_cut(sender, receiver):
-            return
         held, way.held[sender] = way.held[sender], None
-        match network.fault(type(message).__name__, sender, message):
+        match network.fault(type(message).__name__, sender, receiver, message):
             case Kind.DROPPED:
                 pass
             case Kind.DELAYED:

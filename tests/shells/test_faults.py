@@ -7,13 +7,13 @@ the end. What becomes of the move is in the table of cells.
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
-from tests.shells.cells import CELLS, PLAY, SOON, Cell
-from tests.shells.cluster import Cluster, cluster_of, until
-from tests.shells.network import Fault
+from tests.shells.cells import CELLS, PLAY, Cell, company, play
+from tests.shells.cluster import cluster_of
 
 pytestmark = [
     pytest.mark.asyncio,
@@ -22,26 +22,33 @@ pytestmark = [
 ]
 
 
-async def play(cluster: Cluster, cell: Cell) -> tuple[str, bool, Fault, list[str]]:
-    """The move's outcome, whether the request was replayed, the fault, and what is wrong."""
-    network = cluster.network
-    fault = network.arm(cell.message, cell.kind, cell.times, sender=cell.sender)
-    if cell.message.endswith(" answer"):
-        cluster.deadlines |= SOON if cell.kind == "delayed" else {}
-    cluster["A"].engine.agent.departures.deadline_s = 1.0
-    for at in "AB":
-        await cluster.stream(at, num_prompt=40, max_tokens=120)
-    stream = await cluster.stream()
-    await stream.reaches(20)
-    outcome = await PLAY[cell.scenario](cluster, stream)
-    faults = await cluster.verdict(stream)
-    return outcome, bool(stream.at.client._replay.replayed), fault, faults
+SIDE_BY_SIDE = 4
+"""Clusters: most of a cell is waiting for deadlines."""
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
-async def test_cell(cell: Cell, model_dir: Path) -> None:
-    async with cluster_of(model_dir) as cluster:
-        outcome, replayed, fault, faults = await play(cluster, cell)
-    assert not faults
-    assert fault.hits == cell.times, f"{cell.message} was sent {fault.hits} times: {dict(cluster.network.seen)}"
-    assert (outcome, replayed) == (cell.outcome, cell.replayed)
+@pytest.mark.parametrize("message", dict.fromkeys(cell.message for cell in CELLS))
+async def test_message(message: str, model_dir: Path) -> None:
+    turn = asyncio.Semaphore(SIDE_BY_SIDE)
+
+    async def problems(cell: Cell) -> list[str]:
+        async with turn, cluster_of(model_dir) as cluster:
+            played = await play(cluster, cell)
+        found = list(played.faults)
+        if played.hits != cell.times:
+            found.append(f"{played.hits} messages were hit of {dict(cluster.network.seen)}")
+        if (played.outcome, played.replayed) != (cell.outcome, cell.replayed):
+            found.append(f"{played.outcome}, replayed: {played.replayed}")
+        return [f"{cell.id}: {problem}" for problem in found]
+
+    found = await asyncio.gather(*(problems(cell) for cell in CELLS if cell.message == message))
+    assert not sum(found, [])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(("scenario", "outcome"), [("moves", "moved"), ("given_up", "stayed"), ("preempted", "moved")])
+async def test_without_faults(scenario: str, outcome: str, asynchronous: bool, model_dir: Path) -> None:
+    async with cluster_of(model_dir, asynchronous=asynchronous) as cluster:
+        stream = await company(cluster, num_others=3)
+        assert await PLAY[scenario](cluster, stream) == outcome
+        assert not await cluster.verdict(stream)
+        assert not stream.at.client._replay.replayed

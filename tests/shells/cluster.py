@@ -13,6 +13,7 @@ import contextlib
 import functools
 import itertools
 import random
+import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
@@ -28,7 +29,6 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.request import Request
 
-from benchmarks.harness import free_port
 from llumlet.client import LlumletClient
 from llumlet.errors import LlumletCallFailed
 from llumlet.types import Address, MigrateRequest, MovePhase, MoveProgress
@@ -65,7 +65,7 @@ HURRIED: dict[tuple[Any, str], float] = {
 }
 PLAN = {"reserve_s": 3.0, "loop_s": 3.0, "round_s": 3.0, "commit_s": 3.0, "withdraw_s": 3.0, "fence_s": 3.0, "ask_s": 0.1}
 SECONDS = 15.0
-"""How long anything is waited for before the test fails."""
+"""How long anything is waited for before the test fails; `Cluster.seconds` for the end of all moves and streams."""
 MAX_TOKENS = 350
 
 
@@ -87,9 +87,10 @@ class Stream:
         self.tokens += tokens
         self.finish = finish
 
-    async def reaches(self, num_tokens: int) -> None:
+    async def reaches(self, num_tokens: int, seconds: float = SECONDS) -> None:
         """Returns when so many tokens have arrived, or the last."""
-        await until(lambda: len(self.tokens) >= num_tokens or self.finish is not None, lambda: f"{len(self.tokens)} tokens")
+        arrived = lambda: len(self.tokens) >= num_tokens or self.finish is not None  # noqa: E731
+        await until(arrived, lambda: f"{self.request_id} has only {len(self.tokens)} tokens", seconds)
 
     @property
     def faults(self) -> list[str]:
@@ -111,7 +112,8 @@ class Instance:
 
     def __init__(self, name: str, config: LlumletConfig, model: Path, asynchronous: bool, directory: Path) -> None:
         self.name = name
-        with mock.patch.dict("os.environ", {CONFIG_VARIABLE: config.to_json()}), ThreadPoolExecutor(1) as starter:
+        variables = {CONFIG_VARIABLE: config.to_json(), "VLLM_ENGINE_READY_TIMEOUT_S": "20"}
+        with mock.patch.dict("os.environ", variables), ThreadPoolExecutor(1) as starter:
             # Each waits for the other.
             starting = starter.submit(lambda: Engine(engine_config(model, asynchronous=asynchronous), directory))
             self.client = new_client(AsyncMPClient, directory)
@@ -211,6 +213,7 @@ class Cluster:
         self.instances: dict[str, Instance] = {}
         self.streams: list[Stream] = []
         self.deadlines = dict(PLAN)
+        self.seconds = SECONDS
         self._numbers = itertools.count(1)
         self._clients: dict[str, LlumletClient] = {}
         self._tasks: list[asyncio.Task[Any]] = []
@@ -305,11 +308,12 @@ class Cluster:
                 and not self._is_waiting(stream)
             )
 
-        wait = functools.partial(until, holds, lambda: f"not settled: {self.owners(stream)}, {self.held()}")
+        problem = lambda: f"not settled: {self.owners(stream)}, {self.held()}"  # noqa: E731
+        wait = functools.partial(until, holds, problem, self.seconds)
         await wait()
         # Missing tokens show only when later ones arrive: it must still hold after some.
         while not (stream.finish or stream.left):
-            await stream.reaches(len(stream.tokens) + 20)
+            await stream.reaches(len(stream.tokens) + 20, self.seconds)
             if holds():
                 return
             await wait()
@@ -335,15 +339,17 @@ class Cluster:
             await until(
                 lambda: all(stream.finish or stream.left for stream in self.streams),
                 lambda: "streams do not end",
+                self.seconds,
             )
             publishers = [name for name, count in self.published(watched, since).items() if count]
-            if watched.left and sum(self.published(watched).values()) >= watched.max_tokens:
-                faults.append(f"{watched.request_id} ran to its end although its client had left")
             if len(publishers) > 1:
                 faults.append(f"{publishers} all publish {watched.request_id}")
-            await until(lambda: not self.held(), lambda: "; ".join(self.held()))
+            await until(lambda: not self.held(), lambda: "; ".join(self.held()), self.seconds)
         except TimeoutError as error:
             faults.append(str(error))
+        completed = [name for name, instance in self.instances.items() if watched.request_id in instance.engine.completed]
+        if len(completed) > (not watched.left):
+            faults.append(f"{watched.request_id} runs to its end at {completed}, its client has left: {watched.left}")
         faults += [fault for stream in self.streams for fault in stream.faults]
         for instance in self.instances.values():
             faults += [f"{instance.name}: {instance.engine.failure!r}"] if instance.engine.failure else []
@@ -356,6 +362,18 @@ class Cluster:
             await client.close()
         for instance in self.instances.values():
             await instance.close()
+
+
+def free_ports(count: int) -> list[int]:
+    """Outside the range from which the system takes ports for connections: nobody else gets them meanwhile."""
+    with contextlib.ExitStack() as stack:
+        found: list[int] = []
+        while len(found) < count:
+            listener = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                listener.bind(("127.0.0.1", random.randrange(20_000, 30_000)))
+                found.append(listener.getsockname()[1])
+        return found
 
 
 _clusters: dict[Any, Cluster] = {}
@@ -383,7 +401,7 @@ async def cluster_of(
     """A running cluster, each instance a peer of the others. Inside `hurried` and `intercepted`."""
     network = Network()
     cluster = Cluster(network, seed)
-    ports = {name: free_port() for name in names}
+    ports = dict(zip(names, free_ports(len(names)), strict=True))
     context = zmq.asyncio.Context()
     with tempfile.TemporaryDirectory(prefix="llx-") as directory:
         try:

@@ -1,0 +1,447 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Instances made of production parts around fake workers, their clients, and what must hold in the end.
+
+An instance is an engine (`engine.Engine`) and its API server: vLLM's own client class, made to follow moves, on the
+test's event loop. The network between them is `network.Network`. Deadlines are those of production divided by ten or
+so: `HURRIED`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import random
+import socket
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest import mock
+
+import numpy as np
+import zmq.asyncio
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import FinishReason
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.request import Request
+
+from llumlet.client import LlumletClient
+from llumlet.errors import LlumletCallFailed
+from llumlet.types import Address, MigrateRequest, MovePhase, MoveProgress
+from tests.frontend.fakes import close_client, new_client, request
+from tests.shells.engine import NO_MESSAGE, Engine, engine_config
+from tests.shells.model import BLOCK_SIZE, FIRST_TOKEN, NUM_TOKENS, PACE_SECONDS, Reference, cells_of
+from tests.shells.network import Network, RelayProxy
+from vllm_llumnix.config import CONFIG_VARIABLE, LlumletConfig
+from vllm_llumnix.engine import agent as agent_module
+from vllm_llumnix.engine import relay as engine_relay
+from vllm_llumnix.frontend import client as client_module
+from vllm_llumnix.frontend import owners, replay, streams
+from vllm_llumnix.migration.destination import State as DestinationState
+from vllm_llumnix.migration.source import Plan
+
+T = TypeVar("T")
+
+LEASE_SECONDS = 0.6
+HURRIED: dict[tuple[Any, str], float] = {
+    (agent_module, "CALL_SECONDS"): 3.0,
+    (engine_relay, "HEARTBEAT_SECONDS"): 0.05,
+    (engine_relay, "ORIGIN_SECONDS"): 3.0,
+    (streams, "GAP_SECONDS"): 0.15,
+    (streams, "GRACE_SECONDS"): 0.3,
+    (streams, "PATIENCE_SECONDS"): 0.5,
+    (streams, "CLAIM_SECONDS"): 0.4,
+    (owners, "PROBE_SECONDS"): 0.2,
+    (client_module, "PROBE_SECONDS"): 0.2,
+    (owners, "SUSPECT_SECONDS"): 0.3,
+    (owners, "LOST_SECONDS"): 0.7,
+    (client_module, "WATCH_SECONDS"): 0.05,
+    (replay, "CALL_SECONDS"): 1.0,
+    (replay, "RETRY_SECONDS"): 0.05,
+}
+PLAN = {"reserve_s": 3.0, "loop_s": 3.0, "round_s": 3.0, "commit_s": 3.0, "withdraw_s": 3.0, "fence_s": 3.0, "ask_s": 0.1}
+SECONDS = 15.0
+"""How long anything is waited for before the test fails; `Cluster.seconds` for the end of all moves and streams."""
+MAX_TOKENS = 350
+
+
+class Stream:
+    """One client's request: what it has received, and what it should have."""
+
+    def __init__(self, at: Instance, request_id: str, reference: Reference, max_tokens: int) -> None:
+        self.at = at
+        self.request_id = request_id
+        self.reference = reference
+        self.max_tokens = max_tokens
+        self.tokens: list[int] = []
+        self.finish: FinishReason | None = None
+        self.left = False
+        """The client has gone away."""
+
+    def take(self, tokens: list[int], finish: FinishReason | None) -> None:
+        assert self.finish is None, f"{self.request_id} goes on after its end"
+        self.tokens += tokens
+        self.finish = finish
+
+    async def reaches(self, num_tokens: int, seconds: float = SECONDS) -> None:
+        """Returns when so many tokens have arrived, or the last."""
+        arrived = lambda: len(self.tokens) >= num_tokens or self.finish is not None  # noqa: E731
+        await until(arrived, lambda: f"{self.request_id} has only {len(self.tokens)} tokens", seconds)
+
+    @property
+    def faults(self) -> list[str]:
+        """What a client could complain about."""
+        expected = self.reference(len(self.tokens))
+        wrong = next((at for at, pair in enumerate(zip(self.tokens, expected, strict=True)) if len({*pair}) > 1), None)
+        faults = []
+        if wrong is not None:
+            faults.append(f"{self.request_id}: token {wrong} of {len(self.tokens)} is wrong")
+        if not self.left and self.finish is not FinishReason.LENGTH:
+            faults.append(f"{self.request_id}: ended with {self.finish} after {len(self.tokens)} tokens")
+        if not self.left and len(self.tokens) != self.max_tokens:
+            faults.append(f"{self.request_id}: {len(self.tokens)} tokens instead of {self.max_tokens}")
+        return faults
+
+
+class Instance:
+    """An engine and its API server. Made by `Cluster`."""
+
+    def __init__(self, name: str, config: LlumletConfig, model: Path, asynchronous: bool, directory: Path) -> None:
+        self.name = name
+        variables = {CONFIG_VARIABLE: config.to_json(), "VLLM_ENGINE_READY_TIMEOUT_S": "20"}
+        with mock.patch.dict("os.environ", variables), ThreadPoolExecutor(1) as starter:
+            # Each waits for the other.
+            starting = starter.submit(lambda: Engine(engine_config(model, asynchronous=asynchronous), directory))
+            self.client = new_client(AsyncMPClient, directory)
+            self.engine = starting.result()
+        self.engine.start()
+        self.streams: dict[str, Stream] = {}
+        self._slots = self.engine.scheduler.max_num_active_reqs
+        self._reader: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> Address:
+        address = self.engine.kvconn.bypass.address
+        assert address is not None
+        return address
+
+    def listen(self, network: Network, context: zmq.asyncio.Context) -> None:
+        network.name(self.name, self.engine.kvconn.bypass._loop, self.address.port)
+        relay = self.client._ensure_relay()
+        self.proxy = RelayProxy(network, context, relay.address)
+        relay.address = self.proxy.address
+        self._reader = asyncio.create_task(self._read(), name=f"reader-{self.name}")
+
+    async def _read(self) -> None:
+        while True:
+            outputs = await self.client.get_output_async()
+            for output in outputs.outputs:
+                stream = self.streams.get(output.request_id)
+                if stream is not None and not stream.left:
+                    stream.take(list(output.new_token_ids), output.finish_reason)
+
+    async def close(self) -> None:
+        assert self._reader is not None
+        self.engine.model_executor.pace = 0.0
+        # Its end is no surprise, and nothing is to go on elsewhere.
+        self.client.resources.engine_dead = True
+        await asyncio.to_thread(self.engine.stop_loop)
+        await self.client.input_socket.send_multipart([self.client.core_engine, NO_MESSAGE])
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        await asyncio.to_thread(self.engine.stop_sockets)
+        await self.proxy.close()
+        close_client(self.client)
+        await asyncio.sleep(0)
+
+    @property
+    def held(self) -> list[str]:
+        """What is still held here; nothing when no request and no move is left."""
+        engine, client = self.engine, self.client
+        port, agent, kvconn = engine.kvconn.port, engine.agent, engine.kvconn
+        pool = port.block_pool
+        moves = agent.arrivals.moves.values()
+        counts = {
+            "requests": len(engine.scheduler.requests),
+            "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+            "pins": port._num_pins,
+            "reservations": len(port._reserved),
+            "slots of reservations": len(port._with_slot),
+            "batch slots": self._slots - engine.scheduler.max_num_active_reqs,
+            "frozen": len(port._frozen) + len(port._parked),
+            "newcomers": len(port._newcomers),
+            "departures": len(kvconn._departures) + len(agent.departures.moves),
+            "moves out": agent.departures.slots.num_requests,
+            "moves in": agent.arrivals.slots.num_requests + len(agent.arrivals.pending()),
+            "draining": sum(1 for move in moves if move.machine.state is DestinationState.DRAINING),
+            "callers": sum(len(move._waiting) for move in moves),
+            "guests": len(agent.relay._guests),
+            "questions": len(agent.relay._questions),
+            "streams": len(client._streams),
+            "replays": int(client._replay.busy),
+        }
+        return [f"{self.name} holds {count} {what}" for what, count in counts.items() if count]
+
+    def published_wrongly(self, stream: Stream) -> list[str]:
+        """Blocks that this engine would share for the stream's tokens, whose bytes are not those tokens'."""
+        engine = self.engine
+        tokens = stream.reference.prompt + stream.reference.output[: len(stream.tokens)]
+        twin = Request(
+            "twin", tokens, SamplingParams(max_tokens=1), None, block_hasher=engine.request_block_hasher
+        )
+        expected = cells_of(tokens)
+        cells = engine.model_executor.runner.cells
+        wrong = []
+        for index, block_hash in enumerate(twin.block_hashes):
+            found = engine.kvconn.port.block_pool.get_cached_block(block_hash, [0])
+            here = slice(index * BLOCK_SIZE, (index + 1) * BLOCK_SIZE)
+            if found and not np.array_equal(cells[:, found[0].block_id], expected[:, here]):
+                wrong.append(f"{self.name} publishes wrong bytes of {stream.request_id} as block {index}")
+        return wrong
+
+
+class Cluster:
+    """Instances A, B, … around one network. `deadlines` are given to the plan of every move from then on."""
+
+    def __init__(self, network: Network, seed: int) -> None:
+        self.network = network
+        self.random = random.Random(seed)
+        self.instances: dict[str, Instance] = {}
+        self.streams: list[Stream] = []
+        self.deadlines = dict(PLAN)
+        self.seconds = SECONDS
+        self._numbers = itertools.count(1)
+        self._clients: dict[str, LlumletClient] = {}
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    def __getitem__(self, name: str) -> Instance:
+        return self.instances[name]
+
+    async def stream(self, at: str = "A", num_prompt: int = 100, max_tokens: int = MAX_TOKENS) -> Stream:
+        """A request of a client of `at`."""
+        instance = self[at]
+        prompt = [FIRST_TOKEN + self.random.randrange(NUM_TOKENS) for _ in range(num_prompt)]
+        stream = Stream(instance, f"{at}-{next(self._numbers)}", Reference(prompt), max_tokens)
+        instance.streams[stream.request_id] = stream
+        self.streams.append(stream)
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        await instance.client.add_request_async(
+            request(stream.request_id, prompt_token_ids=prompt, sampling_params=params)
+        )
+        return stream
+
+    async def leave(self, stream: Stream) -> None:
+        """The client goes away."""
+        stream.left = True
+        await stream.at.client.abort_requests_async([stream.request_id])
+
+    def llumlet(self, name: str) -> LlumletClient:
+        client = self._clients.get(name)
+        if client is None:
+            client = self._clients[name] = LlumletClient(self[name].address)
+        return client
+
+    async def migrate(self, stream: Stream, source: str = "A", destination: str = "B", **more: Any) -> MoveProgress:
+        """Returns the last report: what became of the move."""
+        address = self[destination].address
+        asked = MigrateRequest(
+            src_engine_id=source,
+            dst_engine_id=destination,
+            dst_engine_ip=address.host,
+            dst_engine_port=address.port,
+            request_ids=[stream.request_id],
+            **more,
+        )
+        last = MoveProgress()
+        async for event in self.llumlet(source).migrate(asked, deadline_s=SECONDS):
+            if event.WhichOneof("event") == "progress":
+                last = event.progress
+        return last
+
+    def begin(self, action: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run it beside the test; `close` waits for it."""
+        task = asyncio.create_task(action)
+        self._tasks.append(task)
+        return task
+
+    def on_loop(self, at: str, action: Callable[[], None]) -> None:
+        """Between two steps of an engine."""
+        kvconn = self[at].engine.kvconn
+        kvconn.bypass.post(kvconn.call, action)
+
+    @staticmethod
+    async def try_call(call: Awaitable[Any]) -> None:
+        """A call whose answer matters to nobody."""
+        with contextlib.suppress(LlumletCallFailed):
+            await call
+
+    def owners(self, stream: Stream) -> set[str]:
+        """Engines that would go on with the request."""
+        return {
+            name
+            for name, instance in self.instances.items()
+            if (request := instance.engine.scheduler.requests.get(stream.request_id)) is not None
+            and not request.is_finished()
+        }
+
+    def published(self, stream: Stream, since: float = 0.0) -> dict[str, int]:
+        """How many tokens of the request each engine has put out since then."""
+        return {
+            name: sum(count for at, one, count in instance.engine.published if at > since and one == stream.request_id)
+            for name, instance in self.instances.items()
+        }
+
+    async def settled(self, stream: Stream) -> None:
+        """Returns when every move's fate is known, nothing is on its way, and not more than one engine has it."""
+
+        def holds() -> bool:
+            agents = [instance.engine.agent for instance in self.instances.values()]
+            return (
+                self.network.quiet
+                and not any(agent.departures.moves or agent.arrivals.pending() for agent in agents)
+                and not any(instance.client._replay.busy for instance in self.instances.values())
+                and len(self.owners(stream)) <= (not stream.left)
+                and not self._is_waiting(stream)
+            )
+
+        problem = lambda: f"not settled: {self.owners(stream)}, {self.held()}"  # noqa: E731
+        wait = functools.partial(until, holds, problem, self.seconds)
+        await wait()
+        # Missing tokens show only when later ones arrive: it must still hold after some.
+        while not (stream.finish or stream.left):
+            await stream.reaches(len(stream.tokens) + 20, self.seconds)
+            if holds():
+                return
+            await wait()
+
+    def _is_waiting(self, stream: Stream) -> bool:
+        """Whether the client waits for a request that nobody has."""
+        return not (stream.left or stream.finish or self.owners(stream))
+
+    def hurry(self) -> None:
+        for instance in self.instances.values():
+            instance.engine.model_executor.pace = 0.0
+
+    def held(self) -> list[str]:
+        return [line for instance in self.instances.values() for line in instance.held]
+
+    async def verdict(self, watched: Stream) -> list[str]:
+        """Let all streams end, and say what is wrong: nothing, one hopes."""
+        faults: list[str] = []
+        try:
+            await self.settled(watched)
+            since = time.monotonic()
+            self.hurry()
+            await until(
+                lambda: all(stream.finish or stream.left for stream in self.streams),
+                lambda: "streams do not end",
+                self.seconds,
+            )
+            publishers = [name for name, count in self.published(watched, since).items() if count]
+            if len(publishers) > 1:
+                faults.append(f"{publishers} all publish {watched.request_id}")
+            await until(lambda: not self.held(), lambda: "; ".join(self.held()), self.seconds)
+        except TimeoutError as error:
+            faults.append(str(error))
+        completed = [name for name, instance in self.instances.items() if watched.request_id in instance.engine.completed]
+        if len(completed) > (not watched.left):
+            faults.append(f"{watched.request_id} runs to its end at {completed}, its client has left: {watched.left}")
+        faults += [fault for stream in self.streams for fault in stream.faults]
+        for instance in self.instances.values():
+            faults += [f"{instance.name}: {instance.engine.failure!r}"] if instance.engine.failure else []
+            faults += [fault for stream in self.streams for fault in instance.published_wrongly(stream)]
+        return faults
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for client in self._clients.values():
+            await client.close()
+        for instance in self.instances.values():
+            await instance.close()
+
+
+def free_ports(count: int) -> list[int]:
+    """Outside the range from which the system takes ports for connections: nobody else gets them meanwhile."""
+    with contextlib.ExitStack() as stack:
+        found: list[int] = []
+        while len(found) < count:
+            listener = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                listener.bind(("127.0.0.1", random.randrange(20_000, 30_000)))
+                found.append(listener.getsockname()[1])
+        return found
+
+
+_clusters: dict[Any, Cluster] = {}
+"""By the event loops of their bypass threads."""
+
+
+@contextlib.contextmanager
+def hurried() -> Iterator[None]:
+    """Production code with short deadlines; those of a move's plan are what its cluster says."""
+
+    def plan(**fields: Any) -> Plan:
+        return Plan(**_clusters[asyncio.get_running_loop()].deadlines, **fields)
+
+    with contextlib.ExitStack() as stack:
+        for (module, name), value in HURRIED.items():
+            stack.enter_context(mock.patch.object(module, name, value))
+        stack.enter_context(mock.patch.object(agent_module, "Plan", plan))
+        yield
+
+
+@contextlib.asynccontextmanager
+async def cluster_of(
+    model: Path, names: str = "ABC", *, seed: int = 0, asynchronous: bool = False
+) -> AsyncIterator[Cluster]:
+    """A running cluster, each instance a peer of the others. Inside `hurried` and `intercepted`."""
+    network = Network()
+    cluster = Cluster(network, seed)
+    ports = dict(zip(names, free_ports(len(names)), strict=True))
+    context = zmq.asyncio.Context()
+    with tempfile.TemporaryDirectory(prefix="llx-") as directory:
+        try:
+            for name in names:
+                (sockets := Path(directory) / name).mkdir()
+                config = LlumletConfig(
+                    instance_id=name,
+                    port=ports[name],
+                    lease_seconds=LEASE_SECONDS,
+                    peers=tuple(f"127.0.0.1:{port}" for other, port in ports.items() if other != name),
+                )
+                instance = cluster.instances[name] = Instance(name, config, model, asynchronous, sockets)
+                _clusters[instance.engine.kvconn.bypass._loop] = cluster
+            for instance in cluster.instances.values():
+                instance.listen(network, context)
+            yield cluster
+        finally:
+            await cluster.close()
+            context.destroy(linger=0)
+
+
+@contextlib.contextmanager
+def slow_copies(instance: Instance, seconds: float) -> Iterator[None]:
+    """Every copy of this instance's mover begins so late, whatever the mover is told meanwhile."""
+    mover, _ = instance.engine.model_executor.mover
+    transport = mover.transports[0]
+    stock = transport.pull
+
+    def pull(*args: Any) -> Iterator[int]:
+        time.sleep(seconds)
+        yield from stock(*args)
+
+    with mock.patch.object(transport, "pull", pull):
+        yield
+
+
+async def until(condition: Callable[[], bool], failure: Callable[[], str], seconds: float = SECONDS) -> None:
+    """Returns when it holds; raises TimeoutError if it does not come to hold."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(failure())
+        await asyncio.sleep(0.005)

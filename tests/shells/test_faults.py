@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every message of the protocol dropped, delayed, doubled, overtaken: the production shells over fake engines.
+
+The client has every token once and in order, at most one engine goes on with the request, and nobody holds anything in
+the end. What becomes of the move is in the table of cells.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.shells.cells import CELLS, PLAY, Cell, company, play
+from tests.shells.cluster import cluster_of
+
+pytestmark = [
+    pytest.mark.asyncio,
+    # vLLM's input and output threads leave their sockets to their contexts.
+    pytest.mark.filterwarnings("ignore:Destroying context with unclosed socket:ResourceWarning"),
+]
+
+
+SIDE_BY_SIDE = 4
+"""Clusters: most of a cell is waiting for deadlines."""
+
+
+@pytest.mark.parametrize("message", dict.fromkeys(cell.message for cell in CELLS))
+async def test_message(message: str, model_dir: Path) -> None:
+    turn = asyncio.Semaphore(SIDE_BY_SIDE)
+
+    async def problems(cell: Cell) -> list[str]:
+        async with turn, cluster_of(model_dir) as cluster:
+            played = await play(cluster, cell)
+        found = list(played.faults)
+        if played.hits != cell.times:
+            found.append(f"{played.hits} messages were hit of {dict(cluster.network.seen)}")
+        if (played.outcome, played.replayed) != (cell.outcome, cell.replayed):
+            found.append(f"{played.outcome}, replayed: {played.replayed}")
+        return [f"{cell.id}: {problem}" for problem in found]
+
+    found = await asyncio.gather(*(problems(cell) for cell in CELLS if cell.message == message))
+    assert not sum(found, [])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(("scenario", "outcome"), [("moves", "moved"), ("given_up", "stayed"), ("preempted", "moved")])
+async def test_without_faults(scenario: str, outcome: str, asynchronous: bool, model_dir: Path) -> None:
+    async with cluster_of(model_dir, asynchronous=asynchronous) as cluster:
+        stream = await company(cluster, num_others=3)
+        assert await PLAY[scenario](cluster, stream) == outcome
+        assert not await cluster.verdict(stream)
+        assert not stream.at.client._replay.replayed

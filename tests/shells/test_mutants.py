@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Production code, broken on purpose: what the checks of this package are worth is which of these they see."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.shells.cells import PLAY, company
+from tests.shells.cluster import cluster_of
+from tests.simulation.mutants import EarlyFree, ResumeOnTimeout
+from vllm_llumnix.engine import arrivals, departures
+from vllm_llumnix.engine import relay as engine_relay
+from vllm_llumnix.engine.agent import LlumletAgent
+from vllm_llumnix.engine.scheduler_port import FrozenRequest, Pin, SchedulerPort
+from vllm_llumnix.frontend import replay, streams
+from vllm_llumnix.ids import Epoch
+from vllm_llumnix.kv.transport import local
+from vllm_llumnix.migration.gate import Arrival, Gate, Verdict
+
+pytestmark = [
+    pytest.mark.asyncio,
+    pytest.mark.filterwarnings("ignore:Destroying context with unclosed socket:ResourceWarning"),
+]
+
+Patch = pytest.MonkeyPatch
+
+
+def unnumbered_outputs(patch: Patch) -> None:
+    """The relay numbers no output: each begins where the epoch began."""
+    stock = engine_relay.token_output_from
+    patch.setattr(engine_relay, "token_output_from", lambda output, epoch, base, first: stock(output, epoch, base, base))
+
+
+def open_gate(patch: Patch) -> None:
+    """The origin's gate lets everything through that is not barred, in the order of arrival."""
+
+    class Open(Gate):
+        def offer(self, arrival: Arrival) -> Verdict:
+            if arrival.count:
+                self.next_index = arrival.first
+            return super().offer(arrival)
+
+    patch.setattr(streams, "Gate", Open)
+
+
+def same_term(patch: Patch) -> None:
+    """The origin forgets to raise the term: who is started anew has the epoch of the one that was lost."""
+
+    class SameTerm(Gate):
+        def depose(self) -> Epoch:
+            highest, bases, barred = self.highest, dict(self._bases), list(self._barred)
+            super().depose()
+            self._term -= 1
+            self._bases, self._barred = bases, barred
+            return highest
+
+    patch.setattr(streams, "Gate", SameTerm)
+
+
+def freed_before_quiet(patch: Patch) -> None:
+    """Blocks of a copy that was given up are free before the mover has stopped writing them."""
+    patch.setattr(arrivals, "Destination", EarlyFree)
+
+
+def no_pins(patch: Patch) -> None:
+    """Nothing holds the frozen request's blocks."""
+    stock = SchedulerPort.drained
+
+    def drained(self: SchedulerPort, *args: Any) -> FrozenRequest | None:
+        frozen = stock(self, *args)
+        if frozen is None:
+            return None
+        self.unpin(frozen.pin)
+        self._num_pins += 1
+        return dataclasses.replace(frozen, pin=Pin([]))
+
+    patch.setattr(SchedulerPort, "drained", drained)
+
+
+def kept_pins(patch: Patch) -> None:
+    """Pins are never given back."""
+    patch.setattr(SchedulerPort, "unpin", lambda *_: None)
+
+
+def kept_reservation(patch: Patch) -> None:
+    """A reservation that was called off is kept."""
+    patch.setattr(SchedulerPort, "cancel_reservation", lambda *_: None)
+
+
+def resumed_on_silence(patch: Patch) -> None:
+    """A source that gets no answer to Commit and Withdraw goes on."""
+    patch.setattr(departures, "Source", ResumeOnTimeout)
+
+
+def wrong_byte(patch: Patch) -> None:
+    """One byte of a copy is not what it was."""
+    stock = local.read_pieces
+
+    def read_pieces(pid: int, pieces: Any, chunk_bytes: int) -> Iterator[int]:
+        yield from stock(pid, pieces, chunk_bytes)
+        ctypes.c_ubyte.from_address(int(pieces.destination[0]) + 5).value ^= 1
+
+    patch.setattr(local, "read_pieces", read_pieces)
+
+
+def lost_tail(patch: Patch) -> None:
+    """The source's tokens since the last round do not come with Commit."""
+    stock = arrivals.IncomingMove._take
+
+    def take(self: Any, from_block: int, block_ids: Sequence[int], token_ids: Sequence[int]) -> None:
+        stock(self, from_block, block_ids, [10 + token % 7 for token in token_ids])
+
+    patch.setattr(arrivals.IncomingMove, "_take", take)
+
+
+def never_told(patch: Patch) -> None:
+    """Nobody tells an engine that its request's client has left: no abort is sent on, and the origin releases nothing."""
+    patch.setattr(LlumletAgent, "forward_aborts", lambda *_: None)
+    patch.setattr(LlumletAgent, "release", lambda *_: None)
+
+
+def replay_from_before(patch: Patch) -> None:
+    """A replay begins before what the client has."""
+    stock = replay.state_of
+    patch.setattr(replay, "state_of", lambda request, delivered, origin: stock(request, delivered[:-1], origin))
+
+
+MUTANTS: list[tuple[Callable[[Patch], None], str, str]] = [
+    (unnumbered_outputs, "moves", "instead of"),
+    (open_gate, "moves", "is wrong"),
+    (same_term, "loses_tokens", "instead of"),
+    (freed_before_quiet, "given_up", "is wrong"),
+    (no_pins, "preempted", "is wrong"),
+    (kept_pins, "moves", "pins"),
+    (kept_reservation, "called_off", "reservations"),
+    (resumed_on_silence, "fenced_late", "runs to its end at"),
+    (wrong_byte, "moves", "is wrong"),
+    (lost_tail, "moves", "is wrong"),
+    (never_told, "left", "its client has left: True"),
+    (replay_from_before, "loses_tokens", "instead of"),
+]
+
+
+@pytest.mark.parametrize(("mutant", "scenario", "complaint"), MUTANTS, ids=lambda value: getattr(value, "__name__", None))
+async def test_mutant(
+    mutant: Callable[[Patch], None], scenario: str, complaint: str, monkeypatch: Patch, model_dir: Path
+) -> None:
+    mutant(monkeypatch)
+    async with cluster_of(model_dir) as cluster:
+        cluster.seconds = 2.0
+        stream = await company(cluster, num_others=3)
+        await PLAY[scenario](cluster, stream)
+        faults = await cluster.verdict(stream)
+        monkeypatch.undo()
+    assert any(complaint in fault for fault in faults), faults

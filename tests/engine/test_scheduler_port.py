@@ -133,7 +133,7 @@ def move(source: Rig, destination: Rig, name: str = "a"):
 
 
 def test_admitted_request_computes_one_token_in_the_next_step(rig: Rig, model_dir: Path) -> None:
-    destination = Rig(model_dir, asynchronous=rig._depth == 2, runner_v2=rig.scheduler.use_v2_model_runner)
+    destination = Rig(model_dir, asynchronous=rig.depth == 2, runner_v2=rig.scheduler.use_v2_model_runner)
     rig.add("a")
     destination.add("b", first=20)
     rig.turns(6)
@@ -203,7 +203,7 @@ def test_prefix_cache_hits_are_reserved_not_copied(rig: Rig) -> None:
 
 
 def test_newcomer_gets_its_token_beside_a_chunked_prefill(rig: Rig, model_dir: Path) -> None:
-    destination = Rig(model_dir, asynchronous=rig._depth == 2, runner_v2=rig.scheduler.use_v2_model_runner)
+    destination = Rig(model_dir, asynchronous=rig.depth == 2, runner_v2=rig.scheduler.use_v2_model_runner)
     rig.add("a")
     rig.turns(6)
     long = destination.add("long", num_prompt=1500, first=30)
@@ -302,7 +302,7 @@ def arriving(source: Rig, destination: Rig, name: str = "a", *, queued: bool):
 
 
 def twin(rig: Rig, model_dir: Path) -> Rig:
-    return Rig(model_dir, asynchronous=rig._depth == 2, runner_v2=rig.scheduler.use_v2_model_runner)
+    return Rig(model_dir, asynchronous=rig.depth == 2, runner_v2=rig.scheduler.use_v2_model_runner)
 
 
 def test_waiting_request_moves_without_blocks(rig: Rig, model_dir: Path) -> None:

@@ -57,6 +57,11 @@ class LlumletUnreachable(LlumletCallFailed):
         super().__init__(f"{address}: {detail}", detail, address)
         self.timed_out = timed_out
 
+    @property
+    def nobody_listens(self) -> bool:
+        """The host answers that the port is closed: the process is gone. A failed handshake is something else."""
+        return "Connection refused" in self.detail
+
 
 class NotALlumlet(LlumletUnreachable):
     """Something answers at `address`, but it does not speak this protocol."""

@@ -130,6 +130,7 @@ async def test_nobody_listens(unused_tcp_port: int) -> None:
             await client.get_instance_status()
     assert not isinstance(caught.value, NotALlumlet)
     assert not caught.value.timed_out
+    assert caught.value.nobody_listens
 
 
 async def test_a_host_that_does_not_resolve() -> None:

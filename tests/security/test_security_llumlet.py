@@ -141,6 +141,7 @@ async def test_a_certificate_of_another_authority(
     refusal = await failure(server, Credentials.load(dataclasses.replace(stranger, tls_ca=str(authority.path))))
     assert isinstance(refusal, LlumletUnreachable)
     assert "another certificate" in str(refusal)
+    assert not refusal.nobody_listens
     assert not agent.calls
 
 
@@ -153,6 +154,7 @@ async def test_a_server_of_another_authority_hears_nothing(
     refusal = await failure(server, Credentials.load(files))
     assert isinstance(refusal, LlumletUnreachable)
     assert "not of the authority in --llumlet-tls-ca" in str(refusal)
+    assert not refusal.nobody_listens
     assert not agent.calls
     await server.stop(0)
 
@@ -164,6 +166,7 @@ async def test_a_server_under_another_address(agent: FakeAgent, authority: Autho
     refusal = await failure(server, elsewhere)
     assert isinstance(refusal, LlumletUnreachable)
     assert "does not name this address" in str(refusal)
+    assert not refusal.nobody_listens
     assert not agent.calls
     await server.stop(0)
 

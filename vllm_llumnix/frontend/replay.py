@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from llumlet.client import LlumletClient
 from llumlet.credentials import Credentials
-from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
+from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable, NotALlumlet
 from llumlet.types import AbortRequest, AdoptRequest, Reason
 from llumlet.types import Epoch as WireEpoch
 from vllm_llumnix.errors import Refused
@@ -155,7 +155,7 @@ class Replay:
         try:
             await client.get_instance_metadata(deadline_s=1.0)
         except LlumletUnreachable as error:
-            return not error.timed_out
+            return error.nobody_listens or isinstance(error, NotALlumlet)
         except LlumletCallFailed:
             return False
         finally:

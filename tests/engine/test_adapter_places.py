@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm.lora.request import LoRARequest
@@ -11,6 +13,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.rig import Rig
 from tests.engine.test_scheduler_port import KINDS, freeze
+from vllm_llumnix.engine.kvconn import KVConnection
 from vllm_llumnix.errors import Reason, Refused
 
 
@@ -120,3 +123,31 @@ def test_engines_limit_is_left_alone(lora_rig: Rig) -> None:
     rig.turns(2)
     assert rig.scheduler.lora_config.max_loras == 1
     assert rig.scheduler.vllm_config.lora_config.max_loras == 2
+
+
+def connection(rig: Rig, add_lora: Any) -> KVConnection:
+    bypass: Any = SimpleNamespace(post=lambda *_: None)
+    return KVConnection(SimpleNamespace(add_lora=add_lora), rig.port, bypass)
+
+
+def test_adapter_of_the_batch_is_not_loaded_again(lora_rig: Rig) -> None:
+    rig = lora_rig
+    loaded: list[LoRARequest] = []
+    kvconn = connection(rig, loaded.append)
+    rig.add("a", adapter=adapter(1))
+    rig.turns(3)
+    kvconn.load_adapter(arriving(rig, "b", 1))
+    kvconn.load_adapter(rig.request("c"))
+    assert not loaded
+    kvconn.load_adapter(arriving(rig, "d", 2))
+    assert loaded == [adapter(2)]
+
+
+def test_adapter_that_does_not_load(lora_rig: Rig) -> None:
+    def fail(_: LoRARequest) -> None:
+        raise ValueError("/adapters/2 doesn't contain tensors")
+
+    with pytest.raises(Refused) as refused:
+        connection(lora_rig, fail).load_adapter(arriving(lora_rig, "a", 2))
+    assert refused.value.reason == Reason.LORA_NOT_AVAILABLE
+    assert "/adapters" not in refused.value.detail

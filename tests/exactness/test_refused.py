@@ -14,43 +14,12 @@ import pytest
 
 from benchmarks.client import Client
 from benchmarks.harness import Fleet, Server, ServerSpec
-from benchmarks.model import PRESETS
 from benchmarks.moves import migrate
 from llumlet.errors import LlumletError
 from llumlet.types import reason_word
 from tests.exactness.cells import CONFIGURATIONS
 from tests.exactness.test_matrix import PROMPT, held_by
 from tests.support.conservation import wait_idle
-
-ADAPTER = "adapter"
-
-
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A LoRA adapter of rank 8 for the query projections of the small model, as PEFT lays it out."""
-    import torch
-    from safetensors.torch import save_file
-
-    spec, rank = PRESETS["tiny"], 8
-    generator = torch.Generator().manual_seed(0)
-    weights = {}
-    for layer in range(spec.num_layers):
-        prefix = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
-        weights[f"{prefix}.lora_A.weight"] = torch.randn(rank, spec.hidden_size, generator=generator) * 0.05
-        weights[f"{prefix}.lora_B.weight"] = (
-            torch.randn(spec.num_heads * spec.head_dim, rank, generator=generator) * 0.05
-        )
-    path = tmp_path_factory.mktemp(ADAPTER)
-    save_file(weights, path / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": rank,
-        "lora_alpha": rank,
-        "target_modules": ["q_proj"],
-    }
-    (path / "adapter_config.json").write_text(json.dumps(config))
-    return path
 
 
 async def stays_visibly(source: Server, destination: Server, reason: str, **parameters: Any) -> None:
@@ -73,15 +42,6 @@ async def stays_visibly(source: Server, destination: Server, reason: str, **para
     assert len(result.token_ids) == 600
     assert result.token_ids[:200] == expected.token_ids
     await wait_idle(source)
-
-
-@pytest.mark.parametrize("fleet_of", CONFIGURATIONS[-1:], ids=str, indirect=True, scope="package")
-@pytest.mark.asyncio
-async def test_lora(fleet_of: dict[str, Server], model_dir: Path, adapter: Path, tmp_path: Path) -> None:
-    flags = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"{ADAPTER}={adapter}")
-    with Fleet(tmp_path) as fleet:
-        (source,) = fleet.start(ServerSpec(model_dir, name="lora", instance_id="lora", flags=flags))
-        await stays_visibly(source, fleet_of["b"], "LoRA adapter", model=ADAPTER)
 
 
 @pytest.mark.parametrize("fleet_of", CONFIGURATIONS[-1:], ids=str, indirect=True, scope="package")

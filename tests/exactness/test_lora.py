@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests with a LoRA adapter: they move to engines that have it, there and back, and nowhere else.
+
+A and B have the same adapters under other ids and paths, except for one that only A has, and one that is another under
+the same name. Each engine holds one adapter at a time: the others are loaded when they are needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import json
+import shutil
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+
+from benchmarks.client import Client, Stream
+from benchmarks.harness import Fleet, Server, ServerSpec
+from benchmarks.model import PRESETS, build
+from benchmarks.moves import Move, migrate
+from llumlet.client import LlumletClient
+from llumlet.errors import LlumletError
+from llumlet.types import AdoptRequest, Epoch, Reason
+from tests.exactness.test_matrix import PROMPT, company, held_by, outcome
+from tests.integration.test_hostile_peers import state_of
+from tests.support.adapters import RANK, write_adapter
+from tests.support.conservation import wait_idle
+
+pytestmark = pytest.mark.asyncio
+
+SPEC = PRESETS["tiny"]
+LENGTH = 190
+SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {}, "seeded": {"temperature": 1.0, "seed": 7}}
+ENVIRONMENT = {
+    # For `resident`, and for adapters that are loaded later.
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+}
+HAVEN_S = 15.0
+
+
+class Pair(NamedTuple):
+    a: Server
+    b: Server
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four adapters, and copies of two of them elsewhere."""
+    root = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(("story", "poem", "diary", "stranger")):
+        write_adapter(root / name, SPEC, seed)
+    for name in ("story", "poem"):
+        shutil.copytree(root / name, root / "copies" / name)
+    return root
+
+
+def serving(name: str, dtype: str, *flags: str, **modules: Path) -> ServerSpec:
+    """One engine with these adapters; ids follow their order, and the last one is loaded at first."""
+    flags += ("--dtype", dtype, "--enable-lora", "--max-lora-rank", str(RANK), "--max-loras", "1")
+    flags += ("--max-cpu-loras", "1", "--lora-modules", *(f"{name}={path}" for name, path in modules.items()))
+    model = build(dataclasses.replace(SPEC, dtype=dtype))
+    return ServerSpec(model, name=name, instance_id=name, flags=flags, env=ENVIRONMENT)
+
+
+@pytest.fixture(scope="module")
+def pair(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    copies = files / "copies"
+    of_a = {"story": files / "story", "poem": files / "poem", "diary": files / "diary", "song": files / "story"}
+    of_b = {"poem": copies / "poem", "story": copies / "story", "song": files / "stranger"}
+    with Fleet(tmp_path_factory.mktemp("lora")) as fleet:
+        yield Pair(*fleet.start(serving("a", "bfloat16", **of_a), serving("b", "bfloat16", **of_b)))
+
+
+async def post(server: Server, path: str, body: dict[str, Any]) -> str:
+    request = urllib.request.Request(
+        f"{server.base_url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    answer = await asyncio.to_thread(direct.open, request, timeout=60)
+    with answer:
+        return str(answer.read().decode())
+
+
+async def resident(server: Server) -> list[int]:
+    """The ids of the adapters that the worker holds."""
+    (ids,) = json.loads(await post(server, "/collective_rpc", {"method": "list_loras"}))["results"]
+    return list(ids)
+
+
+async def begin(client: Client, model: str | None, length: int = LENGTH, **parameters: Any) -> Stream:
+    named = {"model": model} if model is not None else {}
+    return await client.complete(PROMPT, length, ignore_eos=True, cache_salt=uuid.uuid4().hex, **named, **parameters)
+
+
+async def unmoved(server: Server, model: str | None, **parameters: Any) -> Stream:
+    async with Client(server.base_url) as client:
+        return await (await begin(client, model, **parameters)).result()
+
+
+async def try_move(path: list[Server], model: str, **parameters: Any) -> tuple[Stream, list[Move]]:
+    moves = []
+    async with Client(path[0].base_url) as client:
+        stream = await begin(client, model, **parameters)
+        for hop, (source, destination) in enumerate(itertools.pairwise(path)):
+            held = await held_by(source, stream, 30 + 30 * hop)
+            moves += await migrate(source, destination, request_ids=[held.request_id])
+        return await stream.result(), moves
+
+
+@pytest.mark.parametrize("before", ["present", "loadable"])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+async def test_there_and_back(pair: Pair, sampling: str, before: str) -> None:
+    """Beside a request without an adapter at either engine; the adapter is loaded at B, or known there."""
+    a, b = pair
+    parameters = SAMPLINGS[sampling]
+    await unmoved(b, "story" if before == "present" else "poem", length=2)
+    assert await resident(b) == ([2] if before == "present" else [1])
+    async with company({a, b}):
+        first, second = [await unmoved(a, "story", **parameters) for _ in range(2)]
+        assert outcome(first) == outcome(second), "void: two unmoved runs differ"
+        without = await unmoved(a, None, **parameters)
+        moved, moves = await try_move([a, b, a], "story", **parameters)
+    assert [move.live for move in moves] == [True, True], moves
+    assert outcome(moved) == outcome(first)
+    assert moved.token_ids[:20] != without.token_ids[:20], "the adapter changes nothing"
+    assert await resident(b) == [2]
+    for server in pair:
+        await wait_idle(server)
+
+
+async def stays(pair: Pair, model: str, reason: str, detail: str) -> None:
+    a, b = pair
+    expected = await unmoved(a, model)
+    stream, (move,) = await try_move([a, b], model)
+    assert (move.phase, move.reason) == ("stayed", reason)
+    assert detail in move.detail
+    assert outcome(stream) == outcome(expected)
+    await wait_idle(a)
+    await wait_idle(b)
+
+
+async def test_another_adapter_of_that_name(pair: Pair) -> None:
+    await stays(pair, "song", "lora_not_available", "adapter 'song' has other contents here")
+
+
+async def test_absent_until_it_is_loaded(pair: Pair, files: Path) -> None:
+    a, b = pair
+    await stays(pair, "diary", "lora_not_available", "adapter 'diary' is not known here")
+    await post(b, "/v1/load_lora_adapter", {"lora_name": "diary", "lora_path": str(files / "diary")})
+    expected = await unmoved(a, "diary")
+    stream, (move,) = await try_move([a, b], "diary")
+    assert move.live, move
+    assert outcome(stream) == outcome(expected)
+
+
+async def test_batch_with_another_adapter(pair: Pair) -> None:
+    """B's batch has its one adapter: a request with another would wait there for who knows how long."""
+    async with Client(pair.b.base_url) as client:
+        other = await begin(client, "poem", length=8000)
+        await other.wait_for(1)
+        a = pair.a
+        expected = await unmoved(a, "story")
+        stream, (move,) = await try_move([a, pair.b], "story")
+        same, (joins,) = await try_move([a, pair.b], "poem")
+        await other.disconnect()
+    assert (move.phase, move.reason) == ("stayed", "destination_full")
+    assert "--max-loras" in move.detail
+    assert outcome(stream) == outcome(expected)
+    assert joins.live, joins
+    assert len(same.token_ids) == LENGTH
+    for server in pair:
+        await wait_idle(server)
+
+
+async def test_files_that_are_gone(pair: Pair, files: Path) -> None:
+    """B would have to load the adapter again: its worker, and B with it, would end at that."""
+    a, b = pair
+    path = Path(shutil.copytree(files / "diary", files / "late"))
+    for server in pair:
+        await post(server, "/v1/load_lora_adapter", {"lora_name": "late", "lora_path": str(path)})
+    await unmoved(b, "story", length=2)
+    await unmoved(a, "late", length=2)
+    shutil.rmtree(path)
+    await stays(pair, "late", "lora_not_available", "has files that have changed since they were loaded")
+    await unmoved(b, "story", length=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "detail"),
+    [("diaries", "is not known here"), ("../story", "is not known here"), ("story", "has other contents here")],
+)
+async def test_adopt_is_a_front_door(pair: Pair, name: str, detail: str) -> None:
+    async with LlumletClient(str(pair.b.llumlet)) as b:
+        digest = (await b.get_instance_metadata()).compatibility_digest
+        state = state_of(lora_name=name, lora_digest="0" * 64)
+        with pytest.raises(LlumletError) as refused:
+            await b.adopt(AdoptRequest(epoch=Epoch(term=1), compatibility_digest=digest, request_state=state))
+    assert refused.value.reason == Reason.LORA_NOT_AVAILABLE
+    assert detail in refused.value.detail
+    await wait_idle(pair.b)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+async def test_its_engine_is_killed(files: Path, tmp_path: Path, sampling: str) -> None:
+    """It goes on at an engine that has its adapter, not loaded at that moment. In float32: it is recomputed."""
+    parameters = SAMPLINGS[sampling]
+    with Fleet(tmp_path) as fleet:
+        of_haven = {"story": files / "copies" / "story", "poem": files / "copies" / "poem"}
+        (haven,) = fleet.start(serving("haven", "float32", **of_haven))
+        peers = ("--llumlet-peers", str(haven.llumlet))
+        (victim,) = fleet.start(serving("victim", "float32", *peers, story=files / "story"))
+        expected = await unmoved(victim, "story", **parameters)
+        without = await unmoved(victim, None, **parameters)
+        assert await resident(haven) == [2]
+        async with Client(victim.base_url) as client:
+            stream = await begin(client, "story", **parameters)
+            await stream.wait_for(40)
+            psutil.Process(victim.process("EngineCore")).kill()
+            result = await stream.result()
+        assert result.token_ids == expected.token_ids
+        assert result.token_ids[:20] != without.token_ids[:20], "the adapter changes nothing"
+        assert max(result.gaps) < HAVEN_S
+        assert await resident(haven) == [1]
+        await wait_idle(haven)

@@ -6,33 +6,33 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections import Counter
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from benchmarks.model import PRESETS, build
 from tests.shells import combinations
-from tests.shells.cluster import hurried
+from tests.shells.cluster import hurried, side_by_side
 from tests.shells.network import intercepted
-
-SIDE_BY_SIDE = 4
 
 
 async def main(first: int, last: int) -> int:
     if first == last:
         print(combinations.Combination.of(first))
-    model, turn = build(PRESETS["tiny"]), asyncio.Semaphore(SIDE_BY_SIDE)
+    reached: Counter[str] = Counter()
+    model = build(PRESETS["tiny"])
 
     async def play(seed: int) -> list[str]:
-        async with turn:
-            faults = await combinations.play(seed, model)
-            for fault in faults:
-                print(fault, flush=True)
-            return faults
+        faults = await combinations.play(seed, model, reached)
+        for fault in faults:
+            print(fault, flush=True)
+        return [f"{seed}"] if faults else []
 
-    found = await asyncio.gather(*(play(seed) for seed in range(first, last + 1)))
-    print(f"{last + 1 - first} combinations, {sum(map(bool, found))} with faults")
-    return int(any(found))
+    found = await side_by_side(play(seed) for seed in range(first, last + 1))
+    print(", ".join(f"{count} {what}" for what, count in reached.most_common()))
+    print(f"{last + 1 - first} combinations, {len(found)} with faults")
+    return int(bool(found))
 
 
 if __name__ == "__main__":

@@ -211,7 +211,7 @@ async def _migrate(cluster: Cluster, stream: Stream, **more: Any) -> str:
 
 
 def _calls(name: str, scenario: str, outcomes: dict[str, str], **more: Any) -> list[Cell]:
-    """Cells of a call and its answer. `outcomes` by `dropped`, `delayed`, `twice`, `answer dropped`, `answer delayed`."""
+    """Cells of a call and its answer. `outcomes` by fault: `dropped`, `twice`, `answer dropped` and so on."""
     cells = []
     for fault, outcome in outcomes.items():
         answer, _, kind = fault.rpartition(" ")

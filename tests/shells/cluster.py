@@ -16,7 +16,8 @@ import random
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,7 +35,7 @@ from llumlet.errors import LlumletCallFailed
 from llumlet.types import Address, MigrateRequest, MovePhase, MoveProgress
 from tests.frontend.fakes import close_client, new_client, request
 from tests.shells.engine import NO_MESSAGE, Engine, engine_config
-from tests.shells.model import BLOCK_SIZE, FIRST_TOKEN, NUM_TOKENS, PACE_SECONDS, Reference, cells_of
+from tests.shells.model import BLOCK_SIZE, FIRST_TOKEN, NUM_TOKENS, Reference, cells_of
 from tests.shells.network import Network, RelayProxy
 from vllm_llumnix.config import CONFIG_VARIABLE, LlumletConfig
 from vllm_llumnix.engine import agent as agent_module
@@ -63,10 +64,32 @@ HURRIED: dict[tuple[Any, str], float] = {
     (replay, "CALL_SECONDS"): 1.0,
     (replay, "RETRY_SECONDS"): 0.05,
 }
-PLAN = {"reserve_s": 3.0, "loop_s": 3.0, "round_s": 3.0, "commit_s": 3.0, "withdraw_s": 3.0, "fence_s": 3.0, "ask_s": 0.1}
+PLAN = {
+    "reserve_s": 3.0,
+    "loop_s": 3.0,
+    "round_s": 3.0,
+    "commit_s": 3.0,
+    "withdraw_s": 3.0,
+    "fence_s": 3.0,
+    "ask_s": 0.1,
+}
 SECONDS = 15.0
 """How long anything is waited for before the test fails; `Cluster.seconds` for the end of all moves and streams."""
 MAX_TOKENS = 350
+SIDE_BY_SIDE = 6
+
+
+async def side_by_side(actions: Iterable[Coroutine[Any, Any, list[str]]]) -> list[str]:
+    """What all of them find, a few clusters at a time: most of their time is waiting for deadlines."""
+    turn = asyncio.Semaphore(SIDE_BY_SIDE)
+
+    async def take_turn(action: Coroutine[Any, Any, list[str]]) -> list[str]:
+        async with turn:
+            return await action
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(take_turn(action)) for action in actions]
+    return [found for task in tasks for found in task.result()]
 
 
 class Stream:
@@ -81,6 +104,8 @@ class Stream:
         self.finish: FinishReason | None = None
         self.left = False
         """The client has gone away."""
+        self.left_early = False
+        """So early that no engine may come to the request's end."""
 
     def take(self, tokens: list[int], finish: FinishReason | None) -> None:
         assert self.finish is None, f"{self.request_id} goes on after its end"
@@ -190,9 +215,7 @@ class Instance:
         """Blocks that this engine would share for the stream's tokens, whose bytes are not those tokens'."""
         engine = self.engine
         tokens = stream.reference.prompt + stream.reference.output[: len(stream.tokens)]
-        twin = Request(
-            "twin", tokens, SamplingParams(max_tokens=1), None, block_hasher=engine.request_block_hasher
-        )
+        twin = Request("twin", tokens, SamplingParams(max_tokens=1), None, block_hasher=engine.request_block_hasher)
         expected = cells_of(tokens)
         cells = engine.model_executor.runner.cells
         wrong = []
@@ -212,7 +235,9 @@ class Cluster:
         self.random = random.Random(seed)
         self.instances: dict[str, Instance] = {}
         self.streams: list[Stream] = []
-        self.deadlines = dict(PLAN)
+        self.deadlines: dict[str, Any] = dict(PLAN)
+        self.outcomes: Counter[str] = Counter()
+        """Of moves."""
         self.seconds = SECONDS
         self._numbers = itertools.count(1)
         self._clients: dict[str, LlumletClient] = {}
@@ -237,6 +262,7 @@ class Cluster:
     async def leave(self, stream: Stream) -> None:
         """The client goes away."""
         stream.left = True
+        stream.left_early = sum(self.published(stream).values()) < stream.max_tokens / 2
         await stream.at.client.abort_requests_async([stream.request_id])
 
     def llumlet(self, name: str) -> LlumletClient:
@@ -260,6 +286,7 @@ class Cluster:
         async for event in self.llumlet(source).migrate(asked, deadline_s=SECONDS):
             if event.WhichOneof("event") == "progress":
                 last = event.progress
+        self.outcomes[MovePhase.Name(last.phase).lower()] += 1
         return last
 
     def begin(self, action: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -271,7 +298,11 @@ class Cluster:
     def on_loop(self, at: str, action: Callable[[], None]) -> None:
         """Between two steps of an engine."""
         kvconn = self[at].engine.kvconn
-        kvconn.bypass.post(kvconn.call, action)
+
+        def call() -> None:
+            kvconn.call(action)
+
+        kvconn.bypass.post(call)
 
     @staticmethod
     async def try_call(call: Awaitable[Any]) -> None:
@@ -347,8 +378,10 @@ class Cluster:
             await until(lambda: not self.held(), lambda: "; ".join(self.held()), self.seconds)
         except TimeoutError as error:
             faults.append(str(error))
-        completed = [name for name, instance in self.instances.items() if watched.request_id in instance.engine.completed]
-        if len(completed) > (not watched.left):
+        completed = [
+            name for name, instance in self.instances.items() if watched.request_id in instance.engine.completed
+        ]
+        if len(completed) > (not watched.left_early):
             faults.append(f"{watched.request_id} runs to its end at {completed}, its client has left: {watched.left}")
         faults += [fault for stream in self.streams for fault in stream.faults]
         for instance in self.instances.values():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+from collections import Counter
 from pathlib import Path
 
 from llumlet.types import Mode
@@ -71,8 +72,8 @@ def _hop(draw: random.Random) -> Hop:
     )
 
 
-async def play(seed: int, model: Path) -> list[str]:
-    """What is wrong after the seed's combination."""
+async def play(seed: int, model: Path, reached: Counter[str] | None = None) -> list[str]:
+    """What is wrong after the seed's combination. Counts in `reached` what became of moves and requests."""
     combination = Combination.of(seed)
     async with cluster_of(model, seed=seed, asynchronous=combination.asynchronous) as cluster:
         cluster.network.faults = [Fault(message, kind, times) for message, kind, times in combination.faults]
@@ -82,7 +83,12 @@ async def play(seed: int, model: Path) -> list[str]:
             await _take(cluster, stream, hop)
         if combination.leaves and not stream.finish:
             await cluster.leave(stream)
-        return [f"seed {seed}: {fault}" for fault in await cluster.verdict(stream)]
+        faults = await cluster.verdict(stream)
+        if reached is not None:
+            reached.update(cluster.outcomes)
+            reached["replayed"] += stream.at.client._replay.replayed
+            reached["fenced"] += cluster.network.seen["FenceQuestion"]
+        return [f"seed {seed}: {fault}" for fault in faults]
 
 
 async def _take(cluster: Cluster, stream: Stream, hop: Hop) -> None:

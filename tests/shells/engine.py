@@ -35,7 +35,10 @@ JOIN_SECONDS = 10.0
 
 
 class Engine(EngineCoreProc):
-    """`start` runs the loop, `stop` ends every thread. Sockets are in `directory`, as `tests.frontend.fakes` has them."""
+    """One engine, as its client in `tests.frontend.fakes` expects it: its sockets are in `directory`.
+
+    `start` runs the loop; `stop_loop` and then `stop_sockets` end every thread.
+    """
 
     model_executor: FakeExecutor
     kvconn: KVConnection
@@ -53,7 +56,7 @@ class Engine(EngineCoreProc):
         self.completed: set[str] = set()
         """Requests that ended here by themselves."""
         self._tap_outputs()
-        self._loop_thread = threading.Thread(target=self._run_loop, name="fake-engine-loop")
+        self._loop_thread = threading.Thread(target=self._run_loop, name="fake-engine-loop", daemon=True)
         self.failure: BaseException | None = None
 
     def _tap_outputs(self) -> None:
@@ -67,7 +70,7 @@ class Engine(EngineCoreProc):
                 self.completed.update(one.request_id for one in outputs if one.finish_reason is FinishReason.LENGTH)
             stock(item)
 
-        self.output_queue.put_nowait = put_nowait  # type: ignore[method-assign]
+        self.output_queue.put_nowait = put_nowait
 
     @contextlib.contextmanager
     def _perform_handshakes(self, *args: Any) -> Iterator[EngineZmqAddresses]:

@@ -190,7 +190,7 @@ class FakeExecutor(Executor):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fake-worker")
         self._last: Future[Any] | None = None
 
-    def collective_rpc(  # type: ignore[override]
+    def collective_rpc(
         self,
         method: str | Callable[..., Any],
         timeout: float | None = None,
@@ -209,12 +209,12 @@ class FakeExecutor(Executor):
             finally:
                 kv_worker._running, self.mover = outer, kv_worker._running
 
-    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:  # type: ignore[override]
+    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         step = _Step.of(scheduler_output)
         self._last = self._thread.submit(self._run, step)
         return self._last if non_block else self._last.result()
 
-    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:  # type: ignore[override]
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
         assert self._last is not None
         return self._last if non_block else self._last.result()
 

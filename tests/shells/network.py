@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import dataclasses
 import enum
+import functools
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator
@@ -144,14 +145,14 @@ def intercepted() -> Iterator[None]:
     """Every channel to a party of a network, made meanwhile, leads through that network."""
 
     def channel(_: Credentials, address: Address) -> aio.Channel:
-        interceptors = [_Calls(*_listeners[address.port])]
+        interceptors: Any = [_Calls(*_listeners[address.port])]
         return aio.insecure_channel(f"dns:///{address}", options=credentials._OPTIONS, interceptors=interceptors)
 
     with mock.patch.object(Credentials, "channel", channel):
         yield
 
 
-class _Calls(aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+class _Calls(aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]  # not generic at run time
     """In the channels to one party. Runs on the caller's event loop, the engines' bypass threads among them."""
 
     def __init__(self, network: Network, receiver: str) -> None:
@@ -196,7 +197,8 @@ def _name_of(method: bytes | str) -> str:
 
 async def _give_up(seconds: float) -> None:
     await asyncio.sleep(seconds)
-    raise aio.AioRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, aio.Metadata(), aio.Metadata(), details="Deadline Exceeded")
+    details = "Deadline Exceeded"
+    raise aio.AioRpcError(grpc.StatusCode.DEADLINE_EXCEEDED, aio.Metadata(), aio.Metadata(), details, "")
 
 
 class RelayProxy:
@@ -223,14 +225,14 @@ class RelayProxy:
             message = wire.decode_to_origin(data)
             if isinstance(message, wire.Hello):
                 way.engine = message.instance
-            await self._pass_on(way, way.engine, ORIGIN, message, lambda data=data, way=way: way.back.send(data))
+            await self._pass_on(way, way.engine, ORIGIN, message, functools.partial(way.back.send, data))
 
     async def _read_back(self, identity: bytes, way: _Way) -> None:
         while True:
             data = await way.back.recv()
             message = wire.decode_to_engine(data)
             frames = [identity, data]
-            await self._pass_on(way, ORIGIN, way.engine, message, lambda f=frames: self._front.send_multipart(f))
+            await self._pass_on(way, ORIGIN, way.engine, message, functools.partial(self._front.send_multipart, frames))
 
     async def _pass_on(
         self, way: _Way, sender: str, receiver: str, message: Any, send: Callable[[], Awaitable[Any]]

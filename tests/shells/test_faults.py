@@ -7,31 +7,21 @@ the end. What becomes of the move is in the table of cells.
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
 from tests.shells.cells import CELLS, PLAY, Cell, company, play
-from tests.shells.cluster import cluster_of
+from tests.shells.cluster import cluster_of, side_by_side
+from tests.shells.marks import MARKS
 
-pytestmark = [
-    pytest.mark.asyncio,
-    # vLLM's input and output threads leave their sockets to their contexts.
-    pytest.mark.filterwarnings("ignore:Destroying context with unclosed socket:ResourceWarning"),
-]
+pytestmark = MARKS
 
 
-SIDE_BY_SIDE = 4
-"""Clusters: most of a cell is waiting for deadlines."""
-
-
-@pytest.mark.parametrize("message", dict.fromkeys(cell.message for cell in CELLS))
+@pytest.mark.parametrize("message", dict.fromkeys(cell.message.removesuffix(" answer") for cell in CELLS))
 async def test_message(message: str, model_dir: Path) -> None:
-    turn = asyncio.Semaphore(SIDE_BY_SIDE)
-
     async def problems(cell: Cell) -> list[str]:
-        async with turn, cluster_of(model_dir) as cluster:
+        async with cluster_of(model_dir) as cluster:
             played = await play(cluster, cell)
         found = list(played.faults)
         if played.hits != cell.times:
@@ -40,8 +30,8 @@ async def test_message(message: str, model_dir: Path) -> None:
             found.append(f"{played.outcome}, replayed: {played.replayed}")
         return [f"{cell.id}: {problem}" for problem in found]
 
-    found = await asyncio.gather(*(problems(cell) for cell in CELLS if cell.message == message))
-    assert not sum(found, [])
+    cells = [cell for cell in CELLS if cell.message.removesuffix(" answer") == message]
+    assert not await side_by_side(problems(cell) for cell in cells)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])

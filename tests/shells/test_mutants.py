@@ -13,7 +13,9 @@ import pytest
 
 from tests.shells.cells import PLAY, company
 from tests.shells.cluster import cluster_of
+from tests.shells.marks import MARKS
 from tests.simulation.mutants import EarlyFree, ResumeOnTimeout
+from vllm_llumnix import relay_convert
 from vllm_llumnix.engine import arrivals, departures
 from vllm_llumnix.engine import relay as engine_relay
 from vllm_llumnix.engine.agent import LlumletAgent
@@ -23,18 +25,15 @@ from vllm_llumnix.ids import Epoch
 from vllm_llumnix.kv.transport import local
 from vllm_llumnix.migration.gate import Arrival, Gate, Verdict
 
-pytestmark = [
-    pytest.mark.asyncio,
-    pytest.mark.filterwarnings("ignore:Destroying context with unclosed socket:ResourceWarning"),
-]
+pytestmark = MARKS
 
 Patch = pytest.MonkeyPatch
 
 
 def unnumbered_outputs(patch: Patch) -> None:
     """The relay numbers no output: each begins where the epoch began."""
-    stock = engine_relay.token_output_from
-    patch.setattr(engine_relay, "token_output_from", lambda output, epoch, base, first: stock(output, epoch, base, base))
+    stock = relay_convert.token_output_from
+    patch.setattr(engine_relay, "token_output_from", lambda out, epoch, base, _: stock(out, epoch, base, base))
 
 
 def open_gate(patch: Patch) -> None:
@@ -120,7 +119,7 @@ def lost_tail(patch: Patch) -> None:
 
 
 def never_told(patch: Patch) -> None:
-    """Nobody tells an engine that its request's client has left: no abort is sent on, and the origin releases nothing."""
+    """No engine hears that its request's client has left: aborts are not sent on, and Release is not obeyed."""
     patch.setattr(LlumletAgent, "forward_aborts", lambda *_: None)
     patch.setattr(LlumletAgent, "release", lambda *_: None)
 
@@ -135,7 +134,7 @@ MUTANTS: list[tuple[Callable[[Patch], None], str, str]] = [
     (unnumbered_outputs, "moves", "instead of"),
     (open_gate, "moves", "is wrong"),
     (same_term, "loses_tokens", "instead of"),
-    (freed_before_quiet, "given_up", "is wrong"),
+    (freed_before_quiet, "given_up", "wrong"),
     (no_pins, "preempted", "is wrong"),
     (kept_pins, "moves", "pins"),
     (kept_reservation, "called_off", "reservations"),
@@ -147,13 +146,13 @@ MUTANTS: list[tuple[Callable[[Patch], None], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("mutant", "scenario", "complaint"), MUTANTS, ids=lambda value: getattr(value, "__name__", None))
+@pytest.mark.parametrize(("mutant", "scenario", "complaint"), MUTANTS, ids=[row[0].__name__ for row in MUTANTS])
 async def test_mutant(
     mutant: Callable[[Patch], None], scenario: str, complaint: str, monkeypatch: Patch, model_dir: Path
 ) -> None:
     mutant(monkeypatch)
     async with cluster_of(model_dir) as cluster:
-        cluster.seconds = 2.0
+        cluster.seconds = 1.5
         stream = await company(cluster, num_others=3)
         await PLAY[scenario](cluster, stream)
         faults = await cluster.verdict(stream)

@@ -3,8 +3,9 @@
 
     python -m tests.support.failures docs/failures.md
 
-A test on real engines says which rows it proves, with `@failure(...)` above it; the transcripts say it in their first
-line. The document is generated from both.
+A test on real engines, or on the shells around fake ones, says which rows it proves, with `@failure(...)` above it; the
+faults of single messages are a table of cells (`tests.shells.cells`), and the transcripts say it in their first line.
+The document is generated from all of them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +37,25 @@ hold afterwards.
 | what happens | when | what becomes of it | test |
 |---|---|---|---|
 """
+SHELLS = """
+## On the network
+
+The production shells with their real sockets, vLLM's real engine loop and scheduler, and a fake worker whose next token
+depends on every byte of the KV cache (`tests/shells`). What happens to one message of the protocol, and what becomes of
+the move; "replayed" means that the origin starts the request again. In every case the client has each token once and in
+order, not more than one engine goes on with the request, and in the end nobody holds anything for it. Only calls have
+answers, and only messages of the relay, which wait for none, are overtaken by the next.
+
+| message | in | dropped | late | twice | overtaken | answer dropped | answer late |
+|---|---|---|---|---|---|---|---|
+"""
+CUTS = """
+Ways that are cut, and several faults at once:
+
+| what happens | when | what becomes of it | test |
+|---|---|---|---|
+"""
+COLUMNS = ("dropped", "delayed", "twice", "overtaken", "answer dropped", "answer delayed")
 TRANSCRIPTS = """
 ## In transcripts
 
@@ -68,19 +88,38 @@ def failure(event: str, state: str, outcome: str) -> Callable[[F], F]:
 
 
 def document() -> str:
-    lines = []
-    for module in sorted((ROOT / "tests/integration").glob("test_*.py")):
-        loaded = importlib.import_module(f"tests.integration.{module.stem}")
+    shells = [SHELLS, *_faults_of_messages(), CUTS, *_rows("shells")]
+    return "".join([HEAD, *_rows("integration"), *shells, TRANSCRIPTS, *_scenarios()])
+
+
+def _rows(package: str) -> Iterator[str]:
+    """Of `@failure`, in the order of the tests."""
+    for module in sorted((ROOT / "tests" / package).glob("test_*.py")):
+        loaded = importlib.import_module(f"tests.{package}.{module.stem}")
         tests = [test for name, test in inspect.getmembers(loaded, inspect.isfunction) if name.startswith("test_")]
         for test in sorted(tests, key=lambda test: test.__code__.co_firstlineno):
             for row in getattr(test, "failures", ()):
                 name = f"`{module.stem}::{test.__name__}`"
-                lines.append(f"| {row.event} | {row.state} | {row.outcome} | {name} |\n")
-    scenarios = []
+                yield f"| {row.event} | {row.state} | {row.outcome} | {name} |\n"
+
+
+def _faults_of_messages() -> Iterator[str]:
+    """A row for each message and scenario, a column for each fault."""
+    cells = importlib.import_module("tests.shells.cells")
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for cell in cells.CELLS:
+        call, _, answer = cell.message.partition(" ")
+        rows.setdefault((call, cell.scenario), {})[f"{answer} {cell.kind}".strip()] = cell.result
+    for (call, scenario), results in rows.items():
+        told = inspect.getdoc(cells.PLAY[scenario]).rstrip(".")
+        columns = " | ".join(results.get(column, "") for column in COLUMNS)
+        yield f"| {call} | {told} | {columns} |\n"
+
+
+def _scenarios() -> Iterator[str]:
     for path in sorted(SCENARIOS.glob("*.txt")):
         title = path.read_text().splitlines()[0].removeprefix("# ")
-        scenarios.append(f"| `{path.stem}` | {re.sub(r'^Finding [0-9]+: ', '', title)} |\n")
-    return HEAD + "".join(lines) + TRANSCRIPTS + "".join(scenarios)
+        yield f"| `{path.stem}` | {re.sub(r'^Finding [0-9]+: ', '', title)} |\n"
 
 
 if __name__ == "__main__":

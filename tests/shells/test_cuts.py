@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.shells.cells import company, moves
 from tests.shells.cluster import cluster_of, side_by_side, until
 from tests.shells.marks import MARKS
+from tests.shells.model import PACE_SECONDS
 from tests.support.failures import failure
 
 pytestmark = MARKS
@@ -61,6 +62,8 @@ async def test_owner_and_origin(model_dir: Path) -> None:
             stream = await company(cluster)
             assert await moves(cluster, stream) == "moved"
             await stream.reaches(len(stream.tokens) + 10)
+            # Nobody can tell it to stop meanwhile: it must not come to the end.
+            cluster["B"].engine.model_executor.pace = 10 * PACE_SECONDS
             cluster.network.cut(*ways("B", "O", direction))
             await asyncio.sleep(seconds)
             replay = stream.at.client._replay

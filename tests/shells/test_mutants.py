@@ -127,7 +127,7 @@ def never_told(patch: Patch) -> None:
 def replay_from_before(patch: Patch) -> None:
     """A replay begins before what the client has."""
     stock = replay.state_of
-    patch.setattr(replay, "state_of", lambda request, delivered, origin: stock(request, delivered[:-1], origin))
+    patch.setattr(replay, "state_of", lambda request, delivered, *rest: stock(request, delivered[:-1], *rest))
 
 
 MUTANTS: list[tuple[Callable[[Patch], None], str, str]] = [

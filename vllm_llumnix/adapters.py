@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.utils import get_adapter_absolute_path
 
 from vllm_llumnix.errors import Reason, Refused
+
+logger = logging.getLogger("vllm.llumnix")
 
 READ_SECONDS = 4.0
 """How long a move waits for an adapter whose files are still being read."""
@@ -120,8 +123,10 @@ class Adapters:
         async with self._one_at_a_time:
             try:
                 return await asyncio.to_thread(read_contents, request, self._settings)
-            except Exception as error:  # noqa: BLE001 - the path may name a hub: whatever that raises
-                return f"cannot be read: {type(error).__name__}: {error}"
+            except Exception as error:
+                # The path may name a hub: whatever that raises. Where our files lie is no peer's business.
+                logger.warning("llumlet: adapter %s cannot be read", request.lora_name, exc_info=True)
+                return f"cannot be read: {type(error).__name__}"
 
 
 def settings_of(lora_config: Any) -> list[str]:

@@ -127,7 +127,8 @@ def test_engines_limit_is_left_alone(lora_rig: Rig) -> None:
 
 def connection(rig: Rig, add_lora: Any) -> KVConnection:
     bypass: Any = SimpleNamespace(post=lambda *_: None)
-    return KVConnection(SimpleNamespace(add_lora=add_lora), rig.port, bypass)
+    engine = SimpleNamespace(model_executor=SimpleNamespace(add_lora=add_lora))
+    return KVConnection(engine, rig.port, bypass)
 
 
 def test_adapter_of_the_batch_is_not_loaded_again(lora_rig: Rig) -> None:

@@ -157,6 +157,8 @@ def engine_facts(engine: Any, movers: list[MoverInfo]) -> dict[str, Any]:
         "model_runner_v2": bool(engine.scheduler.use_v2_model_runner),
         "vocab_size": model.get_vocab_size(),
         "quantization": str(model.quantization),
+        # Other layers, whether or not a request has an adapter; which adapters there are may differ.
+        "lora": config.lora_config is not None,
         "speculative": str(config.speculative_config.method) if config.speculative_config else None,
         "logprobs_mode": str(model.logprobs_mode),
         "logits_processors": [str(processor) for processor in model.logits_processors or ()],

@@ -158,7 +158,8 @@ class KVConnection:
         if adapter is None or adapter.lora_int_id in self.port.running_adapters():
             return
         try:
-            self.engine.add_lora(adapter)
+            # Past the engine's own `add_lora`, from which adapters are learnt.
+            self.engine.model_executor.add_lora(adapter)
         except Exception as error:
             logger.exception("llumlet: adapter %s cannot be loaded", adapter.lora_name)
             problem = f"adapter {adapter.lora_name!r} cannot be loaded here: {type(error).__name__}"

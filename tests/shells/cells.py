@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from llumlet.types import Handover, Mode, MovePhase, SettleRequest
-from tests.shells.cluster import Cluster, Stream, slow_copies, until
+from tests.shells.cluster import MAX_TOKENS, Cluster, Stream, slow_copies, until
 from tests.shells.network import Kind
 
 Play = Callable[[Cluster, Stream], Awaitable[str]]
@@ -196,11 +196,11 @@ async def play(cluster: Cluster, cell: Cell) -> Played:
     return Played(outcome, bool(stream.at.client._replay.replayed), fault.hits, faults)
 
 
-async def company(cluster: Cluster, num_others: int = 1) -> Stream:
+async def company(cluster: Cluster, num_others: int = 1, max_tokens: int = MAX_TOKENS) -> Stream:
     """A stream at A that has begun, beside others at A and at B."""
     for at in "AB" * num_others:
         await cluster.stream(at, num_prompt=40, max_tokens=120)
-    stream = await cluster.stream()
+    stream = await cluster.stream(max_tokens=max_tokens)
     await stream.reaches(20)
     return stream
 

@@ -75,6 +75,8 @@ PLAN = {
 }
 SECONDS = 15.0
 """How long anything is waited for before the test fails; `Cluster.seconds` for the end of all moves and streams."""
+LET_GO_SECONDS = 0.5
+"""In which an engine that is not the owner hears of it."""
 MAX_TOKENS = 350
 SIDE_BY_SIDE = 6
 
@@ -104,8 +106,6 @@ class Stream:
         self.finish: FinishReason | None = None
         self.left = False
         """The client has gone away."""
-        self.left_early = False
-        """So early that no engine may come to the request's end."""
 
     def take(self, tokens: list[int], finish: FinishReason | None) -> None:
         assert self.finish is None, f"{self.request_id} goes on after its end"
@@ -262,7 +262,6 @@ class Cluster:
     async def leave(self, stream: Stream) -> None:
         """The client goes away."""
         stream.left = True
-        stream.left_early = sum(self.published(stream).values()) < stream.max_tokens / 2
         await stream.at.client.abort_requests_async([stream.request_id])
 
     def llumlet(self, name: str) -> LlumletClient:
@@ -326,18 +325,23 @@ class Cluster:
             for name, instance in self.instances.items()
         }
 
-    async def settled(self, stream: Stream) -> None:
-        """Returns when every move's fate is known, nothing is on its way, and not more than one engine has it."""
+    async def settled(self, stream: Stream) -> list[str]:
+        """Returns when every move's fate is known, nothing is on its way, and not more than one engine has the request.
+
+        What is wrong: that it took long after the last of these for the others to let it go.
+        """
+        several_since: float | None = None
+        several_seconds = 0.0
 
         def holds() -> bool:
-            agents = [instance.engine.agent for instance in self.instances.values()]
-            return (
-                self.network.quiet
-                and not any(agent.departures.moves or agent.arrivals.pending() for agent in agents)
-                and not any(instance.client._replay.busy for instance in self.instances.values())
-                and len(self.owners(stream)) <= (not stream.left)
-                and not self._is_waiting(stream)
-            )
+            nonlocal several_since, several_seconds
+            several = len(self.owners(stream)) > (not stream.left)
+            if not (several and self._is_calm()):
+                several_since = None
+            else:
+                several_since = several_since or time.monotonic()
+                several_seconds = max(several_seconds, time.monotonic() - several_since)
+            return self._is_calm() and not several and not self._is_waiting(stream)
 
         problem = lambda: f"not settled: {self.owners(stream)}, {self.held()}"  # noqa: E731
         wait = functools.partial(until, holds, problem, self.seconds)
@@ -346,8 +350,19 @@ class Cluster:
         while not (stream.finish or stream.left):
             await stream.reaches(len(stream.tokens) + 20, self.seconds)
             if holds():
-                return
+                break
             await wait()
+        late = f"{stream.request_id}: too many engines went on with it for {several_seconds:.1f} s"
+        return [late] if several_seconds > LET_GO_SECONDS else []
+
+    def _is_calm(self) -> bool:
+        """All messages have arrived, and nobody decides anything any more."""
+        agents = [instance.engine.agent for instance in self.instances.values()]
+        return (
+            self.network.quiet
+            and not any(agent.departures.moves or agent.arrivals.pending() for agent in agents)
+            and not any(instance.client._replay.busy for instance in self.instances.values())
+        )
 
     def _is_waiting(self, stream: Stream) -> bool:
         """Whether the client waits for a request that nobody has."""
@@ -364,7 +379,7 @@ class Cluster:
         """Let all streams end, and say what is wrong: nothing, one hopes."""
         faults: list[str] = []
         try:
-            await self.settled(watched)
+            faults += await self.settled(watched)
             since = time.monotonic()
             self.hurry()
             await until(
@@ -378,11 +393,6 @@ class Cluster:
             await until(lambda: not self.held(), lambda: "; ".join(self.held()), self.seconds)
         except TimeoutError as error:
             faults.append(str(error))
-        completed = [
-            name for name, instance in self.instances.items() if watched.request_id in instance.engine.completed
-        ]
-        if len(completed) > (not watched.left_early):
-            faults.append(f"{watched.request_id} runs to its end at {completed}, its client has left: {watched.left}")
         faults += [fault for stream in self.streams for fault in stream.faults]
         for instance in self.instances.values():
             faults += [f"{instance.name}: {instance.engine.failure!r}"] if instance.engine.failure else []

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.engine import EngineCoreRequestType, FinishReason
+from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine import core as vllm_core
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.engine.utils import EngineZmqAddresses
@@ -53,8 +53,6 @@ class Engine(EngineCoreProc):
             super().__init__(config, True, "", FakeExecutor, log_stats=True)
         self.published: list[tuple[float, str, int]] = []
         """When, of which request, how many tokens."""
-        self.completed: set[str] = set()
-        """Requests that ended here by themselves."""
         self._tap_outputs()
         self._loop_thread = threading.Thread(target=self._run_loop, name="fake-engine-loop", daemon=True)
         self.failure: BaseException | None = None
@@ -67,7 +65,6 @@ class Engine(EngineCoreProc):
                 now = time.monotonic()
                 outputs = item[1].outputs
                 self.published += [(now, output.request_id, len(output.new_token_ids)) for output in outputs]
-                self.completed.update(one.request_id for one in outputs if one.finish_reason is FinishReason.LENGTH)
             stock(item)
 
         self.output_queue.put_nowait = put_nowait

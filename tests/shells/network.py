@@ -132,8 +132,8 @@ class Network:
 
     @property
     def quiet(self) -> bool:
-        """Nothing is on its way."""
-        return not self._late
+        """Nothing is on its way, and nothing kept from it."""
+        return not (self._late or self._cuts)
 
 
 _listeners: dict[int, tuple[Network, str]] = {}

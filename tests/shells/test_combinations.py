@@ -17,7 +17,7 @@ from tests.support.failures import failure
 
 pytestmark = MARKS
 
-NUM_COMBINATIONS = 20
+NUM_COMBINATIONS = 16
 NUM_FULL = 600
 
 

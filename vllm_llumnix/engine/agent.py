@@ -194,13 +194,15 @@ class LlumletAgent:
 
     async def abort(self, request: AbortRequest) -> AbortResponse:
         response = AbortResponse()
-        here = [rid for rid in request.request_ids if rid in self.bypass.engine.scheduler.requests]
+        here = []
         for request_id in request.request_ids:
+            # One that has just left may still be in the scheduler: the loop has not let go of it yet.
             owner = self.departures.owner_of(request_id)
-            if request_id in here:
-                response.results.add(request_id=request_id, outcome=AbortResponse.ABORTED)
-            elif owner is not None:
+            if owner is not None:
                 response.results.add(request_id=request_id, outcome=AbortResponse.FORWARDED, owner_address=str(owner))
+            elif request_id in self.bypass.engine.scheduler.requests:
+                here.append(request_id)
+                response.results.add(request_id=request_id, outcome=AbortResponse.ABORTED)
             else:
                 response.results.add(request_id=request_id, outcome=AbortResponse.NOT_FOUND)
         self.forward_aborts([rid for rid in request.request_ids if rid not in here])

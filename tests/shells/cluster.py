@@ -464,6 +464,9 @@ async def cluster_of(
         finally:
             await cluster.close()
             context.destroy(linger=0)
+            network.forget()
+            for instance in cluster.instances.values():
+                del _clusters[instance.engine.kvconn.bypass._loop]
 
 
 @contextlib.contextmanager

@@ -90,6 +90,11 @@ class Network:
         self._loops[loop] = party
         _listeners[port] = (self, party)
 
+    def forget(self) -> None:
+        """Nobody listens here any more."""
+        for port in [port for port, (network, _) in _listeners.items() if network is self]:
+            del _listeners[port]
+
     def arm(self, message: str, kind: Kind, times: int = 1, **more: Any) -> Fault:
         fault = Fault(message, kind, times, **more)
         self.faults.append(fault)

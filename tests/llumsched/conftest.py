@@ -4,7 +4,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -68,17 +67,23 @@ async def _instance(name: str, requests: list[Any]) -> AsyncIterator[Instance]:
     await server.stop(grace_s=0.2)
 
 
+FROM_A_TERMINAL = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("llumsched.cli", run_name="__main__", alter_sys=True)
+"""
+"""What is started in the background of a script ignores Ctrl-C, and so do its children; the command line is not."""
+
+
 async def start(*arguments: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable,
-        "-m",
-        "llumsched.cli",
+        "-c",
+        FROM_A_TERMINAL,
         *arguments,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=os.environ | {"PYTHONWARNINGS": "error", "PYTHONPATH": str(ROOT)},
-        # As from a terminal: what is started in the background of a script ignores Ctrl-C, and so do its children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from benchmarks.client import Client, Stream
-from benchmarks.harness import Fleet, Server, ServerSpec
+from benchmarks.harness import Fleet, Server, ServerSpec, free_port
 from benchmarks.model import PRESETS, build
 from benchmarks.moves import Move, migrate
 from llumlet.client import LlumletClient
@@ -208,25 +208,36 @@ async def test_adopt_is_a_front_door(pair: Pair, name: str, detail: str) -> None
     await wait_idle(pair.b)
 
 
+@pytest.fixture(scope="module")
+def mortals(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, dict[str, Server]]]:
+    """One engine that stays, and one to be killed for each sampling. In float32: what is lost is recomputed."""
+    port = free_port()
+    of_haven = {"story": files / "copies" / "story", "poem": files / "copies" / "poem"}
+    peers = ("--llumlet-peers", f"127.0.0.1:{port}")
+    with Fleet(tmp_path_factory.mktemp("mortals")) as fleet:
+        haven, *victims = fleet.start(
+            serving("haven", "float32", "--llumlet-port", str(port), **of_haven),
+            *(serving(sampling, "float32", *peers, story=files / "story") for sampling in SAMPLINGS),
+        )
+        yield haven, dict(zip(SAMPLINGS, victims, strict=True))
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-async def test_its_engine_is_killed(files: Path, tmp_path: Path, sampling: str) -> None:
-    """It goes on at an engine that has its adapter, not loaded at that moment. In float32: it is recomputed."""
+async def test_its_engine_is_killed(mortals: tuple[Server, dict[str, Server]], sampling: str) -> None:
+    """It goes on at an engine that has its adapter, not loaded at that moment."""
     parameters = SAMPLINGS[sampling]
-    with Fleet(tmp_path) as fleet:
-        of_haven = {"story": files / "copies" / "story", "poem": files / "copies" / "poem"}
-        (haven,) = fleet.start(serving("haven", "float32", **of_haven))
-        peers = ("--llumlet-peers", str(haven.llumlet))
-        (victim,) = fleet.start(serving("victim", "float32", *peers, story=files / "story"))
-        expected = await unmoved(victim, "story", **parameters)
-        without = await unmoved(victim, None, **parameters)
-        assert await resident(haven) == [2]
-        async with Client(victim.base_url) as client:
-            stream = await begin(client, "story", **parameters)
-            await stream.wait_for(40)
-            psutil.Process(victim.process("EngineCore")).kill()
-            result = await stream.result()
-        assert result.token_ids == expected.token_ids
-        assert result.token_ids[:20] != without.token_ids[:20], "the adapter changes nothing"
-        assert max(result.gaps) < HAVEN_S
-        assert await resident(haven) == [1]
-        await wait_idle(haven)
+    haven, victim = mortals[0], mortals[1][sampling]
+    await unmoved(haven, "poem", length=2)
+    assert await resident(haven) == [2]
+    expected = await unmoved(victim, "story", **parameters)
+    without = await unmoved(victim, None, **parameters)
+    async with Client(victim.base_url) as client:
+        stream = await begin(client, "story", **parameters)
+        await stream.wait_for(40)
+        psutil.Process(victim.process("EngineCore")).kill()
+        result = await stream.result()
+    assert result.token_ids == expected.token_ids
+    assert result.token_ids[:20] != without.token_ids[:20], "the adapter changes nothing"
+    assert max(result.gaps) < HAVEN_S
+    assert await resident(haven) == [1]
+    await wait_idle(haven)

@@ -12,16 +12,15 @@ import contextlib
 import os
 import signal
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.client import Client, Stream, StreamFailed
-from benchmarks.harness import Fleet, Server, ServerSpec
+from benchmarks.harness import Fleet, Server, ServerSpec, free_port
 from benchmarks.moves import move_stream
-from llumlet.errors import LlumletUnreachable
 from tests.integration.test_command_line import lines, llumnix
 from tests.integration.test_lost_owner import PROMPT, assert_goes_on
 from tests.integration.test_lost_owner import SAMPLINGS as PARAMETERS
@@ -37,14 +36,36 @@ SAMPLINGS = ("greedy", "seeded", "logprobs", "greedy")
 
 
 class Stage:
+    """`haven`, and instances that end, one in every story. Engines start together: each alone leaves a core idle."""
+
     def __init__(self, fleet: Fleet, model: Path) -> None:
         self._fleet = fleet
         self._model = model
-        self.haven = self.start("haven")
+        port = free_port()
+        self._peers = f"127.0.0.1:{port}"
+        haven = self.spec("haven", "--llumlet-port", str(port))
+        self.haven, *self._leavers = fleet.start(haven, self._leaver(), self._leaver())
+        self._alone: list[Server] = []
 
-    def start(self, name: str, *flags: str, **fields: Any) -> Server:
-        flags = ("--dtype", "float32", *flags)
-        return self._fleet.start(ServerSpec(self._model, name=name, instance_id=name, flags=flags, **fields))[0]
+    def leaver(self) -> Server:
+        """A new one that knows `haven`, and has time."""
+        return self._leavers.pop()
+
+    def alone(self) -> Server:
+        """A new one that knows of no others."""
+        if not self._alone:
+            self._alone = self._fleet.start(self.spec("alone"), self.spec("alone2"))
+        return self._alone.pop()
+
+    def start(self, *specs: ServerSpec) -> list[Server]:
+        return self._fleet.start(*specs)
+
+    def spec(self, name: str, *flags: str) -> ServerSpec:
+        return ServerSpec(self._model, name=name, instance_id=name, flags=("--dtype", "float32", *flags))
+
+    def _leaver(self) -> ServerSpec:
+        name = f"leaver{uuid.uuid4().hex[:6]}"
+        return self.spec(name, "--llumlet-peers", self._peers, "--llumlet-drain-seconds", "600")
 
 
 @pytest.fixture(scope="module")
@@ -68,20 +89,6 @@ async def begin(client: Client, sampling: str) -> Stream:
     return await client.complete(PROMPT, LENGTH, ignore_eos=True, **PARAMETERS[sampling])
 
 
-async def warm_up(server: Server) -> None:
-    """The first logprobs are compiled for many seconds, in which the loop hangs and the request goes on elsewhere."""
-    for parameters in PARAMETERS.values():
-        await asyncio.to_thread(server.generate, PROMPT, 4, **parameters)
-    deadline = time.monotonic() + 60.0
-    while True:
-        try:
-            await wait_idle(server)
-        except LlumletUnreachable:
-            assert time.monotonic() < deadline
-        else:
-            return
-
-
 async def exit_code(server: Server, timeout_s: float = 30.0) -> int | None:
     await until(lambda: not server.alive(), timeout_s)
     return server._process.returncode
@@ -89,8 +96,7 @@ async def exit_code(server: Server, timeout_s: float = 30.0) -> int | None:
 
 async def test_sigterm_moves_everything_away(stage: Stage, expected: dict[str, Stream]) -> None:
     before = {stage.haven: await wait_idle(stage.haven)}
-    leaver = stage.start("leaver", "--llumlet-peers", str(stage.haven.llumlet))
-    await warm_up(leaver)
+    leaver = stage.leaver()
     async with Client(leaver.base_url) as client, Client(stage.haven.base_url) as elsewhere:
         guest = await begin(elsewhere, "seeded")
         await guest.wait_for(AT)
@@ -111,7 +117,7 @@ async def test_sigterm_moves_everything_away(stage: Stage, expected: dict[str, S
 
 async def test_the_command_shows_progress_and_says_where_to(stage: Stage, expected: dict[str, Stream]) -> None:
     before = {stage.haven: await wait_idle(stage.haven)}
-    leaver = stage.start("told")
+    leaver = stage.alone()
     async with Client(leaver.base_url) as client:
         streams = [await begin(client, sampling) for sampling in ("greedy", "seeded")]
         for stream in streams:
@@ -129,8 +135,11 @@ async def test_the_command_shows_progress_and_says_where_to(stage: Stage, expect
 
 
 async def test_without_room_elsewhere_streams_end_here(stage: Stage, expected: dict[str, Stream]) -> None:
-    full = stage.start("full", "--llumlet-max-migrations-in", "0")
-    leaver = stage.start("stays", "--llumlet-peers", str(full.llumlet))
+    port = free_port()
+    full, leaver = stage.start(
+        stage.spec("full", "--llumlet-max-migrations-in", "0", "--llumlet-port", str(port)),
+        stage.spec("stays", "--llumlet-peers", f"127.0.0.1:{port}"),
+    )
     async with Client(leaver.base_url) as client:
         stream = await begin(client, "greedy")
         await stream.wait_for(AT)
@@ -143,7 +152,7 @@ async def test_without_room_elsewhere_streams_end_here(stage: Stage, expected: d
 
 async def test_a_second_signal_ends_it_at_once(stage: Stage) -> None:
     before = {stage.haven: await wait_idle(stage.haven)}
-    leaver = stage.start("hurried", "--llumlet-peers", str(stage.haven.llumlet), "--llumlet-drain-seconds", "600")
+    leaver = stage.leaver()
     async with Client(leaver.base_url) as client:
         stream = await client.complete(list(range(100, 200)), 8000, ignore_eos=True)
         await stream.wait_for(AT)
@@ -161,7 +170,7 @@ async def test_a_second_signal_ends_it_at_once(stage: Stage) -> None:
 
 
 async def test_without_peers_vllm_ends_as_ever(stage: Stage) -> None:
-    leaver = stage.start("alone")
+    leaver = stage.alone()
     async with Client(leaver.base_url) as client:
         stream = await client.complete(list(range(100, 200)), 8000, ignore_eos=True)
         await stream.wait_for(AT)

@@ -47,38 +47,65 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "seeded": {"temperature": 0.8, "seed": 7, "top_p": 0.9, "presence_penalty": 0.5},
     "logprobs": {"temperature": 0.0, "logprobs": 2},
 }
+SOURCE_POINTS = ("source.round", "source.frozen", "source.committed")
+DESTINATION_POINTS = ("destination.reserved", "destination.commit_received", "destination.admitted")
+POINTS = SOURCE_POINTS + DESTINATION_POINTS
 
 
 class Cast:
-    """`haven`, and a victim that may be used up."""
+    """`haven`, and victims, which are used up. Engines start in pairs: on two cores, two take no longer than one."""
 
-    def __init__(self, fleet: Fleet, model: Path) -> None:
+    def __init__(self, fleet: Fleet, model: Path, directory: Path) -> None:
         self._fleet = fleet
         self._model = model
+        self._directory = directory
         port = free_port()
-        self.haven = self._start("haven", "--llumlet-port", str(port))
-        self._victim: Server | None = None
+        self._peers = f"127.0.0.1:{port}"
+        self.haven, *self._reserve = self._start(self._spec("haven", "--llumlet-port", str(port)), self._victim())
+        self._current: Server | None = None
 
-    def victim(self, fault: dict[str, Any] | None = None) -> Server:
-        """One that lives; with a fault armed, a new one."""
-        if self._victim is not None and (fault or not _has_engine(self._victim)):
-            self._fleet.stop(self._victim)
-            self._victim = None
-        if self._victim is None:
-            environment = {"LLUMNIX_FAULTS": json.dumps([fault])} if fault else {}
-            peers = str(self.haven.llumlet)
-            self._victim = self._start(f"v{uuid.uuid4().hex[:6]}", "--llumlet-peers", peers, env=environment)
-        return self._victim
+    def victim(self) -> Server:
+        """One that lives."""
+        if self._current is not None and not _has_engine(self._current):
+            self._fleet.stop(self._current)
+            self._current = None
+        if self._current is None:
+            if not self._reserve:
+                self._reserve += self._start(self._victim(), self._victim())
+            self._current = self._reserve.pop()
+        return self._current
 
-    def _start(self, name: str, *flags: str, env: dict[str, str] | None = None) -> Server:
-        spec = ServerSpec(self._model, name=name, instance_id=name, flags=("--dtype", "float32", *flags), env=env or {})
-        return self._fleet.start(spec)[0]
+    def kill_at(self, victim: Server, point: str) -> None:
+        """From now on the victim's engine is killed when it gets to this fault point."""
+        self._trigger(victim.name, point).touch()
+
+    def alone(self) -> Server:
+        """One that knows of no others."""
+        alone, *victims = self._start(self._spec("alone"), *([] if self._reserve else [self._victim()]))
+        self._reserve += victims
+        return alone
+
+    def _victim(self) -> ServerSpec:
+        name = f"v{uuid.uuid4().hex[:6]}"
+        faults = [{"point": point, "action": "kill", "file": str(self._trigger(name, point))} for point in POINTS]
+        environment = {"LLUMNIX_FAULTS": json.dumps(faults)}
+        return self._spec(name, "--llumlet-peers", self._peers, env=environment)
+
+    def _trigger(self, name: str, point: str) -> Path:
+        return self._directory / f"{name}.{point}"
+
+    def _spec(self, name: str, *flags: str, env: dict[str, str] | None = None) -> ServerSpec:
+        flags = ("--dtype", "float32", *flags)
+        return ServerSpec(self._model, name=name, instance_id=name, flags=flags, env=env or {})
+
+    def _start(self, *specs: ServerSpec) -> list[Server]:
+        return self._fleet.start(*specs)
 
 
 @pytest.fixture(scope="module")
-def stage(model_dir: Path, log_dir: Path) -> Iterator[Cast]:
+def stage(model_dir: Path, log_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cast]:
     with Fleet(log_dir / "lost") as fleet:
-        yield Cast(fleet, model_dir)
+        yield Cast(fleet, model_dir, tmp_path_factory.mktemp("faults"))
 
 
 @pytest.fixture(scope="module")
@@ -296,9 +323,10 @@ async def test_the_own_engine_stops_and_wakes_up(stage: Cast, expected: dict[str
     "Committed has arrived",
     "the destination owns the request; or, if the origin has not heard of it, it is replayed",
 )
-@pytest.mark.parametrize("point", ["source.round", "source.frozen", "source.committed"])
+@pytest.mark.parametrize("point", SOURCE_POINTS)
 async def test_the_source_is_killed_during_the_move(stage: Cast, expected: dict[str, Stream], point: str) -> None:
-    victim = stage.victim({"point": point, "action": "kill"})
+    victim = stage.victim()
+    stage.kill_at(victim, point)
     async with Client(victim.base_url) as client:
         stream = await begin(client, "seeded")
         await stream.wait_for(AT)
@@ -325,9 +353,10 @@ async def test_the_source_is_killed_during_the_move(stage: Cast, expected: dict[
     "admitted, not yet answered",
     "the same",
 )
-@pytest.mark.parametrize("point", ["destination.reserved", "destination.commit_received", "destination.admitted"])
+@pytest.mark.parametrize("point", DESTINATION_POINTS)
 async def test_the_destination_is_killed_during_the_move(stage: Cast, expected: dict[str, Stream], point: str) -> None:
-    victim = stage.victim({"point": point, "action": "kill"})
+    victim = stage.victim()
+    stage.kill_at(victim, point)
     async with Client(stage.haven.base_url) as client:
         stream = await begin(client, "seeded")
         await stream.wait_for(AT)
@@ -338,12 +367,29 @@ async def test_the_destination_is_killed_during_the_move(stage: Cast, expected: 
 
 
 @failure(
+    "the destination's engine is dead",
+    "reserving",
+    "peer_unreachable: goes on at the source",
+)
+async def test_the_destination_is_dead_already(stage: Cast, expected: dict[str, Stream]) -> None:
+    victim = stage.victim()
+    engine_of(victim).kill()
+    async with Client(stage.haven.base_url) as client:
+        stream = await begin(client, "seeded")
+        await stream.wait_for(AT)
+        move = await move_stream(stage.haven, victim, stream)
+        assert (move.phase, move.reason) == ("stayed", "peer_unreachable")
+        assert_goes_on(await stream.result(), expected["seeded"], 1.0)
+    await wait_idle(stage.haven)
+
+
+@failure(
     "kill -9 of the only engine",
     "not moving",
     "the client gets an error, and the API server ends",
 )
 async def test_without_another_engine_the_client_gets_an_error(stage: Cast) -> None:
-    victim = stage._start("alone")
+    victim = stage.alone()
     async with Client(victim.base_url) as client:
         stream = await begin(client, "greedy")
         await stream.wait_for(AT)

@@ -20,7 +20,7 @@ import pytest
 import pytest_asyncio
 
 from benchmarks.client import Client, Stream
-from benchmarks.harness import Fleet, Server, ServerSpec
+from benchmarks.harness import Fleet, Server, ServerSpec, free_port
 from llumlet.client import LlumletClient
 from llumlet.errors import LlumletCallFailed
 from llumlet.types import Health, InstanceStatus
@@ -63,12 +63,18 @@ def pair(model_dir: Path, log_dir: Path, tmp_path_factory: pytest.TempPathFactor
     triggers = {how: directory / how for how in HANGS}
     faults = [{**fault, "seconds": HANG_S, "file": str(triggers[how])} for how, fault in HANGS.items()]
     with Fleet(log_dir / "rescue") as fleet:
-        haven = fleet.start(ServerSpec(model_dir, name="haven", instance_id="haven"))[0]
-        flags = ("--llumlet-peers", str(haven.llumlet))
-        environment = {"LLUMNIX_FAULTS": json.dumps(faults)}
-        victim = fleet.start(ServerSpec(model_dir, name="victim", instance_id="victim", flags=flags, env=environment))[
-            0
+        port = free_port()
+        specs = [
+            ServerSpec(model_dir, name="haven", instance_id="haven", flags=("--llumlet-port", str(port))),
+            ServerSpec(
+                model_dir,
+                name="victim",
+                instance_id="victim",
+                flags=("--llumlet-peers", f"127.0.0.1:{port}"),
+                env={"LLUMNIX_FAULTS": json.dumps(faults)},
+            ),
         ]
+        haven, victim = fleet.start(*specs)
         yield Pair(haven, victim, triggers)
 
 

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import pytest
 
 from benchmarks.client import Client
-from benchmarks.harness import Server
+from benchmarks.harness import Fleet, Server, ServerSpec
 from benchmarks.moves import migrate_through
 from llumlet.client import LlumletClient
 from llumlet.credential_files import CredentialFiles
 from llumlet.credentials import NONE, Credentials
 from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
 from llumlet.types import Reason
-from tests.integration.conftest import StartServer
+from tests.integration.conftest import Engines
 from tests.support.authority import Authority, credential_files, flags_of, token_file
 
 pytestmark = pytest.mark.asyncio
@@ -37,10 +37,25 @@ class Cluster(NamedTuple):
         return credential_files(self.authority, name, self.token)
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Cluster:
-    authority, token = Authority(tmp_path), token_file(tmp_path)
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    directory = tmp_path_factory.mktemp("cluster")
+    authority, token = Authority(directory), token_file(directory)
     return Cluster(authority, token, credential_files(authority, "caller", token))
+
+
+@pytest.fixture(scope="module")
+def pair(cluster: Cluster, model_dir: Path, log_dir: Path) -> Iterator[Pair]:
+    specs = [
+        ServerSpec(model_dir, name=name, instance_id=name, flags=flags_of(cluster.instance(name))) for name in "ab"
+    ]
+    with Fleet(log_dir / "secured") as fleet:
+        yield Pair(*fleet.start(*specs))
+
+
+class Pair(NamedTuple):
+    a: Server
+    b: Server
 
 
 def secrets_of(cluster: Cluster) -> list[str]:
@@ -59,9 +74,8 @@ def secrets_shown(server: Server, secrets: list[str]) -> Iterator[str]:
     return (place for place, text in places.items() for secret in secrets if secret in text)
 
 
-async def test_a_move_and_strangers(start_server: StartServer, cluster: Cluster, tmp_path: Path) -> None:
-    a = start_server(name="a", flags=flags_of(cluster.instance("a")))
-    b = start_server(name="b", flags=flags_of(cluster.instance("b")))
+async def test_a_move_and_strangers(pair: Pair, cluster: Cluster, tmp_path: Path) -> None:
+    a, b = pair
     assert a.llumlet is not None
     assert b.llumlet is not None
     credentials = Credentials.load(cluster.caller)
@@ -103,18 +117,17 @@ def strangers(cluster: Cluster, tmp_path: Path) -> list[Credentials]:
     ]
 
 
-async def test_a_destination_of_another_cluster(start_server: StartServer, cluster: Cluster, tmp_path: Path) -> None:
+async def test_a_destination_of_another_cluster(pair: Pair, cluster: Cluster, engines: Engines) -> None:
     """The request stays where it is, and the stranger, who has everything but a certificate, hears nothing of it."""
-    a = start_server(name="a", flags=flags_of(cluster.instance("a")))
-    plain = start_server(name="plain")
+    a, stranger = pair.a, engines.b
     assert a.llumlet is not None
-    assert plain.llumlet is not None
+    assert stranger.llumlet is not None
     async with Client(a.base_url) as client:
         stream = await client.complete(PROMPT, 400, **GREEDY)
         await stream.wait_for(30)
         async with LlumletClient(str(a.llumlet), credentials=Credentials.load(cluster.caller)) as llumlet:
             (request,) = (await llumlet.list_requests()).requests
-            (move,) = await migrate_through(llumlet, a.llumlet, plain.llumlet, request_ids=[request.request_id])
+            (move,) = await migrate_through(llumlet, a.llumlet, stranger.llumlet, request_ids=[request.request_id])
             assert (move.phase, move.reason) == ("stayed", "peer_unreachable")
         result = await stream.result()
     assert len(result.token_ids) == 400

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.client import Client, Stream
-from benchmarks.harness import Fleet, ServerSpec
+from benchmarks.harness import Fleet, ServerSpec, free_port
 from benchmarks.moves import move_stream
 from tests.integration.test_lost_owner import AT, KILLED_S, LENGTH, PROMPT, ends, engine_of
 from tests.support.conservation import wait_idle
@@ -31,10 +31,14 @@ async def begin(client: Client, count: int) -> list[Stream]:
 )
 async def test_streams_of_both_move_and_outlive_their_engine(model_dir: Path, log_dir: Path) -> None:
     with Fleet(log_dir / "several") as fleet:
+        port = free_port()
         fp32 = ("--dtype", "float32")
-        haven = fleet.start(ServerSpec(model_dir, name="haven", instance_id="haven", flags=fp32))[0]
-        flags = (*fp32, "--api-server-count", "2", "--llumlet-peers", str(haven.llumlet))
-        twin = fleet.start(ServerSpec(model_dir, name="twin", instance_id="twin", flags=flags))[0]
+        haven_flags = (*fp32, "--llumlet-port", str(port))
+        twin_flags = (*fp32, "--api-server-count", "2", "--llumlet-peers", f"127.0.0.1:{port}")
+        haven, twin = fleet.start(
+            ServerSpec(model_dir, name="haven", instance_id="haven", flags=haven_flags),
+            ServerSpec(model_dir, name="twin", instance_id="twin", flags=twin_flags),
+        )
         async with Client(twin.base_url) as client:
             expected = await (await begin(client, 1))[0].result()
             streams = await begin(client, 6)

@@ -7,6 +7,7 @@ import asyncio
 import os
 import sys
 from collections import Counter
+from functools import partial
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -29,7 +30,7 @@ async def main(first: int, last: int) -> int:
             print(fault, flush=True)
         return [f"{seed}"] if faults else []
 
-    found = await side_by_side(play(seed) for seed in range(first, last + 1))
+    found = await side_by_side(partial(play, seed) for seed in range(first, last + 1))
     print(", ".join(f"{count} {what}" for what, count in reached.most_common()))
     print(f"{last + 1 - first} combinations, {len(found)} with faults")
     return int(bool(found))

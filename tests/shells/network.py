@@ -79,6 +79,8 @@ class Network:
         self.faults: list[Fault] = []
         self.seen: Counter[str] = Counter()
         """Messages by name, as they were sent."""
+        self.cut_off: Counter[str] = Counter()
+        """Those of them that a cut way swallowed."""
         self._loops: dict[Any, str] = {}
         self._cuts: set[str] = set()
         self._planned: dict[str, tuple[str, ...]] = {}
@@ -117,6 +119,7 @@ class Network:
             self.seen[message] += 1
             self._cuts.update(self._planned.pop(message, ()))
             if f"{sender}>{receiver}" in self._cuts:
+                self.cut_off[message] += 1
                 return Kind.DROPPED
             return next((fault.kind for fault in self.faults if fault.takes(message, sender, content)), None)
 

@@ -6,6 +6,7 @@ A seed that fails is played again with `python -m tests.shells SEED`.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,10 +28,10 @@ NUM_FULL = 600
     "every token once and in order, one owner, nothing held",
 )
 async def test_combinations(model_dir: Path) -> None:
-    assert not await side_by_side(play(seed, model_dir) for seed in range(NUM_COMBINATIONS))
+    assert not await side_by_side(partial(play, seed, model_dir) for seed in range(NUM_COMBINATIONS))
 
 
 @pytest.mark.full
 async def test_more_combinations(model_dir: Path) -> None:
     seeds = range(NUM_COMBINATIONS, NUM_COMBINATIONS + NUM_FULL)
-    assert not await side_by_side(play(seed, model_dir) for seed in seeds)
+    assert not await side_by_side(partial(play, seed, model_dir) for seed in seeds)

@@ -7,6 +7,7 @@ the end. What becomes of the move is in the table of cells.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ async def test_message(message: str, model_dir: Path) -> None:
         return [f"{cell.id}: {problem}" for problem in found]
 
     cells = [cell for cell in CELLS if cell.message.removesuffix(" answer") == message]
-    assert not await side_by_side(problems(cell) for cell in cells)
+    assert not await side_by_side(partial(problems, cell) for cell in cells)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])

@@ -4,13 +4,14 @@
     python -m benchmarks.soak --minutes 10 --json soak.json
 
 Three instances that are each other's peers, under a steady mixed load, while requests are moved at random, clients
-leave, and engines are killed and stopped, one at a time. Every stream that ends is compared, token for token, with the
+leave, and engines are stopped and killed, one at a time; all but the first, which lives through it all, so that what
+grows without end has the time to. Every stream that ends is compared, token for token, with the
 same request on a quiet engine. In float32: a request that an engine's death interrupts is computed again, by other
 kernels.
 
 Afterwards, what the instances hold is compared with what they held at the start: blocks, requests, sockets, threads.
-The slope of their memory is taken over the last half. The last line is one JSON object; the exit code is 0 only if no
-stream differed or was cut short and nothing is held.
+The slope of the first one's memory is taken over the last half. The last line is one JSON object; the exit code is 0
+only if no stream differed or was cut short and nothing is held.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ import random
 import signal
 import sys
 import time
-from collections import Counter
-from collections.abc import AsyncIterator
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.client import Client, Stream, StreamFailed
-from benchmarks.harness import Fleet, Server, ServerSpec, free_port
+from benchmarks.harness import Fleet, Server, ServerSpec, command_line, free_port
 from benchmarks.model import PRESETS, build
 from benchmarks.moves import migrate, requests
 from benchmarks.progress import saying
@@ -52,7 +53,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 2},
     "regex": {"structured_outputs": {"regex": "[a-zA-Z]{280,}"}, "ignore_eos": False},
 }
-WARM_UP_S = 20.0
+SURVIVOR = "a"
+SILENCE_S = 6.0
+"""Longer than an owner is waited for."""
+RECOVERY_S = 4.0
+NUM_BLOCKS = 700
+"""Few: all of the cache's memory has been touched before its growth is measured."""
 SETTLE_S = 90.0
 """For the last doubts, leases and dead origins to be over."""
 
@@ -75,6 +81,14 @@ class Footprint:
     requests: int
     sockets: int
     threads: int
+    names: Counter[str] = dataclasses.field(compare=False, default_factory=Counter)
+    """What the sockets and threads are, for people."""
+
+    def numbers(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in NUMBERS}
+
+
+NUMBERS = tuple(field.name for field in dataclasses.fields(Footprint) if field.compare)
 
 
 class Soak:
@@ -87,7 +101,8 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self.differences: list[str] = []
         self.longest_pause = 0.0
-        self.rss: list[tuple[float, int, int]] = []
+        self.rss: dict[str, list[tuple[float, int]]] = defaultdict(list)
+        """Of the survivor's processes: when, and how many bytes."""
         self._ill: set[str] = set()
         ports = {name: free_port() for name in "abc"}
         self._specs = {
@@ -97,6 +112,7 @@ class Soak:
                 instance_id=name,
                 max_model_len=2048,
                 max_num_seqs=8,
+                num_kv_blocks=NUM_BLOCKS,
                 core=index % 2,
                 flags=(
                     *("--dtype", "float32", "--llumlet-port", str(port), "--llumlet-lease-seconds", "5"),
@@ -118,13 +134,23 @@ class Soak:
         return tasks
 
     async def warm_up(self, tasks: list[Task]) -> None:
-        """Load and moves without trouble, so that every connection and thread that will be there is there."""
+        """Load, moves, and each engine silent once, so that every connection and thread that will be there is there.
+
+        An API server's gRPC runtime, for one, starts with its first doubt about an engine.
+        """
         await self._meet()
-        until = time.monotonic() + WARM_UP_S
+        until = time.monotonic() + len(self.servers) * (SILENCE_S + RECOVERY_S)
         await asyncio.gather(
-            *(self._client(until, tasks) for _ in range(2 * self.num_streams)), self._move_things(until)
+            *(self._client(until, tasks) for _ in range(2 * self.num_streams)),
+            self._move_things(until),
+            self._silence_each(),
         )
         await self._meet()
+
+    async def _silence_each(self) -> None:
+        for name, server in self.servers.items():
+            await asyncio.sleep(RECOVERY_S)
+            await self._stop(name, psutil.Process(server.process("EngineCore")), "EngineCore", SILENCE_S)
 
     async def _meet(self) -> None:
         """One move between any two instances."""
@@ -218,10 +244,10 @@ class Soak:
             name = self.random.choice(list(self.servers))
             title = self.random.choice(["EngineCore", "Worker"])
             process = psutil.Process(self.servers[name].process(title))
-            if self.random.random() < 0.3:
+            if name != SURVIVOR and self.random.random() < 0.45:
                 await self._kill(name, process, title)
             else:
-                await self._stop(name, process, title)
+                await self._stop(name, process, title, self.random.choice([0.3, 2.0, 7.0]))
 
     async def _kill(self, name: str, process: psutil.Process, title: str) -> None:
         self.counts[f"killed {title}"] += 1
@@ -234,11 +260,11 @@ class Soak:
             await asyncio.to_thread(self.fleet.stop, server)
             self.servers[name] = (await asyncio.to_thread(self.fleet.start, self._specs[name]))[0]
 
-    async def _stop(self, name: str, process: psutil.Process, title: str) -> None:
+    async def _stop(self, name: str, process: psutil.Process, title: str, seconds: float) -> None:
         self.counts[f"stopped {title}"] += 1
         async with self._illness(name):
             process.send_signal(signal.SIGSTOP)
-            await asyncio.sleep(self.random.choice([0.3, 2.0, 7.0]))
+            await asyncio.sleep(seconds)
             process.send_signal(signal.SIGCONT)
 
     @contextlib.asynccontextmanager
@@ -254,25 +280,20 @@ class Soak:
 
     async def _measure(self, until: float) -> None:
         while time.monotonic() < until:
-            for server in self.servers.values():
-                for pid in server.pids():
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        self.rss.append((time.monotonic(), pid, psutil.Process(pid).memory_info().rss))
+            sizes: Counter[str] = Counter()
+            for pid in self.servers[SURVIVOR].pids():
+                sizes[_title(pid)] += psutil.Process(pid).memory_info().rss
+            for title, size in sizes.items():
+                self.rss[title].append((time.monotonic(), size))
             await asyncio.sleep(2.0)
 
-    def rss_slope(self) -> float:
-        """MiB a minute over the last half, summed over the processes that lived through it."""
-        if not self.rss:
-            return 0.0
-        begin, end = self.rss[0][0], self.rss[-1][0]
-        middle = (begin + end) / 2
-        total = 0.0
-        for pid in {pid for _, pid, _ in self.rss}:
-            points = [(at, rss) for at, p, rss in self.rss if p == pid and at >= middle]
-            if len(points) > 10 and points[0][0] < middle + 10 and points[-1][0] > end - 10:
-                seconds, sizes = np.array(points).T
-                total += float(np.polyfit(seconds - middle, sizes, 1)[0])
-        return total * 60 / MIB
+    def rss_slopes(self) -> dict[str, float]:
+        """Of the survivor's processes, in MiB a minute over the last half."""
+        slopes = {}
+        for title, points in self.rss.items():
+            seconds, sizes = np.array(points[len(points) // 2 :]).T
+            slopes[title] = round(float(np.polyfit(seconds - seconds[0], sizes, 1)[0]) * 60 / MIB, 2)
+        return slopes
 
     async def footprints(self) -> dict[str, Footprint]:
         """Of every instance, once it is idle."""
@@ -283,12 +304,13 @@ class Soak:
         async with LlumletClient(str(server.llumlet)) as client:
             status = await client.get_instance_status()
             listed = await client.list_requests()
-        processes = [psutil.Process(pid) for pid in server.pids()]
+        sockets, threads = (Counter(name for pid in server.pids() for name in of(pid)) for of in (_sockets, _threads))
         return Footprint(
             free_blocks=status.num_free_blocks,
             requests=len(listed.requests) + status.num_migrate_in_reqs + status.num_migrate_out_reqs,
-            sockets=sum(_num_sockets(process.pid) for process in processes),
-            threads=sum(process.num_threads() for process in processes),
+            sockets=sockets.total(),
+            threads=threads.total(),
+            names=sockets + threads,
         )
 
     async def settled(self, before: dict[str, Footprint]) -> dict[str, Footprint]:
@@ -301,9 +323,27 @@ class Soak:
             await asyncio.sleep(2.0)
 
 
-def _num_sockets(pid: int) -> int:
-    links = (link.readlink() for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink())
-    return sum(str(target).startswith("socket:") for target in links)
+def _sockets(pid: int) -> Iterator[str]:
+    """Every socket of a process: where it leads, if it is one of TCP."""
+    process = psutil.Process(pid)
+    tcp = {connection.fd: connection for connection in process.net_connections("tcp")}
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if not str(link.readlink()).startswith("socket:"):
+                continue
+            connection = tcp.get(int(link.name))
+            kind = f"tcp {connection.status} {connection.raddr or ''}" if connection else "not tcp"
+            yield f"socket of {_title(pid)}: {kind}"
+
+
+def _threads(pid: int) -> Iterator[str]:
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        yield f"thread of {_title(pid)}: {(task / 'comm').read_text().strip()}"
+
+
+def _title(pid: int) -> str:
+    word = command_line(pid).split()[0]
+    return word.removeprefix("VLLM::") if word.startswith("VLLM::") else "APIServer"
 
 
 async def _soak(arguments: argparse.Namespace, fleet: Fleet) -> tuple[dict[str, Any], list[str]]:
@@ -336,16 +376,22 @@ async def _soak(arguments: argparse.Namespace, fleet: Fleet) -> tuple[dict[str, 
         "killed": counts["killed EngineCore"] + counts["killed Worker"],
         "stopped": counts["stopped EngineCore"] + counts["stopped Worker"],
         "longest_pause_s": round(soak.longest_pause, 2),
-        "before": {name: dataclasses.asdict(footprint) for name, footprint in before.items()},
-        "after": {name: dataclasses.asdict(footprint) for name, footprint in after.items()},
+        "before": {name: footprint.numbers() for name, footprint in before.items()},
+        "after": {name: footprint.numbers() for name, footprint in after.items()},
         "held": before != after,
-        "rss_mib_per_min": round(soak.rss_slope(), 2),
+        "rss_mib_per_min": round(sum(soak.rss_slopes().values()), 2),
+        "rss_mib_per_min_by_process": soak.rss_slopes(),
     }
-    return row, soak.differences
+    notes = [f"{name}: {change}" for name in before for change in _changes(before[name].names, after[name].names)]
+    return row, soak.differences + (notes if row["held"] else [])
+
+
+def _changes(before: Counter[str], after: Counter[str]) -> list[str]:
+    return [f"{after[name] - before[name]:+} {name}" for name in sorted(after | before) if after[name] != before[name]]
 
 
 def _table(row: dict[str, Any]) -> Table:
-    table = Table("instance", "", *Footprint.__dataclass_fields__, title="What each instance holds while idle")
+    table = Table("instance", "", *NUMBERS, title="What each instance holds while idle")
     for name in row["before"]:
         table.add_row(name, "start", *map(str, row["before"][name].values()))
         table.add_row("", "end", *map(str, row["after"][name].values()))

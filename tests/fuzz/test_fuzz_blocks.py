@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 from typing import Any
@@ -58,14 +59,12 @@ def framed(data: bytes) -> bytes:
 def ask(server: BlockServer, data: bytes) -> bytes:
     """Everything that comes back until the server has closed the connection, or has nothing to say."""
     received = bytearray()
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
-        try:
-            connection.sendall(data)
-            connection.shutdown(socket.SHUT_WR)
-            while part := connection.recv(1 << 16):
-                received += part
-        except ConnectionError:
-            pass  # closed before it had read everything
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    with connection, contextlib.suppress(OSError):  # it may be closed before it has read everything
+        connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+        while part := connection.recv(1 << 16):
+            received += part
     return bytes(received)
 
 

@@ -54,9 +54,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "regex": {"structured_outputs": {"regex": "[a-zA-Z]{280,}"}, "ignore_eos": False},
 }
 SURVIVOR = "a"
+WARM_UP_S = 20.0
 SILENCE_S = 6.0
 """Longer than an owner is waited for."""
-RECOVERY_S = 4.0
 NUM_BLOCKS = 700
 """Few: all of the cache's memory has been touched before its growth is measured."""
 SETTLE_S = 90.0
@@ -134,35 +134,47 @@ class Soak:
         return tasks
 
     async def warm_up(self, tasks: list[Task]) -> None:
-        """Load, moves, and each engine silent once, so that every connection and thread that will be there is there.
-
-        An API server's gRPC runtime, for one, starts with its first doubt about an engine.
-        """
+        """Moves, load, and doubts between all of them: every connection and thread that will be there is there."""
         await self._meet()
-        until = time.monotonic() + len(self.servers) * (SILENCE_S + RECOVERY_S)
+        until = time.monotonic() + WARM_UP_S
         await asyncio.gather(
-            *(self._client(until, tasks) for _ in range(2 * self.num_streams)),
-            self._move_things(until),
-            self._silence_each(),
+            *(self._client(until, tasks) for _ in range(2 * self.num_streams)), self._move_things(until)
         )
+        for name in self.servers:
+            await self._fall_silent(name)
         await self._meet()
-
-    async def _silence_each(self) -> None:
-        for name, server in self.servers.items():
-            await asyncio.sleep(RECOVERY_S)
-            await self._stop(name, psutil.Process(server.process("EngineCore")), "EngineCore", SILENCE_S)
 
     async def _meet(self) -> None:
-        """One move between any two instances."""
+        """Moves between any two instances, two at a time."""
         for source, destination in itertools.permutations(self.servers.values(), 2):
             async with Client(source.base_url) as client:
-                stream = await self._begin(client, list(range(100, 160)), {})
-                await stream.wait_for(20)
-                while not (moves := await migrate(source, destination, rule=("NUM_REQ", "SR", 1)))[0].moved:
-                    # One that was started anew is found again within a second: the time until gRPC tries once more.
-                    if stream.done or moves[0].reason != "peer_unreachable":
-                        raise RuntimeError(f"{source.name} to {destination.name}: {moves}")
-                    await asyncio.sleep(0.1)
+                streams = [await self._begin(client, list(range(start, start + 60)), {}) for start in (100, 200)]
+                for stream in streams:
+                    await stream.wait_for(20)
+                await self._move_all(source, destination)
+                for stream in streams:
+                    await stream.result()
+
+    async def _move_all(self, source: Server, destination: Server) -> None:
+        while stayed := [m for m in await migrate(source, destination, rule=("NUM_REQ", "SR", -1)) if not m.moved]:
+            # One that was started anew is found again within a second: the time until gRPC tries once more.
+            if any(move.reason != "peer_unreachable" for move in stayed):
+                raise RuntimeError(f"{source.name} to {destination.name}: {stayed}")
+            await asyncio.sleep(0.1)
+
+    async def _fall_silent(self, name: str) -> None:
+        """Every API server has a stream there, and asks its llumlet what has become of it."""
+        silent = self.servers[name]
+        async with contextlib.AsyncExitStack() as stack:
+            streams = []
+            for origin in self.servers.values():
+                client = await stack.enter_async_context(Client(origin.base_url))
+                streams.append(await self._begin(client, list(range(100, 160)), {}))
+                await streams[-1].wait_for(20)
+                if origin is not silent:
+                    await self._move_all(origin, silent)
+            await self._stop(name, psutil.Process(silent.process("EngineCore")), "EngineCore", SILENCE_S)
+            for stream in streams:
                 await stream.result()
 
     async def run(self, seconds: float, tasks: list[Task]) -> None:

@@ -25,13 +25,15 @@ from vllm_llumnix.errors import ConfigError
 
 if TYPE_CHECKING:
     from llumlet.credentials import Credentials
+    from vllm_llumnix.kv.settings import WorkerSettings
     from vllm_llumnix.reach import Reach
 
 CONFIG_VARIABLE = "LLUMNIX_LLUMLET"
 KNOWN_VARIABLES = frozenset({CONFIG_VARIABLE, "LLUMNIX_FAULTS", *credential_files.VARIABLES.values()})
 INSTANCE_TYPES = ("neutral", "prefill", "decode")
 TRANSPORTS = ("auto", "local", "tcp", "mooncake")
-AVAILABLE_TRANSPORTS = ("auto", "local")
+AVAILABLE_TRANSPORTS = {"auto": ("local", "tcp"), "local": ("local",), "tcp": ("tcp",)}
+"""What each value of --llumlet-transport stands for, in order of preference."""
 _INSTANCE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _RATE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
@@ -68,6 +70,21 @@ class LlumletConfig:
         from llumlet.credentials import Credentials
 
         return Credentials.load(CredentialFiles(self.tls_cert, self.tls_key, self.tls_ca, self.token_file))
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Those to be used, in order of preference."""
+        return AVAILABLE_TRANSPORTS[self.transport]
+
+    def worker_settings(self) -> WorkerSettings:
+        from vllm_llumnix.kv.settings import WorkerSettings
+
+        return WorkerSettings(
+            instance=self.instance_id,
+            transports=self.transports,
+            host=self.host,
+            tls=(self.tls_cert, self.tls_key, self.tls_ca) if self.tls_cert else None,
+        )
 
     @property
     def authenticated(self) -> bool:
@@ -142,8 +159,8 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         "--llumlet-transport",
         choices=TRANSPORTS,
         default=_DEFAULTS.transport,
-        help="How KV blocks travel. 'local' reads the peer's memory on the same host; 'auto' picks the fastest that "
-        "works between the two instances.",
+        help="How KV blocks travel. 'local' reads the peer's memory on the same host, 'tcp' connects to where the "
+        "peer's workers serve it; 'auto' picks the fastest that works between the two instances.",
     )
     add(
         "--llumlet-max-migrations-in",
@@ -308,7 +325,8 @@ def _faults(config: LlumletConfig) -> list[str]:
     if not config.stall_budget_ms > 0:
         faults.append("--llumlet-stall-budget-ms must be positive")
     if config.transport not in AVAILABLE_TRANSPORTS:
-        faults.append(f"--llumlet-transport {config.transport} is not built in; use one of {AVAILABLE_TRANSPORTS}")
+        built_in = ", ".join(AVAILABLE_TRANSPORTS)
+        faults.append(f"--llumlet-transport {config.transport} is not built in; use one of {built_in}")
     if problem := config.reaches.why_not(config.host):
         faults.append(f"--llumlet-host: {problem}; or add --llumlet-insecure on an isolated network")
     for peer in config.peers:

@@ -61,6 +61,7 @@ class Configuration:
     dtype: str
     block_size: int
     routes: tuple[str, ...]
+    transport: str = "local"
 
     def allows(self, cell: Cell) -> bool:
         """A prefix hit is exact in float32 only (docs/portability.md). For log probabilities of its prompt, vLLM lets a
@@ -79,7 +80,7 @@ class Configuration:
 CONFIGURATIONS = (
     Configuration("float32", 32, ("ab", "aba", "abc")),
     Configuration("bfloat16", 64, ("ab", "aba")),
-    Configuration("bfloat16", 128, ("ab", "aba")),
+    Configuration("bfloat16", 128, ("ab", "aba"), "tcp"),
 )
 
 

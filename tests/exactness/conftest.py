@@ -19,7 +19,7 @@ def fleet_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     where: Configuration = request.param
     model = build(dataclasses.replace(PRESETS["tiny"], dtype=where.dtype))
     names = sorted(set("".join(where.routes)))
-    flags = ("--scheduling-policy", "priority", "--dtype", where.dtype)
+    flags = ("--scheduling-policy", "priority", "--dtype", where.dtype, "--llumlet-transport", where.transport)
     logs = tmp_path_factory.mktemp(str(where))
     compiled = {"TORCH_COMPILE_DISABLE": "0"}
     with Fleet(logs) as fleet:

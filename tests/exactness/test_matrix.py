@@ -61,6 +61,7 @@ async def test_moved_as_if_unmoved(fleet_of: dict[str, Server], cell: Cell, requ
     for move in moves:
         assert move.live, f"{move.phase} {move.reason} {move.detail}"
     assert len(moves) == len(path) - 1
+    assert {move.transport for move in moves} == {request.node.callspec.params["fleet_of"].transport}
     if cell["prefix"] == "cached":
         assert moves[0].hit_tokens > 0
     assert outcome(moved) == outcome(first[0])

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz.hostile import anything, integers, texts
 from tests.kv.conftest import SHAPES, memory, source
-from tests.kv.fakes import FakeWorker, Memory, SourceProcess
+from tests.kv.fakes import FakeWorker, Memory, SourceProcess, packed
 from vllm_llumnix.kv import messages, worker
 from vllm_llumnix.kv.messages import MoverInfo, Probe, ProbeReport, Pull, PullReport, StopPull
 from vllm_llumnix.kv.worker import start_mover, stop_mover
@@ -73,7 +73,7 @@ class Harness:
 def harness(memory: Memory, source: SourceProcess, tmp_path: Path) -> Iterator[Harness]:
     assert memory.shapes == SHAPES
     fake = FakeWorker(memory)
-    info = msgspec.msgpack.decode(start_mover(fake, {"instance": "here", "directory": str(tmp_path)}), type=MoverInfo)
+    info = msgspec.msgpack.decode(start_mover(fake, packed(directory=str(tmp_path))), type=MoverInfo)
     harness = Harness(info, memory, source)
     try:
         harness.check()

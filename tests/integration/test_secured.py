@@ -47,7 +47,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
 @pytest.fixture(scope="module")
 def pair(cluster: Cluster, model_dir: Path, log_dir: Path) -> Iterator[Pair]:
     specs = [
-        ServerSpec(model_dir, name=name, instance_id=name, flags=flags_of(cluster.instance(name))) for name in "ab"
+        ServerSpec(
+            model_dir,
+            name=name,
+            instance_id=name,
+            flags=(*flags_of(cluster.instance(name)), "--llumlet-transport", "tcp"),
+        )
+        for name in "ab"
     ]
     with Fleet(log_dir / "secured") as fleet:
         yield Pair(*fleet.start(*specs))
@@ -87,6 +93,7 @@ async def test_a_move_and_strangers(pair: Pair, cluster: Cluster, tmp_path: Path
         (request,) = (await llumlet.list_requests()).requests
         (move,) = await migrate_through(llumlet, a.llumlet, b.llumlet, request_ids=[request.request_id])
         assert move.live, f"{move.phase} {move.reason} {move.detail}"
+        assert move.transport == "tcp"
         result = await stream.result()
     assert result.token_ids == expected.token_ids
 

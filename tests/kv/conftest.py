@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from tests.kv.fakes import FakeWorker, Memory, SourceProcess, source_process
+from tests.kv.fakes import FakeWorker, Memory, SourceProcess, packed, source_process
 from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.worker import start_mover, stop_mover
@@ -36,8 +36,7 @@ def memory() -> Memory:
 def info(memory: Memory, tmp_path: Path) -> Iterator[MoverInfo]:
     """The destination worker's mover."""
     worker = FakeWorker(memory)
-    settings = {"instance": "here", "directory": str(tmp_path)}
-    yield msgspec.msgpack.decode(start_mover(worker, settings), type=MoverInfo)
+    yield msgspec.msgpack.decode(start_mover(worker, packed(directory=str(tmp_path))), type=MoverInfo)
     stop_mover(worker)
 
 

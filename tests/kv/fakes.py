@@ -19,9 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_llumnix.kv import messages
+from vllm_llumnix.kv.block_server import BlockServer
+from vllm_llumnix.kv.grants import Grants
 from vllm_llumnix.kv.layout import BlockLayout, TensorRegion
 from vllm_llumnix.kv.messages import PeerMemory
 from vllm_llumnix.kv.process import NoncePage, describe_memory
+from vllm_llumnix.kv.settings import WorkerSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,17 +73,20 @@ class Memory:
         ]
 
 
-def describe(memory: Memory, nonce: NoncePage, instance: str = "here") -> PeerMemory:
-    return describe_memory(memory.blocks, nonce, instance, rank=0)
+def describe(memory: Memory, nonce: NoncePage, instance: str = "here", tcp: str | None = None) -> PeerMemory:
+    return describe_memory(memory.blocks, nonce, instance, rank=0, tcp=tcp)
 
 
 class SourceProcess:
-    """Another process that holds a `Memory`; `memory` is our own copy of its bytes."""
+    """Another process that holds a `Memory`; `memory` is our own copy of its bytes.
 
-    def __init__(self, **shape: Any) -> None:
+    With a `capability`, it also serves all of its blocks under that.
+    """
+
+    def __init__(self, capability: bytes = b"", **shape: Any) -> None:
         self.memory = Memory(**shape)
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "tests.kv.fakes", repr(shape)],
+            [sys.executable, "-m", "tests.kv.fakes", repr(shape), capability.hex()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
@@ -102,8 +108,8 @@ class SourceProcess:
 
 
 @contextlib.contextmanager
-def source_process(**shape: Any) -> Iterator[SourceProcess]:
-    source = SourceProcess(**shape)
+def source_process(capability: bytes = b"", **shape: Any) -> Iterator[SourceProcess]:
+    source = SourceProcess(capability, **shape)
     try:
         yield source
     finally:
@@ -131,6 +137,11 @@ class FakeWorker:
             kv_caches=[self.storage[:16], self.storage[16:]],
             model=self.model,
         )
+
+
+def packed(**settings: Any) -> bytes:
+    """What an engine called `here` tells its workers."""
+    return messages.encode(WorkerSettings(**{"instance": "here", **settings}))
 
 
 class FullAttentionSpec:
@@ -179,8 +190,14 @@ def _serve() -> None:
     import ast
 
     memory = Memory(**ast.literal_eval(sys.argv[1]))
-    nonce = NoncePage()
-    print(messages.encode(describe(memory, nonce, "there")).hex(), flush=True)
+    nonce, tcp = NoncePage(), None
+    if capability := bytes.fromhex(sys.argv[2]):
+        grants = Grants()
+        grants.allow(capability, range(memory.num_blocks))
+        server = BlockServer(memory.blocks, nonce.value, grants, "127.0.0.1")
+        server.start()
+        tcp = f"127.0.0.1:{server.port}"
+    print(messages.encode(describe(memory, nonce, "there", tcp)).hex(), flush=True)
     sys.stdin.read()
 
 

@@ -16,7 +16,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from tests.kv.fakes import FakeWorker, Memory, SourceProcess, source_process
+from tests.kv.fakes import FakeWorker, Memory, SourceProcess, packed, source_process
 from vllm_llumnix import faults
 from vllm_llumnix.errors import TransferFailed
 from vllm_llumnix.kv import messages, worker
@@ -293,7 +293,7 @@ class TestStart:
         self, info: MoverInfo, memory: Memory, source: SourceProcess
     ) -> None:
         wrapped = type("WorkerWrapper", (), {"worker": FakeWorker(memory)})()
-        again = msgspec.msgpack.decode(start_mover(wrapped, {"instance": "here"}), type=MoverInfo)
+        again = msgspec.msgpack.decode(start_mover(wrapped, packed()), type=MoverInfo)
         assert again.endpoint != info.endpoint
         assert again.memory.nonce != info.memory.nonce
         assert not _is_there(info.endpoint)
@@ -307,7 +307,7 @@ class TestStart:
     ) -> None:
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
         fake = FakeWorker(memory, device="cuda")
-        settings = {"instance": "here", "directory": str(tmp_path)}
+        settings = packed(directory=str(tmp_path))
         info = msgspec.msgpack.decode(start_mover(fake, settings), type=MoverInfo)
         client = MoverClient(info)
         assert info.isa == "cuda-9.0"

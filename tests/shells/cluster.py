@@ -520,7 +520,7 @@ async def cluster_of(
 @contextlib.contextmanager
 def slow_copies(instance: Instance, seconds: float) -> Iterator[None]:
     """Every copy of this instance's mover begins so late, whatever the mover is told meanwhile."""
-    mover, _ = instance.engine.model_executor.mover
+    mover = instance.engine.model_executor.mover.mover
     transport = mover.transports[0]
     stock = transport.pull
 

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import secrets
 import signal
 import time
 from collections.abc import Coroutine
@@ -50,18 +51,20 @@ from llumlet.types import (
     parse_reason,
 )
 from vllm_llumnix.adapters import Adapters
+from vllm_llumnix.engine import claims
 from vllm_llumnix.engine.adoptions import Adoptions
 from vllm_llumnix.engine.arrivals import Arrivals
 from vllm_llumnix.engine.builder import RequestBuilder
 from vllm_llumnix.engine.departures import Departures, Destination, OutgoingMove
 from vllm_llumnix.engine.drain import REPORT_SECONDS, Drain
 from vllm_llumnix.engine.listing import Listing
-from vllm_llumnix.engine.memory import Movers, encode_memory
+from vllm_llumnix.engine.memory import Movers
 from vllm_llumnix.engine.relay import Relay
 from vllm_llumnix.engine.request_state import residence_of
 from vllm_llumnix.engine.rescue import Rescue
-from vllm_llumnix.errors import MigrationError, Reason, Refused
+from vllm_llumnix.errors import MigrationError, Reason, Refused, TransportError
 from vllm_llumnix.ids import Epoch
+from vllm_llumnix.kv.grants import CAPABILITY_BYTES
 from vllm_llumnix.migration import wire
 from vllm_llumnix.migration.source import Method, Plan
 from vllm_llumnix.relay_keys import RelayKeys
@@ -107,8 +110,7 @@ class LlumletAgent:
             lambda: kvconn.progress.health,
             RelayKeys.from_token(bypass.credentials.token),
         )
-        memory = encode_memory(self.identity.digest, bypass.movers)
-        self.departures = Departures(bypass, kvconn, self.relay, self.adapters, memory, CALL_SECONDS)
+        self.departures = Departures(bypass, kvconn, self.relay, self.adapters, self.movers, CALL_SECONDS)
         self.listing = Listing(bypass, kvconn, self.departures)
         self.drains = Drain(self)
         builder = RequestBuilder(bypass.engine, self.config.reaches, self.adapters)
@@ -281,13 +283,22 @@ class LlumletAgent:
         except Refused as error:
             raise refusal(error) from error
         self.relay.farewell(request.request_id)
+        capability = secrets.token_bytes(CAPABILITY_BYTES)
+        self._spawn(self._grant_for_claim(capability, claimed.block_ids))
         return ClaimResponse(
             claim_id=claimed.claim_id,
-            source_memory=self.departures.memory,
+            source_memory=self.departures.memory(capability),
             computed_tokens=claimed.computed_tokens,
             block_ids=claimed.block_ids,
             output_token_ids=claimed.output_token_ids,
         )
+
+    async def _grant_for_claim(self, capability: bytes, block_ids: list[int]) -> None:
+        """Whether the blocks were the request's all the time is what `EndClaim` answers."""
+        with contextlib.suppress(TransportError):
+            await self.movers.grant(capability, block_ids)
+            await asyncio.sleep(claims.LEASE_SECONDS)
+            await self.movers.revoke(capability)
 
     async def end_claim(self, request: EndClaimRequest) -> EndClaimResponse:
         return EndClaimResponse(intact=self.kvconn.claims.end(request.claim_id))

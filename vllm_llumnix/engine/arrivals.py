@@ -41,6 +41,7 @@ from vllm_llumnix.engine.relay import Relay
 from vllm_llumnix.engine.request_state import Residence, repeat_from
 from vllm_llumnix.errors import LocalProtocolError, MigrationError, Reason, Refused, TransportError
 from vllm_llumnix.ids import Epoch, MigrationId
+from vllm_llumnix.kv.messages import PeerMemory
 from vllm_llumnix.migration import effects as do
 from vllm_llumnix.migration import events as on
 from vllm_llumnix.migration.destination import Destination, State, Terms
@@ -222,6 +223,8 @@ class IncomingMove:
                     Reason.INCOMPATIBLE_ENGINE,
                     "model, weights, vLLM version, KV layout, data types or parallel sizes differ",
                 )
+            for rank in self._memory.ranks:
+                arrivals.require_reachable(rank)
             self.transport = await arrivals.movers.probe(self._memory)
             self.request, self.residence = await arrivals.builder.build(offer.request_state)
             if self.request.request_id != self.request_id:
@@ -548,6 +551,11 @@ class Arrivals:
 
     def _is_this_life(self, handover: Handover) -> bool:
         return handover.dst_incarnation in ("", self.bypass.identity.incarnation)
+
+    def require_reachable(self, rank: PeerMemory) -> None:
+        """Raises Refused(address_refused): nobody makes us connect to where peers do not live."""
+        if rank.tcp is not None and (problem := self.bypass.config.reaches.why_not_llumlet(rank.tcp)) is not None:
+            raise Refused(Reason.ADDRESS_REFUSED, problem)
 
     def why_not_portable(self, request: Request) -> str | None:
         identity = self.bypass.identity

@@ -41,7 +41,7 @@ def attach(engine: Any) -> KVConnection:
     config = config.for_rank(engine.engine_index, parallel.data_parallel_size)
     _check_workers(engine)
     engine.model_executor.collective_rpc(_compile_logprobs)
-    settings = {"instance": config.instance_id}
+    settings = msgspec.msgpack.encode(config.worker_settings())
     answers = engine.model_executor.collective_rpc(start_mover, args=(settings,))
     movers = [msgspec.msgpack.decode(answer, type=MoverInfo) for answer in answers]
     identity = EngineIdentity(

@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import llumlet.server
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.llumnix")
 
+NUM_HELPERS = 2
+"""Threads for what would keep the event loop waiting: building a request, compiling its grammar, reading an adapter."""
 START_SECONDS = 30.0
 STOP_SECONDS = 2.0
 
@@ -131,6 +134,7 @@ class Bypass:
 
     def _run(self, kvconn: KVConnection) -> None:
         asyncio.set_event_loop(self._loop)
+        self._loop.set_default_executor(ThreadPoolExecutor(NUM_HELPERS, thread_name_prefix="llumnix-helper"))
         self._loop.set_exception_handler(_log_exception)
         try:
             self._loop.run_until_complete(self._listen(kvconn))

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -38,10 +39,12 @@ from llumlet.types import (
 )
 from vllm_llumnix import faults, ids
 from vllm_llumnix.engine.kvconn import Departure, KVConnection
+from vllm_llumnix.engine.memory import Movers, encode_memory
 from vllm_llumnix.engine.relay import OriginUnreachable, Relay
 from vllm_llumnix.engine.request_state import Residence, state_of, why_not_now
 from vllm_llumnix.engine.scheduler_port import Frontier, FrozenRequest, Pin, SchedulerPort
-from vllm_llumnix.errors import LocalProtocolError, MigrationError, Reason, Refused
+from vllm_llumnix.errors import LocalProtocolError, MigrationError, Reason, Refused, TransportError
+from vllm_llumnix.kv.grants import CAPABILITY_BYTES
 from vllm_llumnix.migration import effects as do
 from vllm_llumnix.migration import events as on
 from vllm_llumnix.migration import wire
@@ -56,6 +59,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.llumnix")
 
+LOCAL = "local"
+"""The one transport for which the source has nothing to do."""
+REVOKE_SECONDS = 1.0
+"""How often a mover that does not answer is asked again whether it has stopped."""
 FORWARDING_ENTRIES = 65_536
 MAX_CLIENTS = 256
 """How many requests that left are remembered, to send late aborts after them."""
@@ -98,6 +105,8 @@ class OutgoingMove:
         self.to = to
         self.machine = Source(plan)
         self.migration_id = ids.MigrationId(uuid.uuid4().hex)
+        self._capability = secrets.token_bytes(CAPABILITY_BYTES)
+        self._granted = False
         self.progress = MoveProgress(
             migration_id=self.migration_id,
             request_id=request.request_id,
@@ -176,7 +185,11 @@ class OutgoingMove:
             case do.Unfreeze(epoch=epoch):
                 call(self._unfreeze_on_loop, self._settle_under(epoch))
             case do.Unpin():
-                call(self._unpin_on_loop)
+                call(self._stop_freezing_on_loop)
+                if self._granted:
+                    self._spawn(self._revoke())
+                else:
+                    call(self._unpin_on_loop)
             case do.Release():
                 self.departures.remember(self.request.request_id, self.to.address, self.migration_id)
                 self._tell_origin()
@@ -203,7 +216,7 @@ class OutgoingMove:
             dst_engine_id=self.to.instance,
             src_address=str(source.address),
             request_state=encode(state),
-            source_memory=source.memory,
+            source_memory=source.memory(self._capability),
             num_blocks=-(-self.request.num_tokens // self._port.block_size) + 1,
             method=Mode.WAITING if self._queued else self.to.mode,
         )
@@ -249,6 +262,7 @@ class OutgoingMove:
             new_token_ids=frontier.output_token_ids,
         )
         self._known_output += len(frontier.output_token_ids)
+        await self._grant(request.block_ids)
         answer = await self._ask(Call.ROUND, self.to.client.copy_round, request, round_number=effect.round)
         if answer is not None:
             self.progress.rounds = effect.round
@@ -268,6 +282,7 @@ class OutgoingMove:
             new_token_ids=frozen.output_token_ids,
         )
         faults.hit("source.frozen")
+        await self._grant(request.block_ids)
         sent = time.perf_counter()
         answer = await self._ask(Call.COMMIT, self.to.client.commit, request)
         if answer is None:
@@ -280,6 +295,28 @@ class OutgoingMove:
         if answer.state == Handover.COMMITTED:
             self.progress.epoch.CopyFrom(request.epoch)
         self._decided(answer)
+
+    async def _grant(self, block_ids: Sequence[int]) -> None:
+        """Let our workers send these blocks, if they are not read without them."""
+        if self.progress.transport == LOCAL or not block_ids:
+            return
+        self._granted = True
+        try:
+            await self.departures.movers.grant(self._capability, list(block_ids))
+        except TransportError as error:
+            logger.warning("move %s: %s", self.migration_id, error)
+
+    async def _revoke(self) -> None:
+        """However long it takes: the blocks are not given back while a worker may send them."""
+        while True:
+            try:
+                await self.departures.movers.revoke(self._capability)
+            except TransportError as error:
+                logger.warning("a mover does not say that it has stopped sending: %s", error)
+                await asyncio.sleep(REVOKE_SECONDS)
+                continue
+            self._kvconn.call(self._unpin_on_loop)
+            return
 
     async def _settle(self, name: Call, call: PeerCall) -> None:
         """Withdraw or Abort: asks the destination to decide, and tells the machine what it decided."""
@@ -392,8 +429,10 @@ class OutgoingMove:
         self._kvconn.unwatch(self.request.request_id)
         self._port.release(self.request)
 
-    def _unpin_on_loop(self) -> None:
+    def _stop_freezing_on_loop(self) -> None:
         self._departure.freezing = False
+
+    def _unpin_on_loop(self) -> None:
         for pin in self._pins:
             self._port.unpin(pin)
         self._pins.clear()
@@ -498,7 +537,7 @@ class Departures:
         kvconn: KVConnection,
         relay: Relay,
         adapters: Adapters,
-        memory: bytes,
+        movers: Movers,
         deadline_s: float,
     ) -> None:
         self.bypass = bypass
@@ -506,7 +545,7 @@ class Departures:
         self.kvconn = kvconn
         self.relay = relay
         self.identity = bypass.identity
-        self.memory = memory
+        self.movers = movers
         self.deadline_s = deadline_s
         self.moves: dict[str, OutgoingMove] = {}
         config = bypass.config
@@ -522,6 +561,10 @@ class Departures:
     @property
     def address(self) -> Address | None:
         return self.bypass.address
+
+    def memory(self, capability: bytes) -> bytes:
+        """Where the KV cache of this engine's workers lies, for a peer that will have blocks granted."""
+        return encode_memory(self.identity.digest, self.bypass.movers, capability)
 
     def client(self, address: Address) -> LlumletClient:
         """Every call to another llumlet begins here. Raises LlumletError for an address that is not to be called."""

@@ -243,7 +243,7 @@ class Listing:
             max_model_len=vllm_config.model_config.max_model_len,
             num_total_blocks=self._port.block_pool.num_gpu_blocks - 1,
             bytes_per_block=self._bypass.bytes_per_block,
-            transports=["local"],
+            transports=config.transports,
             max_migrations_in=config.max_migrations_in,
             max_migrations_out=config.max_migrations_out,
             stall_budget_ms=config.stall_budget_ms,

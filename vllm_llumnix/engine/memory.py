@@ -17,17 +17,21 @@ from vllm_llumnix.migration import wire
 
 
 class SourceMemory(msgspec.Struct, frozen=True):
-    """What Reserve carries: who offers its memory, what it must have in common with us, and where the bytes are."""
+    """What Reserve carries: who offers its memory, what it must have in common with us, and where the bytes are.
+
+    `capability` is the migration's: blocks are granted under it, where they are not simply read.
+    """
 
     digest: str
     ranks: list[PeerMemory]
+    capability: bytes = b""
 
 
 _decoder = msgspec.msgpack.Decoder(SourceMemory)
 
 
-def encode_memory(digest: str, movers: Sequence[MoverInfo]) -> bytes:
-    return msgspec.msgpack.encode(SourceMemory(digest, [mover.memory for mover in movers]))
+def encode_memory(digest: str, movers: Sequence[MoverInfo], capability: bytes = b"") -> bytes:
+    return msgspec.msgpack.encode(SourceMemory(digest, [mover.memory for mover in movers], capability))
 
 
 def decode_memory(data: bytes) -> SourceMemory:
@@ -87,6 +91,7 @@ class Movers:
                     src_blocks,
                     dst_blocks,
                     transport=transport,
+                    capability=peer.capability,
                     deadline_s=deadline_s,
                     max_bytes_per_s=self._max_bytes_per_s,
                     final=final,
@@ -103,6 +108,14 @@ class Movers:
     async def stop(self, job: int) -> None:
         """Returns when no mover writes for this job any more. Raises TransferFailed if one does not answer."""
         await asyncio.gather(*(client.stop(job) for client in self._clients))
+
+    async def grant(self, capability: bytes, blocks: list[int]) -> None:
+        """Every worker may send its part of these blocks to who shows the capability. Raises TransferFailed."""
+        await asyncio.gather(*(client.grant(capability, blocks) for client in self._clients))
+
+    async def revoke(self, capability: bytes) -> None:
+        """Returns when no worker sends anything under it any more. Raises TransferFailed if one does not answer."""
+        await asyncio.gather(*(client.revoke(capability) for client in self._clients))
 
     def close(self) -> None:
         for client in self._clients:

@@ -95,6 +95,8 @@ class Rescue:
         memory = decode_memory(claim.source_memory)
         if memory.digest != self._bypass.identity.digest:
             raise Refused(Reason.INCOMPATIBLE_ENGINE, "model, weights, vLLM version or settings differ")
+        for rank in memory.ranks:
+            self._arrivals.require_reachable(rank)
         transport = await self._movers.probe(memory)
         block_size = self._kvconn.port.block_size
         hits, block_ids = await self._kvconn.call(self._arrivals.reserve_on_loop, request, False)

@@ -17,6 +17,7 @@ from vllm_llumnix.errors import TransferFailed
 from vllm_llumnix.kv import messages
 from vllm_llumnix.kv.messages import (
     Command,
+    Grant,
     MoverInfo,
     PeerMemory,
     Probe,
@@ -24,6 +25,8 @@ from vllm_llumnix.kv.messages import (
     Pull,
     PullReport,
     Rejected,
+    Revoke,
+    Revoked,
     Stopped,
     StopPull,
 )
@@ -31,7 +34,7 @@ from vllm_llumnix.kv.messages import (
 GRACE_S = 1.0
 """How long after a pull's own deadline its report may come."""
 
-_Answer = TypeVar("_Answer", PullReport, Stopped, ProbeReport)
+_Answer = TypeVar("_Answer", PullReport, Stopped, ProbeReport, Revoked)
 
 
 class MoverClient:
@@ -52,7 +55,7 @@ class MoverClient:
         self._socket.connect(info.endpoint)
         self._lost: str | None = None
         self._waiting: dict[tuple[type[Any], int], list[asyncio.Future[Any]]] = {}
-        self._probes = itertools.count(1)
+        self._questions = itertools.count(1)
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
 
     async def pull(
@@ -64,6 +67,7 @@ class MoverClient:
         *,
         deadline_s: float,
         transport: str = "local",
+        capability: bytes = b"",
         max_bytes_per_s: float | None = None,
         final: bool = False,
         tag: str = "",
@@ -76,7 +80,18 @@ class MoverClient:
         """
         if (PullReport, job) in self._waiting:
             raise ValueError(f"job {job} is running already")
-        pull = Pull(job, peer, src_blocks, dst_blocks, transport, deadline_s, max_bytes_per_s, final, tag)
+        pull = Pull(
+            job,
+            peer,
+            src_blocks,
+            dst_blocks,
+            transport,
+            deadline_s,
+            capability=capability,
+            max_bytes_per_s=max_bytes_per_s,
+            final=final,
+            tag=tag,
+        )
         return await self._call(pull, PullReport, deadline_s + GRACE_S)
 
     async def stop(self, job: int, deadline_s: float = 5.0) -> None:
@@ -88,7 +103,17 @@ class MoverClient:
 
     async def probe(self, peer: PeerMemory, deadline_s: float = 5.0) -> ProbeReport:
         """Which transport reaches `peer`, or why none does."""
-        return await self._call(Probe(next(self._probes), peer), ProbeReport, deadline_s)
+        return await self._call(Probe(next(self._questions), peer), ProbeReport, deadline_s)
+
+    async def grant(self, capability: bytes, blocks: list[int]) -> None:
+        """Peers who show the capability may be sent these blocks, too."""
+        if self._lost is not None:
+            raise TransferFailed(self._lost)
+        await self._socket.send(messages.encode(Grant(next(self._questions), capability, blocks)))
+
+    async def revoke(self, capability: bytes, deadline_s: float = 5.0) -> None:
+        """Returns when nothing is sent under it any more."""
+        await self._call(Revoke(next(self._questions), capability), Revoked, deadline_s)
 
     def close(self) -> None:
         """Fail pending calls and let go of the socket. A running pull goes on in the mover."""

@@ -96,11 +96,19 @@ class BlockLayout(msgspec.Struct, frozen=True):
             index -= region.num_layers
         raise ValueError(f"layer {layer} is not one of {self.num_layers}")
 
-    def pieces(self, block_ids: Sequence[int]) -> tuple[Words, Words]:
-        """(addresses, lengths) of all layers of `block_ids`, adjacent ones merged. Raises
-        ValueError out of range.
+    @property
+    def layers_outermost(self) -> bool:
+        """Whether neighbours in memory are blocks of one layer, rather than layers of one block."""
+        return all(region.layer_stride >= region.block_stride for region in self.regions)
+
+    def pieces(self, block_ids: Sequence[int], layers_outermost: bool | None = None) -> tuple[Words, Words]:
+        """(addresses, lengths) of all layers of `block_ids`, adjacent ones merged.
+
+        layers_outermost: in which order; by default that of memory. Two layouts with the same pages
+        have the same bytes in the same order. Raises ValueError out of range.
         """
-        layers_outermost = _layers_outermost(self)
+        if layers_outermost is None:
+            layers_outermost = self.layers_outermost
         ids = _checked(self, block_ids)
         addresses = _addresses(self, ids, layers_outermost)
         (addresses,), lengths = _merged((addresses,), _lengths(self, len(ids)))
@@ -133,7 +141,7 @@ def pair_pieces(
         raise ValueError(f"{len(from_ids)} source blocks for {len(to_ids)} destination blocks")
     if len(set(destination_ids)) != len(destination_ids):
         raise ValueError("a destination block is named twice")
-    layers_outermost = _layers_outermost(destination)
+    layers_outermost = destination.layers_outermost
     sides = (
         _addresses(source, from_ids, layers_outermost),
         _addresses(destination, to_ids, layers_outermost),
@@ -160,10 +168,6 @@ def _checked(layout: BlockLayout, block_ids: Sequence[int]) -> Ids:
             f"block ids {min(block_ids)} to {max(block_ids)} are not all within 0 to {layout.num_blocks - 1}"
         )
     return np.array(block_ids, np.int64)
-
-
-def _layers_outermost(layout: BlockLayout) -> bool:
-    return all(region.layer_stride >= region.block_stride for region in layout.regions)
 
 
 def _addresses(layout: BlockLayout, ids: Ids, layers_outermost: bool) -> Words:

@@ -7,12 +7,15 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from vllm_llumnix.kv.grants import CAPABILITY_BYTES
 from vllm_llumnix.kv.layout import BlockLayout
 
 NONCE_BYTES = 32
 
 _BlockId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 _Pid: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+_Nonce: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+Capability: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=CAPABILITY_BYTES, max_length=CAPABILITY_BYTES)]
 _Address: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
@@ -21,7 +24,8 @@ class PeerMemory(msgspec.Struct, frozen=True):
 
     Sent to peers, which treat it as a claim: the reader checks boot, pid namespace, start time and
     the process's own offer (the nonce and a digest of the layout) before it believes an address.
-    `unavailable` says why this memory cannot be read at all; then `layout` has no regions.
+    `unavailable` says why this memory cannot be read at all; then `layout` has no regions. `tcp` is
+    the HOST:PORT where the process sends blocks to those who may have them, if it does.
     """
 
     instance: str
@@ -31,9 +35,10 @@ class PeerMemory(msgspec.Struct, frozen=True):
     boot_id: str
     pid_ns: str
     nonce_address: _Address
-    nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+    nonce: _Nonce
     layout: BlockLayout
     unavailable: str | None = None
+    tcp: str | None = None
 
 
 class MoverInfo(msgspec.Struct, frozen=True):
@@ -58,8 +63,9 @@ class MoverInfo(msgspec.Struct, frozen=True):
 class Pull(msgspec.Struct, frozen=True, tag="pull"):
     """Copy block `src_blocks[i]` of `peer` to our block `dst_blocks[i]`, for all i.
 
-    `max_bytes_per_s` limits everything this mover copies while the pull runs. `final` marks a pull
-    that a stream waits for: it goes before all others. `tag` is for traces and fault points.
+    `capability` is what the peer has granted the blocks under. `max_bytes_per_s` limits everything
+    this mover copies while the pull runs. `final` marks a pull that a stream waits for: it goes
+    before all others. `tag` is for traces and fault points.
     """
 
     job: int
@@ -68,6 +74,7 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
     dst_blocks: list[_BlockId]
     transport: str
     deadline_s: float
+    capability: bytes = b""
     max_bytes_per_s: float | None = None
     final: bool = False
     tag: str = ""
@@ -87,6 +94,21 @@ class Probe(msgspec.Struct, frozen=True, tag="probe"):
 
     job: int
     peer: PeerMemory
+
+
+class Grant(msgspec.Struct, frozen=True, tag="grant"):
+    """Peers who show `capability` may have these blocks of ours, too. Not answered."""
+
+    job: int
+    capability: Capability
+    blocks: list[_BlockId]
+
+
+class Revoke(msgspec.Struct, frozen=True, tag="revoke"):
+    """End a grant. Answered with `Revoked` when nothing is sent under it any more."""
+
+    job: int
+    capability: Capability
 
 
 # Mover to engine
@@ -110,6 +132,10 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     job: int
 
 
+class Revoked(msgspec.Struct, frozen=True, tag="revoked"):
+    job: int
+
+
 class ProbeReport(msgspec.Struct, frozen=True, tag="probed"):
     """`transport` reaches the peer; or none does, and `reason` says why."""
 
@@ -125,8 +151,28 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
     job: int | None = None
 
 
-Command: TypeAlias = Pull | StopPull | Probe
-Answer: TypeAlias = PullReport | Stopped | ProbeReport | Rejected
+# Mover to mover, over TCP: a request, then an answer; without an error the bytes follow, and a
+# second answer, which says whether all of them were what was granted.
+
+
+class BlockRequest(msgspec.Struct, frozen=True):
+    """Send these blocks, or none to find out whether this is the process with the nonce.
+
+    layers_outermost: the order of the bytes, see `BlockLayout.pieces`.
+    """
+
+    nonce: _Nonce
+    capability: bytes
+    blocks: list[_BlockId]
+    layers_outermost: bool
+
+
+class BlockAnswer(msgspec.Struct, frozen=True):
+    error: str | None = None
+
+
+Command: TypeAlias = Pull | StopPull | Probe | Grant | Revoke
+Answer: TypeAlias = PullReport | Stopped | ProbeReport | Revoked | Rejected
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode

@@ -32,13 +32,17 @@ from vllm_llumnix import faults
 from vllm_llumnix.errors import LlumnixError, TransportError
 from vllm_llumnix.kv import messages
 from vllm_llumnix.kv.endpoint import PrivateDirectory
+from vllm_llumnix.kv.grants import Grants
 from vllm_llumnix.kv.layout import BlockLayout
 from vllm_llumnix.kv.messages import (
+    Grant,
     Probe,
     ProbeReport,
     Pull,
     PullReport,
     Rejected,
+    Revoke,
+    Revoked,
     Stopped,
     StopPull,
 )
@@ -68,8 +72,8 @@ class Mover:
     `start` and `close` belong to the thread that made it, everything else to the mover's.
 
     transports: in order of preference; without any, `unavailable` says why. layout: our own memory,
-    which a `corrupt` fault writes to. cpus: where the thread may run; None means where its maker
-    may.
+    which a `corrupt` fault writes to. grants: what peers may be sent, for those who send it. cpus:
+    where the thread may run; None means where its maker may.
     """
 
     rank: int
@@ -78,6 +82,7 @@ class Mover:
     directory: PrivateDirectory
     unavailable: str = "this worker has no transport"
     cpus: Collection[int] | None = None
+    grants: Grants = field(default_factory=Grants)
     num_errors: int = 0
     _jobs: dict[_Key, _Job] = field(default_factory=dict)
     _pace: Pace = field(default_factory=Pace)
@@ -180,6 +185,11 @@ class Mover:
                 self._answer(identity, Stopped(command.job))
             case Probe():
                 self._answer(identity, self._probe(command))
+            case Grant():
+                self.grants.allow(command.capability, command.blocks)
+            case Revoke():
+                self.grants.revoke(command.capability)
+                self._answer(identity, Revoked(command.job))
 
     def _accept(self, key: _Key, pull: Pull) -> None:
         if key in self._jobs:
@@ -239,7 +249,8 @@ class Mover:
 
     def _begin(self, pull: Pull) -> Iterator[int]:
         transport = next(transport for transport in self.transports if transport.name == pull.transport)
-        return transport.pull(pull.peer, pull.src_blocks, pull.dst_blocks, self._pace.chunk_bytes())
+        chunk_bytes = self._pace.chunk_bytes()
+        return transport.pull(pull.peer, pull.src_blocks, pull.dst_blocks, chunk_bytes, pull.capability)
 
     def _report(self, key: _Key, error: str | None) -> None:
         """The end of a job: nothing of it runs any more when the report leaves."""

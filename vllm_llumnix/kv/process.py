@@ -98,7 +98,12 @@ class NoncePage:
 
 
 def describe_memory(
-    layout: BlockLayout, nonce: NoncePage, instance: str, rank: int, unavailable: str | None = None
+    layout: BlockLayout,
+    nonce: NoncePage,
+    instance: str,
+    rank: int,
+    unavailable: str | None = None,
+    tcp: str | None = None,
 ) -> PeerMemory:
     """The description of this process that peers need in order to read `layout`; offers it to them."""
     started = start_time(os.getpid())
@@ -116,6 +121,7 @@ def describe_memory(
         nonce=nonce.value,
         layout=layout,
         unavailable=unavailable,
+        tcp=tcp,
     )
 
 

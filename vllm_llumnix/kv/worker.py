@@ -5,70 +5,89 @@ from __future__ import annotations
 
 import logging
 import os
+import ssl
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from vllm_llumnix import faults
 from vllm_llumnix.errors import TransportUnavailable
+from vllm_llumnix.hosts import reachable_host
 from vllm_llumnix.kv import messages
+from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.endpoint import PrivateDirectory
+from vllm_llumnix.kv.grants import Grants
 from vllm_llumnix.kv.layout import BlockLayout
 from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.mover import Mover
 from vllm_llumnix.kv.process import NoncePage, allow_readers, describe_memory
+from vllm_llumnix.kv.settings import WorkerSettings
 from vllm_llumnix.kv.transport.base import Transport
 from vllm_llumnix.kv.transport.local import LocalTransport
+from vllm_llumnix.kv.transport.tcp import TcpTransport
 from vllm_llumnix.kv.vllm_cache import layout_of
 
 logger = logging.getLogger(__name__)
 
 SAMPLED_BYTES = 4096
 
-_running: tuple[Mover, NoncePage] | None = None
+
+class _Running(NamedTuple):
+    mover: Mover
+    nonce: NoncePage
+    server: BlockServer | None
 
 
-def start_mover(worker: Any, settings: dict[str, Any]) -> bytes:
+_running: _Running | None = None
+
+
+def start_mover(worker: Any, packed_settings: bytes) -> bytes:
     """Start this worker's mover, in place of an earlier one; returns msgpack of `MoverInfo`.
 
-    settings: `instance` (id), `allow_readers` (default True: see `process.allow_readers`),
-    `directory` (where the endpoint's private directory is made; default: the system's). A cache
-    whose blocks cannot be carried is no error: the description says so (`memory.unavailable`).
-    Raises OSError, ValueError, `zmq.ZMQError` if the endpoint cannot be had.
+    packed_settings: msgpack of `WorkerSettings`. A cache whose blocks cannot be carried is no error: the description
+    says so (`memory.unavailable`). Raises OSError, ValueError, `zmq.ZMQError` if an endpoint cannot be had.
     """
     global _running
+    settings = msgspec.msgpack.decode(packed_settings, type=WorkerSettings)
     worker = getattr(worker, "worker", worker)
     stop_mover(worker)
     device = str(worker.device.type)
     if device == "cpu":
         _permit_amx()
     layout, unavailable = _layout_or_reason(worker.model_runner, device)
+    nonce, grants = NoncePage(), Grants()
     transports: list[Transport] = []
-    if unavailable is None:
-        transports.append(LocalTransport(layout))
-        if settings.get("allow_readers", True):
-            allow_readers()
-    else:
+    server = None
+    if unavailable is not None:
         logger.warning("KV blocks of this worker cannot be moved: %s", unavailable)
-    nonce = NoncePage()
+    else:
+        transports = [_transport(name, layout, settings) for name in settings.transports]
+        if settings.allow_readers and "local" in settings.transports:
+            allow_readers()
+        if "tcp" in settings.transports:
+            server = BlockServer(layout, nonce.value, grants, settings.host, tls_context(settings, server_side=True))
+            server.start()
     mover = Mover(
         rank=worker.rank,
         layout=layout,
         transports=transports,
-        directory=PrivateDirectory(settings.get("directory")),
+        directory=PrivateDirectory(settings.directory),
         unavailable=unavailable or "",
         cpus=_unbound_cpus(),
+        grants=grants,
     )
     mover.start()
     if faults.armed("worker.model"):
         _arm(worker)
-    _running = (mover, nonce)
+    _running = _Running(mover, nonce, server)
+    tcp = f"{reachable_host(settings.host)}:{server.port}" if server is not None else None
     return messages.encode(
         MoverInfo(
             rank=worker.rank,
             endpoint=mover.endpoint,
-            memory=describe_memory(layout, nonce, settings["instance"], worker.rank, unavailable),
+            memory=describe_memory(layout, nonce, settings.instance, worker.rank, unavailable, tcp),
             isa=_isa(worker, device),
             device=device,
             weights=fingerprint(worker.model_runner.model),
@@ -80,10 +99,33 @@ def stop_mover(worker: Any) -> None:
     """End the mover, if one runs, for sleep and shutdown. Peers that still read will fail."""
     global _running
     if _running is not None:
-        mover, nonce = _running
-        _running = None
-        nonce.revoke()
-        mover.close()
+        running, _running = _running, None
+        running.nonce.revoke()
+        if running.server is not None:
+            running.server.close()
+        running.mover.close()
+
+
+def _transport(name: str, layout: BlockLayout, settings: WorkerSettings) -> Transport:
+    match name:
+        case "local":
+            return LocalTransport(layout)
+        case "tcp":
+            return TcpTransport(layout, tls_context(settings, server_side=False))
+    raise ValueError(f"no transport {name!r}")
+
+
+def tls_context(settings: WorkerSettings, *, server_side: bool) -> ssl.SSLContext | None:
+    """Both ends show a certificate of the same authority. None without certificates."""
+    if settings.tls is None:
+        return None
+    certificate, key, authority = settings.tls
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.load_cert_chain(certificate, key)
+    context.load_verify_locations(authority)
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 def _arm(worker: Any) -> None:

@@ -26,13 +26,15 @@ class Transport(Protocol):
         TransferFailed means that the peer itself is gone.
         """
 
-    def pull(self, peer: PeerMemory, src_blocks: list[int], dst_blocks: list[int], chunk_bytes: int) -> Iterator[int]:
+    def pull(
+        self, peer: PeerMemory, src_blocks: list[int], dst_blocks: list[int], chunk_bytes: int, capability: bytes = b""
+    ) -> Iterator[int]:
         """Copy block `src_blocks[i]` of the peer to our `dst_blocks[i]`, `chunk_bytes` a turn.
 
-        Yields the bytes of each chunk. The copy counts only when the iterator has ended: the last
-        turn verifies that the memory was the peer's all along. Nothing is written between turns,
-        nor after the iterator was closed or raised. Raises ValueError (wrong blocks; before
-        anything is read), TransportUnavailable, TransferFailed.
+        `capability` is for those who send them. Yields the bytes of each chunk, 0 when none has come for a while. The
+        copy counts only when the iterator has ended: the last turn verifies that the memory was the peer's all along.
+        Nothing is written between turns, nor after the iterator was closed or raised. Raises ValueError (wrong blocks;
+        before anything is read), TransportUnavailable, TransferFailed.
         """
 
     def close(self) -> None:

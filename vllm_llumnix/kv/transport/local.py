@@ -62,7 +62,9 @@ class LocalTransport:
             raise TransportUnavailable(str(error)) from error
         self._verified(peer)
 
-    def pull(self, peer: PeerMemory, src_blocks: list[int], dst_blocks: list[int], chunk_bytes: int) -> Iterator[int]:
+    def pull(
+        self, peer: PeerMemory, src_blocks: list[int], dst_blocks: list[int], chunk_bytes: int, capability: bytes = b""
+    ) -> Iterator[int]:
         if peer.unavailable is not None:
             raise TransportUnavailable(peer.unavailable)
         pieces = pair_pieces(peer.layout, src_blocks, self._layout, dst_blocks)

@@ -30,7 +30,9 @@ class LoopbackTransport:
             raise TransportUnavailable(str(error)) from error
         _require_self(peer)
 
-    def pull(self, peer: PeerMemory, src_blocks: list[int], dst_blocks: list[int], chunk_bytes: int) -> Iterator[int]:
+    def pull(
+        self, peer: PeerMemory, src_blocks: list[int], dst_blocks: list[int], chunk_bytes: int, capability: bytes = b""
+    ) -> Iterator[int]:
         if peer.unavailable is not None:
             raise TransportUnavailable(peer.unavailable)
         pieces = pair_pieces(peer.layout, src_blocks, self._layout, dst_blocks)

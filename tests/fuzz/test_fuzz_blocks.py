@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Anything may come over the connection from which blocks are served: nothing leaves that was not granted."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.kv.fakes import Memory
+from vllm_llumnix.kv import block_server
+from vllm_llumnix.kv.block_server import BlockServer
+from vllm_llumnix.kv.blocks_tcp import receive_frame
+from vllm_llumnix.kv.grants import CAPABILITY_BYTES, Grants
+from vllm_llumnix.kv.messages import BlockAnswer
+
+NONCE, CAPABILITY = bytes(32), bytes(range(CAPABILITY_BYTES))
+GRANTED = [3, 4, 5]
+FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+values = st.none() | st.booleans() | st.integers() | st.floats() | st.binary(max_size=64) | st.text(max_size=20)
+anything = st.recursive(values, lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=8), inner))
+requests = st.fixed_dictionaries(
+    {
+        "nonce": st.just(NONCE) | values,
+        "capability": st.just(CAPABILITY) | values,
+        "blocks": st.lists(st.integers(-2, 40) | st.just(2**31), max_size=8) | anything,
+        "layers_outermost": st.booleans() | values,
+    }
+)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(block_server, "GRANT_SECONDS", 0.0)
+    memory, grants = Memory(seed=1), Grants()
+    grants.allow(CAPABILITY, GRANTED)
+    server = BlockServer(memory.blocks, NONCE, grants, "127.0.0.1")
+    server.start()
+    yield server
+    assert len(ask(server, framed(msgspec.msgpack.encode(good(GRANTED))))) > memory.blocks.bytes_per_block
+    server.close()
+
+
+def good(blocks: list[int]) -> dict[str, Any]:
+    return {"nonce": NONCE, "capability": CAPABILITY, "blocks": blocks, "layers_outermost": True}
+
+
+def framed(data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + data
+
+
+def ask(server: BlockServer, data: bytes) -> bytes:
+    """Everything that comes back until the server has closed the connection, or has nothing to say."""
+    received = bytearray()
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    with connection, contextlib.suppress(OSError):  # it may be closed before it has read everything
+        connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+        while part := connection.recv(1 << 16):
+            received += part
+    return bytes(received)
+
+
+@FUZZ
+@given(data=st.binary(max_size=200) | st.binary(max_size=200).map(framed))
+def test_bytes(server: BlockServer, data: bytes) -> None:
+    assert len(ask(server, data)) < 200, "more than a refusal"
+
+
+@FUZZ
+@given(request=requests | anything)
+def test_requests(server: BlockServer, request: Any) -> None:
+    try:
+        data = framed(msgspec.msgpack.encode(request))
+    except (OverflowError, UnicodeEncodeError):
+        return
+    received = ask(server, data)
+    if len(received) < 200:
+        return
+    # Blocks were sent: then all of it was right.
+    assert request["nonce"] == NONCE
+    assert request["capability"] == CAPABILITY
+    assert request["blocks"]
+    assert set(request["blocks"]) <= set(GRANTED)
+    first = socket.socketpair()
+    with first[0], first[1]:
+        first[0].sendall(received[:100])
+        assert receive_frame(first[1], BlockAnswer).error is None

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sends blocks of this worker's KV memory over TCP to peers who may have them: the serving end of the `tcp` transport.
+
+A thread waits for connections and each connection has one; all are daemons. A peer shows the capability of its
+migration with every request and gets the blocks that the engine has granted under it, straight from where they lie.
+With credentials, both ends show a certificate of the same authority first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import ssl
+import threading
+
+import msgspec
+
+from vllm_llumnix.errors import TransferFailed
+from vllm_llumnix.kv.blocks_tcp import Span, receive_frame, send_frame
+from vllm_llumnix.kv.grants import Grants
+from vllm_llumnix.kv.layout import BlockLayout
+from vllm_llumnix.kv.messages import BlockAnswer, BlockRequest
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 256
+HANDSHAKE_SECONDS = 5.0
+"""For the certificates, and for the first request."""
+IDLE_SECONDS = 600.0
+"""After which a connection without requests is closed."""
+STALL_SECONDS = 10.0
+"""How long a peer may take nothing while it is sent something."""
+GRANT_SECONDS = 1.0
+"""How much earlier than its grant a request may come."""
+SEND_BYTES = 1 << 20
+"""Sent between two looks at the grant."""
+
+
+class BlockServer:
+    """Listens from `start` on; `close` ends all connections."""
+
+    def __init__(
+        self, layout: BlockLayout, nonce: bytes, grants: Grants, host: str, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """Raises OSError if `host` cannot be listened at."""
+        self._layout = layout
+        self._nonce = nonce
+        self._grants = grants
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._connections: set[socket.socket] = set()
+        self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self.port: int = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._accept, name="llumnix-blocks", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Returns when nothing is accepted any more."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+        with self._lock:
+            connections = list(self._connections)
+        for connection in connections:
+            _cut(connection)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, address = self._listener.accept()
+            except OSError:  # closed
+                return
+            with self._lock:
+                full = len(self._connections) >= MAX_CONNECTIONS
+                if not full:
+                    self._connections.add(connection)
+            if full:
+                logger.warning("blocks: no more than %d connections; %s is turned away", MAX_CONNECTIONS, address)
+                connection.close()
+                continue
+            name = f"llumnix-blocks-{address[1]}"
+            threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True).start()
+
+    def _serve(self, accepted: socket.socket) -> None:
+        connection = accepted
+        try:
+            accepted.settimeout(HANDSHAKE_SECONDS)
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is not None:
+                connection = self._tls.wrap_socket(accepted, server_side=True)
+                with self._lock:
+                    self._connections.discard(accepted)
+                    self._connections.add(connection)
+            while True:
+                request = receive_frame(connection, BlockRequest)
+                connection.settimeout(STALL_SECONDS)
+                self._answer(connection, request)
+                connection.settimeout(IDLE_SECONDS)
+        except (OSError, EOFError, ValueError, msgspec.MsgspecError) as error:
+            logger.debug("blocks: connection ended: %s", error)
+        except Exception:
+            logger.exception("blocks: unexpected error")
+        finally:
+            with self._lock:
+                self._connections -= {accepted, connection}
+            connection.close()
+
+    def _answer(self, connection: socket.socket, request: BlockRequest) -> None:
+        """Raises OSError when the peer is gone, or a grant ended while it was used."""
+        if request.nonce != self._nonce:
+            send_frame(connection, BlockAnswer("this is another process than was advertised"))
+            return
+        if not request.blocks:
+            send_frame(connection, BlockAnswer())
+            return
+        try:
+            span = Span(self._layout, request.blocks, request.layers_outermost)
+            reading = self._grants.reading(
+                request.capability, request.blocks, lambda: _cut(connection), patience_s=GRANT_SECONDS
+            )
+            with reading as current:
+                send_frame(connection, BlockAnswer())
+                while span.left and not current.revoked:
+                    span.send(connection, SEND_BYTES)
+        except (TransferFailed, ValueError) as error:
+            send_frame(connection, BlockAnswer(str(error)))
+            return
+        if span.left:
+            raise ConnectionAbortedError("the grant has ended")
+        send_frame(connection, BlockAnswer("the grant ended meanwhile" if current.revoked else None))
+
+
+def _cut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What both ends of a `tcp` transfer share: frames, and KV memory as buffers that a socket reads or writes itself."""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import ssl
+import struct
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from vllm_llumnix.errors import TransferFailed
+from vllm_llumnix.kv.layout import BlockLayout
+
+T = TypeVar("T")
+
+IOV_MAX = 1024
+MAX_FRAME_BYTES = 1 << 20
+RECEIVE_BYTES = 1 << 20
+"""More than a socket has at a time."""
+_LENGTH = struct.Struct(">I")
+
+
+class Span:
+    """The bytes of some blocks in the order of a transfer: what is left of them."""
+
+    def __init__(self, layout: BlockLayout, blocks: Sequence[int], layers_outermost: bool) -> None:
+        """Raises ValueError for blocks that the layout does not have."""
+        addresses, lengths = layout.pieces(blocks, layers_outermost)
+        self._storage = memoryview((ctypes.c_ubyte * layout.storage_bytes).from_address(layout.base)).cast("B")
+        self._starts: list[int] = (addresses - np.uint64(layout.base)).tolist()
+        self._ends: list[int] = [start + length for start, length in zip(self._starts, lengths.tolist(), strict=True)]
+        self._first = 0
+        self.left = int(lengths.sum())
+
+    def buffers(self, max_bytes: int) -> list[memoryview]:
+        """The next ones, in place: at least one, and no more than IOV_MAX and about `max_bytes`."""
+        buffers, total = [], 0
+        for at in range(self._first, min(len(self._starts), self._first + IOV_MAX)):
+            start = self._starts[at]
+            end = min(self._ends[at], start + max_bytes - total)
+            buffers.append(self._storage[start:end])
+            total += end - start
+            if total >= max_bytes:
+                break
+        return buffers
+
+    def advance(self, num_bytes: int) -> None:
+        self.left -= num_bytes
+        while num_bytes:
+            size = self._ends[self._first] - self._starts[self._first]
+            if num_bytes < size:
+                self._starts[self._first] += num_bytes
+                return
+            num_bytes -= size
+            self._first += 1
+
+    def send(self, connection: socket.socket, max_bytes: int) -> int:
+        """One call's worth; returns the bytes sent. Raises OSError."""
+        buffers = self.buffers(max_bytes)
+        # OpenSSL takes one buffer at a time.
+        sent = connection.send(buffers[0]) if isinstance(connection, ssl.SSLSocket) else connection.sendmsg(buffers)
+        self.advance(sent)
+        return sent
+
+    def receive(self, connection: socket.socket, max_bytes: int) -> int:
+        """One call's worth; returns the bytes received, 0 if there is none now. Raises OSError, TransferFailed."""
+        buffers = self.buffers(min(max_bytes, RECEIVE_BYTES))
+        try:
+            if isinstance(connection, ssl.SSLSocket):
+                received = connection.recv_into(buffers[0])
+            else:
+                received = connection.recvmsg_into(buffers)[0]
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return 0
+        if not received:
+            raise TransferFailed("the source has closed the connection")
+        self.advance(received)
+        return received
+
+
+def send_frame(connection: socket.socket, message: msgspec.Struct) -> None:
+    """Raises OSError."""
+    data = msgspec.msgpack.encode(message)
+    connection.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def receive_frame(connection: socket.socket, kind: type[T]) -> T:
+    """Of a blocking socket, whose timeout applies. Raises OSError, EOFError, ValueError for what is no such message."""
+    (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
+    if length > MAX_FRAME_BYTES:
+        raise ValueError(f"a message of {length} bytes")
+    return msgspec.msgpack.decode(_receive(connection, length), type=kind)
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise EOFError("the connection was closed")
+        data += part
+    return bytes(data)

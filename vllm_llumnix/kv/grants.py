@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks of ours a peer may be sent, by the capability of its migration. Thread-safe.
+
+The engine grants blocks that it has pinned, and revokes the grant before it lets go of them. From then on nothing is
+sent, and what is being sent stops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from vllm_llumnix.errors import TransferFailed
+
+CAPABILITY_BYTES = 32
+
+
+class Reading:
+    """Blocks on their way to a peer. `revoked` is to be looked at before every piece that is sent."""
+
+    def __init__(self, cut: Callable[[], None]) -> None:
+        self.revoked = False
+        self._cut = cut
+
+    def revoke(self) -> None:
+        self.revoked = True
+        self._cut()
+
+
+class Grants:
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._blocks: dict[bytes, set[int]] = {}
+        self._readings: dict[bytes, set[Reading]] = {}
+
+    def allow(self, capability: bytes, blocks: Sequence[int]) -> None:
+        """These blocks, and those granted before."""
+        with self._changed:
+            self._blocks.setdefault(capability, set()).update(blocks)
+            self._changed.notify_all()
+
+    def revoke(self, capability: bytes) -> None:
+        """Returns when nothing is sent under it any more. A capability that is not known is no error."""
+        with self._changed:
+            self._blocks.pop(capability, None)
+            for reading in self._readings.get(capability, ()):
+                reading.revoke()
+            self._changed.wait_for(lambda: not self._readings.get(capability))
+
+    @contextlib.contextmanager
+    def reading(
+        self, capability: bytes, blocks: Sequence[int], cut: Callable[[], None], patience_s: float
+    ) -> Iterator[Reading]:
+        """While it lasts, `revoke` waits for it, and calls `cut` to end a wait for the peer.
+
+        A grant may overtake the peer's question or be overtaken by it: one that is not there is waited for.
+        Raises TransferFailed if these blocks are not granted.
+        """
+        reading = Reading(cut)
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._blocks.get(capability, set()).issuperset(blocks), patience_s):
+                raise TransferFailed("these blocks are not granted (any more)")
+            self._readings.setdefault(capability, set()).add(reading)
+        try:
+            yield reading
+        finally:
+            with self._changed:
+                readings = self._readings[capability]
+                readings.discard(reading)
+                if not readings:
+                    del self._readings[capability]
+                self._changed.notify_all()

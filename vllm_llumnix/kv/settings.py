@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine tells its workers' movers."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Sent as msgpack.
+
+    instance: the engine's id. transports: those to be used, in order of preference. host: where blocks are served.
+    tls: paths of certificate, key and authority, or none. allow_readers: see `process.allow_readers`. directory: where
+    the endpoint's private directory is made; default: the system's.
+    """
+
+    instance: str
+    transports: tuple[str, ...] = ("local",)
+    host: str = "127.0.0.1"
+    tls: tuple[str, str, str] | None = None
+    allow_readers: bool = True
+    directory: str | None = None

@@ -206,16 +206,21 @@ async def test_reserve_is_a_front_door(engines: Engines, offer: ReserveRequest, 
         ask.request_state = encode(changed)
         assert (await refusal(b.reserve(ask))).reason in REFUSED, name
     memory = msgspec.msgpack.decode(offer.source_memory)
-    for name, change in {"nonce": {"nonce": bytes(32)}, "pid": {"pid": 1}, "address": {"nonce_address": 4096}}.items():
+    (rank,) = memory["ranks"]
+    layout = rank["layout"]
+    for name, change, reason in [
+        # Memory that is read must be what was advertised; a worker that sends it need only be the one that was.
+        ("pid", {"pid": 1, "tcp": None}, Reason.TRANSPORT_UNAVAILABLE),
+        ("address", {"nonce_address": 4096, "tcp": None}, Reason.TRANSPORT_UNAVAILABLE),
+        ("layout", {"layout": layout | {"base": layout["base"] - 4096}, "tcp": None}, Reason.TRANSPORT_UNAVAILABLE),
+        ("nonce", {"nonce": bytes(32)}, Reason.TRANSPORT_UNAVAILABLE),
+        ("nobody there", {"pid": 1, "tcp": "127.0.0.1:1"}, Reason.TRANSPORT_UNAVAILABLE),
+        ("elsewhere", {"tcp": "192.0.2.1:4000"}, Reason.ADDRESS_REFUSED),
+        ("no address", {"tcp": "localhost"}, Reason.ADDRESS_REFUSED),
+    ]:
         ask = named(offer, name)
-        ask.source_memory = msgspec.msgpack.encode(memory | {"ranks": [rank | change for rank in memory["ranks"]]})
-        assert (await refusal(b.reserve(ask))).reason == Reason.TRANSPORT_UNAVAILABLE
-    ask = named(offer, "layout")
-    layout = memory["ranks"][0]["layout"]
-    ask.source_memory = msgspec.msgpack.encode(
-        memory | {"ranks": [memory["ranks"][0] | {"layout": layout | {"base": layout["base"] - 4096}}]}
-    )
-    assert (await refusal(b.reserve(ask))).reason == Reason.TRANSPORT_UNAVAILABLE
+        ask.source_memory = msgspec.msgpack.encode(memory | {"ranks": [rank | change]})
+        assert (await refusal(b.reserve(ask))).reason == reason, name
     await generates(engines.b)
 
 

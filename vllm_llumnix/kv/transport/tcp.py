@@ -14,10 +14,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Final
+from urllib.parse import urlsplit
 
 import msgspec
 
-from llumlet.types import Address
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
 from vllm_llumnix.kv.blocks_tcp import Span, receive_frame, send_frame
 from vllm_llumnix.kv.layout import BlockLayout, require_same_pages
@@ -110,12 +110,12 @@ class TcpTransport:
                 return connection
             connection.close()
         assert peer.tcp is not None
-        address = Address.parse(peer.tcp)
         try:
-            connection = socket.create_connection((address.host, address.port), CONNECT_SECONDS)
+            where = urlsplit(f"//{peer.tcp}")
+            connection = socket.create_connection((where.hostname, where.port), CONNECT_SECONDS)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._tls is not None:
-                connection = self._tls.wrap_socket(connection, server_hostname=address.host)
+                connection = self._tls.wrap_socket(connection, server_hostname=where.hostname)
         except (OSError, ValueError) as error:
             raise TransferFailed(f"{peer.tcp}: {error}") from error
         return connection

@@ -6,8 +6,19 @@ The memory around the pages is filled with noise, which must be there unchanged 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +28,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_llumnix.errors import ConfigError
-from vllm_llumnix.kv.kernels import gather, scatter
+from vllm_llumnix.kv import kernels
+from vllm_llumnix.kv.kernels import gather, native, obstacle, plan, scatter
 from vllm_llumnix.kv.layout import BlockLayout, TensorRegion
+
+ROOT = Path(__file__).parents[2]
+COMPILER = next(filter(None, map(shutil.which, ["c++", "g++", "clang++"])), None)
+NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 Bytes = npt.NDArray[np.uint8]
 Shapes = list[tuple[int, int]]
@@ -40,25 +56,99 @@ Form = Callable[[Case], tuple[Bytes, Bytes]]
 """Carries a case out; returns what then is in the storage and in the buffer's allocation."""
 
 
-def on_device(backend: str, device: str = "cpu", **options: Any) -> Form:
-    def run(case: Case) -> tuple[Bytes, Bytes]:
-        storage, allocation = (torch.tensor(data, device=device) for data in (case.storage, case.allocation))
-        copy = gather if case.to_buffer else scatter
-        buffer = allocation[case.lead :]
-        num_bytes = copy(storage, case.layout, case.ids, buffer, backend=backend, **options)
-        assert num_bytes == len(case.ids) * case.layout.bytes_per_block
-        return storage.cpu().numpy(), allocation.cpu().numpy()
-
-    return run
+def carry_out(case: Case, backend: str, device: str = "cpu", **options: Any) -> tuple[Bytes, Bytes]:
+    storage, allocation = (torch.tensor(data, device=device) for data in (case.storage, case.allocation))
+    copy = gather if case.to_buffer else scatter
+    num_bytes = copy(storage, case.layout, case.ids, allocation[case.lead :], backend=backend, **options)
+    assert num_bytes == len(case.ids) * case.layout.bytes_per_block
+    return storage.cpu().numpy(), allocation.cpu().numpy()
 
 
-FORMS: dict[str, Form] = {"auto": on_device("auto"), "torch": on_device("torch")}
+def streaming(case: Case) -> tuple[Bytes, Bytes]:
+    """`cpp`, with pages of every size written past the caches."""
+    with mock.patch.object(native, "STREAMING_FROM", 0):
+        return carry_out(case, "cpp", num_threads=2)
+
+
+def interpreted(case: Case) -> tuple[Bytes, Bytes]:
+    """`triton` without a GPU, in a process of its own: the variable that this takes concerns all of a process."""
+    return _interpreter().submit(carry_out, case, "triton", max_sms=3).result()
+
+
+def _interpret() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@functools.cache
+def _interpreter() -> ProcessPoolExecutor:
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(1, spawn, initializer=_interpret)
+
+
+def cuda_on_host(case: Case) -> tuple[Bytes, Bytes]:
+    """The body of the CUDA kernel, lane after lane."""
+    storage, allocation = torch.tensor(case.storage), torch.tensor(case.allocation)
+    copy = plan.planned(storage, case.layout, case.ids, allocation[case.lead :], to_buffer=case.to_buffer)
+    arguments = native.arguments(copy, copy.table.ctypes.data, copy.ids.ctypes.data)
+    _on_host().walk(ctypes.byref(arguments), ctypes.c_int64(3), ctypes.c_int64(32))
+    return storage.numpy(), allocation.numpy()
+
+
+@functools.cache
+def _on_host() -> ctypes.CDLL:
+    return ctypes.CDLL(str(native.DIRECTORY / "cuda_on_host.so"))
+
+
+FORMS: dict[str, Form] = {
+    "auto": functools.partial(carry_out, backend="auto"),
+    "torch": functools.partial(carry_out, backend="torch"),
+    "triton, interpreted": interpreted,
+}
+if COMPILER:
+    FORMS |= {
+        "cpp": functools.partial(carry_out, backend="cpp", num_threads=3),
+        "cpp, streaming": streaming,
+        "cuda, on the host": cuda_on_host,
+    }
 if torch.cuda.is_available():
-    FORMS |= {f"{name} on a GPU": on_device(name, "cuda") for name in ("auto", "torch")}
+    on_gpu = functools.partial(carry_out, device="cuda", max_sms=3)
+    FORMS |= {f"{name} on a GPU": functools.partial(on_gpu, backend=name) for name in ("auto", "torch", "triton")}
+    if NVCC:
+        FORMS["cuda on a GPU"] = functools.partial(on_gpu, backend="cuda")
 
 
-@pytest.fixture(scope="module", params=FORMS)
-def form(request: pytest.FixtureRequest) -> Iterator[Form]:
+@pytest.fixture(scope="module", autouse=True)
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What setup.py makes of these sources now, in place of what was built when the package was installed."""
+    lib = tmp_path_factory.mktemp("kernels")
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", lib, "--build-temp", lib / "temp"]
+    subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"VLLM_TARGET_DEVICE": "cuda"})
+    directory = lib / "vllm_llumnix" / "kv" / "kernels"
+    if COMPILER:
+        source = Path(__file__).with_name("cuda_on_host.cpp")
+        flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
+        subprocess.run([COMPILER, *flags, "-o", directory / "cuda_on_host.so", source], check=True)
+    with mock.patch.object(native, "DIRECTORY", directory), nothing_remembered():
+        yield directory
+    if _interpreter.cache_info().currsize:
+        _interpreter().shutdown()
+
+
+@contextlib.contextmanager
+def nothing_remembered() -> Iterator[None]:
+    """Which backends there are is found out anew, within and after."""
+    caches = (native.cpu, native.cuda, kernels._chosen)
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        yield
+    finally:
+        for cache in caches:
+            cache.cache_clear()
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> Form:
     return FORMS[request.param]
 
 
@@ -267,6 +357,72 @@ def test_pages_beyond_the_storage_are_no_layout() -> None:
         BlockLayout(0, 511, 4, LAYOUT.regions, "LBHNC")
 
 
+def test_no_threads_and_no_sms_are_refused() -> None:
+    for options in ({"num_threads": 0}, {"max_sms": 0}):
+        with pytest.raises(ValueError, match="at least one"):
+            gather(row(512), LAYOUT, [0], row(128), **options)
+
+
 def test_an_unknown_backend_is_an_error() -> None:
     with pytest.raises(ConfigError, match="none of the block copy backends"):
         gather(row(512), LAYOUT, [0], row(128), backend="fortran")
+
+
+@pytest.mark.parametrize(
+    ("backend", "complaint"),
+    [("cuda", "cuda on cpu: it copies on CUDA devices only"), ("triton", "triton on cpu: it copies on GPUs only")],
+)
+def test_a_backend_for_other_devices_is_an_error(backend: Any, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        gather(row(512), LAYOUT, [0], row(128), backend=backend)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_a_cpu_takes_the_compiled_form(caplog: pytest.LogCaptureFixture) -> None:
+    assert kernels._chosen("cpu") == "cpp"
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("what", ["nothing", "rubbish", "another version"])
+def test_without_a_compiled_form_torch_copies_after_one_line_in_the_log(
+    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if what == "rubbish":
+        (tmp_path / "_cpu.so").write_bytes(b"rubbish")
+    elif what == "another version":  # any library without our entry
+        (tmp_path / "_cpu.so").symlink_to(_libc())
+    with mock.patch.object(native, "DIRECTORY", tmp_path), nothing_remembered():
+        for _ in range(2):
+            assert gather(row(512), LAYOUT, [0], row(128)) == 128
+        with pytest.raises(ConfigError, match="block copy backend cpp on cpu: _cpu"):
+            gather(row(512), LAYOUT, [0], row(128), backend="cpp")
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith("KV blocks on cpu are copied by torch (cpp: _cpu.so ")
+
+
+def _libc() -> str:
+    with open("/proc/self/maps") as maps:
+        return next(line.split()[-1] for line in maps if "libc.so" in line or "libc-" in line)
+
+
+@pytest.mark.parametrize(
+    ("there", "chosen"), [({"cuda", "triton"}, "cuda"), ({"triton"}, "triton"), (set(), "torch"), ({"cuda"}, "cuda")]
+)
+def test_what_a_gpu_takes(there: set[str], chosen: str) -> None:
+    def missing(backend: str, device: str) -> str | None:
+        return None if backend in there | {"torch"} else "not here"
+
+    with mock.patch.object(kernels, "obstacle", missing), nothing_remembered():
+        assert kernels._chosen("cuda") == chosen
+
+
+@pytest.mark.skipif(NVCC is None, reason="no nvcc")
+def test_cuda_copies_in_vectors_of_sixteen_bytes(built: Path, tmp_path: Path) -> None:
+    assert obstacle("cuda", "cuda") is None, "setup.py has built it, and its entry is there"
+    source = ROOT / "csrc" / "cuda" / "block_copy.cu"
+    for arch in ("sm_80", "sm_90"):
+        ptx = tmp_path / f"{arch}.ptx"
+        subprocess.run([NVCC, "-std=c++17", "-O3", "-ptx", f"-arch={arch}", "-o", ptx, source], check=True)
+        text = ptx.read_text()
+        assert "ld.global.cs.v4.u32" in text
+        assert "st.global.cs.v4.u32" in text

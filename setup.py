@@ -128,7 +128,8 @@ class BuildKernels(build_ext):
 
     @staticmethod
     def _nvcc() -> str | None:
-        places = [os.path.join(os.environ.get("CUDA_HOME", ""), "bin"), os.environ.get("PATH"), "/usr/local/cuda/bin"]
+        home = os.environ.get("CUDA_HOME")
+        places = [*([os.path.join(home, "bin")] if home else []), os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
         return next(filter(None, (shutil.which("nvcc", path=place) for place in places)), None)
 
 

@@ -14,6 +14,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -414,6 +416,43 @@ def test_what_a_gpu_takes(there: set[str], chosen: str) -> None:
 
     with mock.patch.object(kernels, "obstacle", missing), nothing_remembered():
         assert kernels._chosen("cuda") == chosen
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_other_threads_run_during_a_copy() -> None:
+    layout = layout_of("LBHNC", [(1, 1 << 20)], 128)
+    storage, buffer = row(layout.storage_bytes), row(layout.storage_bytes)
+    copy = plan.planned(storage, layout, range(128), buffer, to_buffer=True)
+    turns: list[float] = []
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.wait(0.0005):
+            turns.append(time.monotonic())
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    try:
+        most = 0
+        for _ in range(20):
+            started = time.monotonic()
+            native.copy_blocks_cpu(copy, 1)
+            stopped = time.monotonic()
+            # One or two could fall between taking the time and the call.
+            most = max(most, sum(started < turn < stopped for turn in turns))
+    finally:
+        done.set()
+        ticking.join()
+    assert most >= 5
+
+
+def test_ids_that_cannot_be_written_are_as_good_as_others() -> None:
+    ids = np.array([2, 0])
+    ids.flags.writeable = False
+    buffer = row(256)
+    for backend in ("torch", "auto"):
+        assert gather(torch.arange(512).to(torch.uint8), LAYOUT, ids, buffer, backend=backend) == 256
+        assert buffer[:64].tolist() == list(range(128, 192))
 
 
 @pytest.mark.skipif(NVCC is None, reason="no nvcc")

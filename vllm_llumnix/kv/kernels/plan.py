@@ -109,7 +109,7 @@ def _checked_ids(layout: BlockLayout, block_ids: Sequence[int] | Ids) -> Ids:
     lowest, highest = int(ids.min()), int(ids.max())
     if lowest < 0 or highest >= layout.num_blocks:
         raise ValueError(f"block ids {lowest} to {highest} are not all within 0 to {layout.num_blocks - 1}")
-    return np.ascontiguousarray(ids, np.int64)
+    return np.array(ids, np.int64)  # a copy: what was checked is what is used
 
 
 @functools.lru_cache(maxsize=64)

@@ -465,3 +465,25 @@ def test_cuda_copies_in_vectors_of_sixteen_bytes(built: Path, tmp_path: Path) ->
         text = ptx.read_text()
         assert "ld.global.cs.v4.u32" in text
         assert "st.global.cs.v4.u32" in text
+
+
+COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from vllm_llumnix.kv.kernels.triton_copy import CHUNK_BYTES, NUM_WARPS, _copy_pages
+
+types = {"storage": "*i64", "buffer": "*i64", "table": "*i64", "ids": "*i64"}
+types |= {"num_pages": "i32", "num_layers": "i32", "block_words": "i64"}
+constants = {"NUM_REGIONS": 3, "TO_BUFFER": True, "VECTOR": 2, "CHUNK": CHUNK_BYTES // 8}
+aligned = {(argument,): [["tt.divisibility", 16]] for argument in range(4)}
+source = ASTSource(_copy_pages, types | dict.fromkeys(constants, "constexpr"), constants, aligned)
+for capability in (80, 90):
+    made = compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": NUM_WARPS})
+    assert made.asm["cubin"]
+    assert "ld.global.v2.b64" in made.asm["ptx"] and "st.global.v2.b64" in made.asm["ptx"]
+"""
+
+
+def test_triton_compiles_to_vectors_of_sixteen_bytes(tmp_path: Path) -> None:
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", COMPILE], cwd=ROOT, check=True, env=environment)

@@ -92,7 +92,7 @@ def cuda_on_host(case: Case) -> tuple[Bytes, Bytes]:
     storage, allocation = torch.tensor(case.storage), torch.tensor(case.allocation)
     copy = plan.planned(storage, case.layout, case.ids, allocation[case.lead :], to_buffer=case.to_buffer)
     arguments = native.arguments(copy, copy.table.ctypes.data, copy.ids.ctypes.data)
-    _on_host().walk(ctypes.byref(arguments), ctypes.c_int64(3), ctypes.c_int64(32))
+    assert _on_host().walk(ctypes.byref(arguments), ctypes.c_int64(3), ctypes.c_int64(32)) == 0
     return storage.numpy(), allocation.numpy()
 
 
@@ -224,12 +224,14 @@ def test_exactly_the_named_blocks_are_copied(form: Form, order: str, shapes: Sha
         check(form, case_of(layout, ids, to_buffer=to_buffer))
 
 
-@pytest.mark.parametrize("lead", [1, 4, 8, 16])
+@pytest.mark.parametrize("lead", [1, 4, 5, 8, 16])
 @pytest.mark.parametrize("to_buffer", [True, False], ids=["gather", "scatter"])
 def test_the_buffer_may_start_anywhere(form: Form, lead: int, to_buffer: bool) -> None:
     for page in (2048, 2052, 2049):
         layout = layout_of("LBHNC", [(2, page)], 5)
         check(form, case_of(layout, [3, 1], to_buffer=to_buffer, lead=lead))
+    # At an odd address on both sides; at 5 both are equally far from a vector's, at 1 from a word's.
+    check(form, case_of(layout_of("LBHNC", [(1, 2049)], 3, gap=5), [0], to_buffer=to_buffer, lead=lead))
 
 
 def test_a_block_may_be_gathered_twice(form: Form) -> None:

@@ -102,7 +102,6 @@ def _on_host() -> ctypes.CDLL:
 
 
 FORMS: dict[str, Form] = {
-    "auto": functools.partial(carry_out, backend="auto"),
     "torch": functools.partial(carry_out, backend="torch"),
     "triton, interpreted": interpreted,
 }
@@ -114,7 +113,7 @@ if COMPILER:
     }
 if torch.cuda.is_available():
     on_gpu = functools.partial(carry_out, device="cuda", max_sms=3)
-    FORMS |= {f"{name} on a GPU": functools.partial(on_gpu, backend=name) for name in ("auto", "torch", "triton")}
+    FORMS |= {f"{name} on a GPU": functools.partial(on_gpu, backend=name) for name in ("torch", "triton")}
     if NVCC:
         FORMS["cuda on a GPU"] = functools.partial(on_gpu, backend="cuda")
 

@@ -18,7 +18,7 @@ from vllm_llumnix.kv.kernels.plan import BlockCopy
 
 DIRECTORY = Path(__file__).parent
 STREAMING_FROM = 4096
-"""Smaller pages go through the caches."""
+"""Smaller pages go through the caches. From here on, past them was 7 to 52 % faster (`benchmarks/block_copy.py`)."""
 
 Entry: TypeAlias = Callable[..., int]
 

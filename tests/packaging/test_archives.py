@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import tarfile
 import zipfile
 from email import message_from_bytes
@@ -14,6 +16,9 @@ from packaging.requirements import Requirement
 from tests.packaging.environment import ROOT, build, run
 
 HOOK = "vllm-llumnix.pth"
+COMPILER = any(map(shutil.which, ["c++", "g++", "clang++"]))
+NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+needs_compiler = pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
 SERIES = "vllm_llumnix/patching/series_data/"
 
 
@@ -83,6 +88,26 @@ def test_both_commands_come_with_the_engine_side(wheels: dict[str, Path]) -> Non
         assert "vllm-llumnix = vllm_llumnix.cli:main" in scripts(wheels[target]).splitlines()
 
 
+@needs_compiler
+def test_an_engines_wheel_has_the_kernels_and_serves_every_python(wheels: dict[str, Path]) -> None:
+    expected = {"cuda": {"_cpu.so", "_cuda.so"} if NVCC else {"_cpu.so"}, "cpu": {"_cpu.so"}, "empty": set()}
+    for target, libraries in expected.items():
+        assert {Path(name).name for name in wheel_files(wheels[target]) if name.endswith(".so")} == libraries
+        assert "-py3-none-" in wheels[target].name
+        assert wheels[target].name.endswith("-any.whl") == (not libraries)
+
+
+def test_a_missing_compiler_is_told_and_costs_the_kernels_alone(
+    source: Path, wheels: dict[str, Path], tmp_path: Path
+) -> None:
+    command = (sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path / "out", source)
+    out = run(*command, cwd=tmp_path, VLLM_TARGET_DEVICE="cuda", PATH="", CXX="", CUDA_HOME="")
+    told = [line for line in out.splitlines() if "kernels._cpu" in line and "failed: no C++ compiler was found" in line]
+    assert len(told) == 1
+    (wheel,) = (tmp_path / "out").glob("*.whl")
+    assert wheel_files(wheel).keys() == {name for name in wheel_files(wheels["cuda"]) if not name.endswith(".so")}
+
+
 def test_an_unknown_target_is_refused_by_name(source: Path, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="VLLM_TARGET_DEVICE=tpu: one of cuda, cpu, empty is expected"):
         build(source, "wheel", tmp_path / "out", "tpu")
@@ -94,7 +119,14 @@ def test_a_wheel_made_from_the_source_distribution_is_the_same(
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
     (unpacked,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    for name in ("LICENSE", "Makefile", "requirements/cpu.txt", "tests/conftest.py", "patches/v0.32.0/BASE"):
+    for name in (
+        "LICENSE",
+        "Makefile",
+        "requirements/cpu.txt",
+        "tests/conftest.py",
+        "patches/v0.32.0/BASE",
+        "csrc/block_pages.h",
+    ):
         assert (unpacked / name).read_bytes() == (ROOT / name).read_bytes()
     wheel = build(unpacked, "wheel", tmp_path / "wheel", "cpu")
     ours, theirs = wheel_files(wheels["cpu"]), wheel_files(wheel)

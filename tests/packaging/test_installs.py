@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -136,6 +137,26 @@ def test_the_whole_vllm_starts_patched_from_a_wheel(environment: Environment, wh
         "import sys; sys.argv[1:] = ['--version']; from vllm.entrypoints.cli.main import main; main()"
     )
     assert out.splitlines()[-1].startswith("0.32.0")
+
+
+KERNEL = """
+import torch
+from vllm_llumnix.kv.kernels import gather, native
+from vllm_llumnix.kv.layout import BlockLayout, TensorRegion
+layout = BlockLayout(0, 8, 4, (TensorRegion(0, 1, 8, 2, 2),), "LBHNC")
+buffer = torch.zeros(4, dtype=torch.uint8)
+gather(torch.arange(8, dtype=torch.uint8), layout, [3, 1], buffer, backend="cpp")
+print(native.DIRECTORY, *buffer.tolist())
+"""
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ["c++", "g++", "clang++"])), reason="no C++ compiler")
+def test_the_compiled_kernel_works_after_every_kind_of_install(environment: Environment, install: Install) -> None:
+    package = install(environment)
+    environment.borrow(OUR_SITE)
+    *directory, _, _, _, _ = found = environment.run(KERNEL).split()
+    assert Path(" ".join(directory)).is_relative_to(package)
+    assert found[-4:] == ["6", "7", "2", "3"]
 
 
 SCHEDULER_SIDE = """

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a backend is handed: a copy whose every address has been checked.
+
+Backends check nothing. Whoever adds an argument here checks it in `planned`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_llumnix.kv.layout import BlockLayout, Ids, TensorRegion
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Blocks `ids` of `storage`, to or from the first `num_bytes` bytes of `buffer`.
+
+    Both are 1-D and uint8 on one device, and do not overlap. All ids are within the layout, all pages within the
+    storage; if the storage is written, no id comes twice and no two pages share a byte.
+    """
+
+    storage: torch.Tensor
+    buffer: torch.Tensor
+    layout: BlockLayout
+    ids: Ids
+    to_buffer: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.ids) * self.layout.bytes_per_block
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.ids) * self.layout.num_layers
+
+    @property
+    def table(self) -> Ids:
+        """See `region_table`."""
+        return region_table(self.layout)
+
+
+@functools.lru_cache(maxsize=64)
+def region_table(layout: BlockLayout) -> Ids:
+    """One row for each region: `struct Region` of csrc/block_pages.h.
+
+    Columns: number of its first layer, offset, layer stride, block stride and page size in the storage, and where its
+    first page lies among the bytes of a block in the buffer.
+    """
+    rows, first_layer, packed_offset = [], 0, 0
+    for region in layout.regions:
+        rows.append(
+            (
+                *(first_layer, region.offset, region.layer_stride, region.block_stride, region.page_bytes),
+                packed_offset,
+            )
+        )
+        first_layer += region.num_layers
+        packed_offset += region.num_layers * region.page_bytes
+    table = np.array(rows, np.int64).reshape(-1, 6)
+    table.flags.writeable = False
+    return table
+
+
+def planned(
+    storage: torch.Tensor, layout: BlockLayout, block_ids: Sequence[int] | Ids, buffer: torch.Tensor, *, to_buffer: bool
+) -> BlockCopy:
+    """The copy, or ValueError with what is wrong with it."""
+    if storage.device != buffer.device:
+        raise ValueError(f"the storage is on {storage.device}, the buffer on {buffer.device}")
+    _require_bytes("storage", storage)
+    _require_bytes("buffer", buffer)
+    if storage.numel() != layout.storage_bytes:
+        raise ValueError(f"a storage of {storage.numel()} bytes; the layout is that of {layout.storage_bytes}")
+    ids = _checked_ids(layout, block_ids)
+    if not to_buffer:
+        if len(np.unique(ids)) != len(ids):
+            raise ValueError("a block that is written is named twice")
+        if not _pages_are_disjoint(layout):
+            raise ValueError("pages of the layout overlap")
+    copy = BlockCopy(storage, buffer, layout, ids, to_buffer)
+    if buffer.numel() < copy.num_bytes:
+        raise ValueError(f"a buffer of {buffer.numel()} bytes for {copy.num_bytes}")
+    if _overlap(storage, buffer):
+        raise ValueError("the buffer is part of the storage")
+    return copy
+
+
+def _require_bytes(name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        raise ValueError(f"the {name} has no memory of its own: {tensor.layout} on {tensor.device}")
+    if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ValueError(
+            f"the {name} is not a row of bytes: {tensor.dtype}, shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+        )
+
+
+def _checked_ids(layout: BlockLayout, block_ids: Sequence[int] | Ids) -> Ids:
+    ids = np.asarray(block_ids)
+    if ids.size == 0:
+        return np.empty(0, np.int64)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ValueError(f"block ids are a list of integers, not {ids.dtype} of shape {ids.shape}")
+    lowest, highest = int(ids.min()), int(ids.max())
+    if lowest < 0 or highest >= layout.num_blocks:
+        raise ValueError(f"block ids {lowest} to {highest} are not all within 0 to {layout.num_blocks - 1}")
+    return np.array(ids, np.int64)  # a copy: what was checked is what is used
+
+
+@functools.lru_cache(maxsize=64)
+def _pages_are_disjoint(layout: BlockLayout) -> bool:
+    """Whether no byte belongs to two pages, as in every layout that vLLM makes.
+
+    Looks at the two outermost dimensions only: True is always right, an interlaced layout may be called overlapping.
+    """
+    if not all(_steps_clear(region, layout.num_blocks) for region in layout.regions):
+        return False
+    whole = [(r.offset, r.offset + _extent(r) + (layout.num_blocks - 1) * r.block_stride) for r in layout.regions]
+    if _follow_each_other(whole):
+        return True
+    # Regions side by side within each block: it is enough to look at the first block.
+    first = [(r.offset, r.offset + _extent(r)) for r in layout.regions]
+    strides = {r.block_stride for r in layout.regions}
+    span = max(end for _, end in first) - min(start for start, _ in first)
+    return _follow_each_other(first) and len(strides) == 1 and span <= strides.pop()
+
+
+def _extent(region: TensorRegion) -> int:
+    """From the first byte of a block's first layer to the last one of its last."""
+    return (region.num_layers - 1) * region.layer_stride + region.page_bytes
+
+
+def _steps_clear(region: TensorRegion, num_blocks: int) -> bool:
+    steps = [(region.layer_stride, region.num_layers), (region.block_stride, num_blocks)]
+    reach = region.page_bytes
+    for stride, count in sorted(step for step in steps if step[1] > 1):
+        if stride < reach:
+            return False
+        reach += (count - 1) * stride
+    return True
+
+
+def _follow_each_other(ranges: list[tuple[int, int]]) -> bool:
+    ordered = sorted(ranges)
+    return all(end <= start for (_, end), (start, _) in itertools.pairwise(ordered))
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    starts, ends = zip(*((t.data_ptr(), t.data_ptr() + t.numel()) for t in (a, b)), strict=True)
+    return bool(max(starts) < min(ends))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run random schedules of the protocol on every core: `python -m tests.simulation --schedules 1000000`.
 
-Prints a progress bar, and `N schedules, 0 violations`. A violation is printed with its seed; `--seed N --trace` plays
+Prints its progress, and `N schedules, 0 violations`. A violation is printed with its seed; `--seed N --trace` plays
 that schedule again and prints all of it.
 """
 
@@ -72,17 +72,21 @@ def main() -> int:
             num_violations += 1
             if num_violations <= MAX_REPORTED:
                 print(f"\rseed {seed}: {fault}")
-        _progress(num_done, arguments.schedules, time.monotonic() - start)
+        _progress(num_done, num_played, arguments.schedules, time.monotonic() - start)
     print("\r" + ", ".join(f"{count} {what}" for what, count in sorted(reached.items())), end=" ")
     print(f"in {time.monotonic() - start:.0f} s")
     print(f"{num_done} schedules, {num_violations} violations")
     return 1 if num_violations else 0
 
 
-def _progress(done: int, total: int, seconds: float) -> None:
+def _progress(done: int, last: int, total: int, seconds: float) -> None:
+    """A bar on a terminal; elsewhere a line for every tenth."""
+    rate = f"{done}/{total}, {done / seconds:.0f}/s"
     if sys.stdout.isatty():
         bar = "#" * (40 * done // total)
-        print(f"\r[{bar:40}] {done}/{total}, {done / seconds:.0f}/s", end="", flush=True)
+        print(f"\r[{bar:40}] {rate}", end="", flush=True)
+    elif 10 * done // total > 10 * (done - last) // total:
+        print(rate, flush=True)
 
 
 if __name__ == "__main__":

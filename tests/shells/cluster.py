@@ -286,6 +286,7 @@ class Cluster:
         self.deadlines: dict[str, Any] = dict(PLAN)
         self.outcomes: Counter[str] = Counter()
         """Of moves."""
+        self.last_report = MoveProgress()
         self.seconds = SECONDS
         self._numbers = itertools.count(1)
         self._clients: dict[str, LlumletClient] = {}
@@ -294,11 +295,13 @@ class Cluster:
     def __getitem__(self, name: str) -> Instance:
         return self.instances[name]
 
-    async def stream(self, at: str = "A", num_prompt: int = 100, max_tokens: int = MAX_TOKENS) -> Stream:
+    async def stream(
+        self, at: str = "A", num_prompt: int = 100, max_tokens: int = MAX_TOKENS, request_id: str = ""
+    ) -> Stream:
         """A request of a client of `at`."""
         instance = self[at]
         prompt = [FIRST_TOKEN + self.random.randrange(NUM_TOKENS) for _ in range(num_prompt)]
-        stream = Stream(instance, f"{at}-{next(self._numbers)}", Reference(prompt), max_tokens)
+        stream = Stream(instance, request_id or f"{at}-{next(self._numbers)}", Reference(prompt), max_tokens)
         instance.streams[stream.request_id] = stream
         self.streams.append(stream)
         params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
@@ -334,6 +337,7 @@ class Cluster:
             if event.WhichOneof("event") == "progress":
                 last = event.progress
         self.outcomes[MovePhase.Name(last.phase).lower()] += 1
+        self.last_report = last
         return last
 
     def begin(self, action: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

@@ -28,7 +28,7 @@ async def test_message(message: str, model_dir: Path) -> None:
         if played.hits != cell.times:
             found.append(f"{played.hits} messages were hit of {dict(cluster.network.seen)}")
         if (played.outcome, played.replayed) != (cell.outcome, cell.replayed):
-            found.append(f"{played.outcome}, replayed: {played.replayed}")
+            found.append(f"{played.outcome}, replayed: {played.replayed}; {cluster.last_report}")
         return [f"{cell.id}: {problem}" for problem in found]
 
     cells = [cell for cell in CELLS if cell.message.removesuffix(" answer") == message]
@@ -38,8 +38,11 @@ async def test_message(message: str, model_dir: Path) -> None:
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize(("scenario", "outcome"), [("moves", "moved"), ("given_up", "stayed"), ("preempted", "moved")])
 async def test_without_faults(scenario: str, outcome: str, asynchronous: bool, model_dir: Path) -> None:
-    async with cluster_of(model_dir, asynchronous=asynchronous) as cluster:
-        stream = await company(cluster, num_others=3)
-        assert await PLAY[scenario](cluster, stream) == outcome
-        assert not await cluster.verdict(stream)
-        assert not stream.at.client._replay.replayed
+    async def problems() -> list[str]:
+        async with cluster_of(model_dir, asynchronous=asynchronous) as cluster:
+            stream = await company(cluster, num_others=3)
+            found = [] if await PLAY[scenario](cluster, stream) == outcome else [str(cluster.last_report)]
+            found += await cluster.verdict(stream)
+            return found + ["replayed"] * stream.at.client._replay.replayed
+
+    assert not await side_by_side([problems])

@@ -8,7 +8,6 @@ the former owner hangs where its KV cache can still be read, the cache is brough
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request, RequestStatus
@@ -18,6 +17,7 @@ from vllm_llumnix.engine.arrivals import Arrivals
 from vllm_llumnix.engine.builder import RequestBuilder
 from vllm_llumnix.engine.kvconn import KVConnection
 from vllm_llumnix.engine.relay import Relay
+from vllm_llumnix.engine.request_state import Residence, residence_of
 from vllm_llumnix.engine.rescue import Fetched, Rescue
 from vllm_llumnix.errors import Reason, Refused
 from vllm_llumnix.ids import Epoch
@@ -39,7 +39,6 @@ class Adoptions:
         arrivals: Arrivals,
         departures: Departures,
         rescue: Rescue,
-        abort_here: Callable[[list[str]], Awaitable[None]],
     ) -> None:
         self._bypass = bypass
         self._kvconn = kvconn
@@ -48,15 +47,14 @@ class Adoptions:
         self._arrivals = arrivals
         self._departures = departures
         self._rescue = rescue
-        self._abort_here = abort_here
 
     async def adopt(self, asked: AdoptRequest) -> AdoptResponse:
         """Returns when the scheduler has the request. Raises Refused.
 
-        Refused with HANDOVER_OPEN while a former life of the request is here: it is ended, and another attempt, under
-        another epoch, finds it gone.
+        Refused with HANDOVER_OPEN while another life of the request is here. A former one is ended, and another
+        attempt, under another epoch, finds it gone; a later one, or this one if the call came twice, goes on.
         """
-        identity, engine = self._bypass.identity, self._bypass.engine
+        identity = self._bypass.identity
         if identity.unsupported is not None:
             raise Refused(Reason.NOT_PORTABLE, identity.unsupported)
         if asked.compatibility_digest != identity.digest:
@@ -64,23 +62,25 @@ class Adoptions:
         if not self._bypass.takes_requests:
             raise Refused(Reason.SHUTTING_DOWN, "this engine is shutting down")
         request, residence = await self._builder.build(asked.request_state)
-        request_id = request.request_id
+        request_id, epoch = request.request_id, Epoch(asked.epoch.term, asked.epoch.hop)
+        residence.epoch, residence.last_hop = epoch, epoch.hop
+        residence.base = residence.next_index = request.num_output_tokens
         await self._arrivals.give_way(request_id)
-        if request_id in engine.scheduler.requests:
-            await self._abort_here([request_id])
+        ended = await self._kvconn.call_behind_outputs(self._make_way_on_loop, request_id, residence)
+        if ended is not None:
+            self._relay.farewell(request_id, ended)
             raise Refused(Reason.HANDOVER_OPEN, "a former life of the request was still here; it is ended now")
-        epoch = Epoch(asked.epoch.term, asked.epoch.hop)
         request.client_index = self._relay.client_index(residence.origin)
         fetched = None
         if asked.HasField("holder"):
             fetched = await self._rescue.fetch(request, epoch, asked.holder)
-        residence.epoch, residence.last_hop = epoch, epoch.hop
-        residence.base = residence.next_index = request.num_output_tokens
-        self._relay.welcome(request_id, residence)
         try:
+            self._relay.welcome(request_id, residence)
             await self._kvconn.call(self._add_on_loop, request, fetched)
         except Refused:
-            self._relay.farewell(request_id)
+            self._relay.farewell(request_id, residence)
+            if fetched is not None:
+                await self._kvconn.call(self._kvconn.port.cancel_reservation, request)
             raise
         self._departures.came_back(request_id)
         answer = AdoptResponse(instance_id=identity.instance, incarnation=identity.incarnation)
@@ -92,13 +92,25 @@ class Adoptions:
             answer.recomputed_tokens -= fetched.computed_tokens
         return answer
 
+    def _make_way_on_loop(self, request_id: str, residence: Residence) -> Residence | None:
+        """End a former life of the request, and say which. Raises Refused if it is none that `residence` replaces."""
+        engine = self._bypass.engine
+        request = engine.scheduler.requests.get(request_id)
+        if request is None:
+            self._kvconn.require_out_of_flight(request_id)
+            return None
+        present = residence_of(request)
+        if present is None or present.origin != residence.origin:
+            raise Refused(Reason.HANDOVER_OPEN, "a request of another API server has this id")
+        if present.epoch >= residence.epoch:
+            raise Refused(Reason.HANDOVER_OPEN, f"the request is here under epoch {present.epoch}")
+        self._kvconn.note_aborted([request_id])
+        engine.abort_requests([request_id])
+        return present
+
     def _add_on_loop(self, request: Request, fetched: Fetched | None) -> None:
         if fetched is not None:
-            try:
-                self._kvconn.port.admit(request, fetched.computed_tokens)
-            except Refused:
-                self._kvconn.port.cancel_reservation(request)
-                raise
+            self._kvconn.port.admit(request, fetched.computed_tokens)
             return
         scheduler = self._bypass.engine.scheduler
         if request.request_id in scheduler.requests or self._kvconn.port.is_reserved(request.request_id):

@@ -123,7 +123,6 @@ class LlumletAgent:
             self.arrivals,
             self.departures,
             Rescue(bypass, kvconn, self.arrivals, self.departures),
-            self._abort_here,
         )
 
     async def close(self) -> None:

@@ -233,7 +233,7 @@ class IncomingMove:
                 raise Refused(Reason.NOT_PORTABLE, problem)
             # Connect to the origin now, not when its client waits for the first token from here.
             arrivals.relay.client_index(self.residence.origin)
-            hit_blocks, self._block_ids = await arrivals.kvconn.call(
+            hit_blocks, self._block_ids = await arrivals.kvconn.call_behind_outputs(
                 arrivals.reserve_on_loop, self.request, offer.method == Mode.WAITING
             )
         except MigrationError as error:
@@ -319,11 +319,11 @@ class IncomingMove:
         residence.repeat = repeat_from(request)
         residence.handover_open = True
         request.client_index = arrivals.relay.client_index(residence.origin)
-        arrivals.relay.welcome(self.request_id, residence)
         try:
+            arrivals.relay.welcome(self.request_id, residence)
             await arrivals.kvconn.call(self._admit_on_loop, computed_tokens)
         except MigrationError as error:
-            arrivals.relay.farewell(self.request_id)
+            arrivals.relay.farewell(self.request_id, residence)
             self.feed(on.AdmitFailed(error.reason, error.detail))
             return
         self.phase_ms["admit"] = (time.perf_counter() - began) * 1e3
@@ -568,6 +568,7 @@ class Arrivals:
 
     def reserve_on_loop(self, request: Request, queued: bool) -> tuple[int, list[int]]:
         port = self.kvconn.port
+        self.kvconn.require_out_of_flight(request.request_id)
         reserved = port.reserve(request, use_prefix_cache=not self.bypass.config.exact, queued=queued)
         try:
             self.kvconn.load_adapter(request)

@@ -77,13 +77,20 @@ class Relay:
         self._origin(address)
 
     def welcome(self, request_id: str, residence: Residence) -> None:
-        """Outputs of this request go to its origin from now on, under `residence.epoch`."""
+        """Outputs of this request go to its origin from now on, under `residence.epoch`.
+
+        Raises Refused(handover_open) while they go there for another life of the request.
+        """
         assert residence.origin is not None
+        present = self.residence_of(request_id)
+        if present is not None and present is not residence:
+            raise Refused(Reason.HANDOVER_OPEN, "another life of the request is here, or on its way")
         self._guests[request_id] = (residence, self._origin(residence.origin))
 
-    def farewell(self, request_id: str) -> None:
-        """The request has left this engine or ended."""
-        self._guests.pop(request_id, None)
+    def farewell(self, request_id: str, residence: Residence | None = None) -> None:
+        """The request has left this engine or ended; `residence`: if this is the life that reports."""
+        if residence is None or self.residence_of(request_id) is residence:
+            self._guests.pop(request_id, None)
 
     def residence_of(self, request_id: str) -> Residence | None:
         """Of a request that reports by relay."""

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several lives of one request at one engine: what belongs to a former one never counts for a later one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from llumlet.errors import LlumletError
+from llumlet.types import AdoptRequest, Reason
+from tests.shells.cells import company, loses_tokens, moves
+from tests.shells.cluster import Cluster, Instance, Stream, cluster_of, until
+from tests.shells.marks import MARKS
+from tests.shells.network import Kind
+
+pytestmark = MARKS
+
+
+@contextlib.contextmanager
+def replays_only_at(cluster: Cluster, stream: Stream, name: str) -> Iterator[None]:
+    address = str(cluster[name].address)
+    with mock.patch.object(stream.at.client._replay, "targets", return_value=[address]):
+        yield
+
+
+@contextlib.contextmanager
+def outputs_held(instance: Instance) -> Iterator[None]:
+    """The engine's output thread stands still."""
+    go_on = threading.Event()
+    stock = instance.engine.kvconn.divert
+
+    def divert(*args: Any) -> bool:
+        go_on.wait()
+        return stock(*args)
+
+    with mock.patch.object(instance.engine.kvconn, "divert", divert):
+        try:
+            yield
+        finally:
+            go_on.set()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("released", [False, True], ids=["running", "released"])
+async def test_outputs_that_are_still_on_their_way(released: bool, asynchronous: bool, model_dir: Path) -> None:
+    """The former owner is to start the request again while it has not yet sent what it had produced before."""
+    async with cluster_of(model_dir, asynchronous=asynchronous) as cluster:
+        stream = await company(cluster)
+        assert await moves(cluster, stream) == "moved"
+        if not released:
+            cluster.network.arm("Release", Kind.DROPPED)
+        with replays_only_at(cluster, stream, "B"):
+            lost = cluster.network.arm("TokenBatch", Kind.DROPPED, sender="B")
+            await until(lambda: lost.hits > 0, lambda: "nothing was lost")
+            sent = cluster.network.seen["TokenBatch"]
+            await until(lambda: cluster.network.seen["TokenBatch"] > sent, lambda: "no gap")
+            with outputs_held(cluster["B"]):
+                await until(lambda: cluster.network.seen["Adopt"] > 0, lambda: "not replayed")
+                # Without order between calls and outputs a second attempt gets through meanwhile.
+                await asyncio.sleep(0.3)
+            assert not await cluster.verdict(stream)
+        assert stream.at.client._replay.replayed
+
+
+async def test_a_late_call_does_not_end_a_later_life(model_dir: Path) -> None:
+    async with cluster_of(model_dir) as cluster:
+        calls: list[AdoptRequest] = []
+        cluster.network.arm("Adopt", Kind.DROPPED, only=lambda call: calls.append(call) is not None)
+        stream = await company(cluster)
+        with replays_only_at(cluster, stream, "B"):
+            assert await loses_tokens(cluster, stream) == "moved"
+            replay = stream.at.client._replay
+            cluster.network.arm("TokenBatch", Kind.DROPPED, sender="B")
+            await until(lambda: replay.replayed == 2, lambda: "not replayed again")
+            for call in list(calls):
+                with pytest.raises(LlumletError) as refused:
+                    await cluster.llumlet("B").adopt(call)
+                assert refused.value.reason == Reason.HANDOVER_OPEN
+            assert not await cluster.verdict(stream)
+        assert replay.replayed == 2
+
+
+async def test_an_id_of_somebody_else_is_left_alone(model_dir: Path) -> None:
+    """A request of B's own front-end has the id that the origin at A asks for."""
+    async with cluster_of(model_dir) as cluster:
+        calls: list[AdoptRequest] = []
+        cluster.network.arm("Adopt", Kind.DROPPED, only=lambda call: calls.append(call) is not None)
+        stream = await company(cluster)
+        with replays_only_at(cluster, stream, "B"):
+            assert await loses_tokens(cluster, stream) == "moved"
+            assert not await cluster.verdict(stream)
+        namesake = await cluster.stream("B", request_id=stream.request_id)
+        await namesake.reaches(20)
+        with pytest.raises(LlumletError) as refused:
+            await cluster.llumlet("B").adopt(calls[-1])
+        assert refused.value.reason == Reason.HANDOVER_OPEN
+        assert not await cluster.verdict(namesake)

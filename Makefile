@@ -14,18 +14,21 @@ PYTHON ?= python3.11 python3 python3.12 python3.13
 # More for pytest, e.g. make test ARGS="-x tests/kv"
 ARGS ?=
 
+# Debian's libraries that Mooncake is linked with.
+LIBRARIES := libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4
+
 .PHONY: demo test test-full simulate lint docs proto install clean help
 
 demo: install ## two engines, one request moved between them mid-stream, a report
 	@$(PY) -m examples.demo
 
-test: install ## the whole test suite; ARGS="-x tests/kv" for a part
+test: install $(STAMPS)/libraries ## the whole test suite; ARGS="-x tests/kv" for a part
 	@$(PY) -m pytest $(ARGS)
 
 simulate: install ## a million random schedules of the protocol; ARGS="--schedules N"
 	@$(PY) -m tests.simulation --schedules 1000000 $(ARGS)
 
-test-full: install ## the suite and the larger product of moves on real engines
+test-full: install $(STAMPS)/libraries ## the suite and the larger product of moves on real engines
 	@$(PY) -m pytest -m "full or not full" $(ARGS)
 
 lint: install $(STAMPS)/lint ## ruff (lint and format) and mypy
@@ -75,6 +78,18 @@ $(STAMPS)/dependencies: $(STAMPS)/venv requirements/cpu.txt requirements/vllm-cp
 $(STAMPS)/package: $(STAMPS)/dependencies $(shell find csrc -type f) setup.py pyproject.toml vllm-llumnix.pth vllm_llumnix/__init__.py
 	@echo "== vllm-llumnix (editable)"
 	@VLLM_TARGET_DEVICE=cpu $(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# Without them the tests of that transport are skipped, and say so.
+$(STAMPS)/libraries: $(STAMPS)/dependencies
+	@if $(PY) -c 'import mooncake.engine' 2>/dev/null; then :; \
+	elif [[ $$(id -u) = 0 ]] && command -v apt-get >/dev/null; then \
+	  echo "== libraries for Mooncake: $(LIBRARIES)"; \
+	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends $(LIBRARIES) >/dev/null; } || \
+	    echo "make: $(LIBRARIES) could not be installed: the tests of the transport mooncake are skipped" >&2; \
+	else \
+	  echo "make: the tests of the transport mooncake are skipped; for them: sudo apt-get install $(LIBRARIES)" >&2; \
+	fi
 	@touch $@
 
 $(STAMPS)/lint: $(STAMPS)/venv requirements/lint.txt

@@ -43,7 +43,9 @@ SCHEDULER_REQUIRES = [
     "protobuf>=7.35.1",
     "rich>=14",
 ]
-ENGINE_REQUIRES = ["msgspec>=0.20", "numpy>=2", "pyzmq>=27"]
+ENGINE_REQUIRES = ["cryptography>=44", "msgspec>=0.20", "numpy>=2", "psutil>=6", "pyzmq>=27"]
+# pip install vllm-llumnix[mooncake]
+MOONCAKE = {"cuda": "mooncake-transfer-engine>=0.3.13", "cpu": "mooncake-transfer-engine-non-cuda>=0.3.13"}
 SCRIPTS = {"llumnix": "llumsched.cli:main", "vllm-llumnix": "vllm_llumnix.cli:main"}
 
 TARGETS = {
@@ -166,6 +168,7 @@ setup(
     ext_modules=[KERNELS[name] for name in KERNELS_OF[device]],
     data_files=[] if device == "empty" else [("", ["vllm-llumnix.pth"])],
     install_requires=TARGETS[device],
+    extras_require={"mooncake": [MOONCAKE[device]]} if device in MOONCAKE else {},
     entry_points={
         "console_scripts": [f"{name} = {main}" for name, main in SCRIPTS.items() if main.split(".")[0] in names]
     },

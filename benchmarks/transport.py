@@ -9,11 +9,14 @@ Every path copies the same scattered pages between the same two processes, in tu
     memcpy     within one process, page by page: what memory allows
     cma        bare process_vm_readv, as many pages a call as the kernel takes
     tcp_raw    one stream over loopback, one contiguous buffer on both sides, nothing else
+    mooncake_raw     one read of Mooncake's own, one contiguous buffer on both sides
+    mooncake_pieces  Mooncake's own as well: a batch of reads, one for each page where it lies
     local      our transport of that name, checks included
     tcp        our transport of that name
+    mooncake   our transport of that name
 
 A line of JSON for each path and size; `of` is the median of the ratios to a path's baseline: memcpy for cma and local,
-tcp_raw for tcp.
+tcp_raw for tcp, mooncake_raw for mooncake. Without Mooncake its three paths are left out.
 """
 
 from __future__ import annotations
@@ -45,15 +48,21 @@ from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES, Grants
 from vllm_llumnix.kv.layout import BlockLayout, TensorRegion, pair_pieces
 from vllm_llumnix.kv.messages import PeerMemory
+from vllm_llumnix.kv.mooncake import MooncakeEngine, why_not_installed
 from vllm_llumnix.kv.pace import CHUNK_BYTES
 from vllm_llumnix.kv.process import NoncePage, allow_readers, describe_memory
+from vllm_llumnix.kv.staging import StagingArea
+from vllm_llumnix.kv.transport.base import Transport
+from vllm_llumnix.kv.transport.connections import Connections
 from vllm_llumnix.kv.transport.local import LocalTransport, read_pieces
+from vllm_llumnix.kv.transport.mooncake import MooncakeTransport
 from vllm_llumnix.kv.transport.tcp import TcpTransport
 
 Bytes = npt.NDArray[np.uint8]
 
-BASELINES = {"cma": "memcpy", "local": "memcpy", "tcp": "tcp_raw"}
+BASELINES = {"cma": "memcpy", "local": "memcpy", "tcp": "tcp_raw", "mooncake": "mooncake_raw"}
 RAW_BYTES = 1 << 20
+LOCAL = "127.0.0.1"
 
 
 class Offer(msgspec.Struct):
@@ -62,6 +71,8 @@ class Offer(msgspec.Struct):
     memory: PeerMemory
     capability: bytes
     raw_port: int
+    raw_segment: str | None
+    """Where all of the memory is registered with Mooncake, as nobody should."""
 
 
 def kv_memory(num_blocks: int, num_layers: int, page_bytes: int, seed: int) -> tuple[Bytes, BlockLayout]:
@@ -78,12 +89,18 @@ def serve(num_blocks: int, num_layers: int, page_bytes: int) -> None:
     data, layout = kv_memory(num_blocks, num_layers, page_bytes, seed=1)
     nonce, grants, capability = NoncePage(), Grants(), secrets.token_bytes(CAPABILITY_BYTES)
     grants.allow(capability, range(num_blocks))
-    server = BlockServer(layout, nonce.value, grants, "127.0.0.1")
+    staging, engine, bare = None, None, None
+    if why_not_installed() is None:
+        staging, engine, bare = StagingArea(layout), MooncakeEngine(LOCAL, "tcp"), MooncakeEngine(LOCAL, "tcp")
+        engine.register(staging.address, staging.num_bytes)
+        bare.register(layout.base, layout.storage_bytes)
+    server = BlockServer(layout, nonce.value, grants, LOCAL, staging=staging)
     server.start()
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_send_raw, args=(listener, memoryview(data)), daemon=True).start()
-    memory = describe_memory(layout, nonce, "source", rank=0, tcp=f"127.0.0.1:{server.port}")
-    offer = Offer(memory, capability, listener.getsockname()[1])
+    segment = engine.segment if engine else None
+    memory = describe_memory(layout, nonce, "source", rank=0, tcp=f"{LOCAL}:{server.port}", mooncake=segment)
+    offer = Offer(memory, capability, listener.getsockname()[1], bare.segment if bare else None)
     print(msgspec.msgpack.encode(offer).hex(), flush=True)
     sys.stdin.read()
 
@@ -120,6 +137,10 @@ def paths(offer: Offer, num_blocks: int, num_layers: int, page_bytes: int) -> It
     buffer = memoryview(np.ones(len(data), np.uint8))
     raw = socket.create_connection(("127.0.0.1", offer.raw_port))
     local, tcp = LocalTransport(ours), TcpTransport(ours)
+    mooncake, bare = None, None
+    if offer.raw_segment is not None:
+        bare = _bare_mooncake(data, buffer)
+        mooncake = MooncakeTransport(ours, MooncakeEngine(LOCAL, "tcp"), StagingArea(ours), Connections(None))
 
     def memcpy(source_ids: list[int], destination_ids: list[int]) -> None:
         copy = ctypes.memmove
@@ -140,7 +161,16 @@ def paths(offer: Offer, num_blocks: int, num_layers: int, page_bytes: int) -> It
         while done < size:
             done += raw.recv_into(buffer[done : min(size, done + RAW_BYTES)])
 
-    def pull(transport: LocalTransport | TcpTransport) -> Path_:
+    def mooncake_raw(source_ids: list[int], _: list[int]) -> None:
+        address, size = np.frombuffer(buffer, np.uint8).ctypes.data, len(source_ids) * ours.bytes_per_block
+        assert bare.transfer_sync_read(offer.raw_segment, address, theirs.base, size) == 0
+
+    def mooncake_pieces(source_ids: list[int], destination_ids: list[int]) -> None:
+        pieces = pair_pieces(theirs, source_ids, ours, destination_ids)
+        source, destination, length = (array.tolist() for array in pieces)
+        assert bare.batch_transfer_sync_read(offer.raw_segment, destination, source, length) == 0
+
+    def pull(transport: Transport) -> Path_:
         def run(source_ids: list[int], destination_ids: list[int]) -> None:
             for _ in transport.pull(offer.memory, source_ids, destination_ids, CHUNK_BYTES, offer.capability):
                 pass
@@ -152,14 +182,35 @@ def paths(offer: Offer, num_blocks: int, num_layers: int, page_bytes: int) -> It
 
         return run
 
-    local.probe(offer.memory)
-    tcp.probe(offer.memory)
+    functions = {"memcpy": memcpy, "cma": cma, "tcp_raw": tcp_raw, "local": pull(local), "tcp": pull(tcp)}
+    transports: list[Transport] = [local, tcp]
+    if mooncake is not None:
+        functions |= {
+            "mooncake_raw": mooncake_raw,
+            "mooncake_pieces": mooncake_pieces,
+            "mooncake": pull(mooncake),
+        }
+        transports.append(mooncake)
+    for transport in transports:
+        transport.probe(offer.memory)
     try:
-        yield {"memcpy": memcpy, "cma": cma, "tcp_raw": tcp_raw, "local": pull(local), "tcp": pull(tcp)}
+        yield functions
     finally:
         raw.close()
-        local.close()
-        tcp.close()
+        for transport in transports:
+            transport.close()
+
+
+def _bare_mooncake(*memories: Any) -> Any:
+    """Mooncake's own engine, with everything registered."""
+    from mooncake.engine import TransferEngine
+
+    engine = TransferEngine()
+    assert engine.initialize(LOCAL, "P2PHANDSHAKE", "tcp", "") == 0
+    for memory in memories:
+        view = np.frombuffer(memory, np.uint8)
+        assert engine.register_memory(view.ctypes.data, view.nbytes) == 0
+    return engine
 
 
 def _block(data: Bytes, layout: BlockLayout, block: int) -> Bytes:

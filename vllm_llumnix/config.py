@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import os
 import re
 import socket
@@ -22,6 +23,7 @@ import msgspec
 from llumlet import credential_files
 from llumlet.credential_files import CredentialFiles, CredentialsError
 from vllm_llumnix.errors import ConfigError
+from vllm_llumnix.hosts import address_of_interface, reachable_host
 
 if TYPE_CHECKING:
     from llumlet.credentials import Credentials
@@ -32,9 +34,9 @@ CONFIG_VARIABLE = "LLUMNIX_LLUMLET"
 KNOWN_VARIABLES = frozenset({CONFIG_VARIABLE, "LLUMNIX_FAULTS", *credential_files.VARIABLES.values()})
 INSTANCE_TYPES = ("neutral", "prefill", "decode")
 TRANSPORTS = ("auto", "local", "tcp", "mooncake")
-AVAILABLE_TRANSPORTS = {"auto": ("local", "tcp"), "local": ("local",), "tcp": ("tcp",)}
-"""What each value of --llumlet-transport stands for, in order of preference."""
+MOONCAKE_PROTOCOLS = ("tcp", "rdma")
 _INSTANCE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_MOONCAKE_FIELDS = ("mooncake_protocol", "mooncake_devices", "mooncake_interface")
 _RATE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
@@ -55,6 +57,9 @@ class LlumletConfig:
     max_migration_kv_ratio_out: float | None = None
     lease_seconds: float = 30.0
     stall_budget_ms: float = 200.0
+    mooncake_protocol: str = "tcp"
+    mooncake_devices: str = ""
+    mooncake_interface: str = ""
     bandwidth_limit: int | None = None
     exact: bool = False
     insecure: bool = False
@@ -73,17 +78,34 @@ class LlumletConfig:
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """Those to be used, in order of preference."""
-        return AVAILABLE_TRANSPORTS[self.transport]
+        """Those to be used, in order of preference.
+
+        Mooncake lets everybody who reaches its ports read what is on its way: `auto` takes it only on a network that
+        somebody has said to be isolated.
+        """
+        if self.transport != "auto":
+            return (self.transport,)
+        isolated = bool(self.mooncake_interface) or self.insecure
+        return ("local", "mooncake", "tcp") if isolated else ("local", "tcp")
 
     def worker_settings(self) -> WorkerSettings:
-        from vllm_llumnix.kv.settings import WorkerSettings
+        from vllm_llumnix.kv.settings import MooncakeSettings, WorkerSettings
 
+        mooncake = None
+        if "mooncake" in self.transports:
+            interface = self.mooncake_interface
+            mooncake = MooncakeSettings(
+                host=address_of_interface(interface) if interface else reachable_host(self.host),
+                protocol=self.mooncake_protocol,
+                devices=self.mooncake_devices,
+                required=self.transport == "mooncake",
+            )
         return WorkerSettings(
             instance=self.instance_id,
             transports=self.transports,
             host=self.host,
             tls=(self.tls_cert, self.tls_key, self.tls_ca) if self.tls_cert else None,
+            mooncake=mooncake,
         )
 
     @property
@@ -160,7 +182,27 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         choices=TRANSPORTS,
         default=_DEFAULTS.transport,
         help="How KV blocks travel. 'local' reads the peer's memory on the same host, 'tcp' connects to where the "
-        "peer's workers serve it; 'auto' picks the fastest that works between the two instances.",
+        "peer's workers serve it, 'mooncake' uses the Mooncake transfer engine; 'auto' picks the first of local, "
+        "mooncake (with --llumlet-mooncake-interface or --llumlet-insecure) and tcp that works between two instances.",
+    )
+    add(
+        "--llumlet-mooncake-protocol",
+        choices=MOONCAKE_PROTOCOLS,
+        default=_DEFAULTS.mooncake_protocol,
+        help="What Mooncake runs over.",
+    )
+    add(
+        "--llumlet-mooncake-devices",
+        default=_DEFAULTS.mooncake_devices,
+        metavar="NAME,...",
+        help="RDMA devices that Mooncake may use, such as mlx5_0. Default: all.",
+    )
+    add(
+        "--llumlet-mooncake-interface",
+        default=_DEFAULTS.mooncake_interface,
+        metavar="NAME",
+        help="Network interface, isolated from everybody but the instances, under whose address Mooncake is reached: "
+        "it authenticates nobody. Its ports listen at all addresses all the same; keep others from them.",
     )
     add(
         "--llumlet-max-migrations-in",
@@ -324,14 +366,36 @@ def _faults(config: LlumletConfig) -> list[str]:
         faults.append("--llumlet-drain-seconds must not be negative or infinite")
     if not config.stall_budget_ms > 0:
         faults.append("--llumlet-stall-budget-ms must be positive")
-    if config.transport not in AVAILABLE_TRANSPORTS:
-        built_in = ", ".join(AVAILABLE_TRANSPORTS)
-        faults.append(f"--llumlet-transport {config.transport} is not built in; use one of {built_in}")
+    faults += _mooncake_faults(config)
     if problem := config.reaches.why_not(config.host):
         faults.append(f"--llumlet-host: {problem}; or add --llumlet-insecure on an isolated network")
     for peer in config.peers:
         if problem := config.reaches.why_not_llumlet(peer):
             faults.append(f"--llumlet-peers: {problem}")
+    return faults
+
+
+def _mooncake_faults(config: LlumletConfig) -> list[str]:
+    from vllm_llumnix.reach import Reach
+
+    if config.transport not in ("auto", "mooncake"):
+        given = [name for name in _MOONCAKE_FIELDS if getattr(config, name) != getattr(_DEFAULTS, name)]
+        flags = ", ".join("--llumlet-" + name.replace("_", "-") for name in given)
+        return [f"{flags} needs --llumlet-transport auto or mooncake"] if given else []
+    faults = []
+    if config.mooncake_interface:
+        try:
+            address_of_interface(config.mooncake_interface)
+        except ValueError as error:
+            faults.append(f"--llumlet-mooncake-interface: {error}")
+    if config.transport == "mooncake":
+        if importlib.util.find_spec("mooncake") is None:
+            faults.append("--llumlet-transport mooncake: pip install vllm-llumnix[mooncake]")
+        if not (config.insecure or config.mooncake_interface or Reach(anywhere=False).why_not(config.host) is None):
+            faults.append(
+                "--llumlet-transport mooncake authenticates nobody: name an isolated network with "
+                "--llumlet-mooncake-interface, or add --llumlet-insecure"
+            )
     return faults
 
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm_llumnix.config import KNOWN_VARIABLES
+from vllm_llumnix.kv.mooncake import why_not_installed
 from vllm_llumnix.patching.installed import examine, find_vllm
 
 _MODULES = ("grpc", "grpc_health", "grpc_reflection", "google.protobuf", "msgspec", "numpy", "zmq", "torch")
@@ -32,7 +33,7 @@ class Check:
 
 def examine_all() -> list[Check]:
     """All checks, in the order in which their problems are best solved."""
-    checks: tuple[Callable[[], Check], ...] = (python, modules, vllm, hook, variables, local_transport)
+    checks: tuple[Callable[[], Check], ...] = (python, modules, vllm, hook, variables, local_transport, mooncake)
     return [check() for check in checks]
 
 
@@ -96,6 +97,15 @@ def local_transport() -> Check:
     return Check(
         name, f"not available ({obstacle})", "allow process_vm_readv: see kernel.yama.ptrace_scope and seccomp"
     )
+
+
+def mooncake() -> Check:
+    """The one transport that is optional."""
+    name = "transport 'mooncake'"
+    if not _exists("mooncake"):
+        return Check(name, "not installed (optional): pip install vllm-llumnix[mooncake]")
+    problem = why_not_installed()
+    return Check(name, "Mooncake can be loaded") if problem is None else Check(name, "broken", problem)
 
 
 def _read_sibling() -> str | None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The address that others are told when a socket listens on all of them."""
+"""The addresses of this machine that others are told."""
 
 from __future__ import annotations
 
 import ipaddress
+import socket
 
 
 def reachable_host(host: str) -> str:
@@ -17,3 +18,16 @@ def reachable_host(host: str) -> str:
     from vllm.utils.network_utils import get_ip
 
     return get_ip()
+
+
+def address_of_interface(name: str) -> str:
+    """The IPv4 address of a network interface. Raises ValueError."""
+    import psutil
+
+    interfaces = psutil.net_if_addrs()
+    if name not in interfaces:
+        raise ValueError(f"there is no network interface {name!r}; there are {', '.join(sorted(interfaces))}")
+    for address in interfaces[name]:
+        if address.family is socket.AF_INET:
+            return str(address.address)
+    raise ValueError(f"network interface {name!r} has no IPv4 address")

@@ -58,7 +58,8 @@ def test_all_faults_are_listed_at_once() -> None:
         read(
             *("--enable-llumlet", "--llumlet-host", "0.0.0.0", "--llumlet-port", "70000"),
             *("--llumlet-instance-id", "a b", "--llumlet-lease-seconds", "0", "--llumlet-max-migrations-in", "-1"),
-            *("--llumlet-stall-budget-ms", "-3", "--llumlet-transport", "mooncake", "--llumlet-drain-seconds", "-1"),
+            *("--llumlet-stall-budget-ms", "-3", "--llumlet-drain-seconds", "-1"),
+            *("--llumlet-transport", "mooncake", "--llumlet-mooncake-interface", "nosuch0"),
             LLUMNIX_TYPO="1",
             VLLM_USE_RUST_FRONTEND="1",
         )
@@ -70,7 +71,7 @@ def test_all_faults_are_listed_at_once() -> None:
         "lease",
         "migrations-in",
         "budget",
-        "transport",
+        "nosuch0",
         "drain",
         "TYPO",
         "Rust",
@@ -111,3 +112,33 @@ def test_fault_points_are_checked_when_they_are_read() -> None:
         faults.parse('[{"point": "nowhere", "action": "kill"}]')
     with pytest.raises(ConfigError, match="not JSON"):
         faults.parse("kill it")
+
+
+def test_mooncake_is_taken_only_where_it_is_isolated() -> None:
+    def on(*flags: str) -> config.LlumletConfig:
+        found = read("--enable-llumlet", *flags)
+        assert found is not None
+        return found
+
+    assert on().transports == ("local", "tcp")
+    assert on("--llumlet-insecure").transports == ("local", "mooncake", "tcp")
+    isolated = on("--llumlet-mooncake-interface", "lo", "--llumlet-mooncake-protocol", "rdma")
+    assert isolated.transports == ("local", "mooncake", "tcp")
+    settings = isolated.worker_settings().mooncake
+    assert settings is not None
+    assert (settings.host, settings.protocol, settings.required) == ("127.0.0.1", "rdma", False)
+    loopback = on("--llumlet-transport", "mooncake").worker_settings()
+    assert (loopback.transports, loopback.mooncake and loopback.mooncake.required) == (("mooncake",), True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (("--llumlet-transport", "tcp", "--llumlet-mooncake-interface", "lo"), "needs --llumlet-transport auto"),
+        (("--llumlet-transport", "mooncake", "--llumlet-host", "192.0.2.1"), "authenticates nobody"),
+        (("--llumlet-mooncake-interface", "nosuch0"), "no network interface 'nosuch0'"),
+    ],
+)
+def test_mooncake_faults(flags: tuple[str, ...], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        read("--enable-llumlet", *flags)

@@ -79,7 +79,7 @@ class Configuration:
 
 CONFIGURATIONS = (
     Configuration("float32", 32, ("ab", "aba", "abc")),
-    Configuration("bfloat16", 64, ("ab", "aba")),
+    Configuration("bfloat16", 64, ("ab", "aba"), "mooncake"),
     Configuration("bfloat16", 128, ("ab", "aba"), "tcp"),
 )
 

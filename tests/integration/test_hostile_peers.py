@@ -217,6 +217,7 @@ async def test_reserve_is_a_front_door(engines: Engines, offer: ReserveRequest, 
         ("nobody there", {"pid": 1, "tcp": "127.0.0.1:1"}, Reason.TRANSPORT_UNAVAILABLE),
         ("elsewhere", {"tcp": "192.0.2.1:4000"}, Reason.ADDRESS_REFUSED),
         ("no address", {"tcp": "localhost"}, Reason.ADDRESS_REFUSED),
+        ("segment elsewhere", {"mooncake": "192.0.2.1:4000"}, Reason.ADDRESS_REFUSED),
     ]:
         ask = named(offer, name)
         ask.source_memory = msgspec.msgpack.encode(memory | {"ranks": [rank | change]})

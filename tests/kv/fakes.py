@@ -6,6 +6,7 @@ worker.
 from __future__ import annotations
 
 import contextlib
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,8 +24,10 @@ from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.grants import Grants
 from vllm_llumnix.kv.layout import BlockLayout, TensorRegion
 from vllm_llumnix.kv.messages import PeerMemory
+from vllm_llumnix.kv.mooncake import MooncakeEngine
 from vllm_llumnix.kv.process import NoncePage, describe_memory
 from vllm_llumnix.kv.settings import WorkerSettings
+from vllm_llumnix.kv.staging import StagingArea
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,20 +76,22 @@ class Memory:
         ]
 
 
-def describe(memory: Memory, nonce: NoncePage, instance: str = "here", tcp: str | None = None) -> PeerMemory:
-    return describe_memory(memory.blocks, nonce, instance, rank=0, tcp=tcp)
+def describe(
+    memory: Memory, nonce: NoncePage, instance: str = "here", tcp: str | None = None, mooncake: str | None = None
+) -> PeerMemory:
+    return describe_memory(memory.blocks, nonce, instance, rank=0, tcp=tcp, mooncake=mooncake)
 
 
 class SourceProcess:
     """Another process that holds a `Memory`; `memory` is our own copy of its bytes.
 
-    With a `capability`, it also serves all of its blocks under that.
+    With a `capability`, it also serves all of its blocks under that; over Mooncake as well if `mooncake`.
     """
 
-    def __init__(self, capability: bytes = b"", **shape: Any) -> None:
+    def __init__(self, capability: bytes = b"", mooncake: bool = False, **shape: Any) -> None:
         self.memory = Memory(**shape)
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "tests.kv.fakes", repr(shape), capability.hex()],
+            [sys.executable, "-m", "tests.kv.fakes", repr(shape), capability.hex(), "mooncake" * mooncake],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
@@ -100,6 +105,14 @@ class SourceProcess:
         self._child.kill()
         self._child.wait()
 
+    def stop(self) -> None:
+        """SIGSTOP."""
+        self._child.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        self._child.send_signal(signal.SIGCONT)
+
     def close(self) -> None:
         self.kill()
         for pipe in (self._child.stdin, self._child.stdout):
@@ -108,8 +121,8 @@ class SourceProcess:
 
 
 @contextlib.contextmanager
-def source_process(capability: bytes = b"", **shape: Any) -> Iterator[SourceProcess]:
-    source = SourceProcess(capability, **shape)
+def source_process(capability: bytes = b"", mooncake: bool = False, **shape: Any) -> Iterator[SourceProcess]:
+    source = SourceProcess(capability, mooncake, **shape)
     try:
         yield source
     finally:
@@ -190,14 +203,18 @@ def _serve() -> None:
     import ast
 
     memory = Memory(**ast.literal_eval(sys.argv[1]))
-    nonce, tcp = NoncePage(), None
+    nonce, tcp, segment, staging = NoncePage(), None, None, None
     if capability := bytes.fromhex(sys.argv[2]):
         grants = Grants()
         grants.allow(capability, range(memory.num_blocks))
-        server = BlockServer(memory.blocks, nonce.value, grants, "127.0.0.1")
+        if sys.argv[3]:
+            staging, engine = StagingArea(memory.blocks), MooncakeEngine("127.0.0.1", "tcp")
+            engine.register(staging.address, staging.num_bytes)
+            segment = engine.segment
+        server = BlockServer(memory.blocks, nonce.value, grants, "127.0.0.1", staging=staging)
         server.start()
         tcp = f"127.0.0.1:{server.port}"
-    print(messages.encode(describe(memory, nonce, "there", tcp)).hex(), flush=True)
+    print(messages.encode(describe(memory, nonce, "there", tcp, segment)).hex(), flush=True)
     sys.stdin.read()
 
 

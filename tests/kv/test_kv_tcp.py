@@ -24,7 +24,7 @@ from vllm_llumnix.kv.grants import CAPABILITY_BYTES, Grants
 from vllm_llumnix.kv.messages import PeerMemory
 from vllm_llumnix.kv.process import NoncePage
 from vllm_llumnix.kv.settings import WorkerSettings
-from vllm_llumnix.kv.transport import tcp
+from vllm_llumnix.kv.transport import connections, tcp
 from vllm_llumnix.kv.transport.tcp import TcpTransport
 from vllm_llumnix.kv.worker import tls_context
 
@@ -124,7 +124,7 @@ def test_from_another_process_again_and_again() -> None:
             assert copied == 150 * here.blocks.bytes_per_block
             for source_id, destination_id in zip(source_ids, destination_ids, strict=True):
                 assert here.block(destination_id) == source.memory.block(source_id)
-        assert len(transport._idle) == tcp.MAX_STREAMS
+        assert len(transport.connections.idle) == tcp.MAX_STREAMS
 
 
 def test_only_what_is_granted() -> None:
@@ -185,7 +185,7 @@ def test_a_pull_that_is_given_up() -> None:
             pass
         pull.close()  # type: ignore[attr-defined]
         copy = here.bytes.copy()
-        assert not transport._idle
+        assert not transport.connections.idle
         source.grants.revoke(CAPABILITY)
         assert np.array_equal(copy, here.bytes)
         source.grants.allow(CAPABILITY, blocks)
@@ -210,7 +210,7 @@ def test_a_source_killed_in_the_middle() -> None:
 
 def test_a_source_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "STALL_SECONDS", 0.2)
-    monkeypatch.setattr(tcp, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "ANSWER_SECONDS", 0.2)
     here = Memory()
     with socket.create_server(("127.0.0.1", 0)) as listener, reading(here) as transport:
         peer = describe(here, NoncePage(), tcp=f"127.0.0.1:{listener.getsockname()[1]}")

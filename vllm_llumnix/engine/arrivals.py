@@ -554,8 +554,9 @@ class Arrivals:
 
     def require_reachable(self, rank: PeerMemory) -> None:
         """Raises Refused(address_refused): nobody makes us connect to where peers do not live."""
-        if rank.tcp is not None and (problem := self.bypass.config.reaches.why_not_llumlet(rank.tcp)) is not None:
-            raise Refused(Reason.ADDRESS_REFUSED, problem)
+        for address in filter(None, (rank.tcp, rank.mooncake)):
+            if (problem := self.bypass.config.reaches.why_not_llumlet(address)) is not None:
+                raise Refused(Reason.ADDRESS_REFUSED, problem)
 
     def why_not_portable(self, request: Request) -> str | None:
         identity = self.bypass.identity

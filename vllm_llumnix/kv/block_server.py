@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends blocks of this worker's KV memory over TCP to peers who may have them: the serving end of the `tcp` transport.
+"""Serves blocks of this worker's KV memory over TCP to peers who may have them: sends them, the source's end of the
+`tcp` transport, or puts them where Mooncake can read them.
 
 A thread waits for connections and each connection has one; all are daemons. A peer shows the capability of its
 migration with every request and gets the blocks that the engine has granted under it, straight from where they lie.
@@ -17,10 +18,12 @@ import threading
 import msgspec
 
 from vllm_llumnix.errors import TransferFailed
+from vllm_llumnix.kv.block_stage import Stage
 from vllm_llumnix.kv.blocks_tcp import Span, receive_frame, send_frame
 from vllm_llumnix.kv.grants import Grants
 from vllm_llumnix.kv.layout import BlockLayout
-from vllm_llumnix.kv.messages import BlockAnswer, BlockRequest
+from vllm_llumnix.kv.messages import BlockAnswer, BlockRequest, StageAnswer, StageRequest, decode_request
+from vllm_llumnix.kv.staging import StagingArea
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,7 @@ STALL_SECONDS = 10.0
 """How long a peer may take nothing while it is sent something."""
 GRANT_SECONDS = 1.0
 """How much earlier than its grant a request may come."""
+ANOTHER_PROCESS = "this is another process than was advertised"
 SEND_BYTES = 1 << 20
 """Sent between two looks at the grant."""
 
@@ -41,13 +45,20 @@ class BlockServer:
     """Listens from `start` on; `close` ends all connections."""
 
     def __init__(
-        self, layout: BlockLayout, nonce: bytes, grants: Grants, host: str, tls: ssl.SSLContext | None = None
+        self,
+        layout: BlockLayout,
+        nonce: bytes,
+        grants: Grants,
+        host: str,
+        tls: ssl.SSLContext | None = None,
+        staging: StagingArea | None = None,
     ) -> None:
-        """Raises OSError if `host` cannot be listened at."""
+        """`staging`: what Mooncake reads, if it runs. Raises OSError if `host` cannot be listened at."""
         self._layout = layout
         self._nonce = nonce
         self._grants = grants
         self._tls = tls
+        self._staging = staging
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -85,7 +96,7 @@ class BlockServer:
             threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True).start()
 
     def _serve(self, accepted: socket.socket) -> None:
-        connection = accepted
+        connection, stage = accepted, None
         try:
             accepted.settimeout(HANDSHAKE_SECONDS)
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -95,23 +106,44 @@ class BlockServer:
                     self._connections.discard(accepted)
                     self._connections.add(connection)
             while True:
-                request = receive_frame(connection, BlockRequest)
+                request = receive_frame(connection, decode_request)
                 connection.settimeout(STALL_SECONDS)
-                self._answer(connection, request)
+                if isinstance(request, BlockRequest):
+                    self._send(connection, request)
+                else:
+                    stage = stage or self._new_stage()
+                    self._stage(connection, request, stage)
                 connection.settimeout(IDLE_SECONDS)
         except (OSError, EOFError, ValueError, msgspec.MsgspecError) as error:
             logger.debug("blocks: connection ended: %s", error)
         except Exception:
             logger.exception("blocks: unexpected error")
         finally:
+            if stage is not None:
+                stage.clear()
             with self._lock:
                 self._connections -= {accepted, connection}
             connection.close()
 
-    def _answer(self, connection: socket.socket, request: BlockRequest) -> None:
+    def _new_stage(self) -> Stage:
+        """Raises ValueError."""
+        if self._staging is None:
+            raise ValueError("a peer asks for Mooncake, which does not run here")
+        return Stage(self._layout, self._staging, self._grants, GRANT_SECONDS)
+
+    def _stage(self, connection: socket.socket, request: StageRequest, stage: Stage) -> None:
+        """Raises OSError."""
+        if request.nonce != self._nonce:
+            send_frame(connection, StageAnswer(ANOTHER_PROCESS))
+        elif request.blocks:
+            send_frame(connection, stage.fill(request, lambda: _cut(connection)))
+        else:
+            stage.clear()
+
+    def _send(self, connection: socket.socket, request: BlockRequest) -> None:
         """Raises OSError when the peer is gone, or a grant ended while it was used."""
         if request.nonce != self._nonce:
-            send_frame(connection, BlockAnswer("this is another process than was advertised"))
+            send_frame(connection, BlockAnswer(ANOTHER_PROCESS))
             return
         if not request.blocks:
             send_frame(connection, BlockAnswer())

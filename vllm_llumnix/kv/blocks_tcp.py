@@ -7,7 +7,7 @@ import ctypes
 import socket
 import ssl
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -89,12 +89,12 @@ def send_frame(connection: socket.socket, message: msgspec.Struct) -> None:
     connection.sendall(_LENGTH.pack(len(data)) + data)
 
 
-def receive_frame(connection: socket.socket, kind: type[T]) -> T:
+def receive_frame(connection: socket.socket, decode: Callable[[bytes], T]) -> T:
     """Of a blocking socket, whose timeout applies. Raises OSError, EOFError, ValueError for what is no such message."""
     (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
     if length > MAX_FRAME_BYTES:
         raise ValueError(f"a message of {length} bytes")
-    return msgspec.msgpack.decode(_receive(connection, length), type=kind)
+    return decode(_receive(connection, length))
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:

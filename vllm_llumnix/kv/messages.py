@@ -11,6 +11,9 @@ from vllm_llumnix.kv.grants import CAPABILITY_BYTES
 from vllm_llumnix.kv.layout import BlockLayout
 
 NONCE_BYTES = 32
+KEY_BYTES = 16
+DEPTH = 4
+"""Buffers of one pull over Mooncake: while one is on its way, others are filled and emptied."""
 
 _BlockId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 _Pid: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
@@ -25,7 +28,8 @@ class PeerMemory(msgspec.Struct, frozen=True):
     Sent to peers, which treat it as a claim: the reader checks boot, pid namespace, start time and
     the process's own offer (the nonce and a digest of the layout) before it believes an address.
     `unavailable` says why this memory cannot be read at all; then `layout` has no regions. `tcp` is
-    the HOST:PORT where the process sends blocks to those who may have them, if it does.
+    the HOST:PORT where the process sends blocks to those who may have them, if it does; `mooncake`
+    the name of its Mooncake segment, HOST:PORT as well, if it runs one.
     """
 
     instance: str
@@ -39,6 +43,7 @@ class PeerMemory(msgspec.Struct, frozen=True):
     layout: BlockLayout
     unavailable: str | None = None
     tcp: str | None = None
+    mooncake: str | None = None
 
 
 class MoverInfo(msgspec.Struct, frozen=True):
@@ -151,11 +156,11 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
     job: int | None = None
 
 
-# Mover to mover, over TCP: a request, then an answer; without an error the bytes follow, and a
-# second answer, which says whether all of them were what was granted.
+# Mover to mover, over TCP: a request, then an answer. If blocks are to be sent, and there is no
+# error, the bytes follow, and a second answer, which says whether all of them were what was granted.
 
 
-class BlockRequest(msgspec.Struct, frozen=True):
+class BlockRequest(msgspec.Struct, frozen=True, tag="send"):
     """Send these blocks, or none to find out whether this is the process with the nonce.
 
     layers_outermost: the order of the bytes, see `BlockLayout.pieces`.
@@ -171,9 +176,35 @@ class BlockAnswer(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
+class StageRequest(msgspec.Struct, frozen=True, tag="stage"):
+    """Put these blocks, in the order of `kernels.gather`, where Mooncake can read them.
+
+    slot: into which of the connection's buffers; the peer reads it no more. key, number: what to
+    seal the bytes with. Without blocks, not answered: the peer reads none of the buffers any more.
+    """
+
+    nonce: _Nonce
+    capability: bytes
+    blocks: list[_BlockId]
+    slot: Annotated[int, msgspec.Meta(ge=0, lt=DEPTH)]
+    key: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+    number: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class StageAnswer(msgspec.Struct, frozen=True):
+    """Where the bytes lie, for Mooncake, and what their seal is."""
+
+    error: str | None = None
+    address: _Address = 0
+    seal: bytes = b""
+
+
 Command: TypeAlias = Pull | StopPull | Probe | Grant | Revoke
 Answer: TypeAlias = PullReport | Stopped | ProbeReport | Revoked | Rejected
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode
 decode_answer = msgspec.msgpack.Decoder(Answer).decode
+decode_request = msgspec.msgpack.Decoder(BlockRequest | StageRequest).decode
+decode_block_answer = msgspec.msgpack.Decoder(BlockAnswer).decode
+decode_stage_answer = msgspec.msgpack.Decoder(StageAnswer).decode

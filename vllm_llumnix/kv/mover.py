@@ -13,7 +13,6 @@ nothing: see `transport`.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import logging
@@ -21,7 +20,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,11 +68,11 @@ class _Job:
 class Mover:
     """The thread and its socket.
 
-    `start` and `close` belong to the thread that made it, everything else to the mover's.
+    `start` and `close` belong to the thread that made it, everything else to the mover's, which runs where the one that
+    calls `start` may.
 
     transports: in order of preference; without any, `unavailable` says why. layout: our own memory,
-    which a `corrupt` fault writes to. grants: what peers may be sent, for those who send it. cpus:
-    where the thread may run; None means where its maker may.
+    which a `corrupt` fault writes to. grants: what peers may be sent, for those who send it.
     """
 
     rank: int
@@ -81,7 +80,6 @@ class Mover:
     transports: Sequence[Transport]
     directory: PrivateDirectory
     unavailable: str = "this worker has no transport"
-    cpus: Collection[int] | None = None
     grants: Grants = field(default_factory=Grants)
     num_errors: int = 0
     _jobs: dict[_Key, _Job] = field(default_factory=dict)
@@ -117,9 +115,6 @@ class Mover:
 
     def _run(self) -> None:
         try:
-            if self.cpus:
-                with contextlib.suppress(OSError):  # a wish, no condition
-                    os.sched_setaffinity(0, self.cpus)
             while not self._turn():
                 pass
         finally:

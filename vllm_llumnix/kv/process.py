@@ -104,6 +104,7 @@ def describe_memory(
     rank: int,
     unavailable: str | None = None,
     tcp: str | None = None,
+    mooncake: str | None = None,
 ) -> PeerMemory:
     """The description of this process that peers need in order to read `layout`; offers it to them."""
     started = start_time(os.getpid())
@@ -122,6 +123,7 @@ def describe_memory(
         layout=layout,
         unavailable=unavailable,
         tcp=tcp,
+        mooncake=mooncake,
     )
 
 

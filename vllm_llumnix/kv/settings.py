@@ -6,17 +6,29 @@ from __future__ import annotations
 import msgspec
 
 
+class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """host: the address that peers' Mooncake connects to. devices: RDMA devices to be used, separated by commas; all
+    by default. required: whether a worker without Mooncake must not start.
+    """
+
+    host: str
+    protocol: str
+    devices: str = ""
+    required: bool
+
+
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Sent as msgpack.
 
     instance: the engine's id. transports: those to be used, in order of preference. host: where blocks are served.
-    tls: paths of certificate, key and authority, or none. allow_readers: see `process.allow_readers`. directory: where
-    the endpoint's private directory is made; default: the system's.
+    tls: paths of certificate, key and authority, or none. mooncake: if it is one of the transports. allow_readers: see
+    `process.allow_readers`. directory: where the endpoint's private directory is made; default: the system's.
     """
 
     instance: str
     transports: tuple[str, ...] = ("local",)
     host: str = "127.0.0.1"
     tls: tuple[str, str, str] | None = None
+    mooncake: MooncakeSettings | None = None
     allow_readers: bool = True
     directory: str | None = None

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import ssl
 import zlib
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,15 +24,20 @@ from vllm_llumnix.kv.endpoint import PrivateDirectory
 from vllm_llumnix.kv.grants import Grants
 from vllm_llumnix.kv.layout import BlockLayout
 from vllm_llumnix.kv.messages import MoverInfo
+from vllm_llumnix.kv.mooncake import MooncakeEngine
 from vllm_llumnix.kv.mover import Mover
 from vllm_llumnix.kv.process import NoncePage, allow_readers, describe_memory
 from vllm_llumnix.kv.settings import WorkerSettings
+from vllm_llumnix.kv.staging import StagingArea
 from vllm_llumnix.kv.transport.base import Transport
+from vllm_llumnix.kv.transport.connections import Connections
 from vllm_llumnix.kv.transport.local import LocalTransport
+from vllm_llumnix.kv.transport.mooncake import MooncakeTransport
 from vllm_llumnix.kv.transport.tcp import TcpTransport
 from vllm_llumnix.kv.vllm_cache import layout_of
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 SAMPLED_BYTES = 4096
 
@@ -38,6 +46,15 @@ class _Running(NamedTuple):
     mover: Mover
     nonce: NoncePage
     server: BlockServer | None
+    mooncake: _Mooncake | None
+
+
+class _Mooncake(NamedTuple):
+    """`outgoing` is what peers read, into `incoming` is read from them."""
+
+    engine: MooncakeEngine
+    outgoing: StagingArea
+    incoming: StagingArea
 
 
 _running: _Running | None = None
@@ -59,35 +76,39 @@ def start_mover(worker: Any, packed_settings: bytes) -> bytes:
     layout, unavailable = _layout_or_reason(worker.model_runner, device)
     nonce, grants = NoncePage(), Grants()
     transports: list[Transport] = []
-    server = None
+    server, mooncake = None, None
     if unavailable is not None:
         logger.warning("KV blocks of this worker cannot be moved: %s", unavailable)
     else:
-        transports = [_transport(name, layout, settings) for name in settings.transports]
-        if settings.allow_readers and "local" in settings.transports:
+        mooncake = _beside_the_model(lambda: _mooncake(layout, settings))
+        names = [name for name in settings.transports if name != "mooncake" or mooncake is not None]
+        transports = [_transport(name, layout, settings, mooncake) for name in names]
+        if settings.allow_readers and "local" in names:
             allow_readers()
-        if "tcp" in settings.transports:
-            server = BlockServer(layout, nonce.value, grants, settings.host, tls_context(settings, server_side=True))
-            server.start()
+        if {"tcp", "mooncake"}.intersection(names):
+            tls, staging = tls_context(settings, server_side=True), mooncake and mooncake.outgoing
+            server = BlockServer(layout, nonce.value, grants, settings.host, tls, staging)
+            _beside_the_model(server.start)
     mover = Mover(
         rank=worker.rank,
         layout=layout,
         transports=transports,
         directory=PrivateDirectory(settings.directory),
         unavailable=unavailable or "",
-        cpus=_unbound_cpus(),
         grants=grants,
     )
-    mover.start()
+    _beside_the_model(mover.start)
     if faults.armed("worker.model"):
         _arm(worker)
-    _running = _Running(mover, nonce, server)
+    _running = _Running(mover, nonce, server, mooncake)
     tcp = f"{reachable_host(settings.host)}:{server.port}" if server is not None else None
     return messages.encode(
         MoverInfo(
             rank=worker.rank,
             endpoint=mover.endpoint,
-            memory=describe_memory(layout, nonce, settings.instance, worker.rank, unavailable, tcp),
+            memory=describe_memory(
+                layout, nonce, settings.instance, worker.rank, unavailable, tcp, mooncake and mooncake.engine.segment
+            ),
             isa=_isa(worker, device),
             device=device,
             weights=fingerprint(worker.model_runner.model),
@@ -104,15 +125,40 @@ def stop_mover(worker: Any) -> None:
         if running.server is not None:
             running.server.close()
         running.mover.close()
+        if running.mooncake is not None:
+            running.mooncake.engine.close()
 
 
-def _transport(name: str, layout: BlockLayout, settings: WorkerSettings) -> Transport:
+def _transport(name: str, layout: BlockLayout, settings: WorkerSettings, mooncake: _Mooncake | None) -> Transport:
     match name:
         case "local":
             return LocalTransport(layout)
         case "tcp":
             return TcpTransport(layout, tls_context(settings, server_side=False))
+        case "mooncake" if mooncake is not None:
+            connections = Connections(tls_context(settings, server_side=False))
+            return MooncakeTransport(layout, mooncake.engine, mooncake.incoming, connections)
     raise ValueError(f"no transport {name!r}")
+
+
+def _mooncake(layout: BlockLayout, settings: WorkerSettings) -> _Mooncake | None:
+    """None if it is not to be used, or cannot be and need not. Raises TransportUnavailable."""
+    wanted = settings.mooncake
+    if wanted is None:
+        return None
+    try:
+        engine = MooncakeEngine(wanted.host, wanted.protocol, wanted.devices)
+        outgoing, incoming = StagingArea(layout), StagingArea(layout)
+        engine.register(outgoing.address, outgoing.num_bytes)
+        if wanted.protocol != "tcp":
+            # A network card writes only where it may; over TCP the process itself writes, and nobody else shall.
+            engine.register(incoming.address, incoming.num_bytes)
+    except TransportUnavailable as error:
+        if wanted.required:
+            raise
+        logger.info("no transport mooncake: %s", error)
+        return None
+    return _Mooncake(engine, outgoing, incoming)
 
 
 def tls_context(settings: WorkerSettings, *, server_side: bool) -> ssl.SSLContext | None:
@@ -137,6 +183,18 @@ def _arm(worker: Any) -> None:
         return execute(*args, **kwargs)
 
     worker.execute_model = execute_model
+
+
+def _beside_the_model(start: Callable[[], T]) -> T:
+    """Threads that are started so run where the mover may, too."""
+    cpus = _unbound_cpus()
+
+    def unbind() -> None:
+        with contextlib.suppress(OSError):  # a wish, no condition
+            os.sched_setaffinity(0, cpus)
+
+    with ThreadPoolExecutor(1, initializer=unbind) as helper:
+        return helper.submit(start).result()
 
 
 def _unbound_cpus() -> set[int]:

@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`mooncake`: the right bytes or an error, whatever becomes of the buffers that everybody can write to."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.kv.fakes import FakeWorker, Memory, describe, packed, source_process
+from tests.support.authority import Authority, credential_files, token_file
+from vllm_llumnix.errors import TransferFailed, TransportUnavailable
+from vllm_llumnix.kv import block_server, block_stage
+from vllm_llumnix.kv.block_server import BlockServer
+from vllm_llumnix.kv.client import MoverClient
+from vllm_llumnix.kv.grants import CAPABILITY_BYTES, Grants
+from vllm_llumnix.kv.messages import DEPTH, MoverInfo, PeerMemory
+from vllm_llumnix.kv.mooncake import MooncakeEngine, why_not_installed
+from vllm_llumnix.kv.process import NoncePage
+from vllm_llumnix.kv.seal import Sealer, new_key
+from vllm_llumnix.kv.settings import MooncakeSettings, WorkerSettings
+from vllm_llumnix.kv.staging import StagingArea
+from vllm_llumnix.kv.transport import mooncake
+from vllm_llumnix.kv.transport.connections import Connections
+from vllm_llumnix.kv.transport.mooncake import MooncakeTransport
+from vllm_llumnix.kv.worker import start_mover, stop_mover, tls_context
+
+CHUNK = 1 << 20
+CAPABILITY = bytes(range(CAPABILITY_BYTES))
+BIG = [(4, 65536)]
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[list[MooncakeEngine]]:
+    """One for a source, one for a destination; a process has as many as it likes, but each takes a while."""
+    if problem := why_not_installed():
+        pytest.skip(problem)
+    started = [MooncakeEngine("127.0.0.1", "tcp") for _ in range(2)]
+    yield started
+    for engine in started:
+        engine.close()
+    until(lambda: not any(thread.name.startswith("llumnix-mooncake") for thread in threading.enumerate()))
+
+
+class Source:
+    def __init__(self, engine: MooncakeEngine, memory: Memory, tls: WorkerSettings | None = None, **area: int) -> None:
+        self._engine = engine
+        self.memory = memory
+        self.grants = Grants()
+        self.area = StagingArea(memory.blocks, **area)
+        engine.register(self.area.address, self.area.num_bytes)
+        self._nonce = NoncePage()
+        context = tls_context(tls, server_side=True) if tls else None
+        self.server = BlockServer(memory.blocks, self._nonce.value, self.grants, "127.0.0.1", context, self.area)
+        self.server.start()
+        self.peer = describe(memory, self._nonce, tcp=f"127.0.0.1:{self.server.port}", mooncake=engine.segment)
+
+    def close(self) -> None:
+        self.server.close()
+        self._engine.unregister(self.area.address)
+        until(lambda: self.area.num_free * self.area.slot_bytes == self.area.num_bytes)
+
+
+class Reader:
+    def __init__(self, engine: MooncakeEngine, memory: Memory, tls: WorkerSettings | None = None, **area: int) -> None:
+        self.memory = memory
+        self.area = StagingArea(memory.blocks, **area)
+        context = tls_context(tls, server_side=False) if tls else None
+        self.transport = MooncakeTransport(memory.blocks, engine, self.area, Connections(context))
+
+    def pull(self, peer: PeerMemory, source: list[int], destination: list[int], capability: bytes = CAPABILITY) -> Any:
+        return self.transport.pull(peer, source, destination, CHUNK, capability)
+
+    @property
+    def all_free(self) -> bool:
+        return self.area._there_are(self.area.num_bytes // self.area.slot_bytes)
+
+
+def until(condition: Any, seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def identities(tmp_path: Path) -> list[WorkerSettings]:
+    """Two workers with certificates of one authority."""
+    authority, token = Authority(tmp_path), token_file(tmp_path)
+    files = [credential_files(authority, name, token) for name in ("a", "b")]
+    return [WorkerSettings(instance="x", tls=(f.tls_cert, f.tls_key, f.tls_ca)) for f in files]
+
+
+@pytest.fixture
+def closing() -> Iterator[list[Any]]:
+    opened: list[Any] = []
+    yield opened
+    for one in reversed(opened):
+        one.close()
+
+
+@pytest.fixture
+def pair(engines: list[MooncakeEngine], closing: list[Any]) -> tuple[Source, Reader]:
+    source = Source(engines[0], Memory(shapes=BIG, seed=1, num_blocks=64))
+    reader = Reader(engines[1], Memory(shapes=BIG, seed=2, num_blocks=64))
+    closing += [source, reader.transport]
+    return source, reader
+
+
+@pytest.mark.parametrize("secured", [False, True], ids=["clear", "tls"])
+@pytest.mark.parametrize("slot_blocks", [1, 3, 100])
+@pytest.mark.parametrize(("theirs", "ours"), [("LBHNC", "LBHNC"), ("BLHNC", "BLHNC"), ("LBHNC", "BLHNC")])
+def test_blocks_arrive_and_nothing_else_changes(
+    theirs: str,
+    ours: str,
+    slot_blocks: int,
+    secured: bool,
+    engines: list[MooncakeEngine],
+    identities: list[WorkerSettings],
+    closing: list[Any],
+) -> None:
+    shapes = [(3, 4096), (1, 512)]
+    there, here, before = Memory(theirs, shapes, seed=1), Memory(ours, shapes, seed=2), Memory(ours, shapes, seed=2)
+    a, b = identities if secured else (None, None)
+    area = {"slot_bytes": slot_blocks * there.blocks.bytes_per_block, "area_bytes": 1}
+    source, reader = Source(engines[0], there, a, **area), Reader(engines[1], here, b, **area)
+    closing += [source, reader.transport]
+    from_blocks, to_blocks = [5, 6, 30, 0, 7, 8, 9, 10, 11, 12], [9, 10, 1, 31, 20, 21, 22, 23, 24, 25]
+    reader.transport.probe(source.peer)
+    source.grants.allow(CAPABILITY, from_blocks)
+    for _ in range(2):
+        sizes = list(reader.pull(source.peer, from_blocks, to_blocks))
+        assert sum(sizes) == 10 * here.blocks.bytes_per_block
+        assert max(sizes) <= reader.area.slot_bytes
+        assert reader.all_free
+        assert len(reader.transport.connections.idle) == 1
+    moved = dict(zip(to_blocks, from_blocks, strict=True))
+    for block in range(here.num_blocks):
+        assert here.block(block) == (there.block(moved[block]) if block in moved else before.block(block))
+
+
+def test_from_another_process_again_and_again(engines: list[MooncakeEngine], closing: list[Any]) -> None:
+    shape: dict[str, Any] = {"shapes": BIG, "num_blocks": 200}
+    reader = Reader(engines[1], Memory(seed=2, **shape))
+    closing.append(reader.transport)
+    random = np.random.default_rng(3)
+    with source_process(CAPABILITY, mooncake=True, seed=1, **shape) as source:
+        for _ in range(5):
+            ids = random.permutation(200)
+            source_ids, destination_ids = ids[:150].tolist(), ids[::-1][:150].tolist()
+            assert sum(reader.pull(source.peer, source_ids, destination_ids)) == 150 * BIG[0][0] * BIG[0][1]
+            for source_id, destination_id in zip(source_ids, destination_ids, strict=True):
+                assert reader.memory.block(destination_id) == source.memory.block(source_id)
+
+
+def test_kv_memory_is_out_of_reach(pair: tuple[Source, Reader], engines: list[MooncakeEngine]) -> None:
+    """Only what is staged can be read."""
+    source, reader = pair
+    before = reader.memory.bytes.copy()
+    (slot,) = reader.area.take(1)
+    read = engines[1].begin_read(engines[0].segment, slot, source.memory.blocks.base, 4096)
+    until(lambda: read.poll() is not None)
+    assert read.poll() is False
+    assert not any(ctypes.string_at(slot.address, 4096))
+    assert np.array_equal(before, reader.memory.bytes)
+
+
+def test_what_was_staged_is_wiped(pair: tuple[Source, Reader]) -> None:
+    source, reader = pair
+    source.grants.allow(CAPABILITY, range(20))
+    assert sum(reader.pull(source.peer, list(range(20)), list(range(20))))
+    until(lambda: source.area.num_free * source.area.slot_bytes == source.area.num_bytes)
+    assert not any(ctypes.string_at(source.area.address, source.area.num_bytes))
+
+
+@pytest.mark.parametrize("where", ["source", "destination"])
+def test_a_changed_byte(where: str, pair: tuple[Source, Reader], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody writes to a buffer while it is on its way."""
+    source, reader = pair
+    source.grants.allow(CAPABILITY, range(64))
+    before = Memory(shapes=BIG, seed=2, num_blocks=64)
+    stock = Sealer.seal if where == "source" else Sealer.is_intact
+
+    def meddle(sealer: Sealer, number: int, data: Any, *rest: Any) -> Any:
+        if number == 2:
+            area = source.area if where == "source" else reader.area
+            for slot in range(DEPTH):
+                ctypes.c_ubyte.from_address(area.address + slot * area.slot_bytes + 100).value ^= 1
+        return stock(sealer, number, data, *rest)
+
+    monkeypatch.setattr(Sealer, stock.__name__, meddle)
+    with pytest.raises(TransferFailed, match="not what was to be read"):
+        list(reader.pull(source.peer, list(range(64)), list(range(64))))
+    for block in range(64):
+        assert reader.memory.block(block) in (source.memory.block(block), before.block(block))
+    assert not np.array_equal(source.memory.bytes, reader.memory.bytes)
+    until(lambda: reader.all_free)
+
+
+def test_only_what_is_granted(pair: tuple[Source, Reader], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_server, "GRANT_SECONDS", 0.05)
+    source, reader = pair
+    before = reader.memory.bytes.copy()
+    source.grants.allow(CAPABILITY, [1, 2])
+    for blocks, capability in (([1, 3], CAPABILITY), ([1], b"x" * CAPABILITY_BYTES), ([1], b"")):
+        with pytest.raises(TransferFailed, match="not granted"):
+            list(reader.pull(source.peer, blocks, list(range(len(blocks))), capability))
+    source.grants.revoke(CAPABILITY)
+    with pytest.raises(TransferFailed, match="not granted"):
+        list(reader.pull(source.peer, [1], [1]))
+    assert np.array_equal(before, reader.memory.bytes)
+    assert reader.all_free
+
+
+def test_a_pull_that_is_given_up(pair: tuple[Source, Reader]) -> None:
+    source, reader = pair
+    source.grants.allow(CAPABILITY, range(64))
+    pull = reader.pull(source.peer, list(range(64)), list(range(64)))
+    while not next(pull):
+        pass
+    pull.close()
+    copy = reader.memory.bytes.copy()
+    assert not reader.transport.connections.idle
+    until(lambda: reader.all_free)
+    assert np.array_equal(copy, reader.memory.bytes)
+    assert sum(reader.pull(source.peer, list(range(64)), list(range(64)))) == len(copy)
+    assert np.array_equal(source.memory.bytes, reader.memory.bytes)
+
+
+def test_a_source_that_is_stopped(
+    engines: list[MooncakeEngine], closing: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers that may still be written to are not used again until that is over."""
+    monkeypatch.setattr(mooncake, "STALL_SECONDS", 0.3)
+    shape: dict[str, Any] = {"shapes": BIG, "num_blocks": 200}
+    reader = Reader(engines[1], Memory(seed=2, **shape), area_bytes=1)
+    closing.append(reader.transport)
+    every = list(range(200))
+    with source_process(CAPABILITY, mooncake=True, seed=1, **shape) as source:
+        assert sum(reader.pull(source.peer, [0], [0]))
+        pull = reader.pull(source.peer, every, every)
+        while not next(pull):
+            pass
+        source.stop()
+        with pytest.raises(TransferFailed, match="nothing has come"):
+            list(pull)
+        held = reader.area.num_bytes // reader.area.slot_bytes - reader.area.num_free
+        source.go_on()
+        until(lambda: reader.all_free, 20)
+        assert held <= DEPTH
+        assert sum(reader.pull(source.peer, every, every)) == len(reader.memory.bytes)
+        assert np.array_equal(reader.memory.bytes, source.memory.bytes)
+
+
+def test_a_source_killed_in_the_middle(engines: list[MooncakeEngine], closing: list[Any]) -> None:
+    shape: dict[str, Any] = {"shapes": BIG, "num_blocks": 200}
+    reader = Reader(engines[1], Memory(seed=2, **shape))
+    closing.append(reader.transport)
+    every = list(range(200))
+    with source_process(CAPABILITY, mooncake=True, seed=1, **shape) as source:
+        pull = reader.pull(source.peer, every, every)
+        while not next(pull):
+            pass
+        source.kill()
+        with pytest.raises(TransferFailed):
+            list(pull)
+        with pytest.raises(TransferFailed, match="refused"):
+            reader.transport.probe(source.peer)
+    until(lambda: reader.all_free, 20)
+
+
+def test_more_pulls_than_there_are_buffers(
+    engines: list[MooncakeEngine], closing: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_stage, "PATIENCE_SECONDS", 0.1)
+    source = Source(engines[0], Memory(shapes=BIG, seed=1, num_blocks=64), area_bytes=1)
+    readers = [Reader(engines[1], Memory(shapes=BIG, seed=2, num_blocks=64)) for _ in range(3)]
+    closing += [source, *(reader.transport for reader in readers)]
+    source.grants.allow(CAPABILITY, range(64))
+    pulls = [reader.pull(source.peer, list(range(64)), list(range(64))) for reader in readers]
+    for pull in pulls[:2]:
+        while not next(pull):
+            pass
+    with pytest.raises(TransferFailed, match="staging buffers are needed"):
+        list(pulls[2])
+    for pull in pulls[:2]:
+        list(pull)
+    for reader in readers[:2]:
+        assert np.array_equal(reader.memory.bytes, source.memory.bytes)
+
+
+def test_probe_says_why_not(pair: tuple[Source, Reader]) -> None:
+    source, reader = pair
+    for change, complaint in [
+        ({"unavailable": "on a GPU"}, "on a GPU"),
+        ({"tcp": None}, "does not serve"),
+        ({"mooncake": None}, "does not run Mooncake"),
+        ({"layout": Memory(layout="LBNHC").blocks}, "layouts differ"),
+    ]:
+        with pytest.raises(TransportUnavailable, match=complaint):
+            reader.transport.probe(changed(source.peer, **change))
+    with pytest.raises(TransferFailed, match="another process"):
+        reader.transport.probe(changed(source.peer, nonce=bytes(32)))
+    with pytest.raises(ValueError, match="destination blocks"):
+        list(reader.pull(source.peer, [0, 1], [1]))
+
+
+def changed(peer: PeerMemory, **fields: object) -> PeerMemory:
+    return PeerMemory(**{name: getattr(peer, name) for name in PeerMemory.__struct_fields__} | fields)
+
+
+def test_seals() -> None:
+    data = np.arange(100, dtype=np.uint8)
+    sealer, twin = (Sealer(key) for key in [new_key()] * 2)
+    seal = sealer.seal(7, data)
+    assert twin.is_intact(7, data, seal)
+    assert not twin.is_intact(8, data, seal)
+    assert not Sealer(new_key()).is_intact(7, data, seal)
+    assert not twin.is_intact(7, data, b"")
+    data[50] ^= 1
+    assert not twin.is_intact(7, data, seal)
+
+
+@pytest.mark.asyncio
+async def test_a_worker_starts_stops_and_starts_again(engines: list[MooncakeEngine]) -> None:
+    """As for sleep; and nothing that it starts stays on the core that vLLM has bound its main thread to."""
+    shape: dict[str, Any] = {"shapes": BIG, "num_blocks": 64}
+    memory, cpus = Memory(seed=2, **shape), os.sched_getaffinity(0)
+    worker = FakeWorker(memory)
+    wanted = MooncakeSettings(host="127.0.0.1", protocol="tcp", required=True)
+    settings = packed(transports=("mooncake", "tcp"), mooncake=wanted)
+    before = set(os.listdir("/proc/self/task"))
+    with source_process(CAPABILITY, mooncake=True, seed=1, **shape) as source:
+        for times in (1, 2):
+            os.sched_setaffinity(0, {min(cpus)})
+            try:
+                info = msgspec.msgpack.decode(start_mover(worker, settings), type=MoverInfo)
+            finally:
+                os.sched_setaffinity(0, cpus)
+            if times == 1:
+                started = set(os.listdir("/proc/self/task")) - before
+                assert len(started) > 3
+                assert {frozenset(os.sched_getaffinity(int(thread))) for thread in started} == {frozenset(cpus)}
+            assert info.memory.mooncake is not None
+            client = MoverClient(info)
+            assert (await client.probe(source.peer)).transport == "mooncake"
+            report = await client.pull(
+                1, source.peer, [3], [4 * times], transport="mooncake", deadline_s=5, capability=CAPABILITY
+            )
+            assert report.error is None
+            assert memory.block(4 * times) == source.memory.block(3)
+            client.close()
+            stop_mover(worker)
+
+
+def test_without_mooncake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_llumnix.kv.mooncake.why_not_installed", lambda: "it is not here")
+    worker = FakeWorker(Memory())
+    for required in (True, False):
+        wanted = MooncakeSettings(host="127.0.0.1", protocol="tcp", required=required)
+        settings = packed(transports=("mooncake", "tcp"), mooncake=wanted)
+        if required:
+            with pytest.raises(TransportUnavailable, match="it is not here"):
+                start_mover(worker, settings)
+            continue
+        info = msgspec.msgpack.decode(start_mover(worker, settings), type=MoverInfo)
+        assert (info.memory.mooncake, bool(info.memory.tcp)) == (None, True)
+        stop_mover(worker)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections to the block servers of peers, kept between pulls."""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from vllm_llumnix.errors import TransferFailed, TransportUnavailable
+from vllm_llumnix.kv.blocks_tcp import receive_frame, send_frame
+from vllm_llumnix.kv.layout import BlockLayout, require_same_pages
+from vllm_llumnix.kv.messages import BlockAnswer, BlockRequest, PeerMemory, decode_block_answer
+
+T = TypeVar("T")
+
+MAX_IDLE: Final = 256
+CONNECT_SECONDS: Final = 1.0
+ANSWER_SECONDS: Final = 1.0
+"""The mover waits for both, and does nothing else meanwhile."""
+
+
+class Connections:
+    """Those of one transport; a connection is lent to one pull at a time, and one that a pull leaves is closed."""
+
+    def __init__(self, tls: ssl.SSLContext | None) -> None:
+        self._tls = tls
+        self.idle: OrderedDict[socket.socket, PeerMemory] = OrderedDict()
+
+    def take(self, peer: PeerMemory) -> socket.socket:
+        """An idle one to this peer, or a new one. Raises TransferFailed."""
+        for connection in [connection for connection, to in self.idle.items() if to == peer]:
+            del self.idle[connection]
+            if not select.select([connection], [], [], 0)[0]:  # nothing is to come: readable means closed
+                return connection
+            connection.close()
+        assert peer.tcp is not None
+        try:
+            where = urlsplit(f"//{peer.tcp}")
+            connection = socket.create_connection((where.hostname, where.port), CONNECT_SECONDS)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is not None:
+                connection = self._tls.wrap_socket(connection, server_hostname=where.hostname)
+        except (OSError, ValueError) as error:
+            raise TransferFailed(f"{peer.tcp}: {error}") from error
+        return connection
+
+    def keep(self, peer: PeerMemory, connection: socket.socket) -> None:
+        """For the next pull; nothing is under way on it."""
+        self.idle[connection] = peer
+        if len(self.idle) > MAX_IDLE:
+            self.idle.popitem(last=False)[0].close()
+
+    def probe(self, layout: BlockLayout, peer: PeerMemory) -> None:
+        """Raises TransportUnavailable, or TransferFailed if the peer is gone, unless its server is there."""
+        require_served(peer)
+        try:
+            require_same_pages(layout, peer.layout)
+        except ValueError as error:
+            raise TransportUnavailable(str(error)) from error
+        connection = self.take(peer)
+        try:
+            require_granted(_ask(connection, BlockRequest(peer.nonce, b"", [], True)))
+        except TransferFailed:
+            connection.close()
+            raise
+        self.keep(peer, connection)
+
+    def close(self) -> None:
+        for connection in self.idle:
+            connection.close()
+        self.idle.clear()
+
+
+def require_served(peer: PeerMemory) -> None:
+    """Raises TransportUnavailable."""
+    if peer.unavailable is not None:
+        raise TransportUnavailable(peer.unavailable)
+    if peer.tcp is None:
+        raise TransportUnavailable("the source does not serve its blocks")
+
+
+def require_granted(answer: BlockAnswer) -> None:
+    """Raises TransferFailed."""
+    if answer.error is not None:
+        raise TransferFailed(answer.error)
+
+
+def send(connection: socket.socket, message: msgspec.Struct) -> None:
+    """Raises OSError."""
+    connection.settimeout(ANSWER_SECONDS)
+    send_frame(connection, message)
+
+
+def receive(connection: socket.socket, decode: Callable[[bytes], T]) -> T:
+    """A short message that has begun to come, or will soon. Raises OSError, TransferFailed."""
+    connection.settimeout(ANSWER_SECONDS)
+    try:
+        return receive_frame(connection, decode)
+    except (EOFError, ValueError, msgspec.MsgspecError) as error:
+        raise TransferFailed(str(error)) from error
+
+
+def _ask(connection: socket.socket, request: BlockRequest) -> BlockAnswer:
+    try:
+        send(connection, request)
+        return receive(connection, decode_block_answer)
+    except OSError as error:
+        raise TransferFailed(str(error)) from error

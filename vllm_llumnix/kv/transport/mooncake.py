@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read the blocks of a worker anywhere with Mooncake, over RDMA or TCP.
+
+The source gathers blocks into a staging buffer and says over the block server's connection where it lies and what its
+seal is; Mooncake brings the buffer here; if the seal is right, its blocks are scattered into our KV memory. Several
+buffers are under way at a time, each in another of these phases.
+"""
+
+from __future__ import annotations
+
+import functools
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Final
+
+from vllm_llumnix.errors import TransferFailed, TransportUnavailable
+from vllm_llumnix.kv import kernels
+from vllm_llumnix.kv.layout import BlockLayout, require_same_pages
+from vllm_llumnix.kv.messages import DEPTH, PeerMemory, StageRequest, decode_stage_answer
+from vllm_llumnix.kv.mooncake import MooncakeEngine, Read
+from vllm_llumnix.kv.seal import Sealer, new_key
+from vllm_llumnix.kv.staging import Slot, StagingArea, bytes_of, storage_of
+from vllm_llumnix.kv.transport.connections import Connections, receive, require_served, send
+
+STALL_SECONDS: Final = 5.0
+"""How long nothing may come in the middle of a pull."""
+TURN_SECONDS: Final = 0.005
+"""The longest that the mover waits before it listens to its engine again."""
+POLL_SECONDS: Final = 50e-6
+
+
+class MooncakeTransport:
+    """Implements `base.Transport` for peers with a Mooncake segment. `layout` is our own KV memory.
+
+    `area`: into which peers' buffers are read.
+    """
+
+    name = "mooncake"
+
+    def __init__(
+        self, layout: BlockLayout, engine: MooncakeEngine, area: StagingArea, connections: Connections
+    ) -> None:
+        self._layout = layout
+        self._engine = engine
+        self._area = area
+        self._storage = storage_of(layout)
+        self.connections = connections
+
+    def probe(self, peer: PeerMemory) -> None:
+        _segment_of(peer)
+        self.connections.probe(self._layout, peer)
+
+    def pull(
+        self, peer: PeerMemory, src_blocks: list[int], dst_blocks: list[int], chunk_bytes: int, capability: bytes = b""
+    ) -> Iterator[int]:
+        del chunk_bytes  # a buffer a turn
+        require_same_pages(self._layout, peer.layout)
+        if len(src_blocks) != len(dst_blocks) or len(set(dst_blocks)) != len(dst_blocks):
+            raise ValueError(f"{len(src_blocks)} source blocks for {len(set(dst_blocks))} destination blocks")
+        segment = _segment_of(peer)
+        slots = self._area.take(DEPTH)
+        pull = None
+        try:
+            pull = _Pull(self, peer, segment, slots, src_blocks, dst_blocks, capability)
+            yield from pull.run()
+        except OSError as error:
+            raise TransferFailed(f"{peer.tcp}: {error}") from error
+        finally:
+            if pull is not None:
+                pull.leave()
+            else:
+                self._area.give_back(slots)
+
+    def close(self) -> None:
+        self.connections.close()
+
+
+class _Pull:
+    """The buffers of one pull, by number: requested of the source, read, and done with."""
+
+    def __init__(
+        self,
+        transport: MooncakeTransport,
+        peer: PeerMemory,
+        segment: str,
+        slots: list[Slot],
+        src_blocks: list[int],
+        dst_blocks: list[int],
+        capability: bytes,
+    ) -> None:
+        self._transport = transport
+        self._peer = peer
+        self._segment = segment
+        self._slots = slots
+        self._capability = capability
+        self._key = new_key()
+        self._sealer = Sealer(self._key)
+        layout = transport._layout
+        step = transport._area.slot_bytes // layout.bytes_per_block
+        self._parts = [
+            (src_blocks[at : at + step], dst_blocks[at : at + step]) for at in range(0, len(src_blocks), step)
+        ]
+        self._requested = 0
+        self._reads: deque[tuple[int, Read, bytes]] = deque()
+        self._answered = 0
+        self._finished = 0
+        self._connection: socket.socket | None = transport.connections.take(peer)
+
+    def run(self) -> Iterator[int]:
+        """Yields the bytes of each buffer, 0 when none has come for a while."""
+        since = turn = time.monotonic()
+        arrived = 0
+        while self._finished < len(self._parts):
+            self._request()
+            self._listen(0.0 if arrived else POLL_SECONDS)
+            arrived = self._take()
+            now = time.monotonic()
+            if arrived:
+                since = turn = now
+                yield arrived
+            elif now - since > STALL_SECONDS:
+                raise TransferFailed(f"nothing has come for {STALL_SECONDS:.0f} s")
+            elif now - turn > TURN_SECONDS:
+                turn = now
+                yield 0
+        self._part()
+
+    def leave(self) -> None:
+        """Whatever has happened: keep buffers that Mooncake may still write to."""
+        transport = self._transport
+        under_way = {number % DEPTH: read for number, read, _ in self._reads}
+        for index, read in under_way.items():
+            transport._area.quarantine(self._slots[index], functools.partial(_is_over, read))
+        transport._area.give_back([slot for index, slot in enumerate(self._slots) if index not in under_way])
+        if self._connection is not None:
+            self._connection.close()
+
+    def _request(self) -> None:
+        """Have the source fill every buffer that is free."""
+        assert self._connection is not None
+        while self._requested < min(len(self._parts), self._finished + DEPTH):
+            number = self._requested
+            blocks = self._parts[number][0]
+            send(self._connection, self._question(blocks, number))
+            self._requested += 1
+
+    def _listen(self, patience_s: float) -> None:
+        """Begin to read what the source has filled."""
+        assert self._connection is not None
+        waiting = self._answered < self._requested
+        if not select.select([self._connection] if waiting else [], [], [], patience_s)[0]:
+            return
+        answer = receive(self._connection, decode_stage_answer)
+        if answer.error is not None:
+            raise TransferFailed(answer.error)
+        number = self._answered
+        slot, num_bytes = self._slots[number % DEPTH], self._num_bytes(number)
+        read = self._transport._engine.begin_read(self._segment, slot, answer.address, num_bytes)
+        self._reads.append((number, read, answer.seal))
+        self._answered += 1
+
+    def _take(self) -> int:
+        """Scatter the first buffer that is under way, if it has come."""
+        if not self._reads:
+            return 0
+        number, read, seal = self._reads[0]
+        arrived = read.poll()
+        if arrived is None:
+            return 0
+        self._reads.popleft()
+        if not arrived:
+            raise TransferFailed(f"Mooncake could not read from {self._segment}")
+        transport, num_bytes = self._transport, self._num_bytes(number)
+        slot = self._slots[number % DEPTH]
+        if not self._sealer.is_intact(number, bytes_of(slot, num_bytes), seal):
+            raise TransferFailed(f"what Mooncake read from {self._segment} is not what was to be read")
+        kernels.scatter(transport._storage, transport._layout, self._parts[number][1], slot.memory)
+        self._finished += 1
+        return num_bytes
+
+    def _part(self) -> None:
+        """The source's buffers are free; the connection can be used again."""
+        assert self._connection is not None
+        send(self._connection, self._question([], 0))
+        self._transport.connections.keep(self._peer, self._connection)
+        self._connection = None
+
+    def _question(self, blocks: list[int], number: int) -> StageRequest:
+        return StageRequest(self._peer.nonce, self._capability, blocks, number % DEPTH, self._key, number)
+
+    def _num_bytes(self, number: int) -> int:
+        return len(self._parts[number][0]) * self._transport._layout.bytes_per_block
+
+
+def _is_over(read: Read) -> bool:
+    return read.poll() is not None
+
+
+def _segment_of(peer: PeerMemory) -> str:
+    require_served(peer)
+    if peer.mooncake is None:
+        raise TransportUnavailable("the source does not run Mooncake")
+    return peer.mooncake

@@ -114,7 +114,7 @@ class ServerSpec:
             if self.instance_id is not None:
                 command += ["--llumlet-instance-id", self.instance_id]
             if self.bandwidth_limit is not None:
-                command += ["--llumlet-bandwidth-limit", str(self.bandwidth_limit)]
+                command += ["--llumlet-bandwidth-limit-local", str(self.bandwidth_limit)]
         return command + list(self.flags)
 
     def environment(self, scratch: Path) -> dict[str, str]:

@@ -24,10 +24,10 @@ from llumlet import credential_files
 from llumlet.credential_files import CredentialFiles, CredentialsError
 from vllm_llumnix.errors import ConfigError
 from vllm_llumnix.hosts import address_of_interface, reachable_host
+from vllm_llumnix.kv.settings import UNLIMITED, Limit, MooncakeSettings, WorkerSettings
 
 if TYPE_CHECKING:
     from llumlet.credentials import Credentials
-    from vllm_llumnix.kv.settings import WorkerSettings
     from vllm_llumnix.reach import Reach
 
 CONFIG_VARIABLE = "LLUMNIX_LLUMLET"
@@ -60,7 +60,8 @@ class LlumletConfig:
     mooncake_protocol: str = "tcp"
     mooncake_devices: str = ""
     mooncake_interface: str = ""
-    bandwidth_limit: int | None = None
+    bandwidth_limit: Limit = UNLIMITED
+    bandwidth_limit_local: Limit = UNLIMITED
     exact: bool = False
     insecure: bool = False
     peers: tuple[str, ...] = ()
@@ -89,8 +90,6 @@ class LlumletConfig:
         return ("local", "mooncake", "tcp") if isolated else ("local", "tcp")
 
     def worker_settings(self) -> WorkerSettings:
-        from vllm_llumnix.kv.settings import MooncakeSettings, WorkerSettings
-
         mooncake = None
         if "mooncake" in self.transports:
             interface = self.mooncake_interface
@@ -250,11 +249,18 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--llumlet-bandwidth-limit",
-        type=parse_rate,
-        default=None,
-        metavar="BYTES_PER_S",
-        help="Upper bound of what this instance pulls from peers, in bytes per second; suffixes K, M, G. "
-        "Default: unlimited.",
+        type=parse_limit,
+        default=_DEFAULTS.bandwidth_limit,
+        metavar="RATE|SHARE",
+        help="Upper bound of what this instance pulls from peers on other hosts: bytes per second, such as 2G, or a "
+        "share of what the link gives, such as 20%%. Default: unlimited.",
+    )
+    add(
+        "--llumlet-bandwidth-limit-local",
+        type=parse_limit,
+        default=_DEFAULTS.bandwidth_limit_local,
+        metavar="RATE|SHARE",
+        help="The same for peers on this host, whose link is the memory.",
     )
     add(
         "--llumlet-exact",
@@ -287,12 +293,16 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     credential_files.add_arguments(group)
 
 
-def parse_rate(text: str) -> int:
-    """`500M` -> 500000000. Raises argparse.ArgumentTypeError."""
+def parse_limit(text: str) -> Limit:
+    """`500M` -> 500,000,000 bytes per second, `20%` -> a fifth of the link. Raises argparse.ArgumentTypeError."""
+    if (match := re.fullmatch(r"(\d+(?:\.\d+)?)%", text.strip())) and 0 < float(match[1]) <= 100:
+        return Limit(share=float(match[1]) / 100)
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)B?", text.strip().upper())
     if match is None or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a rate in bytes per second, such as 500000000, 500M or 2G")
-    return int(float(match[1]) * _RATE_UNITS[match[2]])
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a rate in bytes per second, such as 500000000, 500M or 2G, nor a share, such as 20%"
+        )
+    return Limit(bytes_per_s=float(match[1]) * _RATE_UNITS[match[2]])
 
 
 def parse_peers(text: str) -> tuple[str, ...]:

@@ -68,7 +68,7 @@ def test_a_server_is_ready_knows_its_llumlet_and_ends_without_a_trace(
     assert environment["OMP_NUM_THREADS"] == "1"
     assert "LLUMNIX_FAULTS" not in environment
     assert "VLLM_LOGGING_LEVEL" not in environment
-    assert answer["argv"][-3:] == ["--enable-llumlet", "--llumlet-bandwidth-limit", "5"]
+    assert answer["argv"][-3:] == ["--enable-llumlet", "--llumlet-bandwidth-limit-local", "5"]
 
 
 def test_a_stock_server_has_no_llumlet_flags(tmp_path: Path) -> None:

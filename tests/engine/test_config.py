@@ -9,6 +9,7 @@ import pytest
 
 from vllm_llumnix import config, faults, hooks
 from vllm_llumnix.errors import ConfigError, PatchError
+from vllm_llumnix.kv.settings import UNLIMITED, Limit
 
 
 def parse(*flags: str) -> argparse.Namespace:
@@ -28,7 +29,7 @@ def test_off_by_default() -> None:
 def test_defaults() -> None:
     on = read("--enable-llumlet")
     assert on is not None
-    assert (on.host, on.port, on.transport, on.bandwidth_limit, on.exact) == ("127.0.0.1", 0, "auto", None, False)
+    assert (on.host, on.port, on.transport, on.bandwidth_limit, on.exact) == ("127.0.0.1", 0, "auto", UNLIMITED, False)
     assert on.instance_id
 
 
@@ -43,7 +44,7 @@ def test_survives_the_way_into_a_child_process() -> None:
     on = read("--enable-llumlet", "--llumlet-port", "4000", "--llumlet-bandwidth-limit", "2G", "--llumlet-exact")
     assert on is not None
     assert config.LlumletConfig.from_json(on.to_json()) == on
-    assert on.bandwidth_limit == 2_000_000_000
+    assert (on.bandwidth_limit, on.bandwidth_limit_local) == (Limit(bytes_per_s=2e9), UNLIMITED)
 
 
 def test_data_parallel_ranks_are_instances_of_their_own() -> None:
@@ -85,10 +86,21 @@ def test_flags_without_the_switch_are_a_mistake() -> None:
         read("--llumlet-port", "4000")
 
 
-@pytest.mark.parametrize("rate", ["fast", "0", "-1", "5T"])
-def test_rates_that_are_none(rate: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [("20%", Limit(share=0.2)), ("2.5GB", Limit(bytes_per_s=2.5e9)), ("500m", Limit(bytes_per_s=5e8))],
+)
+def test_limits(text: str, limit: Limit) -> None:
+    on = read("--enable-llumlet", "--llumlet-bandwidth-limit-local", text)
+    assert on is not None
+    assert on.bandwidth_limit_local == limit
+    assert config.LlumletConfig.from_json(on.to_json()) == on
+
+
+@pytest.mark.parametrize("rate", ["fast", "0", "-1", "5T", "0%", "101%", "%"])
+def test_limits_that_are_none(rate: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
-        config.parse_rate(rate)
+        config.parse_limit(rate)
 
 
 def test_another_address_is_allowed_when_asked_for() -> None:

@@ -132,13 +132,13 @@ def test_other_memory(harness: Harness, data: st.DataObject) -> None:
     dst=st.lists(integers(32, 2**32), min_size=1, max_size=5),
     transport=st.one_of(st.just("local"), texts),
     deadline=st.floats(),
-    rate=st.none() | st.floats(),
+    limit=st.fixed_dictionaries({"bytes_per_s": st.none() | st.floats(), "share": st.none() | st.floats()}),
 )
 def test_other_blocks(
-    harness: Harness, src: list[int], dst: list[int], transport: str, deadline: float, rate: float | None
+    harness: Harness, src: list[int], dst: list[int], transport: str, deadline: float, limit: Any
 ) -> None:
     """Block ids beyond the cache, lists of different lengths, limits that are none."""
     wire = {"type": "pull", "job": 1, "peer": harness.source.peer, "src_blocks": src, "dst_blocks": dst}
-    wire |= {"transport": transport, "deadline_s": deadline, "max_bytes_per_s": rate}
+    wire |= {"transport": transport, "deadline_s": deadline, "limit": limit}
     harness.attack(msgspec.msgpack.encode(wire))
     harness.attack(messages.encode(StopPull(1)))

@@ -23,6 +23,7 @@ from vllm_llumnix.kv import messages, worker
 from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.messages import MoverInfo, PullReport, Rejected
 from vllm_llumnix.kv.mover import corrupt
+from vllm_llumnix.kv.settings import Limit
 from vllm_llumnix.kv.worker import start_mover, stop_mover
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(20)]
@@ -37,7 +38,7 @@ SLOW = 1e6
 
 async def started(client: MoverClient, source: SourceProcess, job: int) -> asyncio.Task[PullReport]:
     """A slow pull that the mover is certainly at work on: it has answered a later command."""
-    pull = client.pull(job, source.peer, ALL, ALL, deadline_s=20, max_bytes_per_s=SLOW)
+    pull = client.pull(job, source.peer, ALL, ALL, deadline_s=20, limit=Limit(bytes_per_s=SLOW))
     task = asyncio.create_task(pull)
     await asyncio.sleep(0)
     assert (await client.probe(source.peer)).transport == "local"
@@ -59,14 +60,14 @@ class TestPull:
         assert report == PullReport(1, 0, report.seconds, "block ids 32 to 32 are not all within 0 to 31")
         report = await client.pull(2, source.peer, [0], [0], deadline_s=5, transport="pigeon")
         assert report.error == "no transport 'pigeon': local"
-        report = await client.pull(3, source.peer, [0], [0], deadline_s=5, max_bytes_per_s=0)
+        report = await client.pull(3, source.peer, [0], [0], deadline_s=5, limit=Limit(bytes_per_s=0))
         assert report.error == "a limit of 0.0 bytes per second"
         assert np.array_equal(before, memory.bytes)
 
     async def test_the_pace_is_kept(self, client: MoverClient, source: SourceProcess) -> None:
         for _ in range(2):  # an idle link saves nothing up
             began = time.monotonic()
-            report = await client.pull(1, source.peer, ALL, ALL, deadline_s=5, max_bytes_per_s=80e6)
+            report = await client.pull(1, source.peer, ALL, ALL, deadline_s=5, limit=Limit(bytes_per_s=80e6))
             assert report.error is None
             assert TOTAL / 80e6 <= report.seconds <= time.monotonic() - began
 
@@ -74,15 +75,27 @@ class TestPull:
         order = []
 
         async def pull(job: int, ids: list[int], final: bool = False) -> None:
-            report = await client.pull(job, source.peer, ids, ids, deadline_s=5, max_bytes_per_s=80e6, final=final)
+            report = await client.pull(
+                job, source.peer, ids, ids, deadline_s=5, limit=Limit(bytes_per_s=80e6), final=final
+            )
             assert report.error is None
             order.append(job)
 
         await asyncio.gather(pull(1, ALL), pull(2, ALL[:2]), pull(3, ALL[2:3], final=True))
         assert order == [3, 1, 2]
 
+    async def test_limits_do_not_hold_up_each_other(self, client: MoverClient, source: SourceProcess) -> None:
+        slow = await started(client, source, 1)
+        for limit in (Limit(), Limit(share=1.0), Limit(bytes_per_s=1e9)):
+            report = await client.pull(2, source.peer, ALL, ALL, deadline_s=5, limit=limit)
+            assert report.error is None
+            assert report.seconds < 2
+        assert not slow.done()
+        await client.stop(1)
+        assert (await slow).error == "stopped"
+
     async def test_a_late_pull_is_given_up(self, client: MoverClient, source: SourceProcess) -> None:
-        report = await client.pull(1, source.peer, ALL, ALL, deadline_s=0.05, max_bytes_per_s=SLOW)
+        report = await client.pull(1, source.peer, ALL, ALL, deadline_s=0.05, limit=Limit(bytes_per_s=SLOW))
         assert report.error == "deadline passed"
         assert report.bytes < TOTAL
 

@@ -97,7 +97,7 @@ class LlumletAgent:
         bypass, kvconn = self.bypass, self.kvconn
         self.server = server
         self.adapters = Adapters(bypass.engine.vllm_config.lora_config)
-        self.movers = Movers(bypass.movers, self.config.bandwidth_limit)
+        self.movers = Movers(bypass.movers, self.config.bandwidth_limit, self.config.bandwidth_limit_local)
         self.relay = Relay(
             wire.Hello(
                 wire.RELAY_VERSION,

@@ -13,6 +13,7 @@ import zmq.asyncio
 from vllm_llumnix.errors import Reason, Refused, TransferFailed
 from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.messages import MoverInfo, PeerMemory
+from vllm_llumnix.kv.settings import UNLIMITED, Limit
 from vllm_llumnix.migration import wire
 
 
@@ -45,10 +46,12 @@ def decode_memory(data: bytes) -> SourceMemory:
 class Movers:
     """The movers of this engine's workers, driven together."""
 
-    def __init__(self, infos: Sequence[MoverInfo], max_bytes_per_s: float | None) -> None:
+    def __init__(self, infos: Sequence[MoverInfo], limit: Limit = UNLIMITED, limit_here: Limit = UNLIMITED) -> None:
+        """`limit` is that of all workers together, for peers on other hosts; `limit_here` for those on ours."""
         self._context = zmq.asyncio.Context()
         self._clients = [MoverClient(info, self._context) for info in infos]
-        self._max_bytes_per_s = max_bytes_per_s
+        self._limit, self._limit_here = (each.of_one_in(max(1, len(infos))) for each in (limit, limit_here))
+        self._host = infos[0].memory.boot_id if infos else ""
         self._jobs = itertools.count(1)
 
     def next_job(self) -> int:
@@ -93,7 +96,7 @@ class Movers:
                     transport=transport,
                     capability=peer.capability,
                     deadline_s=deadline_s,
-                    max_bytes_per_s=self._max_bytes_per_s,
+                    limit=self._limit_here if memory.boot_id == self._host else self._limit,
                     final=final,
                     tag=tag,
                 )

@@ -30,6 +30,7 @@ from vllm_llumnix.kv.messages import (
     Stopped,
     StopPull,
 )
+from vllm_llumnix.kv.settings import UNLIMITED, Limit
 
 GRACE_S = 1.0
 """How long after a pull's own deadline its report may come."""
@@ -68,7 +69,7 @@ class MoverClient:
         deadline_s: float,
         transport: str = "local",
         capability: bytes = b"",
-        max_bytes_per_s: float | None = None,
+        limit: Limit = UNLIMITED,
         final: bool = False,
         tag: str = "",
     ) -> PullReport:
@@ -88,7 +89,7 @@ class MoverClient:
             transport,
             deadline_s,
             capability=capability,
-            max_bytes_per_s=max_bytes_per_s,
+            limit=limit,
             final=final,
             tag=tag,
         )

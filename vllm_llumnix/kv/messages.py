@@ -9,6 +9,7 @@ import msgspec
 
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES
 from vllm_llumnix.kv.layout import BlockLayout
+from vllm_llumnix.kv.settings import UNLIMITED, Limit
 
 NONCE_BYTES = 32
 KEY_BYTES = 16
@@ -68,8 +69,8 @@ class MoverInfo(msgspec.Struct, frozen=True):
 class Pull(msgspec.Struct, frozen=True, tag="pull"):
     """Copy block `src_blocks[i]` of `peer` to our block `dst_blocks[i]`, for all i.
 
-    `capability` is what the peer has granted the blocks under. `max_bytes_per_s` limits everything
-    this mover copies while the pull runs. `final` marks a pull that a stream waits for: it goes
+    `capability` is what the peer has granted the blocks under. Pulls with the same `limit` share
+    it. `final` marks a pull that a stream waits for: it goes
     before all others. `tag` is for traces and fault points.
     """
 
@@ -80,7 +81,7 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
     transport: str
     deadline_s: float
     capability: bytes = b""
-    max_bytes_per_s: float | None = None
+    limit: Limit = UNLIMITED
     final: bool = False
     tag: str = ""
 

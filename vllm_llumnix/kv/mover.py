@@ -20,6 +20,7 @@ import math
 import os
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,16 +47,22 @@ from vllm_llumnix.kv.messages import (
     StopPull,
 )
 from vllm_llumnix.kv.pace import Pace
+from vllm_llumnix.kv.settings import Limit
 from vllm_llumnix.kv.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
 _Key = tuple[bytes, int]
 
+SLEPT_SECONDS = 0.001
+"""What is left of a pace is slept when it is less: polling knows whole milliseconds."""
+MAX_PACES = 64
+
 
 @dataclass(slots=True)
 class _Job:
     pull: Pull
+    pace: Pace
     order: int
     deadline: float
     total: int
@@ -83,7 +90,7 @@ class Mover:
     grants: Grants = field(default_factory=Grants)
     num_errors: int = 0
     _jobs: dict[_Key, _Job] = field(default_factory=dict)
-    _pace: Pace = field(default_factory=Pace)
+    _paces: OrderedDict[Limit, Pace] = field(default_factory=OrderedDict)
     _order: Iterator[int] = field(default_factory=itertools.count)
 
     @property
@@ -132,7 +139,7 @@ class Mover:
             if ready:
                 self._receive_all()
             self._give_up_late()
-            if self._jobs and (delay := self._pace.delay()) < 0.001:
+            if self._jobs and (delay := self._delay()) < SLEPT_SECONDS:
                 if delay:
                     time.sleep(delay)
                 self._advance()
@@ -157,7 +164,11 @@ class Mover:
         if not self._jobs:
             return None
         deadline = min(job.deadline for job in self._jobs.values()) - time.monotonic()
-        return max(0, min(int(self._pace.delay() * 1000), math.ceil(deadline * 1000)))
+        return max(0, min(int(self._delay() * 1000), math.ceil(deadline * 1000)))
+
+    def _delay(self) -> float:
+        """Seconds until one of the jobs may go on."""
+        return min(job.pace.delay() for job in self._jobs.values())
 
     def _receive_all(self) -> None:
         while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
@@ -190,8 +201,14 @@ class Mover:
         if key in self._jobs:
             self._answer(key[0], Rejected(f"job {pull.job} is running already", pull.job))
             return
+        try:
+            pace = self._pace(pull.limit)
+        except ValueError as error:
+            self._answer(key[0], PullReport(pull.job, 0, 0.0, str(error)))
+            return
         self._jobs[key] = _Job(
             pull,
+            pace,
             order=next(self._order),
             deadline=time.monotonic() + pull.deadline_s,
             total=len(pull.dst_blocks) * self.layout.bytes_per_block,
@@ -199,8 +216,6 @@ class Mover:
         if not any(transport.name == pull.transport for transport in self.transports):
             names = ", ".join(transport.name for transport in self.transports)
             self._report(key, f"no transport {pull.transport!r}: {names or self.unavailable}")
-        elif pull.max_bytes_per_s is not None and not pull.max_bytes_per_s > 0:
-            self._report(key, f"a limit of {pull.max_bytes_per_s} bytes per second")
 
     def _probe(self, probe: Probe) -> ProbeReport:
         reasons = []
@@ -219,32 +234,40 @@ class Mover:
             self._report(key, "deadline passed")
 
     def _advance(self) -> None:
-        """One chunk of the most urgent pull: final ones first, then in order of arrival."""
-        key = min(self._jobs, key=lambda key: (not self._jobs[key].pull.final, self._jobs[key].order))
+        """One chunk of the most urgent pull that may go on: final ones first, then in order of arrival."""
+        free = [key for key, job in self._jobs.items() if not job.pace.delay()]
+        if not free:
+            return
+        key = min(free, key=lambda key: (not self._jobs[key].pull.final, self._jobs[key].order))
         job = self._jobs[key]
-        self._pace.bytes_per_s = self._limit()
         began = time.monotonic()
         try:
             if job.chunks is None:
                 job.started = began
-                job.chunks = self._begin(job.pull)
+                job.chunks = self._begin(job)
             for copied in job.chunks:
                 job.bytes += copied
-                self._pace.spend(copied, began)
-                if job.bytes < job.total or self._pace.delay() > 0:
+                job.pace.spend(copied, began)
+                if job.bytes < job.total or job.pace.delay() > 0:
                     return
             self._pulled(job.pull)
             self._report(key, None)
         except (LlumnixError, ValueError) as error:
             self._report(key, str(error))
 
-    def _limit(self) -> float | None:
-        limits = [job.pull.max_bytes_per_s for job in self._jobs.values() if job.pull.max_bytes_per_s is not None]
-        return min(limits, default=None)
+    def _pace(self, limit: Limit) -> Pace:
+        """The same for all pulls of one limit. Raises ValueError for a limit that is none."""
+        pace = self._paces.get(limit)
+        if pace is None:
+            pace = self._paces[limit] = Pace(limit)
+            if len(self._paces) > MAX_PACES:
+                self._paces.popitem(last=False)
+        return pace
 
-    def _begin(self, pull: Pull) -> Iterator[int]:
+    def _begin(self, job: _Job) -> Iterator[int]:
+        pull = job.pull
         transport = next(transport for transport in self.transports if transport.name == pull.transport)
-        chunk_bytes = self._pace.chunk_bytes()
+        chunk_bytes = job.pace.chunk_bytes()
         return transport.pull(pull.peer, pull.src_blocks, pull.dst_blocks, chunk_bytes, pull.capability)
 
     def _report(self, key: _Key, error: str | None) -> None:

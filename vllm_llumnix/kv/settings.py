@@ -6,6 +6,22 @@ from __future__ import annotations
 import msgspec
 
 
+class Limit(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast blocks may be pulled: at most `bytes_per_s`, or at most a `share` of what the link gives when it is not
+    limited.
+    """
+
+    bytes_per_s: float | None = None
+    share: float | None = None
+
+    def of_one_in(self, count: int) -> Limit:
+        """The part of each of several workers, whose links are the same."""
+        return self if self.bytes_per_s is None else Limit(bytes_per_s=self.bytes_per_s / count)
+
+
+UNLIMITED = Limit()
+
+
 class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """host: the address that peers' Mooncake connects to. devices: RDMA devices to be used, separated by commas; all
     by default. required: whether a worker without Mooncake must not start.

@@ -63,6 +63,7 @@ class LlumletConfig:
     bandwidth_limit: Limit = UNLIMITED
     bandwidth_limit_local: Limit = UNLIMITED
     exact: bool = False
+    bypass: bool = False
     insecure: bool = False
     peers: tuple[str, ...] = ()
     drain_seconds: float = 25.0
@@ -269,6 +270,13 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         help="Copy every KV block, also those that this instance's prefix cache already holds: bit-exact moves.",
     )
     add(
+        "--llumlet-bypass",
+        action="store_true",
+        default=False,
+        help="Run workers in processes of their own even if there is only one (--distributed-executor-backend mp): "
+        "requests can then be moved away with their KV cache while the model hangs.",
+    )
+    add(
         "--llumlet-peers",
         type=parse_peers,
         default=_DEFAULTS.peers,
@@ -333,6 +341,10 @@ def config_from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.e
         values["instance_id"] = f"{socket.gethostname()[:100]}-{uuid.uuid4().hex[:8]}"
     values |= dataclasses.asdict(CredentialFiles.given(args, environ))
     config = LlumletConfig(**values)
+    if config.bypass:
+        if (getattr(args, "distributed_executor_backend", None) or "mp") != "mp":
+            faults.append("--llumlet-bypass needs --distributed-executor-backend mp")
+        args.distributed_executor_backend = "mp"
     faults += _faults(config)
     try:
         config.credentials()

@@ -126,6 +126,22 @@ def test_fault_points_are_checked_when_they_are_read() -> None:
         faults.parse("kill it")
 
 
+def test_the_bypass_needs_workers_of_their_own() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--distributed-executor-backend")
+    config.add_cli_args(parser)
+    on = ["--enable-llumlet", "--llumlet-bypass"]
+    for given in ([], ["--distributed-executor-backend", "mp"]):
+        args = parser.parse_args([*on, *given])
+        assert config.config_from_args(args, {}) is not None
+        assert args.distributed_executor_backend == "mp"
+    with pytest.raises(ConfigError, match="needs --distributed-executor-backend mp"):
+        config.config_from_args(parser.parse_args([*on, "--distributed-executor-backend", "uni"]), {})
+    args = parser.parse_args(["--enable-llumlet"])
+    config.config_from_args(args, {})
+    assert args.distributed_executor_backend is None
+
+
 def test_mooncake_is_taken_only_where_it_is_isolated() -> None:
     def on(*flags: str) -> config.LlumletConfig:
         found = read("--enable-llumlet", *flags)

@@ -220,8 +220,10 @@ class Instance:
     async def close(self) -> None:
         assert self._reader is not None
         self.engine.model_executor.pace = 0.0
-        # Its end is no surprise, and nothing is to go on elsewhere.
+        # Its end is no surprise, and nothing is to go on elsewhere; nor does the client end by itself on hearing of it.
         self.client.resources.engine_dead = True
+        if self.client._watch is not None:
+            self.client._watch.cancel()
         await asyncio.to_thread(self.engine.stop_loop)
         await self.client.input_socket.send_multipart([self.client.core_engine, NO_MESSAGE])
         self._reader.cancel()

@@ -54,6 +54,7 @@ from benchmarks.mover import MoveFailed, Mover
 from benchmarks.moves import HANDOVER_GAPS, Move, Stall, stall_of_move
 from benchmarks.progress import saying
 from benchmarks.stats import Summary, median
+from vllm_llumnix.config import TRANSPORTS
 
 Advance = Callable[[], None]
 METHODS = ("live", "blocking", "recompute")
@@ -293,7 +294,7 @@ def run(options: argparse.Namespace, say_to: Console) -> list[Cell]:
                 bandwidth_limit=limit,
                 kv_cache_gib=2,
                 max_num_seqs=4,
-                flags=("--no-enable-prefix-caching",),
+                flags=("--no-enable-prefix-caching", "--llumlet-transport", options.transport),
             )
             names = ("a", "b")
             servers = fleet.start(*(dataclasses.replace(spec, name=n, instance_id=n) for n in names))
@@ -348,6 +349,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--moves", type=int, default=20, help="moves per method and length, warm-up not counted")
     add("--methods", type=methods, default=list(METHODS), metavar="M,M,…")
     add("--link", type=float, metavar="GB_PER_S", help="limit every copy to this rate")
+    add("--transport", choices=TRANSPORTS, default="auto", help="how blocks travel")
     add("--json", type=Path, metavar="FILE", help="write one JSON object per method and length")
     add("--plot", type=Path, metavar="PNG", help="default: beside the JSON file")
     add("--preset", choices=sorted(PRESETS), default="bench", help="which model")

@@ -30,6 +30,8 @@ class Stage:
         self._grants = grants
         self._grant_seconds = grant_seconds
         self._slots: list[Slot] = []
+        self._used: dict[Slot, int] = {}
+        """How many bytes of them are filled, at the most."""
         self._storage = storage_of(layout)
         self._private = torch.empty(area.slot_bytes, dtype=torch.uint8)
 
@@ -47,12 +49,15 @@ class Stage:
         except (TransferFailed, ValueError) as error:
             return StageAnswer(str(error))
         slot, private = self._slots[request.slot], self._private[:num_bytes].numpy()
+        self._used[slot] = max(num_bytes, self._used.get(slot, 0))
         np.copyto(bytes_of(slot, num_bytes), private)
         return StageAnswer(address=slot.address, seal=Sealer(request.key).seal(request.number, private))
 
     def clear(self) -> None:
         """The peer reads nothing more, and nobody else shall."""
         slots, self._slots = self._slots, []
-        for slot in slots:
-            slot.memory.zero_()
+        for slot, num_bytes in self._used.items():
+            # By this thread alone: torch would wake a pool of its own, beside the model's.
+            bytes_of(slot, num_bytes).fill(0)
+        self._used.clear()
         self._area.give_back(slots)

@@ -28,7 +28,7 @@ class Sealer:
         self._gcm = AESGCM(key)
 
     def seal(self, number: int, data: Bytes) -> bytes:
-        return self._gcm.encrypt(number.to_bytes(_NONCE_BYTES, "big"), b"", memoryview(data))
+        return self._gcm.encrypt(number.to_bytes(_NONCE_BYTES, "big"), b"", data.data)
 
     def is_intact(self, number: int, data: Bytes, seal: bytes) -> bool:
         return hmac.compare_digest(self.seal(number, data), seal)

@@ -91,4 +91,5 @@ def storage_of(layout: BlockLayout) -> torch.Tensor:
 
 def bytes_of(slot: Slot, num_bytes: int) -> npt.NDArray[np.uint8]:
     """The first of them, without a copy."""
-    return slot.memory[:num_bytes].numpy()
+    row: npt.NDArray[np.uint8] = slot.memory[:num_bytes].numpy()
+    return row

@@ -225,14 +225,16 @@ async def test_abort_by_an_operator_follows_the_request(engines: Engines, conser
 async def test_limits_at_the_destination(engines: Engines, conserved: object, odd: Odd) -> None:
     """Two requests of 200 tokens are sent to where 300 tokens may be on their way, and both arrive, one by one."""
     async with Client(engines.a.base_url) as client:
-        streams = [await client.complete(list(range(start, start + 200)), 1500, **GREEDY) for start in (100, 400)]
+        streams = [await client.complete(list(range(start, start + 200)), 5000, **GREEDY) for start in (100, 400)]
         for stream in streams:
             await stream.wait_for(5)
-        moves = await migrate(engines.a, odd.slow, rule=("NUM_REQ", "SR", 2), stall_budget_ms=5000)
+        # Frozen while they are copied: a request that decodes as fast as that would be copied for ever.
+        frozen: dict[str, Any] = {"method": "blocking", "force": True}
+        moves = await migrate(engines.a, odd.slow, rule=("NUM_REQ", "SR", 2), **frozen)
         assert sorted(move.phase for move in moves) == ["moved", "stayed"]
         assert {move.reason for move in moves if not move.moved} == {"destination_busy"}
         late = [stream for stream in streams if not any(m.moved and stream.is_engine_id(m.request_id) for m in moves)]
-        assert (await move_stream(engines.a, odd.slow, late[0], stall_budget_ms=5000)).moved
+        assert (await move_stream(engines.a, odd.slow, late[0], **frozen)).moved
         for stream in streams:
             await stream.disconnect()
     await wait_idle(odd.slow)

@@ -63,6 +63,8 @@ Bytes = npt.NDArray[np.uint8]
 BASELINES = {"cma": "memcpy", "local": "memcpy", "tcp": "tcp_raw", "mooncake": "mooncake_raw"}
 RAW_BYTES = 1 << 20
 LOCAL = "127.0.0.1"
+MOONCAKE_BATCH = 1024
+"""Reads at a time; of 8,192 it takes none."""
 
 
 class Offer(msgspec.Struct):
@@ -168,7 +170,9 @@ def paths(offer: Offer, num_blocks: int, num_layers: int, page_bytes: int) -> It
     def mooncake_pieces(source_ids: list[int], destination_ids: list[int]) -> None:
         pieces = pair_pieces(theirs, source_ids, ours, destination_ids)
         source, destination, length = (array.tolist() for array in pieces)
-        assert bare.batch_transfer_sync_read(offer.raw_segment, destination, source, length) == 0
+        for at in range(0, len(length), MOONCAKE_BATCH):
+            part = slice(at, at + MOONCAKE_BATCH)
+            assert bare.batch_transfer_sync_read(offer.raw_segment, destination[part], source[part], length[part]) == 0
 
     def pull(transport: Transport) -> Path_:
         def run(source_ids: list[int], destination_ids: list[int]) -> None:

@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import random
 import re
 import socket
 import subprocess
@@ -43,6 +44,8 @@ CPUs with AMX.
 """
 
 _LLUMLET_LINE = re.compile(r"llumlet: instance (\S+) listening on (\S+):(\d+)")
+_FINAL_ERROR = re.compile(r"(?:^|\s)[\w.]*(?:Error|Exception): ")
+"""The last line of a traceback."""
 _STAGES = (
     # What a log shows last comes first.
     ("Application startup complete", "warming up"),
@@ -309,7 +312,10 @@ class Server:
         return next((stage for marker, stage in _STAGES if marker in text), "starting")
 
     def _tail(self, lines: int = 40) -> str:
-        return f"{self.log}:\n" + "\n".join(self.log_text().splitlines()[-lines:])
+        """The end of the log, behind the errors of the processes that ended first: theirs is the cause."""
+        log = self.log_text().splitlines()
+        causes = [line for line in log[:-lines] if _FINAL_ERROR.search(line)]
+        return "\n".join([f"{self.log}:", *causes, *log[-lines:]])
 
 
 class Fleet:
@@ -363,11 +369,25 @@ class Fleet:
         self.servers.clear()
 
 
+def free_ports(count: int) -> list[int]:
+    """TCP ports of the loopback interface that are free now, each once.
+
+    Outside the range from which the system takes ports for connections and for listeners that ask for any: a server
+    listens up to a minute after its port was chosen, and nobody else gets the port meanwhile.
+    """
+    with contextlib.ExitStack() as stack:
+        found: list[int] = []
+        while len(found) < count:
+            listener = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                listener.bind(("127.0.0.1", random.randrange(20_000, 30_000)))
+                found.append(listener.getsockname()[1])
+        return found
+
+
 def free_port() -> int:
-    """A TCP port of the loopback interface that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One of `free_ports`."""
+    return free_ports(1)[0]
 
 
 @contextlib.contextmanager

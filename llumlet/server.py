@@ -105,7 +105,10 @@ async def serve(
     try:
         bound = credentials.listen(server, wanted)
     except RuntimeError as error:
-        raise OSError(f"the llumlet cannot listen at {wanted}: {error}") from error
+        raise OSError(
+            f"the llumlet cannot listen at {wanted}: {error} A port that is to be free at every start lies outside "
+            "net.ipv4.ip_local_port_range, from which the system takes ports for connections."
+        ) from error
     running = RunningServer(Address(host, bound), server, health_servicer, calls)
     await running.set_serving(True)
     await server.start()

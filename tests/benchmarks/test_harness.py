@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks import harness, reaper
-from benchmarks.harness import Fleet, Server, ServerDied, ServerSpec
+from benchmarks.harness import Fleet, Server, ServerDied, ServerSpec, free_ports
 
 STAND_IN = textwrap.dedent(
     """
     import http.server, json, os, subprocess, sys
     if "--fail" in sys.argv:
+        print("(EngineCore pid=7) ERROR 11-21 19:18:45 [core.py:1514] OSError: the port is taken")
+        print("a line of the traceback\\n" * 100)
         sys.exit("no such flag")
     class Handler(http.server.BaseHTTPRequestHandler):
         def answer(self, body):
@@ -76,9 +78,18 @@ def test_a_stock_server_has_no_llumlet_flags(tmp_path: Path) -> None:
     assert not [word for word in command if "llumlet" in word]
 
 
-def test_a_server_that_dies_shows_the_end_of_its_log(tmp_path: Path) -> None:
-    with Fleet(tmp_path / "logs") as fleet, pytest.raises(ServerDied, match="no such flag"):
+def test_a_server_that_dies_shows_the_end_of_its_log_and_the_cause_before_it(tmp_path: Path) -> None:
+    with Fleet(tmp_path / "logs") as fleet, pytest.raises(ServerDied, match="no such flag") as died:
         fleet.start(ServerSpec(tmp_path, flags=("--fail",)))
+    assert "OSError: the port is taken" in str(died.value)
+    assert len(str(died.value).splitlines()) < 50
+
+
+def test_ports_are_distinct_and_not_those_that_the_system_gives_away() -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = free_ports(50)
+    assert len(set(ports)) == 50
+    assert max(ports) < first
 
 
 def test_a_server_that_cannot_be_executed_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

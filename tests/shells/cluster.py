@@ -13,7 +13,6 @@ import contextlib
 import functools
 import itertools
 import random
-import socket
 import tempfile
 import time
 import traceback
@@ -31,6 +30,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.request import Request
 
+from benchmarks.harness import free_ports
 from llumlet.client import LlumletClient
 from llumlet.errors import LlumletCallFailed
 from llumlet.types import Address, MigrateRequest, MovePhase, MoveProgress
@@ -459,18 +459,6 @@ class Cluster:
             await client.close()
         for instance in self.instances.values():
             await instance.close()
-
-
-def free_ports(count: int) -> list[int]:
-    """Outside the range from which the system takes ports for connections: nobody else gets them meanwhile."""
-    with contextlib.ExitStack() as stack:
-        found: list[int] = []
-        while len(found) < count:
-            listener = stack.enter_context(socket.socket())
-            with contextlib.suppress(OSError):
-                listener.bind(("127.0.0.1", random.randrange(20_000, 30_000)))
-                found.append(listener.getsockname()[1])
-        return found
 
 
 _clusters: dict[Any, Cluster] = {}

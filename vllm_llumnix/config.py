@@ -326,7 +326,8 @@ def parse_peers(text: str) -> tuple[str, ...]:
 def config_from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> LlumletConfig | None:
     """The llumlet's configuration, or None without `--enable-llumlet`.
 
-    Raises ConfigError with every fault found in the flags and in `LLUMNIX_*` variables.
+    `--llumlet-bypass` sets vLLM's own flag in `args`. Raises ConfigError with every fault found in the flags and in
+    `LLUMNIX_*` variables.
     """
     enabled = getattr(args, "enable_llumlet", False)
     values = _given(args)

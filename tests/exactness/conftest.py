@@ -11,15 +11,12 @@ import pytest
 from benchmarks.harness import Fleet, Server, ServerSpec
 from benchmarks.model import PRESETS, build
 from tests.exactness.cells import Configuration
-from vllm_llumnix.kv.mooncake import why_not_installed
 
 
 @pytest.fixture(scope="package")
 def fleet_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
     """The engines of the configuration that is the parameter, by the letters of its routes."""
     where: Configuration = request.param
-    if where.transport == "mooncake" and (problem := why_not_installed()):
-        pytest.skip(problem)
     model = build(dataclasses.replace(PRESETS["tiny"], dtype=where.dtype))
     names = sorted(set("".join(where.routes)))
     flags = ("--scheduling-policy", "priority", "--dtype", where.dtype, "--llumlet-transport", where.transport)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -246,18 +247,14 @@ def test_probe_says_why_not() -> None:
             ({"layout": Memory(layout="LBNHC").blocks}, "layouts differ"),
         ]:
             with pytest.raises(TransportUnavailable, match=complaint):
-                transport.probe(changed(source.peer, **change))
+                transport.probe(msgspec.structs.replace(source.peer, **change))
         with pytest.raises(TransferFailed, match="another process"):
-            transport.probe(changed(source.peer, nonce=bytes(32)))
+            transport.probe(msgspec.structs.replace(source.peer, nonce=bytes(32)))
         with pytest.raises(ValueError, match="block ids"):
             list(transport.pull(source.peer, [0], [99], CHUNK, CAPABILITY))
         source.grants.allow(CAPABILITY, [99])
         with pytest.raises(TransferFailed, match="block ids"):
             list(transport.pull(source.peer, [99], [0], CHUNK, CAPABILITY))
-
-
-def changed(peer: PeerMemory, **fields: object) -> PeerMemory:
-    return PeerMemory(**{name: getattr(peer, name) for name in PeerMemory.__struct_fields__} | fields)
 
 
 @pytest.mark.parametrize(

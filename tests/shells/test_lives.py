@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +20,9 @@ from tests.shells.cells import company, loses_tokens, moves
 from tests.shells.cluster import Cluster, Instance, Stream, cluster_of, until
 from tests.shells.marks import MARKS
 from tests.shells.network import Kind
+from vllm_llumnix.engine.request_state import residence_of
+from vllm_llumnix.errors import Refused
+from vllm_llumnix.ids import Epoch
 
 pytestmark = MARKS
 
@@ -47,6 +51,18 @@ def outputs_held(instance: Instance) -> Iterator[None]:
             go_on.set()
 
 
+def recorded(cluster: Cluster, message: str) -> list[AdoptRequest]:
+    """Every message of this name from now on; nothing happens to them."""
+    seen: list[AdoptRequest] = []
+
+    def record(content: AdoptRequest) -> bool:
+        seen.append(content)
+        return False
+
+    cluster.network.arm(message, Kind.DROPPED, only=record)
+    return seen
+
+
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("released", [False, True], ids=["running", "released"])
 async def test_outputs_that_are_still_on_their_way(released: bool, asynchronous: bool, model_dir: Path) -> None:
@@ -71,8 +87,7 @@ async def test_outputs_that_are_still_on_their_way(released: bool, asynchronous:
 
 async def test_a_late_call_does_not_end_a_later_life(model_dir: Path) -> None:
     async with cluster_of(model_dir) as cluster:
-        calls: list[AdoptRequest] = []
-        cluster.network.arm("Adopt", Kind.DROPPED, only=lambda call: calls.append(call) is not None)
+        calls = recorded(cluster, "Adopt")
         stream = await company(cluster)
         with replays_only_at(cluster, stream, "B"):
             assert await loses_tokens(cluster, stream) == "moved"
@@ -87,11 +102,52 @@ async def test_a_late_call_does_not_end_a_later_life(model_dir: Path) -> None:
         assert replay.replayed == 2
 
 
+async def test_a_step_in_flight_is_of_the_former_life(model_dir: Path) -> None:
+    """It computes a token for a request that has ended meanwhile: until it is over, no other life begins."""
+    async with cluster_of(model_dir, asynchronous=True) as cluster:
+        stream = await company(cluster)
+        assert await moves(cluster, stream) == "moved"
+        engine, agent = cluster["B"].engine, cluster["B"].engine.agent
+        request = engine.scheduler.requests[stream.request_id]
+        residence = residence_of(request)
+        assert residence is not None
+        newer = dataclasses.replace(residence, epoch=Epoch(residence.epoch.term + 1, 0))
+
+        def is_in_flight() -> bool:
+            return any(stream.request_id in step.num_scheduled_tokens for _, step, _ in engine.batch_queue or ())
+
+        def attempt(life: Callable[..., Any], *args: Any) -> str:
+            try:
+                life(*args)
+            except Refused as refused:
+                return str(refused)
+            return "not refused"
+
+        def succeed() -> list[str]:
+            """On the loop. Nothing if no step of the request is in flight."""
+            if not is_in_flight():
+                return []
+            agent.adoptions._make_way_on_loop(stream.request_id, newer)
+            return [
+                attempt(agent.adoptions._make_way_on_loop, stream.request_id, newer),
+                attempt(agent.arrivals.reserve_on_loop, request, False),
+            ]
+
+        while not (answers := await engine.kvconn.call(succeed)):
+            assert not request.is_finished()
+        assert all("in flight" in answer for answer in answers), answers
+        while await engine.kvconn.call(is_in_flight):
+            pass
+        assert await engine.kvconn.call(agent.adoptions._make_way_on_loop, stream.request_id, newer) is None
+        agent.adoptions._relay.farewell(stream.request_id, residence)
+        assert not await cluster.verdict(stream)
+        assert stream.at.client._replay.replayed
+
+
 async def test_an_id_of_somebody_else_is_left_alone(model_dir: Path) -> None:
     """A request of B's own front-end has the id that the origin at A asks for."""
     async with cluster_of(model_dir) as cluster:
-        calls: list[AdoptRequest] = []
-        cluster.network.arm("Adopt", Kind.DROPPED, only=lambda call: calls.append(call) is not None)
+        calls = recorded(cluster, "Adopt")
         stream = await company(cluster)
         with replays_only_at(cluster, stream, "B"):
             assert await loses_tokens(cluster, stream) == "moved"

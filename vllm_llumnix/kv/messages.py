@@ -70,8 +70,8 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
     """Copy block `src_blocks[i]` of `peer` to our block `dst_blocks[i]`, for all i.
 
     `capability` is what the peer has granted the blocks under. Pulls with the same `limit` share
-    it. `final` marks a pull that a stream waits for: it goes
-    before all others. `tag` is for traces and fault points.
+    it. `final` marks a pull that a stream waits for: it goes before all others. `tag` is for traces
+    and fault points.
     """
 
     job: int

@@ -239,7 +239,7 @@ class Instance:
         engine, client = self.engine, self.client
         port, agent, kvconn = engine.kvconn.port, engine.agent, engine.kvconn
         pool = port.block_pool
-        moves = agent.arrivals.moves.values()
+        moves = list(agent.arrivals.moves.values())
         counts = {
             "requests": len(engine.scheduler.requests),
             "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
@@ -254,6 +254,7 @@ class Instance:
             "moves in": agent.arrivals.slots.num_requests + len(agent.arrivals.pending()),
             "draining": sum(1 for move in moves if move.machine.state is DestinationState.DRAINING),
             "callers": sum(len(move._waiting) for move in moves),
+            "what was moved": sum(1 for move in moves if move.request or move._source_blocks),
             "guests": len(agent.relay._guests),
             "questions": len(agent.relay._questions),
             "streams": len(client._streams),

@@ -133,6 +133,15 @@ class IncomingMove:
             self.arrivals.settled(self)
         if self.machine.over:
             self.arrivals.forget(self)
+        self._shed()
+
+    def _shed(self) -> None:
+        """Of a move that is settled, answers are kept for long: the request's tokens and blocks must not be."""
+        if self.machine.state in (State.COMMITTED, State.BARRED) and not self._tasks:
+            self.request = self._memory = self._offer = None
+            self._block_ids, self._source_blocks = [], {}
+            if self.machine.closed or self.machine.state is State.BARRED:
+                self.residence = None
 
     def take_offer(self, request: ReserveRequest) -> None:
         if self._offer is None and self.machine.state is State.NEW:
@@ -374,7 +383,11 @@ class IncomingMove:
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._shed()
 
     def _set_timer(self, name: str, seconds: float) -> None:
         self._clear_timer(name)
@@ -420,11 +433,12 @@ class Arrivals:
         self.slots = Slots(limits, kvconn.port.capacity_tokens, Reason.DESTINATION_BUSY)
 
     def pending(self) -> list[IncomingMove]:
-        """Moves whose fate is open, oldest first."""
-        return [move for move in self.moves.values() if move.machine.settlement is Settlement.PENDING]
+        """Moves whose fate is open, oldest first. Any thread."""
+        return [move for move in list(self.moves.values()) if move.machine.settlement is Settlement.PENDING]
 
     def draining_blocks(self) -> int:
-        return sum(move.num_blocks for move in self.moves.values() if move.machine.state is State.DRAINING)
+        """Any thread."""
+        return sum(move.num_blocks for move in list(self.moves.values()) if move.machine.state is State.DRAINING)
 
     def settled(self, move: IncomingMove) -> None:
         if move.migration_id in self.slots:

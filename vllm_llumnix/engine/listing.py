@@ -110,7 +110,8 @@ class Listing:
         arriving, leaving = arrivals.pending(), list(self._departures.moves.values())
         num_running, num_waiting = scheduler.get_request_counts()
         self._updates += 1
-        in_tokens = sum(move.request.num_tokens for move in arriving if move.request is not None)
+        # One that settles meanwhile lets go of its request.
+        in_tokens = sum(request.num_tokens for move in arriving if (request := move.request) is not None)
         out_tokens = sum(move.request.num_tokens for move in leaving)
         return InstanceStatus(
             instance_id=self._bypass.identity.instance,
@@ -151,8 +152,9 @@ class Listing:
         for request in [*queued, *rest]:
             response.requests.append(self._info(request))
         for move in arriving:
-            if move.request is not None and move.request_id not in scheduler.requests:
-                response.requests.append(self._arriving_info(move))
+            request = move.request
+            if request is not None and move.request_id not in scheduler.requests:
+                response.requests.append(self._arriving_info(move, request))
         return response
 
     def _info(self, request: Request) -> RequestInfo:
@@ -179,9 +181,8 @@ class Listing:
             )
         return info
 
-    def _arriving_info(self, move: IncomingMove) -> RequestInfo:
-        assert move.request is not None
-        info = self._base_info(move.request)
+    def _arriving_info(self, move: IncomingMove, request: Request) -> RequestInfo:
+        info = self._base_info(request)
         info.phase = RequestInfo.RESERVED
         info.num_blocks = move.num_blocks
         info.reason, info.detail = parse_reason(Reason.ALREADY_MIGRATING), "it is on its way here"

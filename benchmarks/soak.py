@@ -42,6 +42,7 @@ from benchmarks.model import PRESETS, build
 from benchmarks.moves import migrate, requests
 from benchmarks.progress import saying
 from llumlet.client import LlumletClient
+from llumlet.credentials import IDLE_SECONDS
 from llumlet.errors import LlumletCallFailed
 
 MIB = 1 << 20
@@ -59,6 +60,7 @@ SILENCE_S = 6.0
 """Longer than an owner is waited for."""
 NUM_BLOCKS = 700
 """Few: all of the cache's memory has been touched before its growth is measured."""
+REST_S = 15.0
 SETTLE_S = 90.0
 """For the last doubts, leases and dead origins to be over."""
 
@@ -325,6 +327,11 @@ class Soak:
             names=sockets + threads,
         )
 
+    async def at_rest(self) -> dict[str, Footprint]:
+        """The footprints when connections for calls are closed: who has called whom is a matter of chance."""
+        await asyncio.sleep(IDLE_SECONDS + REST_S)
+        return await self.footprints()
+
     async def settled(self, before: dict[str, Footprint]) -> dict[str, Footprint]:
         """The footprints when they are what they were, or at the latest after `SETTLE_S`."""
         deadline = time.monotonic() + SETTLE_S
@@ -363,7 +370,8 @@ async def _soak(arguments: argparse.Namespace, fleet: Fleet) -> tuple[dict[str, 
     with saying("the same requests on a quiet engine") as say:
         tasks = await soak.tasks()
         await soak.warm_up(tasks)
-        before = await soak.footprints()
+        say("until nobody calls anybody any more")
+        before = await soak.at_rest()
         began = time.monotonic()
         running = asyncio.create_task(soak.run(arguments.minutes * 60, tasks))
         while not running.done():
@@ -374,6 +382,7 @@ async def _soak(arguments: argparse.Namespace, fleet: Fleet) -> tuple[dict[str, 
         say("what is held afterwards")
         # An instance that was started anew has met nobody.
         await soak.warm_up(tasks)
+        await soak.at_rest()
         after = await soak.settled(before)
     counts = soak.counts
     row = {

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import time
 
+import psutil
 import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from llumlet import credentials
 from llumlet.client import LlumletClient
 from llumlet.server import RunningServer, is_loopback, serve
 from tests.llumlet.fake_agent import FakeAgent
@@ -117,3 +121,21 @@ async def test_bytes_that_are_no_message_are_refused(server: RunningServer) -> N
             await call(b"")
     async with LlumletClient(server.address) as client:
         assert (await client.get_instance_status()).instance_id == "fake-a"
+
+
+async def test_a_connection_that_nobody_uses_is_closed(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    soon = [(name, 1000 if name == "grpc.client_idle_timeout_ms" else value) for name, value in credentials._OPTIONS]
+    monkeypatch.setattr(credentials, "_OPTIONS", soon)
+
+    def connected() -> bool:
+        found = psutil.Process().net_connections("tcp")
+        return any(one.raddr and one.raddr.port == server.port and one.status == "ESTABLISHED" for one in found)
+
+    async with LlumletClient(server.address) as client:
+        for _ in range(2):
+            await client.get_instance_status()
+            assert connected()
+            deadline = time.monotonic() + 10
+            while connected():
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.1)

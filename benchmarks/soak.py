@@ -42,8 +42,8 @@ from benchmarks.model import PRESETS, build
 from benchmarks.moves import migrate, requests
 from benchmarks.progress import saying
 from llumlet.client import LlumletClient
-from llumlet.credentials import IDLE_SECONDS
 from llumlet.errors import LlumletCallFailed
+from llumlet.server import IDLE_SECONDS
 
 MIB = 1 << 20
 LENGTH = 300

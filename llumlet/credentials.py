@@ -21,10 +21,6 @@ from llumlet.types import MAX_MESSAGE_BYTES, Address
 
 TOKEN_METADATA: Final = "authorization"
 
-IDLE_SECONDS: Final = 30
-"""After which a channel that nobody uses closes its connection; the next call opens it again. In a large cluster
-everybody has called everybody at some time."""
-
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -36,7 +32,6 @@ _OPTIONS = [
     # In spite of its name: the time that one attempt to connect may take. A busy peer needs some.
     ("grpc.min_reconnect_backoff_ms", 3000),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.client_idle_timeout_ms", IDLE_SECONDS * 1000),
 ]
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from llumlet.errors import LlumletError
 from llumlet.types import AdoptRequest, Reason
-from tests.shells.cells import company, loses_tokens, moves
+from tests.shells.cells import SOON_SECONDS, company, loses_tokens, moves
 from tests.shells.cluster import Cluster, Instance, Stream, cluster_of, until
 from tests.shells.marks import MARKS
 from tests.shells.network import Kind
@@ -142,6 +142,16 @@ async def test_a_step_in_flight_is_of_the_former_life(model_dir: Path) -> None:
         agent.adoptions._relay.farewell(stream.request_id, residence)
         assert not await cluster.verdict(stream)
         assert stream.at.client._replay.replayed
+
+
+async def test_a_reservation_that_comes_after_its_move_was_called_off(model_dir: Path) -> None:
+    """The source gives up while the loop's answer is on its way: what the answer brings is given back."""
+    async with cluster_of(model_dir) as cluster:
+        cluster.deadlines["reserve_s"] = SOON_SECONDS
+        stream = await company(cluster)
+        with outputs_held(cluster["B"]):
+            assert await moves(cluster, stream) == "stayed"
+        assert not await cluster.verdict(stream)
 
 
 async def test_an_id_of_somebody_else_is_left_alone(model_dir: Path) -> None:

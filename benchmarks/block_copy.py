@@ -45,7 +45,8 @@ def variants(storage: torch.Tensor, page: int, num_bytes: int) -> dict[str, Call
 
     def run(copy: Callable[..., int], backend: str, threads: int, streaming_from: int) -> Callable[[], object]:
         def once() -> None:
-            with mock.patch.object(native, "STREAMING_FROM", streaming_from):
+            thresholds = dict.fromkeys(("SCATTER_STREAMING_FROM", "GATHER_STREAMING_FROM"), streaming_from)
+            with mock.patch.multiple(native, **thresholds):
                 copy(storage, layout, ids, buffer, backend=backend, num_threads=threads)
 
         return once

@@ -16,7 +16,8 @@ Every path copies the same scattered pages between the same two processes, in tu
     mooncake   our transport of that name
 
 A line of JSON for each path and size; `of` is the median of the ratios to a path's baseline: memcpy for cma and local,
-tcp_raw for tcp, mooncake_raw for mooncake. Without Mooncake its three paths are left out.
+tcp_raw for tcp, mooncake_raw for mooncake. `cores` is how many cores both processes kept busy: a path that has them all
+cannot go faster, whatever it waits for. Without Mooncake its three paths are left out.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import argparse
 import contextlib
 import ctypes
 import json
+import os
 import secrets
 import socket
 import struct
@@ -47,6 +49,7 @@ from benchmarks.stats import median
 from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES, Grants
 from vllm_llumnix.kv.layout import BlockLayout, TensorRegion, pair_pieces
+from vllm_llumnix.kv.memory import HostMemory
 from vllm_llumnix.kv.messages import PeerMemory
 from vllm_llumnix.kv.mooncake import MooncakeEngine, why_not_installed
 from vllm_llumnix.kv.pace import CHUNK_BYTES
@@ -96,7 +99,7 @@ def serve(num_blocks: int, num_layers: int, page_bytes: int) -> None:
         staging, engine, bare = StagingArea(layout), MooncakeEngine(LOCAL, "tcp"), MooncakeEngine(LOCAL, "tcp")
         engine.register(staging.address, staging.num_bytes)
         bare.register(layout.base, layout.storage_bytes)
-    server = BlockServer(layout, nonce.value, grants, LOCAL, staging=staging)
+    server = BlockServer(HostMemory(layout), nonce.value, grants, LOCAL, staging=staging)
     server.start()
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_send_raw, args=(listener, memoryview(data)), daemon=True).start()
@@ -138,11 +141,13 @@ def paths(offer: Offer, num_blocks: int, num_layers: int, page_bytes: int) -> It
     other, others = kv_memory(num_blocks, num_layers, page_bytes, seed=1)
     buffer = memoryview(np.ones(len(data), np.uint8))
     raw = socket.create_connection(("127.0.0.1", offer.raw_port))
-    local, tcp = LocalTransport(ours), TcpTransport(ours)
+    local, tcp = LocalTransport(ours), TcpTransport(HostMemory(ours))
     mooncake, bare = None, None
     if offer.raw_segment is not None:
         bare = _bare_mooncake(data, buffer)
-        mooncake = MooncakeTransport(ours, MooncakeEngine(LOCAL, "tcp"), StagingArea(ours), Connections(None))
+        mooncake = MooncakeTransport(
+            HostMemory(ours), MooncakeEngine(LOCAL, "tcp"), StagingArea(ours), Connections(None)
+        )
 
     def memcpy(source_ids: list[int], destination_ids: list[int]) -> None:
         copy = ctypes.memmove
@@ -230,14 +235,17 @@ def measure(num_blocks: int, num_layers: int, page_bytes: int, rounds: int) -> l
     shape = (room, num_layers, page_bytes)
     with source(*shape) as offer, paths(offer, *shape) as functions:
         seconds: dict[str, list[float]] = {name: [] for name in functions}
+        cpu_seconds: dict[str, float] = dict.fromkeys(functions, 0.0)
+        clocks = [_cpu_clock(pid) for pid in (os.getpid(), offer.memory.pid)]
         for _ in range(rounds + 1):
             taken: dict[str, float] = dict.fromkeys(functions, 0.0)
             for name in [*functions, *reversed(functions)]:
                 source_ids = random.permutation(room)[:num_blocks].tolist()
                 destination_ids = random.permutation(room)[:num_blocks].tolist()
-                began = time.perf_counter()
+                began, cpu_began = time.perf_counter(), sum(map(time.clock_gettime, clocks))
                 functions[name](source_ids, destination_ids)
                 taken[name] += (time.perf_counter() - began) / 2
+                cpu_seconds[name] += sum(map(time.clock_gettime, clocks)) - cpu_began
             for name, time_taken in taken.items():
                 seconds[name].append(time_taken)
     size = num_blocks * num_layers * page_bytes
@@ -252,12 +260,18 @@ def measure(num_blocks: int, num_layers: int, page_bytes: int, rounds: int) -> l
             "block_bytes": num_layers * page_bytes,
             "gb_s": round(size / median(times) / 1e9, 3),
             "p50_ms": round(median(times) * 1e3, 3),
+            "cores": round(cpu_seconds[name] / 2 / sum(seconds[name]), 2),
         }
         if baseline is not None:
             ratios = [b / t for b, t in zip(seconds[baseline][1:], times, strict=True)]
             row |= {"baseline": baseline, "of": round(median(ratios), 3)}
         rows.append(row)
     return rows
+
+
+def _cpu_clock(pid: int) -> int:
+    """The clock of a process's CPU time, for `time.clock_gettime`: clock_getcpuclockid(3)."""
+    return (~pid << 3) | 2
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -274,7 +288,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.serve:
         serve(*arguments.serve)
         return 0
-    table = Table("blocks", "MiB", "path", "GB/s", "p50 ms", "of baseline", title="Copying KV blocks")
+    table = Table("blocks", "MiB", "path", "GB/s", "p50 ms", "cores", "of baseline", title="Copying KV blocks")
     rows = []
     with saying("copying") as say:
         for count in (int(part) for part in arguments.blocks.split(",")):
@@ -283,7 +297,15 @@ def main(argv: list[str] | None = None) -> int:
     for row in rows:
         size = f"{row['blocks'] * row['block_bytes'] / (1 << 20):.1f}"
         of = f"{row['of']:.2f} of {row['baseline']}" if "of" in row else ""
-        table.add_row(str(row["blocks"]), size, row["path"], f"{row['gb_s']:.2f}", f"{row['p50_ms']:.2f}", of)
+        table.add_row(
+            str(row["blocks"]),
+            size,
+            row["path"],
+            f"{row['gb_s']:.2f}",
+            f"{row['p50_ms']:.2f}",
+            f"{row['cores']:.1f}",
+            of,
+        )
     Console(stderr=True).print(table)
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     if arguments.json:

@@ -45,6 +45,8 @@ class LlumletConfig:
     """What one instance's llumlet was told. Seconds, bytes per second and milliseconds as the names say."""
 
     instance_id: str
+    num_ranks: int = 1
+    """Data-parallel. An engine whose model has no experts does not know: vLLM tells it that it is alone."""
     host: str = "127.0.0.1"
     port: int = 0
     instance_type: str = "neutral"
@@ -127,9 +129,9 @@ class LlumletConfig:
     def from_json(cls, text: str) -> LlumletConfig:
         return msgspec.json.decode(text, type=cls)
 
-    def for_rank(self, rank: int, size: int) -> LlumletConfig:
+    def for_rank(self, rank: int) -> LlumletConfig:
         """Data-parallel ranks are instances of their own: `port` + rank (unless free), id with a suffix."""
-        if size == 1:
+        if self.num_ranks == 1:
             return self
         port = self.port + rank if self.port else 0
         return dataclasses.replace(self, port=port, instance_id=f"{self.instance_id}-dp{rank}")
@@ -341,6 +343,7 @@ def config_from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.e
     if not values.get("instance_id"):
         values["instance_id"] = f"{socket.gethostname()[:100]}-{uuid.uuid4().hex[:8]}"
     values |= dataclasses.asdict(CredentialFiles.given(args, environ))
+    values["num_ranks"] = getattr(args, "data_parallel_size", 1)
     config = LlumletConfig(**values)
     if config.bypass:
         if (getattr(args, "distributed_executor_backend", None) or "mp") != "mp":
@@ -408,9 +411,16 @@ def _mooncake_faults(config: LlumletConfig) -> list[str]:
     faults = []
     if config.mooncake_interface:
         try:
-            address_of_interface(config.mooncake_interface)
+            address = address_of_interface(config.mooncake_interface)
         except ValueError as error:
             faults.append(f"--llumlet-mooncake-interface: {error}")
+        else:
+            if config.reaches.why_not(address) is not None and config.reaches.why_not(config.host) is None:
+                faults.append(
+                    f"--llumlet-mooncake-interface {config.mooncake_interface} has the address {address}, which peers "
+                    f"refuse while --llumlet-host is {config.host}: give this instance an address on that network with "
+                    "TLS and a token (or --llumlet-insecure), or name the interface lo"
+                )
     if config.transport == "mooncake":
         if importlib.util.find_spec("mooncake") is None:
             faults.append("--llumlet-transport mooncake: pip install vllm-llumnix[mooncake]")

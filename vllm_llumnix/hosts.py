@@ -20,6 +20,11 @@ def reachable_host(host: str) -> str:
     return get_ip()
 
 
+def with_port(host: str, port: int) -> str:
+    """HOST:PORT, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def address_of_interface(name: str) -> str:
     """The IPv4 address of a network interface. Raises ValueError."""
     import psutil

@@ -15,6 +15,7 @@ from vllm_llumnix.kv.settings import UNLIMITED, Limit
 def parse(*flags: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     hooks.add_cli_args(parser)
+    parser.add_argument("--data-parallel-size", type=int, default=1)  # vLLM's own
     return parser.parse_args(flags)
 
 
@@ -48,10 +49,15 @@ def test_survives_the_way_into_a_child_process() -> None:
 
 
 def test_data_parallel_ranks_are_instances_of_their_own() -> None:
-    on = read("--enable-llumlet", "--llumlet-port", "4000", "--llumlet-instance-id", "a")
-    assert on is not None
-    assert (on.for_rank(2, 4).port, on.for_rank(2, 4).instance_id) == (4002, "a-dp2")
-    assert on.for_rank(0, 1) == on
+    flags = ("--enable-llumlet", "--llumlet-port", "4000", "--llumlet-instance-id", "a")
+    alone, four = read(*flags), read(*flags, "--data-parallel-size", "4")
+    assert alone is not None
+    assert four is not None
+    assert alone.for_rank(0) == alone
+    assert [(four.for_rank(rank).port, four.for_rank(rank).instance_id) for rank in (0, 2)] == [
+        (4000, "a-dp0"),
+        (4002, "a-dp2"),
+    ]
 
 
 def test_all_faults_are_listed_at_once() -> None:
@@ -170,3 +176,15 @@ def test_mooncake_is_taken_only_where_it_is_isolated() -> None:
 def test_mooncake_faults(flags: tuple[str, ...], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         read("--enable-llumlet", *flags)
+
+
+def test_mooncake_on_another_network_than_its_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers of an instance that is reached at a loopback address refuse every other."""
+    monkeypatch.setattr(config, "address_of_interface", lambda _: "192.0.2.1")
+    flags = ("--enable-llumlet", "--llumlet-mooncake-interface", "eth1")
+    with pytest.raises(ConfigError, match="which peers refuse while --llumlet-host is"):
+        read(*flags)
+    assert read(*flags, "--llumlet-insecure") is not None
+    with pytest.raises(ConfigError) as refusal:
+        read(*flags, "--llumlet-host", "192.0.2.1")
+    assert [fault.partition(":")[0] for fault in refusal.value.faults] == ["--llumlet-host"]

@@ -19,6 +19,7 @@ from tests.kv.fakes import Memory
 from vllm_llumnix.kv import block_server
 from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES, Grants
+from vllm_llumnix.kv.memory import HostMemory
 from vllm_llumnix.kv.messages import DEPTH, KEY_BYTES
 from vllm_llumnix.kv.staging import StagingArea
 
@@ -48,7 +49,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Any:
     memory, grants = Memory(seed=1), Grants()
     grants.allow(CAPABILITY, GRANTED)
     area = StagingArea(memory.blocks, area_bytes=1)
-    server = BlockServer(memory.blocks, NONCE, grants, "127.0.0.1", staging=area)
+    server = BlockServer(HostMemory(memory.blocks), NONCE, grants, "127.0.0.1", staging=area)
     server.start()
     yield server
     assert len(ask(server, framed(msgspec.msgpack.encode(good(GRANTED))))) > memory.blocks.bytes_per_block

@@ -55,10 +55,10 @@ class Harness:
     def check(self) -> None:
         """A legal pull works."""
         self._job += 1
-        self._socket.send(messages.encode(Probe(self._job, self.source.peer)))
+        self._socket.send(messages.encode(Probe(self._job, self.source.peer, "local")))
         while not isinstance(answer := self.answer(), ProbeReport) or answer.job != self._job:
             pass
-        assert answer.transport == "local"
+        assert answer.obstacle is None
         self._socket.send(messages.encode(Pull(self._job, self.source.peer, [3], [30], "local", SECONDS)))
         while not isinstance(report := self.answer(), PullReport) or report.job != self._job:
             pass
@@ -94,7 +94,8 @@ def harness(memory: Memory, source: SourceProcess, tmp_path: Path) -> Iterator[H
 def test_bytes(harness: Harness, data: st.DataObject) -> None:
     peer = msgspec.structs.replace(harness.source.peer, nonce=bytes(32))
     examples = [
-        messages.encode(command) for command in (Pull(1, peer, [0], [0], "local", 1.0), Probe(1, peer), StopPull(1))
+        messages.encode(command)
+        for command in (Pull(1, peer, [0], [0], "local", 1.0), Probe(1, peer, "local"), StopPull(1))
     ]
     harness.attack(data.draw(anything(*examples)))
 
@@ -123,7 +124,7 @@ def test_other_memory(harness: Harness, data: st.DataObject) -> None:
     if data.draw(st.booleans()):
         wire["peer"]["layout"] |= data.draw(st.fixed_dictionaries({}, optional=layout))
     harness.attack(msgspec.msgpack.encode(wire))
-    harness.attack(msgspec.msgpack.encode({"type": "probe", "job": 1, "peer": wire["peer"]}))
+    harness.attack(msgspec.msgpack.encode({"type": "probe", "job": 1, "peer": wire["peer"], "transport": "local"}))
 
 
 @settings(parent=thorough)

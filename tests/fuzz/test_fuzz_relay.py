@@ -23,6 +23,7 @@ from tests.fuzz.hostile import anything, integers, texts
 from vllm_llumnix.engine.relay import Relay as EngineRelay
 from vllm_llumnix.frontend import client as frontend_client
 from vllm_llumnix.frontend import owners
+from vllm_llumnix.frontend.metrics import MoveMetrics
 from vllm_llumnix.ids import Epoch
 from vllm_llumnix.migration import wire
 
@@ -124,6 +125,7 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> Iterator[Harness]:
     # Everybody is silent while examples are made up, for however long that takes.
     monkeypatch.setattr(frontend_client, "PROBE_SECONDS", 600.0)
     monkeypatch.setattr(owners, "LOST_SECONDS", 600.0)
+    monkeypatch.setattr(MoveMetrics, "look", lambda *_: None)
     with tempfile.TemporaryDirectory(prefix="llx-") as directory, asyncio.Runner() as runner:
         harness = Harness(runner, Path(directory))
         try:

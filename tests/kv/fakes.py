@@ -6,6 +6,7 @@ worker.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -23,7 +24,8 @@ from vllm_llumnix.kv import messages
 from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.grants import Grants
 from vllm_llumnix.kv.layout import BlockLayout, TensorRegion
-from vllm_llumnix.kv.messages import PeerMemory
+from vllm_llumnix.kv.memory import HostMemory
+from vllm_llumnix.kv.messages import CudaShare, PeerMemory
 from vllm_llumnix.kv.mooncake import MooncakeEngine
 from vllm_llumnix.kv.process import NoncePage, describe_memory
 from vllm_llumnix.kv.settings import WorkerSettings
@@ -77,21 +79,42 @@ class Memory:
 
 
 def describe(
-    memory: Memory, nonce: NoncePage, instance: str = "here", tcp: str | None = None, mooncake: str | None = None
+    memory: Memory,
+    nonce: NoncePage,
+    instance: str = "here",
+    tcp: str | None = None,
+    mooncake: str | None = None,
+    cuda: CudaShare | None = None,
 ) -> PeerMemory:
-    return describe_memory(memory.blocks, nonce, instance, rank=0, tcp=tcp, mooncake=mooncake)
+    return describe_memory(memory.blocks, nonce, instance, rank=0, tcp=tcp, mooncake=mooncake, cuda=cuda)
+
+
+def shared(memory: Memory) -> CudaShare:
+    """What torch would say of `memory` if it were on a GPU of this process."""
+    return CudaShare(
+        gpu="GPU-1",
+        handle=b"\x03c" + bytes(range(64)),
+        num_bytes=memory.bytes.nbytes,
+        offset=0,
+        counter=f"/torch_{os.getpid()}_{2**32 - 1}_0".encode(),
+        counter_offset=0,
+        event=bytes(64),
+        event_required=True,
+    )
 
 
 class SourceProcess:
     """Another process that holds a `Memory`; `memory` is our own copy of its bytes.
 
-    With a `capability`, it also serves all of its blocks under that; over Mooncake as well if `mooncake`.
+    With a `capability`, it also serves all of its blocks under that; over Mooncake as well if `mooncake`. `cuda`: it
+    describes them as those of a GPU.
     """
 
-    def __init__(self, capability: bytes = b"", mooncake: bool = False, **shape: Any) -> None:
+    def __init__(self, capability: bytes = b"", mooncake: bool = False, cuda: bool = False, **shape: Any) -> None:
         self.memory = Memory(**shape)
+        flags = [repr(shape), capability.hex(), "mooncake" * mooncake, "cuda" * cuda]
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "tests.kv.fakes", repr(shape), capability.hex(), "mooncake" * mooncake],
+            [sys.executable, "-m", "tests.kv.fakes", *flags],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
@@ -121,8 +144,10 @@ class SourceProcess:
 
 
 @contextlib.contextmanager
-def source_process(capability: bytes = b"", mooncake: bool = False, **shape: Any) -> Iterator[SourceProcess]:
-    source = SourceProcess(capability, mooncake, **shape)
+def source_process(
+    capability: bytes = b"", mooncake: bool = False, cuda: bool = False, **shape: Any
+) -> Iterator[SourceProcess]:
+    source = SourceProcess(capability, mooncake, cuda, **shape)
     try:
         yield source
     finally:
@@ -211,10 +236,11 @@ def _serve() -> None:
             staging, engine = StagingArea(memory.blocks), MooncakeEngine("127.0.0.1", "tcp")
             engine.register(staging.address, staging.num_bytes)
             segment = engine.segment
-        server = BlockServer(memory.blocks, nonce.value, grants, "127.0.0.1", staging=staging)
+        server = BlockServer(HostMemory(memory.blocks), nonce.value, grants, "127.0.0.1", staging=staging)
         server.start()
         tcp = f"127.0.0.1:{server.port}"
-    print(messages.encode(describe(memory, nonce, "there", tcp, segment)).hex(), flush=True)
+    cuda = shared(memory) if sys.argv[4] else None
+    print(messages.encode(describe(memory, nonce, "there", tcp, segment, cuda)).hex(), flush=True)
     sys.stdin.read()
 
 

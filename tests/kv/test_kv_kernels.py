@@ -68,7 +68,7 @@ def carry_out(case: Case, backend: str, device: str = "cpu", **options: Any) -> 
 
 def streaming(case: Case) -> tuple[Bytes, Bytes]:
     """`cpp`, with pages of every size written past the caches."""
-    with mock.patch.object(native, "STREAMING_FROM", 0):
+    with mock.patch.multiple(native, SCATTER_STREAMING_FROM=0, GATHER_STREAMING_FROM=0):
         return carry_out(case, "cpp", num_threads=2)
 
 

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,14 +19,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.kv.fakes import FakeWorker, Memory, describe, packed, source_process
+from tests.kv.fakes import ROOT, FakeWorker, Memory, describe, packed, source_process
 from tests.support.authority import Authority, credential_files, token_file
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
 from vllm_llumnix.kv import block_server, block_stage
 from vllm_llumnix.kv.block_server import BlockServer
+from vllm_llumnix.kv.blocks_tcp import receive_frame, send_frame
 from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES, Grants
-from vllm_llumnix.kv.messages import DEPTH, MoverInfo, PeerMemory
+from vllm_llumnix.kv.memory import HostMemory
+from vllm_llumnix.kv.messages import DEPTH, MoverInfo, PeerMemory, StageRequest, decode_stage_answer
 from vllm_llumnix.kv.mooncake import MooncakeEngine
 from vllm_llumnix.kv.process import NoncePage
 from vllm_llumnix.kv.seal import Sealer, new_key
@@ -31,9 +37,10 @@ from vllm_llumnix.kv.staging import StagingArea
 from vllm_llumnix.kv.transport import mooncake
 from vllm_llumnix.kv.transport.connections import Connections
 from vllm_llumnix.kv.transport.mooncake import MooncakeTransport
+from vllm_llumnix.kv.transport.segments import REMEMBERED_SECONDS, Segments
 from vllm_llumnix.kv.worker import start_mover, stop_mover, tls_context
 
-CHUNK = 1 << 20
+CHUNK = 8 << 20
 CAPABILITY = bytes(range(CAPABILITY_BYTES))
 BIG = [(4, 65536)]
 
@@ -48,6 +55,13 @@ def engines() -> Iterator[list[MooncakeEngine]]:
     until(lambda: not any(thread.name.startswith("llumnix-mooncake") for thread in threading.enumerate()))
 
 
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Source:
     def __init__(self, engine: MooncakeEngine, memory: Memory, tls: WorkerSettings | None = None, **area: int) -> None:
         self._engine = engine
@@ -57,7 +71,9 @@ class Source:
         engine.register(self.area.address, self.area.num_bytes)
         self._nonce = NoncePage()
         context = tls_context(tls, server_side=True) if tls else None
-        self.server = BlockServer(memory.blocks, self._nonce.value, self.grants, "127.0.0.1", context, self.area)
+        self.server = BlockServer(
+            HostMemory(memory.blocks), self._nonce.value, self.grants, "127.0.0.1", context, self.area
+        )
         self.server.start()
         self.peer = describe(memory, self._nonce, tcp=f"127.0.0.1:{self.server.port}", mooncake=engine.segment)
 
@@ -68,14 +84,29 @@ class Source:
 
 
 class Reader:
-    def __init__(self, engine: MooncakeEngine, memory: Memory, tls: WorkerSettings | None = None, **area: int) -> None:
+    def __init__(
+        self,
+        engine: MooncakeEngine,
+        memory: Memory,
+        tls: WorkerSettings | None = None,
+        *,
+        exposed: bool = False,
+        **area: int,
+    ) -> None:
         self.memory = memory
         self.area = StagingArea(memory.blocks, **area)
-        context = tls_context(tls, server_side=False) if tls else None
-        self.transport = MooncakeTransport(memory.blocks, engine, self.area, Connections(context))
+        connections = Connections(tls_context(tls, server_side=False) if tls else None)
+        self.transport = MooncakeTransport(HostMemory(memory.blocks), engine, self.area, connections, exposed=exposed)
 
-    def pull(self, peer: PeerMemory, source: list[int], destination: list[int], capability: bytes = CAPABILITY) -> Any:
-        return self.transport.pull(peer, source, destination, CHUNK, capability)
+    def pull(
+        self,
+        peer: PeerMemory,
+        source: list[int],
+        destination: list[int],
+        capability: bytes = CAPABILITY,
+        chunk_bytes: int = CHUNK,
+    ) -> Any:
+        return self.transport.pull(peer, source, destination, chunk_bytes, capability)
 
     @property
     def all_free(self) -> bool:
@@ -145,6 +176,18 @@ def test_blocks_arrive_and_nothing_else_changes(
         assert here.block(block) == (there.block(moved[block]) if block in moved else before.block(block))
 
 
+def test_a_turn_is_a_chunk(pair: tuple[Source, Reader]) -> None:
+    """So that a low limit does not let whole buffers pass; a block at least, and a buffer at most."""
+    source, reader = pair
+    source.grants.allow(CAPABILITY, range(64))
+    block = source.memory.blocks.bytes_per_block
+    for chunk_bytes, largest in ((1, block), (3 * block + 1, 3 * block), (1 << 30, reader.area.slot_bytes)):
+        sizes = list(reader.pull(source.peer, list(range(64)), list(range(64)), CAPABILITY, chunk_bytes))
+        assert max(sizes) == largest
+        assert sum(sizes) == 64 * block
+    assert np.array_equal(source.memory.bytes, reader.memory.bytes)
+
+
 def test_from_another_process_again_and_again(engines: list[MooncakeEngine], closing: list[Any]) -> None:
     shape: dict[str, Any] = {"shapes": BIG, "num_blocks": 200}
     reader = Reader(engines[1], Memory(seed=2, **shape))
@@ -201,6 +244,118 @@ def test_a_changed_byte(where: str, pair: tuple[Source, Reader], monkeypatch: py
         assert reader.memory.block(block) in (source.memory.block(block), before.block(block))
     assert not np.array_equal(source.memory.bytes, reader.memory.bytes)
     until(lambda: reader.all_free)
+
+
+@pytest.mark.parametrize("exposed", [True, False])
+def test_a_write_between_the_check_and_the_use(
+    exposed: bool, engines: list[MooncakeEngine], closing: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where others can write to a buffer at any time, what is used is what was checked."""
+    source = Source(engines[0], Memory(shapes=BIG, seed=1, num_blocks=64))
+    reader = Reader(engines[1], Memory(shapes=BIG, seed=2, num_blocks=64), exposed=exposed)
+    closing += [source, reader.transport]
+    source.grants.allow(CAPABILITY, range(64))
+    stock, last = Sealer.is_intact, source.memory.bytes.nbytes // reader.area.slot_bytes - 1
+
+    def meddle(sealer: Sealer, number: int, data: Any, seal: bytes) -> bool:
+        intact = stock(sealer, number, data, seal)
+        # Then no other is on its way.
+        for slot in range(DEPTH if number == last else 0):
+            ctypes.c_ubyte.from_address(reader.area.address + slot * reader.area.slot_bytes + 100).value ^= 1
+        return intact
+
+    monkeypatch.setattr(Sealer, "is_intact", meddle)
+    assert sum(reader.pull(source.peer, list(range(64)), list(range(64)))) == source.memory.bytes.nbytes
+    assert np.array_equal(source.memory.bytes, reader.memory.bytes) is exposed
+
+
+def test_nothing_is_staged_after_a_grant_was_revoked(pair: tuple[Source, Reader]) -> None:
+    """What lay there for a peer that reads no more, or not yet, is gone when `revoke` returns."""
+    source, _ = pair
+    source.grants.allow(CAPABILITY, range(64))
+    assert source.peer.tcp is not None
+    host, _, port = source.peer.tcp.rpartition(":")
+    with socket.create_connection((host, int(port))) as connection:
+        for number in range(DEPTH):
+            request = StageRequest(source.peer.nonce, CAPABILITY, [1, 2], number, new_key(), number)
+            send_frame(connection, request)
+            assert receive_frame(connection, decode_stage_answer, 5.0).error is None
+        # One more, which waits for blocks that nobody grants.
+        send_frame(connection, msgspec.structs.replace(request, blocks=[10**6]))
+        staged = ctypes.string_at(source.area.address, source.area.num_bytes)
+        began = time.monotonic()
+        source.grants.revoke(CAPABILITY)
+        assert time.monotonic() - began < 0.5
+        assert any(staged)
+        assert not any(ctypes.string_at(source.area.address, source.area.num_bytes))
+        until(lambda: source.area.num_free * source.area.slot_bytes == source.area.num_bytes, 1)
+
+
+def test_buffers_are_not_kept_for_who_is_refused(pair: tuple[Source, Reader], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_server, "GRANT_SECONDS", 0.01)
+    source, _ = pair
+    request = StageRequest(source.peer.nonce, b"x" * CAPABILITY_BYTES, [1], 0, new_key(), 0)
+    assert source.peer.tcp is not None
+    host, _, port = source.peer.tcp.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        for _ in range(8):
+            connection = stack.enter_context(socket.create_connection((host, int(port))))
+            send_frame(connection, request)
+            assert "not granted" in str(receive_frame(connection, decode_stage_answer, 5.0).error)
+        assert source.area.num_free * source.area.slot_bytes == source.area.num_bytes
+
+
+@pytest.mark.parametrize(("protocol", "expected"), [("tcp", ("1", None)), ("rdma", (None, "1"))])
+def test_the_protocol_is_mooncakes_too(
+    protocol: str, expected: tuple[str | None, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It chooses by itself unless it is forced; RDMA is not here, so that a stand-in looks at what it is told."""
+    told = []
+
+    class Engine:
+        def initialize(self, *_: str) -> int:
+            told.append((os.environ.get("MC_FORCE_TCP"), os.environ.get("MC_FORCE_HCA")))
+            return 0
+
+        def get_rpc_port(self) -> int:
+            return 1
+
+    for variable in ("MC_FORCE_TCP", "MC_FORCE_HCA"):
+        monkeypatch.setenv(variable, "1")
+    monkeypatch.setattr("mooncake.engine.TransferEngine", Engine)
+    MooncakeEngine("127.0.0.1", protocol).close()
+    assert told == [expected]
+
+
+OVER_IPV6 = """
+import os
+from vllm_llumnix.kv.layout import BlockLayout
+from vllm_llumnix.kv.mooncake import MooncakeEngine
+from vllm_llumnix.kv.staging import StagingArea, bytes_of
+
+engine = MooncakeEngine("::1", "tcp")
+area = StagingArea(BlockLayout(0, 0, 0, (), ""), 4096)
+engine.register(area.address, area.num_bytes)
+here, there = area.take(2)
+bytes_of(there, 4096).fill(7)
+read = engine.begin_read(engine.segment, here, there.address, 4096)
+while read.poll() is None:
+    pass
+print(engine.segment, read.poll(), bytes_of(here, 4096).sum() // 4096, flush=True)
+os._exit(0)
+"""
+
+
+def test_at_an_ipv6_address() -> None:
+    """In a process of its own: Mooncake reads its settings once."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6 loopback")
+    answer = subprocess.run([sys.executable, "-c", OVER_IPV6], cwd=ROOT, capture_output=True, timeout=60, check=False)
+    segment, arrived, value = answer.stdout.decode().split()[-3:]
+    assert segment.startswith("[::1]:")
+    assert (arrived, value) == ("True", "7")
 
 
 def test_only_what_is_granted(pair: tuple[Source, Reader], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,6 +466,48 @@ def test_probe_says_why_not(pair: tuple[Source, Reader]) -> None:
         list(reader.pull(source.peer, [0, 1], [1]))
 
 
+def test_a_segment_out_of_reach(pair: tuple[Source, Reader]) -> None:
+    """A packet filter before Mooncake's ports: the block server is there, Mooncake is not."""
+    source, reader = pair
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        segment = f"127.0.0.1:{nobody.getsockname()[1]}"
+    for wrong in (segment, "nonsense"):
+        with pytest.raises(TransportUnavailable, match=f"cannot be reached at {wrong}: "):
+            reader.transport.probe(msgspec.structs.replace(source.peer, mooncake=wrong))
+    reader.transport.probe(source.peer)
+
+
+def test_a_segment_that_cannot_be_read(pair: tuple[Source, Reader], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who takes connections need not be Mooncake: after a read that failed, another transport has its turn."""
+    monkeypatch.setattr(block_server, "GRANT_SECONDS", 0.05)
+    source, reader = pair
+    clock = Clock()
+    reader.transport.segments = Segments(clock)
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        peer = msgspec.structs.replace(source.peer, mooncake=f"127.0.0.1:{deaf.getsockname()[1]}")
+        reader.transport.probe(peer)
+        with pytest.raises(TransferFailed, match="not granted"):
+            list(reader.pull(peer, [1], [1]))
+        reader.transport.probe(peer)  # that was the source's word
+        source.grants.allow(CAPABILITY, range(64))
+        with pytest.raises(TransferFailed):
+            list(reader.pull(peer, [1], [1]))
+        with pytest.raises(TransportUnavailable, match=r"could not read|not come to an end"):
+            reader.transport.probe(peer)
+        reader.transport.probe(source.peer)
+        clock.now += REMEMBERED_SECONDS
+        reader.transport.probe(peer)
+        monkeypatch.setattr(mooncake, "STUCK_SECONDS", 0.1)
+        given_up = reader.pull(peer, [1], [1])
+        began = time.monotonic()
+        while time.monotonic() - began < 0.5:
+            assert not next(given_up)
+        given_up.close()
+        with pytest.raises(TransportUnavailable, match="not come to an end"):
+            reader.transport.probe(peer)
+    until(lambda: reader.all_free, 20)
+
+
 def test_seals() -> None:
     data = np.arange(100, dtype=np.uint8)
     sealer, twin = (Sealer(key) for key in [new_key()] * 2)
@@ -345,7 +542,7 @@ async def test_a_worker_starts_stops_and_starts_again(engines: list[MooncakeEngi
                 assert {frozenset(os.sched_getaffinity(int(thread))) for thread in started} == {frozenset(cpus)}
             assert info.memory.mooncake is not None
             client = MoverClient(info)
-            assert (await client.probe(source.peer)).transport == "mooncake"
+            assert await client.probe(source.peer, "mooncake") is None
             report = await client.pull(
                 1, source.peer, [3], [4 * times], transport="mooncake", deadline_s=5, capability=CAPABILITY
             )
@@ -355,7 +552,8 @@ async def test_a_worker_starts_stops_and_starts_again(engines: list[MooncakeEngi
             stop_mover(worker)
 
 
-def test_without_mooncake(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.asyncio
+async def test_without_mooncake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_llumnix.kv.mooncake.why_not_installed", lambda: "it is not here")
     worker = FakeWorker(Memory())
     for required in (True, False):
@@ -367,4 +565,7 @@ def test_without_mooncake(monkeypatch: pytest.MonkeyPatch) -> None:
             continue
         info = msgspec.msgpack.decode(start_mover(worker, settings), type=MoverInfo)
         assert (info.memory.mooncake, bool(info.memory.tcp)) == (None, True)
+        client = MoverClient(info)
+        assert await client.probe(info.memory, "mooncake") == "no transport 'mooncake': it is not here"
+        client.close()
         stop_mover(worker)

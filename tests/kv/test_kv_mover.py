@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import threading
 import time
 from pathlib import Path
@@ -21,9 +22,13 @@ from vllm_llumnix import faults
 from vllm_llumnix.errors import TransferFailed
 from vllm_llumnix.kv import messages, worker
 from vllm_llumnix.kv.client import MoverClient
+from vllm_llumnix.kv.grants import CAPABILITY_BYTES
+from vllm_llumnix.kv.memory import HostMemory
 from vllm_llumnix.kv.messages import MoverInfo, PullReport, Rejected
 from vllm_llumnix.kv.mover import corrupt
 from vllm_llumnix.kv.settings import Limit
+from vllm_llumnix.kv.transport import connections
+from vllm_llumnix.kv.transport.tcp import TcpTransport
 from vllm_llumnix.kv.worker import start_mover, stop_mover
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(20)]
@@ -32,6 +37,7 @@ ALL = list(range(32))
 PAGE = 65536
 BLOCK = 4 * PAGE
 TOTAL = 32 * BLOCK
+CAPABILITY = bytes(CAPABILITY_BYTES)
 SLOW = 1e6
 """Bytes per second at which all blocks of the source take 8 s, in chunks of 16 ms."""
 
@@ -41,7 +47,7 @@ async def started(client: MoverClient, source: SourceProcess, job: int) -> async
     pull = client.pull(job, source.peer, ALL, ALL, deadline_s=20, limit=Limit(bytes_per_s=SLOW))
     task = asyncio.create_task(pull)
     await asyncio.sleep(0)
-    assert (await client.probe(source.peer)).transport == "local"
+    assert await client.probe(source.peer) is None
     return task
 
 
@@ -84,6 +90,27 @@ class TestPull:
         await asyncio.gather(pull(1, ALL), pull(2, ALL[:2]), pull(3, ALL[2:3], final=True))
         assert order == [3, 1, 2]
 
+    async def test_only_a_final_pull_takes_cores_from_others(self, client: MoverClient, source: SourceProcess) -> None:
+        async def policy() -> int:
+            """In the turn after the one in which all commands so far were taken."""
+            for _ in range(2):
+                assert await client.probe(source.peer) is None
+            (mover,) = [thread for thread in threading.enumerate() if thread.name == "llumnix-mover"]
+            assert mover.native_id is not None
+            return os.sched_getscheduler(mover.native_id)
+
+        assert await policy() == os.SCHED_OTHER
+        background = await started(client, source, 1)
+        assert await policy() == os.SCHED_BATCH
+        final = client.pull(2, source.peer, ALL, ALL, deadline_s=20, limit=Limit(bytes_per_s=2 * SLOW), final=True)
+        urgent = asyncio.create_task(final)
+        await asyncio.sleep(0)
+        assert await policy() == os.SCHED_OTHER
+        for job, task in ((1, background), (2, urgent)):
+            await client.stop(job)
+            assert (await task).error == "stopped"
+        assert await policy() == os.SCHED_OTHER
+
     async def test_limits_do_not_hold_up_each_other(self, client: MoverClient, source: SourceProcess) -> None:
         slow = await started(client, source, 1)
         for limit in (Limit(), Limit(share=1.0), Limit(bytes_per_s=1e9)):
@@ -93,6 +120,62 @@ class TestPull:
         assert not slow.done()
         await client.stop(1)
         assert (await slow).error == "stopped"
+
+    async def test_nobody_waits_for_the_silent_peer_of_another(
+        self, memory: Memory, source: SourceProcess, tmp_path: Path
+    ) -> None:
+        """The mover looks for bytes of the silent one a few milliseconds at a time, however urgent they are."""
+        here = FakeWorker(memory)
+        (tmp_path / "other").mkdir()
+        settings = packed(directory=str(tmp_path / "other"), transports=("local", "tcp"))
+        client = MoverClient(msgspec.msgpack.decode(start_mover(here, settings), type=MoverInfo))
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            peer = msgspec.structs.replace(source.peer, tcp=f"127.0.0.1:{silent.getsockname()[1]}")
+            waiting = asyncio.create_task(client.pull(1, peer, ALL, ALL, deadline_s=10, transport="tcp", final=True))
+            connection, _ = await asyncio.to_thread(silent.accept)
+            began = time.monotonic()
+            for job in range(2, 12):
+                report = await client.pull(job, source.peer, [job], [job], deadline_s=5, transport="local")
+                assert report.error is None
+            assert time.monotonic() - began < 1
+            assert not waiting.done()
+            await client.stop(1)
+            assert (await waiting).error == "stopped"
+            connection.close()
+        client.close()
+        stop_mover(here)
+
+    async def test_nobody_waits_for_who_is_probed(
+        self, memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A pull over tcp goes on while somebody is probed who takes connections and says nothing."""
+        monkeypatch.setattr(connections, "ANSWER_SECONDS", 2.0)
+        here = FakeWorker(memory)
+        settings = packed(directory=str(tmp_path), transports=("tcp",))
+        client = MoverClient(msgspec.msgpack.decode(start_mover(here, settings), type=MoverInfo))
+        with (
+            source_process(CAPABILITY, shapes=[(4, PAGE)], seed=1) as live,
+            socket.create_server(("127.0.0.1", 0)) as silent,
+        ):
+            assert await client.probe(live.peer, "tcp") is None
+            peer = msgspec.structs.replace(live.peer, tcp=f"127.0.0.1:{silent.getsockname()[1]}")
+            began = time.monotonic()
+            probes = [asyncio.create_task(client.probe(peer, "tcp")) for _ in range(3)]
+            await asyncio.sleep(0.1)
+            report = await client.pull(1, live.peer, ALL, ALL, deadline_s=5, transport="tcp", capability=CAPABILITY)
+            assert report.error is None
+            assert time.monotonic() - began < 1.9
+            assert not any(probe.done() for probe in probes)
+            assert [await probe for probe in probes] == ["timed out"] * 3
+            assert time.monotonic() - began < 4
+            assert np.array_equal(memory.bytes, live.memory.bytes)
+            ended = asyncio.create_task(client.probe(peer, "tcp"))
+            await asyncio.sleep(0.1)
+            await asyncio.to_thread(stop_mover, here)
+            assert not any(thread.name.startswith("llumnix-probe") for thread in threading.enumerate())
+            with pytest.raises(TransferFailed, match="has gone"):
+                await ended
+        client.close()
 
     async def test_a_late_pull_is_given_up(self, client: MoverClient, source: SourceProcess) -> None:
         report = await client.pull(1, source.peer, ALL, ALL, deadline_s=0.05, limit=Limit(bytes_per_s=SLOW))
@@ -106,9 +189,7 @@ class TestPull:
             report = await pull
         assert report.error is not None
         assert "has ended" in report.error
-        probe = await client.probe(source.peer)
-        assert probe.transport is None
-        assert probe.reason.startswith("local: worker 0 of there")
+        assert ((await client.probe(source.peer)) or "").startswith("worker 0 of there")
 
     async def test_clients_do_not_share_job_numbers(
         self, client: MoverClient, info: MoverInfo, source: SourceProcess
@@ -295,6 +376,26 @@ class TestFaults:
 
 
 class TestStart:
+    async def test_an_instance_at_an_ipv6_address(self, memory: Memory, source: SourceProcess, tmp_path: Path) -> None:
+        if not _has_ipv6():
+            pytest.skip("this machine has no IPv6 loopback")
+        there = Memory(shapes=memory.shapes, seed=3)
+        fake = FakeWorker(there)
+        settings = packed(directory=str(tmp_path), transports=("tcp",), host="::1")
+        info = msgspec.msgpack.decode(start_mover(fake, settings), type=MoverInfo)
+        try:
+            assert info.memory.tcp is not None
+            assert info.memory.tcp.startswith("[::1]:")
+            assert worker._running is not None
+            worker._running.mover.grants.allow(CAPABILITY, [3])
+            transport = TcpTransport(HostMemory(memory.blocks))
+            transport.probe(info.memory)
+            assert sum(transport.pull(info.memory, [3], [4], 1 << 20, CAPABILITY)) == BLOCK
+            assert memory.block(4) == there.block(3)
+            transport.close()
+        finally:
+            stop_mover(fake)
+
     async def test_what_the_worker_says(self, info: MoverInfo, memory: Memory) -> None:
         assert info.memory.layout == memory.blocks
         assert info.memory.unavailable is None
@@ -315,18 +416,17 @@ class TestStart:
         client.close()
         stop_mover(wrapped)
 
-    async def test_memory_of_a_gpu_is_out_of_reach(
-        self, memory: Memory, source: SourceProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    async def test_memory_of_another_device_is_out_of_reach(
+        self, memory: Memory, source: SourceProcess, tmp_path: Path
     ) -> None:
-        monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
-        fake = FakeWorker(memory, device="cuda")
+        fake = FakeWorker(memory, device="xpu")
         settings = packed(directory=str(tmp_path))
         info = msgspec.msgpack.decode(start_mover(fake, settings), type=MoverInfo)
         client = MoverClient(info)
-        assert info.isa == "cuda-9.0"
+        assert info.isa == "xpu"
         assert info.memory.unavailable is not None
-        assert "cuda device" in info.memory.unavailable
-        assert (await client.probe(source.peer)).reason == info.memory.unavailable
+        assert "xpu device" in info.memory.unavailable
+        assert await client.probe(source.peer) == f"no transport 'local': {info.memory.unavailable}"
         report = await client.pull(1, source.peer, [0], [0], deadline_s=5)
         assert report.error == f"no transport 'local': {info.memory.unavailable}"
         client.close()
@@ -367,6 +467,14 @@ class TestFingerprint:
         with torch.no_grad():
             changed.turned[-1, -1] += 1
         assert mine != worker.fingerprint(changed)
+
+
+def _has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
 
 
 def _is_there(endpoint: str) -> bool:

@@ -3,10 +3,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from vllm_llumnix.kv.pace import CHUNK_BYTES, MEASURED_BYTES, MEASURED_FOR_SECONDS, SMALLEST_CHUNK_BYTES, Pace
+from vllm_llumnix.kv.pace import (
+    CHUNK_BYTES,
+    MEASURED_BYTES,
+    MEASURED_CHUNKS,
+    MEASURED_FOR_SECONDS,
+    SMALLEST_CHUNK_BYTES,
+    Pace,
+)
 from vllm_llumnix.kv.settings import Limit
+
+ENOUGH = MEASURED_BYTES * MEASURED_CHUNKS // (MEASURED_CHUNKS - 1)
+"""Of a pull whose first chunk does not count."""
 
 
 class Clock:
@@ -18,15 +30,23 @@ class Clock:
 
 def transfer(pace: Pace, clock: Clock, num_bytes: int, copy_bytes_per_s: float = 5e9) -> float:
     """Seconds that a transfer takes when copying itself runs at `copy_bytes_per_s`."""
-    began, left = clock.now, num_bytes
+    began = clock.now
+    for _ in chunks(pace, clock, num_bytes, [copy_bytes_per_s]):
+        pass
+    return clock.now - began
+
+
+def chunks(pace: Pace, clock: Clock, num_bytes: int, copy_bytes_per_s: list[float]) -> Iterator[int]:
+    """The sizes of a pull's chunks; how fast they come can be changed in between."""
+    pull, left = pace.begin(num_bytes), num_bytes
     while left:
-        chunk = min(left, pace.chunk_bytes())
+        chunk = min(left, pull.chunk_bytes())
         started = clock.now
-        clock.now += chunk / copy_bytes_per_s
-        pace.spend(chunk, started)
+        clock.now += chunk / copy_bytes_per_s[0]
+        pull.spend(chunk, started)
         clock.now += pace.delay()
         left -= chunk
-    return clock.now - began
+        yield chunk
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4096, 1 << 20, 224 << 20])
@@ -50,9 +70,9 @@ def test_a_slow_copy_is_not_slowed_down() -> None:
 
 
 def test_chunks_follow_the_rate() -> None:
-    assert Pace().chunk_bytes() == CHUNK_BYTES
+    assert Pace().begin(1 << 30).chunk_bytes() == CHUNK_BYTES
     for rate, size in ((1e12, CHUNK_BYTES), (1e9, 2_000_000), (1.0, SMALLEST_CHUNK_BYTES)):
-        assert Pace(Limit(bytes_per_s=rate)).chunk_bytes() == size
+        assert Pace(Limit(bytes_per_s=rate)).begin(1 << 30).chunk_bytes() == size
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5])
@@ -60,7 +80,7 @@ def test_a_share_is_one_of_what_the_link_gives(share: float) -> None:
     clock = Clock()
     pace = Pace(Limit(share=share), clock)
     for link in (5e9, 1e9):
-        assert transfer(pace, clock, MEASURED_BYTES, link) == pytest.approx(MEASURED_BYTES / link)
+        assert transfer(pace, clock, ENOUGH, link) == pytest.approx(ENOUGH / link)
         for _ in range(3):
             assert transfer(pace, clock, 10_000_000, link) == pytest.approx(10_000_000 / (share * link), rel=0.01)
         clock.now += MEASURED_FOR_SECONDS
@@ -69,9 +89,36 @@ def test_a_share_is_one_of_what_the_link_gives(share: float) -> None:
 def test_small_transfers_measure_together() -> None:
     clock = Clock()
     pace = Pace(Limit(share=0.5), clock)
-    for _ in range(MEASURED_BYTES >> 20):
+    for _ in range(ENOUGH >> 20):
         assert transfer(pace, clock, 1 << 20, 1e9) == pytest.approx((1 << 20) / 1e9)
+    transfer(pace, clock, 1 << 20, 1e9)
     assert pace.bytes_per_s == pytest.approx(0.5e9)
+
+
+def test_the_way_to_a_peer_is_not_the_link() -> None:
+    """What it takes to connect and to be answered, and what has come meanwhile, says nothing of the link."""
+    clock = Clock()
+    for first in (1e6, 1e12):
+        pace, speed = Pace(Limit(share=0.5), clock), [first]
+        for _ in chunks(pace, clock, 2 * ENOUGH, speed):
+            speed[0] = 1e9
+        assert pace.bytes_per_s == pytest.approx(0.5e9)
+
+
+def test_a_pull_under_a_limit_measures_nothing() -> None:
+    """What it has not fetched in time lies in the buffers of its connections, and comes at the speed of memory."""
+    clock = Clock()
+    pace = Pace(Limit(share=0.5), clock)
+    transfer(pace, clock, ENOUGH, 1e9)
+    late = chunks(pace, clock, 4 * ENOUGH, [1e12])
+    next(late)
+    clock.now += MEASURED_FOR_SECONDS
+    began = clock.now
+    copied = sum(late)
+    assert clock.now - began == pytest.approx(copied / 0.5e9, rel=0.01)
+    assert pace.bytes_per_s == pytest.approx(0.5e9)
+    transfer(pace, clock, ENOUGH, 2e9)
+    assert pace.bytes_per_s == pytest.approx(1e9)
 
 
 @pytest.mark.parametrize("limit", [{"bytes_per_s": 0}, {"bytes_per_s": -1.0}, {"bytes_per_s": float("nan")},

@@ -40,6 +40,7 @@ from llumlet.types import (
 from vllm_llumnix import faults, ids
 from vllm_llumnix.engine.kvconn import Departure, KVConnection
 from vllm_llumnix.engine.memory import Movers, encode_memory
+from vllm_llumnix.engine.records import MoveRecords
 from vllm_llumnix.engine.relay import OriginUnreachable, Relay
 from vllm_llumnix.engine.request_state import Residence, state_of, why_not_now
 from vllm_llumnix.engine.scheduler_port import Frontier, FrozenRequest, Pin, SchedulerPort
@@ -510,6 +511,7 @@ class OutgoingMove:
         self.progress.reason = parse_reason(outcome.reason or "")
         self.progress.detail = outcome.detail
         self._report_phase(outcome.state)
+        self.departures.records.add(self.progress)
         if self._released is None:
             self.departures.forget(self)
         else:
@@ -548,6 +550,7 @@ class Departures:
         self.movers = movers
         self.deadline_s = deadline_s
         self.moves: dict[str, OutgoingMove] = {}
+        self.records = MoveRecords()
         config = bypass.config
         limits = Limits(
             max_requests=config.max_migrations_out,

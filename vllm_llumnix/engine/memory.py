@@ -46,10 +46,18 @@ def decode_memory(data: bytes) -> SourceMemory:
 class Movers:
     """The movers of this engine's workers, driven together."""
 
-    def __init__(self, infos: Sequence[MoverInfo], limit: Limit = UNLIMITED, limit_here: Limit = UNLIMITED) -> None:
-        """`limit` is that of all workers together, for peers on other hosts; `limit_here` for those on ours."""
+    def __init__(
+        self,
+        infos: Sequence[MoverInfo],
+        transports: Sequence[str] = ("local",),
+        limit: Limit = UNLIMITED,
+        limit_here: Limit = UNLIMITED,
+    ) -> None:
+        """transports: those to be used, in order of preference. `limit` is that of all workers together, for peers on
+        other hosts; `limit_here` for those on ours."""
         self._context = zmq.asyncio.Context()
         self._clients = [MoverClient(info, self._context) for info in infos]
+        self._transports = transports
         self._limit, self._limit_here = (each.of_one_in(max(1, len(infos))) for each in (limit, limit_here))
         self._host = infos[0].memory.boot_id if infos else ""
         self._jobs = itertools.count(1)
@@ -59,18 +67,21 @@ class Movers:
         return next(self._jobs)
 
     async def probe(self, peer: SourceMemory) -> str:
-        """The transport that reaches every rank of the peer. Raises Refused(transport_unavailable)."""
+        """The first transport with which every rank reaches its peer. Raises Refused(transport_unavailable), with what
+        is in the way of each."""
         if len(peer.ranks) != len(self._clients):
             raise Refused(
                 Reason.INCOMPATIBLE_ENGINE, f"{len(peer.ranks)} workers at the source, {len(self._clients)} here"
             )
-        reports = await asyncio.gather(
-            *(client.probe(memory) for client, memory in zip(self._clients, peer.ranks, strict=True))
-        )
-        for report in reports:
-            if report.transport is None:
-                raise Refused(Reason.TRANSPORT_UNAVAILABLE, report.reason)
-        return str(reports[0].transport)
+        obstacles: list[str] = []
+        for transport in self._transports:
+            found = await asyncio.gather(
+                *(client.probe(memory, transport) for client, memory in zip(self._clients, peer.ranks, strict=True))
+            )
+            if not any(found):
+                return transport
+            obstacles += [f"{transport}, rank {rank}: {why}" for rank, why in enumerate(found) if why is not None]
+        raise Refused(Reason.TRANSPORT_UNAVAILABLE, "; ".join(obstacles))
 
     async def pull(
         self,

@@ -19,9 +19,9 @@ import msgspec
 
 from vllm_llumnix.errors import TransferFailed
 from vllm_llumnix.kv.block_stage import Stage
-from vllm_llumnix.kv.blocks_tcp import Span, receive_frame, send_frame
+from vllm_llumnix.kv.blocks_tcp import receive_frame, send_frame
 from vllm_llumnix.kv.grants import Grants
-from vllm_llumnix.kv.layout import BlockLayout
+from vllm_llumnix.kv.memory import BlockMemory
 from vllm_llumnix.kv.messages import BlockAnswer, BlockRequest, StageAnswer, StageRequest, decode_request
 from vllm_llumnix.kv.staging import StagingArea
 
@@ -32,8 +32,10 @@ HANDSHAKE_SECONDS = 5.0
 """For the certificates, and for the first request."""
 IDLE_SECONDS = 600.0
 """After which a connection without requests is closed."""
+STAGED_SECONDS = 30.0
+"""The same, while buffers that others wait for are kept for it."""
 STALL_SECONDS = 10.0
-"""How long a peer may take nothing while it is sent something."""
+"""How long a peer may take nothing while it is sent something, and how long for a request once it has begun."""
 GRANT_SECONDS = 1.0
 """How much earlier than its grant a request may come."""
 ANOTHER_PROCESS = "this is another process than was advertised"
@@ -46,7 +48,7 @@ class BlockServer:
 
     def __init__(
         self,
-        layout: BlockLayout,
+        memory: BlockMemory,
         nonce: bytes,
         grants: Grants,
         host: str,
@@ -54,7 +56,7 @@ class BlockServer:
         staging: StagingArea | None = None,
     ) -> None:
         """`staging`: what Mooncake reads, if it runs. Raises OSError if `host` cannot be listened at."""
-        self._layout = layout
+        self._memory = memory
         self._nonce = nonce
         self._grants = grants
         self._tls = tls
@@ -105,15 +107,16 @@ class BlockServer:
                 with self._lock:
                     self._connections.discard(accepted)
                     self._connections.add(connection)
+            idle_s = HANDSHAKE_SECONDS
             while True:
-                request = receive_frame(connection, decode_request)
+                request = receive_frame(connection, decode_request, STALL_SECONDS, idle_s)
                 connection.settimeout(STALL_SECONDS)
                 if isinstance(request, BlockRequest):
                     self._send(connection, request)
                 else:
                     stage = stage or self._new_stage()
                     self._stage(connection, request, stage)
-                connection.settimeout(IDLE_SECONDS)
+                idle_s = STAGED_SECONDS if stage is not None and stage.holds_buffers else IDLE_SECONDS
         except (OSError, EOFError, ValueError, msgspec.MsgspecError) as error:
             logger.debug("blocks: connection ended: %s", error)
         except Exception:
@@ -129,7 +132,7 @@ class BlockServer:
         """Raises ValueError."""
         if self._staging is None:
             raise ValueError("a peer asks for Mooncake, which does not run here")
-        return Stage(self._layout, self._staging, self._grants, GRANT_SECONDS)
+        return Stage(self._memory, self._staging, self._grants, GRANT_SECONDS)
 
     def _stage(self, connection: socket.socket, request: StageRequest, stage: Stage) -> None:
         """Raises OSError."""
@@ -149,7 +152,7 @@ class BlockServer:
             send_frame(connection, BlockAnswer())
             return
         try:
-            span = Span(self._layout, request.blocks, request.layers_outermost)
+            span = self._memory.transfer(request.blocks, request.layers_outermost)
             reading = self._grants.reading(
                 request.capability, request.blocks, lambda: _cut(connection), patience_s=GRANT_SECONDS
             )
@@ -167,4 +170,5 @@ class BlockServer:
 
 def _cut(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+        # Not the method of `ssl.SSLSocket`: before it shuts anything down, that has its socket send in clear.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)

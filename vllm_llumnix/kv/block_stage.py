@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Final
 
@@ -10,47 +12,62 @@ import numpy as np
 import torch
 
 from vllm_llumnix.errors import TransferFailed
-from vllm_llumnix.kv import kernels
 from vllm_llumnix.kv.grants import Grants
-from vllm_llumnix.kv.layout import BlockLayout
+from vllm_llumnix.kv.memory import BlockMemory
 from vllm_llumnix.kv.messages import DEPTH, StageAnswer, StageRequest
 from vllm_llumnix.kv.seal import Sealer
-from vllm_llumnix.kv.staging import Slot, StagingArea, bytes_of, storage_of
+from vllm_llumnix.kv.staging import Slot, StagingArea, bytes_of
 
 PATIENCE_SECONDS: Final = 1.0
 """How long a pull waits for the buffers of others."""
 
 
 class Stage:
-    """What one connection has staged. Used by that connection's thread."""
+    """What one connection has staged. Used by that connection's thread.
 
-    def __init__(self, layout: BlockLayout, area: StagingArea, grants: Grants, grant_seconds: float) -> None:
-        self._layout = layout
+    What lies there is on its way in the sense of `Grants`: whoever revokes the grant waits until it is cleared.
+    """
+
+    def __init__(self, memory: BlockMemory, area: StagingArea, grants: Grants, grant_seconds: float) -> None:
+        self._memory = memory
         self._area = area
         self._grants = grants
         self._grant_seconds = grant_seconds
         self._slots: list[Slot] = []
         self._used: dict[Slot, int] = {}
         """How many bytes of them are filled, at the most."""
-        self._storage = storage_of(layout)
+        self._readings: defaultdict[Slot, contextlib.ExitStack] = defaultdict(contextlib.ExitStack)
         self._private = torch.empty(area.slot_bytes, dtype=torch.uint8)
 
+    @property
+    def holds_buffers(self) -> bool:
+        return bool(self._slots)
+
     def fill(self, request: StageRequest, cut: Callable[[], None]) -> StageAnswer:
-        num_bytes = len(request.blocks) * self._layout.bytes_per_block
+        """`cut` ends the connection, and has to make its thread `clear` soon."""
+        num_bytes = len(request.blocks) * self._memory.layout.bytes_per_block
         if num_bytes > self._area.slot_bytes:
             return StageAnswer(f"{num_bytes} bytes do not fit a buffer of {self._area.slot_bytes}")
         try:
             if not self._slots:
                 self._slots = self._area.take(DEPTH, PATIENCE_SECONDS)
-            # Not gathered in place: what lies there can be changed by anybody before it is sealed.
-            granted = self._grants.reading(request.capability, request.blocks, cut, self._grant_seconds)
-            with granted:
-                kernels.gather(self._storage, self._layout, request.blocks, self._private)
+            slot = self._slots[request.slot]
+            with contextlib.ExitStack() as reading:
+                reading.enter_context(
+                    self._grants.reading(request.capability, request.blocks, cut, self._grant_seconds)
+                )
+                # Not gathered in place: what lies there can be changed by anybody before it is sealed.
+                self._memory.gather(request.blocks, self._private)
+                private = self._private[:num_bytes].numpy()
+                self._used[slot] = max(num_bytes, self._used.get(slot, 0))
+                np.copyto(bytes_of(slot, num_bytes), private)
+                # What was there before is on its way no more.
+                self._readings[slot].close()
+                self._readings[slot] = reading.pop_all()
         except (TransferFailed, ValueError) as error:
+            if not self._used:
+                self.clear()
             return StageAnswer(str(error))
-        slot, private = self._slots[request.slot], self._private[:num_bytes].numpy()
-        self._used[slot] = max(num_bytes, self._used.get(slot, 0))
-        np.copyto(bytes_of(slot, num_bytes), private)
         return StageAnswer(address=slot.address, seal=Sealer(request.key).seal(request.number, private))
 
     def clear(self) -> None:
@@ -60,4 +77,7 @@ class Stage:
             # By this thread alone: torch would wake a pool of its own, beside the model's.
             bytes_of(slot, num_bytes).fill(0)
         self._used.clear()
+        for reading in self._readings.values():
+            reading.close()
+        self._readings.clear()
         self._area.give_back(slots)

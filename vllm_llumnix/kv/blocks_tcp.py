@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import socket
 import ssl
 import struct
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -62,25 +64,35 @@ class Span:
     def send(self, connection: socket.socket, max_bytes: int) -> int:
         """One call's worth; returns the bytes sent. Raises OSError."""
         buffers = self.buffers(max_bytes)
-        # OpenSSL takes one buffer at a time.
-        sent = connection.send(buffers[0]) if isinstance(connection, ssl.SSLSocket) else connection.sendmsg(buffers)
+        sent = send_from(connection, *buffers)
         self.advance(sent)
         return sent
 
     def receive(self, connection: socket.socket, max_bytes: int) -> int:
         """One call's worth; returns the bytes received, 0 if there is none now. Raises OSError, TransferFailed."""
-        buffers = self.buffers(min(max_bytes, RECEIVE_BYTES))
-        try:
-            if isinstance(connection, ssl.SSLSocket):
-                received = connection.recv_into(buffers[0])
-            else:
-                received = connection.recvmsg_into(buffers)[0]
-        except (BlockingIOError, ssl.SSLWantReadError):
-            return 0
-        if not received:
-            raise TransferFailed("the source has closed the connection")
+        received = receive_into(connection, *self.buffers(min(max_bytes, RECEIVE_BYTES)))
         self.advance(received)
         return received
+
+
+def send_from(connection: socket.socket, *buffers: memoryview) -> int:
+    """One call's worth; returns the bytes sent. Raises OSError."""
+    # OpenSSL takes one buffer at a time.
+    return connection.send(buffers[0]) if isinstance(connection, ssl.SSLSocket) else connection.sendmsg(buffers)
+
+
+def receive_into(connection: socket.socket, *buffers: memoryview) -> int:
+    """One call's worth; returns the bytes received, 0 if there is none now. Raises OSError, TransferFailed."""
+    try:
+        if isinstance(connection, ssl.SSLSocket):
+            received = connection.recv_into(buffers[0])
+        else:
+            received = connection.recvmsg_into(buffers)[0]
+    except (BlockingIOError, ssl.SSLWantReadError):
+        return 0
+    if not received:
+        raise TransferFailed("the source has closed the connection")
+    return received
 
 
 def send_frame(connection: socket.socket, message: msgspec.Struct) -> None:
@@ -89,17 +101,27 @@ def send_frame(connection: socket.socket, message: msgspec.Struct) -> None:
     connection.sendall(_LENGTH.pack(len(data)) + data)
 
 
-def receive_frame(connection: socket.socket, decode: Callable[[bytes], T]) -> T:
-    """Of a blocking socket, whose timeout applies. Raises OSError, EOFError, ValueError for what is no such message."""
-    (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
+def receive_frame(
+    connection: socket.socket, decode: Callable[[bytes], T], seconds: float, idle_s: float | None = None
+) -> T:
+    """All of it comes within `seconds`, however it is cut into pieces, of its first byte, which may take `idle_s`.
+
+    Raises OSError, EOFError, ValueError for what is no such message.
+    """
+    connection.settimeout(seconds if idle_s is None else idle_s)
+    first = _receive(connection, 1, math.inf)
+    deadline = time.monotonic() + seconds
+    (length,) = _LENGTH.unpack(first + _receive(connection, _LENGTH.size - 1, deadline))
     if length > MAX_FRAME_BYTES:
         raise ValueError(f"a message of {length} bytes")
-    return decode(_receive(connection, length))
+    return decode(_receive(connection, length, deadline))
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
+def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
     data = bytearray()
     while len(data) < size:
+        if deadline < math.inf:
+            connection.settimeout(max(deadline - time.monotonic(), 1e-3))
         part = connection.recv(size - len(data))
         if not part:
             raise EOFError("the connection was closed")

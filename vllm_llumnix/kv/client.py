@@ -102,9 +102,10 @@ class MoverClient:
         """
         await self._call(StopPull(job), Stopped, deadline_s)
 
-    async def probe(self, peer: PeerMemory, deadline_s: float = 5.0) -> ProbeReport:
-        """Which transport reaches `peer`, or why none does."""
-        return await self._call(Probe(next(self._questions), peer), ProbeReport, deadline_s)
+    async def probe(self, peer: PeerMemory, transport: str = "local", deadline_s: float = 5.0) -> str | None:
+        """Why `transport` does not reach `peer`; None if it does."""
+        probe = Probe(next(self._questions), peer, transport)
+        return (await self._call(probe, ProbeReport, deadline_s)).obstacle
 
     async def grant(self, capability: bytes, blocks: list[int]) -> None:
         """Peers who show the capability may be sent these blocks, too."""

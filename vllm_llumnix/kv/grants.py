@@ -2,7 +2,7 @@
 """Which blocks of ours a peer may be sent, by the capability of its migration. Thread-safe.
 
 The engine grants blocks that it has pinned, and revokes the grant before it lets go of them. From then on nothing is
-sent, and what is being sent stops.
+sent, what is being sent stops, and what was put somewhere for the peer lies there no more.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from vllm_llumnix.errors import TransferFailed
 
 CAPABILITY_BYTES = 32
+NOT_GRANTED = "these blocks are not granted (any more)"
 
 
 class Reading:
-    """Blocks on their way to a peer. `revoked` is to be looked at before every piece that is sent."""
+    """Blocks on their way to a peer, or a question for them. `revoked` is to be looked at before every piece."""
 
     def __init__(self, cut: Callable[[], None]) -> None:
         self.revoked = False
@@ -41,28 +42,37 @@ class Grants:
             self._changed.notify_all()
 
     def revoke(self, capability: bytes) -> None:
-        """Returns when nothing is sent under it any more. A capability that is not known is no error."""
+        """Returns when nothing of it is on its way any more. A capability that is not known is no error."""
         with self._changed:
             self._blocks.pop(capability, None)
             for reading in self._readings.get(capability, ()):
                 reading.revoke()
+            self._changed.notify_all()
             self._changed.wait_for(lambda: not self._readings.get(capability))
 
     @contextlib.contextmanager
     def reading(
         self, capability: bytes, blocks: Sequence[int], cut: Callable[[], None], patience_s: float
     ) -> Iterator[Reading]:
-        """While it lasts, `revoke` waits for it, and calls `cut` to end a wait for the peer.
+        """While it lasts, `revoke` waits for it; it calls `cut`, after which it has to end soon.
 
         A grant may overtake the peer's question or be overtaken by it: one that is not there is waited for.
         Raises TransferFailed if these blocks are not granted.
         """
         reading = Reading(cut)
+
+        def is_decided() -> bool:
+            return reading.revoked or self._blocks.get(capability, set()).issuperset(blocks)
+
         with self._changed:
-            if not self._changed.wait_for(lambda: self._blocks.get(capability, set()).issuperset(blocks), patience_s):
-                raise TransferFailed("these blocks are not granted (any more)")
-            self._readings.setdefault(capability, set()).add(reading)
+            under_way = self._readings.setdefault(capability, set())
+            if any(other.revoked for other in under_way):  # `revoke` waits, perhaps for the caller itself
+                raise TransferFailed(NOT_GRANTED)
+            under_way.add(reading)
         try:
+            with self._changed:
+                if not self._changed.wait_for(is_decided, patience_s) or reading.revoked:
+                    raise TransferFailed(NOT_GRANTED)
             yield reading
         finally:
             with self._changed:

@@ -23,6 +23,19 @@ Capability: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=CAPABILITY_BYTE
 _Address: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
+class CudaShare(msgspec.Struct, frozen=True):
+    """What another process of this host needs to map a GPU's memory: its name, and torch's own description."""
+
+    gpu: str
+    handle: bytes
+    num_bytes: int
+    offset: int
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    event_required: bool
+
+
 class PeerMemory(msgspec.Struct, frozen=True):
     """The KV memory of one worker process, in words that identify the process beyond its pid.
 
@@ -30,7 +43,8 @@ class PeerMemory(msgspec.Struct, frozen=True):
     the process's own offer (the nonce and a digest of the layout) before it believes an address.
     `unavailable` says why this memory cannot be read at all; then `layout` has no regions. `tcp` is
     the HOST:PORT where the process sends blocks to those who may have them, if it does; `mooncake`
-    the name of its Mooncake segment, HOST:PORT as well, if it runs one.
+    the name of its Mooncake segment, HOST:PORT as well, if it runs one; `cuda` how to map the memory
+    if it is a GPU's.
     """
 
     instance: str
@@ -45,6 +59,7 @@ class PeerMemory(msgspec.Struct, frozen=True):
     unavailable: str | None = None
     tcp: str | None = None
     mooncake: str | None = None
+    cuda: CudaShare | None = None
 
 
 class MoverInfo(msgspec.Struct, frozen=True):
@@ -96,10 +111,11 @@ class StopPull(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Probe(msgspec.Struct, frozen=True, tag="probe"):
-    """Which transport reaches `peer`?"""
+    """Does `transport` reach `peer`?"""
 
     job: int
     peer: PeerMemory
+    transport: str
 
 
 class Grant(msgspec.Struct, frozen=True, tag="grant"):
@@ -143,11 +159,10 @@ class Revoked(msgspec.Struct, frozen=True, tag="revoked"):
 
 
 class ProbeReport(msgspec.Struct, frozen=True, tag="probed"):
-    """`transport` reaches the peer; or none does, and `reason` says why."""
+    """`obstacle` says why the transport does not reach the peer; None if it does."""
 
     job: int
-    transport: str | None
-    reason: str = ""
+    obstacle: str | None
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected"):

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from vllm_llumnix.errors import TransportUnavailable
+from vllm_llumnix.hosts import with_port
 
 if TYPE_CHECKING:
     from vllm_llumnix.kv.staging import Slot
@@ -21,8 +22,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NUM_HELPERS: Final = 4
-VARIABLES: Final = {"MC_LOG_LEVEL": "WARNING", "MC_TCP_PROGRESS_TIMEOUT_SEC": "5"}
+VARIABLES: Final = {
+    "MC_LOG_LEVEL": "WARNING",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
+    # Whoever connects to a peer for the first time keeps everybody from connecting to any.
+    "MC_HANDSHAKE_CONNECT_TIMEOUT": "1",
+}
 """Mooncake's own settings, unless they are set."""
+PROTOCOL_VARIABLES: Final = {"tcp": "MC_FORCE_TCP", "rdma": "MC_FORCE_HCA"}
+"""Mooncake takes RDMA where it finds a card and TCP elsewhere, whatever it is asked for, unless one of these is set."""
+IPV6_VARIABLE: Final = "MC_USE_IPV6"
+"""Without it Mooncake listens at IPv6 addresses and connects to none."""
 _NO_BATCH: Final = (0, -1, 2**64 - 1)
 
 
@@ -49,10 +59,16 @@ class MooncakeEngine:
             raise TransportUnavailable(problem)
         from mooncake.engine import TransferEngine
 
+        for name, variable in PROTOCOL_VARIABLES.items():
+            os.environ.pop(variable, None)
+            if name == protocol:
+                os.environ[variable] = "1"
+        if ":" in host:
+            os.environ[IPV6_VARIABLE] = "1"
         self._engine: Any = TransferEngine()
         if self._engine.initialize(host, "P2PHANDSHAKE", protocol, devices) != 0:
             raise TransportUnavailable(f"Mooncake does not start at {host} with protocol {protocol!r}: see its log")
-        self.segment = f"{host}:{self._engine.get_rpc_port()}"
+        self.segment = with_port(host, self._engine.get_rpc_port())
         self._registered: set[int] = set()
         self._helpers = ThreadPoolExecutor(NUM_HELPERS, thread_name_prefix="llumnix-mooncake")
 
@@ -90,6 +106,12 @@ class Read:
         self._slot = slot
         self._arrived: bool | None = None
         self._under_way.add(self)
+
+    def cancel(self) -> bool:
+        """True if it has not begun, and never will."""
+        if cancelled := self._batch.cancel():
+            self._under_way.discard(self)
+        return cancelled
 
     def poll(self) -> bool | None:
         """None while it is under way; then whether all bytes have arrived."""

@@ -4,7 +4,9 @@
 It listens on a ROUTER socket for the commands in `messages` and does one thing at a time: a chunk
 of a pull, then a look at the socket. So stops and probes are answered while a pull runs, waits for
 the pace end early, and a stopped pull is certainly quiet, all without a lock. With nothing to do it
-sleeps in `poll`.
+sleeps in `poll`, and looks every few seconds whether transports hold anything of peers that have
+gone. Only probes that wait for a peer's answer have threads of their own, which hand the mover the
+reports to send.
 
 Destination blocks belong to the job from the moment its Pull arrives until its PullReport leaves.
 The mover trusts the engine that commands it in *which* of our blocks may be written, and a peer in
@@ -13,15 +15,18 @@ nothing: see `transport`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import logging
 import math
 import os
+import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +51,7 @@ from vllm_llumnix.kv.messages import (
     Stopped,
     StopPull,
 )
-from vllm_llumnix.kv.pace import Pace
+from vllm_llumnix.kv.pace import Pace, PacedPull
 from vllm_llumnix.kv.settings import Limit
 from vllm_llumnix.kv.transport.base import Transport
 
@@ -57,18 +62,31 @@ _Key = tuple[bytes, int]
 SLEPT_SECONDS = 0.001
 """What is left of a pace is slept when it is less: polling knows whole milliseconds."""
 MAX_PACES = 64
+MAX_PROBES = 32
+"""Which wait for peers at a time; further ones wait for these."""
+TIDY_SECONDS = 5.0
+"""How long something may be held of a peer that has gone. A GPU's memory is free only when nobody maps it."""
+SILENCE_SECONDS = 0.02
+"""For how long other pulls go before one that has just waited in vain for its peer, for a few milliseconds."""
 
 
 @dataclass(slots=True)
 class _Job:
     pull: Pull
     pace: Pace
+    paced: PacedPull = field(init=False)
     order: int
     deadline: float
     total: int
     chunks: Iterator[int] | None = None
     started: float = 0.0
     bytes: int = 0
+    waits_until: float = 0.0
+    """Its peer sends nothing at the moment."""
+
+    def rank(self, now: float) -> tuple[bool, bool, int]:
+        """The lowest goes on: final ones first, then in order of arrival; nobody waits for another's silent peer."""
+        return self.waits_until > now, not self.pull.final, self.order
 
 
 @dataclass
@@ -78,15 +96,15 @@ class Mover:
     `start` and `close` belong to the thread that made it, everything else to the mover's, which runs where the one that
     calls `start` may.
 
-    transports: in order of preference; without any, `unavailable` says why. layout: our own memory,
-    which a `corrupt` fault writes to. grants: what peers may be sent, for those who send it.
+    missing: why transports that somebody may ask for are not there. layout: our own memory, which a
+    `corrupt` fault writes to. grants: what peers may be sent, for those who send it.
     """
 
     rank: int
     layout: BlockLayout
     transports: Sequence[Transport]
     directory: PrivateDirectory
-    unavailable: str = "this worker has no transport"
+    missing: Mapping[str, str] = field(default_factory=dict)
     grants: Grants = field(default_factory=Grants)
     num_errors: int = 0
     _jobs: dict[_Key, _Job] = field(default_factory=dict)
@@ -104,6 +122,11 @@ class Mover:
         self._socket.linger = 0
         self._socket.bind(self.endpoint)
         self._wake = os.eventfd(0)
+        self._closing = False
+        self._polite = False
+        self._tidy_at = time.monotonic() + TIDY_SECONDS
+        self._probers = ThreadPoolExecutor(MAX_PROBES, thread_name_prefix="llumnix-probe")
+        self._probed: queue.SimpleQueue[tuple[bytes, ProbeReport]] = queue.SimpleQueue()
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
@@ -111,8 +134,9 @@ class Mover:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, after the chunk it is copying, and remove the endpoint."""
+        """End the thread, after the chunk it is copying and the probes that wait, and remove the endpoint."""
         if self._thread.is_alive():
+            self._closing = True
             os.eventfd_write(self._wake, 1)
             self._thread.join()
         os.close(self._wake)
@@ -125,6 +149,7 @@ class Mover:
             while not self._turn():
                 pass
         finally:
+            self._probers.shutdown(cancel_futures=True)
             for transport in self.transports:
                 transport.close()
             self._socket.close()
@@ -133,12 +158,16 @@ class Mover:
     def _turn(self) -> bool:
         """Wait for a command or for the pace, then copy a chunk. True when it is time to end."""
         try:
+            self._make_way()
             ready = self._poller.poll(self._patience())
-            if any(source == self._wake for source, _ in ready):
+            if self._closing:
                 return True
+            if any(source == self._wake for source, _ in ready):
+                self._report_probed()
             if ready:
                 self._receive_all()
             self._give_up_late()
+            self._tidy()
             if self._jobs and (delay := self._delay()) < SLEPT_SECONDS:
                 if delay:
                     time.sleep(delay)
@@ -156,15 +185,16 @@ class Mover:
                 self._report(key, f"unexpected error in the mover: {error!r}")
         return False
 
-    def _patience(self) -> int | None:
-        """Milliseconds until a chunk or a deadline is due, None for ever.
+    def _patience(self) -> int:
+        """Milliseconds until a chunk, a deadline or a look at the transports is due.
 
-        Rounded down for a chunk, whose last fraction is slept, and up for a deadline.
+        Rounded down for a chunk, whose last fraction is slept, and up otherwise.
         """
-        if not self._jobs:
-            return None
-        deadline = min(job.deadline for job in self._jobs.values()) - time.monotonic()
-        return max(0, min(int(self._delay() * 1000), math.ceil(deadline * 1000)))
+        due = min([self._tidy_at, *(job.deadline for job in self._jobs.values())]) - time.monotonic()
+        patience = math.ceil(due * 1000)
+        if self._jobs:
+            patience = min(int(self._delay() * 1000), patience)
+        return max(0, patience)
 
     def _delay(self) -> float:
         """Seconds until one of the jobs may go on."""
@@ -190,7 +220,7 @@ class Mover:
                     self._report(key, "stopped")
                 self._answer(identity, Stopped(command.job))
             case Probe():
-                self._answer(identity, self._probe(command))
+                self._begin_probe(identity, command)
             case Grant():
                 self.grants.allow(command.capability, command.blocks)
             case Revoke():
@@ -213,41 +243,80 @@ class Mover:
             deadline=time.monotonic() + pull.deadline_s,
             total=len(pull.dst_blocks) * self.layout.bytes_per_block,
         )
-        if not any(transport.name == pull.transport for transport in self.transports):
-            names = ", ".join(transport.name for transport in self.transports)
-            self._report(key, f"no transport {pull.transport!r}: {names or self.unavailable}")
+        if self._transport(pull.transport) is None:
+            self._report(key, self._why_missing(pull.transport))
 
-    def _probe(self, probe: Probe) -> ProbeReport:
-        reasons = []
-        for transport in self.transports:
-            try:
-                transport.probe(probe.peer)
-            except TransportError as error:
-                reasons.append(f"{transport.name}: {error}")
-            else:
-                return ProbeReport(probe.job, transport.name)
-        return ProbeReport(probe.job, None, "; ".join(reasons) or self.unavailable)
+    def _begin_probe(self, identity: bytes, probe: Probe) -> None:
+        transport = self._transport(probe.transport)
+        if transport is None:
+            self._answer(identity, ProbeReport(probe.job, self._why_missing(probe.transport)))
+        elif transport.asks_peers:
+            self._probers.submit(self._probe_aside, identity, probe, transport)
+        else:
+            self._answer(identity, _probe(probe, transport))
+
+    def _probe_aside(self, identity: bytes, probe: Probe, transport: Transport) -> None:
+        """In a thread of its own."""
+        try:
+            report = _probe(probe, transport)
+        except Exception as error:
+            logger.exception("mover %d: unexpected error in a probe", self.rank)
+            report = ProbeReport(probe.job, f"unexpected error in the mover: {error!r}")
+        self._probed.put((identity, report))
+        os.eventfd_write(self._wake, 1)
+
+    def _report_probed(self) -> None:
+        os.eventfd_read(self._wake)
+        while not self._probed.empty():
+            self._answer(*self._probed.get())
+
+    def _transport(self, name: str) -> Transport | None:
+        return next((transport for transport in self.transports if transport.name == name), None)
+
+    def _why_missing(self, name: str) -> str:
+        names = ", ".join(transport.name for transport in self.transports)
+        return f"no transport {name!r}: {self.missing.get(name) or names}"
 
     def _give_up_late(self) -> None:
         now = time.monotonic()
         for key in [key for key, job in self._jobs.items() if now >= job.deadline]:
             self._report(key, "deadline passed")
 
+    def _tidy(self) -> None:
+        if time.monotonic() >= self._tidy_at:
+            self._tidy_at = time.monotonic() + TIDY_SECONDS
+            for transport in self.transports:
+                transport.tidy()
+
+    def _make_way(self) -> None:
+        """While nobody waits for a final round, waking up takes no core from the model.
+
+        A batch thread wakes up politely and gets its share all the same. Of a lower nice value it would get next to
+        nothing beside an engine that spins, and it could not come back for a final round without privileges.
+        """
+        polite = bool(self._jobs) and not any(job.pull.final for job in self._jobs.values())
+        if polite != self._polite:
+            self._polite = polite
+            with contextlib.suppress(OSError):  # a wish, no condition
+                os.sched_setscheduler(0, os.SCHED_BATCH if polite else os.SCHED_OTHER, os.sched_param(0))
+
     def _advance(self) -> None:
-        """One chunk of the most urgent pull that may go on: final ones first, then in order of arrival."""
+        """One chunk of the pull that is next."""
         free = [key for key, job in self._jobs.items() if not job.pace.delay()]
         if not free:
             return
-        key = min(free, key=lambda key: (not self._jobs[key].pull.final, self._jobs[key].order))
-        job = self._jobs[key]
         began = time.monotonic()
+        key = min(free, key=lambda key: self._jobs[key].rank(began))
+        job = self._jobs[key]
         try:
             if job.chunks is None:
                 job.started = began
                 job.chunks = self._begin(job)
             for copied in job.chunks:
                 job.bytes += copied
-                job.pace.spend(copied, began)
+                job.paced.spend(copied, began)
+                began = time.monotonic()
+                job.waits_until = 0.0 if copied else began + SILENCE_SECONDS
                 if job.bytes < job.total or job.pace.delay() > 0:
                     return
             self._pulled(job.pull)
@@ -266,9 +335,10 @@ class Mover:
 
     def _begin(self, job: _Job) -> Iterator[int]:
         pull = job.pull
-        transport = next(transport for transport in self.transports if transport.name == pull.transport)
-        chunk_bytes = job.pace.chunk_bytes()
-        return transport.pull(pull.peer, pull.src_blocks, pull.dst_blocks, chunk_bytes, pull.capability)
+        transport = self._transport(pull.transport)
+        assert transport is not None
+        job.paced = job.pace.begin(job.total)
+        return transport.pull(pull.peer, pull.src_blocks, pull.dst_blocks, job.paced.chunk_bytes(), pull.capability)
 
     def _report(self, key: _Key, error: str | None) -> None:
         """The end of a job: nothing of it runs any more when the report leaves."""
@@ -291,6 +361,14 @@ class Mover:
         )
         if spec is not None and pull.dst_blocks:
             corrupt(self.layout, pull.dst_blocks, spec)
+
+
+def _probe(probe: Probe, transport: Transport) -> ProbeReport:
+    try:
+        transport.probe(probe.peer)
+    except TransportError as error:
+        return ProbeReport(probe.job, str(error))
+    return ProbeReport(probe.job, None)
 
 
 def corrupt(layout: BlockLayout, blocks: Sequence[int], spec: dict[str, Any]) -> None:

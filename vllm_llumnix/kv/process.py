@@ -4,8 +4,9 @@
 A pid alone names nothing: after a restart it may be another process, in another pid namespace or on
 another host it is one at once. A worker therefore describes itself by boot id, pid namespace, pid,
 start time, and a random nonce in its memory. The kernel's pidfd then tells whether the process that
-was identified is still there. Beside the nonce stands a digest of the layout: only a process that
-offers exactly this memory has both, so a peer cannot make us read anything else of anybody.
+was identified is still there. Beside the nonce stands a digest of the layout, and of how a GPU's
+memory is mapped: only a process that offers exactly this memory has both, so a peer cannot make us
+read anything else of anybody.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import msgspec
 
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
 from vllm_llumnix.kv.layout import BlockLayout
-from vllm_llumnix.kv.messages import NONCE_BYTES, PeerMemory
+from vllm_llumnix.kv.messages import NONCE_BYTES, CudaShare, PeerMemory
 
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
@@ -72,9 +73,9 @@ def allow_readers() -> bool:
     return int(libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)) == 0
 
 
-def offer_of(nonce: bytes, layout: BlockLayout) -> bytes:
+def offer_of(nonce: bytes, layout: BlockLayout, cuda: CudaShare | None) -> bytes:
     """What stands in the memory of a process that lets peers read `layout`: OFFER_BYTES bytes."""
-    return nonce + hashlib.blake2b(msgspec.msgpack.encode(layout), key=nonce, digest_size=32).digest()
+    return nonce + hashlib.blake2b(msgspec.msgpack.encode((layout, cuda)), key=nonce, digest_size=32).digest()
 
 
 OFFER_BYTES = NONCE_BYTES + 32
@@ -88,9 +89,9 @@ class NoncePage:
         self._page = mmap.mmap(-1, mmap.PAGESIZE)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._page))
 
-    def offer(self, layout: BlockLayout) -> None:
+    def offer(self, layout: BlockLayout, cuda: CudaShare | None) -> None:
         """From now on peers may read `layout`, and nothing else."""
-        self._page[:OFFER_BYTES] = offer_of(self.value, layout)
+        self._page[:OFFER_BYTES] = offer_of(self.value, layout, cuda)
 
     def revoke(self) -> None:
         """From now on readers find that this memory is no longer what they were told."""
@@ -105,12 +106,13 @@ def describe_memory(
     unavailable: str | None = None,
     tcp: str | None = None,
     mooncake: str | None = None,
+    cuda: CudaShare | None = None,
 ) -> PeerMemory:
     """The description of this process that peers need in order to read `layout`; offers it to them."""
     started = start_time(os.getpid())
     if started is None:
         raise TransportUnavailable("/proc does not show this process")
-    nonce.offer(layout)
+    nonce.offer(layout, cuda)
     return PeerMemory(
         instance=instance,
         rank=rank,
@@ -124,6 +126,7 @@ def describe_memory(
         unavailable=unavailable,
         tcp=tcp,
         mooncake=mooncake,
+        cuda=cuda,
     )
 
 

@@ -7,7 +7,6 @@ are gathered into a buffer of a `StagingArea` and scattered from one, and nothin
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import threading
 from collections.abc import Callable
@@ -83,11 +82,6 @@ class StagingArea:
             self._quarantined = [entry for entry in self._quarantined if entry not in over]
             self._free += [slot for slot, _ in over]
         return len(self._free) >= count
-
-
-def storage_of(layout: BlockLayout) -> torch.Tensor:
-    """The KV memory of this process as a row of bytes, for `kernels`."""
-    return torch.frombuffer((ctypes.c_ubyte * layout.storage_bytes).from_address(layout.base), dtype=torch.uint8)
 
 
 def bytes_of(slot: Slot, num_bytes: int) -> npt.NDArray[np.uint8]:

@@ -29,7 +29,7 @@ def layout_of(model_runner: Any) -> BlockLayout:
             f"KV cache layout {config.kv_cache_layout} scatters a page; "
             f"set VLLM_KV_CACHE_LAYOUT to one of {', '.join(_LAYOUTS)}"
         )
-    storage = _storage(model_runner.kv_caches)
+    storage = storage_of(model_runner)
     regions = []
     for tensor in config.kv_cache_tensors:
         if getattr(tensor, "host_resident", False):
@@ -73,9 +73,10 @@ def _attention_specs(config: Any) -> dict[str, Any]:
     return spec_of
 
 
-def _storage(kv_caches: Any) -> Any:
-    """The one storage behind all cache tensors."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in kv_caches}
+def storage_of(model_runner: Any) -> Any:
+    """The one storage behind all cache tensors. Raises TransportUnavailable."""
+    caches = (tensor.untyped_storage() for tensor in model_runner.kv_caches)
+    storages = {storage.data_ptr(): storage for storage in caches}
     if len(storages) != 1:
         raise TransportUnavailable(f"the KV cache is spread over {len(storages)} allocations")
     return storages.popitem()[1]

@@ -17,12 +17,14 @@ import numpy as np
 
 from vllm_llumnix import faults
 from vllm_llumnix.errors import TransportUnavailable
-from vllm_llumnix.hosts import reachable_host
+from vllm_llumnix.hosts import reachable_host, with_port
 from vllm_llumnix.kv import messages
 from vllm_llumnix.kv.block_server import BlockServer
+from vllm_llumnix.kv.cuda_share import share
 from vllm_llumnix.kv.endpoint import PrivateDirectory
 from vllm_llumnix.kv.grants import Grants
 from vllm_llumnix.kv.layout import BlockLayout
+from vllm_llumnix.kv.memory import BlockMemory, CudaMemory, HostMemory
 from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.mooncake import MooncakeEngine
 from vllm_llumnix.kv.mover import Mover
@@ -32,9 +34,10 @@ from vllm_llumnix.kv.staging import StagingArea
 from vllm_llumnix.kv.transport.base import Transport
 from vllm_llumnix.kv.transport.connections import Connections
 from vllm_llumnix.kv.transport.local import LocalTransport
+from vllm_llumnix.kv.transport.local_cuda import LocalCudaTransport
 from vllm_llumnix.kv.transport.mooncake import MooncakeTransport
 from vllm_llumnix.kv.transport.tcp import TcpTransport
-from vllm_llumnix.kv.vllm_cache import layout_of
+from vllm_llumnix.kv.vllm_cache import layout_of, storage_of
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -55,6 +58,8 @@ class _Mooncake(NamedTuple):
     engine: MooncakeEngine
     outgoing: StagingArea
     incoming: StagingArea
+    exposed: bool
+    """Whether peers can write to `incoming` as well."""
 
 
 _running: _Running | None = None
@@ -76,38 +81,61 @@ def start_mover(worker: Any, packed_settings: bytes) -> bytes:
     layout, unavailable = _layout_or_reason(worker.model_runner, device)
     nonce, grants = NoncePage(), Grants()
     transports: list[Transport] = []
-    server, mooncake = None, None
+    server, mooncake, shared, missing = None, None, None, dict[str, str]()
     if unavailable is not None:
+        missing = dict.fromkeys(settings.transports, unavailable)
         logger.warning("KV blocks of this worker cannot be moved: %s", unavailable)
     else:
-        mooncake = _beside_the_model(lambda: _mooncake(layout, settings))
-        names = [name for name in settings.transports if name != "mooncake" or mooncake is not None]
-        transports = [_transport(name, layout, settings, mooncake) for name in names]
+        try:
+            mooncake = _beside_the_model(lambda: _mooncake(layout, settings))
+        except TransportUnavailable as error:
+            if settings.mooncake is None or settings.mooncake.required:
+                raise
+            missing["mooncake"] = str(error)
+            logger.info("no transport mooncake: %s", error)
+        memory: BlockMemory = HostMemory(layout)
+        if device == "cuda":
+            memory = CudaMemory(layout, storage_of(worker.model_runner))
+            if "local" in settings.transports:
+                try:
+                    shared = share(storage_of(worker.model_runner))
+                except TransportUnavailable as error:
+                    missing["local"] = str(error)
+                    logger.warning("no transport local: %s", error)
+        names = [name for name in settings.transports if name not in missing]
+        transports = [_transport(name, memory, settings, mooncake) for name in names]
         if settings.allow_readers and "local" in names:
             allow_readers()
         if {"tcp", "mooncake"}.intersection(names):
             tls, staging = tls_context(settings, server_side=True), mooncake and mooncake.outgoing
-            server = BlockServer(layout, nonce.value, grants, settings.host, tls, staging)
+            server = BlockServer(memory, nonce.value, grants, settings.host, tls, staging)
             _beside_the_model(server.start)
     mover = Mover(
         rank=worker.rank,
         layout=layout,
         transports=transports,
         directory=PrivateDirectory(settings.directory),
-        unavailable=unavailable or "",
+        missing=missing,
         grants=grants,
     )
     _beside_the_model(mover.start)
     if faults.armed("worker.model"):
         _arm(worker)
     _running = _Running(mover, nonce, server, mooncake)
-    tcp = f"{reachable_host(settings.host)}:{server.port}" if server is not None else None
+    tcp = with_port(reachable_host(settings.host), server.port) if server is not None else None
     return messages.encode(
         MoverInfo(
             rank=worker.rank,
             endpoint=mover.endpoint,
             memory=describe_memory(
-                layout, nonce, settings.instance, worker.rank, unavailable, tcp, mooncake and mooncake.engine.segment
+                layout,
+                nonce,
+                settings.instance,
+                worker.rank,
+                unavailable,
+                tcp,
+                mooncake and mooncake.engine.segment,
+                shared,
             ),
             isa=_isa(worker, device),
             device=device,
@@ -129,36 +157,32 @@ def stop_mover(worker: Any) -> None:
             running.mooncake.engine.close()
 
 
-def _transport(name: str, layout: BlockLayout, settings: WorkerSettings, mooncake: _Mooncake | None) -> Transport:
+def _transport(name: str, memory: BlockMemory, settings: WorkerSettings, mooncake: _Mooncake | None) -> Transport:
     match name:
+        case "local" if isinstance(memory, CudaMemory):
+            return LocalCudaTransport(memory.storage, memory.layout)
         case "local":
-            return LocalTransport(layout)
+            return LocalTransport(memory.layout)
         case "tcp":
-            return TcpTransport(layout, tls_context(settings, server_side=False))
+            return TcpTransport(memory, tls_context(settings, server_side=False))
         case "mooncake" if mooncake is not None:
             connections = Connections(tls_context(settings, server_side=False))
-            return MooncakeTransport(layout, mooncake.engine, mooncake.incoming, connections)
+            return MooncakeTransport(memory, mooncake.engine, mooncake.incoming, connections, exposed=mooncake.exposed)
     raise ValueError(f"no transport {name!r}")
 
 
 def _mooncake(layout: BlockLayout, settings: WorkerSettings) -> _Mooncake | None:
-    """None if it is not to be used, or cannot be and need not. Raises TransportUnavailable."""
+    """None if it is not to be used. Raises TransportUnavailable."""
     wanted = settings.mooncake
     if wanted is None:
         return None
-    try:
-        engine = MooncakeEngine(wanted.host, wanted.protocol, wanted.devices)
-        outgoing, incoming = StagingArea(layout), StagingArea(layout)
-        engine.register(outgoing.address, outgoing.num_bytes)
-        if wanted.protocol != "tcp":
-            # A network card writes only where it may; over TCP the process itself writes, and nobody else shall.
-            engine.register(incoming.address, incoming.num_bytes)
-    except TransportUnavailable as error:
-        if wanted.required:
-            raise
-        logger.info("no transport mooncake: %s", error)
-        return None
-    return _Mooncake(engine, outgoing, incoming)
+    engine = MooncakeEngine(wanted.host, wanted.protocol, wanted.devices)
+    outgoing, incoming = StagingArea(layout), StagingArea(layout)
+    engine.register(outgoing.address, outgoing.num_bytes)
+    if wanted.protocol != "tcp":
+        # A network card writes only where it may; over TCP the process itself writes, and nobody else shall.
+        engine.register(incoming.address, incoming.num_bytes)
+    return _Mooncake(engine, outgoing, incoming, exposed=wanted.protocol != "tcp")
 
 
 def tls_context(settings: WorkerSettings, *, server_side: bool) -> ssl.SSLContext | None:
@@ -208,8 +232,8 @@ def _unbound_cpus() -> set[int]:
 
 def _layout_or_reason(model_runner: Any, device: str) -> tuple[BlockLayout, str | None]:
     nothing = BlockLayout(base=0, storage_bytes=0, num_blocks=0, regions=(), layout="")
-    if device != "cpu":
-        return nothing, f"the KV cache lies on a {device} device, and local reads only main memory"
+    if device not in ("cpu", "cuda"):
+        return nothing, f"the KV cache lies on a {device} device, which no transport reads"
     try:
         return layout_of(model_runner), None
     except TransportUnavailable as error:

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a mover needs of a transport.
 
-A transport reads blocks of a peer's KV memory into this worker's. It runs in the mover's thread,
-holds no lock, and knows nothing of migrations. Only the process that owns the destination memory
-ever writes it.
+A transport reads blocks of a peer's KV memory into this worker's. It runs in the mover's thread and
+knows nothing of migrations. Only the process that owns the destination memory ever writes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Final, Protocol
 
 from vllm_llumnix.kv.messages import PeerMemory
+
+STALL_SECONDS: Final = 5.0
+"""How long nothing may come in the middle of a pull."""
+TURN_SECONDS: Final = 0.005
+"""The longest that the mover waits for a peer, or for the GPU, before it listens to its engine again."""
 
 
 class Transport(Protocol):
@@ -19,6 +23,10 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def asks_peers(self) -> bool:
+        """Whether `probe` waits for the peer's answer. Then other threads than the mover's call it, at any time."""
 
     def probe(self, peer: PeerMemory) -> None:
         """Raise TransportUnavailable, with a reason for people, unless this peer can be read.
@@ -36,6 +44,9 @@ class Transport(Protocol):
         Nothing is written between turns, nor after the iterator was closed or raised. Raises ValueError (wrong blocks;
         before anything is read), TransportUnavailable, TransferFailed.
         """
+
+    def tidy(self) -> None:
+        """Let go of what is kept of peers that have gone. Called from time to time, also when nothing else is."""
 
     def close(self) -> None:
         """Let go of what was kept between pulls."""

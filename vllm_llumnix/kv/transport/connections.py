@@ -6,8 +6,9 @@ from __future__ import annotations
 import select
 import socket
 import ssl
+import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
@@ -23,21 +24,24 @@ T = TypeVar("T")
 MAX_IDLE: Final = 256
 CONNECT_SECONDS: Final = 1.0
 ANSWER_SECONDS: Final = 1.0
-"""The mover waits for both, and does nothing else meanwhile."""
+"""A pull waits for both, and the mover does nothing else meanwhile: a probe has been there before."""
 
 
 class Connections:
-    """Those of one transport; a connection is lent to one pull at a time, and one that a pull leaves is closed."""
+    """Those of one transport; a connection is lent to one pull at a time, and one that a pull leaves is closed.
+
+    Thread-safe: the mover's pulls take connections, and so do the threads that probe.
+    """
 
     def __init__(self, tls: ssl.SSLContext | None) -> None:
         self._tls = tls
+        self._lock = threading.Lock()
         self.idle: OrderedDict[socket.socket, PeerMemory] = OrderedDict()
 
     def take(self, peer: PeerMemory) -> socket.socket:
         """An idle one to this peer, or a new one. Raises TransferFailed."""
-        for connection in [connection for connection, to in self.idle.items() if to == peer]:
-            del self.idle[connection]
-            if not select.select([connection], [], [], 0)[0]:  # nothing is to come: readable means closed
+        while (connection := self._take_idle(peer)) is not None:
+            if not readable([connection]):  # nothing is to come: readable means closed
                 return connection
             connection.close()
         assert peer.tcp is not None
@@ -53,9 +57,10 @@ class Connections:
 
     def keep(self, peer: PeerMemory, connection: socket.socket) -> None:
         """For the next pull; nothing is under way on it."""
-        self.idle[connection] = peer
-        if len(self.idle) > MAX_IDLE:
-            self.idle.popitem(last=False)[0].close()
+        with self._lock:
+            self.idle[connection] = peer
+            if len(self.idle) > MAX_IDLE:
+                self.idle.popitem(last=False)[0].close()
 
     def probe(self, layout: BlockLayout, peer: PeerMemory) -> None:
         """Raises TransportUnavailable, or TransferFailed if the peer is gone, unless its server is there."""
@@ -72,10 +77,36 @@ class Connections:
             raise
         self.keep(peer, connection)
 
+    def tidy(self) -> None:
+        """Close what peers have closed."""
+        with self._lock:
+            for connection in [connection for connection in self.idle if readable([connection])]:
+                del self.idle[connection]
+                connection.close()
+
+    def _take_idle(self, peer: PeerMemory) -> socket.socket | None:
+        with self._lock:
+            connection = next((connection for connection, to in self.idle.items() if to == peer), None)
+            if connection is not None:
+                del self.idle[connection]
+            return connection
+
     def close(self) -> None:
+        """Nobody takes or keeps any by now."""
         for connection in self.idle:
             connection.close()
         self.idle.clear()
+
+
+def readable(connections: Iterable[socket.socket], seconds: float = 0.0) -> bool:
+    """Whether one of them has something to read, now or within `seconds`, which count in thousandths.
+
+    Unlike `select` it takes file descriptors of any number.
+    """
+    poll = select.poll()
+    for connection in connections:
+        poll.register(connection, select.POLLIN)
+    return bool(poll.poll(1e3 * seconds))
 
 
 def require_served(peer: PeerMemory) -> None:
@@ -100,9 +131,8 @@ def send(connection: socket.socket, message: msgspec.Struct) -> None:
 
 def receive(connection: socket.socket, decode: Callable[[bytes], T]) -> T:
     """A short message that has begun to come, or will soon. Raises OSError, TransferFailed."""
-    connection.settimeout(ANSWER_SECONDS)
     try:
-        return receive_frame(connection, decode)
+        return receive_frame(connection, decode, ANSWER_SECONDS)
     except (EOFError, ValueError, msgspec.MsgspecError) as error:
         raise TransferFailed(str(error)) from error
 

@@ -48,6 +48,7 @@ class LocalTransport:
     """Implements `base.Transport` for peers on this host. `layout` is our own KV memory."""
 
     name = "local"
+    asks_peers = False
 
     def __init__(self, layout: BlockLayout) -> None:
         self._layout = layout
@@ -77,6 +78,22 @@ class LocalTransport:
             identified.process.close()
         self._peers.clear()
 
+    def tidy(self) -> None:
+        for peer, identified in list(self._peers.items()):
+            try:
+                identified.verify()
+            except TransportError:
+                identified.process.close()
+                del self._peers[peer]
+
+    def knows(self, peer: PeerMemory) -> bool:
+        """Whether `peer` offered what it says when it was last looked at, and has not been forgotten since."""
+        return peer in self._peers
+
+    def verify(self, peer: PeerMemory) -> None:
+        """Raises TransferFailed, TransportUnavailable unless `peer` lives and offers what it says."""
+        self._verified(peer)
+
     def _verified(self, peer: PeerMemory) -> _Peer:
         """The process of `peer`, kept for its next pull if it offers what `peer` says."""
         identified = self._peers.pop(peer, None)
@@ -102,7 +119,7 @@ class _Peer:
     def __init__(self, memory: PeerMemory) -> None:
         self.process = PinnedProcess(memory)
         self._memory = memory
-        self._offer = offer_of(memory.nonce, memory.layout)
+        self._offer = offer_of(memory.nonce, memory.layout, memory.cuda)
         self._found = np.zeros(OFFER_BYTES, np.uint8)
         self._remote = np.array([[memory.nonce_address, OFFER_BYTES]], np.uint64)
         self._local = np.array([[self._found.ctypes.data, OFFER_BYTES]], np.uint64)

@@ -17,6 +17,7 @@ class LoopbackTransport:
     """Implements `base.Transport` for memory of this very process. `layout` is the destination."""
 
     name = "loopback"
+    asks_peers = False
 
     def __init__(self, layout: BlockLayout) -> None:
         self._layout = layout
@@ -44,6 +45,9 @@ class LoopbackTransport:
                 yield count
         _require_self(peer)
 
+    def tidy(self) -> None:
+        """Nothing is kept."""
+
     def close(self) -> None:
         """Nothing is kept."""
 
@@ -52,5 +56,5 @@ def _require_self(peer: PeerMemory) -> None:
     PinnedProcess(peer).close()
     if peer.pid != os.getpid():
         raise TransportUnavailable("loopback reaches only this process")
-    if ctypes.string_at(peer.nonce_address, OFFER_BYTES) != offer_of(peer.nonce, peer.layout):
+    if ctypes.string_at(peer.nonce_address, OFFER_BYTES) != offer_of(peer.nonce, peer.layout, peer.cuda):
         raise TransferFailed(f"the memory of worker {peer.rank} of {peer.instance} is not what was advertised")

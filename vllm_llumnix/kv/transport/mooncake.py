@@ -9,73 +9,105 @@ buffers are under way at a time, each in another of these phases.
 from __future__ import annotations
 
 import functools
-import select
 import socket
 import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Final
 
+import numpy as np
+import torch
+
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
-from vllm_llumnix.kv import kernels
-from vllm_llumnix.kv.layout import BlockLayout, require_same_pages
+from vllm_llumnix.kv.layout import require_same_pages
+from vllm_llumnix.kv.memory import BlockMemory
 from vllm_llumnix.kv.messages import DEPTH, PeerMemory, StageRequest, decode_stage_answer
 from vllm_llumnix.kv.mooncake import MooncakeEngine, Read
 from vllm_llumnix.kv.seal import Sealer, new_key
-from vllm_llumnix.kv.staging import Slot, StagingArea, bytes_of, storage_of
-from vllm_llumnix.kv.transport.connections import Connections, receive, require_served, send
+from vllm_llumnix.kv.staging import Slot, StagingArea, bytes_of
+from vllm_llumnix.kv.transport.base import STALL_SECONDS, TURN_SECONDS
+from vllm_llumnix.kv.transport.connections import Connections, readable, receive, require_served, send
+from vllm_llumnix.kv.transport.segments import Segments
 
-STALL_SECONDS: Final = 5.0
-"""How long nothing may come in the middle of a pull."""
-TURN_SECONDS: Final = 0.005
-"""The longest that the mover waits before it listens to its engine again."""
+STUCK_SECONDS: Final = 1.0
+"""A read that takes so long speaks against Mooncake, however its pull ends."""
 POLL_SECONDS: Final = 50e-6
 
 
 class MooncakeTransport:
-    """Implements `base.Transport` for peers with a Mooncake segment. `layout` is our own KV memory.
+    """Implements `base.Transport` for peers with a Mooncake segment. `memory` is our own.
 
     `area`: into which peers' buffers are read.
     """
 
     name = "mooncake"
+    asks_peers = True
 
     def __init__(
-        self, layout: BlockLayout, engine: MooncakeEngine, area: StagingArea, connections: Connections
+        self,
+        memory: BlockMemory,
+        engine: MooncakeEngine,
+        area: StagingArea,
+        connections: Connections,
+        *,
+        exposed: bool = False,
     ) -> None:
-        self._layout = layout
+        """`exposed`: others can write to `area` at any time, as with RDMA, and not Mooncake's own reads only."""
+        self._memory = memory
+        self._private = torch.empty(area.slot_bytes, dtype=torch.uint8) if exposed else None
         self._engine = engine
         self._area = area
-        self._storage = storage_of(layout)
         self.connections = connections
+        self.segments = Segments()
 
     def probe(self, peer: PeerMemory) -> None:
-        _segment_of(peer)
-        self.connections.probe(self._layout, peer)
+        segment = _segment_of(peer)
+        self.connections.probe(self._memory.layout, peer)
+        self.segments.require_reachable(segment)
 
     def pull(
         self, peer: PeerMemory, src_blocks: list[int], dst_blocks: list[int], chunk_bytes: int, capability: bytes = b""
     ) -> Iterator[int]:
-        del chunk_bytes  # a buffer a turn
-        require_same_pages(self._layout, peer.layout)
+        require_same_pages(self._memory.layout, peer.layout)
         if len(src_blocks) != len(dst_blocks) or len(set(dst_blocks)) != len(dst_blocks):
             raise ValueError(f"{len(src_blocks)} source blocks for {len(set(dst_blocks))} destination blocks")
         segment = _segment_of(peer)
         slots = self._area.take(DEPTH)
         pull = None
         try:
-            pull = _Pull(self, peer, segment, slots, src_blocks, dst_blocks, capability)
+            pull = _Pull(self, peer, segment, slots, src_blocks, dst_blocks, chunk_bytes, capability)
             yield from pull.run()
         except OSError as error:
             raise TransferFailed(f"{peer.tcp}: {error}") from error
+        except _ReadFailed as error:
+            self.segments.remember(segment, str(error))
+            raise
         finally:
             if pull is not None:
+                if pull.is_stuck:
+                    self.segments.remember(segment, f"Mooncake has lately not come to an end of reading from {segment}")
                 pull.leave()
             else:
                 self._area.give_back(slots)
 
+    def settled(self, slot: Slot, num_bytes: int) -> torch.Tensor:
+        """What lies in a buffer now, and nobody changes any more. Valid until the next call."""
+        if self._private is None:
+            return slot.memory[:num_bytes]
+        content = self._private[:num_bytes]
+        # By this thread alone: torch would wake a pool of its own, beside the model's.
+        np.copyto(content.numpy(), bytes_of(slot, num_bytes))
+        return content
+
+    def tidy(self) -> None:
+        self.connections.tidy()
+
     def close(self) -> None:
         self.connections.close()
+
+
+class _ReadFailed(TransferFailed):
+    """It is Mooncake that did not bring what the source has staged."""
 
 
 class _Pull:
@@ -89,6 +121,7 @@ class _Pull:
         slots: list[Slot],
         src_blocks: list[int],
         dst_blocks: list[int],
+        chunk_bytes: int,
         capability: bytes,
     ) -> None:
         self._transport = transport
@@ -98,8 +131,8 @@ class _Pull:
         self._capability = capability
         self._key = new_key()
         self._sealer = Sealer(self._key)
-        layout = transport._layout
-        step = transport._area.slot_bytes // layout.bytes_per_block
+        layout = transport._memory.layout
+        step = max(1, min(chunk_bytes, transport._area.slot_bytes) // layout.bytes_per_block)
         self._parts = [
             (src_blocks[at : at + step], dst_blocks[at : at + step]) for at in range(0, len(src_blocks), step)
         ]
@@ -107,11 +140,13 @@ class _Pull:
         self._reads: deque[tuple[int, Read, bytes]] = deque()
         self._answered = 0
         self._finished = 0
+        self._since = time.monotonic()
+        """When something came last."""
         self._connection: socket.socket | None = transport.connections.take(peer)
 
     def run(self) -> Iterator[int]:
         """Yields the bytes of each buffer, 0 when none has come for a while."""
-        since = turn = time.monotonic()
+        self._since = turn = time.monotonic()
         arrived = 0
         while self._finished < len(self._parts):
             self._request()
@@ -119,19 +154,26 @@ class _Pull:
             arrived = self._take()
             now = time.monotonic()
             if arrived:
-                since = turn = now
                 yield arrived
-            elif now - since > STALL_SECONDS:
+                self._since = turn = time.monotonic()
+            elif now - self._since > STALL_SECONDS:
                 raise TransferFailed(f"nothing has come for {STALL_SECONDS:.0f} s")
             elif now - turn > TURN_SECONDS:
-                turn = now
                 yield 0
+                # While others have their turn, nothing is looked for.
+                turn = time.monotonic()
+                self._since += turn - now
         self._part()
+
+    @property
+    def is_stuck(self) -> bool:
+        """It is Mooncake's turn, and has been for long."""
+        return bool(self._reads) and time.monotonic() - self._since > STUCK_SECONDS
 
     def leave(self) -> None:
         """Whatever has happened: keep buffers that Mooncake may still write to."""
         transport = self._transport
-        under_way = {number % DEPTH: read for number, read, _ in self._reads}
+        under_way = {number % DEPTH: read for number, read, _ in self._reads if not read.cancel()}
         for index, read in under_way.items():
             transport._area.quarantine(self._slots[index], functools.partial(_is_over, read))
         transport._area.give_back([slot for index, slot in enumerate(self._slots) if index not in under_way])
@@ -148,10 +190,10 @@ class _Pull:
             self._requested += 1
 
     def _listen(self, patience_s: float) -> None:
-        """Begin to read what the source has filled."""
+        """Begin to read what the source has filled; if it has filled nothing, wait for so long."""
         assert self._connection is not None
-        waiting = self._answered < self._requested
-        if not select.select([self._connection] if waiting else [], [], [], patience_s)[0]:
+        if self._answered == self._requested or not readable([self._connection]):
+            time.sleep(patience_s)
             return
         answer = receive(self._connection, decode_stage_answer)
         if answer.error is not None:
@@ -172,12 +214,12 @@ class _Pull:
             return 0
         self._reads.popleft()
         if not arrived:
-            raise TransferFailed(f"Mooncake could not read from {self._segment}")
+            raise _ReadFailed(f"Mooncake could not read from {self._segment}")
         transport, num_bytes = self._transport, self._num_bytes(number)
-        slot = self._slots[number % DEPTH]
-        if not self._sealer.is_intact(number, bytes_of(slot, num_bytes), seal):
-            raise TransferFailed(f"what Mooncake read from {self._segment} is not what was to be read")
-        kernels.scatter(transport._storage, transport._layout, self._parts[number][1], slot.memory)
+        content = transport.settled(self._slots[number % DEPTH], num_bytes)
+        if not self._sealer.is_intact(number, content.numpy(), seal):
+            raise _ReadFailed(f"what Mooncake read from {self._segment} is not what was to be read")
+        transport._memory.scatter(self._parts[number][1], content)
         self._finished += 1
         return num_bytes
 
@@ -192,7 +234,7 @@ class _Pull:
         return StageRequest(self._peer.nonce, self._capability, blocks, number % DEPTH, self._key, number)
 
     def _num_bytes(self, number: int) -> int:
-        return len(self._parts[number][0]) * self._transport._layout.bytes_per_block
+        return len(self._parts[number][0]) * self._transport._memory.layout.bytes_per_block
 
 
 def _is_over(read: Read) -> bool:

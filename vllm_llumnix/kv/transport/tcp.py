@@ -7,7 +7,6 @@ pull is spread over several connections.
 
 from __future__ import annotations
 
-import select
 import socket
 import ssl
 import time
@@ -15,27 +14,26 @@ from collections.abc import Iterator
 from typing import Final
 
 from vllm_llumnix.errors import TransferFailed
-from vllm_llumnix.kv.blocks_tcp import Span
-from vllm_llumnix.kv.layout import BlockLayout, require_same_pages
+from vllm_llumnix.kv.layout import require_same_pages
+from vllm_llumnix.kv.memory import BlockMemory, Transfer
 from vllm_llumnix.kv.messages import BlockRequest, PeerMemory, decode_block_answer
-from vllm_llumnix.kv.transport.connections import Connections, receive, require_granted, require_served, send
+from vllm_llumnix.kv.transport.base import STALL_SECONDS, TURN_SECONDS
+from vllm_llumnix.kv.transport.connections import Connections, readable, receive, require_granted, require_served, send
 
 MAX_STREAMS: Final = 4
 BYTES_PER_STREAM: Final = 4 << 20
 """A pull of less than twice this is not spread."""
-STALL_SECONDS: Final = 5.0
-"""How long nothing may come in the middle of a pull."""
-TURN_SECONDS: Final = 0.005
-"""The longest that the mover waits for bytes before it listens to its engine again."""
 
 
 class TcpTransport:
-    """Implements `base.Transport` for peers with a block server. `layout` is our own KV memory."""
+    """Implements `base.Transport` for peers with a block server. `memory` is our own."""
 
     name = "tcp"
+    asks_peers = True
 
-    def __init__(self, layout: BlockLayout, tls: ssl.SSLContext | None = None) -> None:
-        self._layout = layout
+    def __init__(self, memory: BlockMemory, tls: ssl.SSLContext | None = None) -> None:
+        self._memory = memory
+        self._layout = memory.layout
         self.connections = Connections(tls)
 
     def probe(self, peer: PeerMemory) -> None:
@@ -48,9 +46,9 @@ class TcpTransport:
         require_same_pages(self._layout, peer.layout)
         if len(src_blocks) != len(dst_blocks) or len(set(dst_blocks)) != len(dst_blocks):
             raise ValueError(f"{len(src_blocks)} source blocks for {len(set(dst_blocks))} destination blocks")
-        layers_outermost = self._layout.layers_outermost
+        layers_outermost = self._memory.layers_outermost
         parts = list(self._parts(len(src_blocks)))
-        spans = [Span(self._layout, dst_blocks[part], layers_outermost) for part in parts]
+        spans = [self._memory.transfer(dst_blocks[part], layers_outermost) for part in parts]
         streams: list[_Stream] = []
         try:
             for part, span in zip(parts, spans, strict=True):
@@ -67,6 +65,9 @@ class TcpTransport:
                 else:
                     stream.connection.close()
 
+    def tidy(self) -> None:
+        self.connections.tidy()
+
     def close(self) -> None:
         self.connections.close()
 
@@ -82,7 +83,7 @@ class TcpTransport:
 class _Stream:
     """One connection's share of a pull."""
 
-    def __init__(self, connection: socket.socket, span: Span) -> None:
+    def __init__(self, connection: socket.socket, span: Transfer) -> None:
         self.connection = connection
         self.span = span
         self.granted = False
@@ -91,7 +92,7 @@ class _Stream:
     def receive(self, max_bytes: int) -> int:
         """What has come; the first and the last message, which are short, are waited for."""
         if not self.granted:
-            if not select.select([self.connection], [], [], 0)[0]:
+            if not readable([self.connection]):
                 return 0
             require_granted(receive(self.connection, decode_block_answer))
             self.granted = True
@@ -117,5 +118,8 @@ def _receive_all(streams: list[_Stream], chunk_bytes: int) -> Iterator[int]:
         elif time.monotonic() - since > STALL_SECONDS:
             raise TransferFailed(f"nothing has come for {STALL_SECONDS:.0f} s")
         else:
-            select.select([stream.connection for stream in waiting], [], [], TURN_SECONDS)
+            readable((stream.connection for stream in waiting), TURN_SECONDS)
+        left = time.monotonic()
         yield received
+        # While others have their turn, nothing can come.
+        since += time.monotonic() - left

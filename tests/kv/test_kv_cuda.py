@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU's side of every transport, with streams that are none and "GPU" memory that is main memory.
+
+What this cannot show is whether CUDA does what the code takes it to do: see `benchmarks/gpu_check.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from tests.kv.fakes import FakeWorker, Memory, describe, packed, shared, source_process
+from vllm_llumnix.errors import TransferFailed, TransportUnavailable
+from vllm_llumnix.kv import memory as kv_memory
+from vllm_llumnix.kv import mover
+from vllm_llumnix.kv import worker as kv_worker
+from vllm_llumnix.kv.block_server import BlockServer
+from vllm_llumnix.kv.client import MoverClient
+from vllm_llumnix.kv.cuda_share import require_plausible
+from vllm_llumnix.kv.endpoint import PrivateDirectory
+from vllm_llumnix.kv.grants import CAPABILITY_BYTES, Grants
+from vllm_llumnix.kv.memory import CudaMemory, HostMemory
+from vllm_llumnix.kv.messages import CudaShare, MoverInfo, PeerMemory
+from vllm_llumnix.kv.mover import Mover
+from vllm_llumnix.kv.process import NoncePage, describe_memory
+from vllm_llumnix.kv.transport import local_cuda
+from vllm_llumnix.kv.transport.local_cuda import LocalCudaTransport
+from vllm_llumnix.kv.transport.tcp import TcpTransport
+from vllm_llumnix.kv.worker import start_mover, stop_mover
+
+CAPABILITY = bytes(CAPABILITY_BYTES)
+SHAPES = [(3, 4096), (1, 512)]
+
+
+class FakeStream:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.synchronized = 0
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
+
+
+class FakeEvent:
+    """Done when it is asked for the third time."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def record(self, stream: FakeStream) -> None:
+        assert isinstance(stream, FakeStream)
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.asked > 2
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(stream))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(device))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **more: empty(*size, **more))
+
+
+def on_gpu(memory: Memory) -> CudaMemory:
+    return CudaMemory(memory.blocks, torch.from_numpy(memory.bytes).untyped_storage())
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def peer() -> Iterator[Any]:
+    pages: list[NoncePage] = []
+
+    def describe(memory: Memory, **more: Any) -> PeerMemory:
+        pages.append(NoncePage())
+        return describe_memory(memory.blocks, pages[-1], "there", 0, **more)
+
+    yield describe
+    for page in pages:
+        page.revoke()
+
+
+@pytest.mark.parametrize("scratch_bytes", [1, 40_000, 1 << 20])
+def test_there_and_back(scratch_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_memory, "SCRATCH_BYTES", scratch_bytes)
+    there, here = Memory(shapes=SHAPES, seed=1), Memory("BLHNC", SHAPES, seed=2)
+    source, destination = on_gpu(there), on_gpu(here)
+    ids, other_ids = [5, 0, 31, 7, 8], [1, 2, 3, 30, 0]
+    buffer = torch.zeros(5 * there.blocks.bytes_per_block, dtype=torch.uint8)
+    source.gather(ids, buffer)
+    reference = torch.zeros_like(buffer)
+    HostMemory(there.blocks).gather(ids, reference)
+    assert torch.equal(buffer, reference)
+    destination.scatter(other_ids, buffer)
+    for theirs, ours in zip(ids, other_ids, strict=True):
+        assert here.block(ours) == there.block(theirs)
+
+
+@pytest.mark.parametrize("scratch_bytes", [1, 40_000])
+def test_tcp(scratch_bytes: int, peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_memory, "SCRATCH_BYTES", scratch_bytes)
+    there, here = Memory(shapes=SHAPES, seed=1), Memory(shapes=SHAPES, seed=2)
+    page, grants = NoncePage(), Grants()
+    grants.allow(CAPABILITY, range(32))
+    server = BlockServer(on_gpu(there), page.value, grants, "127.0.0.1")
+    server.start()
+    transport = TcpTransport(on_gpu(here))
+    try:
+        described = describe_memory(there.blocks, page, "there", 0, tcp=f"127.0.0.1:{server.port}")
+        transport.probe(described)
+        ids, other_ids = [5, 0, 31, 7, 8], [1, 2, 3, 30, 0]
+        assert sum(transport.pull(described, ids, other_ids, 1000, CAPABILITY)) == 5 * here.blocks.bytes_per_block
+        for theirs, ours in zip(ids, other_ids, strict=True):
+            assert here.block(ours) == there.block(theirs)
+        with pytest.raises(ValueError, match="block ids"):
+            list(transport.pull(described, [0], [32], 1000, CAPABILITY))
+    finally:
+        transport.close()
+        server.close()
+
+
+def test_local(peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, here = Memory(shapes=SHAPES, seed=1), Memory("BLHNC", SHAPES, seed=2)
+    before = Memory("BLHNC", SHAPES, seed=2)
+    mapped: list[CudaShare] = []
+
+    def fake_mapped(shared: CudaShare, device: torch.device) -> torch.Tensor:
+        mapped.append(shared)
+        return torch.from_numpy(there.bytes)
+
+    monkeypatch.setattr(local_cuda, "mapped", fake_mapped)
+    monkeypatch.setattr(local_cuda, "TURN_SECONDS", 0.0)
+    transport = LocalCudaTransport(torch.from_numpy(here.bytes), here.blocks)
+    described = peer(there, cuda=shared(there))
+    transport.probe(described)
+    ids, other_ids = [5, 0, 31, 7, 8], [1, 2, 3, 30, 0]
+    sizes = list(transport.pull(described, ids, other_ids, 2 * there.blocks.bytes_per_block))
+    assert sum(sizes) == 5 * here.blocks.bytes_per_block
+    assert 0 in sizes  # the mover is not held up by the GPU
+    moved = dict(zip(other_ids, ids, strict=True))
+    for block in range(32):
+        assert here.block(block) == (there.block(moved[block]) if block in moved else before.block(block))
+    pull = transport.pull(described, [1, 2], [1, 2], there.blocks.bytes_per_block)
+    next(pull)
+    stream = transport._stream
+    assert isinstance(stream, FakeStream)
+    waited = stream.synchronized
+    pull.close()  # type: ignore[attr-defined]
+    assert stream.synchronized == waited + 1
+    assert len(mapped) == 1
+    transport.close()
+
+
+def test_local_says_why_not(peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, here = Memory(shapes=SHAPES, seed=1), Memory(shapes=SHAPES, seed=2)
+    monkeypatch.setattr(local_cuda, "mapped", lambda *_: torch.from_numpy(there.bytes))
+    transport = LocalCudaTransport(torch.from_numpy(here.bytes), here.blocks)
+    with pytest.raises(TransportUnavailable, match="does not export"):
+        transport.probe(peer(there))
+    with source_process(cuda=True, seed=1, shapes=SHAPES) as source:
+        source.kill()
+        with pytest.raises((TransferFailed, TransportUnavailable)):
+            transport.probe(source.peer)
+    with pytest.raises(ValueError, match="destination blocks"):
+        list(transport.pull(peer(there, cuda=shared(there)), [0, 1], [3, 3], 1))
+    transport.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"gpu": "x" * 65}, "the GPU's name"),
+        ({"handle": bytes(63)}, "the handle"),
+        ({"handle": bytes(65)}, "the handle"),
+        ({"handle": b"\x03e" + bytes(64)}, "the handle"),
+        ({"handle": b"c\x03c" + bytes(64)}, "the handle"),
+        ({"num_bytes": 0}, "the size"),
+        ({"num_bytes": 2**63}, "the size"),
+        ({"offset": -1}, "the offset"),
+        ({"offset": 2**63 - 1}, "the offset"),
+        ({"counter": b"/psm_of_somebody_else"}, "the counter's name"),
+        ({"counter": b"/torch_1_2_3"}, "the counter's name"),
+        ({"counter": b"/torch_" + b"9" * 300}, "the counter's name"),
+        ({"counter_offset": -1}, "the counter's place"),
+        ({"counter_offset": 10_000}, "the counter's place"),
+        ({"event": bytes(8)}, "the event"),
+    ],
+)
+def test_what_cannot_be_is_not_passed_on(
+    change: dict[str, Any], complaint: str, peer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch believes all of it, and would read or write beyond what there is."""
+    there, here = Memory(shapes=SHAPES, seed=1), Memory(shapes=SHAPES, seed=2)
+    mapped: list[CudaShare] = []
+    monkeypatch.setattr(local_cuda, "mapped", lambda share, _: mapped.append(share))
+    transport = LocalCudaTransport(torch.from_numpy(here.bytes), here.blocks)
+    described = peer(there, cuda=msgspec.structs.replace(shared(there), **change))
+    with pytest.raises(TransportUnavailable, match=f"cannot be: {complaint}"):
+        transport.probe(described)
+    with pytest.raises(TransportUnavailable, match=f"cannot be: {complaint}"):
+        list(transport.pull(described, [0], [0], 1))
+    assert not mapped
+    transport.close()
+
+
+@pytest.mark.parametrize("prefix", [b"", b"c", b"\x02c", b"\x03c"])
+def test_handles_of_several_releases_of_torch(prefix: bytes) -> None:
+    memory = Memory(shapes=SHAPES)
+    share = msgspec.structs.replace(shared(memory), handle=prefix + bytes(64))
+    require_plausible(share, os.getpid(), memory.bytes.nbytes)
+
+
+def test_memory_is_mapped_as_its_process_offers_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as somebody else says, who names a process that exists."""
+    here = Memory(shapes=SHAPES, seed=2)
+    mapped: list[CudaShare] = []
+    monkeypatch.setattr(local_cuda, "mapped", lambda share, _: mapped.append(share))
+    transport = LocalCudaTransport(torch.from_numpy(here.bytes), here.blocks)
+    with source_process(cuda=True, seed=1, shapes=SHAPES) as source:
+        assert source.peer.cuda is not None
+        for change in ({"offset": 4096}, {"handle": bytes(64)}):
+            lie = msgspec.structs.replace(source.peer, cuda=msgspec.structs.replace(source.peer.cuda, **change))
+            with pytest.raises(TransferFailed, match="is not what was advertised"):
+                transport.probe(lie)
+        assert not mapped
+        transport.probe(source.peer)
+        assert mapped == [source.peer.cuda]
+    transport.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("when", ["idle", "asked"])
+async def test_the_memory_of_who_has_ended_is_unmapped(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or its GPU has no room for a successor."""
+    monkeypatch.setattr(mover, "TIDY_SECONDS", 0.1 if when == "idle" else 60.0)
+    here = Memory(shapes=SHAPES, seed=2)
+    tensors: list[weakref.ref[torch.Tensor]] = []
+
+    def fake_mapped(*_: Any) -> torch.Tensor:
+        tensor = torch.from_numpy(here.bytes.copy())
+        tensors.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(local_cuda, "mapped", fake_mapped)
+    transport = LocalCudaTransport(torch.from_numpy(here.bytes), here.blocks)
+    running = Mover(0, here.blocks, [transport], PrivateDirectory(str(tmp_path)))
+    running.start()
+    client = MoverClient(MoverInfo(0, running.endpoint, describe(here, NoncePage()), "", "cuda", ""))
+    try:
+        with source_process(cuda=True, seed=1, shapes=SHAPES) as source:
+            assert await client.probe(source.peer) is None
+            await asyncio.sleep(0.3)
+            (tensor,) = tensors
+            assert tensor() is not None
+            source.kill()
+            if when == "asked":
+                assert "has ended" in (await client.probe(source.peer) or "")
+            await asyncio.to_thread(until, lambda: tensor() is None)
+    finally:
+        client.close()
+        running.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("exported", [True, False])
+async def test_a_worker_on_a_gpu(exported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def share(_: Any) -> CudaShare:
+        if not exported:
+            raise TransportUnavailable("sleep mode's allocator")
+        return shared(memory)
+
+    shapes = [(4, 4096)]
+    memory = Memory(shapes=shapes, seed=2)
+    monkeypatch.setattr(kv_worker, "share", share)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
+    worker = FakeWorker(memory, device="cuda")
+    info = msgspec.msgpack.decode(start_mover(worker, packed(transports=("local", "tcp"))), type=MoverInfo)
+    try:
+        assert (info.isa, info.memory.unavailable) == ("cuda-9.0", None)
+        assert info.memory.cuda == (shared(memory) if exported else None)
+        assert info.memory.tcp is not None
+        client = MoverClient(info)
+        with source_process(CAPABILITY, seed=1, shapes=shapes) as source:
+            # A source in main memory sends what it is asked for in the order of a GPU.
+            report = await client.pull(
+                1, source.peer, [3, 4], [8, 9], transport="tcp", deadline_s=5, capability=CAPABILITY
+            )
+            assert report.error is None
+            assert [memory.block(8), memory.block(9)] == [source.memory.block(3), source.memory.block(4)]
+        report = await client.pull(2, source.peer, [3], [8], transport="local", deadline_s=5)
+        assert (report.error or "").startswith("no transport 'local'") != exported
+        client.close()
+    finally:
+        stop_mover(worker)
+    assert np.array_equal(worker.storage.numpy(), memory.bytes)
+
+
+@pytest.mark.asyncio
+async def test_local_alone_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def share(_: Any) -> CudaShare:
+        raise TransportUnavailable("sleep mode's allocator")
+
+    monkeypatch.setattr(kv_worker, "share", share)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
+    worker = FakeWorker(Memory(shapes=[(4, 4096)], seed=2), device="cuda")
+    info = msgspec.msgpack.decode(start_mover(worker, packed(transports=("local",))), type=MoverInfo)
+    client = MoverClient(info)
+    with source_process(CAPABILITY, seed=1, shapes=[(4, 4096)]) as source:
+        found = await client.probe(source.peer)
+    assert found == "no transport 'local': sleep mode's allocator"
+    client.close()
+    stop_mover(worker)

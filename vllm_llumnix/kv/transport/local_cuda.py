@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read the GPU memory of another process on this host: CUDA IPC and the block copy kernels.
+
+The source does nothing. Its blocks are gathered from where its memory is mapped here into a buffer of this GPU, and
+scattered into our KV memory, on a stream of its own and by few SMs; a pull ends when the GPU has done all of that.
+What protects both sides from reading the wrong thing is what `local` has: the process is identified, alive before and
+after, and offers exactly the memory that is read. Memory stays mapped for as long as its process is known to offer it:
+a GPU's memory is free again only when nobody maps it any more.
+
+Unproven: it has not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+
+from vllm_llumnix.errors import TransportUnavailable
+from vllm_llumnix.kv import kernels
+from vllm_llumnix.kv.cuda_share import mapped, require_plausible
+from vllm_llumnix.kv.layout import BlockLayout, require_same_pages
+from vllm_llumnix.kv.messages import PeerMemory
+from vllm_llumnix.kv.transport.base import TURN_SECONDS
+from vllm_llumnix.kv.transport.local import LocalTransport
+
+BUFFER_BYTES: Final = 8 << 20
+POLL_SECONDS: Final = 50e-6
+
+
+class LocalCudaTransport:
+    """Implements `base.Transport` for peers on this host whose KV memory is on a GPU that this one can read.
+
+    `storage`, a row of bytes on the GPU, is our own KV memory, `layout` its layout.
+    """
+
+    name = "local"
+    asks_peers = False
+
+    def __init__(self, storage: torch.Tensor, layout: BlockLayout) -> None:
+        self._storage = storage
+        self._layout = layout
+        self._identities = LocalTransport(layout)
+        self._step = max(1, BUFFER_BYTES // layout.bytes_per_block)
+        self._buffer = torch.empty(self._step * layout.bytes_per_block, dtype=torch.uint8, device=storage.device)
+        self._stream = torch.cuda.Stream(storage.device)
+        self._mapped: dict[PeerMemory, torch.Tensor] = {}
+
+    def probe(self, peer: PeerMemory) -> None:
+        try:
+            self._identities.probe(peer)
+            self._memory_of(peer)
+        finally:
+            self._unmap_unknown()
+
+    def pull(
+        self, peer: PeerMemory, src_blocks: list[int], dst_blocks: list[int], chunk_bytes: int, capability: bytes = b""
+    ) -> Iterator[int]:
+        require_same_pages(self._layout, peer.layout)
+        if len(src_blocks) != len(dst_blocks) or len(set(dst_blocks)) != len(dst_blocks):
+            raise ValueError(f"{len(src_blocks)} source blocks for {len(set(dst_blocks))} destination blocks")
+        for layout, blocks in ((peer.layout, src_blocks), (self._layout, dst_blocks)):
+            if not all(0 <= block < layout.num_blocks for block in blocks):
+                raise ValueError(f"block ids are not all within 0 to {layout.num_blocks - 1}")
+        self._identities.verify(peer)
+        theirs = self._memory_of(peer)
+        step = max(1, min(self._step, chunk_bytes // self._layout.bytes_per_block))
+        try:
+            for at in range(0, len(src_blocks), step):
+                source, destination = src_blocks[at : at + step], dst_blocks[at : at + step]
+                with torch.cuda.device(self._storage.device), torch.cuda.stream(self._stream):
+                    kernels.gather(theirs, peer.layout, source, self._buffer)
+                    kernels.scatter(self._storage, self._layout, destination, self._buffer)
+                    done = torch.cuda.Event()
+                    done.record(self._stream)
+                turn = time.monotonic()
+                while not done.query():
+                    if time.monotonic() - turn > TURN_SECONDS:
+                        turn = time.monotonic()
+                        yield 0
+                    time.sleep(POLL_SECONDS)
+                yield len(source) * self._layout.bytes_per_block
+        finally:
+            # Nothing is written after the iterator has ended, however it ends.
+            self._stream.synchronize()
+        self._identities.verify(peer)
+
+    def tidy(self) -> None:
+        self._identities.tidy()
+        self._unmap_unknown()
+
+    def close(self) -> None:
+        self._identities.close()
+        self._mapped.clear()
+
+    def _unmap_unknown(self) -> None:
+        for peer in [peer for peer in self._mapped if not self._identities.knows(peer)]:
+            del self._mapped[peer]
+
+    def _memory_of(self, peer: PeerMemory) -> torch.Tensor:
+        """The peer's storage, mapped here. Raises TransportUnavailable, TransferFailed."""
+        if peer.cuda is None:
+            raise TransportUnavailable("the source does not export its GPU memory")
+        if peer not in self._mapped:
+            require_plausible(peer.cuda, peer.pid, peer.layout.storage_bytes)
+            self._mapped[peer] = mapped(peer.cuda, self._storage.device)
+        return self._mapped[peer]

@@ -81,8 +81,11 @@ async def rank_engines(context: zmq.asyncio.Context, directory: Path) -> AsyncIt
 
 
 @pytest_asyncio.fixture
-async def dp_client(rank_engines: list[FakeEngine], directory: Path) -> AsyncIterator[Any]:
+async def dp_client(
+    rank_engines: list[FakeEngine], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Any]:
     """vLLM's client that balances over data-parallel engines, on two of them."""
+    monkeypatch.setenv(CONFIG_VARIABLE, LlumletConfig(instance_id="home", num_ranks=len(rank_engines)).to_json())
     client = new_client(DPLBAsyncMPClient, directory, ranks=len(rank_engines))
     yield client
     close_client(client)

@@ -244,7 +244,12 @@ def _config(ranks: int) -> Any:
     """As much of a VllmConfig as a client reads."""
     return SimpleNamespace(
         lora_config=None,
-        model_config=SimpleNamespace(multimodal_config=None, max_model_len=4096, get_vocab_size=lambda: VOCAB_SIZE),
+        model_config=SimpleNamespace(
+            multimodal_config=None,
+            max_model_len=4096,
+            get_vocab_size=lambda: VOCAB_SIZE,
+            served_model_name="model",
+        ),
         cache_config=SimpleNamespace(num_gpu_blocks=0, block_size=32),
         parallel_config=SimpleNamespace(
             enable_elastic_ep=False,

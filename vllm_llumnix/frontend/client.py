@@ -37,6 +37,7 @@ from vllm_llumnix import config
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.errors import ConfigError
 from vllm_llumnix.frontend.drain import drain
+from vllm_llumnix.frontend.metrics import MoveMetrics, Report
 from vllm_llumnix.frontend.owners import PROBE_SECONDS, Owner, Owners
 from vllm_llumnix.frontend.relay import Complaints, Receive, Relay
 from vllm_llumnix.frontend.replay import Replay, why_not
@@ -106,6 +107,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
         self._num_pauses = 0
         self._home_dead = False
         self._drained = False
+        self._move_metrics = MoveMetrics(vllm_config.model_config.served_model_name, _settled_moves_of(self))
         super().__init__(vllm_config, *args, **kwargs)
         self._outlive_engine()
 
@@ -123,7 +125,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
             relay = Relay(self.ctx, self._settings.host, _receiver(self), self.complaints, self._relay_keys)
             relay.start()
             watch = asyncio.get_running_loop().create_task(_watch(weakref.ref(self)), name="llumnix-watch")
-            weakref.finalize(self, _end, relay, watch)
+            weakref.finalize(self, _end, relay, watch, self._move_metrics)
             self._relay, self._watch = relay, watch
             logger.info("llumlet: relay for requests that move listens on %s", relay.address)
         return self._relay
@@ -131,7 +133,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
     def shutdown(self, timeout: float | None = None) -> None:
         self._drain(timeout or 0.0)
         if self._relay is not None and self._watch is not None:
-            _end(self._relay, self._watch)
+            _end(self._relay, self._watch, self._move_metrics)
         super().shutdown(timeout)
 
     def _drain(self, timeout: float) -> None:
@@ -340,6 +342,9 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
                 self._probes[owner.llumlet] = asyncio.get_running_loop().create_task(self._probe(owner))
         if not self._home_dead and self._homes_are_dead():
             self._engine_died()
+        if self.client_index == 0 and not self._home_dead:
+            # One of several API servers counts for all.
+            self._move_metrics.look(self.core_engines)
         for orphan in self._streams.orphans(self._home_of):
             self._let_go_on(orphan)
         if self._home_dead and not (len(self._streams) or self._replay.busy) and self._finalizer.alive:
@@ -350,9 +355,8 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
         """For an API server among several, whose engines belong to their parent process: nobody else tells it."""
         if self.resources.engine_manager is not None:
             return False
-        size = self.vllm_config.parallel_config.data_parallel_size
         ranks = [int.from_bytes(engine, "little") for engine in self.core_engines]
-        homes = [self._owners.named(self._settings.for_rank(rank, size).instance_id) for rank in ranks]
+        homes = [self._owners.named(self._settings.for_rank(rank).instance_id) for rank in ranks]
         return any(home is not None and home.dead for home in homes)
 
     async def _probe(self, owner: Owner) -> None:
@@ -366,8 +370,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
     def _home_of(self, stream: Stream) -> Owner | None:
         """The engine that the request was sent to; None until it has said hello."""
         rank = int.from_bytes(stream.home or self.core_engine, "little")
-        parallel = self.vllm_config.parallel_config
-        home = self._owners.named(self._settings.for_rank(rank, parallel.data_parallel_size).instance_id)
+        home = self._owners.named(self._settings.for_rank(rank).instance_id)
         if home is not None and self._home_dead:
             home.died("its engine has died", time.monotonic())
         return home
@@ -489,13 +492,28 @@ async def _watch(reference: weakref.ref[LlumnixClientMixin]) -> None:
         del client
 
 
-def _end(relay: Relay, watch: asyncio.Task[None]) -> None:
+def _end(relay: Relay, watch: asyncio.Task[None], metrics: MoveMetrics) -> None:
     """From any thread. Again is nothing."""
     relay.close()
     loop = watch.get_loop()
     if not loop.is_closed():
         with contextlib.suppress(RuntimeError):  # closed between the question and the call
             loop.call_soon_threadsafe(watch.cancel)
+            loop.call_soon_threadsafe(metrics.cancel)
+
+
+def _settled_moves_of(client: LlumnixClientMixin) -> Report:
+    """Asks an engine of the client's, without keeping the client alive."""
+    reference = weakref.ref(client)
+
+    async def report(engine: bytes, since: int) -> tuple[int, list[dict[str, Any]]]:
+        client = reference()
+        if client is None:
+            return since, []
+        last, records = await client._call_utility_async("llumlet_moves", since, engine=engine)
+        return last, records
+
+    return report
 
 
 def _receiver(client: LlumnixClientMixin) -> Receive:

@@ -251,7 +251,7 @@ class Instance:
             "newcomers": len(port._newcomers),
             "departures": len(kvconn._departures) + len(agent.departures.moves),
             "moves out": agent.departures.slots.num_requests,
-            "moves in": agent.arrivals.slots.num_requests + len(agent.arrivals.pending()),
+            "moves in": agent.arrivals.slots.num_requests + len(agent.arrivals._unsettled),
             "draining": sum(1 for move in moves if move.machine.state is DestinationState.DRAINING),
             "callers": sum(len(move._waiting) for move in moves),
             "what was moved": sum(1 for move in moves if move.request or move._source_blocks),

@@ -97,7 +97,8 @@ class LlumletAgent:
         bypass, kvconn = self.bypass, self.kvconn
         self.server = server
         self.adapters = Adapters(bypass.engine.vllm_config.lora_config)
-        self.movers = Movers(bypass.movers, self.config.bandwidth_limit, self.config.bandwidth_limit_local)
+        config = self.config
+        self.movers = Movers(bypass.movers, config.transports, config.bandwidth_limit, config.bandwidth_limit_local)
         self.relay = Relay(
             wire.Hello(
                 wire.RELAY_VERSION,
@@ -150,7 +151,9 @@ class LlumletAgent:
             except MigrationError as error:
                 refused[request_id] = error
         for request_id, error in refused.items():
-            report(_stayed(request_id, mode, error))
+            stayed = _stayed(request_id, mode, error)
+            self.departures.records.add(stayed)
+            report(stayed)
         outcomes = await asyncio.gather(*(move.done for move in moves))
         count = {phase: sum(1 for outcome in outcomes if outcome.phase == phase) for phase in _OUTCOMES}
         return MoveSummary(
@@ -361,12 +364,12 @@ class LlumletAgent:
             raise refusal(Refused(Reason.NOT_PORTABLE, self.identity.unsupported))
 
     def _check_drain(self, request: DrainRequest) -> None:
-        here, parallel = self.identity.instance, self.bypass.engine.vllm_config.parallel_config
+        here, num_ranks = self.identity.instance, self.bypass.config.num_ranks
         if request.engine_id and request.engine_id != here:
             raise refusal(Refused(Reason.WRONG_INSTANCE, f"this is {here}, not {request.engine_id}"))
         if str(self.bypass.address) in request.destinations:
             raise refusal(Refused(Reason.SAME_INSTANCE, "the instance cannot be drained to itself"))
-        if parallel.data_parallel_size > 1 or parallel._api_process_count > 1:
+        if num_ranks > 1 or self.bypass.engine.vllm_config.parallel_config._api_process_count > 1:
             detail = "its API servers and data-parallel ranks end together: send SIGTERM to `vllm serve`"
             raise refusal(Refused(Reason.INVALID_REQUEST, detail))
 

@@ -424,6 +424,8 @@ class Arrivals:
         self.abort_here = abort_here
         self.terms = Terms(block_size=kvconn.port.block_size, lease_s=bypass.config.lease_seconds)
         self.moves: dict[str, IncomingMove] = {}
+        self._unsettled: dict[str, IncomingMove] = {}
+        """Of them, those whose fate is open, or whose blocks may still be written: few."""
         config = bypass.config
         limits = Limits(
             max_requests=config.max_migrations_in,
@@ -434,13 +436,15 @@ class Arrivals:
 
     def pending(self) -> list[IncomingMove]:
         """Moves whose fate is open, oldest first. Any thread."""
-        return [move for move in list(self.moves.values()) if move.machine.settlement is Settlement.PENDING]
+        return [move for move in list(self._unsettled.values()) if move.machine.settlement is Settlement.PENDING]
 
     def draining_blocks(self) -> int:
         """Any thread."""
-        return sum(move.num_blocks for move in list(self.moves.values()) if move.machine.state is State.DRAINING)
+        return sum(move.num_blocks for move in list(self._unsettled.values()) if move.machine.state is State.DRAINING)
 
     def settled(self, move: IncomingMove) -> None:
+        if move.machine.state is not State.DRAINING:
+            self._unsettled.pop(move.migration_id, None)
         if move.migration_id in self.slots:
             self.slots.give_back(move.migration_id)
             self.kvconn.audit_when_idle()
@@ -464,7 +468,7 @@ class Arrivals:
                 self.slots.take(MigrationId(request.handover.migration_id), request.num_blocks * self.terms.block_size)
             except Refused as error:
                 _refuse(error.reason, error.detail)
-            move = self.moves[request.handover.migration_id] = IncomingMove(self, request.handover)
+            move = self._begin(request.handover)
         move.take_offer(request)
         answer: ReserveResponse = await move.ask(Call.RESERVE, on.ReserveRequested())
         return answer
@@ -536,7 +540,7 @@ class Arrivals:
 
     def revoke_youngest(self) -> None:
         """The engine's own requests need blocks: give the youngest reservation back, one at a time."""
-        if any(move.machine.state is State.DRAINING for move in self.moves.values()):
+        if any(move.machine.state is State.DRAINING for move in self._unsettled.values()):
             return
         for move in reversed(self.pending()):
             if move.num_blocks and move.machine.state in (State.RESERVED, State.PULLING):
@@ -556,9 +560,14 @@ class Arrivals:
             if not leaves_a_mark or not self._is_this_life(request.handover):
                 return self.settlement(Settlement.UNKNOWN, None)
             # It overtook its Reserve, or that never came: a late Reserve must find that it is barred.
-            move = self.moves[request.handover.migration_id] = IncomingMove(self, request.handover)
+            move = self._begin(request.handover)
         answer: SettleResponse = await move.ask(call, event)
         return answer
+
+    def _begin(self, handover: Handover) -> IncomingMove:
+        move = IncomingMove(self, handover)
+        self.moves[move.migration_id] = self._unsettled[move.migration_id] = move
+        return move
 
     def _find(self, handover: Handover) -> IncomingMove | None:
         return self.moves.get(handover.migration_id) if self._is_this_life(handover) else None

@@ -37,8 +37,7 @@ def attach(engine: Any) -> KVConnection:
     config = llumlet_config.current()
     if config is None:
         raise ConfigError([f"{llumlet_config.CONFIG_VARIABLE} is not set"])
-    parallel = engine.vllm_config.parallel_config
-    config = config.for_rank(engine.engine_index, parallel.data_parallel_size)
+    config = config.for_rank(engine.engine_index)
     _check_workers(engine)
     engine.model_executor.collective_rpc(_compile_logprobs)
     settings = msgspec.msgpack.encode(config.worker_settings())
@@ -66,6 +65,7 @@ def attach(engine: Any) -> KVConnection:
     _watch_adapters(engine, bypass)
     # Utilities are attributes of the engine that its API server may call.
     engine.llumlet_drain = bypass.report_drain
+    engine.llumlet_moves = bypass.report_moves
     logger.info("llumlet: instance %s listening on %s", config.instance_id, bypass.address)
     if identity.unsupported:
         logger.warning("llumlet: this engine's requests cannot be moved: %s", identity.unsupported)

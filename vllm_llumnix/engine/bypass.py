@@ -128,6 +128,11 @@ class Bypass:
         assert self._agent is not None
         return self._agent.drains.report(peers, seconds, num_streams, num_cut)
 
+    def report_moves(self, since: int) -> tuple[int, list[dict[str, Any]]]:
+        """Called by the API server as a utility of the engine: see `MoveRecords.since`. Loop thread."""
+        assert self._agent is not None
+        return self._agent.departures.records.since(since)
+
     def revoke_youngest_reservation(self) -> None:
         if self._agent is not None:
             self._agent.arrivals.revoke_youngest()

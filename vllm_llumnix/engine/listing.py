@@ -229,7 +229,7 @@ class Listing:
             llumlet_port=address.port,
             kvt_port=address.port,
             node_id=socket.gethostname(),
-            data_parallel_size=parallel.data_parallel_size,
+            data_parallel_size=config.num_ranks,
             tensor_parallel_size=parallel.tensor_parallel_size,
             dp_rank=engine.engine_index,
             utc_create=self._bypass.started_at,

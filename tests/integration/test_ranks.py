@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines of several workers: rank r reads from rank r. And data-parallel ranks: each is an instance of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from benchmarks.client import Client, Stream
+from benchmarks.harness import Fleet, LlumletAddress, ServerSpec
+from benchmarks.moves import Move, migrate_through, move_stream
+from llumlet.client import LlumletClient
+from tests.integration.conftest import Engines
+
+pytestmark = pytest.mark.asyncio
+
+PROMPT = list(range(100, 180))
+LENGTH = 240
+SETTLE_SECONDS = 20.0
+
+
+async def begin(client: Client, length: int = LENGTH) -> Stream:
+    return await client.complete(PROMPT, length, ignore_eos=True, cache_salt=uuid.uuid4().hex)
+
+
+@pytest.mark.parametrize("how", ["tensor", pytest.param("pipeline", marks=pytest.mark.full)])
+async def test_several_workers(engines: Engines, model_dir: Path, log_dir: Path, how: str) -> None:
+    with Fleet(log_dir / how) as fleet:
+        parallel = [f"--{how}-parallel-size", "2"]
+        env = {}
+        if how == "pipeline":
+            # Eager, vLLM's CPU worker has no buffers for what a stage passes on: they come with the compiler's warm-up.
+            parallel += ["--no-enforce-eager", "--compilation-config", '{"mode": 1, "backend": "eager"}']
+            env = {"TORCH_COMPILE_DISABLE": "0"}
+        spec = ServerSpec(model_dir, name="one", instance_id="one", flags=tuple(parallel), env=env)
+        # The destination chooses: there over tcp, back by reading the other workers' memory.
+        tcp = ServerSpec(
+            model_dir, name="other", instance_id="other", flags=(*parallel, "--llumlet-transport", "tcp"), env=env
+        )
+        one, other = fleet.start(spec, tcp)
+        async with Client(one.base_url) as client:
+            expected = await (await begin(client)).result()
+            stream = await begin(client)
+            moves = []
+            for source, destination in ((one, other), (other, one)):
+                await stream.wait_for(len(stream.token_ids) + 30)
+                moves.append(await move_stream(source, destination, stream, force=True))
+            assert all(move.live for move in moves), moves
+            assert [move.transport for move in moves] == ["tcp", "local"]
+            assert moves[0].copied_bytes > 0
+            await stream.wait_for(len(stream.token_ids) + 10)
+            refused = await move_stream(one, engines.a, stream)
+            assert (refused.phase, refused.reason) == ("stayed", "incompatible_engine")
+            assert (await stream.result()).token_ids == expected.token_ids
+
+
+async def test_data_parallel(model_dir: Path, log_dir: Path) -> None:
+    """Their API server balances by what it believes to be in flight at each rank: also after moves and aborts."""
+    # One API server: several would not know of each other's requests at once.
+    flags = ("--data-parallel-size", "2", "--api-server-count", "1", "--dtype", "float32")
+    with Fleet(log_dir / "data-parallel") as fleet:
+        (server,) = fleet.start(ServerSpec(model_dir, name="dp", instance_id="dp", flags=flags))
+        ranks = sorted(server.llumlets())
+        assert [rank.instance_id for rank in ranks] == ["dp-dp0", "dp-dp1"]
+        async with Client(server.base_url) as client:
+            expected = await (await begin(client)).result()
+            for _ in range(2):
+                streams = []
+                for _ in range(4):
+                    streams.append(await begin(client))
+                    # Meanwhile the ranks say how much they have to do, every tenth of a second.
+                    await streams[-1].wait_for(20)
+                placed = await placement(ranks, streams)
+                assert [len(placed[rank]) for rank in ranks] == [2, 2]
+                moves = await asyncio.gather(
+                    *(move(ranks[here], ranks[1 - here], stream) for here in (0, 1) for stream in placed[ranks[here]])
+                )
+                assert all(one.live for one in moves), moves
+                await streams[0].disconnect()
+                for stream in streams[1:]:
+                    assert (await stream.result()).token_ids == expected.token_ids
+                await idle(ranks)
+
+
+async def move(source: LlumletAddress, destination: LlumletAddress, stream: Stream) -> Move:
+    assert stream.engine_id is not None
+    async with LlumletClient(str(source)) as client:
+        (settled,) = await migrate_through(client, source, destination, request_ids=[stream.engine_id])
+    return settled
+
+
+async def placement(ranks: list[LlumletAddress], streams: list[Stream]) -> dict[LlumletAddress, list[Stream]]:
+    """Which streams' requests each rank runs; the streams learn their engine's ids."""
+    placed: dict[LlumletAddress, list[Stream]] = {}
+    for rank in ranks:
+        async with LlumletClient(str(rank)) as client:
+            held = (await client.list_requests()).requests
+        placed[rank] = []
+        for info in held:
+            (stream,) = [stream for stream in streams if stream.is_engine_id(info.request_id)]
+            stream.engine_id = info.request_id
+            placed[rank].append(stream)
+    return placed
+
+
+async def idle(ranks: list[LlumletAddress]) -> None:
+    deadline = time.monotonic() + SETTLE_SECONDS
+    for rank in ranks:
+        async with LlumletClient(str(rank)) as client:
+            while held := (await client.list_requests()).requests:
+                assert time.monotonic() < deadline, f"{rank} still holds {held}"
+                await asyncio.sleep(0.05)

@@ -35,7 +35,7 @@ IDLE_SECONDS = 30
 """After which a connection without a call is closed; the caller's next call opens another. In a large cluster everybody
 has called everybody at some time."""
 
-SERVICES = tuple(service.full_name for service in llumlet_pb2.DESCRIPTOR.services_by_name.values())
+SERVICES = tuple(llumlet_pb2.DESCRIPTOR.services_by_name[name].full_name for name in ("Llumlet", "Peer"))
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

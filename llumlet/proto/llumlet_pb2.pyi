@@ -370,17 +370,32 @@ class GetInstanceStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InstanceStatus(_message.Message):
-    __slots__ = ("instance_id", "schedulable", "timestamp_ms", "step_id", "update_id", "waiting_requests", "num_waiting_requests", "num_running_requests", "num_total_gpu_tokens", "num_used_gpu_tokens", "num_migrate_in_reqs", "num_migrate_out_reqs", "num_available_migrate_in_slots", "num_available_migrate_out_slots", "num_migrate_in_tokens", "num_migrate_out_tokens", "num_available_migrate_in_tokens", "num_available_migrate_out_tokens", "kv_cache_usage_ratio_migrate_in", "kv_cache_usage_ratio_migrate_out", "available_kv_cache_usage_ratio_migrate_in", "available_kv_cache_usage_ratio_migrate_out", "incarnation", "num_total_blocks", "num_free_blocks", "num_pinned_blocks", "num_reserved_blocks", "num_draining_blocks", "loop_age_ms", "health", "num_adopted", "num_rescued")
+    __slots__ = ("instance_id", "schedulable", "timestamp_ms", "step_id", "update_id", "recent_waiting_requests", "waiting_requests", "hybrid_scheduler_waiting_to_decode_requests_num", "scheduler_waiting_to_decode_requests_num", "num_waiting_requests", "scheduler_running_to_decode_requests_num", "num_running_requests", "num_loading_requests", "num_total_gpu_tokens", "num_used_gpu_tokens", "num_uncomputed_tokens_hybrid_scheduler_waiting_prefills", "num_unallocated_tokens_hybrid_scheduler_waiting_decodes", "hybrid_scheduler_waiting_to_decode_tokens_num", "num_uncomputed_tokens_scheduler_waiting_prefills", "scheduler_waiting_to_decode_tokens_num", "num_uncomputed_tokens_scheduler_running_prefills", "num_unallocated_tokens_scheduler_running_prefills", "scheduler_running_to_decode_tokens_num", "num_tokens_loading_requests", "num_uncomputed_tokens_all_waiting_prefills", "num_migrate_in_reqs", "num_migrate_out_reqs", "num_available_migrate_in_slots", "num_available_migrate_out_slots", "num_migrate_in_tokens", "num_migrate_out_tokens", "num_available_migrate_in_tokens", "num_available_migrate_out_tokens", "kv_cache_usage_ratio_migrate_in", "kv_cache_usage_ratio_migrate_out", "available_kv_cache_usage_ratio_migrate_in", "available_kv_cache_usage_ratio_migrate_out", "profiling_id", "step_duration", "num_scheduled_prefill_tokens", "incarnation", "num_total_blocks", "num_free_blocks", "num_pinned_blocks", "num_reserved_blocks", "num_draining_blocks", "loop_age_ms", "health", "num_adopted", "num_rescued", "num_preemptions")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEDULABLE_FIELD_NUMBER: _ClassVar[int]
     TIMESTAMP_MS_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     UPDATE_ID_FIELD_NUMBER: _ClassVar[int]
+    RECENT_WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    HYBRID_SCHEDULER_WAITING_TO_DECODE_REQUESTS_NUM_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_WAITING_TO_DECODE_REQUESTS_NUM_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_RUNNING_TO_DECODE_REQUESTS_NUM_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOADING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOTAL_GPU_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_USED_GPU_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNCOMPUTED_TOKENS_HYBRID_SCHEDULER_WAITING_PREFILLS_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNALLOCATED_TOKENS_HYBRID_SCHEDULER_WAITING_DECODES_FIELD_NUMBER: _ClassVar[int]
+    HYBRID_SCHEDULER_WAITING_TO_DECODE_TOKENS_NUM_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNCOMPUTED_TOKENS_SCHEDULER_WAITING_PREFILLS_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_WAITING_TO_DECODE_TOKENS_NUM_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNCOMPUTED_TOKENS_SCHEDULER_RUNNING_PREFILLS_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNALLOCATED_TOKENS_SCHEDULER_RUNNING_PREFILLS_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_RUNNING_TO_DECODE_TOKENS_NUM_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_LOADING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNCOMPUTED_TOKENS_ALL_WAITING_PREFILLS_FIELD_NUMBER: _ClassVar[int]
     NUM_MIGRATE_IN_REQS_FIELD_NUMBER: _ClassVar[int]
     NUM_MIGRATE_OUT_REQS_FIELD_NUMBER: _ClassVar[int]
     NUM_AVAILABLE_MIGRATE_IN_SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -393,6 +408,9 @@ class InstanceStatus(_message.Message):
     KV_CACHE_USAGE_RATIO_MIGRATE_OUT_FIELD_NUMBER: _ClassVar[int]
     AVAILABLE_KV_CACHE_USAGE_RATIO_MIGRATE_IN_FIELD_NUMBER: _ClassVar[int]
     AVAILABLE_KV_CACHE_USAGE_RATIO_MIGRATE_OUT_FIELD_NUMBER: _ClassVar[int]
+    PROFILING_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_DURATION_FIELD_NUMBER: _ClassVar[int]
+    NUM_SCHEDULED_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NUM_TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -403,16 +421,32 @@ class InstanceStatus(_message.Message):
     HEALTH_FIELD_NUMBER: _ClassVar[int]
     NUM_ADOPTED_FIELD_NUMBER: _ClassVar[int]
     NUM_RESCUED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     schedulable: bool
     timestamp_ms: int
     step_id: int
     update_id: int
+    recent_waiting_requests: _containers.RepeatedScalarFieldContainer[str]
     waiting_requests: _containers.RepeatedScalarFieldContainer[str]
+    hybrid_scheduler_waiting_to_decode_requests_num: int
+    scheduler_waiting_to_decode_requests_num: int
     num_waiting_requests: int
+    scheduler_running_to_decode_requests_num: int
     num_running_requests: int
+    num_loading_requests: int
     num_total_gpu_tokens: int
     num_used_gpu_tokens: int
+    num_uncomputed_tokens_hybrid_scheduler_waiting_prefills: int
+    num_unallocated_tokens_hybrid_scheduler_waiting_decodes: int
+    hybrid_scheduler_waiting_to_decode_tokens_num: int
+    num_uncomputed_tokens_scheduler_waiting_prefills: int
+    scheduler_waiting_to_decode_tokens_num: int
+    num_uncomputed_tokens_scheduler_running_prefills: int
+    num_unallocated_tokens_scheduler_running_prefills: int
+    scheduler_running_to_decode_tokens_num: int
+    num_tokens_loading_requests: int
+    num_uncomputed_tokens_all_waiting_prefills: int
     num_migrate_in_reqs: int
     num_migrate_out_reqs: int
     num_available_migrate_in_slots: int
@@ -425,6 +459,9 @@ class InstanceStatus(_message.Message):
     kv_cache_usage_ratio_migrate_out: float
     available_kv_cache_usage_ratio_migrate_in: float
     available_kv_cache_usage_ratio_migrate_out: float
+    profiling_id: int
+    step_duration: float
+    num_scheduled_prefill_tokens: int
     incarnation: str
     num_total_blocks: int
     num_free_blocks: int
@@ -435,14 +472,15 @@ class InstanceStatus(_message.Message):
     health: Health
     num_adopted: int
     num_rescued: int
-    def __init__(self, instance_id: _Optional[str] = ..., schedulable: _Optional[bool] = ..., timestamp_ms: _Optional[int] = ..., step_id: _Optional[int] = ..., update_id: _Optional[int] = ..., waiting_requests: _Optional[_Iterable[str]] = ..., num_waiting_requests: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., num_total_gpu_tokens: _Optional[int] = ..., num_used_gpu_tokens: _Optional[int] = ..., num_migrate_in_reqs: _Optional[int] = ..., num_migrate_out_reqs: _Optional[int] = ..., num_available_migrate_in_slots: _Optional[int] = ..., num_available_migrate_out_slots: _Optional[int] = ..., num_migrate_in_tokens: _Optional[int] = ..., num_migrate_out_tokens: _Optional[int] = ..., num_available_migrate_in_tokens: _Optional[int] = ..., num_available_migrate_out_tokens: _Optional[int] = ..., kv_cache_usage_ratio_migrate_in: _Optional[float] = ..., kv_cache_usage_ratio_migrate_out: _Optional[float] = ..., available_kv_cache_usage_ratio_migrate_in: _Optional[float] = ..., available_kv_cache_usage_ratio_migrate_out: _Optional[float] = ..., incarnation: _Optional[str] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_reserved_blocks: _Optional[int] = ..., num_draining_blocks: _Optional[int] = ..., loop_age_ms: _Optional[float] = ..., health: _Optional[_Union[Health, str]] = ..., num_adopted: _Optional[int] = ..., num_rescued: _Optional[int] = ...) -> None: ...
+    num_preemptions: int
+    def __init__(self, instance_id: _Optional[str] = ..., schedulable: _Optional[bool] = ..., timestamp_ms: _Optional[int] = ..., step_id: _Optional[int] = ..., update_id: _Optional[int] = ..., recent_waiting_requests: _Optional[_Iterable[str]] = ..., waiting_requests: _Optional[_Iterable[str]] = ..., hybrid_scheduler_waiting_to_decode_requests_num: _Optional[int] = ..., scheduler_waiting_to_decode_requests_num: _Optional[int] = ..., num_waiting_requests: _Optional[int] = ..., scheduler_running_to_decode_requests_num: _Optional[int] = ..., num_running_requests: _Optional[int] = ..., num_loading_requests: _Optional[int] = ..., num_total_gpu_tokens: _Optional[int] = ..., num_used_gpu_tokens: _Optional[int] = ..., num_uncomputed_tokens_hybrid_scheduler_waiting_prefills: _Optional[int] = ..., num_unallocated_tokens_hybrid_scheduler_waiting_decodes: _Optional[int] = ..., hybrid_scheduler_waiting_to_decode_tokens_num: _Optional[int] = ..., num_uncomputed_tokens_scheduler_waiting_prefills: _Optional[int] = ..., scheduler_waiting_to_decode_tokens_num: _Optional[int] = ..., num_uncomputed_tokens_scheduler_running_prefills: _Optional[int] = ..., num_unallocated_tokens_scheduler_running_prefills: _Optional[int] = ..., scheduler_running_to_decode_tokens_num: _Optional[int] = ..., num_tokens_loading_requests: _Optional[int] = ..., num_uncomputed_tokens_all_waiting_prefills: _Optional[int] = ..., num_migrate_in_reqs: _Optional[int] = ..., num_migrate_out_reqs: _Optional[int] = ..., num_available_migrate_in_slots: _Optional[int] = ..., num_available_migrate_out_slots: _Optional[int] = ..., num_migrate_in_tokens: _Optional[int] = ..., num_migrate_out_tokens: _Optional[int] = ..., num_available_migrate_in_tokens: _Optional[int] = ..., num_available_migrate_out_tokens: _Optional[int] = ..., kv_cache_usage_ratio_migrate_in: _Optional[float] = ..., kv_cache_usage_ratio_migrate_out: _Optional[float] = ..., available_kv_cache_usage_ratio_migrate_in: _Optional[float] = ..., available_kv_cache_usage_ratio_migrate_out: _Optional[float] = ..., profiling_id: _Optional[int] = ..., step_duration: _Optional[float] = ..., num_scheduled_prefill_tokens: _Optional[int] = ..., incarnation: _Optional[str] = ..., num_total_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_reserved_blocks: _Optional[int] = ..., num_draining_blocks: _Optional[int] = ..., loop_age_ms: _Optional[float] = ..., health: _Optional[_Union[Health, str]] = ..., num_adopted: _Optional[int] = ..., num_rescued: _Optional[int] = ..., num_preemptions: _Optional[int] = ...) -> None: ...
 
 class GetInstanceMetadataRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class InstanceMetadata(_message.Message):
-    __slots__ = ("instance_id", "instance_type", "backend_type", "ip", "ip_kvs", "api_server_port", "llumlet_port", "kvt_port", "node_id", "data_parallel_size", "tensor_parallel_size", "unit_id", "dp_rank", "ep_rank", "dp_local_rank", "utc_create", "utc_update", "ip_kvt", "block_size", "max_num_batched_tokens", "incarnation", "version", "engine_version", "patch_digest", "model", "max_model_len", "num_total_blocks", "bytes_per_block", "transports", "max_migrations_in", "max_migrations_out", "stall_budget_ms", "exact", "compatibility_digest")
+    __slots__ = ("instance_id", "instance_type", "backend_type", "ip", "ip_kvs", "api_server_port", "llumlet_port", "kvt_port", "node_id", "data_parallel_size", "tensor_parallel_size", "unit_id", "dp_rank", "ep_rank", "dp_local_rank", "utc_create", "utc_update", "ip_kvt", "block_size", "max_num_batched_tokens", "incarnation", "version", "engine_version", "patch_digest", "model", "max_model_len", "num_total_blocks", "bytes_per_block", "transports", "max_migrations_in", "max_migrations_out", "stall_budget_ms", "exact", "compatibility_digest", "served_models")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_TYPE_FIELD_NUMBER: _ClassVar[int]
     BACKEND_TYPE_FIELD_NUMBER: _ClassVar[int]
@@ -477,6 +515,7 @@ class InstanceMetadata(_message.Message):
     STALL_BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
     EXACT_FIELD_NUMBER: _ClassVar[int]
     COMPATIBILITY_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SERVED_MODELS_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     instance_type: str
     backend_type: str
@@ -511,7 +550,8 @@ class InstanceMetadata(_message.Message):
     stall_budget_ms: float
     exact: bool
     compatibility_digest: str
-    def __init__(self, instance_id: _Optional[str] = ..., instance_type: _Optional[str] = ..., backend_type: _Optional[str] = ..., ip: _Optional[str] = ..., ip_kvs: _Optional[str] = ..., api_server_port: _Optional[int] = ..., llumlet_port: _Optional[int] = ..., kvt_port: _Optional[int] = ..., node_id: _Optional[str] = ..., data_parallel_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., unit_id: _Optional[str] = ..., dp_rank: _Optional[int] = ..., ep_rank: _Optional[int] = ..., dp_local_rank: _Optional[int] = ..., utc_create: _Optional[float] = ..., utc_update: _Optional[float] = ..., ip_kvt: _Optional[str] = ..., block_size: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., incarnation: _Optional[str] = ..., version: _Optional[str] = ..., engine_version: _Optional[str] = ..., patch_digest: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., bytes_per_block: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., max_migrations_in: _Optional[int] = ..., max_migrations_out: _Optional[int] = ..., stall_budget_ms: _Optional[float] = ..., exact: _Optional[bool] = ..., compatibility_digest: _Optional[str] = ...) -> None: ...
+    served_models: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, instance_id: _Optional[str] = ..., instance_type: _Optional[str] = ..., backend_type: _Optional[str] = ..., ip: _Optional[str] = ..., ip_kvs: _Optional[str] = ..., api_server_port: _Optional[int] = ..., llumlet_port: _Optional[int] = ..., kvt_port: _Optional[int] = ..., node_id: _Optional[str] = ..., data_parallel_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., unit_id: _Optional[str] = ..., dp_rank: _Optional[int] = ..., ep_rank: _Optional[int] = ..., dp_local_rank: _Optional[int] = ..., utc_create: _Optional[float] = ..., utc_update: _Optional[float] = ..., ip_kvt: _Optional[str] = ..., block_size: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., incarnation: _Optional[str] = ..., version: _Optional[str] = ..., engine_version: _Optional[str] = ..., patch_digest: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., bytes_per_block: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., max_migrations_in: _Optional[int] = ..., max_migrations_out: _Optional[int] = ..., stall_budget_ms: _Optional[float] = ..., exact: _Optional[bool] = ..., compatibility_digest: _Optional[str] = ..., served_models: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ListRequestsRequest(_message.Message):
     __slots__ = ()
@@ -602,6 +642,44 @@ class MoveInfo(_message.Message):
     peer_address: str
     transport: str
     def __init__(self, migration_id: _Optional[str] = ..., direction: _Optional[_Union[MoveInfo.Direction, str]] = ..., phase: _Optional[_Union[MovePhase, str]] = ..., peer_instance_id: _Optional[str] = ..., peer_address: _Optional[str] = ..., transport: _Optional[str] = ...) -> None: ...
+
+class InstanceReport(_message.Message):
+    __slots__ = ("metadata", "status", "leaving")
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
+    metadata: InstanceMetadata
+    status: InstanceStatus
+    leaving: bool
+    def __init__(self, metadata: _Optional[_Union[InstanceMetadata, _Mapping[str, object]]] = ..., status: _Optional[_Union[InstanceStatus, _Mapping[str, object]]] = ..., leaving: _Optional[bool] = ...) -> None: ...
+
+class ReportTaken(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ViewChange(_message.Message):
+    __slots__ = ("instance", "left", "complete")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    instance: InstanceState
+    left: str
+    complete: bool
+    def __init__(self, instance: _Optional[_Union[InstanceState, _Mapping[str, object]]] = ..., left: _Optional[str] = ..., complete: _Optional[bool] = ...) -> None: ...
+
+class InstanceState(_message.Message):
+    __slots__ = ("metadata", "status", "age_s")
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    metadata: InstanceMetadata
+    status: InstanceStatus
+    age_s: float
+    def __init__(self, metadata: _Optional[_Union[InstanceMetadata, _Mapping[str, object]]] = ..., status: _Optional[_Union[InstanceStatus, _Mapping[str, object]]] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class Handover(_message.Message):
     __slots__ = ("migration_id", "request_id", "src_incarnation", "dst_incarnation", "step")

@@ -925,3 +925,124 @@ class Peer:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class CmsStub:
+    """The cluster metadata store: who is there and how loaded. Spoken by the scheduler process.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Report = channel.stream_stream(
+                '/llumlet.Cms/Report',
+                request_serializer=llumlet_dot_proto_dot_llumlet__pb2.InstanceReport.SerializeToString,
+                response_deserializer=llumlet_dot_proto_dot_llumlet__pb2.ReportTaken.FromString,
+                _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/llumlet.Cms/Watch',
+                request_serializer=llumlet_dot_proto_dot_llumlet__pb2.WatchRequest.SerializeToString,
+                response_deserializer=llumlet_dot_proto_dot_llumlet__pb2.ViewChange.FromString,
+                _registered_method=True)
+
+
+class CmsServicer:
+    """The cluster metadata store: who is there and how loaded. Spoken by the scheduler process.
+    """
+
+    def Report(self, request_iterator, context):
+        """From an instance, for as long as it lives. Its metadata first, then its status whenever it changes: only the newest,
+        and the next one when the last was taken. The instance is gone when it says so, or some time after it fell silent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Watch(self, request, context):
+        """Everything that is known, then every change; only the newest of each instance. For tools and other schedulers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_CmsServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Report': grpc.stream_stream_rpc_method_handler(
+                    servicer.Report,
+                    request_deserializer=llumlet_dot_proto_dot_llumlet__pb2.InstanceReport.FromString,
+                    response_serializer=llumlet_dot_proto_dot_llumlet__pb2.ReportTaken.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=llumlet_dot_proto_dot_llumlet__pb2.WatchRequest.FromString,
+                    response_serializer=llumlet_dot_proto_dot_llumlet__pb2.ViewChange.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'llumlet.Cms', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('llumlet.Cms', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Cms:
+    """The cluster metadata store: who is there and how loaded. Spoken by the scheduler process.
+    """
+
+    @staticmethod
+    def Report(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/llumlet.Cms/Report',
+            llumlet_dot_proto_dot_llumlet__pb2.InstanceReport.SerializeToString,
+            llumlet_dot_proto_dot_llumlet__pb2.ReportTaken.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/llumlet.Cms/Watch',
+            llumlet_dot_proto_dot_llumlet__pb2.WatchRequest.SerializeToString,
+            llumlet_dot_proto_dot_llumlet__pb2.ViewChange.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The instances of the cluster as they are known here, and who wants to hear of changes.
+
+A `View` belongs to one event loop. A store writes it (`put_metadata`, `put_status`, `remove`), everybody else reads and
+observes it. Nothing here waits for the network: what is known may be old, and says how old it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from llumlet.types import Address, InstanceMetadata, InstanceStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One life of one engine. A new object with every change: what a reader holds does not change under it."""
+
+    metadata: InstanceMetadata
+    status: InstanceStatus | None
+    """None until the first one has come: nothing is sent to such an instance."""
+    received_s: float
+    """By this process's monotonic clock, when the newest status (before it, the metadata) was received."""
+
+    @property
+    def id(self) -> str:
+        return self.metadata.instance_id
+
+    @property
+    def llumlet(self) -> Address:
+        return Address(self.metadata.ip, self.metadata.llumlet_port)
+
+    @property
+    def api_server(self) -> Address:
+        return Address(self.metadata.ip, self.metadata.api_server_port)
+
+    def age_s(self, now_s: float) -> float:
+        return now_s - self.received_s
+
+
+class Observer(Protocol):
+    """Called on the view's event loop, in the order of the changes. Must not wait, and must not raise."""
+
+    def appeared(self, instance: Instance) -> None:
+        """With an id that was not there, or as a new life of one that was (after `left`)."""
+
+    def changed(self, instance: Instance) -> None:
+        """A newer status, or other metadata."""
+
+    def left(self, instance: Instance) -> None:
+        """As it was last."""
+
+
+class View(Mapping[str, Instance]):
+    """Instances by id.
+
+    `heard_s` is when the store that feeds the view was last reached: a view that is fed by a lost store stays as it
+    was, and grows old.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._instances: dict[str, Instance] = {}
+        self._observers: list[Observer] = []
+        self.heard_s = clock()
+        self.connected = True
+        """Whether the store can be reached now, as far as is known."""
+
+    # Reading
+
+    def __getitem__(self, instance_id: str) -> Instance:
+        return self._instances[instance_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._instances)
+
+    def __len__(self) -> int:
+        return len(self._instances)
+
+    @property
+    def age_s(self) -> float:
+        """Since the store was last heard; 0 while it is connected."""
+        return 0.0 if self.connected else self._clock() - self.heard_s
+
+    def observe(self, observer: Observer) -> Callable[[], None]:
+        """Tell `observer` of all instances there are, and of every change until the answer is called."""
+        for instance in list(self._instances.values()):
+            observer.appeared(instance)
+        self._observers.append(observer)
+        return lambda: self._observers.remove(observer)
+
+    # Writing
+
+    def put_metadata(self, metadata: InstanceMetadata) -> None:
+        """An instance is there. One of the same id and another incarnation is gone with it."""
+        known = self._instances.get(metadata.instance_id)
+        if known is not None and known.metadata.incarnation != metadata.incarnation:
+            self.remove(metadata.instance_id)
+            known = None
+        if known is None:
+            self._keep(Instance(metadata, None, self._clock()), appeared=True)
+        elif _without_time(known.metadata) != _without_time(metadata):
+            self._keep(Instance(metadata, known.status, known.received_s))
+
+    def put_status(self, status: InstanceStatus, age_s: float = 0.0) -> bool:
+        """Take a status that left its instance `age_s` ago. False, and nothing is changed, for one of an instance or
+        a life that is not known, or that is not newer than the one that is there."""
+        known = self._instances.get(status.instance_id)
+        if known is None or known.metadata.incarnation != status.incarnation:
+            return False
+        old = known.status
+        if old is not None and (status.update_id, status.timestamp_ms) <= (old.update_id, old.timestamp_ms):
+            return False
+        self._keep(Instance(known.metadata, status, self._clock() - age_s))
+        return True
+
+    def remove(self, instance_id: str) -> None:
+        gone = self._instances.pop(instance_id, None)
+        if gone is not None:
+            for observer in list(self._observers):
+                observer.left(gone)
+
+    def _keep(self, instance: Instance, *, appeared: bool = False) -> None:
+        self._instances[instance.id] = instance
+        for observer in list(self._observers):
+            if appeared:
+                observer.appeared(instance)
+            else:
+                observer.changed(instance)
+
+
+def _without_time(metadata: InstanceMetadata) -> InstanceMetadata:
+    """What a repetition that only keeps an entry alive does not change."""
+    same = InstanceMetadata()
+    same.CopyFrom(metadata)
+    same.ClearField("utc_update")
+    return same

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a view takes, what it refuses, and whom it tells."""
+
+from __future__ import annotations
+
+from llumlet.types import InstanceMetadata, InstanceStatus
+from llumsched.cms.view import Instance, View
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str, int | None]] = []
+
+    def _note(self, event: str, instance: Instance) -> None:
+        self.events.append((event, instance.metadata.incarnation, instance.status and instance.status.update_id))
+
+    def appeared(self, instance: Instance) -> None:
+        self._note("appeared", instance)
+
+    def changed(self, instance: Instance) -> None:
+        self._note("changed", instance)
+
+    def left(self, instance: Instance) -> None:
+        self._note("left", instance)
+
+
+def metadata(incarnation: str = "first", **fields: object) -> InstanceMetadata:
+    return InstanceMetadata(instance_id="a", incarnation=incarnation, ip="127.0.0.1", llumlet_port=7001, **fields)
+
+
+def status(update_id: int, incarnation: str = "first", timestamp_ms: int = 0) -> InstanceStatus:
+    return InstanceStatus(
+        instance_id="a", incarnation=incarnation, update_id=update_id, timestamp_ms=timestamp_ms, schedulable=True
+    )
+
+
+def test_a_life() -> None:
+    now = 100.0
+    view, heard = View(lambda: now), Heard()
+    view.observe(heard)
+    view.put_metadata(metadata())
+    assert view["a"].status is None
+    assert view.put_status(status(3), age_s=2)
+    assert view["a"].age_s(now) == 2
+    assert view.put_status(status(3, timestamp_ms=5))
+    assert not view.put_status(status(2, timestamp_ms=9))
+    assert str(view["a"].llumlet) == "127.0.0.1:7001"
+    view.remove("a")
+    assert not view
+    assert [event for event, *_ in heard.events] == ["appeared", "changed", "changed", "left"]
+
+
+def test_a_restarted_instance_is_a_new_one() -> None:
+    view, heard = View(), Heard()
+    view.put_metadata(metadata())
+    view.put_status(status(7))
+    view.observe(heard)
+    view.put_metadata(metadata("second"))
+    assert view["a"].status is None
+    assert not view.put_status(status(8))
+    assert view.put_status(status(1, "second"))
+    assert heard.events == [
+        ("appeared", "first", 7),
+        ("left", "first", 7),
+        ("appeared", "second", None),
+        ("changed", "second", 1),
+    ]
+
+
+def test_metadata_that_is_repeated_tells_nobody() -> None:
+    view, heard = View(), Heard()
+    stop = view.observe(heard)
+    view.put_metadata(metadata(utc_update=1.0))
+    view.put_metadata(metadata(utc_update=2.0))
+    assert len(heard.events) == 1
+    view.put_metadata(metadata(utc_update=3.0, model="other"))
+    assert [event for event, *_ in heard.events] == ["appeared", "changed"]
+    stop()
+    view.remove("a")
+    assert len(heard.events) == 2
+
+
+def test_a_status_without_an_instance_is_not_taken() -> None:
+    view = View()
+    assert not view.put_status(status(1))
+    assert not view

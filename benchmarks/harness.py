@@ -5,7 +5,7 @@ never left behind.
     with Fleet(log_dir) as fleet:
         a, b = fleet.start(ServerSpec(model), ServerSpec(model))     # returns when both answer
 
-A `Server` is started below a reaper (`benchmarks/reaper.py`) that ends it and everything it started
+A `Server` is started below a reaper (`llumsched/up/reaper.py`) that ends it and everything it started
 when this process goes away, killed or not. Waiting shows who is waited for; a server that dies
 while it starts raises `ServerDied` with the end of its log. The calls block; use them outside an
 event loop.
@@ -17,9 +17,7 @@ import contextlib
 import dataclasses
 import json
 import os
-import random
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,8 +29,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from benchmarks import reaper
 from benchmarks.model import cache_root
+from llumsched.up import reaper
+from llumsched.up.ports import free_port
 
 SERVED_NAME = "model"
 LAUNCHER: Sequence[str] = (str(Path(sys.executable).with_name("vllm")), "serve")
@@ -167,7 +166,7 @@ class Server:
         command = [
             sys.executable,
             "-S",
-            "-E",
+            "-I",
             reaper.__file__,
             "--scratch",
             str(scratch),
@@ -367,27 +366,6 @@ class Fleet:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, 15)
         self.servers.clear()
-
-
-def free_ports(count: int) -> list[int]:
-    """TCP ports of the loopback interface that are free now, each once.
-
-    Outside the range from which the system takes ports for connections and for listeners that ask for any: a server
-    listens up to a minute after its port was chosen, and nobody else gets the port meanwhile.
-    """
-    with contextlib.ExitStack() as stack:
-        found: list[int] = []
-        while len(found) < count:
-            listener = stack.enter_context(socket.socket())
-            with contextlib.suppress(OSError):
-                listener.bind(("127.0.0.1", random.randrange(20_000, 30_000)))
-                found.append(listener.getsockname()[1])
-        return found
-
-
-def free_port() -> int:
-    """One of `free_ports`."""
-    return free_ports(1)[0]
 
 
 @contextlib.contextmanager

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import reaper
 from benchmarks.harness import command_line
 from benchmarks.model import PRESETS, build
+from llumsched.up import reaper
 
 # Before anything imports a library that looks for models on the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

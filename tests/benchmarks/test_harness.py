@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import harness, reaper
-from benchmarks.harness import Fleet, Server, ServerDied, ServerSpec, free_ports
+from benchmarks import harness
+from benchmarks.harness import Fleet, Server, ServerDied, ServerSpec
+from llumsched.up import reaper
+from llumsched.up.ports import free_ports
 
 STAND_IN = textwrap.dedent(
     """

@@ -10,7 +10,7 @@ import textwrap
 import time
 from pathlib import Path
 
-from benchmarks import reaper
+from llumsched.up import reaper
 
 RUNNER = textwrap.dedent(
     """

@@ -30,10 +30,10 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.request import Request
 
-from benchmarks.harness import free_ports
 from llumlet.client import LlumletClient
 from llumlet.errors import LlumletCallFailed
 from llumlet.types import Address, MigrateRequest, MovePhase, MoveProgress
+from llumsched.up.ports import free_ports
 from tests.frontend.fakes import close_client, new_client, request
 from tests.shells.engine import NO_MESSAGE, Engine, engine_config
 from tests.shells.model import BLOCK_SIZE, FIRST_TOKEN, NUM_TOKENS, Reference, cells_of

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run one command so that nothing of it outlives its owner, whatever happens to the owner.
 
-    python -S reaper.py [--scratch DIR] -- COMMAND ARG…
+    python -S -I reaper.py [--scratch DIR] -- COMMAND ARG…
 
 The owner starts this program instead of the command and keeps the write end of its stdin open.
 Contract:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import reaper
+from llumsched.up import reaper
 
 # A command that resists: it ignores SIGTERM, forks a daemon out of its session, and has children in
 # its own and in another session. Every process writes its pid into the directory it is given.
@@ -79,7 +79,7 @@ def pid_dir(tmp_path: Path) -> Iterator[Path]:
 
 def supervised(*command: str, scratch: Path | None = None) -> list[str]:
     extra = ["--scratch", str(scratch)] if scratch else []
-    return [sys.executable, "-S", "-E", reaper.__file__, *extra, "--", *command]
+    return [sys.executable, "-S", "-I", reaper.__file__, *extra, "--", *command]
 
 
 def stubborn_pids(pid_dir: Path) -> list[int]:

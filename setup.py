@@ -41,6 +41,7 @@ SCHEDULER_REQUIRES = [
     "grpcio-health-checking>=1.85.1",
     "grpcio-reflection>=1.85.1",
     "protobuf>=7.35.1",
+    "redis>=5.2",
     "rich>=14",
 ]
 ENGINE_REQUIRES = ["cryptography>=44", "msgspec>=0.20", "numpy>=2", "psutil>=6", "pyzmq>=27"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -96,29 +96,50 @@ async def serve(
     Raises ValueError for a host that is not loopback unless the credentials are complete or `insecure`, and OSError if
     the port cannot be had.
     """
+    server = new_server(host, credentials, insecure)
+    calls = add_services(agent, server)
+    health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    address = bind(server, host, port, credentials)
+    running = RunningServer(address, server, health_servicer, calls)
+    await running.set_serving(True)
+    await server.start()
+    return running
+
+
+def new_server(
+    host: str,
+    credentials: Credentials,
+    insecure: bool,
+    options: Sequence[tuple[str, int]] = (),
+    *,
+    max_calls: int = MAX_CONCURRENT_CALLS,
+) -> aio.Server:
+    """A server without services, guarded by `credentials`. `options` add to, or replace, the usual ones.
+
+    Raises ValueError for a host that is not loopback unless the credentials are complete or `insecure`.
+    """
     if not (insecure or credentials.complete or is_loopback(host)):
         raise ValueError(
             f"{host} is not a loopback address, and whoever reaches this llumlet could move and abort requests: "
             "give it TLS and a token, or say explicitly that the network is trusted."
         )
     interceptors = [_TokenRequired(credentials)] if credentials.token else []
-    server = aio.server(interceptors=interceptors, options=_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS)
-    calls = add_services(agent, server)
-    health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    merged = list((dict(_OPTIONS) | dict(options)).items())
+    return aio.server(interceptors=interceptors, options=merged, maximum_concurrent_rpcs=max_calls)
+
+
+def bind(server: aio.Server, host: str, port: int, credentials: Credentials) -> Address:
+    """Where `server` will listen. Raises OSError if the port cannot be had."""
     wanted = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        bound = credentials.listen(server, wanted)
+        return Address(host, credentials.listen(server, wanted))
     except RuntimeError as error:
         raise OSError(
             f"the llumlet cannot listen at {wanted}: {error} A port that is to be free at every start lies outside "
             "net.ipv4.ip_local_port_range, from which the system takes ports for connections."
         ) from error
-    running = RunningServer(Address(host, bound), server, health_servicer, calls)
-    await running.set_serving(True)
-    await server.start()
-    return running
 
 
 class _TokenRequired(aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time

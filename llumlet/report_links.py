@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ways from an instance to a cluster metadata store: a gRPC stream, and Redis.
+
+A link is used by one task, one exchange at a time. What goes wrong is raised as `LinkLost`; after that, and after
+`close`, it can be opened again. Opening a connection is left to `open`: making a link needs no event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+from grpc import aio
+
+from llumlet.client import failure_of
+from llumlet.credentials import Credentials
+from llumlet.proto.llumlet_pb2_grpc import CmsStub
+from llumlet.types import Address, InstanceMetadata, InstanceReport, InstanceStatus
+
+EOF: Any = aio.EOF  # type: ignore[attr-defined]  # the stubs leave it out
+REDIS_SCHEMES = ("redis://", "rediss://")
+
+
+class LinkLost(Exception):
+    """The store cannot be reached, or refused; the text says why."""
+
+
+class Link(Protocol):
+    name: str
+    """For logs: without a password."""
+
+    async def open(self, metadata: InstanceMetadata) -> None:
+        """Connect, and say who is there. Returns when the store has taken it."""
+        ...
+
+    async def push(self, status: InstanceStatus, metadata: Callable[[], InstanceMetadata]) -> None:
+        """Returns when the store has taken the status. `metadata` is for stores in which it does not last."""
+        ...
+
+    async def leave(self) -> None:
+        """The instance is gone."""
+        ...
+
+    def abort(self, why: str) -> None:
+        """End the exchange in progress; it raises `LinkLost`."""
+        ...
+
+    async def close(self) -> None:
+        """Without a word to the store."""
+        ...
+
+
+class GrpcLink:
+    """`Cms.Report` of a scheduler process. Its answer to each message is awaited before the next is sent."""
+
+    def __init__(self, address: Address, credentials: Credentials) -> None:
+        self.name = str(address)
+        self._address = address
+        self._credentials = credentials
+        self._channel: aio.Channel | None = None
+        self._call: Any = None
+        self._aborted = ""
+
+    async def open(self, metadata: InstanceMetadata) -> None:
+        self._aborted = ""
+        self._channel = self._credentials.channel(self._address)
+        self._call = cast(Any, CmsStub(self._channel).Report)(metadata=self._credentials.call_metadata)
+        await self._exchange(InstanceReport(metadata=metadata))
+
+    async def push(self, status: InstanceStatus, metadata: Callable[[], InstanceMetadata]) -> None:
+        await self._exchange(InstanceReport(status=status))
+
+    async def leave(self) -> None:
+        await self._exchange(InstanceReport(leaving=True))
+
+    def abort(self, why: str) -> None:
+        self._aborted = why
+        if self._call is not None:
+            self._call.cancel()
+
+    async def close(self) -> None:
+        if self._call is not None:
+            self._call.cancel()
+        if self._channel is not None:
+            await self._channel.close(None)
+        self._call = self._channel = None
+
+    async def _exchange(self, report: InstanceReport) -> None:
+        try:
+            await self._call.write(report)
+            taken = await self._call.read()
+        except aio.AioRpcError as error:
+            raise LinkLost(failure_of(error, self.name).detail) from error
+        except asyncio.InvalidStateError as error:  # gRPC's for a call that is over
+            raise LinkLost("the stream has ended") from error
+        except asyncio.CancelledError:
+            # gRPC raises it for a call that was cancelled, as it would be for the task itself.
+            if self._aborted and not _cancelling():
+                raise LinkLost(self._aborted) from None
+            raise
+        if taken is EOF:
+            raise LinkLost("the stream has ended")
+
+
+def _cancelling() -> int:
+    return cast("asyncio.Task[Any]", asyncio.current_task()).cancelling()
+
+
+def open_link(store: str, credentials: Credentials) -> Link:
+    """For `HOST:PORT` or a `redis://` URL. Raises ValueError; connects to nothing."""
+    if store.startswith(REDIS_SCHEMES):
+        # Only who uses Redis needs its client.
+        from llumlet.redis_link import RedisLink
+
+        return RedisLink(store)
+    if "://" in store:
+        raise ValueError(f"{store!r} is neither HOST:PORT nor a redis:// URL")
+    return GrpcLink(Address.parse(store), credentials)

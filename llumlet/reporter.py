@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells the cluster metadata store (CMS) that an instance is there, and how loaded it is.
+
+The load is pushed when it changes: `Reporter.changed` marks it dirty, and the newest status goes out as soon as the one
+before has been taken, so that at most one push is in flight and nothing queues up. An idle instance repeats itself
+every `KEEPALIVE_S`. A store that is away, slow or stuck costs the engine nothing: it is tried again, less and less
+often, and finds the newest status when it is back.
+
+Several stores may be named (`HOST:PORT,HOST:PORT`): each scheduler with a CMS of its own is told by itself, and none
+waits for another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from llumlet.credentials import NONE, Credentials
+from llumlet.report_links import Link, LinkLost, open_link
+from llumlet.types import InstanceMetadata, InstanceStatus
+
+logger = logging.getLogger(__name__)
+
+KEEPALIVE_S: Final = 1.0
+"""Between two pushes of an instance whose load does not change."""
+MIN_INTERVAL_S: Final = 0.005
+"""Between two pushes of one whose load changes all the time. The first one after a pause goes out at once."""
+PUSH_DEADLINE_S: Final = 3.0
+"""From a push to its answer; then the store is held to be stuck, and connected to anew."""
+FIRST_RETRY_S: Final = 0.1
+LAST_RETRY_S: Final = 2.0
+"""The pause before a new attempt doubles from the first to the last, each spread by half of it both ways."""
+LEAVE_S: Final = 1.0
+"""That `leave` waits for the stores."""
+_TICK_S: Final = KEEPALIVE_S / 4
+
+
+class Reporter:
+    """Feeds every store that `cms` names. Raises ValueError, with every fault, for what names none.
+
+    `metadata` and `status` are called on the loop of `run`; each answer is a message that is the reporter's own. The
+    reporter stamps `utc_update` and `timestamp_ms`, each stamp above the last.
+    """
+
+    def __init__(
+        self,
+        cms: str,
+        metadata: Callable[[], InstanceMetadata],
+        status: Callable[[], InstanceStatus],
+        credentials: Credentials = NONE,
+    ) -> None:
+        faults = cms_faults(cms)
+        if faults:
+            raise ValueError("; ".join(faults))
+        self._metadata = metadata
+        self._status = status
+        self._feeds = [_Feed(open_link(store, credentials), self) for store in _stores(cms)]
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._lock = threading.Lock()
+        self._marked = False
+        self._timestamp_ms = 0
+
+    def changed(self) -> None:
+        """The load is another one. From any thread; O(1), and nearly nothing while a change is waiting already."""
+        if self._loop is None or not self._mark():
+            return
+        try:
+            self._loop.call_soon_threadsafe(self._wake)
+        except RuntimeError:
+            # The loop has been closed: the instance ends.
+            return
+
+    def _mark(self) -> bool:
+        """Whether nobody else has woken the loop yet."""
+        if self._marked:
+            return False
+        with self._lock:
+            first, self._marked = not self._marked, True
+        return first
+
+    async def run(self) -> None:
+        """Report until `leave` is called. Cancelled, it falls silent without a word."""
+        self._loop = asyncio.get_running_loop()
+        self._tasks = [asyncio.create_task(feed.run(), name=f"report to {feed.link.name}") for feed in self._feeds]
+        ticker = asyncio.create_task(self._tick(), name="report ticks")
+        try:
+            await asyncio.gather(*self._tasks)
+        finally:
+            for task in (ticker, *self._tasks):
+                task.cancel()
+            await asyncio.gather(ticker, *self._tasks, return_exceptions=True)
+
+    async def leave(self) -> None:
+        """Tell the stores that can be reached that the instance ends, and stop. At most `LEAVE_S` seconds."""
+        for feed in self._feeds:
+            feed.leave()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=LEAVE_S)
+        for task in self._tasks:
+            task.cancel()
+
+    @property
+    def connected(self) -> dict[str, bool]:
+        """By the name of the store: whether it takes what is pushed."""
+        return {feed.link.name: feed.connected for feed in self._feeds}
+
+    def metadata_now(self) -> InstanceMetadata:
+        metadata = self._metadata()
+        metadata.utc_update = time.time()
+        return metadata
+
+    def status_now(self) -> InstanceStatus:
+        status = self._status()
+        # Also when the clock is set back: what is not newer is not taken.
+        self._timestamp_ms = max(int(time.time() * 1e3), self._timestamp_ms + 1)
+        status.timestamp_ms = self._timestamp_ms
+        return status
+
+    def _wake(self) -> None:
+        self._marked = False
+        for feed in self._feeds:
+            feed.wake()
+
+    async def _tick(self) -> None:
+        """One timer for all: a timer for every push would cost more than the push."""
+        while True:
+            await asyncio.sleep(_TICK_S)
+            for feed in self._feeds:
+                feed.tick()
+
+
+class _Feed:
+    """One store, and what it has been told."""
+
+    def __init__(self, link: Link, reporter: Reporter) -> None:
+        self.link = link
+        self.connected = False
+        self._reporter = reporter
+        self._dirty = asyncio.Event()
+        self._left = asyncio.Event()
+        self._pushed_s = 0.0
+        self._in_flight = False
+        self._delayed = False
+        self._retry_s = FIRST_RETRY_S
+
+    def wake(self) -> None:
+        """There is something new to be said, now or when the pushes are far enough apart."""
+        if self._dirty.is_set() or self._delayed:
+            return
+        wait_s = self._pushed_s + MIN_INTERVAL_S - time.monotonic()
+        if wait_s <= 0:
+            self._dirty.set()
+        else:
+            self._delayed = True
+            asyncio.get_running_loop().call_later(wait_s, self._undelay)
+
+    def leave(self) -> None:
+        self._left.set()
+        self._dirty.set()
+
+    def tick(self) -> None:
+        waited_s = time.monotonic() - self._pushed_s
+        if self._in_flight and waited_s > PUSH_DEADLINE_S:
+            self.link.abort(f"no answer within {PUSH_DEADLINE_S:g} s")
+        elif not self._in_flight and waited_s > KEEPALIVE_S - _TICK_S:
+            self._dirty.set()
+
+    def _undelay(self) -> None:
+        self._delayed = False
+        self._dirty.set()
+
+    async def run(self) -> None:
+        while not self._left.is_set():
+            try:
+                await self._session()
+            except LinkLost as loss:
+                self._lost(logging.WARNING, str(loss))
+            except Exception:
+                logger.exception("The report to %s failed", self.link.name)
+                self._lost(logging.WARNING, "see above")
+            finally:
+                self.connected = self._in_flight = False
+                await self.link.close()
+            if not self._left.is_set():
+                await self._pause()
+
+    async def _session(self) -> None:
+        await self._bounded(self.link.open(self._reporter.metadata_now()))
+        while not self._left.is_set():
+            self._dirty.clear()
+            await self._bounded(self.link.push(self._reporter.status_now(), self._reporter.metadata_now))
+            if not self.connected:
+                self.connected, self._retry_s = True, FIRST_RETRY_S
+                logger.info("Reporting to %s", self.link.name)
+            await self._dirty.wait()
+        await self._bounded(self.link.leave())
+
+    async def _bounded(self, exchange: Awaitable[None]) -> None:
+        """The deadline is the ticker's."""
+        self._pushed_s, self._in_flight = time.monotonic(), True
+        await exchange
+        self._in_flight = False
+
+    async def _pause(self) -> None:
+        pause_s = self._retry_s * random.uniform(0.5, 1.5)
+        self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._left.wait()
+
+    def _lost(self, level: int, why: str) -> None:
+        """Said once per outage."""
+        first = self.connected or self._retry_s == FIRST_RETRY_S
+        logger.log(level if first else logging.DEBUG, "The CMS at %s does not listen: %s", self.link.name, why)
+
+
+def cms_faults(cms: str) -> list[str]:
+    """What is wrong with the value of `--llumlet-cms`, a sentence each."""
+    if not _stores(cms):
+        return ["HOST:PORT or redis://HOST:PORT of a CMS is missing"]
+    faults = []
+    for store in _stores(cms):
+        try:
+            open_link(store, NONE)
+        except ValueError as error:
+            faults.append(str(error))
+    return faults
+
+
+def _stores(cms: str) -> list[str]:
+    return list(dict.fromkeys(text.strip() for text in cms.split(",") if text.strip()))

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CMS inside a scheduler process: instances report to it over gRPC, and others may watch what it knows.
+
+An instance has one stream, which ends a former one of the same life. It is read no faster than `MAX_REPORTS_PER_S`:
+one that floods fills the windows of its own connection, and waits. Loopback only, unless there are complete
+credentials, as for a llumlet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any, Final
+
+import grpc
+from grpc import aio
+
+from llumlet.credentials import NONE, Credentials
+from llumlet.proto.llumlet_pb2_grpc import CmsServicer, add_CmsServicer_to_server
+from llumlet.report_links import EOF
+from llumlet.server import bind, new_server
+from llumlet.types import Address, InstanceReport, InstanceStatus, ReportTaken, ViewChange, WatchRequest
+from llumsched.cms.intake import MAX_INSTANCES, Intake, Refused
+from llumsched.cms.store import PATIENCE, Patience
+from llumsched.cms.validation import MAX_REPORT_BYTES
+from llumsched.cms.view import View
+from llumsched.cms.watchers import Watcher
+
+logger = logging.getLogger(__name__)
+Context = aio.ServicerContext[Any, Any]
+
+MAX_REPORTS_PER_S: Final = 1000.0
+"""Of one stream; five times what a reporter sends at most."""
+MAX_WATCHERS: Final = 64
+FIRST_REPORT_S: Final = 5.0
+"""From the begin of a stream to its metadata."""
+_STOP_S: Final = 0.2
+_TAKEN = ReportTaken()
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_REPORT_BYTES),
+    # A window that grows with the bandwidth would let one stream queue megabytes of old news.
+    ("grpc.http2.bdp_probe", 0),
+]
+
+
+class EmbeddedStore:
+    """Listens at `host:port` from `start` on; port 0 takes a free one. `address` is the one that it got.
+
+    Raises ValueError for a host that is not loopback unless the credentials are complete or `insecure`.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        credentials: Credentials = NONE,
+        insecure: bool = False,
+        patience: Patience = PATIENCE,
+    ) -> None:
+        self.view = View()
+        self.address = Address(host, port)
+        self._credentials = credentials
+        self._insecure = insecure
+        self._intake = Intake(self.view, patience)
+        self._server: aio.Server | None = None
+        self._sweeper: asyncio.Task[None] | None = None
+        self._servicer: _Servicer | None = None
+
+    async def start(self) -> None:
+        server = new_server(
+            self.address.host, self._credentials, self._insecure, _OPTIONS, max_calls=MAX_INSTANCES + 2 * MAX_WATCHERS
+        )
+        self._servicer = _Servicer(self.view, self._intake)
+        add_CmsServicer_to_server(self._servicer, server)
+        self.address = bind(server, self.address.host, self.address.port, self._credentials)
+        await server.start()
+        self._server = server
+        self._sweeper = asyncio.create_task(self._intake.keep_sweeping(), name="CMS sweeps")
+        logger.info("The CMS listens at %s", self.address)
+
+    async def close(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.gather(self._sweeper, return_exceptions=True)
+        if self._server is not None:
+            await self._server.stop(_STOP_S)
+            self._server = None
+
+
+class _Servicer(CmsServicer):
+    def __init__(self, view: View, intake: Intake) -> None:
+        self._view = view
+        self._intake = intake
+        self._streams: dict[tuple[str, str], asyncio.Task[Any]] = {}
+        self._watchers = 0
+
+    async def Report(self, reports: object, context: Context) -> None:
+        try:
+            await self._report(context)
+        except Refused as refusal:
+            logger.warning("A report of %s is refused: %s", context.peer(), refusal)
+            code = grpc.StatusCode.FAILED_PRECONDITION if refusal.hopeless else grpc.StatusCode.INVALID_ARGUMENT
+            await context.abort(code, str(refusal)[:1000])
+
+    async def _report(self, context: Context) -> None:
+        try:
+            async with asyncio.timeout(FIRST_REPORT_S):
+                first: InstanceReport = await context.read()
+        except TimeoutError:
+            raise Refused("the metadata did not come") from None
+        if first is EOF or first.WhichOneof("report") != "metadata":
+            raise Refused("the first report must be the metadata")
+        self._intake.metadata(first.metadata)
+        life = first.metadata.instance_id, first.metadata.incarnation
+        me = asyncio.current_task()
+        assert me is not None
+        former = self._streams.get(life)
+        if former is not None:
+            former.cancel()
+        self._streams[life] = me
+        try:
+            await context.write(_TAKEN)
+            await self._follow(context, *life)
+        finally:
+            if self._streams.get(life) is me:
+                del self._streams[life]
+                self._intake.cut(*life)
+
+    async def _follow(self, context: Context, instance_id: str, incarnation: str) -> None:
+        allowance_s, before_s = 1.0, time.monotonic()
+        cost_s = 1 / MAX_REPORTS_PER_S
+        while (report := await context.read()) is not EOF:
+            match report.WhichOneof("report"):
+                case "status":
+                    self._take(report.status, instance_id, incarnation)
+                case "metadata":
+                    if (report.metadata.instance_id, report.metadata.incarnation) != (instance_id, incarnation):
+                        raise Refused("a stream is of one life of one instance")
+                    self._intake.metadata(report.metadata)
+                case "leaving":
+                    self._intake.left(instance_id, incarnation)
+                case _:
+                    raise Refused("a report is empty")
+            now_s = time.monotonic()
+            allowance_s = min(1.0, allowance_s + now_s - before_s) - cost_s
+            before_s = now_s
+            if allowance_s < 0:
+                await asyncio.sleep(-allowance_s)
+            await context.write(_TAKEN)
+
+    def _take(self, status: InstanceStatus, instance_id: str, incarnation: str) -> None:
+        if self._intake.status(status, instance_id, incarnation):
+            return
+        if not self._intake.lives(instance_id, incarnation):
+            # Silent for too long, left, or replaced: who lives begins anew with its metadata.
+            raise Refused("this life of the instance is not known any more: begin with the metadata")
+
+    async def Watch(self, request: WatchRequest, context: Context) -> None:
+        if self._watchers >= MAX_WATCHERS:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} watch already")
+        self._watchers += 1
+        try:
+            async with Watcher(self._view) as watcher:
+                while True:
+                    change: ViewChange = await watcher.next()
+                    await context.write(change)
+        except OverflowError as error:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        finally:
+            self._watchers -= 1

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is believed of the reports of instances, and when silence means that one is gone.
+
+A life of an instance is named by its incarnation. One that has been replaced or has said good-bye is over: what still
+comes of it changes nothing. A life that only fell silent may come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+from llumlet.types import InstanceMetadata, InstanceStatus
+from llumsched.cms.store import Patience
+from llumsched.cms.validation import metadata_faults, status_faults
+from llumsched.cms.view import View
+
+logger = logging.getLogger(__name__)
+
+MAX_INSTANCES: Final = 10_000
+_MAX_OVER: Final = 4 * MAX_INSTANCES
+SWEEP_S: Final = 0.25
+
+
+class Refused(Exception):
+    """A report that is not taken. `hopeless`: neither is the next one of its sender."""
+
+    def __init__(self, text: str, *, hopeless: bool = False) -> None:
+        super().__init__(text)
+        self.hopeless = hopeless
+
+
+class Intake:
+    """Writes `view`. On its event loop."""
+
+    def __init__(self, view: View, patience: Patience, clock: Callable[[], float] = time.monotonic) -> None:
+        self._view = view
+        self._patience = patience
+        self._clock = clock
+        self._over: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._deadlines: dict[str, float] = {}
+        """When an instance is gone unless it is heard, by this clock."""
+        self._swept_s = clock()
+
+    def metadata(self, metadata: InstanceMetadata) -> None:
+        """Raises Refused."""
+        faults = metadata_faults(metadata)
+        if faults:
+            raise Refused("; ".join(faults))
+        known = self._view.get(metadata.instance_id)
+        if (metadata.instance_id, metadata.incarnation) in self._over:
+            raise Refused("this life of the instance is over", hopeless=True)
+        if known is None and len(self._view) >= MAX_INSTANCES:
+            raise Refused(f"there are {MAX_INSTANCES} instances already")
+        if known is not None and known.metadata.incarnation != metadata.incarnation:
+            if 0 < metadata.utc_create < known.metadata.utc_create:
+                raise Refused("a later life of the instance has begun", hopeless=True)
+            self._bury(known.id, known.metadata.incarnation)
+            logger.info("Instance %s has been started anew", known.id)
+        elif known is None:
+            logger.info("Instance %s has appeared", metadata.instance_id)
+        self._view.put_metadata(metadata)
+        self.heard(metadata.instance_id)
+
+    def status(self, status: InstanceStatus, instance_id: str, incarnation: str, age_s: float = 0.0) -> bool:
+        """False for a status that comes too late, or of an instance that is not there. Raises Refused."""
+        faults = status_faults(status, instance_id, incarnation)
+        if faults:
+            raise Refused("; ".join(faults))
+        taken = self._view.put_status(status, age_s)
+        if taken:
+            self._deadlines[instance_id] = self._clock() + self._patience.silent_s - age_s
+        return taken
+
+    def heard(self, instance_id: str) -> None:
+        self._deadlines[instance_id] = self._clock() + self._patience.silent_s
+
+    def cut(self, instance_id: str, incarnation: str) -> None:
+        """The connection to this life broke."""
+        if self.lives(instance_id, incarnation):
+            soon = self._clock() + self._patience.cut_s
+            self._deadlines[instance_id] = min(self._deadlines.get(instance_id, soon), soon)
+
+    def left(self, instance_id: str, incarnation: str) -> None:
+        """This life is over, by its own word."""
+        self._bury(instance_id, incarnation)
+        if self.lives(instance_id, incarnation):
+            self.remove(instance_id)
+
+    def remove(self, instance_id: str) -> None:
+        """It is gone; the same life may come back."""
+        self._deadlines.pop(instance_id, None)
+        if instance_id in self._view:
+            logger.info("Instance %s has left", instance_id)
+            self._view.remove(instance_id)
+
+    def lives(self, instance_id: str, incarnation: str) -> bool:
+        known = self._view.get(instance_id)
+        return known is not None and known.metadata.incarnation == incarnation
+
+    async def keep_sweeping(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Remove who fell silent. A sweep that comes late says that this process was held up, and heard nobody."""
+        now = self._clock()
+        late_s = now - self._swept_s - SWEEP_S
+        self._swept_s = now
+        if late_s > SWEEP_S:
+            self.forgive(late_s)
+        for instance_id in [each for each, deadline in self._deadlines.items() if deadline < now]:
+            logger.warning("Instance %s has fallen silent", instance_id)
+            self.remove(instance_id)
+
+    def forgive(self, seconds: float) -> None:
+        """Nobody could be heard for so long."""
+        for instance_id in self._deadlines:
+            self._deadlines[instance_id] += seconds
+
+    def _bury(self, instance_id: str, incarnation: str) -> None:
+        self._over[instance_id, incarnation] = None
+        if len(self._over) > _MAX_OVER:
+            self._over.popitem(last=False)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Redis that instances report to, for several schedulers. Its layout is that of `llumlet.redis_link`.
+
+First everything is read (SCAN, MGET), then what the channel names: a write is seen when it is published, not when a
+poll comes by. After a lost connection the same begins anew. `RESCAN_S` after the last, a scan finds what has expired
+without a word, and heals what was missed. While Redis is away nobody falls silent: the view stays, and grows old.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Iterable
+from typing import Any, Final
+
+from google.protobuf.message import DecodeError
+from redis.exceptions import RedisError
+
+from llumlet.redis_link import CHANNEL, METADATA_PREFIX, STATUS_PREFIX, connect, redis_name
+from llumlet.types import InstanceMetadata, InstanceStatus
+from llumsched.cms.intake import MAX_INSTANCES, Intake, Refused
+from llumsched.cms.store import PATIENCE, Patience
+from llumsched.cms.validation import MAX_ID_CHARACTERS, MAX_REPORT_BYTES
+from llumsched.cms.view import View
+
+logger = logging.getLogger(__name__)
+
+RESCAN_S: Final = 5.0
+BEAT_S: Final = 1.0
+"""Between two signs of life that are asked of a quiet server."""
+FIRST_RETRY_S: Final = 0.1
+LAST_RETRY_S: Final = 2.0
+_MGET: Final = 500
+"""Instances read at once."""
+
+
+class RedisStore:
+    """`problem` says why Redis cannot be reached, while `view.connected` is false. Raises ValueError for a bad URL."""
+
+    def __init__(self, url: str, *, patience: Patience = PATIENCE) -> None:
+        self.view = View()
+        self.view.connected = False
+        self.problem = "not connected yet"
+        self.complete = asyncio.Event()
+        """Everything has been read at least once."""
+        self._name = redis_name(url)
+        self._url = url
+        self._intake = Intake(self.view, patience)
+        self._task: asyncio.Task[None] | None = None
+        self._retry_s = FIRST_RETRY_S
+        self._refused: dict[str, str] = {}
+        """What was wrong with an instance's records, said once."""
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._keep_following(), name=f"follow {self._name}")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self.view.connected = False
+
+    async def _keep_following(self) -> None:
+        while True:
+            client = connect(self._url)
+            try:
+                await self._follow(client)
+            except (RedisError, OSError) as error:
+                self._lost(str(error) or type(error).__name__)
+            finally:
+                await client.aclose()
+            await asyncio.sleep(self._retry_s * random.uniform(0.5, 1.5))
+            self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
+
+    async def _follow(self, client: Any) -> None:
+        """Until the connection is lost."""
+        async with client.pubsub(ignore_subscribe_messages=True) as channel:
+            # Before the scan: a write between the two is then read twice, rather than not at all.
+            await channel.subscribe(CHANNEL)
+            await self._scan(client)
+            self._reached()
+            scanned_s = beat_s = time.monotonic()
+            while True:
+                changed = await self._changes(channel)
+                now_s = time.monotonic()
+                if changed:
+                    await self._read(client, changed, published=True)
+                elif now_s - beat_s > BEAT_S:
+                    await client.ping()
+                    beat_s = now_s
+                if now_s - scanned_s > RESCAN_S:
+                    await self._scan(client)
+                    scanned_s = now_s
+                self.view.heard_s = time.monotonic()
+                self._intake.sweep()
+
+    async def _changes(self, channel: Any) -> list[str]:
+        """The ids that were published: waits for the first, takes what else is there, each once."""
+        ids: dict[str, None] = {}
+        message = await channel.get_message(timeout=BEAT_S / 4)
+        while message is not None:
+            instance_id = _id(message["data"])
+            if instance_id is not None and len(ids) < MAX_INSTANCES:
+                ids[instance_id] = None
+            # A zero would still be a turn of the loop for each: only what is buffered is taken.
+            message = await channel.get_message(timeout=0) if len(ids) < _MGET else None
+        return list(ids)
+
+    async def _scan(self, client: Any) -> None:
+        ids: dict[str, None] = {}
+        async for key in client.scan_iter(match=METADATA_PREFIX + "*", count=1000):
+            instance_id = _id(key[len(METADATA_PREFIX) :])
+            if instance_id is not None and len(ids) < MAX_INSTANCES:
+                ids[instance_id] = None
+        await self._read(client, ids, published=False)
+
+    async def _read(self, client: Any, ids: Iterable[str], *, published: bool) -> None:
+        wanted = list(ids)
+        for begin in range(0, len(wanted), _MGET):
+            some = wanted[begin : begin + _MGET]
+            values = await client.mget([prefix + each for each in some for prefix in (METADATA_PREFIX, STATUS_PREFIX)])
+            for instance_id, metadata, status in zip(some, values[::2], values[1::2], strict=True):
+                try:
+                    self._take(instance_id, metadata, status, published)
+                    self._refused.pop(instance_id, None)
+                except Refused as refusal:
+                    self._refuse(instance_id, str(refusal))
+
+    def _take(
+        self, instance_id: str, metadata_bytes: bytes | None, status_bytes: bytes | None, published: bool
+    ) -> None:
+        if metadata_bytes is None:
+            # Removed, if it was published. Otherwise lost with the server's memory, perhaps: silence will tell.
+            if published and status_bytes is None:
+                self._intake.remove(instance_id)
+            return
+        metadata = InstanceMetadata()
+        _parse(metadata, metadata_bytes)
+        if metadata.instance_id != instance_id:
+            raise Refused(f"the metadata under its key is that of {metadata.instance_id[:MAX_ID_CHARACTERS]!r}")
+        known = self.view.get(instance_id)
+        if known is None or known.metadata != metadata:
+            self._intake.metadata(metadata)
+        if status_bytes is not None:
+            status = InstanceStatus()
+            _parse(status, status_bytes)
+            self._intake.status(status, instance_id, metadata.incarnation)
+
+    def _refuse(self, instance_id: str, why: str) -> None:
+        if self._refused.get(instance_id) != why and len(self._refused) < MAX_INSTANCES:
+            self._refused[instance_id] = why
+            logger.warning("What %s holds of instance %s is not taken: %s", self._name, instance_id, why)
+
+    def _reached(self) -> None:
+        if self.complete.is_set():
+            self._intake.forgive(time.monotonic() - self.view.heard_s)
+        self.view.connected, self.problem, self._retry_s = True, "", FIRST_RETRY_S
+        self.view.heard_s = time.monotonic()
+        self.complete.set()
+        logger.info("Following the CMS at %s", self._name)
+
+    def _lost(self, why: str) -> None:
+        first = self.view.connected or self.problem != why
+        self.view.connected, self.problem = False, why
+        logger.log(logging.WARNING if first else logging.DEBUG, "The CMS at %s is lost: %s", self._name, why)
+
+
+def _id(raw: bytes) -> str | None:
+    """None for what is no id: anybody may publish, and write keys."""
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError:
+        return None
+    return text if 0 < len(text) <= MAX_ID_CHARACTERS else None
+
+
+def _parse(message: InstanceMetadata | InstanceStatus, value: bytes) -> None:
+    if len(value) > MAX_REPORT_BYTES:
+        raise Refused(f"{len(value)} bytes are too many")
+    try:
+        message.ParseFromString(value)
+    except DecodeError as error:
+        raise Refused("it is no such message") from error

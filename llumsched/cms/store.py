@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a process of the scheduler side learns what the cluster is: one interface, three sources.
+
+listen://HOST:PORT    this process is the CMS: instances report to it (`embedded.py`)
+redis://HOST:PORT     a Redis to which instances report (`redis.py`)
+HOST:PORT             the embedded CMS of another process, watched (`watch.py`)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from llumlet.credentials import NONE, Credentials
+from llumlet.report_links import REDIS_SCHEMES
+from llumlet.types import Address
+from llumsched.cms.view import View
+
+LISTEN: Final = "listen://"
+
+
+class Store(Protocol):
+    """Writes `view`, on the event loop that called `start`."""
+
+    view: View
+
+    async def start(self) -> None:
+        """Begin to feed the view. A source that cannot be reached is no error: it is tried until it can
+        (`View.connected`). Raises OSError if a port to listen at cannot be had."""
+        ...
+
+    async def close(self) -> None:
+        """Stop. The view stays as it is."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """After how many seconds without a word an instance is taken out of the view."""
+
+    silent_s: float = 10.0
+    """Its connection stands, and nothing comes. Ten keep-alives: a process that starves comes back in time."""
+    cut_s: float = 3.0
+    """Its connection broke (a process that was killed), and no new one was made. Two attempts of a reporter."""
+
+
+PATIENCE: Final = Patience()
+
+
+def store_faults(url: str) -> list[str]:
+    """What is wrong with a URL of the forms above, a sentence each."""
+    try:
+        if url.startswith(REDIS_SCHEMES):
+            from llumlet.redis_link import redis_name
+
+            redis_name(url)
+        else:
+            _listen_address(url) if url.startswith(LISTEN) else Address.parse(url)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def open_store(
+    url: str, credentials: Credentials = NONE, *, insecure: bool = False, patience: Patience = PATIENCE
+) -> Store:
+    """The store of `url`, not yet started. `insecure`: listen beyond loopback without complete credentials.
+
+    Raises ValueError for a URL that is none of the forms above, and for a host that must not be listened at.
+    """
+    # Each form has needs of its own (a server, the Redis client), which the others need not have installed.
+    if url.startswith(REDIS_SCHEMES):
+        from llumsched.cms.redis import RedisStore
+
+        return RedisStore(url, patience=patience)
+    if url.startswith(LISTEN):
+        from llumsched.cms.embedded import EmbeddedStore
+
+        return EmbeddedStore(*_listen_address(url), credentials=credentials, insecure=insecure, patience=patience)
+    from llumsched.cms.watch import WatchStore
+
+    return WatchStore(Address.parse(url), credentials)
+
+
+def _listen_address(url: str) -> tuple[str, int]:
+    """Port 0 takes a free one."""
+    text = url.removeprefix(LISTEN)
+    if text.endswith(":0"):
+        return Address.parse(text[:-1] + "1").host, 0
+    return Address.parse(text)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be wrong with the reports of an instance by themselves. Each function returns every fault, a sentence each.
+
+They are called for every message, so what is usual is found out with a few calls into C, and only a message that has
+a fault is looked at field by field.
+"""
+
+from __future__ import annotations
+
+import math
+from operator import attrgetter
+from typing import Final
+
+from google.protobuf.descriptor import FieldDescriptor
+
+from llumlet.types import InstanceMetadata, InstanceStatus
+
+MAX_ID_CHARACTERS: Final = 256
+"""Of an instance or a life: they are keys, labels of metrics, and logged."""
+MAX_TEXT_CHARACTERS: Final = 4096
+MAX_LIST: Final = 65536
+"""Requests of one instance, and names that it serves."""
+MAX_REPORT_BYTES: Final = 4 << 20
+
+_FLOATS = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
+_INTEGERS = (FieldDescriptor.CPPTYPE_INT32, FieldDescriptor.CPPTYPE_INT64)
+_MAY_BE_NEGATIVE = {"profiling_id", "update_id", "step_id", "kvt_port"}
+
+
+def _scalars(message: type[InstanceMetadata | InstanceStatus]) -> list[str]:
+    """The fields that hold a number which must be finite and not below 0."""
+    return [
+        field.name
+        for field in message.DESCRIPTOR.fields
+        if field.cpp_type in (*_FLOATS, *_INTEGERS) and not field.is_repeated and field.name not in _MAY_BE_NEGATIVE
+    ]
+
+
+_STATUS_NUMBERS = _scalars(InstanceStatus)
+_METADATA_NUMBERS = _scalars(InstanceMetadata)
+_numbers_of_status = attrgetter(*_STATUS_NUMBERS)
+_numbers_of_metadata = attrgetter(*_METADATA_NUMBERS)
+
+
+def metadata_faults(metadata: InstanceMetadata) -> list[str]:
+    faults = []
+    for field in ("instance_id", "incarnation", "ip"):
+        text = getattr(metadata, field)
+        if not text:
+            faults.append(f"{field} is empty")
+        elif len(text) > MAX_ID_CHARACTERS:
+            faults.append(f"{field} has {len(text)} characters")
+        elif not text.isprintable():
+            faults.append(f"{field} has characters that cannot be printed")
+    if metadata.instance_type not in ("prefill", "decode", "neutral"):
+        faults.append(f"instance_type {metadata.instance_type[:40]!r} is not prefill, decode or neutral")
+    for field in ("llumlet_port", "api_server_port"):
+        if not 0 <= getattr(metadata, field) < 65536:
+            faults.append(f"{field} {getattr(metadata, field)} is not a port")
+    for name in ("node_id", "unit_id", "model", "backend_type", "version", "engine_version"):
+        if len(getattr(metadata, name)) > MAX_TEXT_CHARACTERS:
+            faults.append(f"{name} has {len(getattr(metadata, name))} characters")
+    if len(metadata.served_models) > MAX_LIST or len(metadata.transports) > MAX_LIST:
+        faults.append("served_models or transports is too long")
+    return faults + _number_faults(metadata, _METADATA_NUMBERS, _numbers_of_metadata(metadata))
+
+
+def status_faults(status: InstanceStatus, instance_id: str, incarnation: str) -> list[str]:
+    """Of a status that came as one of this instance's life."""
+    faults = []
+    if status.instance_id != instance_id:
+        faults.append(f"instance_id {status.instance_id[:MAX_ID_CHARACTERS]!r} is not that of the metadata")
+    if status.incarnation != incarnation:
+        faults.append(f"incarnation {status.incarnation[:MAX_ID_CHARACTERS]!r} is not that of the metadata")
+    for field in ("recent_waiting_requests", "waiting_requests"):
+        length = len(getattr(status, field))
+        if length > MAX_LIST:
+            faults.append(f"{field} has {length} entries")
+    return faults + _number_faults(status, _STATUS_NUMBERS, _numbers_of_status(status))
+
+
+def _number_faults(
+    message: InstanceMetadata | InstanceStatus, names: list[str], values: tuple[float, ...]
+) -> list[str]:
+    # A sum that is finite holds neither an infinity nor a NaN, and a NaN hides nothing from it as it would from `min`.
+    if math.isfinite(sum(values)) and min(values) >= 0:
+        return []
+    return [
+        f"{name} is {value}"
+        for name, value in zip(names, values, strict=True)
+        if not (math.isfinite(value) and value >= 0)
+    ]

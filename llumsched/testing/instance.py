@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One simulated instance: its engine model, its llumlet, its reports; and what a test can do to it."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from llumlet.credentials import NONE, Credentials
+from llumlet.reporter import Reporter
+from llumlet.server import RunningServer, serve
+from llumlet.types import Address, InstanceMetadata, InstanceStatus
+from llumsched.testing.agent import SimulatedAgent
+from llumsched.testing.engine import EngineModel, SimulatedEngine, SimulatedRequest
+
+
+class SimulatedInstance:
+    """Listens on loopback from `start` on, and reports to `cms` if that is not empty.
+
+    `metadata_fields` replace what the metadata would hold. Not started, an instance can be loaded with `submit` all
+    the same; its engine stands still.
+
+    To make it fail: `agent.refusals` (method name to reason), `agent.delays` (method name to seconds), `hang`, `kill`.
+    """
+
+    def __init__(
+        self,
+        instance_id: str,
+        cms: str = "",
+        *,
+        model: EngineModel | None = None,
+        credentials: Credentials = NONE,
+        **metadata_fields: Any,
+    ) -> None:
+        self.id = instance_id
+        self.incarnation = uuid.uuid4().hex
+        self.engine = SimulatedEngine(model or EngineModel(), self._changed)
+        self.agent = SimulatedAgent(self.id, self.incarnation, self.engine, self._drained, credentials)
+        self.agent.metadata_fields = metadata_fields
+        self.requests: dict[str, SimulatedRequest] = {}
+        """Submitted here, wherever they run: this is their origin."""
+        self._cms = cms
+        self._credentials = credentials
+        self._server: RunningServer | None = None
+        self._reporter: Reporter | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def address(self) -> Address:
+        """Of the llumlet."""
+        assert self._server is not None, "not started"
+        return self._server.address
+
+    @property
+    def metadata(self) -> InstanceMetadata:
+        return self.agent.metadata()
+
+    @property
+    def status(self) -> InstanceStatus:
+        return self.agent.status()
+
+    async def start(self) -> None:
+        self._server = await serve(self.agent, credentials=self._credentials)
+        self.agent.port = self._server.port
+        self._tasks.append(asyncio.create_task(self.engine.run(), name=f"engine of {self.id}"))
+        if self._cms:
+            self._reporter = Reporter(self._cms, self.agent.metadata, self.agent.status, self._credentials)
+            self._tasks.append(asyncio.create_task(self._reporter.run(), name=f"reports of {self.id}"))
+
+    async def stop(self) -> None:
+        """As after SIGTERM: it says good-bye to the CMS. Its requests end with `abort`."""
+        if self._reporter is not None:
+            await self._reporter.leave()
+        await self._end("abort")
+
+    async def kill(self) -> None:
+        """As after SIGKILL: connections break, nobody is told. Its requests end with `error`."""
+        await self._end("error")
+
+    def hang(self) -> None:
+        """The engine's loop stands still; its llumlet lives, and says so."""
+        self.engine.frozen.clear()
+        self.engine.note_change()
+
+    def resume(self) -> None:
+        self.engine.frozen.set()
+        self.engine.note_change()
+
+    def submit(
+        self, prompt: int | Sequence[int], max_tokens: int = 16, *, request_id: str = "", external_id: str = ""
+    ) -> SimulatedRequest:
+        """A request with that prompt, or one of so many tokens. Raises ValueError if the KV cache cannot hold it."""
+        tokens = list(range(1, prompt + 1)) if isinstance(prompt, int) else list(prompt)
+        if self.engine.blocks_of(len(tokens) + max_tokens) > self.engine.model.num_blocks:
+            raise ValueError(f"{len(tokens)} + {max_tokens} tokens do not fit into the KV cache")
+        external_id = external_id or request_id or f"cmpl-{uuid.uuid4().hex[:12]}"
+        request = SimulatedRequest(request_id or f"{external_id}-{uuid.uuid4().hex[:8]}", tokens, max_tokens)
+        request.external_id, request.owner = external_id, self.id
+        self.agent.remember(request)
+        self.requests[request.request_id] = request
+        self.engine.add(request)
+        return request
+
+    def _changed(self) -> None:
+        if self._reporter is not None:
+            self._reporter.changed()
+
+    async def _drained(self) -> None:
+        if self._reporter is not None:
+            await self._reporter.leave()
+
+    async def _end(self, reason: str) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
+        self._reporter = None
+        if self._server is not None:
+            await self._server.stop(0)
+            self._server = None
+        for request in self.engine.requests:
+            request.end(reason)

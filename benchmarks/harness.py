@@ -170,6 +170,7 @@ class Server:
             reaper.__file__,
             "--scratch",
             str(scratch),
+            *([] if spec.core is None else ["--cores", str(spec.core)]),
             "--",
             *spec.command(port),
         ]
@@ -184,7 +185,6 @@ class Server:
                 # A Ctrl-C in the terminal must reach the owner only, which then stops its servers
                 # in order.
                 start_new_session=True,
-                preexec_fn=None if spec.core is None else lambda: os.sched_setaffinity(0, {spec.core}),
             )
         return cls(spec, log, port, process)
 

@@ -23,6 +23,7 @@ _EPILOG = """exit codes:
   3  migrate: nothing to move was found
   4  a llumlet could not be reached
   5  a llumlet refused
+  6  up: the scheduler, the gateway or the last engine ended by itself
 """
 
 

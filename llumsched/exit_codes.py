@@ -20,5 +20,7 @@ class ExitCode(enum.IntEnum):
     """A llumlet did not answer, or what answered is none."""
     REFUSED = 5
     """A llumlet refused the call as a whole."""
+    COMPONENT_DIED = 6
+    """A component without which `up` cannot serve ended by itself; the others were stopped."""
     INTERRUPTED = 130
     """Ctrl-C. Moves that had begun go on."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run one command so that nothing of it outlives its owner, whatever happens to the owner.
 
-    python -S -I reaper.py [--scratch DIR] -- COMMAND ARG…
+    python -S -I reaper.py [--scratch DIR] [--cores N,N…] -- COMMAND ARG…
 
 The owner starts this program instead of the command and keeps the write end of its stdin open.
 Contract:
@@ -17,7 +17,7 @@ Contract:
   the same with a grace of `ORPHAN_GRACE_S`.
 - When the command ends by itself, what it left behind is killed at once.
 - If this process is killed, the kernel sends SIGKILL to the command (`PR_SET_PDEATHSIG`).
-- `--scratch DIR` is removed at the very end.
+- `--scratch DIR` is removed at the very end. `--cores` are the only CPU cores that the command may use.
 
 Only the standard library is used and nothing of this project is imported: the process must start in
 milliseconds and stay small, there is one per server.
@@ -186,8 +186,11 @@ def _report(line: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run a command that cannot outlive its owner.")
     parser.add_argument("--scratch", help="directory to remove at the end")
+    parser.add_argument("--cores", help="CPU cores, by number, with commas between")
     parser.add_argument("command", nargs="+")
     arguments = parser.parse_args()
+    if arguments.cores:
+        os.sched_setaffinity(0, {int(core) for core in arguments.cores.split(",")})
     try:
         code = supervise(arguments.command)
     finally:

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One component of the cluster as a process of its own, under a reaper that leaves nothing of it behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from llumsched.up import reaper
+
+READY_POLL_S = 0.1
+READY_CALL_S = 5.0
+KILLED = -9
+_MAX_LINE_BYTES = 16_384
+
+
+class ComponentDied(RuntimeError):
+    """It ended, or was not ready in time, while somebody waited for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentSpec:
+    """What to run, and how to see that it works. `environment` is added to that of this process."""
+
+    name: str
+    command: tuple[str, ...]
+    ready_url: str
+    """Answers 200 once the component can work."""
+    ready_timeout_s: float
+    environment: Mapping[str, str] = field(default_factory=dict)
+    cores: tuple[int, ...] = ()
+    """The CPU cores that it may use; empty: all of this process."""
+
+
+class Component:
+    """Belongs to one event loop. `line` is called with each line that the component writes."""
+
+    def __init__(self, spec: ComponentSpec, line: Callable[[str], None]) -> None:
+        self.spec = spec
+        self._line = line
+        self._process: asyncio.subprocess.Process | None = None
+        self._grace_s: float | None = None
+        """Of the stop that was asked for before there was a process."""
+        self._pid: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._life: asyncio.Task[int] | None = None
+
+    @property
+    def running(self) -> bool:
+        return self._life is not None and not self._ended.done()
+
+    async def start(self) -> int:
+        """Returns the component's pid. Raises ComponentDied if it could not be started."""
+        # The life is a task of its own: whoever waits here may be cancelled, and the process still has its keeper.
+        self._life = asyncio.create_task(self._live(), name=self.spec.name)
+        self._life.add_done_callback(self._end)
+        pid = await asyncio.shield(self._pid)
+        if pid == 0:
+            await self.wait_ended()
+            raise ComponentDied(f"{self.spec.name}: {self.spec.command[0]} could not be started")
+        return pid
+
+    async def wait_ended(self) -> int:
+        """The exit code, negative for a signal, once no process of the component is left."""
+        return await asyncio.shield(self._ended)
+
+    async def wait_ready(self, session: aiohttp.ClientSession) -> None:
+        """Raises ComponentDied if that takes too long. Does not look whether it has ended: `wait_ended` tells."""
+        try:
+            async with asyncio.timeout(self.spec.ready_timeout_s):
+                while True:
+                    if await self._answers(session):
+                        return
+                    await asyncio.sleep(READY_POLL_S)
+        except TimeoutError:
+            message = f"{self.spec.name} was not ready after {self.spec.ready_timeout_s:.0f} s"
+            raise ComponentDied(message) from None
+
+    def ask_to_stop(self, grace_s: float) -> None:
+        """SIGTERM now, SIGKILL to all of its processes after `grace_s`. May be repeated with another grace: the
+        earliest end counts."""
+        self._grace_s = grace_s
+        if self._process is not None and self._process.stdin is not None and self.running:
+            with contextlib.suppress(ConnectionError, RuntimeError):
+                self._process.stdin.write(f"stop {grace_s}\n".encode())
+
+    async def _answers(self, session: aiohttp.ClientSession) -> bool:
+        try:
+            timeout = aiohttp.ClientTimeout(total=READY_CALL_S)
+            async with session.get(self.spec.ready_url, timeout=timeout) as answer:
+                return answer.status == 200
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+
+    def _end(self, life: asyncio.Task[int]) -> None:
+        if not self._pid.done():
+            self._pid.set_result(0)
+        if life.cancelled():
+            self._ended.cancel()
+        elif (error := life.exception()) is not None:
+            self._ended.set_exception(error)
+        else:
+            self._ended.set_result(life.result())
+
+    async def _live(self) -> int:
+        # Unix socket paths hold 107 characters: the scratch directory must have a short name.
+        scratch = tempfile.mkdtemp(prefix="llx-", dir="/tmp")
+        try:
+            process = self._process = await self._spawn(scratch)
+            if self._grace_s is not None:
+                self.ask_to_stop(self._grace_s)
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdin is not None
+            code, _ = await asyncio.gather(self._read_report(process.stdout), self._forward(process.stderr))
+            await process.wait()
+            process.stdin.close()
+            return code
+        finally:
+            # The reaper does the same; one that was killed could not.
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    async def _spawn(self, scratch: str) -> asyncio.subprocess.Process:
+        options = ["--scratch", scratch]
+        if self.spec.cores:
+            options += ["--cores", ",".join(map(str, self.spec.cores))]
+        ours = {"PYTHONUNBUFFERED": "1", "TMPDIR": scratch, "VLLM_RPC_BASE_PATH": scratch}
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-S", "-I", reaper.__file__, *options, "--", *self.spec.command),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, **ours, **self.spec.environment},
+            # A Ctrl-C in the terminal reaches this process only, which then stops its components in order.
+            start_new_session=True,
+        )
+
+    async def _read_report(self, stream: asyncio.StreamReader) -> int:
+        # A reaper that was killed says nothing more, and the kernel kills its component.
+        code = KILLED
+        while line := await stream.readline():
+            word, _, number = line.decode().partition(" ")
+            if word == "pid":
+                self._pid.set_result(int(number))
+            elif word == "exit":
+                code = int(number)
+        return code
+
+    async def _forward(self, stream: asyncio.StreamReader) -> None:
+        rest = b""
+        while chunk := await stream.read(65_536):
+            *lines, rest = (rest + chunk).split(b"\n")
+            if len(rest) > _MAX_LINE_BYTES:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                self._line(line.decode(errors="replace"))
+        if rest:
+            self._line(rest.decode(errors="replace"))
+
+
+def describe(code: int) -> str:
+    """`by signal 9`, `with status 1`"""
+    return f"by signal {-code}" if code < 0 else f"with status {code}"

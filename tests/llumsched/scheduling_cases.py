@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Instances in any condition, for the tests of `llumsched.scheduling`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llumlet.types import InstanceMetadata, InstanceStatus
+from llumsched.cms.view import Instance, View
+from llumsched.scheduling.load import Counters, Load
+
+FIELDS = {field.name for field in InstanceMetadata.DESCRIPTOR.fields}
+
+
+def metadata(instance_id: str, **fields: Any) -> InstanceMetadata:
+    defaults: dict[str, Any] = {
+        "incarnation": "first",
+        "instance_type": "neutral",
+        "ip": "127.0.0.1",
+        "api_server_port": 8000,
+        "llumlet_port": 7000,
+        "max_model_len": 4096,
+        "served_models": ["m"],
+        "data_parallel_size": 1,
+    }
+    return InstanceMetadata(instance_id=instance_id, **{**defaults, **fields})
+
+
+def status(instance_id: str, update_id: int = 1, **fields: Any) -> InstanceStatus:
+    defaults: dict[str, Any] = {"incarnation": "first", "schedulable": True, "num_total_gpu_tokens": 10_000}
+    return InstanceStatus(instance_id=instance_id, update_id=update_id, **{**defaults, **fields})
+
+
+def instance(instance_id: str, received_s: float = 0.0, **fields: Any) -> Instance:
+    """Of fields of both messages; those that only a status has go there."""
+    of_metadata = {name: value for name, value in fields.items() if name in FIELDS}
+    of_status = {name: value for name, value in fields.items() if name not in FIELDS}
+    return Instance(metadata(instance_id, **of_metadata), status(instance_id, **of_status), received_s)
+
+
+def load(instance_id: str, account: Counters | None = None, received_s: float = 0.0, **fields: Any) -> Load:
+    return Load(instance(instance_id, received_s, **fields), account or Counters())
+
+
+def put(view: View, instance_id: str, update_id: int = 1, **fields: Any) -> None:
+    """An instance, or its newer status, into a view."""
+    of_metadata = {name: value for name, value in fields.items() if name in FIELDS}
+    of_status = {name: value for name, value in fields.items() if name not in FIELDS or name == "incarnation"}
+    view.put_metadata(metadata(instance_id, **of_metadata))
+    assert view.put_status(status(instance_id, update_id, **of_status))

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An OpenAI API server without a model, as its own process: for measurements and tests of what stands before engines.
+
+    python -m benchmarks.mock_api --port 9001 --model mock --tokens 32 --interval-ms 0
+
+It writes what vLLM writes, byte by byte where that matters: event form, key order, `return_token_ids`, usage, ids from
+`X-Request-Id`. A token is a number; the next one is a function of the one before it and of its position, so that an
+answer continued from `prompt + delivered` equals an answer in one piece. Its text is that of `text_of`, which has
+characters of several bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvloop
+from aiohttp import web
+
+_WORDS = ("the", "a", "é", "日本", "🙂", "of", 'qu"ote', "back\\slash", "new\nline", "ß")
+VOCABULARY = 1000
+MODEL_LENGTH = 4096
+_FAILURE = (
+    b'data: {"error": {"message": "EngineCore died", "type": "InternalServerError", "code": 500}}\n\ndata: [DONE]\n\n'
+)
+
+
+def text_of(token: int) -> str:
+    return f" {_WORDS[token % len(_WORDS)]}{token}"
+
+
+def next_token(tokens: list[int]) -> int:
+    """Depends on all that came before by way of the last token and the length."""
+    return (tokens[-1] * 31 + len(tokens) * 7 + 11) % VOCABULARY if tokens else 1
+
+
+def prompt_tokens(document: dict[str, Any]) -> list[int]:
+    prompt = document.get("prompt")
+    if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
+        return list(prompt)
+    text = json.dumps(document.get("messages") or prompt, ensure_ascii=False)
+    return [zlib.crc32(word.encode()) % VOCABULARY for word in text.split()]
+
+
+@dataclass
+class Mock:
+    """The server. Tests change its fields while it runs."""
+
+    models: tuple[str, ...] = ("mock",)
+    num_tokens: int = 32
+    """If the request does not say."""
+    interval_s: float = 0.0
+    seen: list[dict[str, Any]] | None = None
+    """The bodies, headers and paths that came; None keeps none."""
+    health: int = 200
+    answering: set[str] = field(default_factory=set)
+    """Ids of the requests that run."""
+    num_dropped: int = 0
+    """Requests whose client went away."""
+    status: int = 200
+    """Answered to every request."""
+    cut_at: int | None = None
+    """The byte of the next streamed body at which its connection is closed."""
+    hang_at: int | None = None
+    """The same, but nothing happens any more, on any connection of that port."""
+    fail_at: int | None = None
+    """The number of the event of the next stream in whose place an error is reported."""
+    hung: set[int] = field(default_factory=set)
+    """Ports."""
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if _port(request) in self.hung:
+            await asyncio.sleep(3600)
+        if request.path == "/v1/models":
+            cards = [{"id": name, "object": "model", "max_model_len": MODEL_LENGTH} for name in self.models]
+            return web.json_response({"object": "list", "data": cards})
+        if request.path == "/health":
+            return web.Response(status=self.health)
+        if request.path not in ("/v1/completions", "/v1/chat/completions"):
+            return web.Response(status=404)
+        content = await request.read()
+        if self.seen is not None:
+            self.seen.append({"path": request.path, "headers": request.headers, "content": content})
+        if self.status != 200:
+            return web.json_response({"error": {"message": "mocked", "code": self.status}}, status=self.status)
+        return await self._infer(request, json.loads(content))
+
+    async def _infer(self, request: web.BaseRequest, document: dict[str, Any]) -> web.StreamResponse:
+        answer = _Answer(document, "chat" in request.path, request.headers.get("X-Request-Id", "none"), self.num_tokens)
+        self.answering.add(answer.id)
+        try:
+            if document.get("stream"):
+                return await self._stream(request, answer)
+            if self.interval_s:
+                await asyncio.sleep(self.interval_s * answer.max_tokens)
+            return web.Response(body=answer.in_one_piece(), content_type="application/json")
+        except (ConnectionError, asyncio.CancelledError):
+            self.num_dropped += 1
+            raise
+        finally:
+            self.answering.discard(answer.id)
+
+    async def _stream(self, request: web.BaseRequest, answer: _Answer) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        num_sent = 0
+        cut_at, hang_at, fail_at = self.cut_at, self.hang_at, self.fail_at
+        self.cut_at = self.hang_at = self.fail_at = None
+        limit = cut_at if cut_at is not None else hang_at
+        for number, event in enumerate(answer.events()):
+            data = event.encode()
+            if number == fail_at:
+                await response.write(_FAILURE)
+                break
+            if limit is not None and num_sent + len(data) > limit:
+                await response.write(data[: limit - num_sent])
+                if hang_at is not None:
+                    self.hung.add(_port(request))
+                    await asyncio.sleep(3600)
+                assert request.transport is not None
+                request.transport.close()
+                return response
+            await response.write(data)
+            num_sent += len(data)
+            if self.interval_s:
+                await asyncio.sleep(self.interval_s)
+        await response.write_eof()
+        return response
+
+
+def _port(request: web.BaseRequest) -> int:
+    assert request.transport is not None
+    port: int = request.transport.get_extra_info("sockname")[1]
+    return port
+
+
+class _Answer:
+    def __init__(self, document: dict[str, Any], is_chat: bool, request_id: str, num_tokens: int) -> None:
+        self.is_chat = is_chat
+        self.id = f"chatcmpl-{request_id}" if is_chat else f"cmpl-{request_id}"
+        self.max_tokens = document.get("max_completion_tokens") or document.get("max_tokens") or num_tokens
+        self._document = document
+        self._prompt = prompt_tokens(document)
+        self._created = int(time.time())
+        self._wants_ids = bool(document.get("return_token_ids"))
+        self._options = document.get("stream_options") or {}
+
+    def _tokens(self) -> list[int]:
+        tokens = list(self._prompt)
+        for _ in range(self.max_tokens):
+            tokens.append(next_token(tokens))
+        return tokens[len(self._prompt) :]
+
+    def _usage(self, num_tokens: int) -> dict[str, Any]:
+        num_prompt = len(self._prompt)
+        usage = {"prompt_tokens": num_prompt, "total_tokens": num_prompt + num_tokens}
+        return {"usage": usage | {"completion_tokens": num_tokens}}
+
+    def in_one_piece(self) -> bytes:
+        tokens = self._tokens()
+        text = "".join(map(text_of, tokens))
+        content = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
+        choice = {"index": 0, **content, "finish_reason": "length"}
+        head = {"id": self.id, "object": "chat.completion" if self.is_chat else "text_completion"}
+        head |= {"created": self._created, "model": self._document.get("model")}
+        return json.dumps(head | {"choices": [choice]} | self._usage(len(tokens))).encode()
+
+    def events(self) -> Any:
+        head = {
+            "id": self.id,
+            "object": "chat.completion.chunk" if self.is_chat else "text_completion",
+            "created": self._created,
+            "model": self._document.get("model"),
+        }
+        continuous = self._options.get("continuous_usage_stats")
+        prompt = {"prompt_token_ids": self._prompt if self._wants_ids else None}
+        if self.is_chat:
+            role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+            yield _event(head | {"choices": [role]} | prompt | (self._usage(0) if continuous else {}))
+        tokens = self._tokens()
+        for number, token in enumerate(tokens, 1):
+            is_last = number == len(tokens)
+            content = {"delta": {"content": text_of(token)}} if self.is_chat else {"text": text_of(token)}
+            choice = {"index": 0, **content, "logprobs": None, "finish_reason": "length" if is_last else None}
+            if not self.is_chat or is_last:
+                choice["stop_reason"] = None
+            if not self.is_chat:
+                choice["prompt_token_ids"] = prompt["prompt_token_ids"] if number == 1 else None
+            choice["token_ids"] = [token] if self._wants_ids else None
+            yield _event(head | {"choices": [choice]} | (self._usage(number) if continuous else {}))
+        if self._options.get("include_usage"):
+            yield _event(head | {"choices": []} | self._usage(len(tokens)))
+        yield "data: [DONE]\n\n"
+
+
+def _event(document: dict[str, Any]) -> str:
+    """As pydantic writes JSON: no spaces, no escapes that need not be."""
+    return f"data: {json.dumps(document, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+async def _serve(args: argparse.Namespace) -> None:
+    mock = Mock(models=tuple(args.model.split(",")), num_tokens=args.tokens, interval_s=args.interval_ms / 1e3)
+    server = web.Server(mock.answer, handler_cancellation=True)
+    listener = await asyncio.get_running_loop().create_server(server, args.host, args.port, backlog=1024)
+    print(f"listening at {listener.sockets[0].getsockname()[1]}", flush=True)
+    await asyncio.Event().wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--model", default="mock", help="names, separated by commas")
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--interval-ms", type=float, default=0.0)
+    try:
+        uvloop.run(_serve(parser.parse_args()))
+    except KeyboardInterrupt:
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

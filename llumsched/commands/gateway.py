@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`llumnix gateway`: the OpenAI API in front of all engines."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from typing import Any
+
+from llumsched.exit_codes import ExitCode
+from llumsched.gateway.config import Config
+from llumsched.gateway.flags import FLAGS, REPEATED
+
+NAME = "gateway"
+HELP = "serve the OpenAI API in front of all engines"
+DESCRIPTION = """Serve the OpenAI API in front of all engines.
+
+  llumnix gateway --scheduler-endpoints 127.0.0.1:8088
+  llumnix gateway --scheduling-policy round-robin --llm-backend-endpoints 10.0.0.1:8000,10.0.0.2:8000
+
+Every field of a request reaches the engine as it came. A request whose engine fails before its first token goes to
+another one; a stream whose engine disappears goes on at another one from the tokens that its client has, unless the
+client sent `X-Llumnix-Continuation: off`. SIGTERM ends it once its streams have ended."""
+
+_DEFAULTS = {field.name: field.default for field in fields(Config)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    for title, flags in FLAGS.items():
+        group = parser.add_argument_group(title)
+        for flag, (name, _, metavar, text) in flags.items():
+            default = _DEFAULTS.get(name)
+            shown = "" if default in ("", ()) or not isinstance(default, str | int | float) else f" (default {default})"
+            repeated: dict[str, Any] = {"action": "append"} if flag in REPEATED else {}
+            group.add_argument(flag, dest=f"gateway{flag}", metavar=metavar, help=text + shown, **repeated)
+
+
+def faults(args: argparse.Namespace) -> list[str]:
+    """Leaves the configuration in `args.config`."""
+    found: list[str] = []
+    values: dict[str, Any] = {}
+    for flags in FLAGS.values():
+        for flag, (name, read, _, _) in flags.items():
+            text = getattr(args, f"gateway{flag}")
+            if text is None:
+                continue
+            try:
+                value = read(text)
+            except ValueError as error:
+                found.append(f"{flag} {error}")
+            else:
+                values[name] = values.get(name, {}) | value if isinstance(value, dict) else value
+    config = Config(**values)
+    args.config = config
+    return found or _contradictions(config)
+
+
+def _contradictions(config: Config) -> list[str]:
+    found = []
+    if config.is_local and not config.backend_endpoints:
+        found.append("--scheduling-policy round-robin needs --llm-backend-endpoints")
+    if config.is_local and config.scheduler_endpoints:
+        found.append("--scheduler-endpoints is of no use with --scheduling-policy round-robin")
+    if not config.is_local and not config.scheduler_endpoints:
+        found.append(f"--scheduling-policy {config.scheduling_policy} needs --scheduler-endpoints")
+    if config.workers > 1 and not config.port:
+        found.append("--workers above 1 needs a --port: each worker binds it")
+    return found
+
+
+def run(args: argparse.Namespace) -> int:
+    from llumsched.gateway import workers
+
+    return workers.run(args.config) or ExitCode.OK

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The API servers that the gateway knows, what they serve, and how they behaved lately."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import aiohttp
+from yarl import URL
+
+from llumlet.types import Address
+
+_AVOIDED_S = 2.0
+"""After a failed connection the instance is the last choice for so long."""
+_ASK_TIMEOUT_S = 3.0
+
+
+class Backend:
+    """One API server."""
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self.models: dict[str, dict[str, Any]] | None = None
+        """The model cards by name; None until it has answered."""
+        self.num_requests = 0
+        self.last_byte_s = time.monotonic()
+        """When anything came from it last, on any connection."""
+        self._avoid_until_s = 0.0
+        self._urls: dict[str, URL] = {}
+
+    def url(self, path: str) -> URL:
+        url = self._urls.get(path)
+        if url is None:
+            url = self._urls[path] = URL(f"http://{self.address}{path}")
+        return url
+
+    @property
+    def is_avoided(self) -> bool:
+        return time.monotonic() < self._avoid_until_s
+
+    def failed(self) -> None:
+        self._avoid_until_s = time.monotonic() + _AVOIDED_S
+
+    def serves(self, model: str) -> bool:
+        """Also if it is not known what it serves."""
+        return not model or self.models is None or model in self.models
+
+    def max_model_len(self, model: str) -> int | None:
+        """Tokens, prompt and output together, as its model card says."""
+        limit = ((self.models or {}).get(model) or {}).get("max_model_len")
+        return limit if isinstance(limit, int) else None
+
+    def __repr__(self) -> str:
+        return str(self.address)
+
+
+class Backends:
+    """All of them, by address. `refresh` keeps what they serve up to date."""
+
+    def __init__(self, configured: Iterable[Address], session: aiohttp.ClientSession) -> None:
+        self._session = session
+        self._by_address = {address: Backend(address) for address in configured}
+        self._next = 0
+        self._asked: asyncio.Task[None] | None = None
+        self.refreshed_s = -float("inf")
+
+    def at(self, address: Address) -> Backend:
+        backend = self._by_address.get(address)
+        if backend is None:
+            backend = self._by_address[address] = Backend(address)
+        return backend
+
+    def forget(self, backend: Backend) -> None:
+        self._by_address.pop(backend.address, None)
+
+    def __iter__(self) -> Iterator[Backend]:
+        return iter(list(self._by_address.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_address)
+
+    def next_for(self, model: str, excluded: Collection[Backend] = ()) -> Backend | None:
+        """Round robin over those that serve the model; excluded ones never, avoided ones if there is no other."""
+        backends = list(self._by_address.values())
+        self._next += 1
+        reserve = None
+        for offset in range(len(backends)):
+            backend = backends[(self._next + offset) % len(backends)]
+            if backend in excluded or not backend.serves(model):
+                continue
+            if not backend.is_avoided:
+                self._next += offset
+                return backend
+            reserve = reserve or backend
+        return reserve
+
+    async def refresh(self) -> None:
+        """Asks all of them what they serve, once for all who wait for it."""
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.create_task(self._refresh())
+        await asyncio.shield(self._asked)
+
+    async def close(self) -> None:
+        if self._asked is not None:
+            self._asked.cancel()
+            await asyncio.gather(self._asked, return_exceptions=True)
+
+    async def _refresh(self) -> None:
+        await asyncio.gather(*(self._ask(backend) for backend in list(self._by_address.values())))
+        self.refreshed_s = time.monotonic()
+
+    async def _ask(self, backend: Backend) -> None:
+        timeout = aiohttp.ClientTimeout(total=_ASK_TIMEOUT_S)
+        try:
+            async with self._session.get(backend.url("/v1/models"), timeout=timeout) as answer:
+                answer.raise_for_status()
+                document = await answer.json(content_type=None)
+            backend.models = {card["id"]: card for card in document["data"]}
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            backend.failed()
+        except (ValueError, KeyError, TypeError):
+            backend.models = None
+
+    async def is_healthy(self, backend: Backend, timeout_s: float) -> bool:
+        try:
+            timeout = aiohttp.ClientTimeout(total=timeout_s)
+            async with self._session.get(backend.url("/health"), timeout=timeout) as answer:
+                await answer.read()
+                return answer.status < 500
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request's body: read once, forwarded as the bytes that came. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from llumsched.gateway.errors import InvalidRequest
+
+
+class Head(msgspec.Struct):
+    """What is read of a body to send it on its way; everything else is only checked to be JSON.
+
+    Types are the engine's to check: what it takes leniently, or refuses, is not decided here.
+    """
+
+    model: Any = None
+    stream: Any = None
+    request_id: Any = None
+    return_token_ids: Any = None
+    n: Any = None
+    echo: Any = None
+    tools: Any = None
+    include_reasoning: Any = None
+
+
+_HEAD = msgspec.json.Decoder(Head)
+_DOCUMENT = msgspec.json.Decoder(dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    content: bytes
+    head: Head
+
+    @classmethod
+    def read(cls, content: bytes) -> Body:
+        """Raises InvalidRequest for what no engine could take."""
+        try:
+            if not content.isascii():
+                content.decode()  # what is skipped is not looked at
+            head = _HEAD.decode(content)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise InvalidRequest(f"The body is not a JSON object: {error}") from None
+        if head.model is not None and not isinstance(head.model, str):
+            raise InvalidRequest("`model` must be a string.")
+        return cls(content, head)
+
+    @property
+    def model(self) -> str:
+        return self.head.model or ""
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.head.stream is True
+
+    def document(self) -> dict[str, Any]:
+        """All fields. Costs as much as the body is long."""
+        return _DOCUMENT.decode(self.content)
+
+    def with_token_ids(self) -> bytes:
+        """The same bytes, and the wish for token ids as the last field: it counts if the client set it, too."""
+        end = self.content.rindex(b"}")
+        return self.content[:end] + b',"return_token_ids":true}'

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that can be set of a gateway. Each default is written here only."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from llumlet.types import Address
+
+
+class AccessLog(enum.StrEnum):
+    OFF = "off"
+    LINE = "line"
+    JSON = "json"
+
+
+ROUND_ROBIN = "round-robin"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All times in seconds."""
+
+    host: str = "0.0.0.0"
+    port: int = 8001
+    """0: any free one."""
+    workers: int = 1
+
+    scheduling_policy: str = "load-balance"
+    """`round-robin` is done here; with any other the scheduler is asked, which applies its own."""
+    backend_endpoints: tuple[Address, ...] = ()
+    scheduler_endpoints: tuple[Address, ...] = ()
+    full_mode: bool = True
+    schedule_timeout_s: float = 2.0
+    wait_scheduling_timeout_s: float = 5.0
+    wait_scheduling_retry_interval_s: float = 1.0
+    max_queue_size: int = 512
+    """Requests that wait for an instance; more are refused."""
+    max_requests: int = 8192
+    """Requests in flight; more are refused."""
+    forward_tokens: bool = False
+    requests_report_duration_s: float = 1.0
+    """Lite mode only; 0: no reports."""
+    service_token: str = ""
+
+    retry_max_count: int = 2
+    """Other instances tried before a request's first byte has come, and continuations after."""
+    continuation: bool = True
+    connect_timeout_s: float = 3.0
+    response_timeout_s: float = 900.0
+    """Until the first byte of an answer."""
+    read_timeout_s: float = 300.0
+    """Between two bytes of a stream."""
+    stall_s: float = 5.0
+    """Silence after which an instance's health is asked for."""
+    health_timeout_s: float = 3.0
+    engine_stall_s: float = 60.0
+    """An instance that streams, and sends nothing on any stream for so long, is hung whatever its health says."""
+    models_refresh_s: float = 10.0
+
+    tokenizers: Mapping[str, str] = field(default_factory=dict)
+    """Path or hub name by model; the model "" is any other."""
+    chat_template: str = ""
+
+    max_body_bytes: int = 64 << 20
+    shutdown_timeout_s: float = 30.0
+    """How long streams may go on after SIGTERM."""
+    access_log: AccessLog = AccessLog.LINE
+
+    @property
+    def is_local(self) -> bool:
+        return self.scheduling_policy == ROUND_ROBIN

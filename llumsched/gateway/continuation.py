@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a stream goes on at another engine from the tokens that its client has. Pure.
+
+The other engine gets a completion request whose prompt is the first one's prompt and the delivered tokens, by id, and
+whose limits are what is left of the client's; its events are rewritten to be the next ones of the client's stream.
+Where that would not be what the first engine would have sent (or, for sampled text, distributed as it), `plan` refuses.
+
+Ledger of tokens, half-open:
+
+    first engine     [0 ........ P) prompt   [P ...... P+D) delivered | lost
+    second engine    [0 ................... P+D) prompt               [P+D ...) its output
+    usage told       prompt P, completion D + its output
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from llumsched.gateway.body import Body
+from llumsched.gateway.sse import DONE, EventStream, event, payload
+
+COMPLETIONS = "/v1/completions"
+_DEFAULT_MAX_TOKENS = 16
+"""Of /v1/completions; a chat may go on to the end of the context."""
+_REPLACED = frozenset(
+    ("messages", "prompt", "max_tokens", "max_completion_tokens", "min_tokens", "tools", "tool_choice", "request_id",
+     "parallel_tool_calls", "return_token_ids", "add_special_tokens", "truncate_prompt_tokens", "truncation_side",
+     "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "documents",
+     "reasoning_effort", "include_reasoning", "return_prompt_text", "logprobs", "top_logprobs", "n", "echo",
+     "response_format")
+)  # fmt: skip
+"""Set anew, or without meaning once the prompt is token ids."""
+
+
+class CannotContinue(Exception):
+    """With the reason, for the client and the log."""
+
+
+def _given(value: Any) -> bool:
+    return bool(value)
+
+
+def _above_one(value: Any) -> bool:
+    return value not in (None, 1)
+
+
+def _not_text(value: Any) -> bool:
+    return bool(value) and (not isinstance(value, dict) or value.get("type") != "text")
+
+
+_REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "n": (_above_one, "it has several choices"),
+    "best_of": (_above_one, "it has several choices"),
+    "use_beam_search": (_given, "beam search"),
+    "echo": (_given, "it echoes its prompt"),
+    "suffix": (_given, "it fills a gap (`suffix`)"),
+    "logprobs": (lambda value: value is not None and value is not False, "it returns logprobs"),
+    "prompt_logprobs": (lambda value: value is not None, "it returns logprobs"),
+    "stop": (_given, "a stop string may lie across the cut"),
+    "bad_words": (_given, "a bad word may lie across the cut"),
+    "presence_penalty": (_given, "a penalty counts its output"),
+    "frequency_penalty": (_given, "a penalty counts its output"),
+    "repetition_detection": (_given, "repetition detection counts its output"),
+    "thinking_token_budget": (_given, "a budget counts its output"),
+    "response_format": (_not_text, "its output is constrained"),
+    "structured_outputs": (_given, "its output is constrained"),
+    "guided_json": (_given, "its output is constrained"),
+    "guided_regex": (_given, "its output is constrained"),
+    "guided_choice": (_given, "its output is constrained"),
+    "guided_grammar": (_given, "its output is constrained"),
+    "include_reasoning": (lambda value: value is False, "hidden reasoning"),
+    "watermarking": (_given, "a watermark depends on its output"),
+    "vllm_xargs": (_given, "it has arguments for extensions"),
+    "logits_processors": (_given, "it has logits processors"),
+    "kv_transfer_params": (_given, "its KV cache comes from elsewhere"),
+    "ec_transfer_params": (_given, "its encoder cache comes from elsewhere"),
+    "prompt_embeds": (_given, "its prompt is embeddings"),
+}
+
+
+def refusal(document: Mapping[str, Any]) -> str:
+    """Why a request with these fields is not continued; "" if it is."""
+    for name, (is_refused, reason) in _REFUSED.items():
+        if name in document and is_refused(document[name]):
+            return reason
+    if document.get("tools") and document.get("tool_choice") != "none":
+        return "its output may hold tool calls"
+    if document.get("seed") is not None and document.get("temperature") != 0:
+        return "a seeded sequence cannot be entered in the middle"
+    if _is_several_prompts(document.get("prompt")):
+        return "it has several prompts"
+    if any(_is_multimodal(message) for message in document.get("messages") or ()):
+        return "its prompt is not text only"
+    return ""
+
+
+def _is_several_prompts(prompt: Any) -> bool:
+    return isinstance(prompt, list) and any(not isinstance(part, int) for part in prompt)
+
+
+def _is_multimodal(message: Any) -> bool:
+    content = message.get("content") if isinstance(message, dict) else None
+    return isinstance(content, list) and any(
+        not isinstance(part, str) and (not isinstance(part, dict) or part.get("type") != "text") for part in content
+    )
+
+
+@dataclass(slots=True)
+class Transcript:
+    """What the client has of a stream."""
+
+    is_chat: bool
+    keeps_ids: bool
+    """The client asked for token ids."""
+    head: dict[str, Any] = field(default_factory=dict)
+    """The first event."""
+    prompt_ids: list[int] | None = None
+    token_ids: list[int] = field(default_factory=list)
+    num_events: int = 0
+    is_finished: bool = False
+    has_usage: bool = False
+    is_parsed: bool = False
+
+    def take(self, events: EventStream) -> None:
+        """Adds one engine's part."""
+        if not self.head and events.first:
+            head = payload(events.first)
+            self.head = head if isinstance(head, dict) else {}
+        if self.prompt_ids is None:
+            self.prompt_ids = events.prompt_ids
+        self.token_ids += events.token_ids
+        self.num_events += events.num_events
+        self.is_finished = self.is_finished or events.is_finished
+        self.has_usage = self.has_usage or events.has_usage
+        self.is_parsed = self.is_parsed or events.is_parsed
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    path: str
+    content: bytes
+    change: Callable[[dict[str, Any]], dict[str, Any] | None]
+    """From the other engine's events to the client's."""
+
+
+def plan(body: Body, path: str, transcript: Transcript, max_model_len: int | None) -> Continuation:
+    """What to ask another engine for. The stream has begun and not finished. Raises CannotContinue."""
+    document = body.document()
+    if reason := refusal(document):
+        raise CannotContinue(reason)
+    if transcript.is_parsed:
+        raise CannotContinue("the engine was in the middle of reasoning or a tool call")
+    if transcript.prompt_ids is None:
+        raise CannotContinue("the engine gave no token ids")
+    if not transcript.token_ids:
+        return Continuation(path, body.with_token_ids(), _again(transcript))
+    content = _remaining(document, transcript, max_model_len)
+    return Continuation(COMPLETIONS, msgspec.json.encode(content), _onward(transcript))
+
+
+def _remaining(document: dict[str, Any], transcript: Transcript, max_model_len: int | None) -> dict[str, Any]:
+    assert transcript.prompt_ids is not None
+    prompt = transcript.prompt_ids + transcript.token_ids
+    num_delivered = len(transcript.token_ids)
+    if transcript.is_chat:
+        limit = document.get("max_completion_tokens")
+        limit = document.get("max_tokens") if limit is None else limit
+    else:
+        limit = document.get("max_tokens", _DEFAULT_MAX_TOKENS)
+    if limit is not None:
+        max_tokens = limit - num_delivered
+    elif max_model_len is not None:
+        max_tokens = max_model_len - len(prompt)
+    else:
+        raise CannotContinue("it has no max_tokens, and the model's length is not known")
+    if max_tokens < 1:
+        raise CannotContinue("no token is left to generate")
+    content = {name: value for name, value in document.items() if name not in _REPLACED}
+    content |= {"prompt": prompt, "max_tokens": max_tokens, "stream": True, "return_token_ids": True}
+    if min_tokens := document.get("min_tokens"):
+        content["min_tokens"] = max(0, min_tokens - num_delivered)
+    return content
+
+
+def _again(transcript: Transcript) -> Callable[[dict[str, Any]], dict[str, Any] | None]:
+    """The whole answer once more, of which the client has the beginning without a token."""
+
+    def change(document: dict[str, Any]) -> dict[str, Any] | None:
+        if any("role" in (choice.get("delta") or {}) for choice in document.get("choices") or ()):
+            return None
+        return _same_stream(document, transcript)
+
+    return change
+
+
+def _onward(transcript: Transcript) -> Callable[[dict[str, Any]], dict[str, Any] | None]:
+    num_before = len(transcript.token_ids)
+
+    def change(document: dict[str, Any]) -> dict[str, Any] | None:
+        if usage := document.get("usage"):
+            document["usage"] = _usage(usage["prompt_tokens"] - num_before, usage["completion_tokens"] + num_before)
+        if transcript.is_chat:
+            document["object"] = "chat.completion.chunk"
+            document["choices"] = [_as_chat(choice) for choice in document.get("choices") or ()]
+        for choice in document["choices"]:
+            if choice.get("prompt_token_ids") is not None:
+                choice["prompt_token_ids"] = None
+        return _same_stream(document, transcript)
+
+    return change
+
+
+def _same_stream(document: dict[str, Any], transcript: Transcript) -> dict[str, Any]:
+    for name in ("id", "created", "model"):
+        if name in transcript.head:
+            document[name] = transcript.head[name]
+    return document
+
+
+def _as_chat(choice: dict[str, Any]) -> dict[str, Any]:
+    chat = {
+        "index": 0,
+        "delta": {"content": choice.get("text", "")},
+        "logprobs": None,
+        "finish_reason": choice.get("finish_reason"),
+        "token_ids": choice.get("token_ids"),
+    }
+    if chat["finish_reason"] is not None:
+        chat["stop_reason"] = choice.get("stop_reason")
+    return chat
+
+
+def _usage(num_prompt: int, num_completion: int) -> dict[str, int]:
+    """Without details: they would be those of the second engine."""
+    return {
+        "prompt_tokens": num_prompt,
+        "total_tokens": num_prompt + num_completion,
+        "completion_tokens": num_completion,
+    }
+
+
+def ending(body: Body, transcript: Transcript) -> bytes:
+    """What is missing of a stream whose finish reason has come. Raises CannotContinue if it cannot be known."""
+    options = body.document().get("stream_options") or {}
+    if not options.get("include_usage") or transcript.has_usage:
+        return DONE
+    if transcript.prompt_ids is None or not transcript.head:
+        raise CannotContinue("its usage is not known")
+    document = {name: transcript.head[name] for name in ("id", "object", "created", "model") if name in transcript.head}
+    usage = _usage(len(transcript.prompt_ids), len(transcript.token_ids))
+    return event(document | {"choices": [], "usage": usage}) + DONE

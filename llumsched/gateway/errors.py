@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can go wrong with a request, and what its client is told.
+
+GatewayError                       status and kind of the answer
+  InvalidRequest            400
+  UnknownModel              404
+  RequestTooLarge           413
+  Overloaded                429    with Retry-After
+  NoInstance                503    with Retry-After
+  UpstreamFailed            502    no instance answered
+  UpstreamTimedOut          504
+StreamLost                         an engine's answer broke off; the exchange continues elsewhere, or says so
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class GatewayError(Exception):
+    status: int = 500
+    kind: str = "InternalServerError"
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequest(GatewayError):
+    status = 400
+    kind = "BadRequestError"
+
+
+class UnknownModel(GatewayError):
+    status = 404
+    kind = "NotFoundError"
+
+
+class RequestTooLarge(GatewayError):
+    status = 413
+    kind = "BadRequestError"
+
+
+class Overloaded(GatewayError):
+    status = 429
+    kind = "TooManyRequestsError"
+
+
+class NoInstance(GatewayError):
+    status = 503
+    kind = "ServiceUnavailableError"
+
+
+class UpstreamFailed(GatewayError):
+    status = 502
+    kind = "BadGatewayError"
+
+
+class UpstreamTimedOut(GatewayError):
+    status = 504
+    kind = "GatewayTimeoutError"
+
+
+class StreamLost(Exception):
+    """An engine's answer broke off before its end."""
+
+
+def body(error: GatewayError) -> bytes:
+    """As vLLM writes errors."""
+    content = {"message": str(error), "type": error.kind, "param": None, "code": error.status}
+    return msgspec.json.encode({"error": content})

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request from its first byte to its last, over as many instances as it takes.
+
+    receive -> place -> send --answer------------------------------> client
+                 ^        |--lost before the first event: another instance, the same bytes
+                 |________|--lost after: another instance, and only what is left (`continuation`)
+
+What the client gets of a stream are whole events, so that an engine may vanish at any byte of its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
+
+import aiohttp
+from aiohttp import web
+
+from llumsched.gateway import continuation, errors, sse
+from llumsched.gateway.access_log import AccessLogger
+from llumsched.gateway.backends import Backend, Backends
+from llumsched.gateway.body import Body
+from llumsched.gateway.config import Config
+from llumsched.gateway.continuation import Continuation, Transcript
+from llumsched.gateway.errors import GatewayError, StreamLost
+from llumsched.gateway.metrics import Metrics, Record
+from llumsched.gateway.placement import Asked, Placed, Placement
+from llumsched.gateway.request_id import RequestIds
+from llumsched.gateway.upstream import Attempt, Upstream, request_headers, response_headers
+
+INFERENCE_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
+NO_CONTINUATION_HEADER: Final = "X-Llumnix-Continuation"
+"""With the value `off`: a stream that loses its engine ends with an error."""
+_CLIENT_GONE: Final = 499
+
+
+class _ClientGone(Exception):
+    pass
+
+
+class Exchanges:
+    """All requests in flight."""
+
+    def __init__(
+        self,
+        config: Config,
+        backends: Backends,
+        placement: Placement,
+        upstream: Upstream,
+        metrics: Metrics,
+        access_log: AccessLogger,
+    ) -> None:
+        self.config = config
+        self.backends = backends
+        self.placement = placement
+        self.upstream = upstream
+        self.metrics = metrics
+        self._access_log = access_log
+        self._ids = RequestIds()
+        self.num_in_flight = 0
+        self.num_waiting = 0
+        self.idle = asyncio.Event()
+        """Nothing is in flight."""
+        self.idle.set()
+
+    async def run(self, request: web.BaseRequest) -> web.StreamResponse:
+        started_s = time.monotonic()
+        record = Record("", request.path)
+        self.num_in_flight += 1
+        self.idle.clear()
+        own_id = ""
+        try:
+            if self.num_in_flight > self.config.max_requests:
+                record.id, own_id = self._ids.take(request.headers.get("X-Request-Id"))
+                raise errors.Overloaded("Too many requests are in flight.", retry_after_s=1)
+            body, problem = await _receive(request)
+            wish = body.head.request_id if body else None
+            record.id, own_id = self._ids.take(request.headers.get("X-Request-Id"), wish)
+            if body is None:
+                assert problem is not None
+                raise problem
+            record.model = body.model
+            record.preprocess_s = time.monotonic() - started_s
+            response = await Exchange(self, request, body, record, own_id, started_s).run()
+            record.status = record.status or response.status
+            return response
+        except GatewayError as error:
+            record.status = error.status
+            return failure(error, record.id)
+        except asyncio.CancelledError:
+            record.status = _CLIENT_GONE
+            raise
+        finally:
+            self.num_in_flight -= 1
+            if not self.num_in_flight:
+                self.idle.set()
+            self._ids.give_back(own_id)
+            record.e2e_s = time.monotonic() - started_s
+            record.status = record.status or 500
+            self.metrics.ended(record)
+            self._access_log.ended(record)
+
+
+async def _receive(request: web.BaseRequest) -> tuple[Body | None, GatewayError | None]:
+    try:
+        return Body.read(await request.read()), None
+    except web.HTTPRequestEntityTooLarge as error:
+        return None, errors.RequestTooLarge(f"The body is too large: {error.text}")
+    except GatewayError as error:
+        return None, error
+
+
+def failure(error: GatewayError, request_id: str) -> web.Response:
+    headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    return web.Response(status=error.status, body=errors.body(error), headers=headers)
+
+
+class Exchange:
+    """One of them."""
+
+    def __init__(
+        self,
+        around: Exchanges,
+        request: web.BaseRequest,
+        body: Body,
+        record: Record,
+        own_id: str,
+        started_s: float,
+    ) -> None:
+        self._around = around
+        self._config = around.config
+        self._request = request
+        self._body = body
+        self._record = record
+        self._own_id = own_id
+        self._started_s = started_s
+        self._excluded: set[Backend] = set()
+        self._num_attempts = 0
+        self._refused: web.Response | None = None
+        """The last engine's own words, should there be no other."""
+        self._out: web.StreamResponse | None = None
+        """Once the client has got the beginning of a stream."""
+        self._events: sse.EventStream | None = None
+        wants_ids = self._is_continuable
+        self._transcript = Transcript("chat" in request.path, keeps_ids=body.head.return_token_ids is True)
+        self._path = request.path
+        self._content = body.with_token_ids() if wants_ids else body.content
+        self._wants_ids = wants_ids
+        self._change: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
+
+    @property
+    def _is_continuable(self) -> bool:
+        """As far as can be told without reading all of the body: `continuation.refusal` has the last word."""
+        head = self._body.head
+        return (
+            self._config.continuation
+            and self._body.is_streamed
+            and head.n in (None, 1)
+            and not (head.echo or head.tools)
+            and head.include_reasoning is not False
+            and self._request.headers.get(NO_CONTINUATION_HEADER, "").lower() != "off"
+        )
+
+    async def run(self) -> web.StreamResponse:
+        while True:
+            try:
+                placed = await self._place()
+            except GatewayError as error:
+                if self._out is not None:
+                    return await self._end_with(error)
+                if self._refused is not None:
+                    return self._refused
+                raise
+            try:
+                return await self._attempt(placed)
+            except _ClientGone:
+                self._record.status = _CLIENT_GONE
+                return self._out or web.Response(status=_CLIENT_GONE)
+            except StreamLost as lost:
+                ended = await self._after(lost, placed.backend)
+                if ended is not None:
+                    return ended
+            finally:
+                self._around.placement.release(placed)
+
+    async def _place(self) -> Placed:
+        around = self._around
+        started_s = time.monotonic()
+        if around.num_waiting >= self._config.max_queue_size:
+            raise errors.Overloaded("Too many requests wait for an instance.", retry_after_s=1)
+        around.num_waiting += 1
+        suffix = f"-r{self._num_attempts}" if self._num_attempts else ""
+        try:
+            asked = Asked(self._own_id + suffix, self._body.model)
+            placed = await around.placement.place(asked, self._excluded)
+        finally:
+            around.num_waiting -= 1
+            self._record.schedule_s += time.monotonic() - started_s
+        self._record.instance = str(placed.backend)
+        self._num_attempts += 1
+        return placed
+
+    async def _attempt(self, placed: Placed) -> web.StreamResponse:
+        attempt = Attempt(placed.backend)
+        headers = request_headers(self._request.headers, placed.asked.id)
+        async with self._around.upstream.post(attempt, self._path, self._content, headers) as answer:
+            if answer.status == 200 and answer.content_type == "text/event-stream":
+                return await self._stream(answer, attempt)
+            body = await answer.read()
+            attempt.moved()
+        response = web.Response(
+            status=answer.status, body=body, headers=response_headers(answer.headers, self._record.id)
+        )
+        if self._out is not None or (answer.status >= 500 and answer.status != 501):
+            self._refused = response
+            raise StreamLost(f"{placed.backend} answered {answer.status}")
+        if answer.status == 200:
+            self._record.num_input_tokens, self._record.num_output_tokens = sse.usage_of(body)
+        return response
+
+    async def _stream(self, answer: aiohttp.ClientResponse, attempt: Attempt) -> web.StreamResponse:
+        events = sse.EventStream(wants_ids=self._wants_ids, keeps_ids=self._transcript.keeps_ids)
+        self._events = events
+        self._record.is_streamed = attempt.is_stream = True
+        observe_gap = self._around.metrics.of_model(self._record.model).itl.observe
+        read = answer.content.readany
+        last_s = 0.0
+        while data := await read():
+            attempt.moved()
+            if last_s:
+                observe_gap((attempt.moved_s - last_s) * 1e3)
+            last_s = attempt.moved_s
+            chunk = events.feed(data)
+            if self._change is not None:
+                chunk = sse.rewrite(chunk, self._change)
+            if chunk:
+                await self._write(chunk, answer, attempt)
+            if events.failure:
+                raise StreamLost(f"{attempt.backend} reported an error")
+        if not events.is_done:
+            raise StreamLost(f"{attempt.backend} ended the stream early")
+        return await self._end()
+
+    async def _write(self, chunk: bytes, answer: aiohttp.ClientResponse, attempt: Attempt) -> None:
+        attempt.is_writing = True
+        try:
+            if self._out is None:
+                self._record.ttft_s = time.monotonic() - self._started_s
+                headers = response_headers(answer.headers, self._record.id)
+                self._out = web.StreamResponse(headers=headers)
+                await self._out.prepare(self._request)
+            await self._out.write(chunk)
+        except ConnectionError as error:
+            raise _ClientGone from error
+        finally:
+            attempt.is_writing = False
+
+    async def _end(self, last: bytes = b"") -> web.StreamResponse:
+        assert self._out is not None
+        if self._events is not None:
+            self._transcript.take(self._events)
+            self._events = None
+        transcript = self._transcript
+        self._record.num_input_tokens = self._record.num_input_tokens or len(transcript.prompt_ids or ())
+        self._record.num_output_tokens = len(transcript.token_ids) or transcript.num_events
+        with suppress(ConnectionError):
+            if last:
+                await self._out.write(last)
+            await self._out.write_eof()
+        return self._out
+
+    async def _end_with(self, error: GatewayError) -> web.StreamResponse:
+        """An error in a stream that has begun: the client sees it, and that it is the end."""
+        self._record.status = error.status
+        return await self._end(b"data: " + errors.body(error) + b"\n\n" + sse.DONE)
+
+    async def _after(self, lost: StreamLost, backend: Backend) -> web.StreamResponse | None:
+        """The answer with which the exchange ends after all; None: try another instance."""
+        self._excluded.add(backend)
+        failed = self._events.failure if self._events is not None else b""
+        if self._events is not None:
+            self._transcript.take(self._events)
+            self._events = None
+        try:
+            if self._out is not None:
+                if self._transcript.is_finished:
+                    return await self._end(continuation.ending(self._body, self._transcript))
+                self._plan_continuation(backend)
+        except continuation.CannotContinue as reason:
+            self._count_continuation("refused")
+            if failed:
+                self._record.status = 502
+                return await self._end(failed if failed.endswith(sse.DONE) else failed + sse.DONE)
+            return await self._end_with(
+                errors.UpstreamFailed(f"The stream was lost ({lost}) and could not be continued: {reason}.")
+            )
+        if self._num_attempts > self._config.retry_max_count:
+            return await self._give_up(lost)
+        if self._out is None:
+            self._record.num_retries += 1
+        else:
+            self._record.num_continuations += 1
+            self._count_continuation("continued")
+        return None
+
+    def _plan_continuation(self, backend: Backend) -> None:
+        if not self._wants_ids:
+            reason = continuation.refusal(self._body.document())
+            raise continuation.CannotContinue(reason or "the client did not want that")
+        limit = backend.max_model_len(self._body.model)
+        planned: Continuation = continuation.plan(self._body, self._request.path, self._transcript, limit)
+        self._path, self._content, self._change = planned.path, planned.content, planned.change
+
+    def _count_continuation(self, outcome: str) -> None:
+        self._around.metrics.continuations.labels(self._record.model, outcome).inc()
+
+    async def _give_up(self, lost: StreamLost) -> web.StreamResponse:
+        error = errors.UpstreamFailed(f"No instance answered; the last: {lost}.")
+        if self._out is not None:
+            self._count_continuation("failed")
+            return await self._end_with(error)
+        if self._refused is not None:
+            return self._refused
+        raise error

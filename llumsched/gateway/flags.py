@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flags of `llumnix gateway`: which setting of the configuration each fills, and how its text is read."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from llumlet.types import Address
+from llumsched.gateway.config import AccessLog
+
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)?")
+_UNITS = {None: 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "h": 3600.0}
+
+
+def _text(text: str) -> str:
+    return text
+
+
+def _seconds(text: str) -> float:
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a duration like 5, 500ms or 3m")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _positive_seconds(text: str) -> float:
+    value = _seconds(text)
+    if value <= 0:
+        raise ValueError(f"{text!r} must be positive")
+    return value
+
+
+def _count(minimum: int, maximum: float = math.inf) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or not minimum <= int(text) <= maximum:
+            limits = f"from {minimum} to {maximum}" if maximum < math.inf else f"of at least {minimum}"
+            raise ValueError(f"{text!r} is not a number {limits}")
+        return int(text)
+
+    return read
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError(f"{text!r} is neither true nor false")
+    return text.lower() == "true"
+
+
+def _addresses(text: str) -> tuple[Address, ...]:
+    return tuple(dict.fromkeys(Address.parse(part.removeprefix("http://")) for part in text.split(",") if part.strip()))
+
+
+def _access_log(text: str) -> AccessLog:
+    try:
+        return AccessLog(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not one of {', '.join(AccessLog)}") from None
+
+
+def _policy(text: str) -> str:
+    if not re.fullmatch(r"[a-z][a-z0-9_-]*", text):
+        raise ValueError(f"{text!r} is not the name of a policy")
+    return text
+
+
+def _tokenizers(texts: list[str]) -> dict[str, str]:
+    found = {}
+    for text in texts:
+        model, equals, path = text.rpartition("=")
+        if not path or (equals and not model):
+            raise ValueError(f"{text!r} is neither PATH nor MODEL=PATH")
+        found[model] = path
+    return found
+
+
+REPEATED = ("--tokenizer-path", "--tokenizer-name")
+Flag = tuple[str, Callable[[Any], Any], str, str]
+"""Setting, reader (raises ValueError), metavar, help."""
+
+FLAGS: dict[str, dict[str, Flag]] = {
+    "listening": {
+        "--host": ("host", _text, "HOST", "address to listen at"),
+        "--port": ("port", _count(0, 65535), "PORT", "0: any free one"),
+        "--workers": ("workers", _count(1, 256), "N", "processes that share the port"),
+        "--max-body-bytes": ("max_body_bytes", _count(1), "BYTES", "largest request"),
+        "--shutdown-timeout": ("shutdown_timeout_s", _seconds, "TIME", "how long streams may go on after SIGTERM"),
+        "--access-log": ("access_log", _access_log, "FORM", "off, line or json"),
+    },
+    "instances": {
+        "--scheduling-policy": (
+            "scheduling_policy",
+            _policy,
+            "POLICY",
+            "round-robin is done here; any other by the scheduler",
+        ),
+        "--llm-backend-endpoints": (
+            "backend_endpoints",
+            _addresses,
+            "HOST:PORT,…",
+            "API servers, for round-robin and while the scheduler is away",
+        ),
+        "--scheduler-endpoints": (
+            "scheduler_endpoints",
+            _addresses,
+            "HOST:PORT,…",
+            "schedulers; the first that answers is asked",
+        ),
+        "--enable-full-mode-scheduling": (
+            "full_mode",
+            _switch,
+            "BOOL",
+            "false: lite mode, in which the gateway reports what runs",
+        ),
+        "--requests-report-duration": (
+            "requests_report_duration_s",
+            _seconds,
+            "TIME",
+            "lite mode: between two reports; 0: none",
+        ),
+        "--forward-tokens": ("forward_tokens", _switch, "BOOL", "send the scheduler the prompt's token ids, too"),
+        "--service-token": ("service_token", _text, "TEXT", "sent to the scheduler as Authorization"),
+        "--models-refresh": (
+            "models_refresh_s",
+            _positive_seconds,
+            "TIME",
+            "between two looks at what instances serve",
+        ),
+    },
+    "waiting": {
+        "--max-queue-size": ("max_queue_size", _count(1), "N", "requests that may wait for an instance; more get 429"),
+        "--max-requests": ("max_requests", _count(1), "N", "requests that may be in flight per worker; more get 429"),
+        "--wait-scheduling-timeout": (
+            "wait_scheduling_timeout_s",
+            _seconds,
+            "TIME",
+            "how long a request waits for an instance",
+        ),
+        "--wait-scheduling-retry-interval": (
+            "wait_scheduling_retry_interval_s",
+            _positive_seconds,
+            "TIME",
+            "between two tries of that",
+        ),
+        "--schedule-timeout": ("schedule_timeout_s", _positive_seconds, "TIME", "for the scheduler's answer"),
+    },
+    "failures": {
+        "--retry-max-count": ("retry_max_count", _count(0), "N", "other instances tried for one request"),
+        "--continuation": ("continuation", _switch, "BOOL", "continue streams that lose their engine"),
+        "--connect-timeout": ("connect_timeout_s", _positive_seconds, "TIME", "for a connection to an engine"),
+        "--response-timeout": ("response_timeout_s", _positive_seconds, "TIME", "until an answer's first byte"),
+        "--read-timeout": ("read_timeout_s", _positive_seconds, "TIME", "between two bytes of a stream"),
+        "--stall-time": ("stall_s", _positive_seconds, "TIME", "silence after which an instance's health is asked for"),
+        "--health-timeout": ("health_timeout_s", _positive_seconds, "TIME", "for that"),
+        "--engine-stall-time": (
+            "engine_stall_s",
+            _positive_seconds,
+            "TIME",
+            "silence on all its streams that makes an instance hung, healthy or not",
+        ),
+    },
+    "tokens": {
+        "--tokenizer-path": (
+            "tokenizers",
+            _tokenizers,
+            "[MODEL=]PATH",
+            "tokenizer of one model, or of all others (repeatable)",
+        ),
+        "--tokenizer-name": (
+            "tokenizers",
+            _tokenizers,
+            "[MODEL=]NAME",
+            "the same, by its name on the hub (repeatable)",
+        ),
+        "--chat-template": ("chat_template", _text, "FILE", "instead of the tokenizers' own"),
+    },
+}

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the gateway counts, under the names that dashboards know.
+
+With several workers each process counts for itself and any of them shows the sum: PROMETHEUS_MULTIPROC_DIR must be set
+before this module is imported (`workers` does).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+
+_E2E_S = (0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 30, 60, 90, 120, 180, 240, 300)
+_TTFT_MS = (10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 30000, 60000)
+_ITL_MS = (1, 2, 5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500)
+_TOKENS = tuple([1, 4] + [1 << power for power in range(4, 18)])
+_STAGE_MS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+_QUEUE_MS = (1, 5, 10, 50, 100, 200, 500, 1000, 2000, 5000)
+_MOST_MODELS = 1000
+_OVERFLOW = "_overflow"
+"""Stands for all models beyond the first thousand: clients choose that label."""
+
+
+@dataclass(slots=True)
+class Record:
+    """One request, as it went. Times in seconds; None if it did not come so far."""
+
+    id: str
+    path: str
+    model: str = ""
+    status: int = 0
+    instance: str = ""
+    is_streamed: bool = False
+    num_input_tokens: int = 0
+    num_output_tokens: int = 0
+    num_retries: int = 0
+    num_continuations: int = 0
+    preprocess_s: float = 0.0
+    schedule_s: float = 0.0
+    ttft_s: float | None = None
+    e2e_s: float = 0.0
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._started_s = time.time()
+        self._models: dict[str, _OfModel] = {}
+        self.requests = self._counter("request_total", "Requests that ended.", ["model", "status_code"])
+        self.retries = self._counter("request_retry_total", "Attempts after the first.", ["model", "status_code"])
+        self.fallbacks = self._counter(
+            "request_fallback_total", "Requests placed without the scheduler, which was away.", ["model", "status_code"]
+        )
+        self.continuations = self._counter(
+            "request_continuation_total",
+            "Streams that lost their engine, by what came of it.",
+            ["model", "outcome"],
+        )
+        self.e2e = self._histogram("request_e2e_latency_seconds", "Arrival to end, of status 200.", _E2E_S)
+        self.ttft = self._histogram("request_ttft_milliseconds", "Arrival to the first event of a stream.", _TTFT_MS)
+        self.itl = self._histogram("request_itl_milliseconds", "Gaps between what came of a stream.", _ITL_MS)
+        self.tpot = self._histogram("request_tpot_milliseconds", "(end - first) / (output tokens - 1).", _ITL_MS)
+        self.queue = self._histogram("request_queue_duration_milliseconds", "Waits for an instance.", _QUEUE_MS)
+        self.schedule = self._histogram("request_schedule_duration_milliseconds", "Placement.", _STAGE_MS)
+        self.preprocess = self._histogram("request_preprocess_duration_milliseconds", "Before placement.", _STAGE_MS)
+        self.input_lengths = self._histogram("request_input_tokens", "Prompt tokens per request.", _TOKENS)
+        self.output_lengths = self._histogram("request_output_tokens", "Generated tokens per request.", _TOKENS)
+        self._pending = self._gauge("gateway_pending_requests", "Requests that wait for an instance.")
+        self._current = self._gauge("gateway_current_requests", "Requests in flight.")
+        self._uptime = self._gauge("uptime_seconds", "Since the process began.", mode="max")
+
+    def _counter(self, name: str, text: str, labels: Sequence[str]) -> Counter:
+        return Counter(name, text, labels, registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(name, text, ["model"], buckets=buckets, registry=self._registry)
+
+    def _gauge(self, name: str, text: str, mode: str = "livesum") -> Gauge:
+        return Gauge(name, text, registry=self._registry, multiprocess_mode=mode)  # type: ignore[arg-type]
+
+    def of_model(self, model: str) -> _OfModel:
+        found = self._models.get(model)
+        if found is None:
+            name = model if len(self._models) < _MOST_MODELS else _OVERFLOW
+            found = self._models[model if name == model else _OVERFLOW] = _OfModel(self, name)
+        return found
+
+    def ended(self, record: Record) -> None:
+        self.of_model(record.model).ended(record)
+
+    def observe_load(self, num_in_flight: int, num_waiting: int) -> None:
+        self._current.set(num_in_flight)
+        self._pending.set(num_waiting)
+        self._uptime.set(time.time() - self._started_s)
+
+    @property
+    def content_type(self) -> str:
+        return CONTENT_TYPE_LATEST
+
+    def text(self) -> bytes:
+        registry = self._registry
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return generate_latest(_WithTotals(registry))
+
+
+class _WithTotals:
+    """Adds `request_input_tokens_total` and its like: the sums of histograms that have the same name, which the library
+    does not let a counter have.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            yield metric
+            if metric.name in ("request_input_tokens", "request_output_tokens"):
+                total = CounterMetricFamily(metric.name, metric.documentation, labels=["model"])
+                for sample in metric.samples:
+                    if sample.name.endswith("_sum"):
+                        total.add_metric([sample.labels["model"]], sample.value)
+                yield total
+
+
+class _OfModel:
+    """The series of one model: looking labels up costs more than counting."""
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self._metrics = metrics
+        self._model = model
+        self._status: dict[int, Counter] = {}
+        self.itl = metrics.itl.labels(model)
+        self._e2e = metrics.e2e.labels(model)
+        self._ttft = metrics.ttft.labels(model)
+        self._tpot = metrics.tpot.labels(model)
+        self.queue = metrics.queue.labels(model)
+        self._schedule = metrics.schedule.labels(model)
+        self._preprocess = metrics.preprocess.labels(model)
+        self._input_lengths = metrics.input_lengths.labels(model)
+        self._output_lengths = metrics.output_lengths.labels(model)
+
+    def ended(self, record: Record) -> None:
+        status = record.status
+        counter = self._status.get(status)
+        if counter is None:
+            counter = self._status[status] = self._metrics.requests.labels(self._model, str(status))
+        counter.inc()
+        if record.num_retries:
+            self._metrics.retries.labels(self._model, str(status)).inc(record.num_retries)
+        self._preprocess.observe(record.preprocess_s * 1e3)
+        self._schedule.observe(record.schedule_s * 1e3)
+        if status != 200:
+            return
+        self._e2e.observe(record.e2e_s)
+        if record.num_input_tokens:
+            self._input_lengths.observe(record.num_input_tokens)
+        if record.num_output_tokens:
+            self._output_lengths.observe(record.num_output_tokens)
+        if record.ttft_s is not None:
+            self._ttft.observe(record.ttft_s * 1e3)
+            if record.num_output_tokens > 1:
+                self._tpot.observe((record.e2e_s - record.ttft_s) / (record.num_output_tokens - 1) * 1e3)

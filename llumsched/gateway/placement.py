@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which instance takes a request."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from llumsched.gateway.backends import Backend, Backends
+from llumsched.gateway.errors import NoInstance, UnknownModel
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a placement may depend on."""
+
+    id: str
+    model: str
+    num_prompt_tokens: int = 0
+    prompt_token_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    asked: Asked
+    backend: Backend
+    result: list[dict[str, Any]] | None = None
+    """The scheduler's own words, for /release and /report; None if it was not asked."""
+
+
+class Placement(Protocol):
+    async def place(self, asked: Asked, excluded: Collection[Backend] = ()) -> Placed:
+        """Raises UnknownModel, or NoInstance after a bounded wait."""
+        ...
+
+    def release(self, placed: Placed) -> None:
+        """The request has ended there. Does not wait."""
+        ...
+
+
+class RoundRobin:
+    """Over the instances known here. Asks nobody."""
+
+    def __init__(self, backends: Backends) -> None:
+        self._backends = backends
+
+    async def place(self, asked: Asked, excluded: Collection[Backend] = ()) -> Placed:
+        backend = self._backends.next_for(asked.model, excluded)
+        if backend is None and not excluded:
+            await self._backends.refresh()
+            backend = self._backends.next_for(asked.model)
+            if backend is None:
+                if len(self._backends):
+                    raise UnknownModel(f"The model `{asked.model}` does not exist.")
+                raise NoInstance("No instance is known.", retry_after_s=1)
+        if backend is None:
+            raise NoInstance("No other instance is left to try.", retry_after_s=1)
+        return Placed(asked, backend)
+
+    def release(self, placed: Placed) -> None:
+        return

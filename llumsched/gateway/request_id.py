@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Under which name client, gateway, scheduler and engine know a request."""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+_SANE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@=-]{0,127}", re.ASCII)
+"""No white space, no slash, no `+`: ids end up in logs, URLs, and other tools' id syntax."""
+
+
+class RequestIds:
+    """Gives each request in flight an id of its own; a client that uses one twice at a time gets a suffix upstream."""
+
+    def __init__(self) -> None:
+        self._in_flight: set[str] = set()
+
+    def take(self, *wishes: object) -> tuple[str, str]:
+        """The id told to the client, and the one told to scheduler and engine: the first sane wish, or a new one."""
+        for wish in wishes:
+            if isinstance(wish, str) and _SANE.fullmatch(wish):
+                shown = wish
+                break
+        else:
+            shown = uuid.uuid4().hex
+        own = shown
+        while own in self._in_flight:
+            own = f"{shown}-{uuid.uuid4().hex[:8]}"
+        self._in_flight.add(own)
+        return shown, own
+
+    def give_back(self, own: str) -> None:
+        self._in_flight.discard(own)
+
+    def __len__(self) -> int:
+        return len(self._in_flight)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP server: which path is answered how, and the life of the process around it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, Self
+
+import msgspec
+from aiohttp import web
+
+from llumsched.gateway.access_log import AccessLogger
+from llumsched.gateway.backends import Backends
+from llumsched.gateway.config import Config
+from llumsched.gateway.errors import NoInstance
+from llumsched.gateway.exchange import INFERENCE_PATHS, Exchanges, failure
+from llumsched.gateway.metrics import Metrics
+from llumsched.gateway.placement import Placement, RoundRobin
+from llumsched.gateway.upstream import Upstream, new_session
+
+_BACKLOG = 1024
+
+
+class Gateway:
+    """`async with Gateway(config) as gateway`: serves at `gateway.port` until the block ends."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self.port = 0
+
+    async def __aenter__(self) -> Self:
+        config = self.config
+        self._loop = asyncio.get_running_loop()
+        self._session = new_session(config.connect_timeout_s)
+        self.backends = Backends(config.backend_endpoints, self._session)
+        self.upstream = Upstream(self._session)
+        self.placement: Placement = RoundRobin(self.backends)
+        self.access_log = AccessLogger(config.access_log)
+        self.exchanges = Exchanges(config, self.backends, self.placement, self.upstream, self.metrics, self.access_log)
+        self._tasks = [asyncio.create_task(self._keep_models())]
+        self._server = web.Server(self._answer, request_factory=self._request, handler_cancellation=True)
+        listening = _listen(config.host, config.port, shared=config.workers > 1)
+        self.port = listening.getsockname()[1]
+        self._listener = await self._loop.create_server(self._server, sock=listening, backlog=_BACKLOG)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Accepts no more, lets what runs come to its end for a while, then ends it."""
+        self._listener.close()
+        self._server.pre_shutdown()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.exchanges.idle.wait(), self.config.shutdown_timeout_s)
+        await self._server.shutdown(1.0)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.backends.close()
+        await self._session.close()
+        self.access_log.flush()
+
+    def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+        limit = self.config.max_body_bytes
+        return web.BaseRequest(message, payload, protocol, writer, task, self._loop, client_max_size=limit)
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        path = request.path
+        if path in INFERENCE_PATHS:
+            if request.method != "POST":
+                return _text(405, "Method Not Allowed", Allow="POST")
+            return await self.exchanges.run(request)
+        route = _ROUTES.get(path)
+        if route is None:
+            return _text(404, "Not Found")
+        if request.method not in ("GET", "HEAD"):
+            return _text(405, "Method Not Allowed", Allow="GET")
+        return await route(self, request)
+
+    async def _keep_models(self) -> None:
+        while True:
+            await self.backends.refresh()
+            await asyncio.sleep(self.config.models_refresh_s)
+
+    async def models(self, request: web.BaseRequest) -> web.StreamResponse:
+        """What all instances serve together, each model once, as the first that serves it describes it."""
+        if time.monotonic() - self.backends.refreshed_s > 1.0:
+            await self.backends.refresh()
+        cards: dict[str, Any] = {}
+        for backend in self.backends:
+            cards = (backend.models or {}) | cards
+        if not cards and len(self.backends):
+            return failure(NoInstance("No instance answers.", retry_after_s=1), "")
+        return _json(200, {"object": "list", "data": [cards[name] for name in sorted(cards)]})
+
+    async def health(self, request: web.BaseRequest) -> web.StreamResponse:
+        return _text(200, "OK")
+
+    async def show_metrics(self, request: web.BaseRequest) -> web.StreamResponse:
+        self.metrics.observe_load(self.exchanges.num_in_flight, self.exchanges.num_waiting)
+        return web.Response(body=self.metrics.text(), headers={"Content-Type": self.metrics.content_type})
+
+
+_ROUTES: dict[str, Callable[[Gateway, web.BaseRequest], Awaitable[web.StreamResponse]]] = {
+    "/v1/models": Gateway.models,
+    "/healthz": Gateway.health,
+    "/health": Gateway.health,
+    "/metrics": Gateway.show_metrics,
+}
+
+
+def _text(status: int, text: str, **headers: str) -> web.Response:
+    return web.Response(status=status, text=text, headers=headers)
+
+
+def _json(status: int, document: object) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(document), content_type="application/json")
+
+
+def _listen(host: str, port: int, *, shared: bool) -> socket.socket:
+    """Bound, not yet listening. `shared`: other processes bind the same port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        listening.bind((host, port))
+    except OSError:
+        listening.close()
+        raise
+    listening.setblocking(False)
+    return listening

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Server-sent events of a completion stream, by scanning rather than parsing. Pure.
+
+What an engine sends is handed on in whole events, as many as have come, in the bytes in which they came. Token ids,
+which the gateway asked for and the client did not, become `null`: what the engine writes when nobody asked.
+
+A scan for `"token_ids":[` cannot be misled by text: within a JSON string each quote has a backslash before it, so the
+quote before the colon ends a key.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+_IDS = re.compile(rb'"(prompt_)?token_ids":\s*\[([0-9,\s]*)\]')
+_NULL_IDS = {b"": b'"token_ids":null', b"prompt_": b'"prompt_token_ids":null'}
+_MARKS = re.compile(rb'"(finish_reason|reasoning|reasoning_content)":\s*"|"(tool_calls)":\s*\[\s*[^]\s]')
+_FAILED = re.compile(rb'^data:\s*\{\s*"error":', re.MULTILINE)
+_NO_CHOICES = re.compile(rb'"choices":\s*\[\s*\]')
+_DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
+
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream:
+    """Cuts what was read into whole events and keeps what a continuation needs to know of them."""
+
+    __slots__ = ("_keeps_ids", "_rest", "_wants_ids", "failure", "first", "has_usage", "is_done", "is_finished",
+                 "is_parsed", "num_events", "prompt_ids", "token_ids")  # fmt: skip
+
+    def __init__(self, *, wants_ids: bool = False, keeps_ids: bool = False) -> None:
+        self._wants_ids = wants_ids
+        """Collect token ids."""
+        self._keeps_ids = keeps_ids
+        """The client gets them, too."""
+        self._rest = b""
+        self.first = b""
+        """The first event, as it came."""
+        self.prompt_ids: list[int] | None = None
+        self.token_ids: list[int] = []
+        self.num_events = 0
+        self.is_finished = False
+        """A finish reason has come."""
+        self.has_usage = False
+        """The event that tells the usage after the last choice has come."""
+        self.is_done = False
+        """The stream's end mark has come."""
+        self.is_parsed = False
+        """The engine makes more of the text than content: reasoning or tool calls."""
+        self.failure = b""
+        """The engine's own error, and what came after it; not among what `feed` returned."""
+
+    def feed(self, data: bytes) -> bytes:
+        """What the client gets of it now."""
+        if self._rest:
+            data = self._rest + data
+        end = _end_of_events(data)
+        if end != len(data):
+            self._rest, data = data[end:], data[:end]
+            if not data:
+                return data
+        else:
+            self._rest = b""
+        if b'{"error"' in data and (failed := _FAILED.search(data)):
+            self.failure, data = data[failed.start() :], data[: failed.start()]
+        if not self.first:
+            self.first = data[: _end_of_first(data)]
+        self.num_events += data.count(b"data:")
+        if mark := _MARKS.search(data):
+            self._take_marks(data, mark)
+        if self.is_finished:
+            self.is_done = b"data: [DONE]" in data or b"data:[DONE]" in data
+            self.has_usage = self.has_usage or _NO_CHOICES.search(data) is not None
+        if self._wants_ids:
+            return _IDS.sub(self._take_ids, data)
+        return data
+
+    @property
+    def has_rest(self) -> bool:
+        """An event has begun and not ended."""
+        return bool(self._rest)
+
+    def _take_marks(self, data: bytes, mark: re.Match[bytes] | None) -> None:
+        while mark:
+            if mark.group(1) == b"finish_reason":
+                self.is_finished = True
+            else:
+                self.is_parsed = True
+            mark = _MARKS.search(data, mark.end())
+
+    def _take_ids(self, match: re.Match[bytes]) -> bytes:
+        prompt, ids = match.groups(b"")
+        if prompt:
+            if self.prompt_ids is None:
+                self.prompt_ids = _numbers(ids)
+        elif ids:
+            self.token_ids += _numbers(ids)
+        return match.group() if self._keeps_ids else _NULL_IDS[prompt]
+
+
+def _numbers(ids: bytes) -> list[int]:
+    return [int(number) for number in ids.split(b",")] if ids.strip() else []
+
+
+def _end_of_events(data: bytes) -> int:
+    """Up to where `data` consists of whole events."""
+    if data.endswith(b"\n\n"):
+        return len(data)
+    end = data.rfind(b"\n\n") + 2
+    crlf = data.rfind(b"\r\n\r\n") + 4
+    return max(end if end > 1 else 0, crlf if crlf > 3 else 0)
+
+
+def _end_of_first(data: bytes) -> int:
+    ends = [end + len(mark) for mark in (b"\n\n", b"\r\n\r\n") if (end := data.find(mark)) >= 0]
+    return min(ends, default=0)
+
+
+def payload(event: bytes) -> Any:
+    """The JSON of one event, None for any other (a comment, the end mark)."""
+    for line in event.splitlines():
+        if line.startswith(b"data:"):
+            try:
+                return _DECODER.decode(line[5:].strip())
+            except msgspec.DecodeError:
+                return None
+    return None
+
+
+def event(document: object) -> bytes:
+    return b"data: " + msgspec.json.encode(document) + b"\n\n"
+
+
+def rewrite(data: bytes, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> bytes:
+    """Whole events, each with its JSON object changed; None drops it. What is no JSON object stays as it is."""
+    changed = []
+    for part in re.split(rb"(?<=\n\n)|(?<=\r\n\r\n)", data):
+        document = payload(part)
+        if not isinstance(document, dict):
+            changed.append(part)
+        elif (new := change(document)) is not None:
+            changed.append(event(new))
+    return b"".join(changed)
+
+
+_USAGE = re.compile(rb'"(prompt|completion)_tokens":\s*([0-9]+)')
+
+
+def usage_of(body: bytes) -> tuple[int, int]:
+    """Prompt and completion tokens that an answer in one piece tells; 0 if it does not."""
+    found = {name: int(number) for name, number in _USAGE.findall(body[-4096:])}
+    return found.get(b"prompt", 0), found.get(b"completion", 0)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gateway's processes: one, or several that share a port and leave it to the kernel who takes a connection."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+
+import uvloop
+
+from llumsched.gateway.config import Config
+
+_WATCH_S = 0.2
+_METRICS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
+
+
+def run(config: Config) -> int:
+    """Until SIGTERM or SIGINT. Returns the exit code."""
+    if config.workers == 1:
+        return _work(config)
+    with tempfile.TemporaryDirectory(prefix="llumnix-gateway-") as directory:
+        os.environ[_METRICS_DIRECTORY] = directory
+        return _supervise(config)
+
+
+def _work(config: Config) -> int:
+    try:
+        uvloop.run(_serve(config))
+    except OSError as error:
+        print(f"llumnix gateway: {config.host}:{config.port}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(config: Config) -> None:
+    from llumsched.gateway.server import Gateway  # after the environment of the metrics is set
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with Gateway(config) as gateway:
+        print(f"llumnix gateway: listening at {config.host}:{gateway.port}", file=sys.stderr, flush=True)
+        await stop.wait()
+
+
+def _child(config: Config) -> None:
+    sys.exit(_work(config))
+
+
+def _supervise(config: Config) -> int:
+    """Starts the workers, and starts those anew that die. A worker that cannot even listen ends all."""
+    context = multiprocessing.get_context("spawn")
+    stopping = False
+
+    def stop(*_: object) -> None:
+        nonlocal stopping
+        stopping = True
+
+    def start() -> BaseProcess:
+        process = context.Process(target=_child, args=(config,))
+        process.start()
+        return process
+
+    with _handling(stop):
+        processes = [start() for _ in range(config.workers)]
+        code = 0
+        while not stopping:
+            time.sleep(_WATCH_S)
+            for index, process in enumerate(processes):
+                if process.exitcode is None:
+                    continue
+                if process.exitcode == 1:
+                    stopping, code = True, 1
+                else:
+                    print(f"llumnix gateway: a worker died ({process.exitcode}); another starts", file=sys.stderr)
+                    processes[index] = start()
+        for process in processes:
+            if process.is_alive():
+                process.terminate()
+        for process in processes:
+            process.join(config.shutdown_timeout_s + 5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    return code
+
+
+@contextlib.contextmanager
+def _handling(stop: object) -> Iterator[None]:
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A gateway before mock engines, all on one loop, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from benchmarks.mock_api import Mock
+from llumlet.types import Address
+from llumsched.gateway.config import AccessLog, Config
+from llumsched.gateway.server import Gateway
+
+DEADLINE_S = 60
+
+
+@dataclass
+class Reply:
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.content)
+
+    @property
+    def events(self) -> list[Any]:
+        """The JSON of all events; the last must be the end mark."""
+        *events, done, rest = self.content.decode().split("\n\n")
+        assert (done, rest) == ("data: [DONE]", "")
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+    @property
+    def text(self) -> str:
+        choices = [choice for event in self.events for choice in event.get("choices", ())]
+        return "".join(
+            choice["delta"].get("content") or "" if "delta" in choice else choice["text"] for choice in choices
+        )
+
+
+@dataclass
+class Cluster:
+    """`engines` is what all mock engines do; `ports` are theirs."""
+
+    gateway: Gateway
+    engines: Mock
+    ports: list[int]
+    client: aiohttp.ClientSession
+    listeners: list[asyncio.Server] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.gateway.port}"
+
+    async def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Reply:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with asyncio.timeout(DEADLINE_S), self.client.post(self.url + path, data=data, headers=headers) as answer:
+            return Reply(answer.status, answer.headers, await answer.read())
+
+    async def get(self, path: str) -> Reply:
+        async with asyncio.timeout(DEADLINE_S), self.client.get(self.url + path) as answer:
+            return Reply(answer.status, answer.headers, await answer.read())
+
+    async def until_idle(self) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await self.gateway.exchanges.idle.wait()
+        await until(lambda: not self.engines.answering)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    for _ in range(DEADLINE_S * 100):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never came true")
+
+
+@asynccontextmanager
+async def engine(mock: Mock) -> AsyncIterator[tuple[int, asyncio.Server]]:
+    server = web.Server(mock.answer, handler_cancellation=True)
+    listener = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
+    try:
+        yield listener.sockets[0].getsockname()[1], listener
+    finally:
+        listener.close()
+        await server.shutdown(0)
+
+
+@asynccontextmanager
+async def cluster(*, num_engines: int = 2, mock: Mock | None = None, **settings: Any) -> AsyncIterator[Cluster]:
+    """Leaves no task behind, or fails."""
+    before = asyncio.all_tasks()
+    mock = mock or Mock(seen=[])
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(engine(mock)) for _ in range(num_engines)]
+        ports = [port for port, _ in engines]
+        defaults: dict[str, Any] = {
+            "host": "127.0.0.1",
+            "port": 0,
+            "scheduling_policy": "round-robin",
+            "backend_endpoints": tuple(Address("127.0.0.1", port) for port in ports),
+            "access_log": AccessLog.OFF,
+            "shutdown_timeout_s": 5.0,
+        }
+        gateway = await stack.enter_async_context(Gateway(Config(**defaults | settings)))
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        client = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+        yield Cluster(gateway, mock, ports, client, [listener for _, listener in engines])
+        assert not gateway.upstream.attempts
+    await asyncio.sleep(0)
+    await until(lambda: not {task for task in asyncio.all_tasks() - before if not task.done()})
+    gc.collect()

@@ -37,14 +37,19 @@ ROOT = Path(__file__).resolve().parent
 VLLM_VERSION = "0.32.0"
 
 SCHEDULER_REQUIRES = [
+    "aiohttp>=3.12",
     "grpcio>=1.85.1",
     "grpcio-health-checking>=1.85.1",
     "grpcio-reflection>=1.85.1",
+    "msgspec>=0.20",
+    "prometheus-client>=0.22",
     "protobuf>=7.35.1",
     "redis>=5.2",
     "rich>=14",
+    "tokenizers>=0.21",
+    "uvloop>=0.21",
 ]
-ENGINE_REQUIRES = ["cryptography>=44", "msgspec>=0.20", "numpy>=2", "psutil>=6", "pyzmq>=27"]
+ENGINE_REQUIRES = ["cryptography>=44", "numpy>=2", "psutil>=6", "pyzmq>=27"]
 # pip install vllm-llumnix[mooncake]
 MOONCAKE = {"cuda": "mooncake-transfer-engine>=0.3.13", "cpu": "mooncake-transfer-engine-non-cuda>=0.3.13"}
 SCRIPTS = {"llumnix": "llumsched.cli:main", "vllm-llumnix": "vllm_llumnix.cli:main"}

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies `decode_load` and `neutral_load`: from the hottest to the coldest, as long as it pays.
+
+`metricBalanceSelector`: sources by load, highest first, and destinations, lowest first, are paired one by one until a
+destination is no lower than its source. A pair that is not to be used (it cools down, or refused lately) gives way to
+the source's next destination.
+
+What a move is worth: it lowers Σ load² by 2·x·(difference - x), where x is the load that changes place; that
+counts for `horizon_s`. What it costs, in the same unit: while bytes are copied both ends hold them, and for the stall
+the moved requests do nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llumsched.rescheduling.config import LoadTarget, Scope
+from llumsched.rescheduling.domains import Mask
+from llumsched.rescheduling.draft import RATIO, Draft
+from llumsched.rescheduling.moves import AS_NEEDED, Move, Order, Rule, Selection
+from llumsched.rescheduling.snapshot import Column
+
+_TRIES_PER_MOVE = 4
+"""Pairs that are weighed for each move that a pass may still make: when the hottest do not pay, others hardly do."""
+
+
+def balance(draft: Draft, policy: str, infer_type: str) -> tuple[int, int]:
+    """Adds moves to the draft. Returns how many instances could have been sources and destinations."""
+    snapshot, target = draft.snapshot, draft.config.target(infer_type)
+    able = (snapshot.infer_types == infer_type) & ~snapshot.failing & np.isfinite(draft.load)
+    waiting = _takes_waiting(draft.config.selection.order)
+    able_sources = able & (draft.out_slots >= 1) & ((snapshot.running > 0) | (waiting & (snapshot.waiting > 0)))
+    able_destinations = able & (draft.in_slots >= 1)
+    if target.threshold > 0 and draft.config.scope is Scope.CLUSTER:
+        able_sources &= draft.load >= target.threshold
+        able_destinations &= draft.load < target.threshold
+    for part in _parts(draft, able):
+        _pair(draft, policy, target, able_sources & part, able_destinations & part)
+    return int(able_sources.sum()), int(able_destinations.sum())
+
+
+def _takes_waiting(order: Order) -> bool:
+    return order in (Order.FCW, Order.FCWSR)
+
+
+def _parts(draft: Draft, able: Mask) -> list[Mask]:
+    """Sets of instances that may exchange requests."""
+    groups, units = draft.snapshot.groups, draft.snapshot.units
+    parts = [able & (groups == group) for group in np.unique(groups[able])]
+    if draft.config.scope is Scope.CLUSTER:
+        return parts
+    return [part & (units == unit) for part in parts for unit in np.unique(units[part]) if unit >= 0]
+
+
+def _pair(draft: Draft, policy: str, target: LoadTarget, able_sources: Mask, able_destinations: Mask) -> None:
+    hottest = _sorted(-draft.load, able_sources)
+    coldest = _sorted(draft.load, able_destinations)
+    scale = 1.0 if target.metric == RATIO else max(float(draft.load[able_sources].max(initial=0.0)), 1.0)
+    tries = draft.room * _TRIES_PER_MOVE
+    for source in hottest:
+        if draft.room <= 0 or tries <= 0:
+            break
+        tries -= 1
+        if source in draft.chosen or source in draft.destinations:
+            continue
+        if draft.history.source_avoided(draft.snapshot.ids[source], draft.now_s):
+            draft.refused["source_avoided"] += 1
+            continue
+        destination = _first_permitted(draft, source, coldest)
+        if destination is None or draft.load[destination] >= draft.load[source]:
+            continue
+        move, fault = weigh(draft, policy, source, destination, scale)
+        if move is None:
+            draft.refused[fault] += 1
+        else:
+            draft.choose(source, destination, move)
+
+
+def _sorted(keys: Column, mask: Mask) -> list[int]:
+    rows = np.flatnonzero(mask)
+    ordered: list[int] = rows[np.argsort(keys[rows], kind="stable")].tolist()
+    return ordered
+
+
+def _first_permitted(draft: Draft, source: int, coldest: list[int]) -> int | None:
+    ids = draft.snapshot.ids
+    for destination in coldest:
+        if destination == source or destination in draft.sources or destination in draft.chosen:
+            continue
+        if draft.load[destination] >= draft.load[source]:
+            return destination
+        reason = draft.history.obstacle(ids[source], ids[destination], draft.now_s)
+        if (source, destination) in draft.pairs:
+            reason = "move_open"
+        if not reason:
+            return destination
+        draft.refused[reason] += 1
+    return None
+
+
+def weigh(draft: Draft, policy: str, source: int, destination: int, scale: float) -> tuple[Move | None, str]:
+    """The move from one to the other, or why it does not pay. `scale`: the load that counts as a full instance."""
+    snapshot, config = draft.snapshot, draft.config
+    difference = float(draft.load[source] - draft.load[destination])
+    if difference < config.balance_threshold:
+        return None, "below_threshold"
+    selection = _selection(draft, source, destination, difference)
+    tokens, requests = _expected(draft, selection, source)
+    if tokens > snapshot.free_tokens[destination] > 0:
+        return None, "no_room"
+    given, taken = (shift / scale for shift in draft.shifts(source, destination, tokens))
+    here, there = float(draft.load[source]) / scale, float(draft.load[destination]) / scale
+    gain = config.horizon_s * (here**2 + there**2 - (here - given) ** 2 - (there + taken) ** 2)
+    copy_s = tokens * float(snapshot.bytes_per_token[source]) / draft.history.link_bytes_per_s
+    cost = copy_s * ((there + taken) ** 2 - there**2) + float(snapshot.stall_s[source]) * given
+    if gain <= cost:
+        return None, "not_worth_it"
+    names = snapshot.ids[source], snapshot.ids[destination]
+    limit = _most(draft, source, destination, difference) if config.selection.value == AS_NEEDED else None
+    return Move(policy, *names, selection, tokens, requests, gain, cost, limit), ""
+
+
+def _selection(draft: Draft, source: int, destination: int, difference: float) -> Selection:
+    """As configured; AS_NEEDED becomes the tokens that even the two out, which may be less than one request."""
+    asked = draft.config.selection
+    if asked.value != AS_NEEDED:
+        return asked
+    tokens = _most(draft, source, destination, difference) / 2
+    return Selection(Rule.TOKEN, asked.order, float(max(int(tokens), 1)))
+
+
+def _most(draft: Draft, source: int, destination: int, difference: float) -> float:
+    """Tokens with which a move leaves Σ load² as it is: half of them lower it the most."""
+    given, taken = draft.shifts(source, destination, 1.0)
+    return difference * (given + taken) / (given**2 + taken**2) if given > 0 else 0.0
+
+
+def _expected(draft: Draft, selection: Selection, source: int) -> tuple[float, float]:
+    """Tokens and requests that the source will choose. At least one request of average length: if none fits the budget,
+    the source takes the first one alone."""
+    snapshot = draft.snapshot
+    running, tokens = float(snapshot.running[source]), float(snapshot.running_tokens[source])
+    if _takes_waiting(selection.order) and snapshot.waiting[source] > 0:
+        running, tokens = float(snapshot.waiting[source]), float(snapshot.waiting_tokens[source])
+    mean = max(tokens / max(running, 1.0), 1.0)
+    match selection.rule:
+        case Rule.NUM_REQ:
+            budget = tokens if selection.value < 0 else selection.value * mean
+        case Rule.RATIO:
+            budget = selection.value * float(snapshot.total_tokens[source])
+        case Rule.TOKEN:
+            budget = selection.value
+    requests = min(max(budget // mean, 1.0), float(draft.out_slots[source]), max(running, 1.0))
+    return requests * mean, requests

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks sources to move requests, all at once, and remembers what came of it.
+
+A pass only starts the calls: nobody waits for them but their tasks. A source that says nothing for the timeout is left;
+what it has begun goes on, and its load will show it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Final
+
+from llumlet.client import LlumletClient
+from llumlet.credentials import NONE, Credentials
+from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
+from llumlet.types import Address, MigrateEvent, MigrateRequest, MovePhase, MoveProgress, Reason, word
+from llumsched.cms.view import Instance
+from llumsched.rescheduling.blame import Blame, blame_for
+from llumsched.rescheduling.choice import choose, num_tokens
+from llumsched.rescheduling.config import Config
+from llumsched.rescheduling.counters import RescheduleCounters
+from llumsched.rescheduling.history import History
+from llumsched.rescheduling.message import migrate_request
+from llumsched.rescheduling.moves import Move
+from llumsched.rescheduling.records import MoveRecord, Outcome, Records
+
+logger = logging.getLogger(__name__)
+
+LONGEST_MOVE_S: Final = 600.0
+"""Of a call that keeps giving signs of life."""
+
+
+@dataclass(eq=False)
+class _Source:
+    """The connection to one source, and the calls it has."""
+
+    client: LlumletClient
+    places: asyncio.Semaphore
+    num_calls: int = 0
+
+
+@dataclass(eq=False)
+class Executor:
+    view: Mapping[str, Instance]
+    config: Config
+    history: History
+    records: Records
+    counters: RescheduleCounters
+    credentials: Credentials = NONE
+    ended: Callable[[], None] = lambda: None
+    """Called after each move."""
+    clock: Callable[[], float] = time.monotonic
+    _numbers: Iterable[int] = field(default_factory=itertools.count)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _sources: dict[Address, _Source] = field(default_factory=dict)
+
+    def start(self, moves: Iterable[Move]) -> tuple[int, ...]:
+        """Begin them and return their numbers. Instances that left meanwhile are left out."""
+        begun = []
+        for move in moves:
+            if move.source in self.view and move.destination in self.view:
+                number = next(iter(self._numbers))
+                self.history.began(number, move, self.clock())
+                record = MoveRecord(number, move, time.time())
+                self.counters.began(move)
+                self.records.began(record)
+                task = asyncio.create_task(self._move(record, self.view[move.source], self.view[move.destination]))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+                begun.append(number)
+        return tuple(begun)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._tasks)
+
+    async def close(self) -> None:
+        """Leave the calls; what the llumlets have begun goes on."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for source in self._sources.values():
+            await source.client.close()
+        self._sources.clear()
+
+    async def _move(self, record: MoveRecord, source: Instance, destination: Instance) -> None:
+        began_s = self.clock()
+        try:
+            await self._call(record, source, destination)
+        except TimeoutError:
+            self._timed_out(record, f"no sign of life for {self.config.grpc_timeout_s:g} s")
+        except LlumletUnreachable as failure:
+            if failure.timed_out:
+                self._timed_out(record, str(failure))
+            else:
+                self._failed(record, failure)
+        except LlumletCallFailed as failure:
+            self._failed(record, failure)
+        finally:
+            record.seconds = self.clock() - began_s
+            if record.outcome is Outcome.OPEN:  # closed meanwhile
+                record.outcome, record.error = Outcome.FAILED, record.error or "the rescheduler ended"
+            self.history.ended(record.number, self.clock())
+            self.counters.ended(record)
+            self.records.changed(record)
+            self.ended()
+
+    async def _call(self, record: MoveRecord, instance: Instance, destination: Instance) -> None:
+        source = self._connect(instance.llumlet)
+        source.num_calls += 1
+        try:
+            async with source.places:
+                request = migrate_request(record.move, destination)
+                if not await self._name_requests(record, source.client, instance, request):
+                    record.outcome = Outcome.NOTHING
+                    return
+                events = source.client.migrate(request, deadline_s=LONGEST_MOVE_S)
+                await self._follow(record, events)
+        finally:
+            source.num_calls -= 1
+            await self._disconnect(instance.llumlet, source)
+
+    async def _name_requests(
+        self, record: MoveRecord, client: LlumletClient, instance: Instance, request: MigrateRequest
+    ) -> bool:
+        """Replace the rule by names where the source's own choice would not do. False: there is nothing to move."""
+        move = record.move
+        cooling = self.history.cooling_requests(move.source, self.clock())
+        if move.policy.endswith("_failover") or (move.limit_tokens is None and not cooling):
+            return True
+        total_tokens = instance.status.num_total_gpu_tokens if instance.status else 0
+        listed = await client.list_requests(deadline_s=self.config.grpc_timeout_s)
+        slots = instance.metadata.max_migrations_out
+        chosen = choose(listed.requests, move, total_tokens, cooling)[: slots or None]
+        for name in ("migration_type", "migration_req_policy", "value"):
+            request.ClearField(name)
+        request.request_ids.extend(one.request_id for one in chosen)
+        self.history.sized(record.number, sum(map(num_tokens, chosen)), len(chosen))
+        return bool(chosen)
+
+    async def _follow(self, record: MoveRecord, events: AsyncGenerator[MigrateEvent, None]) -> None:
+        async with aclosing(events):
+            while True:
+                async with asyncio.timeout(self.config.grpc_timeout_s):
+                    event = await anext(events, None)
+                if event is None:
+                    raise LlumletUnreachable(record.move.source, "the answer ended before its summary")
+                if event.WhichOneof("event") == "summary":
+                    record.num_selected, record.num_lost = event.summary.selected, event.summary.lost
+                    break
+                self._progress(record, event.progress)
+        if record.num_selected == 0:
+            record.outcome = Outcome.NOTHING
+        elif record.num_moved:
+            record.outcome = Outcome.MOVED
+            if not any(blame_for(word_) is not Blame.REQUEST for word_ in record.refusals):
+                self.history.succeeded(record.move)
+        else:
+            record.outcome = Outcome.STAYED
+            logger.info("%s: no request moved: %s", _title(record), dict(record.refusals))
+
+    def _progress(self, record: MoveRecord, progress: MoveProgress) -> None:
+        move, now_s = record.move, self.clock()
+        phase = word(MovePhase, progress.phase)
+        name = progress.external_request_id or progress.request_id
+        if record.requests.get(name) == phase:
+            return
+        record.requests[name] = phase
+        if progress.phase == MovePhase.MOVED:
+            record.num_moved += 1
+            record.moved_tokens += progress.context_tokens
+            record.copied_bytes += progress.copied_bytes
+            self.history.copied(progress.copied_bytes, progress.phase_ms.get("copying", 0.0) / 1000)
+            if not move.policy.endswith("_failover"):
+                self.history.moved(move.destination, progress.request_id, now_s)
+        elif progress.phase == MovePhase.LOST:
+            self.history.link_failed(move.source, move.destination, now_s)
+        elif progress.phase == MovePhase.STAYED:
+            reason = word(Reason, progress.reason)
+            record.refusals[reason] += 1
+            self._blame(move, blame_for(reason), now_s)
+        self.records.changed(record)
+
+    def _blame(self, move: Move, blame: Blame, now_s: float) -> None:
+        match blame:
+            case Blame.DESTINATION:
+                self.history.destination_failed(move.destination, now_s)
+            case Blame.DESTINATION_BUSY:
+                self.history.destination_failed(move.destination, now_s, briefly=True)
+            case Blame.LINK:
+                self.history.link_failed(move.source, move.destination, now_s)
+            case Blame.REQUEST:
+                pass
+
+    def _timed_out(self, record: MoveRecord, error: str) -> None:
+        record.outcome, record.error = Outcome.TIMEOUT, error
+        if record.requests:
+            # It had begun: whether the source hangs or waits for its destination is not known.
+            self.history.link_failed(record.move.source, record.move.destination, self.clock())
+        else:
+            self.history.source_failed(record.move.source, self.clock())
+        logger.warning("%s: timed out: %s", _title(record), error)
+
+    def _failed(self, record: MoveRecord, failure: LlumletCallFailed) -> None:
+        record.outcome, record.error = Outcome.FAILED, str(failure)
+        reason = failure.word if isinstance(failure, LlumletError) else ""
+        blame = blame_for(reason) if reason else Blame.REQUEST
+        if blame in (Blame.DESTINATION, Blame.DESTINATION_BUSY, Blame.LINK) and reason not in _OF_THE_CALL:
+            self._blame(record.move, blame, self.clock())
+        else:
+            self.history.source_failed(record.move.source, self.clock())
+        logger.warning("%s: failed: %s", _title(record), failure)
+
+    def _connect(self, address: Address) -> _Source:
+        known = self._sources.get(address)
+        if known is None:
+            places = asyncio.Semaphore(self.config.connection_pool_size)
+            known = self._sources[address] = _Source(LlumletClient(address, credentials=self.credentials), places)
+        return known
+
+    async def _disconnect(self, address: Address, source: _Source) -> None:
+        """A connection is kept for the next call while its instance is there."""
+        gone = all(instance.llumlet != address for instance in self.view.values())
+        if gone and source.num_calls == 0 and self._sources.pop(address, None) is source:
+            await source.client.close()
+
+
+_OF_THE_CALL: Final = frozenset({"shutting_down", "unauthenticated", "wrong_instance"})
+"""As the answer to a whole call, these say something of the source."""
+
+
+def _title(record: MoveRecord) -> str:
+    move = record.move
+    return f"move {record.number} ({move.policy}) {move.source} -> {move.destination}, {move.selection}"

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the planner decides: from where to where, which requests, and what is expected of it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Final
+
+
+class Rule(enum.StrEnum):
+    """What the value of a selection counts."""
+
+    NUM_REQ = "NUM_REQ"
+    TOKEN = "TOKEN"
+    RATIO = "RATIO"
+    """Share of the source's KV cache, 0 to 1."""
+
+
+class Order(enum.StrEnum):
+    """Which requests a selection looks at, and in which sequence."""
+
+    LCR = "LCR"
+    FCR = "FCR"
+    LR = "LR"
+    SR = "SR"
+    FCW = "FCW"
+    FCWSR = "FCWSR"
+
+
+ALL: Final = -1.0
+"""Value of NUM_REQ: every request, waiting ones included."""
+
+AS_NEEDED: Final = 0.0
+"""Value of a balancing policy's selection: as much as evens out the two instances. Never sent to a llumlet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which requests of the source. The source chooses them: only it knows its queues."""
+
+    rule: Rule
+    order: Order
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.rule} {self.order} {self.value:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One call to one source. `gain` and `cost` are of the same unit, load² · seconds; both 0 for a failover, which
+    is not weighed."""
+
+    policy: str
+    source: str
+    destination: str
+    selection: Selection
+    expected_tokens: float
+    """Prompt and output tokens that will change place, as far as the source's status tells."""
+    expected_requests: float = 1.0
+    gain: float = 0.0
+    cost: float = 0.0
+    limit_tokens: float | None = None
+    """More than this would make it worse: the requests are then chosen here, by name, from the source's list."""

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the rescheduler did and why, for `/debug/rescheduling`, the web page, `llumnix top` and the log.
+
+Bounded: the last passes, and the last moves (passes are many, and most decide nothing).
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from llumsched.rescheduling.moves import Move
+from llumsched.rescheduling.planner import PolicyResult
+
+logger = logging.getLogger(__name__)
+
+NUM_PASSES: Final = 600
+NUM_MOVES: Final = 1000
+
+
+class Outcome(enum.StrEnum):
+    OPEN = "open"
+    MOVED = "moved"
+    """At least one request."""
+    STAYED = "stayed"
+    """The source was asked, and no request moved; `refusals` says why."""
+    NOTHING = "nothing"
+    """No request of the source fits."""
+    TIMEOUT = "timeout"
+    """The source fell silent. What it had begun goes on."""
+    FAILED = "failed"
+    """The source refused the call or could not be reached."""
+
+
+@dataclass(slots=True)
+class MoveRecord:
+    """One call to one source. Changes until `outcome` is no longer OPEN."""
+
+    number: int
+    move: Move
+    began_s: float
+    """Unix time."""
+    outcome: Outcome = Outcome.OPEN
+    seconds: float = 0.0
+    num_selected: int = 0
+    num_moved: int = 0
+    num_lost: int = 0
+    moved_tokens: int = 0
+    copied_bytes: int = 0
+    requests: dict[str, str] = field(default_factory=dict)
+    """Phase of each request, by the client's id."""
+    refusals: Counter[str] = field(default_factory=Counter)
+    """Requests that stayed, by reason."""
+    error: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types only."""
+        move = self.move
+        return {
+            "number": self.number,
+            "policy": move.policy,
+            "source": move.source,
+            "destination": move.destination,
+            "rule": str(move.selection.rule),
+            "order": str(move.selection.order),
+            "value": move.selection.value,
+            "expected_tokens": round(move.expected_tokens),
+            "gain": move.gain,
+            "cost": move.cost,
+            "began_s": self.began_s,
+            "outcome": str(self.outcome),
+            "seconds": self.seconds,
+            "num_selected": self.num_selected,
+            "num_moved": self.num_moved,
+            "num_lost": self.num_lost,
+            "moved_tokens": self.moved_tokens,
+            "copied_bytes": self.copied_bytes,
+            "requests": dict(self.requests),
+            "refusals": dict(self.refusals),
+            "error": self.error,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PassRecord:
+    number: int
+    at_s: float
+    """Unix time."""
+    duration_ms: float
+    woken_by: str
+    """interval, load, or move (one that ended)."""
+    num_instances: int
+    results: tuple[PolicyResult, ...]
+    moves: tuple[int, ...]
+    """Numbers of the moves that were begun."""
+    skipped: str = ""
+    """Why nothing was planned."""
+
+    def to_dict(self) -> dict[str, Any]:
+        policies = [
+            {
+                "policy": result.policy,
+                "num_sources": result.num_sources,
+                "num_destinations": result.num_destinations,
+                "num_moves": result.num_moves,
+                "refused": dict(result.refused),
+            }
+            for result in self.results
+        ]
+        return {
+            "number": self.number,
+            "at_s": self.at_s,
+            "duration_ms": self.duration_ms,
+            "woken_by": self.woken_by,
+            "num_instances": self.num_instances,
+            "policies": policies,
+            "moves": list(self.moves),
+            "skipped": self.skipped,
+        }
+
+
+MoveObserver = Callable[[MoveRecord], None]
+"""Called when a move begins, when a request of it changes its phase, and when it has ended. Must not wait."""
+
+
+class Records:
+    """Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self.passes: deque[PassRecord] = deque(maxlen=NUM_PASSES)
+        self.moves: deque[MoveRecord] = deque(maxlen=NUM_MOVES)
+        """In the order in which they began."""
+        self._observers: list[MoveObserver] = []
+
+    def observe_moves(self, observer: MoveObserver) -> Callable[[], None]:
+        """Tell `observer` of moves until the answer is called."""
+        self._observers.append(observer)
+        return lambda: self._observers.remove(observer)
+
+    def began(self, record: MoveRecord) -> None:
+        self.moves.append(record)
+        self.changed(record)
+
+    def changed(self, record: MoveRecord) -> None:
+        for observer in list(self._observers):
+            observer(record)
+
+    def to_dict(self, num_passes: int = 20, num_moves: int = 100) -> dict[str, Any]:
+        """The newest of each, newest last."""
+        passes, moves = list(self.passes)[-num_passes:], list(self.moves)[-num_moves:]
+        return {"passes": [one.to_dict() for one in passes], "moves": [one.to_dict() for one in moves]}

@@ -10,6 +10,7 @@ from typing import Final
 from llumsched.rescheduling.moves import AS_NEEDED, Order, Rule, Selection
 
 POLICIES: Final = ("decode_load", "neutral_load", "prefill_failover", "decode_failover", "neutral_failover")
+INFER_TYPES: Final = ("prefill", "decode", "neutral")
 SHORTEST_AS_NEEDED: Final = Selection(Rule.TOKEN, Order.SR, AS_NEEDED)
 
 

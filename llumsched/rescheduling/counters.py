@@ -57,6 +57,15 @@ class RescheduleCounters:
             registry=registry,
         )
 
+        self._broken = Counter(
+            "scheduler_rescheduling_broken_passes",
+            "Passes that ended with an error of the rescheduler's own; the log has it.",
+            registry=registry,
+        )
+
+    def broke(self) -> None:
+        self._broken.inc()
+
     def began(self, move: Move) -> None:
         self._total.labels(str(move.selection.rule), str(move.selection.order)).inc()
         self._open.inc()

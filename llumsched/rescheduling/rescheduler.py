@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop: a pass at least every interval, earlier when the load changes or a move has ended.
+
+Embedded in the scheduler process or in one of its own, over whatever feeds the view. A pass plans and starts moves; it
+never waits for them. While the view's store is lost nothing is planned: an old view makes bad moves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Final
+
+from prometheus_client import CollectorRegistry
+
+from llumlet.credentials import NONE, Credentials
+from llumsched.cms.view import View
+from llumsched.rescheduling import snapshot
+from llumsched.rescheduling.config import Config
+from llumsched.rescheduling.counters import RescheduleCounters
+from llumsched.rescheduling.executor import Executor
+from llumsched.rescheduling.history import History
+from llumsched.rescheduling.planner import Plan, plan
+from llumsched.rescheduling.records import PassRecord, Records
+from llumsched.rescheduling.snapshot import Measure
+from llumsched.rescheduling.waking import Waking
+
+logger = logging.getLogger(__name__)
+
+LOST_S: Final = 2.0
+"""A store that has been lost for longer is not planned with."""
+_SHARE: Final = 20
+"""A pass is followed by a pause of at least this many times its length: the process has other work."""
+
+
+class Rescheduler:
+    """`records` is what it did and does. Belongs to the event loop of `view`.
+
+    `measure` is the load of an instance, what was sent there lately included; `metrics.measure` makes one.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        config: Config,
+        measure: Measure,
+        *,
+        credentials: Credentials = NONE,
+        registry: CollectorRegistry | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock` must be that of the view. Metrics are registered in `registry` (default: one of its own)."""
+        self.config = config
+        self.records = Records()
+        self._view = view
+        self._measure = measure
+        self._clock = clock
+        self._history = History(config)
+        self._counters = RescheduleCounters(registry or CollectorRegistry())
+        self._waking = Waking(self._history)
+        self._executor = Executor(
+            view,
+            config,
+            self._history,
+            self.records,
+            self._counters,
+            credentials,
+            lambda: self._waking.wake("move"),
+            clock,
+        )
+        self._num_passes = 0
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        if self.config.interval_ms <= 0:
+            await asyncio.Event().wait()
+        unobserve = self._view.observe(self._waking)
+        woken_by = "start"
+        try:
+            while True:
+                duration_s = self._pass_logged(woken_by)
+                await asyncio.sleep(max(self.config.debounce_ms / 1000, _SHARE * duration_s))
+                woken_by = await self._waking.wait(self.config.interval_ms / 1000)
+        finally:
+            unobserve()
+
+    async def close(self) -> None:
+        """After `run` was cancelled: leave the calls under way. What the llumlets have begun goes on."""
+        await self._executor.close()
+
+    def run_pass(self, woken_by: str = "call") -> PassRecord:
+        """One pass, now. Starts its moves and leaves its record."""
+        began_s = self._clock()
+        skipped = self._reason_to_skip()
+        made = Plan((), ()) if skipped else self._plan(began_s)
+        duration_ms = (self._clock() - began_s) * 1000
+        numbers = self._executor.start(made.moves)
+        self._num_passes += 1
+        record = PassRecord(
+            self._num_passes, time.time(), duration_ms, woken_by, len(self._view), made.results, numbers, skipped
+        )
+        self.records.passes.append(record)
+        self._counters.passed(duration_ms)
+        return record
+
+    def _pass_logged(self, woken_by: str) -> float:
+        """Its length in seconds. One pass that breaks must not end the loop."""
+        began_s = self._clock()
+        try:
+            self.run_pass(woken_by)
+        except Exception:
+            logger.exception("a rescheduling pass failed")
+            self._counters.broke()
+        return self._clock() - began_s
+
+    def _reason_to_skip(self) -> str:
+        if not self._view.connected and self._view.age_s > LOST_S:
+            return f"the view is {self._view.age_s:.0f} s old: its store is lost"
+        return ""
+
+    def _plan(self, now_s: float) -> Plan:
+        config, history = self.config, self._history
+        instances = list(self._view.values())
+        history.seen(instances)
+        history.forget_expired(now_s)
+        taken = snapshot.take(
+            instances,
+            self._measure,
+            now_s - self._view.age_s,
+            staleness_s=config.staleness_s,
+            domain=config.failover_domain,
+        )
+        return plan(taken, history, config, now_s)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When not to wait for the interval: an instance comes, goes or falls sick, its load changes much, or a move ends."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from llumlet.types import InstanceStatus
+from llumsched.cms.view import Instance
+from llumsched.rescheduling.history import History
+
+MUCH: Final = 0.05
+"""Of the KV cache, since the last time that the instance woke the rescheduler."""
+
+
+class Waking:
+    """Observes the view; one comparison per change."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self._known: dict[str, InstanceStatus] = {}
+        """As of when each instance last woke the rescheduler."""
+        self._event = asyncio.Event()
+        self._why = ""
+
+    def wake(self, why: str) -> None:
+        if not self._event.is_set():
+            self._why = why
+            self._event.set()
+
+    async def wait(self, seconds: float) -> str:
+        """Until somebody wakes, or `seconds` have passed; returns why it ended."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._event.wait()
+        except TimeoutError:
+            return "interval"
+        self._event.clear()
+        return self._why
+
+    def appeared(self, instance: Instance) -> None:
+        self._history.instance_left(instance.id)
+        self.changed(instance)
+
+    def changed(self, instance: Instance) -> None:
+        status = instance.status
+        if status is None:
+            return
+        known = self._known.get(instance.id)
+        if known is None or _differs(known, status):
+            self._known[instance.id] = status
+            self.wake("load")
+
+    def left(self, instance: Instance) -> None:
+        self._known.pop(instance.id, None)
+        self._history.instance_left(instance.id)
+        self.wake("load")
+
+
+def _differs(old: InstanceStatus, new: InstanceStatus) -> bool:
+    if old.schedulable != new.schedulable or old.health != new.health:
+        return True
+    return abs(_tokens(new) - _tokens(old)) > MUCH * new.num_total_gpu_tokens
+
+
+def _tokens(status: InstanceStatus) -> int:
+    return status.num_used_gpu_tokens + status.num_uncomputed_tokens_all_waiting_prefills

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Instances as a view would hold them, and a cluster that obeys plans at once: for tests of the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from llumlet.types import InstanceMetadata, InstanceStatus
+from llumsched.cms.view import Instance
+from llumsched.rescheduling import snapshot
+from llumsched.rescheduling.config import SHORTEST_AS_NEEDED, Config, LoadTarget
+from llumsched.rescheduling.history import History
+from llumsched.rescheduling.moves import Move
+from llumsched.rescheduling.planner import Plan, plan
+
+CAPACITY = 100_000
+
+
+def instance(instance_id: str, load: float = 0.0, *, received_s: float = 0.0, **more: Any) -> Instance:
+    """A neutral one with so much of its KV cache in use, by 20 requests of equal length."""
+    tokens = round(load * CAPACITY)
+    status: dict[str, Any] = {
+        "instance_id": instance_id,
+        "schedulable": True,
+        "num_total_gpu_tokens": CAPACITY,
+        "num_used_gpu_tokens": tokens,
+        "num_running_requests": 20 if tokens else 0,
+        "scheduler_running_to_decode_requests_num": 20 if tokens else 0,
+        "scheduler_running_to_decode_tokens_num": tokens,
+    }
+    metadata: dict[str, Any] = {
+        "instance_id": instance_id,
+        "instance_type": "neutral",
+        "ip": "127.0.0.1",
+        "llumlet_port": 1,
+        "block_size": 16,
+        "bytes_per_block": 16 << 10,
+        "data_parallel_size": 1,
+        "stall_budget_ms": 50.0,
+    }
+    for name, value in more.items():
+        (status if name in InstanceStatus.DESCRIPTOR.fields_by_name else metadata)[name] = value
+    return Instance(InstanceMetadata(**metadata), InstanceStatus(**status), received_s)
+
+
+def usage(one: Instance) -> float:
+    """`kv_cache_usage_ratio_projected`, as far as these instances need it."""
+    status = one.status
+    assert status is not None
+    used = status.num_used_gpu_tokens + status.num_uncomputed_tokens_all_waiting_prefills
+    return used / status.num_total_gpu_tokens
+
+
+def balancing(infer_type: str = "neutral", threshold: float = 0.0, **more: Any) -> Config:
+    config = Config(policies=(f"{infer_type}_load",), **more)
+    return replace(config, **{infer_type: LoadTarget(threshold=threshold)})
+
+
+def planned(
+    instances: Iterable[Instance],
+    config: Config,
+    history: History | None = None,
+    now_s: float = 0.0,
+    measure: Any = usage,
+) -> Plan:
+    taken = snapshot.take(instances, measure, now_s, staleness_s=config.staleness_s, domain=config.failover_domain)
+    return plan(taken, history or History(config), config, now_s)
+
+
+def pairs(made: Plan) -> list[tuple[str, str]]:
+    return [(move.source, move.destination) for move in made.moves]
+
+
+@dataclass
+class Cluster:
+    """Requests by instance; a plan is obeyed within one pass, as the llumlets would: whole requests, within the budget,
+    and nothing that was moved lately."""
+
+    lengths: dict[str, list[int]]
+    config: Config = field(default_factory=lambda: balancing(selection=SHORTEST_AS_NEEDED))
+    now_s: float = 0.0
+    num_passes: int = 0
+    trips: list[tuple[float, str, str, int]] = field(default_factory=list)
+    """(when, source, destination, serial number of the request)"""
+
+    def __post_init__(self) -> None:
+        self.history = History(self.config)
+        self.serial = 0
+        self.requests: dict[str, dict[int, int]] = {}
+        for name, lengths in self.lengths.items():
+            self.requests[name] = {}
+            for length in lengths:
+                self.add(name, length)
+
+    def add(self, name: str, length: int) -> int:
+        self.serial += 1
+        self.requests[name][self.serial] = length
+        return self.serial
+
+    def load(self, name: str) -> float:
+        return sum(self.requests[name].values()) / CAPACITY
+
+    @property
+    def imbalance(self) -> float:
+        return sum(self.load(name) ** 2 for name in self.requests)
+
+    def instances(self) -> list[Instance]:
+        return [self._instance(name) for name in self.requests]
+
+    def _instance(self, name: str) -> Instance:
+        number = len(self.requests[name])
+        return instance(
+            name,
+            self.load(name),
+            received_s=self.now_s,
+            scheduler_running_to_decode_requests_num=number,
+            num_running_requests=number,
+        )
+
+    def step(self, seconds: float = 0.5) -> list[Move]:
+        self.now_s += seconds
+        self.history.seen(self.instances())
+        made = planned(self.instances(), self.config, self.history, self.now_s)
+        for move in made.moves:
+            self.num_passes += 1
+            self.history.began(self.num_passes, move, self.now_s)
+            self.obey(move)
+            self.history.ended(self.num_passes, self.now_s)
+        return list(made.moves)
+
+    def obey(self, move: Move) -> None:
+        here = self.requests[move.source]
+        cooling = self.history.cooling_requests(move.source, self.now_s)
+        free = sorted(((length, one) for one, length in here.items() if str(one) not in cooling))
+        budget, taken = move.selection.value, []
+        for length, one in free:
+            if length <= budget:
+                budget -= length
+                taken.append(one)
+        if not taken and free and move.limit_tokens is not None and free[0][0] < move.limit_tokens:
+            taken = [free[0][1]]
+        for one in taken:
+            self.requests[move.destination][one] = here.pop(one)
+            self.history.moved(move.destination, str(one), self.now_s)
+            self.trips.append((self.now_s, move.source, move.destination, one))

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moves that are really asked for: simulated llumlets over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+
+import pytest
+import pytest_asyncio
+from prometheus_client import CollectorRegistry
+
+from llumlet.types import Reason
+from llumsched.cms.view import View
+from llumsched.rescheduling.config import Config
+from llumsched.rescheduling.counters import RescheduleCounters
+from llumsched.rescheduling.executor import Executor
+from llumsched.rescheduling.history import History
+from llumsched.rescheduling.moves import Move, Order, Rule, Selection
+from llumsched.rescheduling.records import MoveRecord, Outcome, Records
+from llumsched.testing import EngineModel, SimulatedCluster, SimulatedRequest
+from tests.llumlet.fake_agent import until
+
+pytestmark = pytest.mark.asyncio
+
+SLOW = EngineModel(speed=0.2, num_blocks=2048)
+"""Requests outlive the test."""
+
+
+@dataclass
+class World:
+    cluster: SimulatedCluster
+    config: Config = field(default_factory=lambda: Config(grpc_timeout_s=2.0))
+
+    def __post_init__(self) -> None:
+        self.view = View()
+        self.refresh()
+        self.history, self.records, self.registry = History(self.config), Records(), CollectorRegistry()
+        self.executor = Executor(self.view, self.config, self.history, self.records, RescheduleCounters(self.registry))
+
+    def refresh(self) -> None:
+        for instance in self.cluster.instances.values():
+            self.view.put_metadata(instance.metadata)
+            self.view.put_status(instance.status)
+
+    async def run(self, *moves: Move, seconds: float = 10.0) -> list[MoveRecord]:
+        before = len(self.records.moves)
+        self.executor.start(moves)
+        await until(lambda: self.executor.num_open == 0, seconds)
+        return list(self.records.moves)[before:]
+
+    def count(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"scheduler_rescheduling_{name}", labels) or 0.0
+
+    @property
+    def now_s(self) -> float:
+        return self.executor.clock()
+
+
+@pytest_asyncio.fixture
+async def world() -> AsyncIterator[World]:
+    async with SimulatedCluster(3, model=SLOW) as cluster:
+        world = World(cluster)
+        yield world
+        await world.executor.close()
+
+
+def move(
+    source: str = "sim-0", destination: str = "sim-1", rule: str = "NUM_REQ", value: float = 2, **more: object
+) -> Move:
+    selection = Selection(Rule(rule), Order.SR, value)
+    return replace(Move("neutral_load", source, destination, selection, 100.0), **more)
+
+
+async def decoding(world: World, *lengths: int) -> list[SimulatedRequest]:
+    """Requests of these lengths on sim-0, all past their prefill."""
+    requests = [world.cluster[0].submit(length, 500) for length in lengths]
+    await until(lambda: all(request.output for request in requests), 20)
+    world.refresh()
+    return requests
+
+
+async def test_requests_move_and_are_remembered(world: World) -> None:
+    short, longer, longest = await decoding(world, 30, 60, 900)
+    heard: list[str] = []
+    world.records.observe_moves(lambda record: heard.append(str(record.outcome)))
+    [record] = await world.run(move())
+    assert record.outcome is Outcome.MOVED, record
+    assert (record.num_selected, record.num_moved) == (2, 2)
+    assert [one.owner for one in (short, longer, longest)] == ["sim-1", "sim-1", "sim-0"]
+    assert record.moved_tokens >= 90
+    assert heard[0] == "open"
+    assert heard[-1] == "moved"
+    cooling = world.history.cooling_requests("sim-1", world.now_s)
+    assert cooling == {short.request_id, longer.request_id}
+    labels = {"rescheduling_req_select_rule": "NUM_REQ", "rescheduling_req_select_order": "SR"}
+    assert world.count("total", **labels) == 1
+    assert world.count("failed_total") == 0
+    assert world.count("requests_total", policy="neutral_load") == 2
+    assert world.count("open_moves") == 0
+
+
+async def test_requests_that_came_lately_stay(world: World) -> None:
+    first, second = await decoding(world, 30, 60)
+    await world.run(move(value=1))
+    assert first.owner == "sim-1"
+    mine = world.cluster[1].submit(200, 500)
+    await until(lambda: mine.output)
+    world.refresh()
+    [record] = await world.run(move("sim-1", "sim-2", value=5))
+    assert record.num_moved == 1
+    assert (first.owner, mine.owner, second.owner) == ("sim-1", "sim-2", "sim-0")
+
+
+async def test_limit_leaves_out_what_would_make_it_worse(world: World) -> None:
+    await decoding(world, 900)
+    [record] = await world.run(move(rule="TOKEN", value=300, limit_tokens=600.0))
+    assert record.outcome is Outcome.NOTHING
+    assert "migrate" not in world.cluster[0].agent.calls
+    [record] = await world.run(move(rule="TOKEN", value=300, limit_tokens=1500.0))
+    assert record.outcome is Outcome.MOVED
+
+
+async def test_destination_that_refuses_is_avoided(world: World) -> None:
+    await decoding(world, 30)
+    world.cluster[1].agent.refusals["reserve"] = Reason.DESTINATION_FULL
+    [record] = await world.run(move(value=1))
+    assert record.outcome is Outcome.STAYED
+    assert record.refusals == {"destination_full": 1}
+    assert world.history.obstacle("sim-2", "sim-1", world.now_s) == "destination_avoided"
+    assert world.history.obstacle("sim-0", "sim-2", world.now_s) == ""
+    assert world.count("failed_total") == 1
+    assert world.count("timeouts_total") == 0
+    [record] = await world.run(move(destination="sim-2", value=1))
+    assert record.outcome is Outcome.MOVED
+
+
+async def test_destination_that_is_gone_is_avoided_by_who_could_not_reach_it(world: World) -> None:
+    await decoding(world, 30)
+    await world.cluster[1].kill()
+    [record] = await world.run(move(value=1))
+    assert record.outcome is Outcome.STAYED
+    assert record.refusals == {"peer_unreachable": 1}
+    assert world.history.obstacle("sim-0", "sim-1", world.now_s) == "destination_avoided"
+
+
+async def test_silent_source_is_a_timeout_and_holds_up_nobody(world: World) -> None:
+    world.executor.config = replace(world.config, grpc_timeout_s=0.3)
+    await decoding(world, 30, 60)
+    world.cluster[2].agent.delays["migrate"] = 5.0
+    world.executor.start([move("sim-2", "sim-1", value=1)])
+    [record] = await world.run(move(destination="sim-1", value=1), seconds=3.0)
+    silent = world.records.moves[0]
+    assert record.outcome is Outcome.MOVED
+    assert record.seconds < 0.3
+    assert silent.outcome is Outcome.TIMEOUT
+    assert world.count("timeouts_total") == 1
+    assert world.count("failed_total") == 1
+    assert world.history.source_avoided("sim-2", world.now_s)
+    assert not world.history.source_avoided("sim-0", world.now_s)
+
+
+async def test_source_that_is_gone_or_refuses_fails_and_is_avoided(world: World) -> None:
+    await decoding(world, 30)
+    world.cluster[1].agent.refusals["migrate"] = Reason.SHUTTING_DOWN
+    await world.cluster[2].kill()
+    refused, gone = await world.run(move("sim-1", "sim-0"), move("sim-2", "sim-0"))
+    assert (refused.outcome, gone.outcome) == (Outcome.FAILED, Outcome.FAILED)
+    assert "shutting_down" in refused.error
+    assert world.count("failed_total") == 2
+    assert world.count("timeouts_total") == 0
+    assert world.history.source_avoided("sim-1", world.now_s)
+    assert world.history.source_avoided("sim-2", world.now_s)
+    assert world.history.obstacle("sim-1", "sim-0", world.now_s) == "pair_cooling", "the destination did nothing"
+
+
+async def test_calls_to_one_source_are_limited(world: World) -> None:
+    world.executor.config = replace(world.config, connection_pool_size=2)
+    agent = world.cluster[0].agent
+    agent.delays["migrate"] = 0.2
+    await decoding(world, 30)
+    world.executor.start([move(value=1) for _ in range(5)])
+    await until(lambda: agent.calls.count("migrate") == 2)
+    await asyncio.sleep(0.1)
+    assert agent.calls.count("migrate") == 2
+    await until(lambda: world.executor.num_open == 0)
+    assert agent.calls.count("migrate") == 5
+
+
+async def test_close_leaves_calls_and_connections(world: World) -> None:
+    world.cluster[0].agent.delays["migrate"] = 5.0
+    world.executor.start([move(value=1)])
+    await until(lambda: world.cluster[0].agent.calls)
+    await world.executor.close()
+    [record] = world.records.moves
+    assert record.outcome is Outcome.FAILED
+    assert record.error == "the rescheduler ended"
+    assert record.to_dict()["outcome"] == "failed"
+
+
+async def test_instances_that_left_are_not_asked(world: World) -> None:
+    world.view.remove("sim-1")
+    assert await world.run(move()) == []

@@ -20,11 +20,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[T]):
-    """What `address` answered, or why it did not: one of `value` and `failure` is set."""
+    """What `address` answered, or why it did not: one of `value` and `failure` is set. Without an address nobody was
+    asked."""
 
-    address: Address
+    address: Address | None
     value: T | None
     failure: LlumletCallFailed | None
+
+    @property
+    def where(self) -> str:
+        return str(self.address) if self.address is not None else self.failure.address if self.failure else ""
 
     def error_dict(self) -> dict[str, Any] | None:
         return None if self.failure is None else output.failure_dict(self.failure)

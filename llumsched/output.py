@@ -18,6 +18,7 @@ from rich.text import Text
 
 from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable, NotALlumlet
 from llumlet.types import reason_word
+from llumsched.cms.snapshot import CmsUnreachable
 from llumsched.exit_codes import ExitCode
 from llumsched.hints import HINTS
 
@@ -118,6 +119,9 @@ def print_failure(failure: LlumletCallFailed) -> None:
                 "Is that the API server's port? The llumlet has one of its own: --llumlet-port of "
                 "`vllm serve`, or the one it logs at start."
             )
+        case CmsUnreachable():
+            what = f"the CMS at {address}: {failure.detail}"
+            hint = "Is it the scheduler's CMS address, or the Redis, that the instances report to with --llumlet-cms?"
         case LlumletUnreachable(timed_out=True):
             what = f"{address}: {failure.detail}"
             hint = "The engine may be hung or overloaded; what was asked may have been done."

@@ -60,6 +60,8 @@ class EmbeddedStore:
         patience: Patience = PATIENCE,
     ) -> None:
         self.view = View()
+        self.problem = ""
+        self.complete = asyncio.Event()
         self.address = Address(host, port)
         self._credentials = credentials
         self._insecure = insecure
@@ -77,6 +79,7 @@ class EmbeddedStore:
         self.address = bind(server, self.address.host, self.address.port, self._credentials)
         await server.start()
         self._server = server
+        self.complete.set()
         self._sweeper = asyncio.create_task(self._intake.keep_sweeping(), name="CMS sweeps")
         logger.info("The CMS listens at %s", self.address)
 

@@ -8,6 +8,7 @@ HOST:PORT             the embedded CMS of another process, watched (`watch.py`)
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -23,6 +24,10 @@ class Store(Protocol):
     """Writes `view`, on the event loop that called `start`."""
 
     view: View
+    problem: str
+    """Why the source cannot be reached; empty while `view.connected`."""
+    complete: asyncio.Event
+    """Set when everything that the source knew has been read once."""
 
     async def start(self) -> None:
         """Begin to feed the view. A source that cannot be reached is no error: it is tried until it can
@@ -59,6 +64,15 @@ def store_faults(url: str) -> list[str]:
     except ValueError as error:
         return [str(error)]
     return []
+
+
+def name_of(url: str) -> str:
+    """For people: without a password."""
+    if url.startswith(REDIS_SCHEMES):
+        from llumlet.redis_link import redis_name
+
+        return redis_name(url)
+    return url
 
 
 def open_store(

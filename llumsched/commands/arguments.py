@@ -9,32 +9,8 @@ import math
 from llumlet.types import Address
 
 
-def add_llumlets(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--llumlet",
-        action="append",
-        default=[],
-        metavar="HOST:PORT[,HOST:PORT…]",
-        help="the llumlets to ask (repeatable); an engine logs its own at start",
-    )
-
-
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object per line on stdout, nothing else there")
-
-
-def llumlets(args: argparse.Namespace) -> tuple[list[Address], list[str]]:
-    """The addresses that `--llumlet` names, each once, and what is wrong with the others."""
-    texts = [text for argument in args.llumlet for text in argument.split(",")]
-    if not texts:
-        return [], ["--llumlet HOST:PORT is missing"]
-    addresses: dict[Address, None] = {}
-    faults = []
-    for text in texts:
-        found, fault = address("--llumlet", text)
-        faults += fault
-        addresses.update(dict.fromkeys(found))
-    return list(addresses), faults
 
 
 def address(flag: str, text: str | None) -> tuple[list[Address], list[str]]:

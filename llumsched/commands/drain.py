@@ -10,9 +10,10 @@ from contextlib import aclosing
 
 from llumlet.client import LlumletClient
 from llumlet.errors import LlumletCallFailed, LlumletUnreachable
-from llumlet.types import Address, DrainProgress, DrainRequest
+from llumlet.types import DrainProgress, DrainRequest
 from llumsched import output
-from llumsched.commands import arguments
+from llumsched.cms.snapshot import CmsUnreachable
+from llumsched.commands import arguments, instances
 from llumsched.exit_codes import ExitCode
 
 NAME = "drain"
@@ -32,40 +33,51 @@ _GRACE_SECONDS = 15.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--llumlet", metavar="HOST:PORT", help="llumlet of the instance that is to end")
+    parser.add_argument(
+        "instance", nargs="?", metavar="INSTANCE", help="the instance that is to end, by id (needs --cms) or HOST:PORT"
+    )
+    parser.add_argument("--llumlet", metavar="HOST:PORT", help="the same, by the address of its llumlet")
     parser.add_argument(
         "--to",
         action="append",
         default=[],
-        metavar="HOST:PORT[,HOST:PORT…]",
-        help="llumlets that take the requests (repeatable), as the instance reaches them (default: its peers)",
+        metavar="INSTANCE[,INSTANCE…]",
+        help="who takes the requests (repeatable), as the instance reaches them (default: its peers)",
     )
     parser.add_argument(
         "--timeout",
         metavar="SECONDS",
         help="how long streams may go on (default: the instance's --llumlet-drain-seconds)",
     )
+    instances.add_cms(parser)
     arguments.add_json(parser)
 
 
 def faults(args: argparse.Namespace) -> list[str]:
-    """Leaves parsed values in `args.llumlet` and `.request`."""
-    instance, found = arguments.address("--llumlet", args.llumlet)
-    destinations: list[Address] = []
+    """Leaves parsed values in `args.places` (the instance first, then the destinations) and `.request`."""
+    found = instances.cms_faults(args)
+    if args.instance and args.llumlet:
+        found.append("INSTANCE and --llumlet exclude each other")
+    instance, more = (
+        instances.place(instances.INSTANCE, args.instance, args)
+        if args.instance
+        else instances.place("--llumlet", args.llumlet, args)
+    )
+    found += more
+    destinations: list[instances.Place] = []
     for text in (text for argument in args.to for text in argument.split(",")):
-        destination, more = arguments.address("--to", text)
+        destination, more = instances.place("--to", text, args)
         destinations += destination
         found += more
     if instance and instance[0] in destinations:
         found.append(f"--llumlet and --to name the same llumlet, {instance[0]}")
-    args.request = DrainRequest(destinations=[str(destination) for destination in dict.fromkeys(destinations)])
+    args.request = DrainRequest()
     if args.timeout is not None:
         args.request.timeout_s, more = arguments.number("--timeout", args.timeout)
         if not more and args.request.timeout_s <= 0:
             more = ["--timeout must be positive"]
         found += more
-    if not found:
-        args.llumlet = instance[0]
+    args.places = [*instance, *dict.fromkeys(destinations)]
     return found
 
 
@@ -81,7 +93,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _drain(args: argparse.Namespace) -> ExitCode:
-    async with LlumletClient(args.llumlet, credentials=args.credentials) as client:
+    try:
+        address, *destinations = await instances.resolve(args.places, args)
+    except CmsUnreachable as error:
+        return _failed(error, as_json=args.json)
+    args.request.destinations.extend(map(str, destinations))
+    async with LlumletClient(address, credentials=args.credentials) as client:
         try:
             # Without --timeout the limit is the instance's, which its first progress tells.
             events = client.drain(args.request, deadline_s=_deadline_s(args.request.timeout_s))
@@ -92,12 +109,16 @@ async def _drain(args: argparse.Namespace) -> ExitCode:
                         return _exit_code(progress)
             raise LlumletUnreachable(client.address, "the answer ended before its summary")
         except LlumletCallFailed as error:
-            if args.json:
-                document = {"address": error.address} | output.failure_dict(error)
-                output.print_json({"event": "error", "error": document})
-            else:
-                output.print_failure(error)
-            return output.exit_code(error)
+            return _failed(error, as_json=args.json)
+
+
+def _failed(error: LlumletCallFailed, *, as_json: bool) -> ExitCode:
+    if as_json:
+        document = {"address": error.address} | output.failure_dict(error)
+        output.print_json({"event": "error", "error": document})
+    else:
+        output.print_failure(error)
+    return output.exit_code(error)
 
 
 def _deadline_s(timeout_s: float) -> float:

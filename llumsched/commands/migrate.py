@@ -11,7 +11,8 @@ from llumlet.client import LlumletClient
 from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
 from llumlet.types import MigrateRequest, Mode, MoveSummary, Reason
 from llumsched import output
-from llumsched.commands import arguments, selection
+from llumsched.cms.snapshot import CmsUnreachable
+from llumsched.commands import arguments, instances, selection
 from llumsched.exit_codes import ExitCode
 from llumsched.fan_out import ask_all
 from llumsched.move_display import JsonDisplay, MoveDisplay, TextDisplay
@@ -36,13 +37,16 @@ _TRIGGER = "manual"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--from", dest="source", metavar="HOST:PORT", help="llumlet of the source")
+    parser.add_argument(
+        "--from", dest="source", metavar="INSTANCE", help="the source: its llumlet's HOST:PORT, or its id"
+    )
     parser.add_argument(
         "--to",
         dest="destination",
-        metavar="HOST:PORT",
-        help="llumlet of the destination; the source must reach it under this address, too",
+        metavar="INSTANCE",
+        help="the destination, likewise; the source must reach it under this address, too",
     )
+    instances.add_cms(parser)
     selection.add_arguments(parser)
     how = parser.add_argument_group("how")
     how.add_argument(
@@ -67,9 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def faults(args: argparse.Namespace) -> list[str]:
-    """Leaves parsed values in `args.source`, `.destination`, `.timeout` and `.template`."""
-    source, found = arguments.address("--from", args.source)
-    destination, more = arguments.address("--to", args.destination)
+    """Leaves parsed values in `args.places` (source and destination), `.timeout` and `.template`."""
+    found = instances.cms_faults(args)
+    source, more = instances.place("--from", args.source, args)
+    found += more
+    destination, more = instances.place("--to", args.destination, args)
     found += more
     if source and source == destination:
         found.append(f"--from and --to are the same llumlet, {source[0]}")
@@ -80,8 +86,7 @@ def faults(args: argparse.Namespace) -> list[str]:
     if not more and args.timeout <= 0:
         more = ["--timeout must be positive"]
     found += more
-    if not found:
-        args.source, args.destination = source[0], destination[0]
+    args.places = [*source, *destination]
     return found
 
 
@@ -111,15 +116,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _migrate(args: argparse.Namespace, display: MoveDisplay) -> ExitCode:
-    ends = [args.source, args.destination]
+    try:
+        ends = await instances.resolve(args.places, args)
+    except CmsUnreachable as error:
+        display.failed(error)
+        return output.exit_code(error)
     answers = await ask_all(ends, LlumletClient.get_instance_metadata, args.credentials)
     failures = [answer.failure for answer in answers if answer.failure is not None]
-    async with LlumletClient(args.source, credentials=args.credentials) as source:
+    async with LlumletClient(ends[0], credentials=args.credentials) as source:
         if not failures:
             here, there = (answer.value for answer in answers if answer.value is not None)
             request = args.template
             request.src_engine_id, request.dst_engine_id = here.instance_id, there.instance_id
-            request.dst_engine_ip, request.dst_engine_port = args.destination
+            request.dst_engine_ip, request.dst_engine_port = ends[1]
             try:
                 if args.request:
                     request.request_ids.extend(await _find(source, args.request))

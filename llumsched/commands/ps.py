@@ -17,8 +17,8 @@ from llumlet.types import (
     word,
 )
 from llumsched import output
-from llumsched.commands import arguments
-from llumsched.fan_out import Answer, ask_all, report_failures
+from llumsched.commands import arguments, instances
+from llumsched.fan_out import Answer, report_failures
 
 NAME = "ps"
 HELP = "list the requests of instances"
@@ -42,17 +42,17 @@ _COLUMNS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    arguments.add_llumlets(parser)
+    instances.add_instances(parser)
     arguments.add_json(parser)
 
 
 def faults(args: argparse.Namespace) -> list[str]:
-    args.addresses, found = arguments.llumlets(args)
+    args.places, found = instances.instances(args)
     return found
 
 
 def run(args: argparse.Namespace) -> int:
-    answers = asyncio.run(ask_all(args.addresses, LlumletClient.list_requests, args.credentials))
+    answers = asyncio.run(instances.ask(args, LlumletClient.list_requests))
     if args.json:
         for answer in answers:
             output.print_json(_document(answer))
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _document(answer: Answer[ListRequestsResponse]) -> dict[str, object]:
-    document: dict[str, object] = {"address": str(answer.address), "error": answer.error_dict()}
+    document: dict[str, object] = {"address": answer.where, "error": answer.error_dict()}
     return document | (output.to_dict(answer.value) if answer.value is not None else {})
 
 

@@ -7,10 +7,10 @@ import argparse
 import asyncio
 
 from llumlet.client import LlumletClient
-from llumlet.types import Address, Health, InstanceMetadata, InstanceStatus, word
+from llumlet.types import Health, InstanceMetadata, InstanceStatus, word
 from llumsched import output
-from llumsched.commands import arguments
-from llumsched.fan_out import Answer, ask_all, report_failures
+from llumsched.commands import arguments, instances
+from llumsched.fan_out import Answer, report_failures
 
 NAME = "status"
 HELP = "show the load and the settings of instances"
@@ -39,17 +39,17 @@ _COLUMNS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    arguments.add_llumlets(parser)
+    instances.add_instances(parser)
     arguments.add_json(parser)
 
 
 def faults(args: argparse.Namespace) -> list[str]:
-    args.addresses, found = arguments.llumlets(args)
+    args.places, found = instances.instances(args)
     return found
 
 
 def run(args: argparse.Namespace) -> int:
-    answers = asyncio.run(ask_all(args.addresses, _ask, args.credentials))
+    answers = asyncio.run(instances.ask(args, _ask))
     if args.json:
         for answer in answers:
             output.print_json(_document(answer))
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         rows = output.table(_COLUMNS)
         for answer in answers:
             if answer.value is not None:
-                rows.add_row(*map(output.clean, _row(answer.address, *answer.value)))
+                rows.add_row(*map(output.clean, _row(answer.where, *answer.value)))
         if rows.row_count:
             output.console().print(rows)
     return report_failures(answers, quiet=args.json)
@@ -70,21 +70,21 @@ async def _ask(client: LlumletClient) -> tuple[InstanceStatus, InstanceMetadata]
 def _document(answer: Answer[tuple[InstanceStatus, InstanceMetadata]]) -> dict[str, object]:
     status, metadata = answer.value or (None, None)
     return {
-        "address": str(answer.address),
+        "address": answer.where,
         "error": answer.error_dict(),
         "status": None if status is None else output.to_dict(status),
         "metadata": None if metadata is None else output.to_dict(metadata),
     }
 
 
-def _row(address: Address, status: InstanceStatus, metadata: InstanceMetadata) -> list[str]:
+def _row(address: str, status: InstanceStatus, metadata: InstanceMetadata) -> list[str]:
     used, total = status.num_used_gpu_tokens, status.num_total_gpu_tokens
     used_blocks = status.num_total_blocks - status.num_free_blocks
     held = (status.num_pinned_blocks, status.num_reserved_blocks, status.num_draining_blocks)
     return [
         status.instance_id,
         metadata.instance_type,
-        str(address),
+        address,
         metadata.model,
         _state(status),
         str(status.num_running_requests),

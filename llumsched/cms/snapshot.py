@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One look at the cluster, for commands."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from llumlet.credentials import NONE, Credentials
+from llumlet.errors import LlumletUnreachable
+from llumsched.cms.store import name_of, open_store
+from llumsched.cms.view import View
+
+LOOK_S: Final = 5.0
+
+
+class CmsUnreachable(LlumletUnreachable):
+    """The CMS does not answer, or knows no such instance."""
+
+
+@asynccontextmanager
+async def look(url: str, credentials: Credentials = NONE, timeout_s: float = LOOK_S) -> AsyncIterator[View]:
+    """Everything that the CMS knows; kept up to date inside `async with`. Raises CmsUnreachable, and ValueError for a
+    URL that is none."""
+    store = open_store(url, credentials)
+    await store.start()
+    try:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await store.complete.wait()
+        except TimeoutError:
+            raise CmsUnreachable(name_of(url), store.problem or f"no answer within {timeout_s:g} s") from None
+        yield store.view
+    finally:
+        await store.close()

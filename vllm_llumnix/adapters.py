@@ -70,6 +70,10 @@ class Adapters:
         self._known: dict[str, _Known] = {}
         self._one_at_a_time = asyncio.Lock()
 
+    @property
+    def names(self) -> list[str]:
+        return list(self._known)
+
     def learn(self, request: LoRARequest, *, reloaded: bool = False) -> None:
         """The front-end has named this adapter. Again: no effect, unless its files were loaded anew."""
         known = self._known.get(request.lora_name)

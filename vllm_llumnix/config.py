@@ -17,11 +17,13 @@ import socket
 import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import msgspec
 
 from llumlet import credential_files
 from llumlet.credential_files import CredentialFiles, CredentialsError
+from llumlet.reporter import cms_faults
 from vllm_llumnix.errors import ConfigError
 from vllm_llumnix.hosts import address_of_interface, reachable_host
 from vllm_llumnix.kv.settings import UNLIMITED, Limit, MooncakeSettings, WorkerSettings
@@ -45,6 +47,12 @@ class LlumletConfig:
     """What one instance's llumlet was told. Seconds, bytes per second and milliseconds as the names say."""
 
     instance_id: str
+    unit: str = ""
+    """Names the data-parallel group, which several commands on several hosts can start. Unique in the cluster."""
+    api_server_port: int = 0
+    served_models: tuple[str, ...] = ()
+    """Names of the model at the API server, if it has others than the model's own."""
+    cms: str = ""
     num_ranks: int = 1
     """Data-parallel. An engine whose model has no experts does not know: vLLM tells it that it is alone."""
     host: str = "127.0.0.1"
@@ -279,6 +287,13 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         "requests can then be moved away with their KV cache while the model hangs.",
     )
     add(
+        "--llumlet-cms",
+        default=_DEFAULTS.cms,
+        metavar="HOST:PORT|redis://...",
+        help="Cluster metadata stores, separated by commas, that are told of this instance and of its load whenever that "
+        "changes: schedulers, or a Redis.",
+    )
+    add(
         "--llumlet-peers",
         type=parse_peers,
         default=_DEFAULTS.peers,
@@ -344,6 +359,9 @@ def config_from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.e
         values["instance_id"] = f"{socket.gethostname()[:100]}-{uuid.uuid4().hex[:8]}"
     values |= dataclasses.asdict(CredentialFiles.given(args, environ))
     values["num_ranks"] = getattr(args, "data_parallel_size", 1)
+    values["unit"] = _unit_of(args, values["instance_id"])
+    values["api_server_port"] = getattr(args, "port", None) or 0
+    values["served_models"] = tuple(getattr(args, "served_model_name", None) or ())
     config = LlumletConfig(**values)
     if config.bypass:
         if (getattr(args, "distributed_executor_backend", None) or "mp") != "mp":
@@ -362,6 +380,16 @@ def config_from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.e
     if faults:
         raise ConfigError(faults)
     return config
+
+
+def _unit_of(args: argparse.Namespace, instance_id: str) -> str:
+    """A group on several hosts has one coordinator; a group on one host has its name to itself."""
+    num_ranks, num_here = getattr(args, "data_parallel_size", 1), getattr(args, "data_parallel_size_local", None)
+    address = getattr(args, "data_parallel_address", None)
+    spread = getattr(args, "data_parallel_rank", None) is not None or num_here not in (None, num_ranks)
+    if num_ranks > 1 and spread and address:
+        return f"{address}:{getattr(args, 'data_parallel_rpc_port', None)}"
+    return instance_id
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
@@ -398,7 +426,26 @@ def _faults(config: LlumletConfig) -> list[str]:
     for peer in config.peers:
         if problem := config.reaches.why_not_llumlet(peer):
             faults.append(f"--llumlet-peers: {problem}")
+    if config.cms:
+        faults += [f"--llumlet-cms: {problem}" for problem in _cms_problems(config)]
     return faults
+
+
+def _cms_problems(config: LlumletConfig) -> list[str]:
+    """A status goes out unasked: to a host of its own accord only, or to one that is sure to be the one that is meant."""
+    problems = cms_faults(config.cms)
+    if problems:
+        return problems
+    for store in config.cms.split(","):
+        if "://" not in store:
+            problem = config.reaches.why_not_llumlet(store)
+        elif urlsplit(store.strip()).scheme == "rediss":
+            problem = None
+        else:
+            problem = config.reaches.why_not(urlsplit(store.strip()).hostname or "localhost")
+        if problem:
+            problems.append(problem)
+    return problems
 
 
 def _mooncake_faults(config: LlumletConfig) -> list[str]:

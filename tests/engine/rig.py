@@ -39,11 +39,11 @@ class FakeRunner:
     def __init__(self) -> None:
         self.token = 100
 
-    def run(self, output: SchedulerOutput, scheduler: Scheduler) -> ModelRunnerOutput:
+    def run(self, output: SchedulerOutput, chunks: frozenset[str]) -> ModelRunnerOutput:
+        """`chunks`: of which requests the step computes a part of the prefill only."""
         ids = list(output.num_scheduled_tokens)
         self.token += 1
-        requests = [scheduler.requests.get(request_id) for request_id in ids]
-        sampled = [[] if request is not None and request.is_prefill_chunk else [self.token] for request in requests]
+        sampled = [[] if request_id in chunks else [self.token] for request_id in ids]
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
@@ -87,7 +87,7 @@ class Rig:
         self.port = SchedulerPort(self.scheduler)
         self.runner = FakeRunner()
         self.depth = 2 if asynchronous else 1
-        self._in_flight: deque[SchedulerOutput] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, frozenset[str]]] = deque()
 
     @property
     def free_blocks(self) -> int:
@@ -120,18 +120,25 @@ class Rig:
 
     def turn(self) -> list[EngineCoreOutput]:
         """One turn of the engine's loop; returns what it emits."""
-        self.port.before_step()
-        self._in_flight.append(self.scheduler.schedule())
+        self.begin()
         return self.drain_one() if len(self._in_flight) >= self.depth else []
 
+    def begin(self) -> SchedulerOutput:
+        """The first half of a turn."""
+        self.port.before_step()
+        output, requests = self.scheduler.schedule(), self.scheduler.requests
+        chunks = frozenset(name for name in output.num_scheduled_tokens if requests[name].is_prefill_chunk)
+        self._in_flight.append((output, chunks))
+        return output
+
     def drain_one(self) -> list[EngineCoreOutput]:
-        output = self._in_flight.popleft()
-        emitted = self.scheduler.update_from_output(output, self.runner.run(output, self.scheduler))
+        output, chunks = self._in_flight.popleft()
+        emitted = self.scheduler.update_from_output(output, self.runner.run(output, chunks))
         return [one for outputs in emitted.values() for one in outputs.outputs]
 
     def scheduled(self) -> dict[str, int]:
         """Tokens per request of the step scheduled last."""
-        return dict(self._in_flight[-1].num_scheduled_tokens) if self._in_flight else {}
+        return dict(self._in_flight[-1][0].num_scheduled_tokens) if self._in_flight else {}
 
     def turns(self, count: int) -> list[EngineCoreOutput]:
         return [output for _ in range(count) for output in self.turn()]

@@ -74,7 +74,7 @@ class Engine:
             return []
         output = self.batch_queue.popleft()
         self._process_aborts_queue()
-        emitted = self.rig.scheduler.update_from_output(output, self.rig.runner.run(output, self.rig.scheduler))
+        emitted = self.rig.scheduler.update_from_output(output, self.rig.runner.run(output, frozenset()))
         return [one for outputs in emitted.values() for one in outputs.outputs]
 
     def _process_aborts_queue(self) -> None:

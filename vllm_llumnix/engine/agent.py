@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from llumlet.agent import DrainReport, Report
 from llumlet.errors import LlumletCallFailed, LlumletError
+from llumlet.reporter import Reporter
 from llumlet.server import RunningServer
 from llumlet.types import (
     AbortMigrateInRequest,
@@ -34,7 +35,6 @@ from llumlet.types import (
     DrainRequest,
     EndClaimRequest,
     EndClaimResponse,
-    Health,
     InstanceMetadata,
     InstanceStatus,
     ListRequestsResponse,
@@ -59,9 +59,11 @@ from vllm_llumnix.engine.departures import Departures, Destination, OutgoingMove
 from vllm_llumnix.engine.drain import REPORT_SECONDS, Drain
 from vllm_llumnix.engine.listing import Listing
 from vllm_llumnix.engine.memory import Movers
+from vllm_llumnix.engine.metadata import metadata_of
 from vllm_llumnix.engine.relay import Relay
 from vllm_llumnix.engine.request_state import residence_of
 from vllm_llumnix.engine.rescue import Rescue
+from vllm_llumnix.engine.status import StatusSource
 from vllm_llumnix.errors import MigrationError, Reason, Refused, TransportError
 from vllm_llumnix.ids import Epoch
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES
@@ -75,9 +77,6 @@ if TYPE_CHECKING:
 
 CALL_SECONDS = 10.0
 """Deadline of one call to a peer, and of a question to an origin."""
-STATUS_SECONDS = 2.0
-"""How long the status waits for the loop's next turn."""
-HEALTHS = {wire.Health.OK: Health.OK, wire.Health.SUSPECT: Health.SUSPECT, wire.Health.HUNG: Health.HUNG}
 METHODS = {Mode.LIVE: Method.LIVE, Mode.BLOCKING: Method.BLOCKING, Mode.RECOMPUTE: Method.RECOMPUTE}
 
 
@@ -89,7 +88,7 @@ class LlumletAgent:
         self.config = bypass.config
         self.identity = bypass.identity
         self.kvconn = kvconn
-        self._last_status = InstanceStatus(instance_id=self.identity.instance, incarnation=self.identity.incarnation)
+        self.reporter: Reporter | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def open(self, server: RunningServer) -> None:
@@ -125,9 +124,26 @@ class LlumletAgent:
             self.departures,
             Rescue(bypass, kvconn, self.arrivals, self.departures),
         )
+        self.status = StatusSource(bypass, kvconn, self.departures, self.arrivals)
+        self.status.open()
+        if config.cms:
+            self._report_to(config.cms)
+
+    def _report_to(self, cms: str) -> None:
+        """Have the cluster metadata store know this instance, and its load whenever that changes."""
+        address = self.bypass.address
+        assert address is not None
+        self.reporter = Reporter(
+            cms, lambda: metadata_of(self.bypass, self.adapters, address), self.status.now, self.bypass.credentials
+        )
+        self.kvconn.port.load.on_change = self.reporter.changed
+        self._spawn(self.reporter.run())
 
     async def close(self) -> None:
         self.drains.close()
+        self.status.close()
+        if self.reporter is not None:
+            await self.reporter.leave()
         await self.server.stop(grace_s=0.0)
         await self.relay.close()
         await self.departures.close()
@@ -218,22 +234,11 @@ class LlumletAgent:
         return await self.arrivals.call_off(request)
 
     async def get_instance_status(self) -> InstanceStatus:
-        """Of the loop's present turn; of an earlier one if the loop does not turn, with `health` saying so."""
-        if self.kvconn.progress.health is wire.Health.OK:
-            asked = self.kvconn.call(self.listing.status, self.arrivals)
-            with contextlib.suppress(TimeoutError):
-                self._last_status = await asyncio.wait_for(asyncio.shield(asked), STATUS_SECONDS)
-        status = InstanceStatus()
-        status.CopyFrom(self._last_status)
-        progress = self.kvconn.progress
-        status.loop_age_ms = progress.stalled_seconds * 1e3
-        status.health = HEALTHS[progress.health]
-        status.num_adopted, status.num_rescued = self.bypass.num_adopted, self.bypass.num_rescued
-        status.schedulable = status.schedulable and progress.health is wire.Health.OK
-        return status
+        """Whatever the loop is doing: `health` says whether it does anything."""
+        return self.status.now()
 
     async def get_instance_metadata(self) -> InstanceMetadata:
-        return self.listing.metadata(self.bypass.address)
+        return metadata_of(self.bypass, self.adapters, self.bypass.address)
 
     async def list_requests(self) -> ListRequestsResponse:
         if self.kvconn.progress.health is wire.Health.HUNG:

@@ -445,6 +445,7 @@ class Arrivals:
     def settled(self, move: IncomingMove) -> None:
         if move.machine.state is not State.DRAINING:
             self._unsettled.pop(move.migration_id, None)
+        self.kvconn.port.load.touch()
         if move.migration_id in self.slots:
             self.slots.give_back(move.migration_id)
             self.kvconn.audit_when_idle()
@@ -567,6 +568,7 @@ class Arrivals:
     def _begin(self, handover: Handover) -> IncomingMove:
         move = IncomingMove(self, handover)
         self.moves[move.migration_id] = self._unsettled[move.migration_id] = move
+        self.kvconn.port.load.touch()
         return move
 
     def _find(self, handover: Handover) -> IncomingMove | None:

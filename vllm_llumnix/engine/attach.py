@@ -16,6 +16,7 @@ from vllm_llumnix import hooks
 from vllm_llumnix.engine.bypass import Bypass
 from vllm_llumnix.engine.identity import EngineIdentity
 from vllm_llumnix.engine.kvconn import KVConnection
+from vllm_llumnix.engine.load_events import follow_engine
 from vllm_llumnix.engine.portability import why_engine_unsupported
 from vllm_llumnix.engine.request_state import digest_of
 from vllm_llumnix.engine.scheduler_port import SchedulerPort
@@ -57,6 +58,7 @@ def attach(engine: Any) -> KVConnection:
         # pool only after that step, so a reservation never receives one that is being written.
         engine.scheduler.defer_block_free = True
     port = SchedulerPort(engine.scheduler)
+    follow_engine(engine, port.load)
     bypass = Bypass(config, identity, movers, engine)
     kvconn = KVConnection(engine, port, bypass)
     kvconn.watch_model()

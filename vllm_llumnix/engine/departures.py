@@ -589,12 +589,14 @@ class Departures:
         move = OutgoingMove(self, request, residence, to, plan, report)
         self.slots.take(move.migration_id, request.num_tokens)
         self.moves[request.request_id] = move
+        self.kvconn.port.load.touch()
         move.feed(on.Start())
         return move
 
     def forget(self, move: OutgoingMove) -> None:
         self.slots.give_back(move.migration_id)
         self.moves.pop(move.request.request_id, None)
+        self.kvconn.port.load.touch()
         self.kvconn.audit_when_idle()
 
     def remember(self, request_id: str, address: Address, migration_id: ids.MigrationId) -> None:

@@ -101,6 +101,7 @@ class KVConnection:
         if port.short_of_blocks():
             self.bypass.post(self.bypass.revoke_youngest_reservation)
         port.before_step()
+        port.load.blocks_changed()
         return ()
 
     def has_work(self, stock: bool) -> bool:
@@ -181,6 +182,7 @@ class KVConnection:
     def watch(self, departure: Departure) -> None:
         """Loop thread: observe a request that is about to leave."""
         self._departures[departure.request.request_id] = departure
+        self.port.load.moving(departure.request.request_id, True)
 
     def require_out_of_flight(self, request_id: str) -> None:
         """Loop thread: raises Refused(handover_open) while a step computes a token for a former life of the request.
@@ -192,7 +194,8 @@ class KVConnection:
             raise Refused(Reason.HANDOVER_OPEN, "a step in flight still works on a former life of the request")
 
     def unwatch(self, request_id: str) -> None:
-        self._departures.pop(request_id, None)
+        if self._departures.pop(request_id, None) is not None:
+            self.port.load.moving(request_id, False)
 
     def freeze(self, departure: Departure) -> None:
         """Loop thread: stop scheduling the request; `on_drained` follows, at once if no step is in flight."""
@@ -228,6 +231,7 @@ class KVConnection:
     def on_add(self, core_request: EngineCoreRequest, request: Request) -> None:
         residence = residence_from(core_request)
         settle_in(request, residence)
+        self.port.load.received(request)
         if residence.origin is not None and residence.origin not in self._origins:
             self._origins.add(residence.origin)
             self.bypass.post(self.bypass.meet_origin, residence.origin)
@@ -291,6 +295,8 @@ class KVConnection:
                 answer = functools.partial(result.set_result, function(*args))
             except Exception as error:  # noqa: BLE001 - crosses to the awaiting thread
                 answer = functools.partial(result.set_exception, error)
+            # Before anybody who asks for the status can know that it was done.
+            self.port.load.blocks_changed()
             deliver(answer)
 
         self._commands.append(run)

@@ -1,25 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the llumlet says about its engine: load, requests, metadata. And which requests a rule selects.
-
-`status` and `requests` run on the engine's loop, between steps, so that their numbers belong together.
-"""
+"""What the llumlet says about its engine's requests. And which of them a rule selects."""
 
 from __future__ import annotations
 
-import socket
-import time
 from typing import TYPE_CHECKING
 
-import vllm
-from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
-import vllm_llumnix
 from llumlet.types import (
-    Address,
     Epoch,
-    InstanceMetadata,
-    InstanceStatus,
     ListRequestsResponse,
     MigrateRequest,
     MigrationReqPolicy,
@@ -29,7 +18,6 @@ from llumlet.types import (
     RequestInfo,
     parse_reason,
 )
-from vllm_llumnix import hooks
 from vllm_llumnix.engine.portability import why_not_portable
 from vllm_llumnix.engine.request_state import residence_of, why_not_now
 from vllm_llumnix.errors import Reason
@@ -37,7 +25,7 @@ from vllm_llumnix.ids import HOME, RequestId
 from vllm_llumnix.migration.selection import Candidate, parse_rule, select
 
 if TYPE_CHECKING:
-    from vllm_llumnix.engine.arrivals import Arrivals, IncomingMove
+    from vllm_llumnix.engine.arrivals import IncomingMove
     from vllm_llumnix.engine.bypass import Bypass
     from vllm_llumnix.engine.departures import Departures
     from vllm_llumnix.engine.kvconn import KVConnection
@@ -48,12 +36,9 @@ class Listing:
 
     def __init__(self, bypass: Bypass, kvconn: KVConnection, departures: Departures) -> None:
         self._bypass = bypass
-        self._engine = bypass.engine
-        self._kvconn = kvconn
         self._port = kvconn.port
         self._departures = departures
         self._scheduler = bypass.engine.scheduler
-        self._updates = 0
 
     def why_not(self, request: Request) -> tuple[Reason, str] | None:
         """Why a move of this request could not begin now; None if it could."""
@@ -102,45 +87,6 @@ class Listing:
         ]
 
     # Loop thread
-
-    def status(self, arrivals: Arrivals) -> InstanceStatus:
-        scheduler, pool = self._scheduler, self._port.block_pool
-        block_size, capacity = self._port.block_size, self._port.capacity_tokens
-        total, free = pool.num_gpu_blocks - 1, pool.get_num_free_blocks()
-        arriving, leaving = arrivals.pending(), list(self._departures.moves.values())
-        num_running, num_waiting = scheduler.get_request_counts()
-        self._updates += 1
-        # One that settles meanwhile lets go of its request.
-        in_tokens = sum(request.num_tokens for move in arriving if (request := move.request) is not None)
-        out_tokens = sum(move.request.num_tokens for move in leaving)
-        return InstanceStatus(
-            instance_id=self._bypass.identity.instance,
-            schedulable=scheduler.pause_state == PauseState.UNPAUSED and self._bypass.takes_requests,
-            timestamp_ms=int(time.time() * 1000),
-            step_id=self._kvconn.steps,
-            update_id=self._updates,
-            waiting_requests=[request.request_id for request in scheduler.waiting],
-            num_waiting_requests=num_waiting,
-            num_running_requests=num_running,
-            num_total_gpu_tokens=capacity,
-            num_used_gpu_tokens=(total - free) * block_size,
-            num_migrate_in_reqs=len(arriving),
-            num_migrate_out_reqs=len(leaving),
-            num_available_migrate_in_slots=arrivals.slots.available_requests,
-            num_available_migrate_out_slots=self._departures.slots.available_requests,
-            num_available_migrate_in_tokens=_or_all(arrivals.slots.available_tokens, capacity),
-            num_available_migrate_out_tokens=_or_all(self._departures.slots.available_tokens, capacity),
-            num_migrate_in_tokens=in_tokens,
-            num_migrate_out_tokens=out_tokens,
-            kv_cache_usage_ratio_migrate_in=in_tokens / capacity,
-            kv_cache_usage_ratio_migrate_out=out_tokens / capacity,
-            incarnation=self._bypass.identity.incarnation,
-            num_total_blocks=total,
-            num_free_blocks=free,
-            num_pinned_blocks=sum(move.num_pinned_blocks for move in leaving),
-            num_reserved_blocks=sum(move.num_blocks for move in arriving),
-            num_draining_blocks=arrivals.draining_blocks(),
-        )
 
     def requests(self, arriving: list[IncomingMove]) -> ListRequestsResponse:
         response = ListRequestsResponse(
@@ -213,49 +159,6 @@ class Listing:
             priority=request.priority,
             arrival_time=request.arrival_time,
         )
-
-    # Any thread
-
-    def metadata(self, address: Address) -> InstanceMetadata:
-        config, engine, vllm_config = self._bypass.config, self._engine, self._engine.vllm_config
-        parallel = vllm_config.parallel_config
-        now = time.time()
-        return InstanceMetadata(
-            instance_id=config.instance_id,
-            instance_type=config.instance_type,
-            backend_type="vllm",
-            ip=address.host,
-            ip_kvs=address.host,
-            llumlet_port=address.port,
-            kvt_port=address.port,
-            node_id=socket.gethostname(),
-            data_parallel_size=config.num_ranks,
-            tensor_parallel_size=parallel.tensor_parallel_size,
-            dp_rank=engine.engine_index,
-            utc_create=self._bypass.started_at,
-            utc_update=now,
-            block_size=self._port.block_size,
-            max_num_batched_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-            incarnation=self._bypass.identity.incarnation,
-            version=vllm_llumnix.__version__,
-            engine_version=vllm.__version__,
-            patch_digest=hooks.ready_digest() or "",
-            model=vllm_config.model_config.model,
-            max_model_len=vllm_config.model_config.max_model_len,
-            num_total_blocks=self._port.block_pool.num_gpu_blocks - 1,
-            bytes_per_block=self._bypass.bytes_per_block,
-            transports=config.transports,
-            max_migrations_in=config.max_migrations_in,
-            max_migrations_out=config.max_migrations_out,
-            stall_budget_ms=config.stall_budget_ms,
-            exact=config.exact,
-            compatibility_digest=self._bypass.identity.digest,
-        )
-
-
-def _or_all(tokens: int | None, capacity: int) -> int:
-    """What no limit leaves available: the whole cache."""
-    return capacity if tokens is None else tokens
 
 
 def _phase(request: Request, *, frozen: bool) -> RequestInfo.Phase:

@@ -24,6 +24,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_llumnix.engine.load_events import counters_of
 from vllm_llumnix.engine.request_state import why_not_now
 from vllm_llumnix.errors import Reason, Refused
 from vllm_llumnix.migration.ledger import audit
@@ -63,10 +64,14 @@ class FrozenRequest:
 
 
 class SchedulerPort:
-    """The scheduler and block pool of one engine, as a migration sees them."""
+    """The scheduler and block pool of one engine, as a migration sees them.
+
+    `load` follows the scheduler from here on: it has no request yet.
+    """
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
+        self.load = counters_of(scheduler)
         self.kv_cache_manager = scheduler.kv_cache_manager
         self.block_pool = scheduler.kv_cache_manager.block_pool
         self.block_size: int = scheduler.block_size
@@ -83,9 +88,13 @@ class SchedulerPort:
             self._max_adapters: int = scheduler.lora_config.max_loras
 
     @property
+    def num_blocks(self) -> int:
+        """Of the KV cache. Block 0 is vLLM's null block."""
+        return int(self.block_pool.num_gpu_blocks - 1)
+
+    @property
     def capacity_tokens(self) -> int:
-        """Size of the KV cache. Block 0 is vLLM's null block."""
-        return int((self.block_pool.num_gpu_blocks - 1) * self.block_size)
+        return self.num_blocks * self.block_size
 
     def audit_idle(self) -> list[str]:
         """What is wrong with the block pool while nobody holds a block; nothing if somebody may."""
@@ -282,6 +291,7 @@ class SchedulerPort:
                 scheduler.waiting.prepend_request(request)
             else:
                 scheduler.waiting.add_request(request)
+        self.load.queued(request)
         if computed_tokens == request.num_tokens - 1:
             self._newcomers[request.request_id] = request
 

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The load counters: after any history, what they say is what the queues hold. On vLLM's real schedulers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from vllm.v1.request import Request, RequestStatus
+
+from tests.engine.rig import BLOCK_SIZE, Rig
+from vllm_llumnix.engine.load import RECENT_SECONDS, Load, LoadCounters, Place, recount
+from vllm_llumnix.ids import gateway_id
+
+KINDS = {
+    "sync": {"asynchronous": False, "runner_v2": False},
+    "async-v1": {"asynchronous": True, "runner_v2": False},
+    "async-v2": {"asynchronous": True, "runner_v2": True},
+}
+HISTORY = settings(
+    max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS.keys())
+def rig(request: pytest.FixtureRequest, model_dir: Path) -> Rig:
+    return Rig(model_dir, **request.param)
+
+
+def held(rig: Rig) -> Iterator[tuple[Place, Request]]:
+    scheduler = rig.scheduler
+    for request in scheduler.running:
+        yield Place.RUNNING, request
+    for request in [*scheduler.waiting, *scheduler.kv_holding_waiting, *rig.port._parked.values()]:
+        yield Place.WAITING, request
+
+
+def assert_right(rig: Rig, moving: frozenset[str] = frozenset()) -> Load:
+    load = rig.port.load
+    snapshot = load.snapshot()
+    requests = [
+        (place, request, load.cached_tokens(request.request_id), request.request_id in moving)
+        for place, request in held(rig)
+    ]
+    assert snapshot.load == recount(requests)
+    assert sorted(snapshot.waiting) == sorted(
+        request.request_id for place, request, *_ in requests if place is Place.WAITING
+    )
+    assert snapshot.num_free_blocks == rig.free_blocks
+    return snapshot.load
+
+
+def test_nothing_is_no_load(rig: Rig) -> None:
+    assert assert_right(rig) == Load()
+
+
+def test_life_of_a_request(rig: Rig) -> None:
+    rig.add("a", num_prompt=600, max_tokens=3)
+    assert assert_right(rig) == Load(
+        num_waiting=1, waiting_to_decode=1, waiting_to_decode_tokens=600, waiting_prefill_tokens=600
+    )
+    assert rig.begin().num_scheduled_tokens == {"a": 256}
+    # Of the step in flight nothing is computed yet; its blocks are there.
+    running = Load(
+        num_running=1,
+        running_to_decode=1,
+        running_to_decode_tokens=600,
+        running_prefill_tokens=600,
+        running_unallocated_tokens=344,
+    )
+    assert assert_right(rig) == running
+    rig.drain_one()
+    assert assert_right(rig) == running._replace(running_prefill_tokens=344)
+    seen = []
+    while rig.scheduler.requests:
+        rig.turn()
+        seen.append(assert_right(rig))
+    assert seen[-1] == Load()
+    lengths = [load.running_to_decode_tokens for load in seen if not load.running_prefill_tokens and load.num_running]
+    assert lengths == sorted(lengths)
+    assert set(lengths) == {601, 602}
+
+
+def test_a_single_token_is_no_decode_load(rig: Rig) -> None:
+    rig.add("a", num_prompt=600, max_tokens=1)
+    assert assert_right(rig).waiting_to_decode == 0
+    rig.turn()
+    load = assert_right(rig)
+    assert (load.num_running, load.running_to_decode, load.running_to_decode_tokens) == (1, 0, 0)
+    assert load.running_prefill_tokens > 0
+
+
+@pytest.mark.parametrize("count", [1, 7])
+def test_a_shared_prefix_is_work_once(rig: Rig, count: int) -> None:
+    prefix = 10 * BLOCK_SIZE
+    first = rig.request("first", num_prompt=prefix + 5, max_tokens=2)
+    rig.scheduler.add_request(first)
+    while rig.scheduler.requests:
+        rig.turn()
+    pool, manager = rig.port.block_pool, rig.scheduler.kv_cache_manager
+    order = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+    stats = dataclasses.replace(manager.prefix_cache_stats)
+    for index in range(count):
+        rig.add(f"r{index}", num_prompt=prefix + 40 + index)
+    load = assert_right(rig)
+    assert load.waiting_prefill_tokens == sum(40 + index for index in range(count))
+    assert load.waiting_to_decode_tokens == sum(prefix + 40 + index for index in range(count))
+    assert [block.block_id for block in pool.free_block_queue.get_all_free_blocks()] == order
+    assert manager.prefix_cache_stats == stats
+    rig.turns(3)
+    assert_right(rig)
+    computed = {request.request_id: request.prefill_stats for _, request in held(rig)}
+    assert all(stats is None or stats.num_local_cached_tokens in (0, prefix) for stats in computed.values())
+
+
+def test_received_counts_before_the_loop_knows(rig: Rig) -> None:
+    load = rig.port.load
+    request = rig.request("a", num_prompt=100)
+    load.received(request)
+    snapshot = load.snapshot()
+    assert (snapshot.load.num_waiting, snapshot.load.waiting_prefill_tokens) == (1, 100)
+    assert snapshot.waiting == snapshot.recent == ("a",)
+    rig.scheduler.add_request(request)
+    load.settled("a")
+    assert_right(rig)
+    turned_away = rig.request("b")
+    load.received(turned_away)
+    load.settled("b")
+    assert_right(rig)
+    assert load.snapshot().recent == ("a", "b")
+
+
+def test_preempted_waits_again(model_dir: Path) -> None:
+    rig = Rig(model_dir, num_blocks=12)
+    for index in range(3):
+        rig.add(f"r{index}", num_prompt=90, first=5 + 10 * index)
+    while not rig.port.load.snapshot().num_preemptions:
+        rig.turn()
+        load = assert_right(rig)
+    assert load.num_waiting >= 1
+    victim = next(request for _, request in held(rig) if request.num_preemptions)
+    # Its full blocks are in the prefix cache still, for the time being.
+    assert load.waiting_prefill_tokens < victim.num_tokens
+    rig.turns(20)
+    assert_right(rig)
+
+
+def test_who_is_about_to_leave_is_no_decode_load(rig: Rig) -> None:
+    for name in "ab":
+        rig.add(name, first=ord(name) - 90)
+    rig.turns(5)
+    both = assert_right(rig)
+    assert both.running_to_decode == 2
+    rig.port.load.moving("a", True)
+    one = assert_right(rig, frozenset("a"))
+    assert (one.num_running, one.running_to_decode) == (2, 1)
+    rig.turns(3)
+    assert_right(rig, frozenset("a"))
+    rig.port.load.moving("a", False)
+    rig.turns(3)
+    assert assert_right(rig).running_to_decode == 2
+
+
+def test_names_are_shown_once(rig: Rig) -> None:
+    load = rig.port.load
+    for index in range(3):
+        request = rig.request(f"{index}_cmpl-gate-7-0-abcd1234")
+        request.llumlet_residence.external_request_id = "cmpl-gate-7-0"
+        load.received(request)
+        rig.scheduler.add_request(request)
+    assert load.snapshot().waiting == ("gate-7",)
+    rig.turn()
+    rig.turns(3)
+    snapshot = load.snapshot()
+    assert (snapshot.waiting, snapshot.recent) == ((), ("gate-7",))
+
+
+def test_recent_names_are_forgotten() -> None:
+    now = [100.0]
+    load = LoadCounters(lambda _: 0, lambda: 0, lambda request: request.request_id, clock=lambda: now[0])
+    for name in ("a", "b"):
+        load.received(_Request(name))
+        now[0] += RECENT_SECONDS - 1
+    assert load.snapshot().recent == ("b",)
+
+
+def test_every_change_is_told_and_tokens_now_and_then(rig: Rig) -> None:
+    load = rig.port.load
+    told = []
+    load.on_change = lambda: told.append(load.snapshot())
+    rig.add("a")
+    assert told[-1].load.num_waiting == 1
+    rig.turn()
+    assert told[-1].load.num_running == 1
+    rig.turns(3)
+    versions = [snapshot.version for snapshot in told]
+    assert versions == sorted(set(versions))
+    rig.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    assert told[-1].load == Load()
+    assert told[-1].num_free_blocks == rig.free_blocks
+    before = len(told)
+    rig.scheduler.set_pause_state(rig.scheduler.pause_state)
+    assert len(told) == before + 1
+
+
+@pytest.mark.parametrize(
+    ("external", "ours"),
+    [
+        ("cmpl-3f-a1-0", "3f-a1"),
+        ("cmpl-x-12", "x"),
+        ("chatcmpl-3f-a1", "3f-a1"),
+        ("chatcmpl-x-0", "x-0"),
+        ("cmpl-0", "cmpl-0"),
+        ("resp_9", "resp_9"),
+        ("", ""),
+    ],
+)
+def test_names_of_the_gateway(external: str, ours: str) -> None:
+    assert gateway_id(external) == ours
+
+
+class _Request:
+    max_tokens = 4
+    num_computed_tokens = num_in_flight_tokens = 0
+    resumable = False
+    num_tokens = 9
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+
+
+class History:
+    """A random life of one engine, its moves included."""
+
+    def __init__(self, rig: Rig, seed: int) -> None:
+        self.rig = rig
+        self.random = random.Random(seed)
+        self.names = 0
+        self.moving: set[str] = set()
+        self.reserved: list[Request] = []
+
+    def run(self, steps: int) -> None:
+        acts = [self.turn] * 6 + [self.add, self.abort, self.move, self.reserve, self.admit, self.cancel, self.reset]
+        for _ in range(steps):
+            self.random.choice(acts)()
+            self.moving &= self.rig.scheduler.requests.keys()
+            self.rig.port.load.blocks_changed()
+            assert_right(self.rig, frozenset(self.moving))
+
+    def turn(self) -> None:
+        self.rig.port.park_preempted()
+        self.rig.turn()
+
+    def _draw(self) -> Request:
+        self.names += 1
+        draw = self.random
+        return self.rig.request(
+            f"r{self.names}", draw.choice([1, 33, 90, 300]), draw.choice([1, 2, 5, 40]), first=draw.choice([5, 6])
+        )
+
+    def add(self) -> None:
+        request = self._draw()
+        if self.random.random() < 0.7:
+            self.rig.port.load.received(request)
+        if self.random.random() < 0.9:
+            self.rig.scheduler.add_request(request)
+        self.rig.port.load.settled(request.request_id)
+
+    def _any(self) -> Request | None:
+        requests = list(self.rig.scheduler.requests.values())
+        return self.random.choice(requests) if requests else None
+
+    def abort(self) -> None:
+        if (request := self._any()) is not None:
+            self.rig.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+            self.rig.port.forget(request)
+
+    def move(self) -> None:
+        """One step of a move out."""
+        request, port = self._any(), self.rig.port
+        if request is None:
+            return
+        name = request.request_id
+        if name not in self.moving:
+            self.moving.add(name)
+            port.load.moving(name, True)
+            if self.random.random() < 0.5:
+                port.freeze(request)
+        elif self.random.random() < 0.5:
+            port.unfreeze(request)
+            port.load.moving(name, False)
+            self.moving.discard(name)
+        elif not request.num_in_flight_tokens:
+            port.release(request)
+
+    def reserve(self) -> None:
+        request = self._draw()
+        if self.random.random() < 0.7:
+            request.append_output_token_ids([7] * self.random.choice([1, 40]))
+            request.max_tokens = request.num_output_tokens + 4
+            request.prefill_stats = None
+        try:
+            self.rig.port.reserve(request, use_prefix_cache=True)
+        except Exception as error:  # noqa: BLE001
+            assert "destination" in str(error)
+            return
+        self.reserved.append(request)
+
+    def admit(self) -> None:
+        if self.reserved:
+            request = self.reserved.pop()
+            computed = self.random.choice([0, request.num_tokens - 1]) if request.num_output_tokens else 0
+            self.rig.port.admit(request, computed)
+
+    def cancel(self) -> None:
+        if self.reserved:
+            self.rig.port.cancel_reservation(self.reserved.pop())
+
+    def reset(self) -> None:
+        if self.random.random() < 0.2 and not self.moving:
+            # Refused, when everybody has been preempted, if a reservation holds blocks.
+            with contextlib.suppress(RuntimeError):
+                self.rig.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@HISTORY
+@given(seed=st.integers(0, 2**32), num_blocks=st.sampled_from([24, 64]))
+def test_counters_are_the_recount_after_any_history(model_dir: Path, kind: str, seed: int, num_blocks: int) -> None:
+    History(Rig(model_dir, num_blocks=num_blocks, **KINDS[kind]), seed).run(60)

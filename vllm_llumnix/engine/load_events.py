@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shows the load counters what happens to vLLM's scheduler.
+
+The scheduler's methods are attributes of the instance, so that they can be wrapped without a patch; it calls them at
+every place where a request changes its place. What only we do to its queues is told by `SchedulerPort` and
+`KVConnection`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_llumnix.engine.load import LoadCounters
+from vllm_llumnix.engine.request_state import residence_of
+from vllm_llumnix.ids import gateway_id
+
+
+def counters_of(scheduler: Any) -> LoadCounters:
+    """Counters that follow `scheduler`, which has no request yet."""
+    pool = scheduler.kv_cache_manager.block_pool
+    load = LoadCounters(
+        _prefix_cache_of(scheduler),
+        pool.get_num_free_blocks,
+        _name_of,
+        # A connector's blocks can turn out to be invalid.
+        always_exact=scheduler.connector is not None,
+    )
+    _follow_requests(scheduler, load)
+    _follow_steps(scheduler, load)
+    return load
+
+
+def follow_engine(engine: Any, load: LoadCounters) -> None:
+    """See which of the received requests the loop turns away before its scheduler hears of them."""
+    stock = engine._handle_client_request
+
+    def handle_client_request(request_type: EngineCoreRequestType, request: Any) -> None:
+        stock(request_type, request)
+        if request_type == EngineCoreRequestType.ADD:
+            load.settled(request[0].request_id)
+
+    engine._handle_client_request = handle_client_request
+
+
+def _follow_requests(scheduler: Any, load: LoadCounters) -> None:
+    enqueue, update_session = scheduler._enqueue_waiting_request, scheduler._update_request_as_session
+    preempt, free = scheduler._preempt_request, scheduler._free_request
+    set_pause_state = scheduler.set_pause_state
+
+    def enqueue_waiting_request(request: Request) -> None:
+        enqueue(request)
+        load.queued(request)
+
+    def update_request_as_session(session: Request, update: Any) -> None:
+        update_session(session, update)
+        load.queued(session)
+
+    def preempt_request(request: Request, *args: Any, **kwargs: Any) -> None:
+        preempt(request, *args, **kwargs)
+        load.preempted(request)
+
+    def free_request(request: Request, *args: Any, **kwargs: Any) -> Any:
+        answer = free(request, *args, **kwargs)
+        load.left(request.request_id)
+        return answer
+
+    def pause(state: Any) -> None:
+        set_pause_state(state)
+        load.touch()
+
+    scheduler._enqueue_waiting_request = enqueue_waiting_request
+    scheduler._update_request_as_session = update_request_as_session
+    scheduler._preempt_request = preempt_request
+    scheduler._free_request = free_request
+    scheduler.set_pause_state = pause
+    if scheduler.connector is not None:
+        _follow_transfers(scheduler, load)
+
+
+def _follow_transfers(scheduler: Any, load: LoadCounters) -> None:
+    set_stage = scheduler._set_kv_fetch_stage
+
+    def set_kv_fetch_stage(request: Request, stage: str | None) -> None:
+        set_stage(request, stage)
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            load.loading(request)
+
+    scheduler._set_kv_fetch_stage = set_kv_fetch_stage
+
+
+def _follow_steps(scheduler: Any, load: LoadCounters) -> None:
+    stock_schedule, update = scheduler.schedule, scheduler.update_from_output
+
+    def schedule(*args: Any, **kwargs: Any) -> Any:
+        output = stock_schedule(*args, **kwargs)
+        started = [new.req_id for new in output.scheduled_new_reqs]
+        started += output.scheduled_cached_reqs.resumed_req_ids
+        load.scheduled(started, output.num_scheduled_tokens)
+        return output
+
+    def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
+        exact = load.computing()
+        outputs = update(scheduler_output, model_runner_output)
+        load.computed([some.outputs for some in outputs.values()], scheduler_output.num_scheduled_tokens, exact)
+        return outputs
+
+    scheduler.schedule, scheduler.update_from_output = schedule, update_from_output
+
+
+def _prefix_cache_of(scheduler: Any) -> Any:
+    """How many leading tokens of a request the prefix cache holds.
+
+    Past `get_computed_blocks`, which may publish events: nothing is touched, counted or reported. The scheduler asks
+    again when the request starts; the answer may be another by then.
+    """
+    manager = scheduler.kv_cache_manager
+    find = manager.coordinator.find_longest_cache_hit
+
+    def look_up(request: Request) -> int:
+        if request.num_computed_tokens or not manager.prefix_cache_lookup_enabled(request):
+            return 0
+        try:
+            # One token has to be computed in any case, for its logits.
+            return int(find(request.block_hashes, request.num_tokens - 1)[1])
+        except (RuntimeError, StopIteration):
+            # On the input thread: the loop has taken away the entry that was being looked at.
+            return 0
+
+    return look_up
+
+
+def _name_of(request: Request) -> str:
+    residence = residence_of(request)
+    return gateway_id(residence.external_request_id if residence else request.request_id)

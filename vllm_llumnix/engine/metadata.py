@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the llumlet tells of its engine that does not change while the engine lives, but for its LoRA adapters."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import vllm
+
+import vllm_llumnix
+from llumlet.types import Address, InstanceMetadata
+from vllm_llumnix import hooks
+
+if TYPE_CHECKING:
+    from vllm_llumnix.adapters import Adapters
+    from vllm_llumnix.engine.bypass import Bypass
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_MACHINE_ID = Path("/etc/machine-id")
+
+
+def node_id() -> str:
+    """The same for all engines of a machine, in containers too; another one on every other machine.
+
+    The kernel's number of its boot: a machine id is often that of the container's image.
+    """
+    for source in (_BOOT_ID, _MACHINE_ID):
+        try:
+            text = source.read_text().strip()
+        except OSError:
+            continue
+        if text:
+            return text
+    return socket.gethostname()
+
+
+def unit_id(group: str) -> str:
+    """Names the engines that fail together: the ranks of one data-parallel group."""
+    return hashlib.sha256(group.encode()).hexdigest()[:32]
+
+
+def metadata_of(bypass: Bypass, adapters: Adapters, address: Address) -> InstanceMetadata:
+    """`address`: where the llumlet is reached. Bypass thread."""
+    config, engine = bypass.config, bypass.engine
+    model, parallel = engine.vllm_config.model_config, engine.vllm_config.parallel_config
+    ranks = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
+    return InstanceMetadata(
+        instance_id=config.instance_id,
+        instance_type=config.instance_type,
+        backend_type="vllm",
+        ip=address.host,
+        ip_kvs=address.host,
+        ip_kvt=address.host,
+        api_server_port=config.api_server_port,
+        llumlet_port=address.port,
+        kvt_port=address.port,
+        node_id=node_id(),
+        data_parallel_size=config.num_ranks,
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        unit_id=unit_id(config.unit),
+        dp_rank=engine.engine_index,
+        # Of its first worker.
+        ep_rank=engine.engine_index * ranks if parallel.enable_expert_parallel else 0,
+        dp_local_rank=parallel.data_parallel_rank_local or 0,
+        utc_create=bypass.started_at,
+        utc_update=time.time(),
+        block_size=engine.scheduler.block_size,
+        max_num_batched_tokens=engine.vllm_config.scheduler_config.max_num_batched_tokens,
+        incarnation=bypass.identity.incarnation,
+        version=vllm_llumnix.__version__,
+        engine_version=vllm.__version__,
+        patch_digest=hooks.ready_digest() or "",
+        model=model.model,
+        max_model_len=model.max_model_len,
+        num_total_blocks=engine.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,
+        bytes_per_block=bypass.bytes_per_block,
+        transports=config.transports,
+        max_migrations_in=config.max_migrations_in,
+        max_migrations_out=config.max_migrations_out,
+        stall_budget_ms=config.stall_budget_ms,
+        exact=config.exact,
+        compatibility_digest=bypass.identity.digest,
+        served_models=dict.fromkeys([*(config.served_models or (model.model,)), *adapters.names]),
+    )

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The status that the llumlet tells of its engine. Read on the bypass thread, whatever the loop is doing.
+
+What requests do to the engine comes from the load counters, as one snapshot; what moves do to it, from the moves, of
+which there are few; how the loop gets on, from its own notes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.sched.interface import PauseState
+
+from llumlet.types import Health, InstanceStatus
+from vllm_llumnix.migration import wire
+
+if TYPE_CHECKING:
+    from vllm_llumnix.engine.arrivals import Arrivals
+    from vllm_llumnix.engine.bypass import Bypass
+    from vllm_llumnix.engine.departures import Departures
+    from vllm_llumnix.engine.kvconn import KVConnection
+    from vllm_llumnix.engine.load import Snapshot
+    from vllm_llumnix.migration.limits import Slots
+
+WATCH_SECONDS = 0.1
+"""Between two looks at what changes without an event: whether the loop still gets on."""
+HEALTHS = {wire.Health.OK: Health.OK, wire.Health.SUSPECT: Health.SUSPECT, wire.Health.HUNG: Health.HUNG}
+
+
+class StatusSource:
+    """Of one engine."""
+
+    def __init__(self, bypass: Bypass, kvconn: KVConnection, departures: Departures, arrivals: Arrivals) -> None:
+        self._bypass = bypass
+        self._kvconn = kvconn
+        self._departures = departures
+        self._arrivals = arrivals
+        self._watching: asyncio.Task[None] | None = None
+
+    def open(self) -> None:
+        """On the event loop that reads."""
+        self._watching = asyncio.get_running_loop().create_task(self._watch(), name="llumnix-status")
+
+    def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+
+    def now(self) -> InstanceStatus:
+        snapshot = self._kvconn.port.load.snapshot()
+        progress, identity = self._kvconn.progress, self._bypass.identity
+        health = progress.health
+        status = InstanceStatus(
+            instance_id=identity.instance,
+            incarnation=identity.incarnation,
+            schedulable=self._schedulable(health),
+            timestamp_ms=int(time.time() * 1000),
+            step_id=self._kvconn.steps,
+            update_id=snapshot.version,
+            profiling_id=-1,
+            loop_age_ms=progress.stalled_seconds * 1e3,
+            health=HEALTHS[health],
+            num_adopted=self._bypass.num_adopted,
+            num_rescued=self._bypass.num_rescued,
+            num_preemptions=snapshot.num_preemptions,
+        )
+        self._add_load(status, snapshot)
+        self._add_moves(status)
+        return status
+
+    async def _watch(self) -> None:
+        """Tell the counters when the loop hangs or goes on, and when the engine stops taking requests."""
+        load = self._kvconn.port.load
+        told = self._schedulable(), self._kvconn.progress.health
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            now = self._schedulable(), self._kvconn.progress.health
+            if now != told:
+                told = now
+                load.touch()
+
+    def _schedulable(self, health: wire.Health | None = None) -> bool:
+        healthy = (health or self._kvconn.progress.health) is wire.Health.OK
+        paused = self._kvconn.port.scheduler.pause_state != PauseState.UNPAUSED
+        return healthy and not paused and self._bypass.takes_requests
+
+    def _add_load(self, status: InstanceStatus, snapshot: Snapshot) -> None:
+        load, port = snapshot.load, self._kvconn.port
+        status.recent_waiting_requests.extend(snapshot.recent)
+        status.waiting_requests.extend(snapshot.waiting)
+        status.num_waiting_requests = load.num_waiting
+        status.num_loading_requests = load.num_loading
+        status.num_running_requests = load.num_running
+        status.scheduler_waiting_to_decode_requests_num = load.waiting_to_decode
+        status.scheduler_waiting_to_decode_tokens_num = load.waiting_to_decode_tokens
+        status.scheduler_running_to_decode_requests_num = load.running_to_decode
+        status.scheduler_running_to_decode_tokens_num = load.running_to_decode_tokens
+        status.num_uncomputed_tokens_scheduler_waiting_prefills = load.waiting_prefill_tokens
+        status.num_uncomputed_tokens_scheduler_running_prefills = load.running_prefill_tokens
+        status.num_unallocated_tokens_scheduler_running_prefills = load.running_unallocated_tokens
+        status.num_tokens_loading_requests = load.loading_tokens
+        # vLLM's connectors keep no queue of their own.
+        status.num_uncomputed_tokens_all_waiting_prefills = load.waiting_prefill_tokens
+        total, free = port.num_blocks, snapshot.num_free_blocks
+        status.num_total_blocks, status.num_free_blocks = total, free
+        status.num_total_gpu_tokens = total * port.block_size
+        status.num_used_gpu_tokens = (total - free) * port.block_size
+
+    def _add_moves(self, status: InstanceStatus) -> None:
+        capacity = self._kvconn.port.capacity_tokens
+        arriving, leaving = self._arrivals.pending(), list(self._departures.moves.values())
+        # One that settles meanwhile lets go of its request.
+        in_tokens = sum(request.num_tokens for move in arriving if (request := move.request) is not None)
+        out_tokens = sum(move.request.num_tokens for move in leaving)
+        in_left, out_left = (_available(side.slots, capacity) for side in (self._arrivals, self._departures))
+        status.num_migrate_in_reqs, status.num_migrate_out_reqs = len(arriving), len(leaving)
+        status.num_migrate_in_tokens, status.num_migrate_out_tokens = in_tokens, out_tokens
+        status.num_available_migrate_in_slots, status.num_available_migrate_in_tokens = in_left
+        status.num_available_migrate_out_slots, status.num_available_migrate_out_tokens = out_left
+        status.kv_cache_usage_ratio_migrate_in = in_tokens / capacity
+        status.kv_cache_usage_ratio_migrate_out = out_tokens / capacity
+        status.available_kv_cache_usage_ratio_migrate_in = in_left[1] / capacity
+        status.available_kv_cache_usage_ratio_migrate_out = out_left[1] / capacity
+        status.num_pinned_blocks = sum(move.num_pinned_blocks for move in leaving)
+        status.num_reserved_blocks = sum(move.num_blocks for move in arriving)
+        status.num_draining_blocks = self._arrivals.draining_blocks()
+
+
+def _available(slots: Slots, capacity: int) -> tuple[int, int]:
+    """Requests and tokens for which there is room; what no limit leaves available is the whole cache."""
+    tokens = slots.available_tokens
+    return slots.available_requests or 0, capacity if tokens is None else tokens

@@ -290,8 +290,8 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         "--llumlet-cms",
         default=_DEFAULTS.cms,
         metavar="HOST:PORT|redis://...",
-        help="Cluster metadata stores, separated by commas, that are told of this instance and of its load whenever that "
-        "changes: schedulers, or a Redis.",
+        help="Cluster metadata stores, separated by commas: schedulers, or a Redis. They are told of this instance, "
+        "and of its load whenever that changes.",
     )
     add(
         "--llumlet-peers",
@@ -432,7 +432,7 @@ def _faults(config: LlumletConfig) -> list[str]:
 
 
 def _cms_problems(config: LlumletConfig) -> list[str]:
-    """A status goes out unasked: to a host of its own accord only, or to one that is sure to be the one that is meant."""
+    """It goes out unasked, request ids in it: to this host, or to one that proves to be the one that is meant."""
     problems = cms_faults(config.cms)
     if problems:
         return problems

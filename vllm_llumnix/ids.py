@@ -44,7 +44,7 @@ HOME = Epoch(0, 0)
 def gateway_id(external_id: str) -> str:
     """The `x-request-id` with which a request came, from vLLM's external id of it.
 
-    vLLM calls it `cmpl-<x-request-id>-<index of the prompt>` or `chatcmpl-<x-request-id>`; all of `n > 1` have the same.
+    vLLM calls it `cmpl-<x-request-id>-<index of the prompt>` or `chatcmpl-<x-request-id>`, all of `n > 1` the same.
     Without the header it draws an id of its own for that place.
     """
     if external_id.startswith("chatcmpl-"):

@@ -87,6 +87,50 @@ def test_all_faults_are_listed_at_once() -> None:
     assert len(refusal.value.faults) == 10
 
 
+def test_stores_that_are_told() -> None:
+    stores = "127.0.0.1:7100,redis://localhost:6379/0,rediss://cms.example:6380"
+    on = read("--enable-llumlet", "--llumlet-cms", stores)
+    assert on is not None
+    assert on.cms == stores
+    with pytest.raises(ConfigError) as refusal:
+        read("--enable-llumlet", "--llumlet-cms", "here, http://there:1")
+    assert [fault.partition(": ")[0] for fault in refusal.value.faults] == ["--llumlet-cms"] * 2
+    for store in ("10.0.0.5:7100", "redis://10.0.0.5"):
+        with pytest.raises(ConfigError, match=r"--llumlet-cms: 10\.0\.0\.5 is not a loopback address"):
+            read("--enable-llumlet", "--llumlet-cms", store)
+        assert read("--enable-llumlet", "--llumlet-cms", store, "--llumlet-insecure") is not None
+
+
+def test_a_unit_is_one_data_parallel_group() -> None:
+    def unit(*flags: str, **of_vllm: object) -> str:
+        args = parse("--enable-llumlet", *flags)
+        vars(args).update(of_vllm)
+        on = config.config_from_args(args, {})
+        assert on is not None
+        assert on.for_rank(1).unit == on.unit
+        return on.unit
+
+    ranks = ("--data-parallel-size", "4")
+    assert unit() != unit()
+    assert unit(*ranks) != unit(*ranks)
+    hosts = [
+        unit(*ranks, data_parallel_size_local=2, data_parallel_address="10.0.0.5", data_parallel_rpc_port=13345)
+        for _ in range(2)
+    ]
+    assert len(set(hosts)) == 1
+    one_each = [unit(*ranks, data_parallel_rank=rank, data_parallel_address="10.0.0.6") for rank in range(4)]
+    assert len(set(one_each)) == 1
+    assert hosts[0] != one_each[0]
+
+
+def test_what_the_api_server_is_called() -> None:
+    args = parse("--enable-llumlet")
+    args.port, args.served_model_name = 8001, ["big", "bigger"]
+    on = config.config_from_args(args, {})
+    assert on is not None
+    assert (on.api_server_port, on.served_models) == (8001, ("big", "bigger"))
+
+
 def test_flags_without_the_switch_are_a_mistake() -> None:
     with pytest.raises(ConfigError, match="--llumlet-port needs --enable-llumlet"):
         read("--llumlet-port", "4000")

@@ -16,6 +16,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.engine.rig import BLOCK_SIZE, Rig
 from vllm_llumnix.engine.load import RECENT_SECONDS, Load, LoadCounters, Place, recount
+from vllm_llumnix.engine.request_state import why_not_now
+from vllm_llumnix.errors import Refused
 from vllm_llumnix.ids import gateway_id
 
 KINDS = {
@@ -256,6 +258,9 @@ class History:
     def turn(self) -> None:
         self.rig.port.park_preempted()
         self.rig.turn()
+        for request in list(self.rig.port._frozen.values()):
+            if request.is_finished():
+                self.rig.port.forget(request)
 
     def _draw(self) -> Request:
         self.names += 1
@@ -288,6 +293,8 @@ class History:
             return
         name = request.request_id
         if name not in self.moving:
+            if why_not_now(request) is not None:
+                return
             self.moving.add(name)
             port.load.moving(name, True)
             if self.random.random() < 0.5:
@@ -307,8 +314,7 @@ class History:
             request.prefill_stats = None
         try:
             self.rig.port.reserve(request, use_prefix_cache=True)
-        except Exception as error:  # noqa: BLE001
-            assert "destination" in str(error)
+        except Refused:
             return
         self.reserved.append(request)
 

@@ -257,6 +257,9 @@ class Instance:
             "what was moved": sum(1 for move in moves if move.request or move._source_blocks),
             "guests": len(agent.relay._guests),
             "questions": len(agent.relay._questions),
+            "load": sum(port.load.snapshot().load),
+            "names": len(port.load.snapshot().waiting) + len(port.load._entries) + len(port.load._exact),
+            "blocks by the counters": port.num_blocks - port.load.snapshot().num_free_blocks,
             "streams": len(client._streams),
             "replays": int(client._replay.busy),
         }

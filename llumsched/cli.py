@@ -29,11 +29,15 @@ _EPILOG = """exit codes:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
-    args, unknown = parser.parse_known_args(argv)
+    given, further = _split(sys.argv[1:] if argv is None else argv)
+    args, unknown = parser.parse_known_args(given)
     command: Command | None = args.command
     if command is None:
         parser.print_help(sys.stderr)
         return ExitCode.USAGE
+    args.further = further
+    if not args.takes_further:
+        unknown += further
     faults = [f"unknown argument {argument!r}" for argument in unknown] + command.faults(args)
     try:
         args.credentials = Credentials.load(CredentialFiles.given(args))
@@ -47,15 +51,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.INTERRUPTED
 
 
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our arguments, and those after the first `--`: a command that hands them on sets `takes_further`, and finds
+    them in `args.further`."""
+    words = list(argv)
+    end = words.index("--") if "--" in words else len(words)
+    return words[:end], words[end + 1 :]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="llumnix",
-        description="Look at engines and move their running requests.",
+        description="Serve language models on several engines, look at these, and move their running requests.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.set_defaults(command=None)
+    parser.set_defaults(command=None, takes_further=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in COMMANDS:
         sub = commands.add_parser(

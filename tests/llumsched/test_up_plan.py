@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `llumnix up` makes of its command line: the commands, and every fault at once."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from llumsched import cli
+from llumsched.up import device
+from llumsched.up.plan import UpConfig, faults_of, plan_of
+
+ANY_PORTS = {"port": 0, "scheduler_port": 0, "cms_port": 0}
+
+
+@pytest.fixture(autouse=True)
+def engines_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "vllm_command", lambda: "/opt/vllm")
+    monkeypatch.setattr(device, "vllm_is_for_cpu", lambda: True)
+
+
+def on_gpus(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    monkeypatch.setattr(device, "vllm_is_for_cpu", lambda: False)
+    monkeypatch.setattr(device, "gpus", lambda environment: list(names))
+
+
+def values(command: tuple[str, ...], flag: str) -> list[str]:
+    return [command[i + 1] for i, word in enumerate(command) if word == flag]
+
+
+def test_every_component_knows_the_others(tmp_path: Path) -> None:
+    made = plan_of(UpConfig(str(tmp_path), 3, engine_args=("--max-model-len", "99"), **ANY_PORTS))
+    cms = values(made.scheduler.command, "--cms")[0].removeprefix("listen://")
+    scheduler_port = values(made.scheduler.command, "--port")[0]
+    assert "--colocated-rescheduling-mode" in made.scheduler.command
+    assert values(made.gateway.command, "--scheduler-endpoints") == [f"127.0.0.1:{scheduler_port}"]
+    assert values(made.gateway.command, "--tokenizer-path") == [f"{tmp_path}={tmp_path}"]
+    ports = set()
+    for index, engine in enumerate(made.engines):
+        assert engine.command[:3] == ("/opt/vllm", "serve", str(tmp_path))
+        assert values(engine.command, "--llumlet-cms") == [cms]
+        assert values(engine.command, "--llumlet-instance-id") == [engine.name] == [f"engine-{index}"]
+        assert engine.command[-2:] == ("--max-model-len", "99")
+        assert engine.environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+        ports.update(values(engine.command, "--port"))
+    assert len(ports) == 3
+
+
+def test_without_rescheduling() -> None:
+    command = plan_of(UpConfig("m", enable_rescheduling=False, **ANY_PORTS)).scheduler.command
+    assert not [word for word in command if "rescheduling" in word]
+
+
+def test_the_served_name_is_the_one_that_is_waited_for_and_shown() -> None:
+    made = plan_of(UpConfig("org/m", engine_args=("--served-model-name=a",), **ANY_PORTS))
+    assert made.model == "a"
+    assert '"model": "a"' in made.greeting
+
+
+def test_each_engine_has_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus(monkeypatch, "0", "1", "2", "3")
+    made = plan_of(UpConfig("m", 2, engine_args=("-tp", "2"), **ANY_PORTS))
+    assert [engine.environment["CUDA_VISIBLE_DEVICES"] for engine in made.engines] == ["0,1", "2,3"]
+    assert not any(engine.cores for engine in made.engines)
+
+
+def test_too_few_gpus_are_a_fault_unless_they_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus(monkeypatch, "0")
+    (fault,) = faults_of(UpConfig("m", 2, **ANY_PORTS))
+    assert "want 2 GPUs, and 1 are here" in fault
+    shared = UpConfig("m", 2, share_gpus=True, **ANY_PORTS)
+    assert not faults_of(shared)
+    assert "CUDA_VISIBLE_DEVICES" not in plan_of(shared).engines[0].environment
+
+
+@pytest.mark.parametrize(
+    ("engines", "cores", "expected"),
+    [
+        (2, [0, 1], [[0], [1]]),
+        (3, [4, 7], [[4], [7], [4]]),
+        (2, [0, 1, 2, 3, 4], [[0, 1], [2, 3]]),
+    ],
+)
+def test_engines_share_out_the_cores(engines: int, cores: list[int], expected: list[list[int]]) -> None:
+    assert [device.cores_of(index, engines, cores) for index in range(engines)] == expected
+
+
+def test_what_the_environment_says_stays() -> None:
+    own = device.cpu_environment(2, 4, {"OMP_NUM_THREADS": "7"})
+    assert "OMP_NUM_THREADS" not in own
+    assert int(own["VLLM_CPU_KVCACHE_SPACE"]) >= 1
+
+
+def test_all_faults_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "vllm_command", lambda: None)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        command = ["up", "/no/such", "--engines", "0", "--port", str(port), "--cms-port", "7", "--scheduler-port", "7"]
+        code = cli.main([*command, "--drain-seconds", "x", "--llumlet-token-file", "t", "--", "--llumlet-cms=a:1"])
+    assert code == 2
+    said = capsys.readouterr().err
+    for fault in (
+        "--engines must be at least 1",
+        f"--port {port} of 127.0.0.1 is taken",
+        "--cms-port and --scheduler-port are both 7",
+        "--drain-seconds 'x' is not a number",
+        "credentials are for several hosts",
+        "--llumlet-cms cannot be given for the engines",
+        "/no/such is no directory",
+        "`vllm` was not found",
+    ):
+        assert fault in said
+
+
+def test_further_arguments_are_for_up_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ps", "--llumlet", "127.0.0.1:1", "--", "--more"]) == 2
+    assert "unknown argument '--more'" in capsys.readouterr().err

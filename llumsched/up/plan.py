@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import sys
@@ -208,7 +209,7 @@ def _gpus_per_engine(arguments: tuple[str, ...]) -> int:
 def _last_value(arguments: tuple[str, ...], flag: str) -> str | None:
     """The value that counts of `--flag VALUE` or `--flag=VALUE`; the first, if it has several."""
     value = None
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         if argument == flag:
             value = following
         elif argument.startswith(f"{flag}="):

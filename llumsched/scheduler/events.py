@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's web page and the server-sent events that feed it: `/`, `/page.js`, `/page.css`, `/events`.
+
+An event's data is one JSON object: `instances` (`llumsched.summary`, with `age_s`) that changed, the ids of those that
+`left`, the rescheduler's `moves` that changed, and how old the view is. The first holds all that is known. There is one
+at most every `INTERVAL_S`, and at least every `BEAT_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from importlib import resources
+from typing import Final, Protocol
+
+from aiohttp import web
+
+from llumsched.cms.view import View
+from llumsched.scheduler.feed import Feed, Moves, Reader
+
+INTERVAL_S: Final = 0.1
+BEAT_S: Final = 1.0
+STUCK_S: Final = 30.0
+"""A reader that takes nothing for so long is cut off."""
+MAX_READERS: Final = 64
+_TYPES = {"index.html": "text/html", "page.js": "text/javascript", "page.css": "text/css"}
+_HEADERS = {
+    "Cache-Control": "no-cache",
+    # Everything comes from here, and nothing of it is anybody's text: ids and numbers are set as text.
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class Rescheduler(Protocol):
+    @property
+    def records(self) -> Moves: ...
+
+
+def add_routes(app: web.Application, view: View, rescheduler: Rescheduler | None) -> None:
+    """`rescheduler` is None where it runs in another process: the page then shows no moves."""
+    page = _Page(Feed(view, rescheduler.records if rescheduler is not None else None))
+    app.router.add_get("/", page.file)
+    app.router.add_get("/{name:page\\.(?:js|css)}", page.file)
+    app.router.add_get("/events", page.events)
+    app.on_shutdown.append(page.close)
+
+
+class _Page:
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+        self._handlers: set[asyncio.Task[None]] = set()
+        self._files = {name: (resources.files("llumsched.scheduler") / "page" / name).read_bytes() for name in _TYPES}
+
+    async def file(self, request: web.Request) -> web.Response:
+        name = request.match_info.get("name", "index.html")
+        return web.Response(body=self._files[name], content_type=_TYPES[name], charset="utf-8", headers=_HEADERS)
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        if len(self._feed) >= MAX_READERS:
+            raise web.HTTPServiceUnavailable(text=f"{MAX_READERS} readers are connected already\n")
+        response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream"})
+        # Buffered by nobody on the way.
+        response.headers["X-Accel-Buffering"] = "no"
+        await response.prepare(request)
+        reader = self._feed.join()
+        task = asyncio.ensure_future(self._tell(response, reader))
+        self._handlers.add(task)
+        try:
+            with contextlib.suppress(ConnectionError, TimeoutError, asyncio.CancelledError):
+                await task
+        finally:
+            task.cancel()
+            self._handlers.discard(task)
+            self._feed.leave(reader)
+        return response
+
+    async def close(self, _: web.Application) -> None:
+        """A server that ends waits for its connections, and these have no end of their own."""
+        for task in self._handlers:
+            task.cancel()
+
+    async def _tell(self, response: web.StreamResponse, reader: Reader) -> None:
+        while True:
+            event = f"data: {self._feed.take(reader)}\n\n".encode()
+            async with asyncio.timeout(STUCK_S):
+                await response.write(event)
+            await asyncio.sleep(INTERVAL_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BEAT_S - INTERVAL_S):
+                    await reader.woken.wait()

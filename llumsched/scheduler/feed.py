@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What changed for each reader of `/events` since it was last told.
+
+A reader is told states, not changes: of everything that changed while it was slow it gets the newest state once. What
+is kept for it is bounded by the instances there are and `NUM_MOVES`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Protocol
+
+from llumsched.cms.view import Instance, View
+from llumsched.summary import summary
+
+NUM_MOVES: Final = 100
+
+
+class MoveRecord(Protocol):
+    """One call to one source, as the rescheduler records it; `number` is its own."""
+
+    number: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types only."""
+        ...
+
+
+class Moves(Protocol):
+    """The rescheduler's records."""
+
+    @property
+    def moves(self) -> Iterable[MoveRecord]:
+        """Oldest first."""
+        ...
+
+    def observe_moves(self, observer: Callable[[Any], None]) -> Callable[[], None]: ...
+
+
+class Reader:
+    """One connection's part of the feed."""
+
+    def __init__(self, instances: Iterable[str], moves: Iterable[MoveRecord]) -> None:
+        self.instances = set(instances)
+        self.left: set[str] = set()
+        self.moves = {record.number: record for record in moves}
+        self.woken = asyncio.Event()
+
+
+class Feed:
+    """Observes a view and the rescheduler's moves on their event loop, while there are readers."""
+
+    def __init__(self, view: View, moves: Moves | None) -> None:
+        self._view = view
+        self._moves = moves
+        self._readers: set[Reader] = set()
+        self._stops: list[Callable[[], None]] = []
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+    def join(self) -> Reader:
+        """A reader that has not been told anything yet."""
+        if not self._readers:
+            self._stops = [self._view.observe(self)]
+            if self._moves is not None:
+                self._stops.append(self._moves.observe_moves(self._moved))
+        reader = Reader(self._view, list(self._moves.moves)[-NUM_MOVES:] if self._moves is not None else ())
+        self._readers.add(reader)
+        return reader
+
+    def leave(self, reader: Reader) -> None:
+        self._readers.discard(reader)
+        if not self._readers:
+            for stop in self._stops:
+                stop()
+            self._stops.clear()
+
+    def take(self, reader: Reader) -> str:
+        """What the reader has not been told, in JSON; from now on it has been told."""
+        now_s = time.monotonic()
+        known = (self._view.get(instance_id) for instance_id in sorted(reader.instances))
+        document = {
+            "at_s": time.time(),
+            "connected": self._view.connected,
+            "age_s": self._view.age_s,
+            "instances": [_aged(instance, now_s) for instance in known if instance is not None],
+            "left": sorted(reader.left),
+            "moves": [record.to_dict() for record in reader.moves.values()],
+            "rescheduling": self._moves is not None,
+        }
+        reader.instances.clear()
+        reader.left.clear()
+        reader.moves.clear()
+        reader.woken.clear()
+        return json.dumps(document, separators=(",", ":"), allow_nan=False)
+
+    # Observer of the view
+
+    def appeared(self, instance: Instance) -> None:
+        self.changed(instance)
+
+    def changed(self, instance: Instance) -> None:
+        for reader in self._readers:
+            reader.instances.add(instance.id)
+            reader.woken.set()
+
+    def left(self, instance: Instance) -> None:
+        for reader in self._readers:
+            reader.instances.discard(instance.id)
+            reader.left.add(instance.id)
+            reader.woken.set()
+
+    def _moved(self, record: MoveRecord) -> None:
+        for reader in self._readers:
+            # The newest last, and the oldest gives way.
+            reader.moves.pop(record.number, None)
+            reader.moves[record.number] = record
+            if len(reader.moves) > NUM_MOVES:
+                del reader.moves[next(iter(reader.moves))]
+            reader.woken.set()
+
+
+def _aged(instance: Instance, now_s: float) -> dict[str, Any]:
+    shown = summary(instance)
+    del shown["received_s"]
+    return shown | {"age_s": instance.age_s(now_s)}

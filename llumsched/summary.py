@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One instance as people are shown it: on the web page and by `llumnix top`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llumlet.types import Health, InstanceStatus, word
+from llumsched.cms.view import Instance
+
+
+def summary(instance: Instance) -> dict[str, Any]:
+    """JSON types only. Loads are null before the first status has come; `received_s` is by the view's clock."""
+    metadata, status = instance.metadata, instance.status
+    about = {
+        "id": instance.id,
+        "incarnation": metadata.incarnation,
+        "type": metadata.instance_type,
+        "model": metadata.model,
+        "api_server": str(instance.api_server),
+        "node": metadata.node_id,
+        "state": state(status),
+        "received_s": instance.received_s,
+    }
+    return about | (_load(status) if status is not None else dict.fromkeys(LOADS))
+
+
+LOADS = ("running", "waiting", "kv", "used_tokens", "total_tokens", "prefill_tokens", "moves_out", "moves_in",
+         "preemptions")  # fmt: skip
+
+
+def state(status: InstanceStatus | None) -> str:
+    """silent (nothing heard of its load yet), open (takes new requests), closed, or what is wrong with its health."""
+    if status is None:
+        return "silent"
+    if status.health in (Health.SUSPECT, Health.HUNG):
+        return word(Health, status.health)
+    return "open" if status.schedulable else "closed"
+
+
+def _load(status: InstanceStatus) -> dict[str, float]:
+    used, total = status.num_used_gpu_tokens, status.num_total_gpu_tokens
+    uncomputed = (
+        status.num_uncomputed_tokens_all_waiting_prefills + status.num_uncomputed_tokens_scheduler_running_prefills
+    )
+    return {
+        "running": status.num_running_requests,
+        "waiting": status.num_waiting_requests,
+        "kv": used / total if total > 0 else 0.0,
+        "used_tokens": used,
+        "total_tokens": total,
+        "prefill_tokens": uncomputed,
+        "moves_out": status.num_migrate_out_reqs,
+        "moves_in": status.num_migrate_in_reqs,
+        "preemptions": status.num_preemptions,
+    }

@@ -169,7 +169,7 @@ setup(
     packages=find_packages(include=[pattern for name in names for pattern in (name, f"{name}.*")]),
     # A plain path line for editable installs: it comes before the hook, whose import needs it.
     package_dir={"": "."},
-    package_data={"": ["py.typed", "*.pyi", "*.proto"]},
+    package_data={"": ["py.typed", "*.pyi", "*.proto"], "llumsched.scheduler": ["page/*"]},
     include_package_data=False,
     ext_modules=[KERNELS[name] for name in KERNELS_OF[device]],
     data_files=[] if device == "empty" else [("", ["vllm-llumnix.pth"])],

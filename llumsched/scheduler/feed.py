@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, Final, Protocol
@@ -45,7 +46,9 @@ class Reader:
 
     def __init__(self, instances: Iterable[str], moves: Iterable[MoveRecord]) -> None:
         self.instances = set(instances)
-        self.left: set[str] = set()
+        """Ids of those that changed."""
+        self.told: set[str] = set()
+        """Ids of those that the reader believes to be there."""
         self.moves = {record.number: record for record in moves}
         self.woken = asyncio.Event()
 
@@ -82,18 +85,20 @@ class Feed:
     def take(self, reader: Reader) -> str:
         """What the reader has not been told, in JSON; from now on it has been told."""
         now_s = time.monotonic()
-        known = (self._view.get(instance_id) for instance_id in sorted(reader.instances))
+        changed = [self._view[name] for name in sorted(reader.instances) if name in self._view]
+        left = sorted(name for name in reader.told if name not in self._view)
         document = {
             "at_s": time.time(),
             "connected": self._view.connected,
             "age_s": self._view.age_s,
-            "instances": [_aged(instance, now_s) for instance in known if instance is not None],
-            "left": sorted(reader.left),
-            "moves": [record.to_dict() for record in reader.moves.values()],
+            "instances": [_aged(instance, now_s) for instance in changed],
+            "left": left,
+            "moves": [_plain(record) for record in reader.moves.values()],
             "rescheduling": self._moves is not None,
         }
         reader.instances.clear()
-        reader.left.clear()
+        reader.told.update(instance.id for instance in changed)
+        reader.told.difference_update(left)
         reader.moves.clear()
         reader.woken.clear()
         return json.dumps(document, separators=(",", ":"), allow_nan=False)
@@ -111,7 +116,6 @@ class Feed:
     def left(self, instance: Instance) -> None:
         for reader in self._readers:
             reader.instances.discard(instance.id)
-            reader.left.add(instance.id)
             reader.woken.set()
 
     def _moved(self, record: MoveRecord) -> None:
@@ -128,3 +132,9 @@ def _aged(instance: Instance, now_s: float) -> dict[str, Any]:
     shown = summary(instance)
     del shown["received_s"]
     return shown | {"age_s": instance.age_s(now_s)}
+
+
+def _plain(record: MoveRecord) -> dict[str, Any]:
+    """JSON knows no infinity."""
+    fields = record.to_dict().items()
+    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields}

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/events` tells states: all at first, then what changed, and to who is slow the newest only."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from llumlet.types import Health, InstanceMetadata, InstanceStatus
+from llumsched.cms.view import View
+from llumsched.rescheduling.moves import Move, Order, Rule, Selection
+from llumsched.rescheduling.records import MoveRecord, Outcome, Records
+from llumsched.scheduler import events
+from llumsched.scheduler.feed import NUM_MOVES, Feed
+
+DEADLINE_S = 10.0
+
+
+def metadata(name: str, incarnation: str = "1") -> InstanceMetadata:
+    return InstanceMetadata(instance_id=name, incarnation=incarnation, model="m", ip="10.0.0.1", api_server_port=80)
+
+
+def status(name: str, update_id: int, **fields: Any) -> InstanceStatus:
+    defaults = {"incarnation": "1", "schedulable": True, "num_total_gpu_tokens": 100}
+    return InstanceStatus(instance_id=name, update_id=update_id, **defaults | fields)
+
+
+def move(number: int, **fields: Any) -> MoveRecord:
+    selection = Selection(Rule.NUM_REQ, Order.SR, 1.0)
+    return MoveRecord(number, Move("neutral_load", "a", "b", selection, 10.0, gain=float("inf")), time.time(), **fields)
+
+
+class Rescheduler:
+    def __init__(self) -> None:
+        self.records = Records()
+
+
+class Page:
+    def __init__(self, url: str, view: View, rescheduler: Rescheduler, session: aiohttp.ClientSession) -> None:
+        self.url, self.view, self.rescheduler, self.session = url, view, rescheduler, session
+
+
+@pytest_asyncio.fixture
+async def page() -> AsyncIterator[Page]:
+    view, rescheduler, app = View(), Rescheduler(), web.Application()
+    events.add_routes(app, view, rescheduler)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        yield Page(str(server.make_url("")), view, rescheduler, session)
+
+
+async def next_event(response: aiohttp.ClientResponse) -> dict[str, Any]:
+    async with asyncio.timeout(DEADLINE_S):
+        line = await response.content.readline()
+        assert await response.content.readline() == b"\n"
+    assert line.startswith(b"data: ")
+    parsed: dict[str, Any] = json.loads(line[6:])
+    return parsed
+
+
+async def until(response: aiohttp.ClientResponse, key: str) -> dict[str, Any]:
+    """The next event that tells something there."""
+    while not (event := await next_event(response))[key]:
+        pass
+    return event
+
+
+@pytest.mark.asyncio
+async def test_the_first_event_holds_everything_and_later_ones_what_changed(page: Page) -> None:
+    page.view.put_metadata(metadata("a"))
+    page.view.put_metadata(metadata("b"))
+    page.view.put_status(status("a", 1, num_used_gpu_tokens=25, num_running_requests=3))
+    page.rescheduler.records.began(move(1, outcome=Outcome.MOVED))
+    async with page.session.get(f"{page.url}/events") as response:
+        assert response.content_type == "text/event-stream"
+        first = await next_event(response)
+        assert [(one["id"], one["state"], one["kv"]) for one in first["instances"]] == [
+            ("a", "open", 0.25),
+            ("b", "silent", None),
+        ]
+        assert [(one["number"], one["outcome"], one["gain"]) for one in first["moves"]] == [(1, "moved", None)]
+        assert first["connected"]
+        assert first["rescheduling"]
+        page.view.put_status(status("b", 1, health=Health.HUNG))
+        changed = await until(response, "instances")
+        assert [(one["id"], one["state"]) for one in changed["instances"]] == [("b", "hung")]
+        assert changed["moves"] == []
+        page.view.remove("a")
+        assert (await until(response, "left"))["left"] == ["a"]
+        open_move = move(2)
+        page.rescheduler.records.began(open_move)
+        assert (await until(response, "moves"))["moves"][0]["outcome"] == "open"
+        open_move.outcome = Outcome.MOVED
+        page.rescheduler.records.changed(open_move)
+        assert (await until(response, "moves"))["moves"][0]["outcome"] == "moved"
+
+
+@pytest.mark.asyncio
+async def test_a_beat_comes_without_any_change_and_tells_the_age_of_a_lost_view(page: Page) -> None:
+    async with page.session.get(f"{page.url}/events") as response:
+        assert (await next_event(response))["age_s"] == 0
+        page.view.connected = False
+        beat = await next_event(response)
+        assert not beat["connected"]
+        assert beat["age_s"] > 0
+
+
+@pytest.mark.asyncio
+async def test_who_left_and_came_back_is_told_once_as_the_new_life() -> None:
+    view = View()
+    feed = Feed(view, None)
+    reader = feed.join()
+    view.put_metadata(metadata("a"))
+    assert len(json.loads(feed.take(reader))["instances"]) == 1
+    view.remove("a")
+    view.put_metadata(metadata("a", "2"))
+    told = json.loads(feed.take(reader))
+    assert [one["incarnation"] for one in told["instances"]] == ["2"]
+
+
+def test_what_is_kept_for_a_slow_reader_is_bounded_and_the_newest() -> None:
+    view, records = View(), Records()
+    feed = Feed(view, records)
+    reader = feed.join()
+    for update in range(1, 2000):
+        view.put_metadata(metadata("a"))
+        view.put_status(status("a", update, num_running_requests=update))
+        view.put_metadata(metadata(f"gone-{update}"))
+        view.remove(f"gone-{update}")
+        records.began(move(update))
+    told = json.loads(feed.take(reader))
+    assert [one["running"] for one in told["instances"]] == [1999]
+    assert [one["number"] for one in told["moves"]] == list(range(2000 - NUM_MOVES, 2000))
+    assert told["left"] == []
+    feed.leave(reader)
+    assert len(feed) == 0
+
+
+@pytest.mark.asyncio
+async def test_readers_are_limited_and_leave(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MAX_READERS", 1)
+    async with page.session.get(f"{page.url}/events") as response:
+        await next_event(response)
+        async with page.session.get(f"{page.url}/events") as refused:
+            assert refused.status == 503
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            async with page.session.get(f"{page.url}/events") as again:
+                if again.status == 200:
+                    return
+
+
+@pytest.mark.asyncio
+async def test_files_come_from_the_package_and_nothing_else(page: Page) -> None:
+    for path, kind in (("/", "text/html"), ("/page.js", "text/javascript"), ("/page.css", "text/css")):
+        async with page.session.get(page.url + path) as response:
+            assert (response.status, response.content_type) == (200, kind)
+            assert "default-src 'self'" in response.headers["Content-Security-Policy"]
+            assert "http" not in (await response.text()).replace("http://www.w3.org/2000/svg", "")
+    for path in ("/page.py", "/feed.py", "/page.js/../feed.py"):
+        async with page.session.get(page.url + path) as response:
+            assert response.status == 404
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_ends_does_not_wait_for_its_readers() -> None:
+    app = web.Application()
+    events.add_routes(app, View(), None)
+    server = TestServer(app)
+    await server.start_server()
+    async with aiohttp.ClientSession() as session, session.get(server.make_url("/events")) as response:
+        await next_event(response)
+        async with asyncio.timeout(DEADLINE_S):
+            await server.close()

@@ -14,8 +14,9 @@ PYTHON ?= python3.11 python3 python3.12 python3.13
 # More for pytest, e.g. make test ARGS="-x tests/kv"
 ARGS ?=
 
-# Debian's libraries that Mooncake is linked with.
+# Debian's libraries that Mooncake is linked with, and the programs that the tests run.
 LIBRARIES := libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4
+PROGRAMS := redis-server chromium
 
 .PHONY: demo test test-full simulate lint docs proto install clean help
 
@@ -81,13 +82,14 @@ $(STAMPS)/package: $(STAMPS)/dependencies $(shell find csrc -type f) setup.py py
 	@touch $@
 
 $(STAMPS)/libraries: $(STAMPS)/dependencies
-	@if ! $(PY) -c 'import mooncake.engine' 2>/dev/null; then \
+	@there() { $(PY) -c 'import mooncake.engine' 2>/dev/null && type $(PROGRAMS) >/dev/null 2>&1; }; \
+	if ! there; then \
 	  if [[ $$(id -u) != 0 ]]; then \
-	    echo "make: the tests need libraries of the system's: sudo apt-get install $(LIBRARIES)" >&2; exit 1; \
+	    echo "make: the tests need packages of the system's: sudo apt-get install $(LIBRARIES) $(PROGRAMS)" >&2; exit 1; \
 	  fi; \
-	  echo "== libraries for Mooncake: $(LIBRARIES)"; \
-	  apt-get update -qq && apt-get install -y -qq --no-install-recommends $(LIBRARIES) >/dev/null; \
-	  $(PY) -c 'import mooncake.engine'; \
+	  echo "== for the tests: $(LIBRARIES) $(PROGRAMS)"; \
+	  apt-get update -qq && apt-get install -y -qq --no-install-recommends $(LIBRARIES) $(PROGRAMS) >/dev/null; \
+	  there; \
 	fi
 	@touch $@
 

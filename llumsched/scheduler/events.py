@@ -43,6 +43,7 @@ def add_routes(app: web.Application, view: View, rescheduler: Rescheduler | None
     app.router.add_get("/", page.file)
     app.router.add_get("/{name:page\\.(?:js|css)}", page.file)
     app.router.add_get("/events", page.events)
+    app.router.add_get("/favicon.ico", page.no_icon)
     app.on_shutdown.append(page.close)
 
 
@@ -55,6 +56,10 @@ class _Page:
     async def file(self, request: web.Request) -> web.Response:
         name = request.match_info.get("name", "index.html")
         return web.Response(body=self._files[name], content_type=_TYPES[name], charset="utf-8", headers=_HEADERS)
+
+    async def no_icon(self, _: web.Request) -> web.Response:
+        """Browsers ask for one, unasked."""
+        return web.Response(status=204, headers={"Cache-Control": "max-age=86400"})
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         if len(self._feed) >= MAX_READERS:

@@ -2,7 +2,8 @@
 // The cluster as `/events` tells it: states, which replace what was known. Text from elsewhere is set as text only.
 "use strict";
 
-const WINDOW_S = 120;
+const WINDOW_S = 120; // of history that is kept
+const SPANS_S = [30, 60, 120]; // of which a young cluster's curves take the shortest that holds them
 const MAX_ROWS = 64;
 const MAX_SAMPLES = 40000;
 const NUM_COLOURS = 8;
@@ -249,17 +250,19 @@ function drawChart(sorted, now) {
   for (const instance of sorted) for (const sample of instance.samples) greatest = Math.max(greatest, of(sample));
   const top = most(greatest);
   const frame = { left: 44, right: width - 118, top: 10, bottom: height - 24 };
-  const x = (at) => frame.right - ((now - at) / WINDOW_S) * (frame.right - frame.left);
+  const oldest = sorted.reduce((least, { samples }) => Math.min(least, samples.length ? samples[0].at : now), now);
+  const span = SPANS_S.find((seconds) => now - oldest <= seconds) || WINDOW_S;
+  const x = (at) => frame.right - ((now - at) / span) * (frame.right - frame.left);
   const y = (value) => frame.bottom - Math.min(1, value / top) * (frame.bottom - frame.top);
-  drawGrid(context, frame, top, text, x, y, now);
+  drawGrid(context, frame, top, text, x, y, now, span);
   const others = sorted.filter((instance) => instance.colour >= NUM_COLOURS);
   const coloured = sorted.filter((instance) => instance.colour < NUM_COLOURS);
   for (const instance of [...others, ...coloured]) drawCurve(context, instance, of, x, y, frame, now);
   drawLabels(context, coloured, of, text, y, frame);
-  drawMoveMarks(context, of, x, y, now);
+  drawMoveMarks(context, of, x, y, now, span);
 }
 
-function drawGrid(context, frame, top, text, x, y, now) {
+function drawGrid(context, frame, top, text, x, y, now, span) {
   context.strokeStyle = style("--line");
   context.fillStyle = style("--soft");
   context.lineWidth = 1;
@@ -275,7 +278,7 @@ function drawGrid(context, frame, top, text, x, y, now) {
   }
   context.textAlign = "center";
   context.textBaseline = "top";
-  for (let ago = 0; ago <= WINDOW_S; ago += 30) {
+  for (let ago = 0; ago <= span; ago += span / 3) {
     context.fillText(ago === 0 ? "now" : `−${ago} s`, x(now - ago), frame.bottom + 7);
   }
 }
@@ -318,11 +321,11 @@ function drawLabels(context, coloured, of, text, y, frame) {
 }
 
 // An arrow from the source's curve to the destination's, where requests moved.
-function drawMoveMarks(context, of, x, y, now) {
+function drawMoveMarks(context, of, x, y, now, span) {
   for (const move of moves.values()) {
     const at = move.began_s - offset;
     const from = valueAt(instances.get(move.source), at, of), to = valueAt(instances.get(move.destination), at, of);
-    if (move.outcome !== "moved" || now - at > WINDOW_S || from === null || to === null) continue;
+    if (move.outcome !== "moved" || now - at > span || from === null || to === null) continue;
     const [here, start, end] = [x(at), y(from), y(to)];
     const sign = Math.sign(end - start) || 1;
     context.strokeStyle = context.fillStyle = style("--soft");

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from llumsched.rescheduling.config import INFER_TYPES, POLICIES, Config, Domain, LoadTarget, Scope
+from llumsched.rescheduling.loads import metric_fault
 from llumsched.rescheduling.moves import ALL, AS_NEEDED, Order, Rule, Selection
 
 _DEFAULT: Final = Config()
@@ -205,14 +206,18 @@ def add_failover(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def faults(args: argparse.Namespace, metrics: dict[str, bool] | None = None) -> list[str]:
-    """Everything that is wrong, a sentence each. `metrics`: the known ones, and whether less is better."""
+def faults(args: argparse.Namespace) -> list[str]:
+    """Everything that is wrong, a sentence each."""
     _, found = _parse(args)
     for name in ("enable_rescheduling", "colocated_rescheduling_mode", "standalone_rescheduling_mode"):
         found += _switch(args, name)[1]
     if _switch(args, "colocated_rescheduling_mode")[0] and _switch(args, "standalone_rescheduling_mode")[0]:
         found.append("--colocated-rescheduling-mode and --standalone-rescheduling-mode exclude each other")
-    return found + (_metric_faults(args, metrics) if metrics is not None else [])
+    for infer_type in INFER_TYPES:
+        fault = metric_fault(getattr(args, f"rescheduling_{infer_type}_load_metric"))
+        if fault:
+            found.append(f"--rescheduling-{infer_type}-load-metric {fault}")
+    return found
 
 
 def config(args: argparse.Namespace) -> Config:
@@ -308,18 +313,6 @@ def _selection(args: argparse.Namespace, found: list[str]) -> Selection | None:
     if fault:
         found.append(f"--rescheduling-req-select-value {value:g}: {fault}")
     return Selection(rule, order, value)
-
-
-def _metric_faults(args: argparse.Namespace, metrics: dict[str, bool]) -> list[str]:
-    found = []
-    for infer_type in INFER_TYPES:
-        flag = f"--rescheduling-{infer_type}-load-metric"
-        name = getattr(args, f"rescheduling_{infer_type}_load_metric")
-        if name not in metrics:
-            found.append(f"{flag} {name!r} is none of {', '.join(sorted(metrics))}")
-        elif not metrics[name]:
-            found.append(f"{flag} {name}: more of it is better, so it is no load")
-    return found
 
 
 def _number(flag: str, text: str | float, found: list[str]) -> float | None:

@@ -12,9 +12,11 @@ the moved requests do nothing.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from llumsched.rescheduling.config import LoadTarget, Scope
+from llumsched.rescheduling.config import Scope
 from llumsched.rescheduling.domains import Mask
 from llumsched.rescheduling.draft import RATIO, Draft
 from llumsched.rescheduling.moves import AS_NEEDED, Move, Order, Rule, Selection
@@ -22,6 +24,14 @@ from llumsched.rescheduling.snapshot import Column
 
 _TRIES_PER_MOVE = 4
 """Pairs that are weighed for each move that a pass may still make: when the hottest do not pay, others hardly do."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Aim:
+    """What a set of instances that may exchange requests is brought to."""
+
+    metric: str
+    mean: float
 
 
 def balance(draft: Draft, policy: str, infer_type: str) -> tuple[int, int]:
@@ -35,7 +45,13 @@ def balance(draft: Draft, policy: str, infer_type: str) -> tuple[int, int]:
         able_sources &= draft.load >= target.threshold
         able_destinations &= draft.load < target.threshold
     for part in _parts(draft, able):
-        _pair(draft, policy, target, able_sources & part, able_destinations & part)
+        _pair(
+            draft,
+            policy,
+            _Aim(target.metric, float(draft.load[part].mean())),
+            able_sources & part,
+            able_destinations & part,
+        )
     return int(able_sources.sum()), int(able_destinations.sum())
 
 
@@ -52,10 +68,10 @@ def _parts(draft: Draft, able: Mask) -> list[Mask]:
     return [part & (units == unit) for part in parts for unit in np.unique(units[part]) if unit >= 0]
 
 
-def _pair(draft: Draft, policy: str, target: LoadTarget, able_sources: Mask, able_destinations: Mask) -> None:
+def _pair(draft: Draft, policy: str, aim: _Aim, able_sources: Mask, able_destinations: Mask) -> None:
     hottest = _sorted(-draft.load, able_sources)
     coldest = _sorted(draft.load, able_destinations)
-    scale = 1.0 if target.metric == RATIO else max(float(draft.load[able_sources].max(initial=0.0)), 1.0)
+    scale = 1.0 if aim.metric == RATIO else max(float(draft.load[able_sources].max(initial=0.0)), 1.0)
     tries = draft.room * _TRIES_PER_MOVE
     for source in hottest:
         if draft.room <= 0 or tries <= 0:
@@ -69,7 +85,7 @@ def _pair(draft: Draft, policy: str, target: LoadTarget, able_sources: Mask, abl
         destination = _first_permitted(draft, source, coldest)
         if destination is None or draft.load[destination] >= draft.load[source]:
             continue
-        move, fault = weigh(draft, policy, source, destination, scale)
+        move, fault = weigh(draft, policy, source, destination, scale, aim.mean)
         if move is None:
             draft.refused[fault] += 1
         else:
@@ -98,13 +114,15 @@ def _first_permitted(draft: Draft, source: int, coldest: list[int]) -> int | Non
     return None
 
 
-def weigh(draft: Draft, policy: str, source: int, destination: int, scale: float) -> tuple[Move | None, str]:
+def weigh(
+    draft: Draft, policy: str, source: int, destination: int, scale: float, mean: float
+) -> tuple[Move | None, str]:
     """The move from one to the other, or why it does not pay. `scale`: the load that counts as a full instance."""
     snapshot, config = draft.snapshot, draft.config
     difference = float(draft.load[source] - draft.load[destination])
     if difference < config.balance_threshold:
         return None, "below_threshold"
-    selection = _selection(draft, source, destination, difference)
+    selection = _selection(draft, source, destination, mean)
     tokens, requests = _expected(draft, selection, source)
     if tokens > snapshot.free_tokens[destination] > 0:
         return None, "no_room"
@@ -120,13 +138,15 @@ def weigh(draft: Draft, policy: str, source: int, destination: int, scale: float
     return Move(policy, *names, selection, tokens, requests, gain, cost, limit), ""
 
 
-def _selection(draft: Draft, source: int, destination: int, difference: float) -> Selection:
-    """As configured; AS_NEEDED becomes the tokens that even the two out, which may be less than one request."""
+def _selection(draft: Draft, source: int, destination: int, mean: float) -> Selection:
+    """As configured; AS_NEEDED becomes the tokens that bring one of the two to the mean of all, which may be less than
+    one request. More would only have to move on: an empty instance would take half of the hottest one's requests."""
     asked = draft.config.selection
     if asked.value != AS_NEEDED:
         return asked
-    tokens = _most(draft, source, destination, difference) / 2
-    return Selection(Rule.TOKEN, asked.order, float(max(int(tokens), 1)))
+    wanted = min(float(draft.load[source]) - mean, mean - float(draft.load[destination]))
+    tokens = wanted / (draft.shift(source, 1.0) or 1.0)
+    return Selection(Rule.TOKEN, asked.order, float(max(round(tokens), 1)))
 
 
 def _most(draft: Draft, source: int, destination: int, difference: float) -> float:

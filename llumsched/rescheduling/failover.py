@@ -9,6 +9,7 @@ follows in later passes, which go on in the round where this one ended.
 from __future__ import annotations
 
 from collections import Counter, deque
+from itertools import islice
 
 import numpy as np
 
@@ -28,12 +29,11 @@ def fail_over(draft: Draft, policy: str, infer_type: str) -> tuple[int, int]:
             draft.refused["source_avoided"] += 1
             continue
         same = np.flatnonzero(destinations & (snapshot.groups == snapshot.groups[source])).tolist()
-        permitted = [destination for destination in same if _permitted(draft, source, destination)]
-        if permitted:
-            start = (turn + draft.history.dealt(snapshot.ids[source])) % len(permitted)
-            _deal(draft, policy, source, permitted[start:] + permitted[:start])
-        elif not same:
+        if not same:
             draft.refused["no_destination"] += 1
+            continue
+        start = (turn + draft.history.dealt(snapshot.ids[source])) % len(same)
+        _deal(draft, policy, source, same[start:] + same[:start])
     return len(sources), int(destinations.sum())
 
 
@@ -47,12 +47,16 @@ def _permitted(draft: Draft, source: int, destination: int) -> bool:
     return destination not in draft.sources
 
 
-def _deal(draft: Draft, policy: str, source: int, destinations: list[int]) -> None:
+def _deal(draft: Draft, policy: str, source: int, ring: list[int]) -> None:
     snapshot, slots = draft.snapshot, int(draft.out_slots[source])
     left = int(snapshot.running[source] + snapshot.waiting[source] - draft.leaving[source])
     if left <= 0:
         return
-    if left <= slots and len(destinations) == 1:
+    permitted = (destination for destination in ring if _permitted(draft, source, destination))
+    destinations = list(islice(permitted, min(left, slots)))
+    if not destinations:
+        return
+    if left <= slots and len(ring) == 1:
         tokens = float(snapshot.running_tokens[source] + snapshot.waiting_tokens[source])
         _add(draft, policy, (source, destinations[0]), Selection(Rule.NUM_REQ, Order.LR, ALL), tokens, left)
         return

@@ -152,6 +152,8 @@ class History:
 
     def seen(self, instances: Iterable[Instance]) -> None:
         """Drop what the newest statuses show."""
+        if not self._unsettled:
+            return
         received_s = {instance.id: instance.received_s for instance in instances}
         for number, entry in list(self._unsettled.items()):
             if entry.ended_s is None:

@@ -22,9 +22,9 @@ from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.counters import RescheduleCounters
 from llumsched.rescheduling.executor import Executor
 from llumsched.rescheduling.history import History
+from llumsched.rescheduling.loads import CountersOf, measure, no_account
 from llumsched.rescheduling.planner import Plan, plan
 from llumsched.rescheduling.records import PassRecord, Records
-from llumsched.rescheduling.snapshot import Measure
 from llumsched.rescheduling.waking import Waking
 
 logger = logging.getLogger(__name__)
@@ -38,24 +38,24 @@ _SHARE: Final = 20
 class Rescheduler:
     """`records` is what it did and does. Belongs to the event loop of `view`.
 
-    `measure` is the load of an instance, what was sent there lately included; `metrics.measure` makes one.
+    `counters_of` is the dispatcher's account of what it has sent and no status shows yet.
     """
 
     def __init__(
         self,
         view: View,
         config: Config,
-        measure: Measure,
-        *,
         credentials: Credentials = NONE,
         registry: CollectorRegistry | None = None,
+        *,
+        counters_of: CountersOf = no_account,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`clock` must be that of the view. Metrics are registered in `registry` (default: one of its own)."""
         self.config = config
         self.records = Records()
         self._view = view
-        self._measure = measure
+        self._measure = measure(config, counters_of)
         self._clock = clock
         self._history = History(config)
         self._counters = RescheduleCounters(registry or CollectorRegistry())

@@ -64,15 +64,17 @@ def take(
     instances: Iterable[Instance], measure: Measure, now_s: float, *, staleness_s: float, domain: Domain
 ) -> Snapshot:
     """Instances without a status are left out: nothing is known of them yet."""
-    known = sorted((instance for instance in instances if instance.status is not None), key=lambda i: i.id)
+    by_id = {instance.metadata.instance_id: instance for instance in instances if instance.status is not None}
+    ids = sorted(by_id)
+    known = [by_id[instance_id] for instance_id in ids]
     rows = np.array([_row(instance, measure, now_s, staleness_s) for instance in known], dtype=np.float64)
     columns = rows.reshape(len(known), _NUM_COLUMNS).T
     metadata = [instance.metadata for instance in known]
     sick = columns[1].astype(bool)
     units = codes_of([data.unit_id if data.data_parallel_size > 1 else "" for data in metadata])
     return Snapshot(
-        [instance.id for instance in known],
-        {instance.id: row for row, instance in enumerate(known)},
+        ids,
+        {instance_id: row for row, instance_id in enumerate(ids)},
         np.array([data.instance_type or "neutral" for data in metadata], dtype=np.str_),
         codes_of([f"{data.instance_type}\n{data.compatibility_digest}" for data in metadata]),
         codes_of([data.unit_id for data in metadata]),
@@ -94,7 +96,7 @@ def _row(instance: Instance, measure: Measure, now_s: float, staleness_s: float)
     return (
         measure(instance),
         not status.schedulable or now_s - instance.received_s > staleness_s,
-        status.health != Health.HUNG,
+        status.health != _HUNG,
         status.scheduler_running_to_decode_requests_num,
         status.scheduler_running_to_decode_tokens_num,
         status.num_waiting_requests,
@@ -110,5 +112,6 @@ def _row(instance: Instance, measure: Measure, now_s: float, staleness_s: float)
     )
 
 
+_HUNG = Health.HUNG
 _STALL_BUDGET_MS = 200.0
 """An engine's default."""

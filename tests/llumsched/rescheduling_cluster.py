@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,8 +13,10 @@ from llumsched.cms.view import Instance
 from llumsched.rescheduling import snapshot
 from llumsched.rescheduling.config import SHORTEST_AS_NEEDED, Config, LoadTarget
 from llumsched.rescheduling.history import History
+from llumsched.rescheduling.loads import measure as measured
 from llumsched.rescheduling.moves import Move
 from llumsched.rescheduling.planner import Plan, plan
+from llumsched.rescheduling.snapshot import Measure
 
 CAPACITY = 100_000
 
@@ -45,17 +48,12 @@ def instance(instance_id: str, load: float = 0.0, *, received_s: float = 0.0, **
     return Instance(InstanceMetadata(**metadata), InstanceStatus(**status), received_s)
 
 
-def usage(one: Instance) -> float:
-    """`kv_cache_usage_ratio_projected`, as far as these instances need it."""
-    status = one.status
-    assert status is not None
-    used = status.num_used_gpu_tokens + status.num_uncomputed_tokens_all_waiting_prefills
-    return used / status.num_total_gpu_tokens
-
-
 def balancing(infer_type: str = "neutral", threshold: float = 0.0, **more: Any) -> Config:
     config = Config(policies=(f"{infer_type}_load",), **more)
     return replace(config, **{infer_type: LoadTarget(threshold=threshold)})
+
+
+_measure = functools.cache(measured)
 
 
 def planned(
@@ -63,9 +61,11 @@ def planned(
     config: Config,
     history: History | None = None,
     now_s: float = 0.0,
-    measure: Any = usage,
+    measure: Measure | None = None,
 ) -> Plan:
-    taken = snapshot.take(instances, measure, now_s, staleness_s=config.staleness_s, domain=config.failover_domain)
+    taken = snapshot.take(
+        instances, measure or _measure(config), now_s, staleness_s=config.staleness_s, domain=config.failover_domain
+    )
     return plan(taken, history or History(config), config, now_s)
 
 

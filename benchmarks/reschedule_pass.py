@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long does one pass of the rescheduler take, from the view to the moves?
+
+Every instance has reported since the last pass, a tenth of them is hot, a hundredth sick. `measure_pass` is used by
+`benchmarks.scheduler`; alone, it prints a table and a line of JSON for each size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.progress import saying
+from llumlet.types import InstanceMetadata, InstanceStatus
+from llumsched.cms.view import View
+from llumsched.rescheduling import snapshot
+from llumsched.rescheduling.config import Config
+from llumsched.rescheduling.history import History
+from llumsched.rescheduling.loads import measure
+from llumsched.rescheduling.planner import Plan, plan
+
+CAPACITY = 400_000
+PASSES = 50
+
+
+def measure_pass(num_instances: int, passes: int = PASSES) -> float:
+    """Milliseconds of one pass, 99th percentile."""
+    return statistics.quantiles(_durations_ms(num_instances, passes), n=100)[98]
+
+
+def _durations_ms(num_instances: int, passes: int) -> list[float]:
+    config, view = Config(), _cluster(num_instances)
+    load_of, history = measure(config), History(config)
+    durations = []
+    for _ in range(passes):
+        began = time.perf_counter()
+        made = _pass(view, config, history, load_of)
+        durations.append((time.perf_counter() - began) * 1000)
+        assert made.moves, "a pass that finds nothing is no measure"
+    return durations
+
+
+def _pass(view: View, config: Config, history: History, load_of: snapshot.Measure) -> Plan:
+    """As `Rescheduler` makes it; nothing is begun, so that every pass finds the same."""
+    now_s = time.monotonic()
+    instances = list(view.values())
+    history.seen(instances)
+    history.forget_expired(now_s)
+    taken = snapshot.take(instances, load_of, now_s, staleness_s=config.staleness_s, domain=config.failover_domain)
+    return plan(taken, history, config, now_s)
+
+
+def _cluster(num_instances: int) -> View:
+    view, chance = View(), random.Random(num_instances)
+    for number in range(num_instances):
+        name = f"instance-{number:05}"
+        view.put_metadata(
+            InstanceMetadata(
+                instance_id=name,
+                instance_type="neutral",
+                ip="10.0.0.1",
+                llumlet_port=1,
+                block_size=16,
+                bytes_per_block=2 << 20,
+                data_parallel_size=1,
+                node_id=f"node-{number // 8}",
+                max_migrations_in=4,
+                max_migrations_out=4,
+            )
+        )
+        load = chance.uniform(0.8, 0.95) if number % 10 == 0 else chance.uniform(0.1, 0.6)
+        tokens = round(load * CAPACITY)
+        view.put_status(
+            InstanceStatus(
+                instance_id=name,
+                schedulable=number % 100 != 99,
+                timestamp_ms=1,
+                update_id=1,
+                num_running_requests=80,
+                scheduler_running_to_decode_requests_num=80,
+                scheduler_running_to_decode_tokens_num=tokens,
+                num_total_gpu_tokens=CAPACITY,
+                num_used_gpu_tokens=tokens,
+            )
+        )
+    return view
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--instances", type=int, nargs="+", default=[10, 100, 1000])
+    arguments = parser.parse_args()
+    table = Table("instances", "median ms", "p99 ms", title="one rescheduling pass")
+    results = []
+    with saying("passes") as say:
+        for number in arguments.instances:
+            say(f"passes over {number} instances")
+            durations = _durations_ms(number, PASSES)
+            median, p99 = statistics.median(durations), statistics.quantiles(durations, n=100)[98]
+            table.add_row(str(number), f"{median:.2f}", f"{p99:.2f}")
+            results.append({"bench": "reschedule_pass", "instances": number, "median_ms": median, "p99_ms": p99})
+    Console(stderr=True).print(table)
+    for result in results:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -53,7 +53,7 @@ class RedisLink:
         self._written = b""
         self._written_s = 0.0
 
-    async def open(self, metadata: InstanceMetadata) -> None:
+    async def open(self, metadata: InstanceMetadata, ended: Callable[[], None]) -> None:
         self._aborted = ""
         self._client = connect(self._url)
         await self._run(self._write_metadata(metadata))

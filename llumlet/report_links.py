@@ -30,8 +30,9 @@ class Link(Protocol):
     name: str
     """For logs: without a password."""
 
-    async def open(self, metadata: InstanceMetadata) -> None:
-        """Connect, and say who is there. Returns when the store has taken it."""
+    async def open(self, metadata: InstanceMetadata, ended: Callable[[], None]) -> None:
+        """Connect, and say who is there. Returns when the store has taken it. `ended` is called if the store ends the
+        connection, where that is noticed: the next push would raise."""
         ...
 
     async def push(self, status: InstanceStatus, metadata: Callable[[], InstanceMetadata]) -> None:
@@ -52,7 +53,12 @@ class Link(Protocol):
 
 
 class GrpcLink:
-    """`Cms.Report` of a scheduler process. Its answer to each message is awaited before the next is sent."""
+    """`Cms.Report` of a scheduler process.
+
+    Metadata and the good-bye are answered. A status is not: an answer to each would double the work of both ends, and
+    that the store keeps up is known already. It opens a window of a few hundred bytes, and HTTP/2's flow control lets
+    a write end only when the window has room again, that is, when what was sent before has been read.
+    """
 
     def __init__(self, address: Address, credentials: Credentials) -> None:
         self.name = str(address)
@@ -62,14 +68,15 @@ class GrpcLink:
         self._call: Any = None
         self._aborted = ""
 
-    async def open(self, metadata: InstanceMetadata) -> None:
+    async def open(self, metadata: InstanceMetadata, ended: Callable[[], None]) -> None:
         self._aborted = ""
         self._channel = self._credentials.channel(self._address)
         self._call = cast(Any, CmsStub(self._channel).Report)(metadata=self._credentials.call_metadata)
+        self._call.add_done_callback(lambda _: ended())
         await self._exchange(InstanceReport(metadata=metadata))
 
     async def push(self, status: InstanceStatus, metadata: Callable[[], InstanceMetadata]) -> None:
-        await self._exchange(InstanceReport(status=status))
+        await self._exchange(InstanceReport(status=status), answered=False)
 
     async def leave(self) -> None:
         await self._exchange(InstanceReport(leaving=True))
@@ -86,21 +93,24 @@ class GrpcLink:
             await self._channel.close(None)
         self._call = self._channel = None
 
-    async def _exchange(self, report: InstanceReport) -> None:
+    async def _exchange(self, report: InstanceReport, *, answered: bool = True) -> None:
         try:
             await self._call.write(report)
-            taken = await self._call.read()
+            if answered and await self._call.read() is EOF:
+                raise LinkLost(await self._ending())
         except aio.AioRpcError as error:
             raise LinkLost(failure_of(error, self.name).detail) from error
         except asyncio.InvalidStateError as error:  # gRPC's for a call that is over
-            raise LinkLost("the stream has ended") from error
+            raise LinkLost(await self._ending()) from error
         except asyncio.CancelledError:
             # gRPC raises it for a call that was cancelled, as it would be for the task itself.
             if self._aborted and not _cancelling():
                 raise LinkLost(self._aborted) from None
             raise
-        if taken is EOF:
-            raise LinkLost("the stream has ended")
+
+    async def _ending(self) -> str:
+        """Of a call that is over: what the store said."""
+        return await self._call.details() or f"the stream has ended ({(await self._call.code()).name})"
 
 
 def _cancelling() -> int:

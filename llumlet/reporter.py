@@ -192,7 +192,7 @@ class _Feed:
                 await self._pause()
 
     async def _session(self) -> None:
-        await self._bounded(self.link.open(self._reporter.metadata_now()))
+        await self._bounded(self.link.open(self._reporter.metadata_now(), self._dirty.set))
         while not self._left.is_set():
             self._dirty.clear()
             await self._bounded(self.link.push(self._reporter.status_now(), self._reporter.metadata_now))

@@ -39,7 +39,9 @@ _STOP_S: Final = 0.2
 _TAKEN = ReportTaken()
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_REPORT_BYTES),
-    # A window that grows with the bandwidth would let one stream queue megabytes of old news.
+    # A stream has room for a status or two that were not read yet: that is what tells a reporter to wait. A window that
+    # grows with the bandwidth would let it queue megabytes of old news.
+    ("grpc.http2.lookahead_bytes", 512),
     ("grpc.http2.bdp_probe", 0),
 ]
 
@@ -142,8 +144,10 @@ class _Servicer(CmsServicer):
                     if (report.metadata.instance_id, report.metadata.incarnation) != (instance_id, incarnation):
                         raise Refused("a stream is of one life of one instance")
                     self._intake.metadata(report.metadata)
+                    await context.write(_TAKEN)
                 case "leaving":
                     self._intake.left(instance_id, incarnation)
+                    await context.write(_TAKEN)
                 case _:
                     raise Refused("a report is empty")
             now_s = time.monotonic()
@@ -151,7 +155,6 @@ class _Servicer(CmsServicer):
             before_s = now_s
             if allowance_s < 0:
                 await asyncio.sleep(-allowance_s)
-            await context.write(_TAKEN)
 
     def _take(self, status: InstanceStatus, instance_id: str, incarnation: str) -> None:
         if self._intake.status(status, instance_id, incarnation):

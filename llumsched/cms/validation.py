@@ -72,10 +72,8 @@ def status_faults(status: InstanceStatus, instance_id: str, incarnation: str) ->
         faults.append(f"instance_id {status.instance_id[:MAX_ID_CHARACTERS]!r} is not that of the metadata")
     if status.incarnation != incarnation:
         faults.append(f"incarnation {status.incarnation[:MAX_ID_CHARACTERS]!r} is not that of the metadata")
-    for field in ("recent_waiting_requests", "waiting_requests"):
-        length = len(getattr(status, field))
-        if length > MAX_LIST:
-            faults.append(f"{field} has {length} entries")
+    if len(status.recent_waiting_requests) > MAX_LIST or len(status.waiting_requests) > MAX_LIST:
+        faults.append(f"more than {MAX_LIST} requests are listed")
     return faults + _number_faults(status, _STATUS_NUMBERS, _numbers_of_status(status))
 
 

@@ -10,16 +10,15 @@ Both keys live for `TTL_S`; an instance that ends removes them. A reader that he
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from redis import asyncio as redis
 from redis.exceptions import RedisError
 
-from llumlet.report_links import LinkLost
+from llumlet.report_links import Abortable, LinkLost
 from llumlet.types import InstanceMetadata, InstanceStatus
 
 METADATA_PREFIX: Final = "llumnix:instance_metadata:"
@@ -40,21 +39,19 @@ end
 """Not the keys of the next life of the same id, which may have begun."""
 
 
-class RedisLink:
+class RedisLink(Abortable):
     """Raises ValueError for a URL that names no server."""
 
     def __init__(self, url: str) -> None:
+        super().__init__()
         self.name = redis_name(url)
         self._url = url
         self._client: Any = None
-        self._task: asyncio.Task[Any] | None = None
-        self._aborted = ""
         self._id = ""
         self._written = b""
         self._written_s = 0.0
 
     async def open(self, metadata: InstanceMetadata, ended: Callable[[], None]) -> None:
-        self._aborted = ""
         self._client = connect(self._url)
         await self._run(self._write_metadata(metadata))
 
@@ -66,11 +63,6 @@ class RedisLink:
     async def leave(self) -> None:
         keys = (METADATA_PREFIX + self._id, STATUS_PREFIX + self._id)
         await self._run(self._client.eval(_REMOVE_OWN, 2, *keys, self._written, CHANNEL, self._id))
-
-    def abort(self, why: str) -> None:
-        self._aborted = why
-        if self._task is not None:
-            self._task.cancel()
 
     async def close(self) -> None:
         client, self._client = self._client, None
@@ -90,19 +82,12 @@ class RedisLink:
             pipeline.publish(CHANNEL, self._id)
             await pipeline.execute()
 
-    async def _run(self, exchange: Any) -> None:
-        self._task = asyncio.ensure_future(exchange)
+    async def _run(self, exchange: Awaitable[Any]) -> None:
         try:
-            await self._task
+            with self._exchange():
+                await exchange
         except (RedisError, OSError) as error:
             raise LinkLost(str(error) or type(error).__name__) from error
-        except asyncio.CancelledError:
-            if self._aborted and self._task.cancelled():
-                raise LinkLost(self._aborted) from None
-            self._task.cancel()
-            raise
-        finally:
-            self._task = None
 
 
 def redis_name(url: str) -> str:

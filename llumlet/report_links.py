@@ -8,7 +8,8 @@ A link is used by one task, one exchange at a time. What goes wrong is raised as
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 from grpc import aio
@@ -52,7 +53,34 @@ class Link(Protocol):
         ...
 
 
-class GrpcLink:
+class Abortable:
+    """An exchange that another task may end. The task that waits is cancelled: gRPC's own `cancel` does not wake who
+    waits for a connection that does not come about."""
+
+    def __init__(self) -> None:
+        self._aborted = ""
+        self._waiting: asyncio.Task[Any] | None = None
+
+    def abort(self, why: str) -> None:
+        if self._waiting is not None and not self._aborted:
+            self._aborted = why
+            self._waiting.cancel()
+
+    @contextmanager
+    def _exchange(self) -> Iterator[None]:
+        self._aborted, self._waiting = "", asyncio.current_task()
+        try:
+            yield
+        except asyncio.CancelledError:
+            # Ours alone, unless the task is to end as well.
+            if self._aborted and self._waiting is not None and self._waiting.uncancel() == 0:
+                raise LinkLost(self._aborted) from None
+            raise
+        finally:
+            self._waiting = None
+
+
+class GrpcLink(Abortable):
     """`Cms.Report` of a scheduler process.
 
     Metadata and the good-bye are answered. A status is not: an answer to each would double the work of both ends, and
@@ -61,30 +89,24 @@ class GrpcLink:
     """
 
     def __init__(self, address: Address, credentials: Credentials) -> None:
+        super().__init__()
         self.name = str(address)
         self._address = address
         self._credentials = credentials
         self._channel: aio.Channel | None = None
         self._call: Any = None
-        self._aborted = ""
 
     async def open(self, metadata: InstanceMetadata, ended: Callable[[], None]) -> None:
-        self._aborted = ""
         self._channel = self._credentials.channel(self._address)
         self._call = cast(Any, CmsStub(self._channel).Report)(metadata=self._credentials.call_metadata)
         self._call.add_done_callback(lambda _: ended())
-        await self._exchange(InstanceReport(metadata=metadata))
+        await self._send(InstanceReport(metadata=metadata))
 
     async def push(self, status: InstanceStatus, metadata: Callable[[], InstanceMetadata]) -> None:
-        await self._exchange(InstanceReport(status=status), answered=False)
+        await self._send(InstanceReport(status=status), answered=False)
 
     async def leave(self) -> None:
-        await self._exchange(InstanceReport(leaving=True))
-
-    def abort(self, why: str) -> None:
-        self._aborted = why
-        if self._call is not None:
-            self._call.cancel()
+        await self._send(InstanceReport(leaving=True))
 
     async def close(self) -> None:
         if self._call is not None:
@@ -93,28 +115,20 @@ class GrpcLink:
             await self._channel.close(None)
         self._call = self._channel = None
 
-    async def _exchange(self, report: InstanceReport, *, answered: bool = True) -> None:
+    async def _send(self, report: InstanceReport, *, answered: bool = True) -> None:
         try:
-            await self._call.write(report)
-            if answered and await self._call.read() is EOF:
-                raise LinkLost(await self._ending())
+            with self._exchange():
+                await self._call.write(report)
+                if answered and await self._call.read() is EOF:
+                    raise LinkLost(await self._ending())
         except aio.AioRpcError as error:
             raise LinkLost(failure_of(error, self.name).detail) from error
         except asyncio.InvalidStateError as error:  # gRPC's for a call that is over
             raise LinkLost(await self._ending()) from error
-        except asyncio.CancelledError:
-            # gRPC raises it for a call that was cancelled, as it would be for the task itself.
-            if self._aborted and not _cancelling():
-                raise LinkLost(self._aborted) from None
-            raise
 
     async def _ending(self) -> str:
         """Of a call that is over: what the store said."""
         return await self._call.details() or f"the stream has ended ({(await self._call.code()).name})"
-
-
-def _cancelling() -> int:
-    return cast("asyncio.Task[Any]", asyncio.current_task()).cancelling()
 
 
 def open_link(store: str, credentials: Credentials) -> Link:

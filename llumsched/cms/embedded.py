@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from typing import Any, Final
+from weakref import WeakSet
 
 import grpc
 from grpc import aio
@@ -99,6 +100,7 @@ class _Servicer(CmsServicer):
         self._view = view
         self._intake = intake
         self._streams: dict[tuple[str, str], asyncio.Task[Any]] = {}
+        self._replaced: WeakSet[asyncio.Task[Any]] = WeakSet()
         self._watchers = 0
 
     async def Report(self, reports: object, context: Context) -> None:
@@ -108,6 +110,13 @@ class _Servicer(CmsServicer):
             logger.warning("A report of %s is refused: %s", context.peer(), refusal)
             code = grpc.StatusCode.FAILED_PRECONDITION if refusal.hopeless else grpc.StatusCode.INVALID_ARGUMENT
             await context.abort(code, str(refusal)[:1000])
+        except asyncio.CancelledError:
+            me = asyncio.current_task()
+            if me is None or me not in self._replaced:
+                raise
+            # gRPC ends a call whose handler was cancelled only if its client did it.
+            me.uncancel()
+            await context.abort(grpc.StatusCode.ABORTED, "the instance has begun another stream")
 
     async def _report(self, context: Context) -> None:
         try:
@@ -123,6 +132,7 @@ class _Servicer(CmsServicer):
         assert me is not None
         former = self._streams.get(life)
         if former is not None:
+            self._replaced.add(former)
             former.cancel()
         self._streams[life] = me
         try:

@@ -59,6 +59,8 @@ def store_faults(url: str) -> list[str]:
             from llumlet.redis_link import redis_name
 
             redis_name(url)
+        elif "://" in url.removeprefix(LISTEN):
+            raise ValueError(f"{url!r} is neither HOST:PORT nor a redis:// URL")
         else:
             _listen_address(url) if url.startswith(LISTEN) else Address.parse(url)
     except ValueError as error:
@@ -82,6 +84,9 @@ def open_store(
 
     Raises ValueError for a URL that is none of the forms above, and for a host that must not be listened at.
     """
+    faults = store_faults(url)
+    if faults:
+        raise ValueError("; ".join(faults))
     # Each form has needs of its own (a server, the Redis client), which the others need not have installed.
     if url.startswith(REDIS_SCHEMES):
         from llumsched.cms.redis import RedisStore

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was sent to an instance and is not in its status yet (full mode).
+
+A request is in the account of its instance from its dispatch until the first of:
+
+    the instance's status names it (waiting, or recent: it arrived, whatever became of it since): its load is counted
+    there from now on, by the same status, so that it is never counted twice nor missed;
+    it is released: the gateway says that it did not get there, or that it is over;
+    it is dispatched again under the same id and for the same stage: a retry, which replaces the placement;
+    its instance left, or came back as a new life;
+    its time is over: a request that was aborted on its way never arrives. Time alone does it: no status is needed, so
+    that an idle instance, which has none to send, does not keep it.
+
+A request that moves between instances is in the status of its source, and with it out of the account, before it can
+move. A retry at the same instance within the time in which the engine remembers the first try is taken for found at
+the next status; it is missed until the engine has it, for some milliseconds.
+
+Everything is O(1) per request; a status costs as much as it names requests, and only while some are on their way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+from llumsched.cms.view import Instance
+from llumsched.scheduling.in_flight import InFlight, counters_of
+from llumsched.scheduling.load import Counters, InferType
+
+
+@dataclass(slots=True, eq=False)
+class _Record:
+    request_id: str
+    instance_id: str
+    infer_type: InferType
+    counters: Counters
+    deadline_s: float
+    kept: bool = True
+
+
+class Account:
+    """Observes a view. One event loop; `clock` in seconds, monotonic."""
+
+    def __init__(self, clock: Callable[[], float], staleness_s: float) -> None:
+        self.in_flight = InFlight()
+        self.num_expired = 0
+        """Requests that neither arrived nor were released in time."""
+        self._clock = clock
+        self._staleness_s = staleness_s
+        self._of_request: dict[str, dict[InferType, _Record]] = {}
+        self._of_instance: dict[str, dict[tuple[str, InferType], _Record]] = {}
+        self._by_age: deque[_Record] = deque()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._of_instance.values()))
+
+    # From the dispatcher
+
+    def dispatched(
+        self, request_id: str, instance_id: str, infer_type: InferType, num_tokens: int, gateway_id: str = ""
+    ) -> None:
+        """`request_id` was placed; an earlier placement of it for the same stage is void."""
+        self.expire()
+        earlier = self._of_request.get(request_id, {}).get(infer_type)
+        if earlier is not None:
+            self._drop(earlier)
+        counters = counters_of(infer_type, num_tokens)
+        record = _Record(request_id, instance_id, infer_type, counters, self._clock() + self._staleness_s)
+        self._of_request.setdefault(request_id, {})[infer_type] = record
+        self._of_instance.setdefault(instance_id, {})[request_id, infer_type] = record
+        self._by_age.append(record)
+        self.in_flight.add(instance_id, counters)
+
+    def released(self, request_id: str, instance_ids: Collection[str]) -> None:
+        """It is no longer on its way to these instances. As often as one likes, known or not."""
+        for record in list(self._of_request.get(request_id, {}).values()):
+            if record.instance_id in instance_ids:
+                self._drop(record)
+
+    def expire(self) -> None:
+        """Drop those whose time is over. To be called now and then, whether or not anything happens."""
+        now_s = self._clock()
+        while self._by_age and (not self._by_age[0].kept or self._by_age[0].deadline_s <= now_s):
+            record = self._by_age.popleft()
+            if record.kept:
+                self.num_expired += 1
+                self._drop(record)
+
+    # From the view
+
+    def appeared(self, instance: Instance) -> None:
+        self.changed(instance)
+
+    def changed(self, instance: Instance) -> None:
+        on_their_way = self._of_instance.get(instance.id)
+        if not on_their_way or instance.status is None:
+            return
+        named = {*instance.status.recent_waiting_requests, *instance.status.waiting_requests}
+        if not named:
+            return
+        for record in list(on_their_way.values()):
+            if any(name in named for name in _names(record.request_id)):
+                self._drop(record)
+
+    def left(self, instance: Instance) -> None:
+        for record in list(self._of_instance.get(instance.id, {}).values()):
+            self._drop(record)
+
+    def _drop(self, record: _Record) -> None:
+        record.kept = False
+        of_request = self._of_request[record.request_id]
+        del of_request[record.infer_type]
+        if not of_request:
+            del self._of_request[record.request_id]
+        of_instance = self._of_instance[record.instance_id]
+        del of_instance[record.request_id, record.infer_type]
+        if not of_instance:
+            del self._of_instance[record.instance_id]
+        self.in_flight.subtract(record.instance_id, record.counters)
+
+
+def _names(request_id: str) -> Iterator[str]:
+    """Under which vLLM's API server passes on the request of a gateway that sent `request_id`. Of several prompts or
+    samples the first stands for all."""
+    for name in (request_id, f"chatcmpl-{request_id}", f"cmpl-{request_id}-0", f"cmpl-{request_id}"):
+        yield name
+        yield f"0_{name}"

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies: what the pipeline runs, per mode and infer type, read from YAML.
+
+`policies/*.yaml` are the built-in ones and show the form. Four filters are part of every policy and come first: the
+request's model, the infer type, room for the prompt, and instances that failed the same request before. All faults of
+a document are reported at once, with the names that are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llumsched.scheduling import filters as f
+from llumsched.scheduling.extensions import load_values
+from llumsched.scheduling.load import InferType
+from llumsched.scheduling.metrics import Metric, all_metrics
+from llumsched.scheduling.pipeline import Stage, make_stage
+from llumsched.scheduling.selectors import MetricBasedSelector, RoundRobinSelector, Selector
+
+FILTER_ENTRY_POINTS = "llumnix.filters"
+
+
+class Mode(StrEnum):
+    FULL = "full"
+    """Instances report their status to a CMS."""
+    LITE = "lite"
+    """They do not; load is what was sent to them."""
+
+
+class PolicyError(ValueError):
+    """`faults` says everything wrong with it, a sentence each."""
+
+    def __init__(self, faults: list[str]) -> None:
+        super().__init__("; ".join(faults))
+        self.faults = faults
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """What flags say instead of the policy. None and what is not there leave it as it is."""
+
+    metrics: Mapping[InferType, str] = field(default_factory=dict)
+    """Instead of the first metric, in the selector and in the filters that have a threshold for it."""
+    thresholds: Mapping[InferType, float] = field(default_factory=dict)
+    top_k: int | None = None
+    failover_domain: str | None = None
+    staleness_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Policy:
+    name: str
+    mode: Mode
+    stages: Mapping[InferType, Stage]
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """All that it looks at, each once."""
+        found: dict[str, Metric] = {}
+        for stage in self.stages.values():
+            used = [one.metric for one in stage.filters if isinstance(one, f.MetricBasedFilter)]
+            found.update((metric.name, metric) for metric in (*stage.metrics, *used))
+        return tuple(found.values())
+
+
+def built_in_policies() -> list[str]:
+    return sorted(path.name.removesuffix(".yaml") for path in _directory().iterdir() if path.name.endswith(".yaml"))
+
+
+def load_policy(name: str, mode: Mode, overrides: Overrides | None = None) -> Policy:
+    """A built-in policy by name, or that of a file by its path, which ends in `.yaml`. Raises PolicyError."""
+    if name.endswith((".yaml", ".yml")):
+        try:
+            text = Path(name).read_text()
+        except (OSError, UnicodeError) as error:
+            raise PolicyError([f"policy {name}: cannot be read: {error}"]) from error
+    elif name in built_in_policies():
+        text = (_directory() / f"{name}.yaml").read_text()
+    else:
+        raise PolicyError([f"unknown policy {name!r}; known: {', '.join(built_in_policies())}, or a .yaml file"])
+    return parse_policy(text, name, mode, overrides or Overrides())
+
+
+def parse_policy(text: str, source: str, mode: Mode, overrides: Overrides) -> Policy:
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise PolicyError([f"policy {source}: is no YAML: {error}"]) from error
+    try:
+        metrics, makers = all_metrics(), _all_filters()
+    except ValueError as error:
+        raise PolicyError([str(error)]) from error
+    reader = _Reader(source, mode, overrides, metrics, makers)
+    policy = reader.policy(document)
+    if reader.faults or policy is None:
+        raise PolicyError(reader.faults)
+    return policy
+
+
+_Maker = Callable[..., Any]
+_STRUCTURAL = (f.ModelFilter, f.CapacityFilter, f.RetryFilter)
+_FILTERS: Mapping[str, _Maker] = {
+    "schedulabilityFilter": f.SchedulabilityFilter,
+    "stalenessFilter": lambda seconds: f.StalenessFilter(_number(seconds)),
+    "metricBasedFilter": lambda metric, threshold, skip_in_fallback=True: f.MetricBasedFilter(
+        metric, _number(threshold), bool(skip_in_fallback)
+    ),
+    "failoverFilter": lambda domain: f.FailoverFilter(f.FailoverDomain(domain)),
+}
+_SELECTORS: Mapping[str, _Maker] = {
+    "metricBasedSelector": lambda top_k=1: MetricBasedSelector(_top_k(top_k)),
+    "roundRobinSelector": RoundRobinSelector,
+}
+
+
+class _Reader:
+    """Of one document; collects what is wrong."""
+
+    def __init__(
+        self,
+        source: str,
+        mode: Mode,
+        overrides: Overrides,
+        metrics: Mapping[str, Metric],
+        makers: Mapping[str, _Maker],
+    ) -> None:
+        self.faults: list[str] = []
+        self._source, self._mode, self._overrides = source, mode, overrides
+        self._metrics, self._makers = metrics, makers
+
+    def policy(self, document: Any) -> Policy | None:
+        sections = document.get(self._mode) if isinstance(document, dict) else None
+        if not isinstance(sections, dict) or not sections:
+            self._fault("", f"has no section {str(self._mode)!r} with infer types")
+            return None
+        self._only("", document, {"name", *Mode})
+        self._only(f"{self._mode}", sections, set(InferType))
+        stages = {
+            infer_type: stage
+            for infer_type in InferType
+            if infer_type in sections and (stage := self._stage(infer_type, sections[infer_type])) is not None
+        }
+        return Policy(str(document.get("name", self._source)), self._mode, stages)
+
+    def _stage(self, infer_type: InferType, section: Any) -> Stage | None:
+        where = f"{self._mode}.{infer_type}"
+        if not isinstance(section, dict):
+            self._fault(where, "is not a mapping of metrics, filters, selector")
+            return None
+        self._only(where, section, {"metrics", "filters", "selector"})
+        names = section.get("metrics", [])
+        if not isinstance(names, list):
+            self._fault(where, "metrics is not a list of names")
+            return None
+        first, instead = (names[0] if names else None), self._overrides.metrics.get(infer_type)
+        if instead is not None and first is None:
+            self._fault(where, f"uses no metric that {instead!r} could take the place of")
+            return None
+        renamed = {first: instead} if instead is not None else {}
+        metrics = [metric for name in names if (metric := self._metric(where, renamed.get(name, name))) is not None]
+        filters = self._filters(where, infer_type, section.get("filters", []), renamed, first)
+        selector = self._selector(where, section.get("selector"), metrics)
+        return make_stage(infer_type, metrics, filters, selector) if selector is not None else None
+
+    def _filters(
+        self, where: str, infer_type: InferType, entries: Any, renamed: Mapping[Any, str], first: Any
+    ) -> list[f.Filter | f.GroupFilter]:
+        found: list[f.Filter | f.GroupFilter] = [f.InferTypeFilter(infer_type), *(make() for make in _STRUCTURAL)]
+        if not isinstance(entries, list):
+            self._fault(where, "filters is not a list")
+            return found
+        for entry in entries:
+            name, settings = self._entry(where, entry)
+            if name not in self._makers:
+                self._fault(where, f"unknown filter {name!r}; known: {', '.join(sorted(self._makers))}")
+                continue
+            settings = dict(settings)
+            if name == "metricBasedFilter" and "metric" in settings:
+                if settings["metric"] == first and infer_type in self._overrides.thresholds:
+                    settings["threshold"] = self._overrides.thresholds[infer_type]
+                settings["metric"] = self._metric(where, renamed.get(settings["metric"], settings["metric"]))
+                if settings["metric"] is None:
+                    continue
+            if name == "stalenessFilter" and self._overrides.staleness_s is not None:
+                settings["seconds"] = self._overrides.staleness_s
+            if name == "failoverFilter" and self._overrides.failover_domain is not None:
+                settings["domain"] = self._overrides.failover_domain
+            made = self._make(where, name, self._makers[name], settings)
+            if made is not None:
+                found.append(made)
+        return found
+
+    def _selector(self, where: str, entry: Any, metrics: list[Metric]) -> Selector | None:
+        name, settings = self._entry(where, entry)
+        if name not in _SELECTORS:
+            self._fault(where, f"unknown selector {name!r}; known: {', '.join(sorted(_SELECTORS))}")
+            return None
+        if name == "metricBasedSelector":
+            if not metrics:
+                self._fault(where, "metricBasedSelector needs a metric")
+            if self._overrides.top_k is not None:
+                settings = {**settings, "top_k": self._overrides.top_k}
+        made: Selector | None = self._make(where, name, _SELECTORS[name], settings)
+        return made
+
+    def _metric(self, where: str, name: Any) -> Metric | None:
+        fits = {n for n, metric in self._metrics.items() if (metric.full if self._mode is Mode.FULL else metric.lite)}
+        if isinstance(name, str) and name in fits:
+            return self._metrics[name]
+        wrong = f"is no metric of {self._mode} mode" if name in self._metrics else "is unknown"
+        self._fault(where, f"metric {name!r} {wrong}; known: {', '.join(sorted(fits))}")
+        return None
+
+    def _entry(self, where: str, entry: Any) -> tuple[str, Mapping[str, Any]]:
+        """`name`, or `name: {setting: value}`."""
+        if isinstance(entry, dict) and len(entry) == 1:
+            name, settings = next(iter(entry.items()))
+            if isinstance(settings, dict):
+                return str(name), settings
+            self._fault(where, f"the settings of {name!r} are not a mapping")
+            return str(name), {}
+        return (entry if isinstance(entry, str) else repr(entry)), {}
+
+    def _make(self, where: str, name: str, maker: _Maker, settings: Mapping[str, Any]) -> Any:
+        try:
+            return maker(**settings)
+        except (TypeError, ValueError) as error:
+            self._fault(where, f"{name}: {str(error).replace('<lambda>()', 'it')}")
+            return None
+
+    def _only(self, where: str, mapping: Mapping[Any, Any], known: set[str]) -> None:
+        unknown = [str(key) for key in mapping if key not in known]
+        if unknown:
+            self._fault(where, f"has unknown keys {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+
+    def _fault(self, where: str, said: str) -> None:
+        self.faults.append(f"policy {self._source}: {where + ': ' if where else ''}{said}")
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{value!r} is not a number")
+    return float(value)
+
+
+def _top_k(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"top_k {value!r} is not a number from 1 on")
+    return value
+
+
+def _all_filters() -> dict[str, _Maker]:
+    return load_values(FILTER_ENTRY_POINTS, _FILTERS, lambda _, value: None if callable(value) else "is not callable")
+
+
+def _directory() -> Any:
+    return files("llumsched.scheduling") / "policies"

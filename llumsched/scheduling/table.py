@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Candidates in arrays, kept current: what changes is one row, what a decision reads are columns.
+
+A metric that depends only on an instance's load is computed when that load changes, by the pure function itself; so is
+what the built-in filters compare. A decision then is a dozen operations on arrays, whatever the number of instances.
+Metrics of the request, and filters of other packages, are asked for every instance at every decision.
+
+It observes a view, after what keeps `in_flight`: an instance's counters are settled before its row is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import numpy as np
+
+from llumsched.cms.view import Instance
+from llumsched.scheduling import filters as f
+from llumsched.scheduling.in_flight import InFlight
+from llumsched.scheduling.load import Context, Load
+from llumsched.scheduling.metrics import Metric
+from llumsched.scheduling.pipeline import Mask
+from llumsched.scheduling.selectors import Order, Values
+
+_FIRST_SIZE = 16
+
+
+class Table:
+    """Rows are dense: the last one takes the place of one that leaves."""
+
+    def __init__(self, in_flight: InFlight, metrics: Collection[Metric]) -> None:
+        self._in_flight = in_flight
+        self._rows: dict[str, int] = {}
+        self._instances: list[Instance] = []
+        self._metrics = {metric.name: metric for metric in metrics if metric.of_request is None}
+        self._columns: dict[str, Values] = {name: np.empty(_FIRST_SIZE) for name in self._metrics}
+        self._received_s = np.empty(_FIRST_SIZE)
+        self._capacity = np.empty(_FIRST_SIZE)
+        self._unschedulable = np.empty(_FIRST_SIZE, np.bool_)
+        self._by_place: dict[object, Mask] = {}
+        """Masks that change only with members and metadata, by what they are of."""
+        self._models: set[str] | None = None
+        self._order: Order | None = None
+        self._groups: dict[f.GroupFilter, tuple[bytes, Mask]] = {}
+        in_flight.on_change(self._account_changed)
+
+    # From the view and the account
+
+    def appeared(self, instance: Instance) -> None:
+        row = len(self._instances)
+        self._rows[instance.id] = row
+        self._instances.append(instance)
+        if row == len(self._received_s):
+            self._resize(2 * row)
+        self._members_changed()
+        self._write(row)
+
+    def changed(self, instance: Instance) -> None:
+        row = self._rows[instance.id]
+        known, self._instances[row] = self._instances[row], instance
+        if known.metadata is not instance.metadata:
+            self._members_changed()
+        self._write(row)
+
+    def left(self, instance: Instance) -> None:
+        row, last = self._rows.pop(instance.id), self._instances.pop()
+        self._members_changed()
+        if row < len(self._instances):
+            self._instances[row] = last
+            self._rows[last.id] = row
+            self._write(row)
+
+    def _account_changed(self, instance_id: str) -> None:
+        row = self._rows.get(instance_id)
+        if row is not None:
+            self._measure(row)
+
+    # Candidates
+
+    def __len__(self) -> int:
+        return len(self._instances)
+
+    @property
+    def order(self) -> Order:
+        if self._order is None:
+            ids = sorted(self._rows)
+            rank = np.empty(len(ids), np.intp)
+            rank[[self._rows[instance_id] for instance_id in ids]] = np.arange(len(ids))
+            self._order = Order(ids, rank)
+        return self._order
+
+    def load(self, row: int) -> Load:
+        instance = self._instances[row]
+        return Load(instance, self._in_flight.of(instance.id))
+
+    def values(self, metric: Metric, context: Context) -> Values:
+        if self._metrics.get(metric.name) is metric:
+            return self._columns[metric.name][: len(self)]
+        return np.array([metric.value(self.load(row), context) for row in range(len(self))], np.float64)
+
+    def refused(self, one: f.Filter, context: Context) -> Mask:
+        size = len(self)
+        match one:
+            case f.SchedulabilityFilter():
+                return self._unschedulable[:size]
+            case f.StalenessFilter():
+                return context.now_s - self._received_s[:size] > one.seconds
+            case f.MetricBasedFilter():
+                values = self.values(one.metric, context)
+                return values >= one.threshold if one.metric.less_is_better else values <= one.threshold
+            case f.CapacityFilter():
+                return context.request.prompt_num_tokens > self._capacity[:size]
+            case f.InferTypeFilter():
+                return self._place(one.infer_type, lambda instance: f.infer_type(instance) != one.infer_type)
+            case f.ModelFilter():
+                return self._not_serving(context.request.model)
+            case f.RetryFilter():
+                return self._among(context.request.avoid)
+        return np.array([one.refuse(self.load(row), context) is not None for row in range(size)], np.bool_)
+
+    def refused_among(self, group: f.GroupFilter, failed: Mask) -> Mask:
+        if isinstance(group, f.FailoverFilter) and not failed.any():
+            return failed
+        key = failed.tobytes()
+        known = self._groups.get(group)
+        if known is not None and known[0] == key:
+            return known[1]
+        failed_ids = {self._instances[row].id for row in np.flatnonzero(failed)}
+        mask = self._among(group.refuse_among(self._instances, failed_ids))
+        if isinstance(group, f.FailoverFilter | f.FailoverMigrationSrcFilter):
+            self._groups[group] = key, mask
+        return mask
+
+    # Rows
+
+    def _write(self, row: int) -> None:
+        instance = self._instances[row]
+        self._received_s[row] = instance.received_s
+        self._unschedulable[row] = f.unschedulable(instance) is not None
+        capacity = f.capacity_tokens(Load(instance))
+        self._capacity[row] = np.inf if capacity is None else capacity
+        self._measure(row)
+
+    def _measure(self, row: int) -> None:
+        load = self.load(row)
+        for name, metric in self._metrics.items():
+            self._columns[name][row] = metric.value(load)
+
+    def _resize(self, size: int) -> None:
+        for column in (*self._columns.values(), self._received_s, self._capacity, self._unschedulable):
+            column.resize(size, refcheck=False)
+
+    # Masks of members and metadata
+
+    def _members_changed(self) -> None:
+        self._order = self._models = None
+        self._by_place.clear()
+        self._groups.clear()
+
+    def _place(self, key: object, refused: Callable[[Instance], bool]) -> Mask:
+        mask = self._by_place.get(key)
+        if mask is None:
+            mask = np.array([refused(instance) for instance in self._instances], np.bool_)
+            self._by_place[key] = mask
+        return mask
+
+    def _not_serving(self, model: str) -> Mask:
+        if self._models is None:
+            names = ((*i.metadata.served_models,) or (i.metadata.model,) for i in self._instances)
+            self._models = {"", *(name for some in names for name in some)}
+        if model not in self._models:  # and is not kept: clients make up names
+            return np.ones(len(self), np.bool_)
+        return self._place(("model", model), lambda instance: not f.serves(instance, model))
+
+    def _among(self, ids: Collection[str]) -> Mask:
+        mask = np.zeros(len(self), np.bool_)
+        rows = [self._rows[instance_id] for instance_id in ids if instance_id in self._rows]
+        mask[rows] = True
+        return mask

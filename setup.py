@@ -42,14 +42,16 @@ SCHEDULER_REQUIRES = [
     "grpcio-health-checking>=1.85.1",
     "grpcio-reflection>=1.85.1",
     "msgspec>=0.20",
+    "numpy>=2",
     "prometheus-client>=0.22",
     "protobuf>=7.35.1",
+    "pyyaml>=6",
     "redis>=5.2",
     "rich>=14",
     "tokenizers>=0.21",
     "uvloop>=0.21",
 ]
-ENGINE_REQUIRES = ["cryptography>=44", "numpy>=2", "psutil>=6", "pyzmq>=27"]
+ENGINE_REQUIRES = ["cryptography>=44", "psutil>=6", "pyzmq>=27"]
 # pip install vllm-llumnix[mooncake]
 MOONCAKE = {"cuda": "mooncake-transfer-engine>=0.3.13", "cpu": "mooncake-transfer-engine-non-cuda>=0.3.13"}
 SCRIPTS = {"llumnix": "llumsched.cli:main", "vllm-llumnix": "vllm_llumnix.cli:main"}
@@ -169,7 +171,11 @@ setup(
     packages=find_packages(include=[pattern for name in names for pattern in (name, f"{name}.*")]),
     # A plain path line for editable installs: it comes before the hook, whose import needs it.
     package_dir={"": "."},
-    package_data={"": ["py.typed", "*.pyi", "*.proto"], "llumsched.scheduler": ["page/*"]},
+    package_data={
+        "": ["py.typed", "*.pyi", "*.proto"],
+        "llumsched.scheduler": ["page/*"],
+        "llumsched.scheduling": ["policies/*.yaml"],
+    },
     include_package_data=False,
     ext_modules=[KERNELS[name] for name in KERNELS_OF[device]],
     data_files=[] if device == "empty" else [("", ["vllm-llumnix.pth"])],

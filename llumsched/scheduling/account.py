@@ -40,7 +40,7 @@ class _Record:
 
 
 class Account:
-    """Observes a view. One event loop; `clock` in seconds, monotonic."""
+    """Observes a view. One event loop; `clock` in seconds, monotonic. `staleness_s` 0: nothing is counted."""
 
     def __init__(self, clock: Callable[[], float], staleness_s: float) -> None:
         self.in_flight = InFlight()
@@ -65,6 +65,8 @@ class Account:
         earlier = self._of_request.get(request_id, {}).get(infer_type)
         if earlier is not None:
             self._drop(earlier)
+        if not self._staleness_s:
+            return
         counters = counters_of(infer_type, num_tokens)
         record = _Record(request_id, instance_id, infer_type, counters, self._clock() + self._staleness_s)
         self._of_request.setdefault(request_id, {})[infer_type] = record

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`llumnix scheduler`: chooses an instance for each request."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from typing import Any, Final
+
+from llumlet.types import Address
+from llumsched.cms.store import LISTEN, store_faults
+from llumsched.commands import arguments
+from llumsched.exit_codes import ExitCode
+from llumsched.rescheduling import arguments as rescheduling
+from llumsched.rescheduling.config import Config as ReschedulingConfig
+from llumsched.scheduler import process
+from llumsched.scheduling.filters import FailoverDomain
+from llumsched.scheduling.load import InferType
+from llumsched.scheduling.policy import Mode, Overrides, Policy, PolicyError, built_in_policies, load_policy
+
+NAME = "scheduler"
+HELP = "choose an instance for each request"
+DESCRIPTION = """Choose an instance for each request of the gateways.
+
+  llumnix scheduler                                      instances report to it (--llumlet-cms 127.0.0.1:8003)
+  llumnix scheduler --cms redis://10.0.0.5:6379          or to a Redis, for several schedulers
+  llumnix scheduler --enable-full-mode-scheduling=false --llm-backend-endpoints 10.0.0.1:8000,10.0.0.2:8000
+                                                         lite mode: engines of stock vLLM, which report nothing
+  llumnix scheduler --colocated-rescheduling-mode --enable-rescheduling
+                                                         and move running requests from hot to cold
+
+A switch may be written --name, --name=true or --name=false. Policies: docs/policies.md."""
+
+_log = logging.getLogger("llumnix.scheduler")
+_DEFAULTS: Final = {field.name: field.default for field in process.SchedulerConfig.__dataclass_fields__.values()}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("process")
+    group.add_argument("--host", default=process.HOST, help="to listen at (default %(default)s)")
+    group.add_argument("--port", default=str(process.PORT), metavar="N", help="0: any free one (default %(default)s)")
+    _add_cms(parser.add_argument_group("instances"))
+    _add_dispatch(parser.add_argument_group("dispatch"))
+    rescheduling.add_arguments(parser)
+
+
+def _add_cms(group: Any) -> None:
+    group.add_argument(
+        "--cms", metavar="URL",
+        help="listen://HOST:PORT: be the CMS; redis://…; HOST:PORT: the CMS of another process "
+        f"(default {process.CMS})",
+    )  # fmt: skip
+    group.add_argument("--cms-listen", metavar="HOST:PORT", help="the same as --cms listen://HOST:PORT")
+    group.add_argument("--cms-redis-host", metavar="HOST", help="with --cms-redis-port, the same as --cms redis://…")
+    group.add_argument("--cms-redis-port", default="6379", metavar="N", help="default %(default)s")
+    group.add_argument("--cms-redis-username", default="", metavar="NAME")
+    group.add_argument("--cms-redis-password", default="", metavar="TEXT")
+    group.add_argument(
+        "--llm-backend-endpoints", default="", metavar="HOST:PORT,…", help="lite mode: the engines' API servers"
+    )
+    group.add_argument(
+        "--insecure", action="store_true", help="listen beyond this machine without complete credentials"
+    )
+
+
+def _add_dispatch(group: Any) -> None:
+    def switch(name: str, text: str) -> None:
+        group.add_argument(name, nargs="?", const="true", default="true", metavar="BOOL", help=f"{text} (default true)")
+
+    switch("--enable-full-mode-scheduling", "load is what instances report; false: what was sent to them")
+    group.add_argument(
+        "--scheduling-policy", default="load-balance", metavar="NAME",
+        help=f"{', '.join(built_in_policies())}, or a .yaml file (default %(default)s)",
+    )  # fmt: skip
+    for infer_type in InferType:
+        group.add_argument(f"--dispatch-{infer_type}-load-metric", metavar="METRIC", help="default: the policy's")
+        group.add_argument(f"--dispatch-{infer_type}-load-threshold", metavar="LOAD", help="default: the policy's")
+    group.add_argument("--dispatch-top-k", metavar="N", help="choose among the N best (default: the policy's, 1)")
+    group.add_argument(
+        "--failover-domain", metavar="DOMAIN",
+        help=f"what fails with an instance: {', '.join(FailoverDomain)} (default: the policy's, instance)",
+    )  # fmt: skip
+    group.add_argument(
+        "--instance-staleness-seconds", metavar="S",
+        help="silence after which an instance gets nothing (default: the policy's, 60)",
+    )  # fmt: skip
+    switch("--enable-instance-status-local-account", "count what was sent and is in no status yet")
+    staleness = _DEFAULTS["account_staleness_s"]
+    group.add_argument(
+        "--request-local-account-staleness-seconds", default=f"{staleness:g}", metavar="S",
+        help="how long, for a request that never gets there (default %(default)s)",
+    )  # fmt: skip
+    for flag, name, text in (
+        ("--gateway-ttl-seconds", "gateway_ttl_s", "silence after which a gateway's requests count no more"),
+        ("--request-state-ttl-seconds", "state_ttl_s", "silence after which one request counts no more"),
+    ):
+        group.add_argument(
+            flag, default=f"{_DEFAULTS[name]:g}", metavar="S", help=f"lite mode: {text} (default %(default)s)"
+        )
+
+
+def faults(args: argparse.Namespace) -> list[str]:
+    """Leaves the configuration in `args.config` if there are none."""
+    reader = _Reader(args)
+    values = reader.values()
+    if not reader.faults:
+        args.config = process.SchedulerConfig(**values)
+    return reader.faults
+
+
+class _Reader:
+    """Of the flags; collects what is wrong."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self.faults: list[str] = []
+
+    def values(self) -> dict[str, Any]:
+        args = self._args
+        mode = Mode.FULL if self._switch("--enable-full-mode-scheduling") else Mode.LITE
+        endpoints = self._endpoints(args.llm_backend_endpoints)
+        if mode is Mode.LITE and not endpoints and not args.llm_backend_endpoints:
+            self.faults.append("--enable-full-mode-scheduling=false needs --llm-backend-endpoints")
+        if mode is Mode.FULL and args.llm_backend_endpoints:
+            self.faults.append("--llm-backend-endpoints is of no use without --enable-full-mode-scheduling=false")
+        values: dict[str, Any] = {
+            "host": args.host,
+            "port": self._port("--port", args.port, lowest=0),
+            "cms": self._cms(mode),
+            "account": self._switch("--enable-instance-status-local-account"),
+            "account_staleness_s": self._seconds("--request-local-account-staleness-seconds"),
+            "gateway_ttl_s": self._seconds("--gateway-ttl-seconds"),
+            "state_ttl_s": self._seconds("--request-state-ttl-seconds"),
+            "backend_endpoints": tuple(endpoints),
+            "insecure": args.insecure,
+        }
+        values["policy"] = self._policy(mode)
+        values["rescheduling"] = self._rescheduling(mode)
+        return values
+
+    def _policy(self, mode: Mode) -> Policy | None:
+        args = self._args
+        metrics, thresholds = {}, {}
+        for infer_type in InferType:
+            if (metric := getattr(args, f"dispatch_{infer_type}_load_metric")) is not None:
+                metrics[infer_type] = metric
+            if (text := getattr(args, f"dispatch_{infer_type}_load_threshold")) is not None:
+                thresholds[infer_type], fault = arguments.number(f"--dispatch-{infer_type}-load-threshold", text)
+                self.faults += fault
+        top_k = None
+        if args.dispatch_top_k is not None:
+            top_k = int(args.dispatch_top_k) if args.dispatch_top_k.isdecimal() else 0
+            if top_k < 1:
+                self.faults.append(f"--dispatch-top-k {args.dispatch_top_k!r} is not a number from 1 on")
+                top_k = None
+        if (domain := args.failover_domain) is not None and domain not in tuple(FailoverDomain):
+            self.faults.append(f"--failover-domain {domain!r} is none of {', '.join(FailoverDomain)}")
+            domain = None
+        staleness_s = args.instance_staleness_seconds and self._seconds("--instance-staleness-seconds")
+        try:
+            return load_policy(
+                args.scheduling_policy, mode, Overrides(metrics, thresholds, top_k, domain, staleness_s)
+            )
+        except PolicyError as error:
+            self.faults += error.faults
+            return None
+
+    def _rescheduling(self, mode: Mode) -> ReschedulingConfig | None:
+        args, own = argparse.Namespace(**vars(self._args)), ReschedulingConfig()
+        if args.failover_domain not in tuple(FailoverDomain):  # said already, if it was given
+            args.failover_domain = str(own.failover_domain)
+        if args.instance_staleness_seconds is None:
+            args.instance_staleness_seconds = f"{own.staleness_s:g}"
+        found = [fault for fault in rescheduling.faults(args) if "--instance-staleness-seconds" not in fault]
+        self.faults += found
+        if args.standalone_rescheduling_mode in ("true", True):
+            self.faults.append("--standalone-rescheduling-mode is for `llumnix rescheduler`")
+        if found or not rescheduling.colocated(args):
+            return None
+        if mode is Mode.LITE:
+            self.faults.append("rescheduling needs full mode: engines that report nothing cannot move requests")
+        return rescheduling.config(args)
+
+    def _cms(self, mode: Mode) -> str:
+        args = self._args
+        given = {}
+        if args.cms:
+            given["--cms"] = args.cms
+        if args.cms_listen:
+            given["--cms-listen"] = LISTEN + args.cms_listen
+        if args.cms_redis_host:
+            login = f"{args.cms_redis_username}:{args.cms_redis_password}@" if args.cms_redis_password else ""
+            given["--cms-redis-host"] = f"redis://{login}{args.cms_redis_host}:{args.cms_redis_port}"
+        if len(given) > 1:
+            self.faults.append(f"{' and '.join(given)}: one of them")
+        if given and mode is Mode.LITE:
+            self.faults.append(f"{next(iter(given))} is of no use in lite mode: instances report to nobody")
+        for flag, url in given.items():
+            self.faults += [f"{flag} {fault}" for fault in store_faults(url)]
+        return next(iter(given.values()), process.CMS)
+
+    def _endpoints(self, text: str) -> list[Address]:
+        found: list[Address] = []
+        for part in filter(None, map(str.strip, text.split(","))):
+            addresses, fault = arguments.address("--llm-backend-endpoints", part.removeprefix("http://"))
+            found += addresses
+            self.faults += fault
+        return found
+
+    def _switch(self, flag: str) -> bool:
+        text = getattr(self._args, _dest(flag)).lower()
+        if text not in ("true", "false"):
+            self.faults.append(f"{flag} {text!r} is neither true nor false")
+        return bool(text != "false")
+
+    def _seconds(self, flag: str) -> float:
+        value, fault = arguments.number(flag, getattr(self._args, _dest(flag)))
+        if not fault and value <= 0:
+            fault = [f"{flag} must be positive"]
+        self.faults += fault
+        return value
+
+    def _port(self, flag: str, text: str, lowest: int) -> int:
+        if text.isascii() and text.isdigit() and lowest <= int(text) < 65536:
+            return int(text)
+        self.faults.append(f"{flag} {text!r} is not a port")
+        return 0
+
+
+def _dest(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def run(args: argparse.Namespace) -> int:
+    import dataclasses
+
+    import uvloop
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    config = dataclasses.replace(args.config, credentials=args.credentials)
+    try:
+        uvloop.run(_serve(config))
+    except (OSError, ValueError) as error:
+        print(f"llumnix scheduler: {error}", file=sys.stderr)
+        return ExitCode.USAGE
+    return ExitCode.OK
+
+
+async def _serve(config: process.SchedulerConfig) -> None:
+    """Until SIGTERM or SIGINT."""
+    ended = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    running = await process.serve(config)
+    try:
+        policy = config.policy
+        source = config.cms if policy.mode is Mode.FULL else ", ".join(map(str, config.backend_endpoints))
+        _log.info("at http://%s:%d: %s, %s mode, %s", running.host, running.port, policy.name, policy.mode, source)
+        await ended.wait()
+    finally:
+        await running.close()

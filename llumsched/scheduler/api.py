@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's HTTP API.
+
+POST /schedule         200 the request with its `scheduling_result`; 404 nobody serves the model; 429 nobody takes
+                       it now; 400 the JSON is wrong, the prompt fits nowhere, or nothing is known of any instance
+POST /release          200, as often as one likes; 400 the JSON is wrong or names no result
+POST /report           200; lite mode, from gateways
+GET  /keepalive        WebSocket, lite mode: while it stands the gateway lives
+GET  /healthz          200
+GET  /metrics          Prometheus
+POST /debug/schedule   what `/schedule` would do, and why; GET with `model` and `prompt_num_tokens` does as well
+GET  /debug/view       what is known of the instances
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import msgspec
+from aiohttp import WSMsgType, web
+from google.protobuf.json_format import MessageToDict
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from llumsched.scheduler.messages import (
+    MAX_BODY_BYTES,
+    Endpoint,
+    Report,
+    SchedulingRequest,
+    decode,
+    encode,
+    llm_instance,
+)
+from llumsched.scheduler.metrics import SchedulerMetrics
+from llumsched.scheduling.dispatch import Dispatcher, NotPlaced, Refused
+from llumsched.scheduling.explain import explain
+from llumsched.scheduling.load import InferType, Request
+from llumsched.scheduling.lrs import RealtimeState, Update
+
+_log = logging.getLogger(__name__)
+_KEEPALIVE_S: Final = 3.0
+_MOST_REPORTS: Final = 100_000
+_STATUS: Final = {Refused.ENDPOINT_NOT_FOUND: 404, Refused.NO_AVAILABLE_ENDPOINT: 429, Refused.NO_MATCH_INFER_TYPE: 429}
+
+
+class Api:
+    def __init__(self, dispatcher: Dispatcher, registry: CollectorRegistry) -> None:
+        self._dispatcher = dispatcher
+        self._registry = registry
+        self._metrics = SchedulerMetrics(dispatcher, registry)
+
+    def application(self) -> web.Application:
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_say_what_is_wrong])
+        app.add_routes(
+            [
+                web.post("/schedule", self.schedule),
+                web.post("/release", self.release),
+                web.post("/report", self.report),
+                web.get("/keepalive", self.keepalive),
+                web.get("/healthz", self.healthz),
+                web.get("/metrics", self.metrics),
+                web.post("/debug/schedule", self.debug_schedule),
+                web.get("/debug/schedule", self.debug_schedule),
+                web.get("/debug/view", self.debug_view),
+            ]
+        )
+        return app
+
+    async def schedule(self, http: web.Request) -> web.Response:
+        asked = decode(await http.read(), SchedulingRequest)
+        request, stages = self._request(asked), asked.stages
+        began_s = time.perf_counter()
+        try:
+            placements = self._dispatcher.schedule(request, stages, asked.gateway_id)
+        except NotPlaced as error:
+            self._metrics.refused(error.kind)
+            return web.Response(status=_STATUS.get(error.kind, 400), text=str(error))
+        self._metrics.placed(placements, time.perf_counter() - began_s)
+        asked.scheduling_result = [
+            llm_instance(placed.instance, placed.infer_type, asked.model) for placed in placements
+        ]
+        asked.excluded_endpoints = []
+        return _json(asked)
+
+    async def release(self, http: web.Request) -> web.Response:
+        asked = decode(await http.read(), SchedulingRequest)
+        if not asked.scheduling_result:
+            raise ValueError("scheduling_result is missing or empty")
+        self._dispatcher.release(asked.id, {instance.id for instance in asked.scheduling_result})
+        return web.Response()
+
+    async def report(self, http: web.Request) -> web.Response:
+        reports = decode(await http.read(), list[Report])
+        if len(reports) > _MOST_REPORTS:
+            raise ValueError(f"more than {_MOST_REPORTS} reports at once")
+        if isinstance(state := self._dispatcher.ledger, RealtimeState):
+            faults = Counter(
+                fault
+                for one in reports
+                if (fault := state.reported(
+                    Update(one.id, one.instance_id, InferType(one.infer_type), one.gateway_id, one.num_tokens,
+                           prefill_done=one.kind == "prefill_done")
+                ))
+            )  # fmt: skip
+            if faults:
+                _log.debug("of %d reports were not taken: %s", len(reports), dict(faults))
+        return web.Response()
+
+    async def keepalive(self, http: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse(heartbeat=_KEEPALIVE_S, max_msg_size=4096)
+        await socket.prepare(http)
+        gateway_id = ""
+        state = self._dispatcher.ledger
+        try:
+            async for message in socket:
+                if message.type is not WSMsgType.TEXT:
+                    break
+                if not gateway_id:
+                    gateway_id = _gateway_id(message.data)
+                    if isinstance(state, RealtimeState):
+                        state.connected(gateway_id)
+                await socket.send_str("ok")
+        except ValueError as error:
+            await socket.close(code=1007, message=str(error).encode()[:100])
+        finally:
+            if gateway_id and isinstance(state, RealtimeState):
+                state.disconnected(gateway_id)
+        return socket
+
+    async def healthz(self, http: web.Request) -> web.Response:
+        view = self._dispatcher.view
+        return _json({"status": "ok", "instances": len(view), "view_age_s": round(view.age_s, 3)})
+
+    async def metrics(self, http: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def debug_schedule(self, http: web.Request) -> web.Response:
+        if http.method == "POST":
+            asked = decode(await http.read(), SchedulingRequest)
+        else:
+            text = http.query.get("prompt_num_tokens", "0")
+            if not text.isascii() or not text.isdigit():
+                raise ValueError(f"prompt_num_tokens {text[:32]!r} is not a number")
+            asked = msgspec.convert(
+                {"id": "", "model": http.query.get("model", ""), "prompt_num_tokens": int(text),
+                 "scheduling_mode": http.query.get("scheduling_mode", "neutral"),
+                 "scheduling_stage": http.query.get("scheduling_stage", "")},
+                SchedulingRequest,
+            )  # fmt: skip
+        try:
+            decisions = self._dispatcher.decide(self._request(asked), asked.stages)
+        except NotPlaced as error:
+            return web.Response(status=_STATUS.get(error.kind, 400), text=str(error))
+        policy = self._dispatcher.policy
+        return _json(
+            {
+                "policy": policy.name,
+                "mode": policy.mode,
+                "view_age_s": round(self._dispatcher.view.age_s, 3),
+                "stages": [explain(decision, self._dispatcher.table) for decision in decisions.values()],
+            }
+        )
+
+    async def debug_view(self, http: web.Request) -> web.Response:
+        view, in_flight = self._dispatcher.view, self._dispatcher.ledger.in_flight
+        now_s = time.monotonic()
+        return _json(
+            {
+                "connected": view.connected,
+                "age_s": round(view.age_s, 3),
+                "instances": {
+                    instance.id: {
+                        "age_s": round(instance.age_s(now_s), 3),
+                        "in_flight": msgspec.to_builtins(in_flight.of(instance.id)),
+                        "metadata": MessageToDict(instance.metadata, preserving_proto_field_name=True),
+                        "status": instance.status
+                        and MessageToDict(
+                            instance.status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+                        ),
+                    }
+                    for instance in view.values()
+                },
+            }
+        )
+
+    def _request(self, asked: SchedulingRequest) -> Request:
+        excluded = set(asked.excluded_endpoints)
+        avoid = {i.id for i in self._dispatcher.view.values() if str(i.api_server) in excluded} if excluded else ()
+        return Request(asked.id, asked.model, asked.count_tokens(), frozenset(avoid))
+
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@web.middleware
+async def _say_what_is_wrong(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except (ValueError, msgspec.ValidationError) as error:
+        return web.Response(status=400, text=str(error)[:1000])
+
+
+def _gateway_id(text: str) -> str:
+    """Of the endpoint that a gateway says it is; any other JSON string is its own."""
+    said: Any = decode(text.encode(), Endpoint | str)  # type: ignore[arg-type]
+    return f"{said.host}:{said.port}" if isinstance(said, Endpoint) else str(said)[:1024]
+
+
+def _json(value: Any) -> web.Response:
+    return web.Response(body=encode(value), content_type="application/json")

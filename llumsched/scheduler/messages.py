@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The JSON of the scheduler's API, field for field that of Llumnix. What is not known is ignored; what is known must
+have the right type and size. `excluded_endpoints` is an addition: a second try names who failed the first."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
+
+from llumsched.cms.view import Instance
+from llumsched.scheduling.load import InferType
+
+MAX_BODY_BYTES = 16 << 20
+"""Of one call. The token ids of a prompt of a million take half of it."""
+
+Name = Annotated[str, Meta(max_length=1024)]
+Count = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+T = TypeVar("T")
+
+
+class Endpoint(Struct):
+    host: Name
+    port: Port
+
+
+class LLMInstance(Struct):
+    id: Name
+    endpoint: Endpoint
+    model: Name = ""
+    infer_type: Name = InferType.NEUTRAL
+    version: int = 0
+    aux_ip: Name = ""
+    aux_port: int = 0
+    dp_rank: int = 0
+    dp_size: int = 0
+
+
+class SchedulingRequest(Struct, omit_defaults=True):
+    id: Name
+    model: Name = ""
+    gateway_id: Name = ""
+    scheduling_mode: Literal["neutral", "pd_batch", "pd_staged"] = "neutral"
+    scheduling_stage: Literal["", "prefill", "decode"] = ""
+    prompt_num_tokens: Count = 0
+    prompt_token_ids: Raw | UnsetType = UNSET
+    """Echoed, and counted if `prompt_num_tokens` is missing."""
+    scheduling_result: Annotated[list[LLMInstance], Meta(max_length=16)] | None = None
+    excluded_endpoints: Annotated[list[Name], Meta(max_length=1024)] = field(default_factory=list)
+
+    @property
+    def stages(self) -> tuple[InferType, ...]:
+        """Raises ValueError for a staged request without its stage."""
+        if self.scheduling_mode == "neutral":
+            return (InferType.NEUTRAL,)
+        if self.scheduling_mode == "pd_batch":
+            return (InferType.PREFILL, InferType.DECODE)
+        if not self.scheduling_stage:
+            raise ValueError("scheduling_mode pd_staged needs a scheduling_stage, prefill or decode")
+        return (InferType(self.scheduling_stage),)
+
+    def count_tokens(self) -> int:
+        """Raises ValueError for token ids that are none."""
+        if self.prompt_num_tokens or isinstance(self.prompt_token_ids, UnsetType):
+            return self.prompt_num_tokens
+        try:
+            return len(msgspec.json.decode(self.prompt_token_ids, type=list[Count] | None) or ())
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"prompt_token_ids: {error}") from error
+
+
+class Report(Struct):
+    """Of one request, by its gateway (lite mode)."""
+
+    id: Name
+    instance_id: Name
+    kind: Literal["state_update", "prefill_done"] = "state_update"
+    model: Name = ""
+    infer_type: Literal["neutral", "prefill", "decode"] = "neutral"
+    gateway_id: Name = ""
+    num_tokens: Count = 0
+
+
+def decode(body: bytes, of: type[T]) -> T:
+    """Raises ValueError that says where the body is wrong."""
+    try:
+        return msgspec.json.decode(body, type=of)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"bad JSON: {error or 'nested too deeply'}") from error
+
+
+def encode(value: Any) -> bytes:
+    return msgspec.json.encode(value)
+
+
+def llm_instance(instance: Instance, infer_type: InferType, model: str) -> LLMInstance:
+    metadata = instance.metadata
+    return LLMInstance(
+        id=metadata.instance_id,
+        endpoint=Endpoint(metadata.ip, metadata.api_server_port),
+        model=model or metadata.model,
+        infer_type=infer_type,
+        aux_ip=metadata.ip_kvt,
+        aux_port=metadata.kvt_port,
+        dp_rank=metadata.dp_rank,
+        dp_size=metadata.data_parallel_size,
+    )

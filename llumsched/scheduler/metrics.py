@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prometheus metrics of the scheduler, by the names of Llumnix. Gauges of instances are read when they are scraped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from llumsched.scheduling.dispatch import Dispatcher, Placement, Refused
+from llumsched.scheduling.filters import infer_type
+from llumsched.scheduling.load import Load
+from llumsched.scheduling.metrics import METRICS
+from llumsched.scheduling.policy import Mode
+
+_STAGE_MS: Final = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+_TOKENS: Final = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+_SELECTED: Final = {
+    "kv_cache_usage_ratio_projected": tuple(tenth / 10 for tenth in range(11)),
+    "decode_batch_size": (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000),
+    "all_prefills_tokens_num": _TOKENS,
+    "all_decodes_tokens_num": _TOKENS,
+}
+_OF_STATUS: Final = {
+    "used_gpu_tokens": "num_used_gpu_tokens",
+    "waiting_requests": "num_waiting_requests",
+    "loading_requests": "num_loading_requests",
+    "running_requests": "num_running_requests",
+    "scheduler_waiting_to_decode_requests": "scheduler_waiting_to_decode_requests_num",
+    "scheduler_running_to_decode_requests": "scheduler_running_to_decode_requests_num",
+    "hybrid_scheduler_waiting_to_decode_requests": "hybrid_scheduler_waiting_to_decode_requests_num",
+    "uncomputed_tokens_all_waiting_prefills": "num_uncomputed_tokens_all_waiting_prefills",
+    "uncomputed_tokens_scheduler_running_prefills": "num_uncomputed_tokens_scheduler_running_prefills",
+    "unallocated_tokens_scheduler_running_prefills": "num_unallocated_tokens_scheduler_running_prefills",
+    "unallocated_tokens_hybrid_scheduler_waiting_decodes": "num_unallocated_tokens_hybrid_scheduler_waiting_decodes",
+    "hybrid_scheduler_waiting_to_decode_tokens": "hybrid_scheduler_waiting_to_decode_tokens_num",
+    "scheduler_waiting_to_decode_tokens": "scheduler_waiting_to_decode_tokens_num",
+    "scheduler_running_to_decode_tokens": "scheduler_running_to_decode_tokens_num",
+    "tokens_loading_requests": "num_tokens_loading_requests",
+}
+_OF_ACCOUNT: Final = {
+    "inflight_dispatch_requests": "num_requests",
+    "inflight_dispatch_prefill_requests": "num_prefill_requests",
+    "inflight_dispatch_decode_requests": "num_decode_requests",
+    "uncomputed_tokens_inflight_dispatch_prefill_requests": "num_uncomputed_prefill_tokens",
+    "tokens_inflight_dispatch_decode_requests": "num_decode_tokens",
+}
+
+
+class SchedulerMetrics:
+    def __init__(self, dispatcher: Dispatcher, registry: CollectorRegistry) -> None:
+        self._dispatcher = dispatcher
+        self._total = Counter("scheduler_scheduling", "Requests that were placed.", registry=registry)
+        self._failed = Counter(
+            "scheduler_scheduling_failed", "Requests that were not, by reason.", ("error_type",), registry=registry
+        )
+        for kind in Refused:
+            self._failed.labels(kind)
+        self._duration = Histogram(
+            "request_full_mode_schedule_duration_milliseconds",
+            "Of one decision, in either mode.",
+            buckets=_STAGE_MS,
+            registry=registry,
+        )
+        self._selected = {
+            name: Histogram(
+                f"selected_instance_{name}",
+                "Of the chosen instance.",
+                ("infer_type",),
+                buckets=buckets,
+                registry=registry,
+            )
+            for name, buckets in _SELECTED.items()
+        }
+        registry.register(_Instances(dispatcher))
+
+    def placed(self, placements: Iterable[Placement], duration_s: float) -> None:
+        self._total.inc()
+        self._duration.observe(duration_s * 1e3)
+        if self._dispatcher.policy.mode is Mode.LITE:
+            return
+        for placement in placements:
+            load = Load(placement.instance, self._dispatcher.ledger.in_flight.of(placement.instance.id))
+            for name, histogram in self._selected.items():
+                histogram.labels(placement.infer_type).observe(METRICS[name].value(load))
+
+    def refused(self, kind: str) -> None:
+        self._failed.labels(kind).inc()
+
+
+class _Instances(Collector):
+    """Reads the view. A scrape runs on the event loop that the view belongs to."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._started_s = time.monotonic()
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        view = self._dispatcher.view
+        yield _gauge("uptime_seconds", "Of this process.", time.monotonic() - self._started_s)
+        yield _gauge("scheduler_instances", "That are known.", len(view))
+        yield _gauge("scheduler_view_age_seconds", "Since the lost store was last heard; 0: it is there.", view.age_s)
+        yield from self._lite() if self._dispatcher.policy.mode is Mode.LITE else self._full()
+
+    def _full(self) -> Iterator[Metric]:
+        loads = [
+            Load(instance, self._dispatcher.ledger.in_flight.of(instance.id))
+            for instance in self._dispatcher.view.values()
+        ]
+        for suffix, field in _OF_STATUS.items():
+            yield _by_instance(suffix, [(load, getattr(load.status, field)) for load in loads])
+        for suffix, field in _OF_ACCOUNT.items():
+            yield _by_instance(suffix, [(load, getattr(load.account, field)) for load in loads])
+        for name in _SELECTED:
+            yield _by_instance(name, [(load, METRICS[name].value(load)) for load in loads])
+
+    def _lite(self) -> Iterator[Metric]:
+        names = ("total_tokens", "waiting_tokens", "total_requests", "waiting_requests")
+        families = [
+            GaugeMetricFamily(
+                f"instance_lrs_{name}", "As sent and reported.", labels=("model", "instance_id", "infer_type")
+            )
+            for name in names
+        ]
+        for instance in self._dispatcher.view.values():
+            account, metadata = self._dispatcher.ledger.in_flight.of(instance.id), instance.metadata
+            model = (*metadata.served_models, metadata.model)[0]
+            labels = (model, str(instance.api_server), infer_type(instance))
+            values = (
+                account.num_tokens,
+                account.num_uncomputed_prefill_tokens,
+                account.num_requests,
+                account.num_prefill_requests,
+            )
+            for family, value in zip(families, values, strict=True):
+                family.add_metric(labels, value)
+        yield from families
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def _by_instance(suffix: str, values: list[tuple[Load, float]]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(f"instance_cms_{suffix}", "As known here.", labels=("instance_id", "infer_type"))
+    for load, value in values:
+        family.add_metric((load.instance.id, infer_type(load.instance)), value)
+    return family

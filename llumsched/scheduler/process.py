@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of the scheduler process, put together."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Final
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from llumlet.credentials import NONE, Credentials
+from llumlet.types import Address
+from llumsched.cms.store import Store, open_store
+from llumsched.cms.view import View
+from llumsched.rescheduling.config import Config as ReschedulingConfig
+from llumsched.rescheduling.rescheduler import Rescheduler
+from llumsched.scheduler import events
+from llumsched.scheduler.api import Api
+from llumsched.scheduler.backends import Backends
+from llumsched.scheduling.account import Account
+from llumsched.scheduling.dispatch import Dispatcher, Ledger
+from llumsched.scheduling.lrs import RealtimeState
+from llumsched.scheduling.policy import Mode, Policy
+
+_EXPIRE_S: Final = 0.5
+_STOP_S: Final = 2.0
+
+# documentation of the defaults: docs/defaults.md
+HOST: Final = "0.0.0.0"
+PORT: Final = 8002
+CMS: Final = "listen://127.0.0.1:8003"
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    policy: Policy
+    host: str = HOST
+    port: int = PORT
+    """0 takes a free one."""
+    cms: str = CMS
+    """Full mode: of `llumsched.cms.store.open_store`."""
+    account_staleness_s: float = 10.0
+    account: bool = True
+    """Off, and requests on their way count nothing."""
+    backend_endpoints: tuple[Address, ...] = ()
+    """Lite mode."""
+    gateway_ttl_s: float = 30.0
+    state_ttl_s: float = 600.0
+    rescheduling: ReschedulingConfig | None = None
+    """Full mode, in this process."""
+    credentials: Credentials = field(default=NONE, repr=False)
+    insecure: bool = False
+
+
+@dataclass(frozen=True)
+class RunningScheduler:
+    host: str
+    port: int
+    view: View
+    dispatcher: Dispatcher
+    rescheduler: Rescheduler | None
+    store: Store
+    _stack: AsyncExitStack
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
+async def serve(config: SchedulerConfig) -> RunningScheduler:
+    """Started; ends with `close`. Raises OSError if a port cannot be had, ValueError for a CMS that is none."""
+    async with AsyncExitStack() as stack:
+        store: Store
+        if config.policy.mode is Mode.LITE:
+            store = Backends(config.backend_endpoints)
+        else:
+            store = open_store(config.cms, config.credentials, insecure=config.insecure)
+        stack.push_async_callback(store.close)
+        await store.start()
+        registry = CollectorRegistry()
+        ledger = _ledger(config, store.view)
+        dispatcher = Dispatcher(store.view, config.policy, ledger, time.monotonic)
+        stack.callback(dispatcher.close)
+        _keep(stack, asyncio.create_task(_expire(ledger)))
+        rescheduler = _reschedule(stack, config, store.view, ledger, registry)
+        app = Api(dispatcher, registry).application()
+        events.add_routes(app, store.view, rescheduler)
+        port = await _listen(stack, app, config)
+        return RunningScheduler(config.host, port, store.view, dispatcher, rescheduler, store, stack.pop_all())
+    raise AssertionError("the stack swallows nothing")
+
+
+def _ledger(config: SchedulerConfig, view: View) -> Ledger:
+    if config.policy.mode is Mode.LITE:
+        return RealtimeState(time.monotonic, view, gateway_ttl_s=config.gateway_ttl_s, state_ttl_s=config.state_ttl_s)
+    return Account(time.monotonic, config.account_staleness_s if config.account else 0.0)
+
+
+def _reschedule(
+    stack: AsyncExitStack, config: SchedulerConfig, view: View, ledger: Ledger, registry: CollectorRegistry
+) -> Rescheduler | None:
+    if config.rescheduling is None:
+        return None
+    rescheduler = Rescheduler(view, config.rescheduling, config.credentials, registry, counters_of=ledger.in_flight.of)
+    stack.push_async_callback(rescheduler.close)
+    _keep(stack, asyncio.create_task(rescheduler.run()))
+    return rescheduler
+
+
+async def _listen(stack: AsyncExitStack, app: web.Application, config: SchedulerConfig) -> int:
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_STOP_S)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    site = web.TCPSite(runner, config.host, config.port)
+    await site.start()
+    port: int = runner.addresses[0][1]
+    return port
+
+
+async def _expire(ledger: Ledger) -> None:
+    while True:
+        await asyncio.sleep(_EXPIRE_S)
+        ledger.expire()
+
+
+def _keep(stack: AsyncExitStack, task: asyncio.Task[None]) -> None:
+    async def stop() -> None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    stack.push_async_callback(stop)

@@ -161,9 +161,7 @@ class _Reader:
             domain = None
         staleness_s = args.instance_staleness_seconds and self._seconds("--instance-staleness-seconds")
         try:
-            return load_policy(
-                args.scheduling_policy, mode, Overrides(metrics, thresholds, top_k, domain, staleness_s)
-            )
+            return load_policy(args.scheduling_policy, mode, Overrides(metrics, thresholds, top_k, domain, staleness_s))
         except PolicyError as error:
             self.faults += error.faults
             return None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from typing import Protocol
 
-from llumsched.commands import drain, explain, gateway, migrate, ps, scheduler, status, up
+from llumsched.commands import drain, explain, gateway, migrate, ps, rescheduler, scheduler, status, up
 
 
 class Command(Protocol):
@@ -30,4 +30,4 @@ class Command(Protocol):
         ...
 
 
-COMMANDS: tuple[Command, ...] = (up, ps, status, migrate, drain, scheduler, gateway, explain)
+COMMANDS: tuple[Command, ...] = (up, ps, status, migrate, drain, scheduler, gateway, explain, rescheduler)

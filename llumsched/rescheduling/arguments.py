@@ -238,6 +238,11 @@ def colocated(args: argparse.Namespace) -> bool:
     return enabled(args) and not _switch(args, "standalone_rescheduling_mode")[0]
 
 
+def switch(args: argparse.Namespace, name: str) -> bool | None:
+    """None if it was not given."""
+    return _switch(args, name)[0]
+
+
 def _switch(args: argparse.Namespace, name: str) -> tuple[bool | None, list[str]]:
     text = getattr(args, name, None)
     if text is None or isinstance(text, bool):

@@ -44,7 +44,9 @@ def instance(instance_id: str, load: float = 0.0, *, received_s: float = 0.0, **
         "stall_budget_ms": 50.0,
     }
     for name, value in more.items():
-        (status if name in InstanceStatus.DESCRIPTOR.fields_by_name else metadata)[name] = value
+        for fields, message in ((status, InstanceStatus), (metadata, InstanceMetadata)):
+            if name in message.DESCRIPTOR.fields_by_name:
+                fields[name] = value
     return Instance(InstanceMetadata(**metadata), InstanceStatus(**status), received_s)
 
 

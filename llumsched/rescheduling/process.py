@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rescheduler as a process of its own: a store to read, the loop, and a little HTTP if asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from llumlet.credentials import NONE, Credentials
+from llumsched.cms.store import Store, open_store
+from llumsched.rescheduling import http
+from llumsched.rescheduling.config import Config
+from llumsched.rescheduling.rescheduler import Rescheduler
+
+
+@dataclass(frozen=True)
+class Running:
+    """`port` is 0 without HTTP."""
+
+    rescheduler: Rescheduler
+    store: Store
+    port: int
+    _loop: asyncio.Task[None]
+    _stack: contextlib.AsyncExitStack
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+    async def wait(self) -> None:
+        """Until the loop ends, which it does by an error only."""
+        await asyncio.shield(self._loop)
+
+
+async def serve(
+    cms: str, config: Config, credentials: Credentials = NONE, *, host: str = "127.0.0.1", port: int | None = None
+) -> Running:
+    """Start it; `port` None: no HTTP, 0: any free one. A CMS that cannot be reached is tried until it can.
+
+    Raises OSError if the port cannot be had.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        registry = CollectorRegistry()
+        store = open_store(cms, credentials)
+        await store.start()
+        stack.push_async_callback(store.close)
+        rescheduler = Rescheduler(store.view, config, credentials, registry)
+        stack.push_async_callback(rescheduler.close)
+        loop = asyncio.create_task(rescheduler.run(), name="rescheduler")
+        stack.push_async_callback(_end, loop)
+        bound = 0
+        if port is not None:
+            runner = web.AppRunner(http.standalone(store.view, rescheduler.records, registry), access_log=None)
+            await runner.setup()
+            stack.push_async_callback(runner.cleanup)
+            await web.TCPSite(runner, host, port).start()
+            bound = runner.addresses[0][1]
+        return Running(rescheduler, store, bound, loop, stack.pop_all())
+    raise AssertionError("unreachable")
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

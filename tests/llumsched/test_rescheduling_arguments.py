@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flags: examples of the documentation and of `--help`, and everything wrong at once."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from llumsched.commands import rescheduler
+from llumsched.rescheduling import arguments
+from llumsched.rescheduling.config import Config, Domain, LoadTarget
+from llumsched.rescheduling.moves import Order, Rule, Selection
+
+
+def parsed(*given: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    arguments.add_arguments(parser)
+    arguments.add_failover(parser)
+    return parser.parse_args(given)
+
+
+def config(*given: str) -> Config:
+    args = parsed(*given)
+    assert arguments.faults(args) == []
+    return arguments.config(args)
+
+
+def test_defaults_are_written_once() -> None:
+    assert config() == Config()
+
+
+def test_load_balance_example_of_the_documentation() -> None:
+    got = config(
+        "--rescheduling-policies=decode_load,neutral_load",
+        "--rescheduling-decode-load-metric=kv_cache_usage_ratio_projected",
+        "--rescheduling-decode-load-threshold=0.7",
+        "--rescheduling-load-balance-scope=cluster",
+        "--rescheduling-req-select-rule=TOKEN",
+        "--rescheduling-req-select-order=SR",
+        "--rescheduling-req-select-value=1024",
+    )
+    assert got.policies == ("decode_load", "neutral_load")
+    assert got.decode == LoadTarget(threshold=0.7)
+    assert got.selection == Selection(Rule.TOKEN, Order.SR, 1024)
+
+
+def test_failover_example_of_the_documentation() -> None:
+    got = config(
+        "--rescheduling-policies=prefill_failover,decode_failover,neutral_failover",
+        "--failover-domain=node",
+        "--instance-staleness-seconds=100",
+    )
+    assert (got.failover_domain, got.staleness_s) == (Domain.NODE, 100)
+
+
+def test_examples_of_help_are_right() -> None:
+    text = arguments._DESCRIPTION
+    for example in text.split("Example: ")[1:]:
+        flags = [word for word in example.split() if word.startswith("--")]
+        assert flags
+        config(*flags)
+    lines = [line.split() for line in rescheduler.DESCRIPTION.splitlines() if line.startswith("  llumnix")]
+    assert lines
+    for line in lines:
+        parser = argparse.ArgumentParser()
+        rescheduler.add_arguments(parser)
+        assert rescheduler.faults(parser.parse_args(line[2:])) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "enabled", "colocated"),
+    [
+        ([], False, False),
+        (["--enable-rescheduling"], True, True),
+        (["--colocated-rescheduling-mode=true"], True, True),
+        (["--standalone-rescheduling-mode"], True, False),
+        (["--enable-rescheduling", "--standalone-rescheduling-mode"], True, False),
+        (["--enable-rescheduling=false", "--colocated-rescheduling-mode"], False, False),
+    ],
+)
+def test_switches(given: list[str], enabled: bool, colocated: bool) -> None:
+    args = parsed(*given)
+    assert arguments.faults(args) == []
+    assert (arguments.enabled(args), arguments.colocated(args)) == (enabled, colocated)
+
+
+def test_all_faults_at_once() -> None:
+    args = parsed(
+        "--enable-rescheduling=perhaps",
+        "--colocated-rescheduling-mode",
+        "--standalone-rescheduling-mode",
+        "--rescheduling-policies=decode_load,binpacking,slow",
+        "--rescheduling-neutral-load-metric=warmth",
+        "--rescheduling-decode-load-metric=num_tokens",
+        "--rescheduling-interval-ms=soon",
+        "--rescheduling-max-moves-per-pass=1.5",
+        "--rescheduling-link-bytes-per-second=0",
+        "--rescheduling-neutral-load-threshold=inf",
+        "--rescheduling-req-select-rule=BYTES",
+        "--rescheduling-load-balance-scope=galaxy",
+        "--failover-domain=rack",
+        "--instance-staleness-seconds=-1",
+        "--llumlet-grpc-timeout-seconds=0",
+    )
+    found = "\n".join(arguments.faults(args))
+    for part in (
+        "--enable-rescheduling 'perhaps' is neither true nor false",
+        "exclude each other",
+        "binpacking, slow is none of decode_load, neutral_load, prefill_failover, decode_failover, neutral_failover",
+        "'warmth' is none of all_decodes_tokens_num",
+        "'num_tokens' is no load",
+        "'soon' is not a number",
+        "--rescheduling-max-moves-per-pass must be a whole number",
+        "--rescheduling-link-bytes-per-second must be positive",
+        "'inf' is not a number",
+        "'BYTES' is not one of NUM_REQ, TOKEN, RATIO",
+        "'galaxy' is not one of cluster, unit",
+        "'rack' is not one of instance, node, instance-unit, node-unit",
+        "--instance-staleness-seconds must be positive",
+        "--llumlet-grpc-timeout-seconds must be positive",
+    ):
+        assert part in found
+    assert len(found.splitlines()) == 14
+
+
+@pytest.mark.parametrize(
+    ("rule", "order", "value", "fault"),
+    [
+        ("NUM_REQ", "LR", "-1", ""),
+        ("NUM_REQ", "LR", "-2", "is not negative"),
+        ("TOKEN", "SR", "-1", "is not negative"),
+        ("TOKEN", "SR", "1.5", "is a whole number"),
+        ("RATIO", "SR", "1.5", "lies in (0, 1]"),
+        ("RATIO", "SR", "0.25", ""),
+        ("token", "fcwsr", "0", ""),
+        ("TOKEN", "FCW", "0", "give a number"),
+    ],
+)
+def test_selections(rule: str, order: str, value: str, fault: str) -> None:
+    args = parsed(
+        f"--rescheduling-req-select-rule={rule}",
+        f"--rescheduling-req-select-order={order}",
+        f"--rescheduling-req-select-value={value}",
+    )
+    found = arguments.faults(args)
+    assert (found == []) == (fault == "")
+    assert fault in "".join(found)
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        ([], "--cms HOST:PORT or redis://"),
+        (["--cms", "listen://127.0.0.1:1"], "does not listen"),
+        (["--cms", "127.0.0.1:1", "--colocated-rescheduling-mode"], "is for `llumnix scheduler`"),
+        (["--cms", "127.0.0.1:1", "--enable-rescheduling=false"], "leaves nothing to do"),
+        (["--cms", "127.0.0.1:1", "--port", "70000"], "is not a port"),
+    ],
+)
+def test_faults_of_the_command(given: list[str], fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LLUMNIX_CMS", raising=False)
+    parser = argparse.ArgumentParser()
+    rescheduler.add_arguments(parser)
+    [found] = rescheduler.faults(parser.parse_args(given))
+    assert fault in found

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice by name is that of the llumlet by rule."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llumlet.types import RequestInfo
+from llumsched.rescheduling.choice import choose
+from llumsched.rescheduling.moves import Move, Order, Rule, Selection
+from vllm_llumnix.migration import selection as llumlet
+
+CAPACITY = 10_000
+rows = st.lists(st.tuples(st.integers(1, 3000), st.booleans(), st.booleans()), max_size=10)
+rules = st.one_of(
+    st.tuples(st.just(Rule.NUM_REQ), st.sampled_from([-1.0, 1.0, 3.0])),
+    st.tuples(st.just(Rule.TOKEN), st.integers(1, 6000).map(float)),
+    st.tuples(st.just(Rule.RATIO), st.sampled_from([0.05, 0.25, 1.0])),
+)
+
+
+@given(rows, rules, st.sampled_from(list(Order)))
+def test_it_is_the_same(rows: list[tuple[int, bool, bool]], rule: tuple[Rule, float], order: Order) -> None:
+    ordered = [row for row in rows if row[1]] + [row for row in rows if not row[1]]
+    num_running = sum(running for _, running, _ in rows)
+    infos, candidates = [], []
+    for number, (length, running, movable) in enumerate(ordered):
+        name = f"r{number:02}"
+        phase = RequestInfo.DECODE if running else RequestInfo.WAITING
+        infos.append(RequestInfo(request_id=name, phase=phase, prompt_tokens=length, movable=movable))
+        position = number if running else number - num_running
+        candidates.append(llumlet.Candidate(llumlet.RequestId(name), running, position, length, movable))
+    theirs = llumlet.select(candidates, llumlet.parse_rule(rule[0], order, rule[1]), CAPACITY)
+    move = Move("neutral_load", "a", "b", Selection(rule[0], order, rule[1]), 0.0)
+    ours = [info.request_id for info in choose(infos, move, CAPACITY, ())]
+    if rule == (Rule.NUM_REQ, -1.0):
+        assert sorted(ours) == sorted(theirs)
+    else:
+        assert ours == theirs

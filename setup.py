@@ -48,6 +48,7 @@ SCHEDULER_REQUIRES = [
     "pyyaml>=6",
     "redis>=5.2",
     "rich>=14",
+    "textual>=6",
     "tokenizers>=0.21",
     "uvloop>=0.21",
 ]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from typing import Protocol
 
-from llumsched.commands import drain, explain, gateway, migrate, ps, rescheduler, scheduler, status, up
+from llumsched.commands import drain, explain, gateway, migrate, ps, rescheduler, scheduler, status, top, up
 
 
 class Command(Protocol):
@@ -30,4 +30,4 @@ class Command(Protocol):
         ...
 
 
-COMMANDS: tuple[Command, ...] = (up, ps, status, migrate, drain, scheduler, gateway, explain, rescheduler)
+COMMANDS: tuple[Command, ...] = (up, top, ps, status, migrate, drain, explain, gateway, scheduler, rescheduler)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `llumnix top` shows: the instances as the CMS tells them, the moves as the scheduler records them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Final, Self
+
+import aiohttp
+
+from llumlet.credentials import NONE, Credentials
+from llumlet.types import Address
+from llumsched.cms.store import open_store
+from llumsched.summary import summary
+
+POLL_S: Final = 0.5
+CALL_S: Final = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """`instances` by id, as `llumsched.summary` has them, with `age_s`; `moves` as the rescheduler records them, oldest
+    first, or None where nobody is asked for them."""
+
+    connected: bool
+    age_s: float
+    instances: list[dict[str, Any]]
+    moves: list[dict[str, Any]] | None
+    problems: tuple[str, ...] = field(default=())
+    """What is out of reach now, a sentence each."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "at_s": time.time(),
+            "connected": self.connected,
+            "age_s": self.age_s,
+            "instances": self.instances,
+            "moves": self.moves,
+            "problems": list(self.problems),
+        }
+
+
+class Source:
+    """A context manager on the event loop that reads it. Nothing here fails: what is out of reach is said, and tried
+    until it is there."""
+
+    def __init__(self, cms: str, scheduler: Address | None = None, credentials: Credentials = NONE) -> None:
+        """Raises ValueError if `cms` is no URL of a store."""
+        self._store = open_store(cms, credentials)
+        self._cms = cms
+        self._scheduler = scheduler
+        self._moves: list[dict[str, Any]] = []
+        self._moves_problem = ""
+        self._task: asyncio.Task[None] | None = None
+        self._asked = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        await self._store.start()
+        if self._scheduler is not None:
+            self._task = asyncio.create_task(self._poll(self._scheduler), name="top")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._store.close()
+
+    async def first(self, timeout_s: float) -> None:
+        """Until both have answered, or the time is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._store.complete.wait()
+                if self._scheduler is not None:
+                    await self._asked.wait()
+
+    def snapshot(self) -> Snapshot:
+        view, now_s = self._store.view, time.monotonic()
+        instances = []
+        for name in sorted(view):
+            shown = summary(view[name])
+            del shown["received_s"]
+            instances.append(shown | {"age_s": view[name].age_s(now_s)})
+        problems = [] if view.connected else [f"the CMS {self._cms} is not reached{self._why()}"]
+        problems += [self._moves_problem] if self._moves_problem else []
+        moves = self._moves if self._scheduler is not None else None
+        return Snapshot(view.connected, view.age_s, instances, moves, tuple(problems))
+
+    def _why(self) -> str:
+        return f": {self._store.problem}" if self._store.problem else ""
+
+    async def _poll(self, scheduler: Address) -> None:
+        timeout = aiohttp.ClientTimeout(total=CALL_S)
+        url = f"http://{scheduler}/debug/rescheduling"
+        async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
+            while True:
+                try:
+                    async with session.get(url) as answer:
+                        answer.raise_for_status()
+                        self._moves = _moves(await answer.json())
+                        self._moves_problem = ""
+                except aiohttp.ClientResponseError as error:
+                    why = "no rescheduler runs in it" if error.status == 404 else f"it answers {error.status}"
+                    self._moves_problem = f"no moves from the scheduler {scheduler}: {why}"
+                except (aiohttp.ClientError, TimeoutError, OSError, json.JSONDecodeError) as error:
+                    self._moves_problem = f"no moves from the scheduler {scheduler}: {error or type(error).__name__}"
+                self._asked.set()
+                await asyncio.sleep(POLL_S)
+
+
+def _moves(document: Any) -> list[dict[str, Any]]:
+    moves = document.get("moves") if isinstance(document, dict) else None
+    return [move for move in moves or [] if isinstance(move, dict)]

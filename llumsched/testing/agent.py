@@ -95,6 +95,11 @@ class SimulatedAgent:
     def remember(self, request: SimulatedRequest) -> None:
         _REQUESTS[request.request_id] = request
 
+    def end_request(self, request: SimulatedRequest) -> None:
+        """Abort it, here or, within this process, where it is now: its engine drops what is finished."""
+        self.engine.take_out(request)
+        request.end("abort")
+
     @property
     def moves_in(self) -> int:
         return len(self._reserved)
@@ -126,8 +131,7 @@ class SimulatedAgent:
         for request_id in request.request_ids:
             found = here.get(request_id)
             if found is not None:
-                self.engine.take_out(found)
-                found.end("abort")
+                self.end_request(found)
             outcome = AbortResponse.NOT_FOUND if found is None else AbortResponse.ABORTED
             results.append(AbortResponse.Result(request_id=request_id, outcome=outcome))
         return AbortResponse(results=results)

@@ -180,6 +180,9 @@ class SimulatedEngine:
 
     def _schedule(self) -> tuple[list[SimulatedRequest], dict[SimulatedRequest, int]]:
         """Who decodes in this step, and how many prompt tokens of whom are computed."""
+        for request in self.requests:
+            if request.finished:  # aborted at its origin, which is another instance
+                self.take_out(request)
         budget = self.model.max_num_batched_tokens
         decoding: list[SimulatedRequest] = []
         prefills: dict[SimulatedRequest, int] = {}

@@ -13,6 +13,7 @@ from llumlet.reporter import Reporter
 from llumlet.server import RunningServer, serve
 from llumlet.types import Address, InstanceMetadata, InstanceStatus
 from llumsched.testing.agent import SimulatedAgent
+from llumsched.testing.api import SimulatedApi
 from llumsched.testing.engine import EngineModel, SimulatedEngine, SimulatedRequest
 
 
@@ -20,7 +21,7 @@ class SimulatedInstance:
     """Listens on loopback from `start` on, and reports to `cms` if that is not empty.
 
     `metadata_fields` replace what the metadata would hold. Not started, an instance can be loaded with `submit` all
-    the same; its engine stands still.
+    the same; its engine stands still. With `api`, it serves an OpenAI API, too (`api_address`).
 
     To make it fail: `agent.refusals` (method name to reason), `agent.delays` (method name to seconds), `hang`, `kill`.
     """
@@ -32,6 +33,7 @@ class SimulatedInstance:
         *,
         model: EngineModel | None = None,
         credentials: Credentials = NONE,
+        api: bool = False,
         **metadata_fields: Any,
     ) -> None:
         self.id = instance_id
@@ -41,6 +43,10 @@ class SimulatedInstance:
         self.agent.metadata_fields = metadata_fields
         self.requests: dict[str, SimulatedRequest] = {}
         """Submitted here, wherever they run: this is their origin."""
+        self.api_address: Address | None = None
+        self._api: SimulatedApi | None = None
+        if api:
+            self._api = SimulatedApi("simulated", self._submit, self.agent.end_request, lambda: self.agent.schedulable)
         self._cms = cms
         self._credentials = credentials
         self._server: RunningServer | None = None
@@ -64,6 +70,9 @@ class SimulatedInstance:
     async def start(self) -> None:
         self._server = await serve(self.agent, credentials=self._credentials)
         self.agent.port = self._server.port
+        if self._api is not None:
+            self.api_address = await self._api.start()
+            self.agent.metadata_fields.setdefault("api_server_port", self.api_address.port)
         self._tasks.append(asyncio.create_task(self.engine.run(), name=f"engine of {self.id}"))
         if self._cms:
             self._reporter = Reporter(self._cms, self.agent.metadata, self.agent.status, self._credentials)
@@ -103,6 +112,9 @@ class SimulatedInstance:
         self.engine.add(request)
         return request
 
+    def _submit(self, prompt: Sequence[int], max_tokens: int, client_id: str) -> SimulatedRequest:
+        return self.submit(prompt, max_tokens, external_id=client_id)
+
     def _changed(self) -> None:
         if self._reporter is not None:
             self._reporter.changed()
@@ -117,6 +129,8 @@ class SimulatedInstance:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks.clear()
         self._reporter = None
+        if self._api is not None:
+            await self._api.stop()
         if self._server is not None:
             await self._server.stop(0)
             self._server = None

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The OpenAI API of a simulated instance, as far as a gateway needs it: completions, chats, models, health.
+
+A token is the word of its number; a prompt in words is that of these numbers, and other words get one of their own. So
+a text goes on the same way from token ids and from words, wherever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from llumlet.types import Address
+from llumsched.testing.engine import VOCABULARY, SimulatedRequest
+
+Submit = Callable[[Sequence[int], int, str], SimulatedRequest]
+"""Prompt, most tokens, the client's id. Raises ValueError for what does not fit."""
+
+
+def token_ids_of(prompt: object) -> list[int]:
+    """Raises ValueError for what is neither text nor a list of token ids."""
+    if isinstance(prompt, list) and all(isinstance(token, int) and 0 <= token < VOCABULARY for token in prompt):
+        return prompt or [0]
+    if not isinstance(prompt, str):
+        raise ValueError("prompt must be text or token ids")
+    return [_token_of(word) for word in prompt.split()] or [0]
+
+
+def _token_of(word: str) -> int:
+    is_own = word.isascii() and word.isdigit() and len(word) < 6 and int(word) < VOCABULARY
+    return int(word) if is_own else zlib.crc32(word.encode()) % VOCABULARY
+
+
+class SimulatedApi:
+    """Listens on a free port of loopback from `start` on."""
+
+    def __init__(
+        self, model: str, submit: Submit, abort: Callable[[SimulatedRequest], None], is_open: Callable[[], bool]
+    ) -> None:
+        self._model = model
+        self._submit = submit
+        self._abort = abort
+        self._runner: web.AppRunner | None = None
+        self._is_open = is_open
+        """Otherwise new requests are answered 503, as while it drains."""
+
+    async def start(self) -> Address:
+        application = web.Application()
+        application.router.add_post("/v1/completions", self._complete)
+        application.router.add_post("/v1/chat/completions", self._complete)
+        application.router.add_get("/v1/models", self._models)
+        application.router.add_get("/health", self._health)
+        self._runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        return Address(*self._runner.addresses[0][:2])
+
+    async def stop(self) -> None:
+        """Breaks the connections that are open."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            for connection in runner.server.connections if runner.server is not None else ():
+                connection.force_close()
+                if connection.transport is not None:
+                    connection.transport.abort()
+            await runner.cleanup()
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {"id": self._model, "object": "model", "created": int(time.time()), "owned_by": "llumnix"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        if not self._is_open():
+            return _error(503, "the instance is being drained")
+        try:
+            body = await request.json()
+            chat = request.path.endswith("/chat/completions")
+            text = " ".join(str(message["content"]) for message in body["messages"]) if chat else body["prompt"]
+            most = int(body.get("max_completion_tokens") or body.get("max_tokens") or 16)
+            client_id = request.headers.get("X-Request-Id") or body.get("request_id") or uuid.uuid4().hex
+            submitted = self._submit(token_ids_of(text), most, client_id)
+        except (ValueError, KeyError, TypeError) as error:
+            return _error(400, f"{type(error).__name__}: {error}")
+        answer = _Answer(submitted, self._model, chat, bool(body.get("return_token_ids")))
+        try:
+            if body.get("stream"):
+                with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+                return await self._stream(request, submitted, answer, with_usage)
+            if await submitted.done() == "error":
+                _break(request)
+            return web.json_response(answer.whole())
+        finally:
+            # The client has left, or the connection broke.
+            if not submitted.finished:
+                self._abort(submitted)
+
+    async def _stream(
+        self, request: web.Request, submitted: SimulatedRequest, answer: _Answer, with_usage: bool
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        count = 0
+        async for token in submitted.tokens():
+            count += 1
+            last = submitted.finished and count == len(submitted.output)
+            await response.write(_event(answer.chunk(token, first=count == 1, last=last)))
+        if submitted.finish_reason == "error":
+            _break(request)
+        if with_usage:
+            await response.write(_event(answer.base() | {"choices": [], "usage": answer.usage()}))
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+
+class _Answer:
+    """The JSON of one request."""
+
+    def __init__(self, submitted: SimulatedRequest, model: str, chat: bool, with_ids: bool) -> None:
+        self._submitted = submitted
+        self._model = model
+        self._chat = chat
+        self._with_ids = with_ids
+        self._created = int(time.time())
+
+    def base(self) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        prefix = "chatcmpl-" if self._chat else "cmpl-"
+        return {
+            "id": prefix + self._submitted.external_id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+        }
+
+    def chunk(self, token: int, *, first: bool, last: bool) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": 0, "finish_reason": self._submitted.finish_reason if last else None}
+        choice |= {"delta": {"content": f" {token}"}} if self._chat else {"text": f" {token}"}
+        document = self.base()
+        if self._with_ids:
+            choice["token_ids"] = [token]
+            prompt = list(self._submitted.prompt) if first else None
+            (document if self._chat else choice)["prompt_token_ids"] = prompt
+        return document | {"choices": [choice]}
+
+    def whole(self) -> dict[str, Any]:
+        output = self._submitted.output
+        text = "".join(f" {token}" for token in output)
+        choice: dict[str, Any] = {"index": 0, "finish_reason": self._submitted.finish_reason}
+        choice |= {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+        document = self.base() | ({"object": "chat.completion"} if self._chat else {})
+        if self._with_ids:
+            choice["token_ids"] = list(output)
+            (document if self._chat else choice)["prompt_token_ids"] = list(self._submitted.prompt)
+        return document | {"choices": [choice], "usage": self.usage()}
+
+    def usage(self) -> dict[str, int]:
+        prompt, output = len(self._submitted.prompt), len(self._submitted.output)
+        return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+
+
+def _event(document: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(document).encode() + b"\n\n"
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "code": status}}, status=status)
+
+
+def _break(request: web.Request) -> None:
+    """As if the process had died."""
+    if request.transport is not None:
+        request.transport.abort()
+    raise asyncio.CancelledError

@@ -80,12 +80,12 @@ def test_a_metric_of_the_request() -> None:
     assert metric.value(LOAD) == 0
 
 
-def distribution(place: Path, entry_points: str, source: str) -> None:
+def distribution(place: Path, entry_points: str, source: str, module: str = "tiny_extension") -> None:
     """A tiny one, as pip leaves it in site-packages."""
-    (place / "tiny_extension.py").write_text(source)
-    info = place / "tiny_extension-1.0.dist-info"
+    (place / f"{module}.py").write_text(source)
+    info = place / f"{module}-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-extension\nVersion: 1.0\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(entry_points)
 
 
@@ -106,10 +106,8 @@ def test_faults_of_installed_packages_are_all_named(tmp_path: Path, monkeypatch:
         tmp_path,
         "[llumnix.metrics]\nnum_requests = broken_extension:MINE\nnone = broken_extension:NONE\n"
         "gone = no_such_module_at_all:X\nother = broken_extension:MINE\n",
-        "",
-    )
-    (tmp_path / "broken_extension.py").write_text(
-        "from llumsched.scheduling.metrics import Metric\nMINE = Metric('num_requests', True, len)\nNONE = 5\n"
+        "from llumsched.scheduling.metrics import Metric\nMINE = Metric('num_requests', True, len)\nNONE = 5\n",
+        "broken_extension",
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ValueError, match="takes a name that is taken") as error:

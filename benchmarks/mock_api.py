@@ -73,9 +73,10 @@ class Mock:
     """The number of the event of the next stream in whose place an error is reported."""
     hung: set[int] = field(default_factory=set)
     """Ports."""
+    is_healthy_while_hung: bool = False
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        if _port(request) in self.hung:
+        if _port(request) in self.hung and not (self.is_healthy_while_hung and request.path == "/health"):
             await asyncio.sleep(3600)
         if request.path == "/v1/models":
             cards = [{"id": name, "object": "model", "max_model_len": MODEL_LENGTH} for name in self.models]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import aiohttp
@@ -16,6 +16,8 @@ from llumlet.types import Address
 _AVOIDED_S = 2.0
 """After a failed connection the instance is the last choice for so long."""
 _ASK_TIMEOUT_S = 3.0
+_FORGOTTEN_S = 300.0
+"""An instance that the scheduler named once and that has not answered for so long is gone."""
 
 
 class Backend:
@@ -28,6 +30,10 @@ class Backend:
         self.num_requests = 0
         self.last_byte_s = time.monotonic()
         """When anything came from it last, on any connection."""
+        self.is_down = False
+        """It hangs, or did not answer when asked for its models."""
+        self.answered_s = self.last_byte_s
+        """When it told its models last."""
         self._avoid_until_s = 0.0
         self._urls: dict[str, URL] = {}
 
@@ -39,10 +45,15 @@ class Backend:
 
     @property
     def is_avoided(self) -> bool:
-        return time.monotonic() < self._avoid_until_s
+        return self.is_down or time.monotonic() < self._avoid_until_s
 
     def failed(self) -> None:
         self._avoid_until_s = time.monotonic() + _AVOIDED_S
+
+    def learn(self, model: str) -> None:
+        """The scheduler says that it serves this one."""
+        if self.models is not None:
+            self.models.setdefault(model, {"id": model, "object": "model"})
 
     def serves(self, model: str) -> bool:
         """Also if it is not known what it serves."""
@@ -60,8 +71,9 @@ class Backend:
 class Backends:
     """All of them, by address. `refresh` keeps what they serve up to date."""
 
-    def __init__(self, configured: Iterable[Address], session: aiohttp.ClientSession) -> None:
+    def __init__(self, configured: Collection[Address], session: aiohttp.ClientSession) -> None:
         self._session = session
+        self._configured = frozenset(configured)
         self._by_address = {address: Backend(address) for address in configured}
         self._next = 0
         self._asked: asyncio.Task[None] | None = None
@@ -72,9 +84,6 @@ class Backends:
         if backend is None:
             backend = self._by_address[address] = Backend(address)
         return backend
-
-    def forget(self, backend: Backend) -> None:
-        self._by_address.pop(backend.address, None)
 
     def __iter__(self) -> Iterator[Backend]:
         return iter(list(self._by_address.values()))
@@ -119,8 +128,12 @@ class Backends:
                 answer.raise_for_status()
                 document = await answer.json(content_type=None)
             backend.models = {card["id"]: card for card in document["data"]}
+            backend.is_down = False
+            backend.answered_s = time.monotonic()
         except (aiohttp.ClientError, TimeoutError, OSError):
-            backend.failed()
+            backend.is_down = True
+            if backend.address not in self._configured and time.monotonic() - backend.answered_s > _FORGOTTEN_S:
+                del self._by_address[backend.address]
         except (ValueError, KeyError, TypeError):
             backend.models = None
 

@@ -64,6 +64,10 @@ class UpstreamTimedOut(GatewayError):
 class StreamLost(Exception):
     """An engine's answer broke off before its end."""
 
+    def __init__(self, message: str, *, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
+
 
 def body(error: GatewayError) -> bytes:
     """As vLLM writes errors."""

@@ -62,6 +62,7 @@ class Exchanges:
         self._ids = RequestIds()
         self.num_in_flight = 0
         self.num_waiting = 0
+        self.streams: dict[Exchange, Placed] = {}
         self.idle = asyncio.Event()
         """Nothing is in flight."""
         self.idle.set()
@@ -176,8 +177,11 @@ class Exchange:
                 if self._refused is not None:
                     return self._refused
                 raise
+            completed = False
             try:
-                return await self._attempt(placed)
+                response = await self._attempt(placed)
+                completed = response.status == 200
+                return response
             except _ClientGone:
                 self._record.status = _CLIENT_GONE
                 return self._out or web.Response(status=_CLIENT_GONE)
@@ -186,7 +190,8 @@ class Exchange:
                 if ended is not None:
                     return ended
             finally:
-                self._around.placement.release(placed)
+                self._around.streams.pop(self, None)
+                self._around.placement.release(placed, completed=completed)
 
     async def _place(self) -> Placed:
         around = self._around
@@ -202,6 +207,8 @@ class Exchange:
             around.num_waiting -= 1
             self._record.schedule_s += time.monotonic() - started_s
         self._record.instance = str(placed.backend)
+        self._record.queue_s += placed.waited_s
+        self._record.is_fallback = placed.is_fallback
         self._num_attempts += 1
         return placed
 
@@ -210,7 +217,7 @@ class Exchange:
         headers = request_headers(self._request.headers, placed.asked.id)
         async with self._around.upstream.post(attempt, self._path, self._content, headers) as answer:
             if answer.status == 200 and answer.content_type == "text/event-stream":
-                return await self._stream(answer, attempt)
+                return await self._stream(answer, attempt, placed)
             body = await answer.read()
             attempt.moved()
         response = web.Response(
@@ -223,10 +230,11 @@ class Exchange:
             self._record.num_input_tokens, self._record.num_output_tokens = sse.usage_of(body)
         return response
 
-    async def _stream(self, answer: aiohttp.ClientResponse, attempt: Attempt) -> web.StreamResponse:
+    async def _stream(self, answer: aiohttp.ClientResponse, attempt: Attempt, placed: Placed) -> web.StreamResponse:
         events = sse.EventStream(wants_ids=self._wants_ids, keeps_ids=self._transcript.keeps_ids)
         self._events = events
-        self._record.is_streamed = attempt.is_stream = True
+        self._record.is_streamed = True
+        self._around.streams[self] = placed
         observe_gap = self._around.metrics.of_model(self._record.model).itl.observe
         read = answer.content.readany
         last_s = 0.0
@@ -234,6 +242,9 @@ class Exchange:
             attempt.moved()
             if last_s:
                 observe_gap((attempt.moved_s - last_s) * 1e3)
+            else:
+                attempt.is_stream = True
+                self._around.placement.begun(placed)
             last_s = attempt.moved_s
             chunk = events.feed(data)
             if self._change is not None:
@@ -259,6 +270,15 @@ class Exchange:
             raise _ClientGone from error
         finally:
             attempt.is_writing = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and output, so far; events stand for tokens that are not told."""
+        events = self._events
+        num_output = len(self._transcript.token_ids)
+        if events is not None:
+            num_output += len(events.token_ids) or events.num_events
+        return self._record.num_input_tokens + num_output
 
     async def _end(self, last: bytes = b"") -> web.StreamResponse:
         assert self._out is not None
@@ -320,7 +340,8 @@ class Exchange:
         self._around.metrics.continuations.labels(self._record.model, outcome).inc()
 
     async def _give_up(self, lost: StreamLost) -> web.StreamResponse:
-        error = errors.UpstreamFailed(f"No instance answered; the last: {lost}.")
+        kind = errors.UpstreamTimedOut if lost.timed_out else errors.UpstreamFailed
+        error = kind(f"No instance answered; the last: {lost}.")
         if self._out is not None:
             self._count_continuation("failed")
             return await self._end_with(error)

@@ -41,7 +41,9 @@ class Record:
     num_output_tokens: int = 0
     num_retries: int = 0
     num_continuations: int = 0
+    is_fallback: bool = False
     preprocess_s: float = 0.0
+    queue_s: float = 0.0
     schedule_s: float = 0.0
     ttft_s: float | None = None
     e2e_s: float = 0.0
@@ -141,7 +143,7 @@ class _OfModel:
         self._e2e = metrics.e2e.labels(model)
         self._ttft = metrics.ttft.labels(model)
         self._tpot = metrics.tpot.labels(model)
-        self.queue = metrics.queue.labels(model)
+        self._queue = metrics.queue.labels(model)
         self._schedule = metrics.schedule.labels(model)
         self._preprocess = metrics.preprocess.labels(model)
         self._input_lengths = metrics.input_lengths.labels(model)
@@ -155,6 +157,9 @@ class _OfModel:
         counter.inc()
         if record.num_retries:
             self._metrics.retries.labels(self._model, str(status)).inc(record.num_retries)
+        if record.is_fallback:
+            self._metrics.fallbacks.labels(self._model, str(status)).inc()
+        self._queue.observe(record.queue_s * 1e3)
         self._preprocess.observe(record.preprocess_s * 1e3)
         self._schedule.observe(record.schedule_s * 1e3)
         if status != 200:

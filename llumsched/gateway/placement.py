@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,6 +27,10 @@ class Placed:
     backend: Backend
     result: list[dict[str, Any]] | None = None
     """The scheduler's own words, for /release and /report; None if it was not asked."""
+    is_fallback: bool = False
+    """The scheduler was away."""
+    waited_s: float = 0.0
+    """For the scheduler, or for an instance."""
 
 
 class Placement(Protocol):
@@ -34,9 +38,19 @@ class Placement(Protocol):
         """Raises UnknownModel, or NoInstance after a bounded wait."""
         ...
 
-    def release(self, placed: Placed) -> None:
-        """The request has ended there. Does not wait."""
+    def begun(self, placed: Placed) -> None:
+        """Its first token has come. Does not wait."""
         ...
+
+    def release(self, placed: Placed, *, completed: bool) -> None:
+        """The request has ended there. `completed`: the engine took it and came to an end with it. Does not wait."""
+        ...
+
+    def report_running(self, running: Iterable[tuple[Placed, int]]) -> None:
+        """The streams that run, and how many tokens each has, prompt and output. Does not wait."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 class RoundRobin:
@@ -58,5 +72,14 @@ class RoundRobin:
             raise NoInstance("No other instance is left to try.", retry_after_s=1)
         return Placed(asked, backend)
 
-    def release(self, placed: Placed) -> None:
+    def begun(self, placed: Placed) -> None:
+        return
+
+    def release(self, placed: Placed, *, completed: bool) -> None:
+        return
+
+    def report_running(self, running: Iterable[tuple[Placed, int]]) -> None:
+        return
+
+    async def close(self) -> None:
         return

@@ -20,7 +20,10 @@ from llumsched.gateway.errors import NoInstance
 from llumsched.gateway.exchange import INFERENCE_PATHS, Exchanges, failure
 from llumsched.gateway.metrics import Metrics
 from llumsched.gateway.placement import Placement, RoundRobin
+from llumsched.gateway.scheduled import Scheduled
+from llumsched.gateway.scheduler_client import SchedulerClient
 from llumsched.gateway.upstream import Upstream, new_session
+from llumsched.gateway.watch import Watch
 
 _BACKLOG = 1024
 
@@ -39,10 +42,13 @@ class Gateway:
         self._session = new_session(config.connect_timeout_s)
         self.backends = Backends(config.backend_endpoints, self._session)
         self.upstream = Upstream(self._session)
-        self.placement: Placement = RoundRobin(self.backends)
+        self.placement = self._placement()
         self.access_log = AccessLogger(config.access_log)
         self.exchanges = Exchanges(config, self.backends, self.placement, self.upstream, self.metrics, self.access_log)
-        self._tasks = [asyncio.create_task(self._keep_models())]
+        watch = Watch(config, self.backends, self.upstream)
+        self._tasks = [asyncio.create_task(self._keep_models()), asyncio.create_task(watch.run())]
+        if not config.full_mode and config.requests_report_duration_s:
+            self._tasks.append(asyncio.create_task(self._keep_reporting()))
         self._server = web.Server(self._answer, request_factory=self._request, handler_cancellation=True)
         listening = _listen(config.host, config.port, shared=config.workers > 1)
         self.port = listening.getsockname()[1]
@@ -59,9 +65,15 @@ class Gateway:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.placement.close()
         await self.backends.close()
         await self._session.close()
         self.access_log.flush()
+
+    def _placement(self) -> Placement:
+        if self.config.is_local:
+            return RoundRobin(self.backends)
+        return Scheduled(self.config, self.backends, SchedulerClient(self.config, self._session))
 
     def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
         limit = self.config.max_body_bytes
@@ -84,6 +96,12 @@ class Gateway:
         while True:
             await self.backends.refresh()
             await asyncio.sleep(self.config.models_refresh_s)
+
+    async def _keep_reporting(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.requests_report_duration_s)
+            streams = self.exchanges.streams.items()
+            self.placement.report_running((placed, exchange.num_tokens) for exchange, placed in streams)
 
     async def models(self, request: web.BaseRequest) -> web.StreamResponse:
         """What all instances serve together, each model once, as the first that serves it describes it."""

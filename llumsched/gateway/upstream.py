@@ -66,28 +66,29 @@ def response_headers(engine: Mapping[str, str], request_id: str) -> CIMultiDict[
 class Attempt:
     """One request at one engine, from its dispatch to its end."""
 
-    __slots__ = ("backend", "is_stream", "is_writing", "lost", "moved_s", "started_s", "task")
+    __slots__ = ("backend", "is_stream", "is_writing", "lost", "moved_s", "task", "timed_out")
 
     def __init__(self, backend: Backend) -> None:
         task = asyncio.current_task()
         assert task is not None
         self.task = task
         self.backend = backend
-        self.started_s = self.moved_s = time.monotonic()
+        self.moved_s = time.monotonic()
         self.is_stream = False
         """Its first byte has come."""
         self.is_writing = False
         """It is the client that is waited for."""
         self.lost = ""
         """Why it was given up."""
+        self.timed_out = False
 
     def moved(self) -> None:
         self.moved_s = self.backend.last_byte_s = time.monotonic()
 
-    def give_up(self, reason: str) -> None:
+    def give_up(self, reason: str, *, timed_out: bool = False) -> None:
         """Raises StreamLost where the answer is waited for."""
         if not self.lost:
-            self.lost = reason
+            self.lost, self.timed_out = reason, timed_out
             self.task.cancel()
 
 
@@ -121,7 +122,7 @@ class Upstream:
         except asyncio.CancelledError:
             if attempt.lost and not attempt.task.uncancel():
                 backend.failed()
-                raise StreamLost(f"{backend} {attempt.lost}") from None
+                raise StreamLost(f"{backend} {attempt.lost}", timed_out=attempt.timed_out) from None
             raise
         finally:
             backend.num_requests -= 1

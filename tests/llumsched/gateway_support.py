@@ -8,7 +8,7 @@ import gc
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -55,7 +55,15 @@ class Cluster:
     engines: Mock
     ports: list[int]
     client: aiohttp.ClientSession
-    listeners: list[asyncio.Server] = field(default_factory=list)
+    servers: list[tuple[web.Server[web.BaseRequest], asyncio.Server]]
+
+    async def lose(self, number: int) -> None:
+        """One engine's API server dies."""
+        server, listener = self.servers[number]
+        listener.close()
+        for connection in list(server.connections):
+            connection.force_close()
+        await server.shutdown(0)
 
     @property
     def url(self) -> str:
@@ -85,11 +93,11 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 @asynccontextmanager
-async def engine(mock: Mock) -> AsyncIterator[tuple[int, asyncio.Server]]:
-    server = web.Server(mock.answer, handler_cancellation=True)
+async def engine(mock: Mock) -> AsyncIterator[tuple[int, web.Server[web.BaseRequest], asyncio.Server]]:
+    server: web.Server[web.BaseRequest] = web.Server(mock.answer, handler_cancellation=True)
     listener = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
     try:
-        yield listener.sockets[0].getsockname()[1], listener
+        yield listener.sockets[0].getsockname()[1], server, listener
     finally:
         listener.close()
         await server.shutdown(0)
@@ -102,7 +110,7 @@ async def cluster(*, num_engines: int = 2, mock: Mock | None = None, **settings:
     mock = mock or Mock(seen=[])
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(engine(mock)) for _ in range(num_engines)]
-        ports = [port for port, _ in engines]
+        ports = [port for port, _, _ in engines]
         defaults: dict[str, Any] = {
             "host": "127.0.0.1",
             "port": 0,
@@ -114,7 +122,7 @@ async def cluster(*, num_engines: int = 2, mock: Mock | None = None, **settings:
         gateway = await stack.enter_async_context(Gateway(Config(**defaults | settings)))
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         client = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
-        yield Cluster(gateway, mock, ports, client, [listener for _, listener in engines])
+        yield Cluster(gateway, mock, ports, client, [(server, listener) for _, server, listener in engines])
         assert not gateway.upstream.attempts
     await asyncio.sleep(0)
     await until(lambda: not {task for task in asyncio.all_tasks() - before if not task.done()})

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Placement by the scheduler; round robin over the instances it has named so far while it is away."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from llumlet.types import Address
+from llumsched.gateway.backends import Backend, Backends
+from llumsched.gateway.config import Config
+from llumsched.gateway.errors import NoInstance, UnknownModel
+from llumsched.gateway.placement import Asked, Placed, RoundRobin
+from llumsched.gateway.scheduler_client import NoEndpoint, SchedulerAway, SchedulerClient
+
+_PREFILL_REPORT_S = 0.02
+"""Requests whose first token comes within so long of each other are reported together."""
+
+
+class Scheduled:
+    def __init__(self, config: Config, backends: Backends, client: SchedulerClient) -> None:
+        self._config = config
+        self._backends = backends
+        self._client = client
+        self._fallback = RoundRobin(backends)
+        self.gateway_id = uuid.uuid4().hex
+        self._begun: list[dict[str, Any]] = []
+        self._reporting: set[asyncio.Task[None]] = set()
+
+    async def place(self, asked: Asked, excluded: Collection[Backend] = ()) -> Placed:
+        started_s = time.monotonic()
+        end_s = started_s + self._config.wait_scheduling_timeout_s
+        while True:
+            try:
+                result = await self._client.schedule(self._request(asked, excluded))
+            except SchedulerAway:
+                return await self._without_scheduler(asked, excluded)
+            except UnknownModel:
+                raise UnknownModel(f"The model `{asked.model}` does not exist.") from None
+            except NoEndpoint as error:
+                pause_s = self._config.wait_scheduling_retry_interval_s
+                if time.monotonic() + pause_s > end_s:
+                    raise NoInstance(f"No instance takes requests now: {error}", retry_after_s=pause_s) from None
+                await asyncio.sleep(pause_s)
+                continue
+            placed = self._placed(asked, result, time.monotonic() - started_s)
+            if placed.backend not in excluded:
+                return placed
+            self.release(placed, completed=False)
+            return await self._without_scheduler(asked, excluded)
+
+    async def _without_scheduler(self, asked: Asked, excluded: Collection[Backend]) -> Placed:
+        placed = await self._fallback.place(asked, excluded)
+        return Placed(asked, placed.backend, is_fallback=True)
+
+    def _placed(self, asked: Asked, result: list[dict[str, Any]], took_s: float) -> Placed:
+        chosen = next((instance for instance in result if instance.get("infer_type") == "neutral"), result[0])
+        endpoint = chosen["endpoint"]
+        backend = self._backends.at(Address(endpoint["host"], int(endpoint["port"])))
+        if asked.model:
+            backend.learn(asked.model)
+        return Placed(asked, backend, result, waited_s=took_s)
+
+    def _request(self, asked: Asked, excluded: Collection[Backend] = ()) -> dict[str, Any]:
+        request: dict[str, Any] = {
+            "id": asked.id,
+            "model": asked.model,
+            "gateway_id": self.gateway_id,
+            "scheduling_mode": "neutral",
+            "prompt_num_tokens": asked.num_prompt_tokens,
+        }
+        if asked.prompt_token_ids is not None:
+            request["prompt_token_ids"] = asked.prompt_token_ids
+        if excluded:
+            request["excluded_endpoints"] = [str(backend.address) for backend in excluded]
+        return request
+
+    def release(self, placed: Placed, *, completed: bool) -> None:
+        """In full mode the engine's own status tells of what it took: only the rest is released."""
+        if placed.result is not None and (not completed or not self._config.full_mode):
+            self._client.release(self._request(placed.asked) | {"scheduling_result": placed.result})
+
+    def begun(self, placed: Placed) -> None:
+        """Its prompt has been computed."""
+        if self._config.full_mode or placed.result is None:
+            return
+        if not self._begun:
+            asyncio.get_running_loop().call_later(_PREFILL_REPORT_S, self._report_begun)
+        self._begun.append(self._report(placed, placed.asked.num_prompt_tokens, "prefill_done"))
+
+    def report_running(self, running: Iterable[tuple[Placed, int]]) -> None:
+        """The streams that run, and how many tokens each has, prompt and output."""
+        self._send([self._report(placed, tokens, "state_update") for placed, tokens in running if placed.result])
+
+    def _report(self, placed: Placed, num_tokens: int, kind: str) -> dict[str, Any]:
+        assert placed.result is not None
+        instance = placed.result[0]
+        return {
+            "kind": kind,
+            "id": placed.asked.id,
+            "model": placed.asked.model,
+            "infer_type": instance.get("infer_type", "neutral"),
+            "instance_id": instance.get("id", ""),
+            "gateway_id": self.gateway_id,
+            "num_tokens": num_tokens,
+        }
+
+    def _report_begun(self) -> None:
+        begun, self._begun = self._begun, []
+        self._send(begun)
+
+    def _send(self, reports: list[dict[str, Any]]) -> None:
+        if reports:
+            task = asyncio.create_task(self._client.report(reports))
+            self._reporting.add(task)
+            task.add_done_callback(self._reporting.discard)
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._reporting, return_exceptions=True)
+        await self._client.close()

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notices engines that neither answer nor go away.
+
+Looks at all answers that are waited for, once in a while; no answer has a timer of its own. Given up is
+
+* an answer that is silent for `stall_s` while its instance fails its health check twice in a row,
+* all answers of an instance that was in the middle of some stream and has sent nothing on any for `engine_stall_s`:
+  an engine core that hangs behind an API server that is well,
+* an answer that is silent for longer than its own limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+
+from llumsched.gateway.backends import Backend, Backends
+from llumsched.gateway.config import Config
+from llumsched.gateway.upstream import Attempt, Upstream
+
+_log = logging.getLogger(__name__)
+_LONGEST_PAUSE_S = 1.0
+
+
+class Watch:
+    def __init__(self, config: Config, backends: Backends, upstream: Upstream) -> None:
+        self._config = config
+        self._backends = backends
+        self._upstream = upstream
+        self._probes: dict[Backend, asyncio.Task[None]] = {}
+        self._pause_s = min(_LONGEST_PAUSE_S, config.stall_s / 4, config.engine_stall_s / 4)
+
+    async def run(self) -> None:
+        try:
+            while True:
+                await asyncio.sleep(self._pause_s)
+                self._look(time.monotonic())
+        finally:
+            probes = list(self._probes.values())
+            for probe in probes:
+                probe.cancel()
+            await asyncio.gather(*probes, return_exceptions=True)
+
+    def _look(self, now_s: float) -> None:
+        config = self._config
+        silent = [
+            attempt
+            for attempt in self._upstream.attempts
+            if not attempt.is_writing and now_s - attempt.moved_s > config.stall_s
+        ]
+        for attempt in silent:
+            limit_s = config.read_timeout_s if attempt.is_stream else config.response_timeout_s
+            if now_s - attempt.moved_s > limit_s:
+                attempt.give_up(f"sent nothing for {limit_s:g} s", timed_out=True)
+        for backend in {attempt.backend for attempt in silent}:
+            if now_s - backend.last_byte_s > config.engine_stall_s and _is_in_a_stream(silent, backend, config, now_s):
+                self._down(backend, f"sent nothing on any stream for {config.engine_stall_s:g} s")
+            elif backend not in self._probes:
+                self._probes[backend] = asyncio.create_task(self._probe(backend))
+
+    async def _probe(self, backend: Backend) -> None:
+        try:
+            for _ in range(2):
+                if await self._backends.is_healthy(backend, self._config.health_timeout_s):
+                    return
+            self._down(backend, "fails its health check")
+        finally:
+            del self._probes[backend]
+
+    def _down(self, backend: Backend, reason: str) -> None:
+        _log.warning("instance %s %s", backend, reason)
+        backend.is_down = True
+        now_s = time.monotonic()
+        for attempt in list(self._upstream.attempts):
+            if attempt.backend is backend and now_s - attempt.moved_s > self._config.stall_s:
+                attempt.give_up(reason)
+
+
+def _is_in_a_stream(attempts: Iterable[Attempt], backend: Backend, config: Config, now_s: float) -> bool:
+    return any(
+        attempt.backend is backend and attempt.is_stream and now_s - attempt.moved_s > config.engine_stall_s
+        for attempt in attempts
+    )

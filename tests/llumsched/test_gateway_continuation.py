@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that vanish, hang or fail in the middle of a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks.mock_api import Mock
+from llumsched.gateway.body import Body
+from llumsched.gateway.continuation import CannotContinue, Transcript, plan, refusal
+from llumsched.gateway.sse import EventStream
+from tests.llumsched.gateway_support import Cluster, Reply, cluster
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "mock", "messages": [{"role": "user", "content": "Grüß dich, 世界"}], "max_tokens": 4},
+    COMPLETIONS: {"model": "mock", "prompt": "one two three", "max_tokens": 4},
+}
+for _body in BODIES.values():
+    _body |= {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
+
+
+def _told(reply: Reply) -> dict[str, Any]:
+    """What a client makes of a stream."""
+    events = reply.events
+    choices = [choice for event in events for choice in event["choices"]]
+    return {
+        "text": reply.text,
+        "roles": [choice["delta"]["role"] for choice in choices if "role" in choice.get("delta", {})],
+        "token_ids": [token for choice in choices for token in choice.get("token_ids") or ()],
+        "finish_reasons": [choice["finish_reason"] for choice in choices if choice["finish_reason"]],
+        "usage": [event["usage"] for event in events if event.get("usage")],
+        "heads": {(event["id"].split("-")[0], event["object"], event["model"], event["created"]) for event in events},
+        "num_ids": len({event["id"] for event in events}),
+    }
+
+
+def _no_time(told: dict[str, Any]) -> dict[str, Any]:
+    return told | {"heads": {head[:3] for head in told["heads"]}, "num_heads": len(told["heads"])}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("wishes", [{}, {"return_token_ids": True}], ids=["text", "ids"])
+async def test_a_stream_cut_anywhere_is_the_stream_that_was_not_cut(path: str, wishes: dict[str, Any]) -> None:
+    """At every byte: between events, inside one, inside a character of several bytes, and in the end mark."""
+    body = BODIES[path] | wishes
+    async with cluster(mock=Mock()) as it:
+        async with it.client.post(
+            f"http://127.0.0.1:{it.ports[0]}{path}", json=body | {"return_token_ids": True}
+        ) as answer:
+            size = len(await answer.read())
+        whole = _no_time(_told(await it.post(path, body)))
+        assert whole["finish_reasons"] == ["length"]
+        assert whole["num_ids"] == 1
+        for cut in range(0, size, 1 if wishes else 7):
+            it.engines.cut_at = cut
+            reply = await it.post(path, body)
+            assert _no_time(_told(reply)) == whole, cut
+            assert it.engines.cut_at is None
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("path", BODIES)
+async def test_the_other_engine_is_asked_for_the_rest_only(path: str) -> None:
+    async with cluster() as it:
+        it.engines.fail_at = 3
+        told = _told(await it.post(path, BODIES[path] | {"min_tokens": 3, "return_token_ids": True, "top_k": 5}))
+        first, second = (json.loads(seen["content"]) for seen in it.engines.seen or [])
+        assert (it.engines.seen or [])[1]["path"] == COMPLETIONS
+        num_delivered = 3 if path == COMPLETIONS else 2
+        assert second["prompt"][-num_delivered:] == told["token_ids"][:num_delivered]
+        assert second["max_tokens"] == 4 - num_delivered
+        assert second["min_tokens"] == 3 - num_delivered
+        assert (second["top_k"], second["temperature"]) == (5, 0)
+        assert not {"messages", "tools"} & set(second)
+        assert first["max_tokens"] == 4
+
+
+@pytest.mark.asyncio
+async def test_continuous_usage_goes_on_counting() -> None:
+    async with cluster() as it:
+        body = BODIES[COMPLETIONS] | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        whole = _told(await it.post(COMPLETIONS, body))["usage"]
+        it.engines.fail_at = 2
+        assert _told(await it.post(COMPLETIONS, body))["usage"] == whole
+
+
+@pytest.mark.asyncio
+async def test_a_chat_without_limit_goes_on_to_the_end_of_the_context() -> None:
+    async with cluster(mock=Mock(seen=[], num_tokens=6)) as it:
+        body = {name: value for name, value in BODIES[CHAT].items() if name != "max_tokens"}
+        await it.get("/v1/models")
+        it.engines.fail_at = 3
+        reply = await it.post(CHAT, body)
+        second = json.loads((it.engines.seen or [])[1]["content"])
+        assert second["max_tokens"] == 4096 - len(second["prompt"])
+        assert reply.events[-1]["usage"]["completion_tokens"] == 2 + second["max_tokens"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("position", [0, 10, 400, 700])
+async def test_a_hung_engine_is_noticed(position: int) -> None:
+    async with cluster(stall_s=0.2, health_timeout_s=0.2) as it:
+        whole = _no_time(_told(await it.post(CHAT, BODIES[CHAT])))
+        it.engines.hang_at = position
+        assert _no_time(_told(await it.post(CHAT, BODIES[CHAT]))) == whole
+        assert len(it.engines.hung) == 1
+        for _ in range(4):  # the hung one is not chosen any more
+            assert (await it.post(CHAT, BODIES[CHAT])).status == 200
+
+
+@pytest.mark.asyncio
+async def test_an_engine_core_that_hangs_behind_a_healthy_server_is_noticed() -> None:
+    async with cluster(stall_s=0.1, engine_stall_s=0.6) as it:
+        whole = _no_time(_told(await it.post(CHAT, BODIES[CHAT])))
+        it.engines.hang_at, it.engines.is_healthy_while_hung = 600, True
+        assert _no_time(_told(await it.post(CHAT, BODIES[CHAT]))) == whole
+
+
+@pytest.mark.asyncio
+async def test_silence_alone_is_no_fault() -> None:
+    async with cluster(num_engines=1, mock=Mock(interval_s=0.5), stall_s=0.1, health_timeout_s=5.0) as it:
+        reply = await it.post(COMPLETIONS, BODIES[COMPLETIONS])
+        assert reply.events[-1]["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.asyncio
+async def test_every_stream_of_a_lost_engine_goes_on() -> None:
+    async with cluster(num_engines=3, mock=Mock(interval_s=0.02)) as it:
+        body = BODIES[CHAT] | {"max_tokens": 40}
+        whole = _no_time(_told(await it.post(CHAT, body)))
+        streams = [asyncio.create_task(it.post(CHAT, body)) for _ in range(12)]
+        await asyncio.sleep(0.3)
+        await it.lose(0)
+        for reply in await asyncio.gather(*streams):
+            assert _no_time(_told(reply)) == whole
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {"seed": 1, "temperature": 1},
+        {"logprobs": 1},
+        {"stop": ["x"]},
+        {"frequency_penalty": 0.5},
+        {"n": 2},
+        {"echo": True},
+    ],
+)
+async def test_what_cannot_be_exact_ends_with_a_clear_error(wishes: dict[str, Any]) -> None:
+    async with cluster() as it:
+        it.engines.cut_at = 300
+        error = _error(await it.post(COMPLETIONS, BODIES[COMPLETIONS] | wishes))
+        assert error["code"] == 502
+        assert "could not be continued" in error["message"]
+        assert len(it.engines.seen or []) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_client_can_opt_out() -> None:
+    async with cluster() as it:
+        it.engines.cut_at = 300
+        reply = await it.post(COMPLETIONS, BODIES[COMPLETIONS], {"X-Llumnix-Continuation": "off"})
+        assert "the client did not want that" in _error(reply)["message"]
+        assert b"return_token_ids" not in (it.engines.seen or [])[0]["content"]
+
+
+@pytest.mark.asyncio
+async def test_no_other_instance_ends_with_a_clear_error() -> None:
+    async with cluster(num_engines=1) as it:
+        it.engines.cut_at = 300
+        reply = await it.post(COMPLETIONS, BODIES[COMPLETIONS])
+        assert _error(reply)["code"] == 503
+
+
+def _error(reply: Reply) -> dict[str, Any]:
+    """The last event, which must be an error, and what came before must be whole."""
+    assert reply.status == 200
+    error: dict[str, Any] = reply.events[-1]["error"]
+    assert all("choices" in event for event in reply.events[:-1])
+    return error
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, ""),
+        ({"n": 1, "seed": 7, "temperature": 0, "repetition_penalty": 1.2, "logprobs": False}, ""),
+        ({"response_format": {"type": "text"}}, ""),
+        ({"tools": [{}], "tool_choice": "none"}, ""),
+        ({"tools": [{}]}, "its output may hold tool calls"),
+        ({"response_format": {"type": "json_object"}}, "its output is constrained"),
+        ({"prompt": ["a", "b"]}, "it has several prompts"),
+        ({"messages": [{"content": [{"type": "image_url"}]}]}, "its prompt is not text only"),
+        ({"messages": [{"content": [{"type": "text", "text": ""}]}]}, ""),
+    ],
+)
+def test_what_is_refused(fields: dict[str, Any], reason: str) -> None:
+    assert refusal(fields) == reason
+
+
+def test_reasoning_and_tool_calls_are_not_continued() -> None:
+    body = Body.read(json.dumps(BODIES[CHAT]).encode())
+    for delta in ({"reasoning": "hm"}, {"tool_calls": [{"index": 0}]}):
+        events = EventStream(wants_ids=True)
+        event = {"prompt_token_ids": [1], "choices": [{"index": 0, "delta": delta, "token_ids": [2]}]}
+        events.feed(b"data: " + json.dumps(event).encode() + b"\n\n")
+        transcript = Transcript(is_chat=True, keeps_ids=False)
+        transcript.take(events)
+        with pytest.raises(CannotContinue, match="reasoning or a tool call"):
+            plan(body, CHAT, transcript, None)
+
+
+@pytest.mark.asyncio
+async def test_before_the_first_event_another_instance_gets_the_same_bytes() -> None:
+    async with cluster(num_engines=3) as it:
+        await it.lose(0)
+        for _ in range(3):
+            assert (await it.post(COMPLETIONS, BODIES[COMPLETIONS] | {"stream": False})).status == 200
+        it.engines.cut_at = 0
+        assert (await it.post(COMPLETIONS, BODIES[COMPLETIONS] | {"n": 2})).status == 200
+        contents = {seen["content"] for seen in (it.engines.seen or [])[-2:]}
+        assert len(contents) == 1
+
+
+@pytest.mark.asyncio
+async def test_failing_engines_are_tried_each_once_and_the_last_word_is_theirs() -> None:
+    async with cluster(num_engines=4, retry_max_count=2) as it:
+        it.engines.status = 503
+        reply = await it.post(COMPLETIONS, BODIES[COMPLETIONS])
+        assert (reply.status, reply.json["error"]["message"]) == (503, "mocked")
+        assert len(it.engines.seen or []) == 3
+
+
+async def _unreachable(it: Cluster) -> None:
+    for number in range(len(it.ports)):
+        await it.lose(number)
+
+
+@pytest.mark.asyncio
+async def test_no_engine_at_all() -> None:
+    async with cluster() as it:
+        await _unreachable(it)
+        reply = await it.post(COMPLETIONS, BODIES[COMPLETIONS])
+        assert reply.status in (502, 503)
+        assert reply.json["error"]["message"]

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import sys
 import time
+import uuid
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +29,8 @@ from aiohttp import web
 _WORDS = ("the", "a", "é", "日本", "🙂", "of", 'qu"ote', "back\\slash", "new\nline", "ß")
 VOCABULARY = 1000
 MODEL_LENGTH = 4096
+_ID = b"@request@"
+_MOST_WRITTEN = 1000
 _FAILURE = (
     b'data: {"error": {"message": "EngineCore died", "type": "InternalServerError", "code": 500}}\n\ndata: [DONE]\n\n'
 )
@@ -74,6 +79,8 @@ class Mock:
     hung: set[int] = field(default_factory=set)
     """Ports."""
     is_healthy_while_hung: bool = False
+    written: dict[tuple[str, bytes], _Answer] = field(default_factory=dict)
+    """Answers are written once per body: an engine's work is not what is measured."""
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         if _port(request) in self.hung and not (self.is_healthy_while_hung and request.path == "/health"):
@@ -90,32 +97,39 @@ class Mock:
             self.seen.append({"path": request.path, "headers": request.headers, "content": content})
         if self.status != 200:
             return web.json_response({"error": {"message": "mocked", "code": self.status}}, status=self.status)
-        return await self._infer(request, json.loads(content))
+        return await self._infer(request, content)
 
-    async def _infer(self, request: web.BaseRequest, document: dict[str, Any]) -> web.StreamResponse:
-        answer = _Answer(document, "chat" in request.path, request.headers.get("X-Request-Id", "none"), self.num_tokens)
-        self.answering.add(answer.id)
+    async def _infer(self, request: web.BaseRequest, content: bytes) -> web.StreamResponse:
+        answer = self.written.get((request.path, content))
+        if answer is None:
+            if len(self.written) > _MOST_WRITTEN:
+                self.written.clear()
+            answer = _Answer(json.loads(content), "chat" in request.path, self.num_tokens)
+            self.written[request.path, content] = answer
+        request_id = request.headers.get("X-Request-Id") or uuid.uuid4().hex
+        self.answering.add(request_id)
         try:
-            if document.get("stream"):
-                return await self._stream(request, answer)
+            if answer.is_streamed:
+                return await self._stream(request, answer, request_id.encode())
             if self.interval_s:
                 await asyncio.sleep(self.interval_s * answer.max_tokens)
-            return web.Response(body=answer.in_one_piece(), content_type="application/json")
+            body = answer.in_one_piece.replace(_ID, request_id.encode())
+            return web.Response(body=body, content_type="application/json")
         except (ConnectionError, asyncio.CancelledError):
             self.num_dropped += 1
             raise
         finally:
-            self.answering.discard(answer.id)
+            self.answering.discard(request_id)
 
-    async def _stream(self, request: web.BaseRequest, answer: _Answer) -> web.StreamResponse:
+    async def _stream(self, request: web.BaseRequest, answer: _Answer, request_id: bytes) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         num_sent = 0
         cut_at, hang_at, fail_at = self.cut_at, self.hang_at, self.fail_at
         self.cut_at = self.hang_at = self.fail_at = None
         limit = cut_at if cut_at is not None else hang_at
-        for number, event in enumerate(answer.events()):
-            data = event.encode()
+        for number, event in enumerate(answer.events):
+            data = event.replace(_ID, request_id)
             if number == fail_at:
                 await response.write(_FAILURE)
                 break
@@ -142,9 +156,10 @@ def _port(request: web.BaseRequest) -> int:
 
 
 class _Answer:
-    def __init__(self, document: dict[str, Any], is_chat: bool, request_id: str, num_tokens: int) -> None:
+    def __init__(self, document: dict[str, Any], is_chat: bool, num_tokens: int) -> None:
         self.is_chat = is_chat
-        self.id = f"chatcmpl-{request_id}" if is_chat else f"cmpl-{request_id}"
+        self.is_streamed = bool(document.get("stream"))
+        self.id = ("chatcmpl-" if is_chat else "cmpl-") + _ID.decode()
         self.max_tokens = document.get("max_completion_tokens") or document.get("max_tokens") or num_tokens
         self._document = document
         self._prompt = prompt_tokens(document)
@@ -163,6 +178,7 @@ class _Answer:
         usage = {"prompt_tokens": num_prompt, "total_tokens": num_prompt + num_tokens}
         return {"usage": usage | {"completion_tokens": num_tokens}}
 
+    @functools.cached_property
     def in_one_piece(self) -> bytes:
         tokens = self._tokens()
         text = "".join(map(text_of, tokens))
@@ -172,7 +188,11 @@ class _Answer:
         head |= {"created": self._created, "model": self._document.get("model")}
         return json.dumps(head | {"choices": [choice]} | self._usage(len(tokens))).encode()
 
-    def events(self) -> Any:
+    @functools.cached_property
+    def events(self) -> list[bytes]:
+        return [event.encode() for event in self._events()]
+
+    def _events(self) -> Iterator[str]:
         head = {
             "id": self.id,
             "object": "chat.completion.chunk" if self.is_chat else "text_completion",

@@ -29,12 +29,14 @@ from llumsched.gateway.errors import GatewayError, StreamLost
 from llumsched.gateway.metrics import Metrics, Record
 from llumsched.gateway.placement import Asked, Placed, Placement
 from llumsched.gateway.request_id import RequestIds
+from llumsched.gateway.tokens import Counted, TokenCounter
 from llumsched.gateway.upstream import Attempt, Upstream, request_headers, response_headers
 
 INFERENCE_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 NO_CONTINUATION_HEADER: Final = "X-Llumnix-Continuation"
 """With the value `off`: a stream that loses its engine ends with an error."""
 _CLIENT_GONE: Final = 499
+_UNCOUNTED: Final = Counted(0)
 
 
 class _ClientGone(Exception):
@@ -52,6 +54,7 @@ class Exchanges:
         upstream: Upstream,
         metrics: Metrics,
         access_log: AccessLogger,
+        tokens: TokenCounter,
     ) -> None:
         self.config = config
         self.backends = backends
@@ -59,6 +62,7 @@ class Exchanges:
         self.upstream = upstream
         self.metrics = metrics
         self._access_log = access_log
+        self._tokens = tokens
         self._ids = RequestIds()
         self.num_in_flight = 0
         self.num_waiting = 0
@@ -84,8 +88,12 @@ class Exchanges:
                 assert problem is not None
                 raise problem
             record.model = body.model
+            counted = _UNCOUNTED
+            if not self.config.is_local:
+                counted = await self._tokens.count(body.model, body.document())
+            record.num_input_tokens = counted.num_tokens
             record.preprocess_s = time.monotonic() - started_s
-            response = await Exchange(self, request, body, record, own_id, started_s).run()
+            response = await Exchange(self, request, body, record, own_id, started_s, counted).run()
             record.status = record.status or response.status
             return response
         except GatewayError as error:
@@ -132,6 +140,7 @@ class Exchange:
         record: Record,
         own_id: str,
         started_s: float,
+        counted: Counted,
     ) -> None:
         self._around = around
         self._config = around.config
@@ -140,6 +149,7 @@ class Exchange:
         self._record = record
         self._own_id = own_id
         self._started_s = started_s
+        self._counted = counted
         self._excluded: set[Backend] = set()
         self._num_attempts = 0
         self._refused: web.Response | None = None
@@ -201,7 +211,8 @@ class Exchange:
         around.num_waiting += 1
         suffix = f"-r{self._num_attempts}" if self._num_attempts else ""
         try:
-            asked = Asked(self._own_id + suffix, self._body.model)
+            ids = self._counted.token_ids if self._config.forward_tokens else None
+            asked = Asked(self._own_id + suffix, self._body.model, self._counted.num_tokens, ids)
             placed = await around.placement.place(asked, self._excluded)
         finally:
             around.num_waiting -= 1
@@ -227,7 +238,8 @@ class Exchange:
             self._refused = response
             raise StreamLost(f"{placed.backend} answered {answer.status}")
         if answer.status == 200:
-            self._record.num_input_tokens, self._record.num_output_tokens = sse.usage_of(body)
+            num_input, self._record.num_output_tokens = sse.usage_of(body)
+            self._record.num_input_tokens = num_input or self._record.num_input_tokens
         return response
 
     async def _stream(self, answer: aiohttp.ClientResponse, attempt: Attempt, placed: Placed) -> web.StreamResponse:
@@ -286,7 +298,7 @@ class Exchange:
             self._transcript.take(self._events)
             self._events = None
         transcript = self._transcript
-        self._record.num_input_tokens = self._record.num_input_tokens or len(transcript.prompt_ids or ())
+        self._record.num_input_tokens = len(transcript.prompt_ids or ()) or self._record.num_input_tokens
         self._record.num_output_tokens = len(transcript.token_ids) or transcript.num_events
         with suppress(ConnectionError):
             if last:

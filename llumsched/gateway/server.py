@@ -22,6 +22,7 @@ from llumsched.gateway.metrics import Metrics
 from llumsched.gateway.placement import Placement, RoundRobin
 from llumsched.gateway.scheduled import Scheduled
 from llumsched.gateway.scheduler_client import SchedulerClient
+from llumsched.gateway.tokens import TokenCounter
 from llumsched.gateway.upstream import Upstream, new_session
 from llumsched.gateway.watch import Watch
 
@@ -29,12 +30,16 @@ _BACKLOG = 1024
 
 
 class Gateway:
-    """`async with Gateway(config) as gateway`: serves at `gateway.port` until the block ends."""
+    """`async with Gateway(config) as gateway`: serves at `gateway.port` until the block ends.
+
+    Raises ValueError for a tokenizer that cannot be loaded, OSError for an address that cannot be bound.
+    """
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.metrics = Metrics()
         self.port = 0
+        self._tokens = TokenCounter(config.tokenizers, config.chat_template)
 
     async def __aenter__(self) -> Self:
         config = self.config
@@ -44,7 +49,9 @@ class Gateway:
         self.upstream = Upstream(self._session)
         self.placement = self._placement()
         self.access_log = AccessLogger(config.access_log)
-        self.exchanges = Exchanges(config, self.backends, self.placement, self.upstream, self.metrics, self.access_log)
+        self.exchanges = Exchanges(
+            config, self.backends, self.placement, self.upstream, self.metrics, self.access_log, self._tokens
+        )
         watch = Watch(config, self.backends, self.upstream)
         self._tasks = [asyncio.create_task(self._keep_models()), asyncio.create_task(watch.run())]
         if not config.full_mode and config.requests_report_duration_s:
@@ -68,6 +75,7 @@ class Gateway:
         await self.placement.close()
         await self.backends.close()
         await self._session.close()
+        self._tokens.close()
         self.access_log.flush()
 
     def _placement(self) -> Placement:

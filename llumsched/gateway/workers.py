@@ -37,6 +37,9 @@ def _work(config: Config) -> int:
     except OSError as error:
         print(f"llumnix gateway: {config.host}:{config.port}: {error.strerror or error}", file=sys.stderr)
         return 1
+    except ValueError as error:
+        print(f"llumnix gateway: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What does a gateway cost: how many requests a second, and how much later do answers come than from the engine?
+
+    python -m benchmarks.gateway --seconds 5 --rounds 4 --routers /path/to/venv/bin --json gateway.jsonl
+
+Ours, with one and with two workers, beside no gateway at all and beside the routers of others that are installed (`pip
+install vllm-router sglang-router`, best in an environment of their own). All stand before the same two mock engines,
+which write what vLLM writes at once: 32 tokens, in one piece or as 32 events. All run from the beginning and take turns
+in every round, in an order that is reversed in the next (ABBA), so that what else the machine does falls on all alike.
+
+The load is closed: --concurrency connections, each of which asks again when it has its answer. A client that does next
+to nothing reads the answers. p50 and p99 are of the whole request. The routers run with their defaults but for round
+robin and quiet logs; ours asks for token ids, so that it could continue the streams, and the others do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import uvloop
+
+from benchmarks.progress import saying
+from benchmarks.stats import quantile
+from llumsched.up.ports import free_ports
+
+_START_S = 60.0
+
+
+@dataclass
+class Target:
+    name: str
+    workers: int
+    port: int
+    command: list[str] | None
+    """None: nothing to start."""
+    latencies_s: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
+    elapsed_s: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
+
+
+class _Connection(asyncio.Protocol):
+    """Asks again and again, until the end."""
+
+    def __init__(self, request: bytes, stream: bool, end_s: float, latencies: list[float]) -> None:
+        self._request = request
+        self._stream = stream
+        self._end_s = end_s
+        self._latencies = latencies
+        self._buffer = b""
+        self._started_s = 0.0
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
+        self._ask()
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        if not self._is_whole():
+            return
+        if not self._buffer.startswith(b"HTTP/1.1 200"):
+            self._finish(RuntimeError(self._buffer[:300].decode(errors="replace")))
+            return
+        now_s = time.perf_counter()
+        self._latencies.append(now_s - self._started_s)
+        if now_s < self._end_s:
+            self._ask()
+        else:
+            self._finish(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._finish(ConnectionError("the connection was closed"))
+
+    def _is_whole(self) -> bool:
+        head, found, body = self._buffer.partition(b"\r\n\r\n")
+        if not found:
+            return False
+        lower = head.lower()
+        at = lower.find(b"content-length:")
+        if at >= 0:
+            return len(body) >= int(lower[at + 15 :].split(b"\r\n", 1)[0])
+        return self._buffer.endswith(b"0\r\n\r\n")
+
+    def _ask(self) -> None:
+        self._buffer = b""
+        self._started_s = time.perf_counter()
+        self._transport.write(self._request)
+
+    def _finish(self, error: Exception | None) -> None:
+        if self.done.done():
+            return
+        self._transport.close()
+        if error is None:
+            self.done.set_result(None)
+        else:
+            self.done.set_exception(error)
+
+
+async def measure(port: int, *, stream: bool, seconds: float, concurrency: int) -> tuple[list[float], float]:
+    """The latencies of all requests, and the time that they took together."""
+    messages = [{"role": "user", "content": "What is it like?"}]
+    body = json.dumps({"model": "mock", "messages": messages, "max_tokens": 32, "stream": stream}).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    latencies: list[float] = []
+    started_s = time.perf_counter()
+    loop = asyncio.get_running_loop()
+    connections = []
+    for _ in range(concurrency):
+        _, connection = await loop.create_connection(
+            lambda: _Connection(head.encode() + body, stream, started_s + seconds, latencies), "127.0.0.1", port
+        )
+        connections.append(connection)
+    async with asyncio.timeout(seconds + 60):
+        await asyncio.gather(*(connection.done for connection in connections))
+    return latencies, time.perf_counter() - started_s
+
+
+@contextlib.contextmanager
+def running(command: list[str], port: int, path: str) -> Iterator[None]:
+    """The process, from when it answers 200 until the block ends."""
+    log = open(f"/tmp/gateway-bench-{port}.log", "wb")  # noqa: SIM115 (closed below)
+    process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"RUST_LOG": "error"})
+    try:
+        deadline_s = time.monotonic() + _START_S
+        while not _answers(port, path):
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise RuntimeError(f"{' '.join(command)} did not start; see {log.name}")
+            time.sleep(0.2)
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        log.close()
+
+
+def _answers(port: int, path: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def targets(engines: list[int], routers: Path | None) -> tuple[list[Target], list[str]]:
+    """What is measured, and the names of the routers that are not installed."""
+    urls = [f"http://127.0.0.1:{port}" for port in engines]
+    endpoints = ",".join(f"127.0.0.1:{port}" for port in engines)
+    found = [Target("direct", 1, engines[0], None)]
+    for workers in (1, 2):
+        (port,) = free_ports(1)
+        command = [sys.executable, "-m", "llumsched.cli", "gateway", "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--workers", str(workers), "--scheduling-policy", "round-robin", "--access-log", "off"]
+        found.append(Target("ours", workers, port, [*command, "--llm-backend-endpoints", endpoints]))
+    missing = []
+    for name, module in (("vllm-router", "vllm_router"), ("sglang-router", "sglang_router")):
+        python = routers / "python" if routers else Path(sys.executable)
+        if subprocess.run([python, "-c", f"import {module}"], capture_output=True, check=False).returncode:
+            missing.append(name)
+            continue
+        port, metrics = free_ports(2)
+        command = [str(python), "-m", f"{module}.launch_router", "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--policy", "round_robin", "--log-level", "error", "--prometheus-port", str(metrics)]
+        found.append(Target(name, 1, port, [*command, "--worker-urls", *urls]))
+    return found, missing
+
+
+def _row(target: Target, stream: bool) -> dict[str, Any]:
+    latencies = target.latencies_s[stream]
+    return {
+        "bench": "gateway",
+        "target": target.name,
+        "workers": target.workers,
+        "stream": stream,
+        "rps": round(len(latencies) / target.elapsed_s[stream], 1),
+        "p50_ms": round(quantile(latencies, 0.5) * 1e3, 3),
+        "p99_ms": round(quantile(latencies, 0.99) * 1e3, 3),
+    }
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    engine_ports = free_ports(args.engines)
+    with contextlib.ExitStack() as stack:
+        say = stack.enter_context(saying("starting the mock engines"))
+        for port in engine_ports:
+            command = [sys.executable, "-m", "benchmarks.mock_api", "--port", str(port)]
+            stack.enter_context(running(command, port, "/health"))
+        found, missing = targets(engine_ports, args.routers)
+        for target in found:
+            if target.command:
+                say(f"starting {target.name}")
+                stack.enter_context(running(target.command, target.port, "/v1/models"))
+        for name in missing:
+            print(f"{name}: not installed, not measured", file=sys.stderr)
+        for number in range(args.rounds + 1):  # the first only warms up
+            order = found if number % 2 else found[::-1]
+            for target in order:
+                for stream in (False, True):
+                    say(f"round {number} of {args.rounds}: {target.name} x{target.workers}")
+                    seconds = args.seconds if number else min(1.0, args.seconds)
+                    latencies, elapsed_s = uvloop.run(
+                        measure(target.port, stream=stream, seconds=seconds, concurrency=args.concurrency)
+                    )
+                    if number:
+                        target.latencies_s[stream] += latencies
+                        target.elapsed_s[stream] += elapsed_s
+    return [_row(target, stream) for stream in (False, True) for target in found]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--routers", type=Path, help="directory of the python that has the other routers installed")
+    parser.add_argument("--json", type=Path, help="append the lines to this file, too")
+    args = parser.parse_args()
+    rows = run(args)
+    print(f"{'':16} {'workers':>7} {'stream':>6} {'requests/s':>10} {'p50 ms':>8} {'p99 ms':>8}")
+    for row in rows:
+        print(
+            f"{row['target']:16} {row['workers']:7} {row['stream']!s:>6} {row['rps']:10.0f} "
+            f"{row['p50_ms']:8.2f} {row['p99_ms']:8.2f}"
+        )
+    lines = [json.dumps(row) for row in rows]
+    print("\n".join(lines))
+    if args.json:
+        with args.json.open("a") as file:
+            file.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -27,7 +27,6 @@ class Backend:
         self.address = address
         self.models: dict[str, dict[str, Any]] | None = None
         """The model cards by name; None until it has answered."""
-        self.num_requests = 0
         self.last_byte_s = time.monotonic()
         """When anything came from it last, on any connection."""
         self.is_down = False

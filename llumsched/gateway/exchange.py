@@ -16,7 +16,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
-import aiohttp
 from aiohttp import web
 
 from llumsched.gateway import continuation, errors, sse
@@ -24,13 +23,14 @@ from llumsched.gateway.access_log import AccessLogger
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.body import Body
 from llumsched.gateway.config import Config
+from llumsched.gateway.connection import Connection
 from llumsched.gateway.continuation import Continuation, Transcript
 from llumsched.gateway.errors import GatewayError, StreamLost
 from llumsched.gateway.metrics import Metrics, Record
 from llumsched.gateway.placement import Asked, Placed, Placement
 from llumsched.gateway.request_id import RequestIds
 from llumsched.gateway.tokens import Counted, TokenCounter
-from llumsched.gateway.upstream import Attempt, Upstream, request_headers, response_headers
+from llumsched.gateway.upstream import Call, Upstream, response_headers
 
 INFERENCE_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 NO_CONTINUATION_HEADER: Final = "X-Llumnix-Continuation"
@@ -120,6 +120,13 @@ async def _receive(request: web.BaseRequest) -> tuple[Body | None, GatewayError 
         return None, errors.RequestTooLarge(f"The body is too large: {error.text}")
     except GatewayError as error:
         return None, error
+
+
+def _is_event_stream(answer: Connection) -> bool:
+    """One that can be read: engines do not compress, but something between may."""
+    return answer.headers.get("Content-Type", "").startswith("text/event-stream") and (
+        "Content-Encoding" not in answer.headers
+    )
 
 
 def failure(error: GatewayError, request_id: str) -> web.Response:
@@ -224,13 +231,13 @@ class Exchange:
         return placed
 
     async def _attempt(self, placed: Placed) -> web.StreamResponse:
-        attempt = Attempt(placed.backend)
-        headers = request_headers(self._request.headers, placed.asked.id)
-        async with self._around.upstream.post(attempt, self._path, self._content, headers) as answer:
-            if answer.status == 200 and answer.content_type == "text/event-stream":
-                return await self._stream(answer, attempt, placed)
-            body = await answer.read()
-            attempt.moved()
+        call = self._around.upstream.call(
+            placed.backend, self._path, self._content, self._request.raw_headers, placed.asked.id
+        )
+        async with call as answer:
+            if answer.status == 200 and _is_event_stream(answer):
+                return await self._stream(answer, call, placed)
+            body = await answer.read_all()
         response = web.Response(
             status=answer.status, body=body, headers=response_headers(answer.headers, self._record.id)
         )
@@ -242,35 +249,35 @@ class Exchange:
             self._record.num_input_tokens = num_input or self._record.num_input_tokens
         return response
 
-    async def _stream(self, answer: aiohttp.ClientResponse, attempt: Attempt, placed: Placed) -> web.StreamResponse:
+    async def _stream(self, answer: Connection, call: Call, placed: Placed) -> web.StreamResponse:
         events = sse.EventStream(wants_ids=self._wants_ids, keeps_ids=self._transcript.keeps_ids)
         self._events = events
         self._record.is_streamed = True
         self._around.streams[self] = placed
         observe_gap = self._around.metrics.of_model(self._record.model).itl.observe
-        read = answer.content.readany
+        read = answer.read
         last_s = 0.0
         while data := await read():
-            attempt.moved()
+            call.moved()
             if last_s:
-                observe_gap((attempt.moved_s - last_s) * 1e3)
+                observe_gap((call.moved_s - last_s) * 1e3)
             else:
-                attempt.is_stream = True
+                call.is_stream = True
                 self._around.placement.begun(placed)
-            last_s = attempt.moved_s
+            last_s = call.moved_s
             chunk = events.feed(data)
             if self._change is not None:
                 chunk = sse.rewrite(chunk, self._change)
             if chunk:
-                await self._write(chunk, answer, attempt)
+                await self._write(chunk, answer, call)
             if events.failure:
-                raise StreamLost(f"{attempt.backend} reported an error")
+                raise StreamLost(f"{call.backend} reported an error")
         if not events.is_done:
-            raise StreamLost(f"{attempt.backend} ended the stream early")
+            raise StreamLost(f"{call.backend} ended the stream early")
         return await self._end()
 
-    async def _write(self, chunk: bytes, answer: aiohttp.ClientResponse, attempt: Attempt) -> None:
-        attempt.is_writing = True
+    async def _write(self, chunk: bytes, answer: Connection, call: Call) -> None:
+        call.is_writing = True
         try:
             if self._out is None:
                 self._record.ttft_s = time.monotonic() - self._started_s
@@ -281,7 +288,7 @@ class Exchange:
         except ConnectionError as error:
             raise _ClientGone from error
         finally:
-            attempt.is_writing = False
+            call.is_writing = False
 
     @property
     def num_tokens(self) -> int:

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import uuid
 
 _SANE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@=-]{0,127}", re.ASCII)
 """No white space, no slash, no `+`: ids end up in logs, URLs, and other tools' id syntax."""
@@ -23,10 +23,10 @@ class RequestIds:
                 shown = wish
                 break
         else:
-            shown = uuid.uuid4().hex
+            shown = os.urandom(16).hex()
         own = shown
         while own in self._in_flight:
-            own = f"{shown}-{uuid.uuid4().hex[:8]}"
+            own = f"{shown}-{os.urandom(4).hex()}"
         self._in_flight.add(own)
         return shown, own
 

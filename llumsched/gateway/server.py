@@ -46,7 +46,7 @@ class Gateway:
         self._loop = asyncio.get_running_loop()
         self._session = new_session(config.connect_timeout_s)
         self.backends = Backends(config.backend_endpoints, self._session)
-        self.upstream = Upstream(self._session)
+        self.upstream = Upstream(config.connect_timeout_s)
         self.placement = self._placement()
         self.access_log = AccessLogger(config.access_log)
         self.exchanges = Exchanges(
@@ -74,6 +74,7 @@ class Gateway:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.placement.close()
         await self.backends.close()
+        self.upstream.close()
         await self._session.close()
         self._tokens.close()
         self.access_log.flush()

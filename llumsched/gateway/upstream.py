@@ -1,78 +1,89 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to engines: connections, headers, and the watch over answers that do not come.
+"""Requests to engines: which connection they take, with which headers, and how they end.
 
-There is no timer per request or per read. Each open answer notes when it last moved, and one `Watch` looks at all of
-them once a second; the answer that it gives up wakes its reader with StreamLost.
+There is no timer per request or per read. Each open call notes when it last moved, and one `Watch` looks at all of them
+once in a while; a call that it gives up wakes its reader with StreamLost.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Iterable
+from types import TracebackType
 
 import aiohttp
 from multidict import CIMultiDict
-from yarl import URL
 
 from llumsched.gateway.backends import Backend
+from llumsched.gateway.connection import Connection, State
 from llumsched.gateway.errors import StreamLost
 
-_NOT_FORWARDED = (
-    *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding"),
-    *("upgrade", "host", "content-length", "content-encoding", "accept-encoding", "expect", "x-request-id"),
-)
+_NOT_FORWARDED = frozenset(
+    (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
+     b"trailer", b"transfer-encoding", b"upgrade", b"host", b"content-length", b"content-encoding",
+     b"accept-encoding", b"expect", b"x-request-id")
+)  # fmt: skip
 """Of one connection, or about the body's coding, which aiohttp has undone."""
 _NOT_RETURNED = (
-    "connection",
-    "keep-alive",
-    "transfer-encoding",
-    "content-length",
-    "trailer",
-    "upgrade",
-    "x-request-id",
+    *("Connection", "Keep-Alive", "Transfer-Encoding", "Content-Length", "Trailer", "Upgrade", "X-Request-Id"),
 )
+_MOST_IDLE_S = 4.0
+"""uvicorn closes connections after five seconds; one that it is about to close is not used any more."""
 
 
 def new_session(connect_timeout_s: float) -> aiohttp.ClientSession:
-    """Connections are kept, as many as there are requests; no limit of time but for connecting."""
+    """For all but clients' requests. No limit of time but for connecting."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, keepalive_timeout=30),
+        connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, keepalive_timeout=_MOST_IDLE_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
         cookie_jar=aiohttp.DummyCookieJar(),
-        auto_decompress=False,
-        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-        read_bufsize=1 << 18,
     )
 
 
-def request_headers(client: Mapping[str, str], request_id: str) -> CIMultiDict[str]:
-    headers = CIMultiDict(client)
-    for name in _NOT_FORWARDED:
-        headers.popall(name, None)
-    headers["X-Request-Id"] = request_id
-    return headers
+def request_head(
+    backend: Backend, path: str, client: Iterable[tuple[bytes, bytes]], request_id: str, num_bytes: int
+) -> bytes:
+    """The client's headers, less those of its connection. What aiohttp has read has no line end in it."""
+    lines = [
+        b"POST %b HTTP/1.1\r\nHost: %b\r\nContent-Length: %d\r\nX-Request-Id: %b"
+        % (path.encode(), str(backend.address).encode(), num_bytes, request_id.encode())
+    ]
+    dropped: frozenset[bytes] = _NOT_FORWARDED
+    for name, value in client:
+        if name.lower() == b"connection" and value.lower() not in (b"keep-alive", b"close"):
+            dropped |= {token.strip().lower() for token in value.split(b",")}
+    lines += [b"%b: %b" % (name, value) for name, value in client if name.lower() not in dropped]
+    return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
-def response_headers(engine: Mapping[str, str], request_id: str) -> CIMultiDict[str]:
-    headers = CIMultiDict(engine)
+def response_headers(engine: CIMultiDict[str], request_id: str) -> CIMultiDict[str]:
+    headers = engine.copy()
     for name in _NOT_RETURNED:
-        headers.popall(name, None)
+        if name in headers:
+            del headers[name]
     headers["X-Request-Id"] = request_id
     return headers
 
 
-class Attempt:
-    """One request at one engine, from its dispatch to its end."""
+class Call:
+    """One request at one engine: `async with call as answer`, from its dispatch to its end.
 
-    __slots__ = ("backend", "is_stream", "is_writing", "lost", "moved_s", "task", "timed_out")
+    The answer's head has come when the block begins. Leaving the block early ends the request at the engine. Raises
+    StreamLost for everything that may happen on the way, also from within the block.
+    """
 
-    def __init__(self, backend: Backend) -> None:
+    __slots__ = ("_connection", "_request", "_upstream", "backend", "is_stream", "is_writing", "lost", "moved_s",
+                 "task", "timed_out")  # fmt: skip
+
+    def __init__(self, upstream: Upstream, backend: Backend, request: bytes) -> None:
         task = asyncio.current_task()
         assert task is not None
         self.task = task
         self.backend = backend
+        self._upstream = upstream
+        self._request = request
+        self._connection: Connection | None = None
         self.moved_s = time.monotonic()
         self.is_stream = False
         """Its first byte has come."""
@@ -91,41 +102,90 @@ class Attempt:
             self.lost, self.timed_out = reason, timed_out
             self.task.cancel()
 
+    async def __aenter__(self) -> Connection:
+        self._upstream.calls.add(self)
+        try:
+            while True:
+                connection = self._connection = await self._upstream.connect(self.backend)
+                was_used = connection.idle_since_s > 0
+                connection.send(self._request)
+                try:
+                    await connection.head()
+                except StreamLost:
+                    if was_used and not connection.has_answered:
+                        continue  # the engine closed it just now
+                    raise
+                self.moved()
+                return connection
+        except BaseException as error:
+            self._end()
+            self._explain(error)
+            raise
+
+    async def __aexit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:
+        self._end()
+        if error is not None:
+            self._explain(error)
+
+    def _end(self) -> None:
+        self._upstream.calls.discard(self)
+        if self._connection is not None and self._connection.settle():
+            self._upstream.keep(self.backend, self._connection)
+        self._connection = None
+
+    def _explain(self, error: BaseException) -> None:
+        if isinstance(error, asyncio.CancelledError) and self.lost and not self.task.uncancel():
+            self.backend.failed()
+            raise StreamLost(f"{self.backend} {self.lost}", timed_out=self.timed_out) from None
+
 
 class Upstream:
-    def __init__(self, session: aiohttp.ClientSession) -> None:
-        self._session = session
-        self.attempts: set[Attempt] = set()
+    """The connections to all engines, as many as there are requests."""
 
-    @asynccontextmanager
-    async def post(
-        self, attempt: Attempt, path: str, body: bytes, headers: CIMultiDict[str]
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The answer, once its headers have come. Leaving early ends the request at the engine.
+    def __init__(self, connect_timeout_s: float) -> None:
+        self._connect_timeout_s = connect_timeout_s
+        self._idle: dict[Backend, list[Connection]] = {}
+        self.calls: set[Call] = set()
 
-        Raises StreamLost for everything that may happen to a connection, also from within the block.
-        """
-        backend = attempt.backend
-        self.attempts.add(attempt)
-        backend.num_requests += 1
-        answer = None
+    def call(
+        self, backend: Backend, path: str, body: bytes, client: Iterable[tuple[bytes, bytes]], request_id: str
+    ) -> Call:
+        return Call(self, backend, request_head(backend, path, client, request_id, len(body)) + body)
+
+    async def connect(self, backend: Backend) -> Connection:
+        idle = self._idle.get(backend)
+        while idle:
+            connection = idle.pop()
+            if connection.state is State.IDLE and time.monotonic() - connection.idle_since_s < _MOST_IDLE_S:
+                return connection
+            connection.close()
+        loop = asyncio.get_running_loop()
         try:
-            url: URL = backend.url(path)
-            answer = await self._session.post(url, data=body, headers=headers, allow_redirects=False)
-            attempt.moved()
-            yield answer
-        except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, connection = await loop.create_connection(Connection, *backend.address)
+        except OSError as error:  # TimeoutError is one
             backend.failed()
-            raise StreamLost(f"{backend} cannot be reached: {error}") from error
-        except aiohttp.ClientError as error:
-            raise StreamLost(f"{backend} broke off: {error or type(error).__name__}") from error
-        except asyncio.CancelledError:
-            if attempt.lost and not attempt.task.uncancel():
-                backend.failed()
-                raise StreamLost(f"{backend} {attempt.lost}", timed_out=attempt.timed_out) from None
-            raise
-        finally:
-            backend.num_requests -= 1
-            self.attempts.discard(attempt)
-            if answer is not None:
-                answer.close()
+            reason = error.strerror or str(error) or "no answer"
+            raise StreamLost(f"{backend} cannot be reached: {reason}") from error
+        return connection
+
+    def keep(self, backend: Backend, connection: Connection) -> None:
+        self._idle.setdefault(backend, []).append(connection)
+
+    def sweep(self) -> None:
+        """Closes what has been idle for long."""
+        limit_s = time.monotonic() - _MOST_IDLE_S
+        for backend, idle in list(self._idle.items()):
+            kept = [one for one in idle if one.state is State.IDLE and one.idle_since_s > limit_s]
+            for connection in set(idle).difference(kept):
+                connection.close()
+            if kept:
+                idle[:] = kept
+            else:
+                del self._idle[backend]
+
+    def close(self) -> None:
+        for idle in self._idle.values():
+            for connection in idle:
+                connection.close()
+        self._idle.clear()

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.config import Config
-from llumsched.gateway.upstream import Attempt, Upstream
+from llumsched.gateway.upstream import Call, Upstream
 
 _log = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 1.0
@@ -37,6 +37,7 @@ class Watch:
             while True:
                 await asyncio.sleep(self._pause_s)
                 self._look(time.monotonic())
+                self._upstream.sweep()
         finally:
             probes = list(self._probes.values())
             for probe in probes:
@@ -46,15 +47,13 @@ class Watch:
     def _look(self, now_s: float) -> None:
         config = self._config
         silent = [
-            attempt
-            for attempt in self._upstream.attempts
-            if not attempt.is_writing and now_s - attempt.moved_s > config.stall_s
+            call for call in self._upstream.calls if not call.is_writing and now_s - call.moved_s > config.stall_s
         ]
-        for attempt in silent:
-            limit_s = config.read_timeout_s if attempt.is_stream else config.response_timeout_s
-            if now_s - attempt.moved_s > limit_s:
-                attempt.give_up(f"sent nothing for {limit_s:g} s", timed_out=True)
-        for backend in {attempt.backend for attempt in silent}:
+        for call in silent:
+            limit_s = config.read_timeout_s if call.is_stream else config.response_timeout_s
+            if now_s - call.moved_s > limit_s:
+                call.give_up(f"sent nothing for {limit_s:g} s", timed_out=True)
+        for backend in {call.backend for call in silent}:
             if now_s - backend.last_byte_s > config.engine_stall_s and _is_in_a_stream(silent, backend, config, now_s):
                 self._down(backend, f"sent nothing on any stream for {config.engine_stall_s:g} s")
             elif backend not in self._probes:
@@ -73,13 +72,12 @@ class Watch:
         _log.warning("instance %s %s", backend, reason)
         backend.is_down = True
         now_s = time.monotonic()
-        for attempt in list(self._upstream.attempts):
-            if attempt.backend is backend and now_s - attempt.moved_s > self._config.stall_s:
-                attempt.give_up(reason)
+        for call in list(self._upstream.calls):
+            if call.backend is backend and now_s - call.moved_s > self._config.stall_s:
+                call.give_up(reason)
 
 
-def _is_in_a_stream(attempts: Iterable[Attempt], backend: Backend, config: Config, now_s: float) -> bool:
+def _is_in_a_stream(calls: Iterable[Call], backend: Backend, config: Config, now_s: float) -> bool:
     return any(
-        attempt.backend is backend and attempt.is_stream and now_s - attempt.moved_s > config.engine_stall_s
-        for attempt in attempts
+        call.backend is backend and call.is_stream and now_s - call.moved_s > config.engine_stall_s for call in calls
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -19,6 +20,8 @@ import uvloop
 from llumsched.gateway.config import Config
 
 _WATCH_S = 0.2
+_COLLECT_AFTER = 20_000
+"""New objects before Python looks for cycles; at its default of 700 that is at every few requests."""
 _METRICS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 
 
@@ -50,6 +53,8 @@ async def _serve(config: Config) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    gc.freeze()
+    gc.set_threshold(_COLLECT_AFTER, 20, 50)
     async with Gateway(config) as gateway:
         print(f"llumnix gateway: listening at {config.host}:{gateway.port}", file=sys.stderr, flush=True)
         await stop.wait()

@@ -123,7 +123,7 @@ async def cluster(*, num_engines: int = 2, mock: Mock | None = None, **settings:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         client = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         yield Cluster(gateway, mock, ports, client, [(server, listener) for _, server, listener in engines])
-        assert not gateway.upstream.attempts
+        assert not gateway.upstream.calls
     await asyncio.sleep(0)
     await until(lambda: not {task for task in asyncio.all_tasks() - before if not task.done()})
     gc.collect()

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One HTTP/1.1 connection to an engine, for the path that every token takes.
+
+aiohttp's client does more than is needed here, and that took the larger half of the gateway's time per request; it is
+used for everything that is not a client's request. This one writes a request in one piece, hands on a body as it is
+read, and keeps the connection if the answer ended well.
+
+    IDLE -send-> HEAD -(1xx)-> HEAD -> BODY -> DONE -> IDLE        any state -connection lost-> CLOSED
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from typing import cast
+
+from multidict import CIMultiDict
+
+from llumsched.gateway.errors import StreamLost
+
+_MOST_HEAD_BYTES = 64 << 10
+_MOST_LINE_BYTES = 4096
+_PAUSE_ABOVE_BYTES = 1 << 20
+"""Bytes read and not taken at which reading pauses: a client that reads slowly slows its engine's socket, not us."""
+
+
+class State(enum.Enum):
+    IDLE = enum.auto()
+    HEAD = enum.auto()
+    BODY = enum.auto()
+    DONE = enum.auto()
+    CLOSED = enum.auto()
+
+
+class Connection(asyncio.Protocol):
+    def __init__(self) -> None:
+        self.state = State.IDLE
+        self.idle_since_s = 0.0
+        self.status = 0
+        self.headers: CIMultiDict[str] = CIMultiDict()
+        self.has_answered = False
+        """A byte of the answer to the current request has come."""
+        self._loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[None] | None = None
+        self._raw = b""
+        self._parts: list[bytes] = []
+        self._num_buffered = 0
+        self._is_paused = False
+        self._is_kept = False
+        self._is_chunked = False
+        self._left: int | None = None
+        """Bytes of the body, or of the current chunk, that have not come; None: until the connection ends."""
+        self._num_separators = 0
+        """Bytes that have not come of the line end after a chunk."""
+        self._in_trailers = False
+
+    def send(self, request: bytes) -> None:
+        """Head and body in one piece. The connection is IDLE."""
+        assert self.state is State.IDLE
+        self.state = State.HEAD
+        self.has_answered = False
+        self._transport.write(request)
+
+    async def head(self) -> None:
+        """Until `status` and `headers` are there. Raises StreamLost."""
+        while self.state is State.HEAD:
+            await self._wait()
+        if self.state is State.CLOSED and not self._parts:
+            raise StreamLost("the connection was lost")
+
+    async def read(self) -> bytes:
+        """What has come of the body; b"" at its end. Raises StreamLost if it ends early."""
+        while not self._parts:
+            if self.state is State.DONE:
+                return b""
+            if self.state is State.CLOSED:
+                raise StreamLost("the connection was lost")
+            await self._wait()
+        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts.clear()
+        self._num_buffered = 0
+        if self._is_paused:
+            self._is_paused = False
+            self._transport.resume_reading()
+        return data
+
+    async def read_all(self) -> bytes:
+        parts = []
+        while data := await self.read():
+            parts.append(data)
+        return b"".join(parts)
+
+    def settle(self) -> bool:
+        """After a request: whether the connection can take another. Otherwise it is closed."""
+        if self.state is State.DONE and self._is_kept and not self._parts:
+            self.state = State.IDLE
+            self.idle_since_s = time.monotonic()
+            return True
+        self.close()
+        return False
+
+    def close(self) -> None:
+        self.state = State.CLOSED
+        self._transport.abort()
+
+    async def _wait(self) -> None:
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # What the event loop calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        until_end = self.state is State.BODY and self._left is None and not self._is_chunked and exc is None
+        self.state = State.DONE if until_end else State.CLOSED
+        self._is_kept = False
+        self._wake()
+
+    def data_received(self, data: bytes) -> None:
+        self.has_answered = True
+        try:
+            if self.state is State.HEAD:
+                data = self._take_head(data)
+            if self.state is State.BODY and data:
+                data = self._take_chunks(data) if self._is_chunked else self._take_body(data)
+            if data and self.state is not State.CLOSED:
+                self._is_kept = False  # more than was asked for
+                if self.state is State.IDLE:
+                    self.close()
+        except ValueError:
+            self.close()
+        if self.state is not State.HEAD:
+            self._wake()
+
+    def _take_head(self, data: bytes) -> bytes:
+        """The rest, once the head is whole."""
+        data = self._raw + data
+        end = data.find(b"\r\n\r\n")
+        if end < 0:
+            if len(data) > _MOST_HEAD_BYTES:
+                raise ValueError("the head is too long")
+            self._raw = data
+            return b""
+        self._raw = b""
+        first, *lines = data[:end].decode("utf-8", "surrogateescape").split("\r\n")
+        version, _, status = first.partition(" ")
+        rest = data[end + 4 :]
+        if not version.startswith("HTTP/1."):
+            raise ValueError("not HTTP/1")
+        self.status = int(status[:3])
+        if 100 <= self.status < 200:
+            return self._take_head(rest)
+        self.headers = CIMultiDict()
+        for line in lines:
+            name, _, value = line.partition(":")
+            self.headers.add(name, value.strip())
+        self._begin_body(is_kept=version != "HTTP/1.0")
+        return rest
+
+    def _begin_body(self, *, is_kept: bool) -> None:
+        headers = self.headers
+        self._is_kept = is_kept and headers.get("Connection", "").lower() != "close"
+        self._is_chunked = "chunked" in headers.get("Transfer-Encoding", "").lower()
+        length = headers.get("Content-Length")
+        self._left = 0 if self._is_chunked or self.status in (204, 304) else int(length) if length else None
+        self._num_separators = 0
+        self._in_trailers = False
+        if not self._is_chunked and self._left is None:
+            self._is_kept = False
+        self.state = State.DONE if self._left == 0 and not self._is_chunked else State.BODY
+
+    def _take_body(self, data: bytes) -> bytes:
+        if self._left is None:
+            self._put(data)
+            return b""
+        taken, rest = data[: self._left], data[self._left :]
+        self._put(taken)
+        self._left -= len(taken)
+        if not self._left:
+            self.state = State.DONE
+        return rest
+
+    def _take_chunks(self, data: bytes) -> bytes:
+        if self._raw:
+            data, self._raw = self._raw + data, b""
+        at, size = 0, len(data)
+        while at < size:
+            if self._left:
+                part = data[at : at + self._left]
+                self._put(part)
+                at += len(part)
+                self._left -= len(part)
+                self._num_separators = 0 if self._left else 2
+            elif self._num_separators:
+                if data[at] != (13 if self._num_separators == 2 else 10):
+                    raise ValueError("no line end after a chunk")
+                at += 1
+                self._num_separators -= 1
+            else:
+                end = data.find(b"\r\n", at)
+                if end < 0:
+                    if size - at > _MOST_LINE_BYTES:
+                        raise ValueError("a chunk's head is too long")
+                    self._raw = data[at:]
+                    return b""
+                line, at = data[at:end], end + 2
+                if self._in_trailers:
+                    if not line:
+                        self.state = State.DONE
+                        return data[at:]
+                else:
+                    self._left = int(line.split(b";", 1)[0], 16)
+                    self._in_trailers = not self._left
+                    if self._left < 0:
+                        raise ValueError("a chunk of negative length")
+        return b""
+
+    def _put(self, data: bytes) -> None:
+        self._parts.append(data)
+        self._num_buffered += len(data)
+        if self._num_buffered > _PAUSE_ABOVE_BYTES and not self._is_paused:
+            self._is_paused = True
+            self._transport.pause_reading()

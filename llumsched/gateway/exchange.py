@@ -66,7 +66,7 @@ class Exchanges:
         self._ids = RequestIds()
         self.num_in_flight = 0
         self.num_waiting = 0
-        self.streams: dict[Exchange, Placed] = {}
+        self.running: dict[Exchange, Placed] = {}
         self.idle = asyncio.Event()
         """Nothing is in flight."""
         self.idle.set()
@@ -194,6 +194,7 @@ class Exchange:
                 if self._refused is not None:
                     return self._refused
                 raise
+            self._around.running[self] = placed
             completed = False
             try:
                 response = await self._attempt(placed)
@@ -207,7 +208,7 @@ class Exchange:
                 if ended is not None:
                     return ended
             finally:
-                self._around.streams.pop(self, None)
+                self._around.running.pop(self, None)
                 self._around.placement.release(placed, completed=completed)
 
     async def _place(self) -> Placed:
@@ -253,7 +254,6 @@ class Exchange:
         events = sse.EventStream(wants_ids=self._wants_ids, keeps_ids=self._transcript.keeps_ids)
         self._events = events
         self._record.is_streamed = True
-        self._around.streams[self] = placed
         observe_gap = self._around.metrics.of_model(self._record.model).itl.observe
         read = answer.read
         last_s = 0.0

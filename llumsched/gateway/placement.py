@@ -47,7 +47,11 @@ class Placement(Protocol):
         ...
 
     def report_running(self, running: Iterable[tuple[Placed, int]]) -> None:
-        """The streams that run, and how many tokens each has, prompt and output. Does not wait."""
+        """The requests that run, and how many tokens each has, prompt and output. Does not wait."""
+        ...
+
+    async def learn(self) -> None:
+        """Makes all instances known that can be known, for `/v1/models` and for when nobody can be asked."""
         ...
 
     async def close(self) -> None: ...
@@ -79,6 +83,9 @@ class RoundRobin:
         return
 
     def report_running(self, running: Iterable[tuple[Placed, int]]) -> None:
+        return
+
+    async def learn(self) -> None:
         return
 
     async def close(self) -> None:

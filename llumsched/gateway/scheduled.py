@@ -14,7 +14,7 @@ from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.config import Config
 from llumsched.gateway.errors import NoInstance, UnknownModel
 from llumsched.gateway.placement import Asked, Placed, RoundRobin
-from llumsched.gateway.scheduler_client import NoEndpoint, SchedulerAway, SchedulerClient
+from llumsched.gateway.scheduler_client import NoEndpoint, NotScheduled, SchedulerAway, SchedulerClient
 
 _PREFILL_REPORT_S = 0.02
 """Requests whose first token comes within so long of each other are reported together."""
@@ -36,7 +36,7 @@ class Scheduled:
         while True:
             try:
                 result = await self._client.schedule(self._request(asked, excluded))
-            except SchedulerAway:
+            except (SchedulerAway, NotScheduled):
                 return await self._without_scheduler(asked, excluded)
             except UnknownModel:
                 raise UnknownModel(f"The model `{asked.model}` does not exist.") from None
@@ -92,7 +92,7 @@ class Scheduled:
         self._begun.append(self._report(placed, placed.asked.num_prompt_tokens, "prefill_done"))
 
     def report_running(self, running: Iterable[tuple[Placed, int]]) -> None:
-        """The streams that run, and how many tokens each has, prompt and output."""
+        """The requests that run, and how many tokens each has, prompt and output."""
         self._send([self._report(placed, tokens, "state_update") for placed, tokens in running if placed.result])
 
     def _report(self, placed: Placed, num_tokens: int, kind: str) -> dict[str, Any]:
@@ -117,6 +117,10 @@ class Scheduled:
             task = asyncio.create_task(self._client.report(reports))
             self._reporting.add(task)
             task.add_done_callback(self._reporting.discard)
+
+    async def learn(self) -> None:
+        for address in await self._client.instances():
+            self._backends.at(address)
 
     async def close(self) -> None:
         await asyncio.gather(*self._reporting, return_exceptions=True)

@@ -27,12 +27,36 @@ _CLIENT_TIMEOUT_S: Final = 3.0
 _NOT_FOUND: Final = "endpoint not found"
 
 
+class _Metadata(msgspec.Struct):
+    ip: str = ""
+    api_server_port: int = 0
+
+
+class _Instance(msgspec.Struct):
+    metadata: _Metadata
+
+
+class _View(msgspec.Struct):
+    """What is read of `/debug/view`."""
+
+    instances: dict[str, _Instance] = {}
+
+
+_VIEW = msgspec.json.Decoder(_View)
+
+
 class SchedulerAway(Exception):
     """No scheduler gave an answer that can be used."""
 
 
 class NoEndpoint(Exception):
     """The scheduler has no instance that would take the request now."""
+
+
+class NotScheduled(Exception):
+    """The scheduler is there and does not place this one: it knows no instance at all, or none that the prompt fits.
+    An engine will say what is wrong.
+    """
 
 
 class SchedulerClient:
@@ -54,12 +78,13 @@ class SchedulerClient:
         return self._endpoints[self._current]
 
     async def schedule(self, request: dict[str, Any]) -> list[dict[str, Any]]:
-        """The scheduling result. Raises SchedulerAway, NoEndpoint, UnknownModel."""
+        """The scheduling result. Raises SchedulerAway, NoEndpoint, NotScheduled, UnknownModel."""
         now_s = time.monotonic()
         if self.is_away and now_s < self._away_until_s:
             raise SchedulerAway("The scheduler did not answer lately.")
         self._away_until_s = now_s + _AWAY_S  # if it is away, one request at a time finds out
         body = msgspec.json.encode(request)
+        reason: Exception | None = None
         for _ in self._endpoints:
             try:
                 status, text = await self._post("/schedule", body, self._timeout)
@@ -73,7 +98,9 @@ class SchedulerClient:
                 self.is_away = False
             return result
         if not self.is_away:
-            _log.warning("the scheduler is away (%s); requests go round the instances known", reason or "no answer")
+            _log.warning(
+                "the scheduler is away (%s); requests go round the instances known", str(reason) or "no answer in time"
+            )
             self.is_away = True
         raise SchedulerAway(str(reason))
 
@@ -84,8 +111,12 @@ class SchedulerClient:
         if status == 404 and _NOT_FOUND in text.decode(errors="replace"):
             self.is_away = False
             raise UnknownModel("No instance serves that model.")
+        said = f"{self.address} answered {status}: {text[:200].decode(errors='replace')}"
+        if status == 400:
+            self.is_away = False
+            raise NotScheduled(said)
         if status != 200:
-            raise SchedulerAway(f"{self.address} answered {status}: {text[:200].decode(errors='replace')}")
+            raise SchedulerAway(said)
         try:
             result: list[dict[str, Any]] = msgspec.json.decode(text)["scheduling_result"]
             if result and all(instance["endpoint"]["host"] and instance["endpoint"]["port"] for instance in result):
@@ -93,6 +124,18 @@ class SchedulerClient:
         except (msgspec.DecodeError, KeyError, TypeError):
             pass
         raise SchedulerAway(f"{self.address} answered without an endpoint")
+
+    async def instances(self) -> list[Address]:
+        """The API servers of all instances that the scheduler knows; none if it does not say."""
+        try:
+            url = f"http://{self.address}/debug/view"
+            limit = aiohttp.ClientTimeout(total=_CLIENT_TIMEOUT_S)
+            async with self._session.get(url, headers=self._headers, timeout=limit) as answer:
+                view = _VIEW.decode(await answer.read())
+        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
+            return []
+        found = (instance.metadata for instance in view.instances.values())
+        return [Address(one.ip, one.api_server_port) for one in found if one.ip and one.api_server_port]
 
     def release(self, request: dict[str, Any]) -> None:
         """Told in the background, in order, three times at most."""

@@ -103,18 +103,20 @@ class Gateway:
 
     async def _keep_models(self) -> None:
         while True:
+            await self.placement.learn()
             await self.backends.refresh()
             await asyncio.sleep(self.config.models_refresh_s)
 
     async def _keep_reporting(self) -> None:
         while True:
             await asyncio.sleep(self.config.requests_report_duration_s)
-            streams = self.exchanges.streams.items()
-            self.placement.report_running((placed, exchange.num_tokens) for exchange, placed in streams)
+            running = self.exchanges.running.items()
+            self.placement.report_running((placed, exchange.num_tokens) for exchange, placed in running)
 
     async def models(self, request: web.BaseRequest) -> web.StreamResponse:
         """What all instances serve together, each model once, as the first that serves it describes it."""
         if time.monotonic() - self.backends.refreshed_s > 1.0:
+            await self.placement.learn()
             await self.backends.refresh()
         cards: dict[str, Any] = {}
         for backend in self.backends:

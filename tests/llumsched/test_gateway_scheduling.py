@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gateway and a scheduler: a mock one that fails in all ways, and the real one in lite mode."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from benchmarks.mock_api import Mock
+from llumlet.types import Address
+from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
+from llumsched.scheduling.policy import Mode, load_policy
+from tests.llumsched.gateway_support import Cluster, cluster, engine, until
+
+COMPLETIONS = "/v1/completions"
+BODY: dict[str, Any] = {"model": "mock", "prompt": [1, 2, 3, 4, 5], "max_tokens": 4}
+
+
+@dataclass
+class MockScheduler:
+    ports: list[int] = field(default_factory=list)
+    """Of the instances it names, in turn."""
+    status: int = 200
+    hangs: bool = False
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+
+    def of(self, path: str) -> list[Any]:
+        return [body for called, body in self.calls if called == path]
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        body = json.loads(await request.read() or b"null")
+        self.calls.append((request.path, body))
+        if self.hangs:
+            await asyncio.sleep(3600)
+        if request.path != "/schedule":
+            return web.Response(status=404 if request.path == "/debug/view" else 200)
+        if self.status != 200:
+            return web.Response(status=self.status, text={404: "endpoint not found"}.get(self.status, "no"))
+        port = self.ports[len(self.of("/schedule")) % len(self.ports)]
+        instance = {"id": f"engine-{port}", "endpoint": {"host": "127.0.0.1", "port": port}, "infer_type": "neutral"}
+        return web.json_response(body | {"scheduling_result": [instance]})
+
+
+@asynccontextmanager
+async def scheduled(**settings: Any) -> AsyncIterator[tuple[Cluster, MockScheduler]]:
+    scheduler = MockScheduler()
+    async with engine(scheduler) as (port, _, _):  # type: ignore[arg-type]
+        defaults: dict[str, Any] = {
+            "scheduling_policy": "load-balance",
+            "scheduler_endpoints": (Address("127.0.0.1", port),),
+            "backend_endpoints": (),
+            "wait_scheduling_retry_interval_s": 0.05,
+        }
+        async with cluster(**defaults | settings) as it:
+            scheduler.ports = it.ports
+            yield it, scheduler
+
+
+@pytest.mark.asyncio
+async def test_the_scheduler_is_told_the_same_id_as_the_engine() -> None:
+    async with scheduled(forward_tokens=True) as (it, scheduler):
+        await it.post(COMPLETIONS, BODY, {"X-Request-Id": "mine"})
+        (asked,) = scheduler.of("/schedule")
+        assert (asked["id"], asked["model"], asked["prompt_num_tokens"]) == ("mine", "mock", 5)
+        assert (asked["prompt_token_ids"], asked["scheduling_mode"]) == ([1, 2, 3, 4, 5], "neutral")
+        assert (it.engines.seen or [])[0]["headers"]["X-Request-Id"] == "mine"
+        assert not scheduler.of("/release")  # full mode: the engine's status tells
+
+
+@pytest.mark.asyncio
+async def test_lite_mode_reports_and_releases() -> None:
+    settings = {"full_mode": False, "requests_report_duration_s": 0.05, "mock": Mock(interval_s=0.05)}
+    async with scheduled(**settings) as (it, scheduler):
+        await it.post(COMPLETIONS, BODY | {"stream": True, "max_tokens": 10}, {"X-Request-Id": "s"})
+        await it.post(COMPLETIONS, BODY)
+        await until(lambda: len(scheduler.of("/release")) == 2)
+        reports = [report for batch in scheduler.of("/report") for report in batch]
+        assert [report["kind"] for report in reports].count("prefill_done") == 1
+        counts = [
+            report["num_tokens"] for report in reports if report["kind"] == "state_update" and report["id"] == "s"
+        ]
+        assert counts == sorted(counts)
+        assert counts[-1] > counts[0] >= 5
+        assert {report["instance_id"] for report in reports} <= {f"engine-{port}" for port in it.ports}
+        released = scheduler.of("/release")[0]
+        assert (released["id"], len(released["scheduling_result"])) == ("s", 1)
+
+
+@pytest.mark.asyncio
+async def test_a_retry_releases_the_first_place_and_excludes_it() -> None:
+    async with scheduled() as (it, scheduler):
+        await it.lose(1)
+        assert (await it.post(COMPLETIONS, BODY, {"X-Request-Id": "r"})).status == 200
+        first, second = scheduler.of("/schedule")
+        assert (first["id"], second["id"]) == ("r", "r-r1")
+        assert second["excluded_endpoints"] == [f"127.0.0.1:{it.ports[1]}"]
+        await until(lambda: [released["id"] for released in scheduler.of("/release")] == ["r"])
+
+
+@pytest.mark.asyncio
+async def test_waiting_for_an_instance_is_bounded_in_time_and_number() -> None:
+    async with scheduled(wait_scheduling_timeout_s=0.5, max_queue_size=3) as (it, scheduler):
+        scheduler.status = 429
+        replies = await asyncio.gather(*(it.post(COMPLETIONS, BODY) for _ in range(6)))
+        assert sorted(reply.status for reply in replies) == [429] * 3 + [503] * 3
+        assert all(reply.headers["Retry-After"] == "1" for reply in replies)
+        waiting = asyncio.create_task(it.post(COMPLETIONS, BODY))
+        await until(lambda: it.gateway.exchanges.num_waiting)
+        scheduler.status = 200
+        assert (await waiting).status == 200
+
+
+@pytest.mark.asyncio
+async def test_requests_beyond_the_limit_are_refused_at_once() -> None:
+    async with cluster(mock=Mock(interval_s=0.1), max_requests=2) as it:
+        replies = await asyncio.gather(*(it.post(COMPLETIONS, BODY) for _ in range(5)))
+        assert sorted(reply.status for reply in replies) == [200, 200, 429, 429, 429]
+        assert (await it.post(COMPLETIONS, BODY)).status == 200
+
+
+@pytest.mark.asyncio
+async def test_an_unknown_model_is_the_schedulers_to_say() -> None:
+    async with scheduled() as (it, scheduler):
+        scheduler.status = 404
+        reply = await it.post(COMPLETIONS, BODY | {"model": "other"})
+        assert (reply.status, reply.json["error"]["type"]) == (404, "NotFoundError")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("trouble", ["hangs", "status"])
+async def test_without_its_scheduler_requests_go_round_what_is_known(trouble: str) -> None:
+    async with scheduled(schedule_timeout_s=0.3) as (it, scheduler):
+        for _ in range(2):
+            await it.post(COMPLETIONS, BODY)
+        setattr(scheduler, trouble, {"hangs": True, "status": 500}[trouble])
+        for _ in range(6):
+            assert (await it.post(COMPLETIONS, BODY)).status == 200
+        assert len(scheduler.of("/schedule")) == 3  # it is not asked again by everyone
+        assert b'request_fallback_total{model="mock",status_code="200"} 6.0' in (await it.get("/metrics")).content
+        setattr(scheduler, trouble, {"hangs": False, "status": 200}[trouble])
+        for _ in range(300):
+            assert (await it.post(COMPLETIONS, BODY)).status == 200
+            if len(scheduler.of("/schedule")) > 4:
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError("it is not asked again")
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_leaves_is_released() -> None:
+    async with scheduled(mock=Mock(interval_s=0.05)) as (it, scheduler):
+        asked = asyncio.create_task(it.post(COMPLETIONS, BODY | {"max_tokens": 1000}))
+        await until(lambda: it.engines.answering)
+        asked.cancel()
+        await until(lambda: scheduler.of("/release"))
+        await it.until_idle()
+
+
+@asynccontextmanager
+async def _real(it_engines: Mock, **settings: Any) -> AsyncIterator[tuple[Cluster, RunningScheduler]]:
+    async with engine(it_engines) as (one, _, _), engine(it_engines) as (other, _, _):
+        endpoints = (Address("127.0.0.1", one), Address("127.0.0.1", other))
+        policy = load_policy("load-balance", Mode.LITE)
+        config = SchedulerConfig(policy, host="127.0.0.1", port=0, backend_endpoints=endpoints)
+        scheduler = await serve(config)
+        try:
+            await until(lambda: len(scheduler.view) == 2)
+            address = (Address("127.0.0.1", scheduler.port),)
+            defaults = {"scheduling_policy": "load-balance", "backend_endpoints": (), "full_mode": False}
+            async with cluster(
+                num_engines=0, mock=it_engines, scheduler_endpoints=address, **defaults | settings
+            ) as it:
+                yield it, scheduler
+        finally:
+            await scheduler.close()
+
+
+@pytest.mark.asyncio
+async def test_the_real_scheduler_balances_streams_and_forgets_them() -> None:
+    async with _real(Mock(seen=[], interval_s=0.02), requests_report_duration_s=0.05) as (it, scheduler):
+        reply = await it.get("/v1/models")
+        assert [card["id"] for card in reply.json["data"]] == ["mock"]
+        body = BODY | {"stream": True, "max_tokens": 20}
+        replies = await asyncio.gather(*(it.post(COMPLETIONS, body) for _ in range(8)))
+        assert {reply.status for reply in replies} == {200}
+        loads = [scheduler.dispatcher.ledger.in_flight.of(instance) for instance in scheduler.view]
+        assert len(loads) == 2
+        await it.until_idle()
+        await until(lambda: not it.gateway.exchanges.running)
+
+
+@pytest.mark.asyncio
+async def test_the_real_scheduler_places_a_continuation_elsewhere() -> None:
+    mock = Mock(seen=[])
+    async with _real(mock) as (it, _):
+        whole = (await it.post(COMPLETIONS, BODY | {"stream": True})).text
+        mock.cut_at = 500
+        reply = await it.post(COMPLETIONS, BODY | {"stream": True})
+        assert reply.text == whole
+        first, second = (seen["headers"]["Host"] for seen in (mock.seen or [])[-2:])
+        assert first != second

@@ -103,6 +103,10 @@ class Executor:
                 self._failed(record, failure)
         except LlumletCallFailed as failure:
             self._failed(record, failure)
+        except Exception as error:
+            record.outcome, record.error = Outcome.FAILED, f"internal: {error!r}"
+            self.history.source_failed(record.move.source, self.clock())
+            logger.exception("%s: failed", _title(record))
         finally:
             record.seconds = self.clock() - began_s
             if record.outcome is Outcome.OPEN:  # closed meanwhile
@@ -120,6 +124,7 @@ class Executor:
                 request = migrate_request(record.move, destination)
                 if not await self._name_requests(record, source.client, instance, request):
                     record.outcome = Outcome.NOTHING
+                    self.history.source_gave_nothing(record.move.source, self.clock())
                     return
                 events = source.client.migrate(request, deadline_s=LONGEST_MOVE_S)
                 await self._follow(record, events)
@@ -156,15 +161,19 @@ class Executor:
                     record.num_selected, record.num_lost = event.summary.selected, event.summary.lost
                     break
                 self._progress(record, event.progress)
-        if record.num_selected == 0:
-            record.outcome = Outcome.NOTHING
-        elif record.num_moved:
+        self._conclude(record)
+
+    def _conclude(self, record: MoveRecord) -> None:
+        nobody_else = all(blame_for(reason) is Blame.REQUEST for reason in record.refusals)
+        if record.num_moved:
             record.outcome = Outcome.MOVED
-            if not any(blame_for(word_) is not Blame.REQUEST for word_ in record.refusals):
-                self.history.succeeded(record.move)
         else:
-            record.outcome = Outcome.STAYED
+            record.outcome = Outcome.STAYED if record.num_selected else Outcome.NOTHING
             logger.info("%s: no request moved: %s", _title(record), dict(record.refusals))
+        if record.num_moved and nobody_else:
+            self.history.succeeded(record.move)
+        elif nobody_else:
+            self.history.source_gave_nothing(record.move.source, self.clock())
 
     def _progress(self, record: MoveRecord, progress: MoveProgress) -> None:
         move, now_s = record.move, self.clock()
@@ -211,6 +220,11 @@ class Executor:
     def _failed(self, record: MoveRecord, failure: LlumletCallFailed) -> None:
         record.outcome, record.error = Outcome.FAILED, str(failure)
         reason = failure.word if isinstance(failure, LlumletError) else ""
+        if reason in _ENDED:
+            # They ended between the list and the call.
+            record.outcome = Outcome.STAYED
+            self.history.source_gave_nothing(record.move.source, self.clock())
+            return
         blame = blame_for(reason) if reason else Blame.REQUEST
         if blame in (Blame.DESTINATION, Blame.DESTINATION_BUSY, Blame.LINK) and reason not in _OF_THE_CALL:
             self._blame(record.move, blame, self.clock())
@@ -232,6 +246,7 @@ class Executor:
             await source.client.close()
 
 
+_ENDED: Final = frozenset({"unknown_request", "request_finished"})
 _OF_THE_CALL: Final = frozenset({"shutting_down", "unauthenticated", "wrong_instance"})
 """As the answer to a whole call, these say something of the source."""
 

@@ -135,13 +135,17 @@ class History:
             before = self._destinations.get(destination, _NEVER)
             self._destinations[destination] = _Strikes(max(until_s, before.until_s), before.in_a_row)
         else:
-            self._strike(self._destinations, destination, now_s)
+            self._strike(self._destinations, destination, now_s, self._config.avoid_s)
 
     def link_failed(self, source: str, destination: str, now_s: float) -> None:
         self._links.setdefault(destination, {})[source] = now_s + self._config.avoid_s
 
     def source_failed(self, source: str, now_s: float) -> None:
-        self._strike(self._sources, source, now_s)
+        self._strike(self._sources, source, now_s, self._config.avoid_s)
+
+    def source_gave_nothing(self, source: str, now_s: float) -> None:
+        """None of its requests could move, and nobody else was to blame: it is asked again ever more seldom."""
+        self._strike(self._sources, source, now_s, self._config.interval_ms / 1000)
 
     def succeeded(self, move: Move) -> None:
         self._sources.pop(move.source, None)
@@ -185,10 +189,10 @@ class History:
         self._no_return_s[forwards] = now_s + self._config.interval_ms / 1000
         self._no_return_s[back] = now_s + self._config.pair_cooldown_s
 
-    def _strike(self, strikes: dict[str, _Strikes], name: str, now_s: float) -> None:
-        in_a_row = strikes.get(name, _NEVER).in_a_row
-        until_s = now_s + self._config.avoid_s * 2 ** min(in_a_row, _MOST_DOUBLINGS)
-        strikes[name] = _Strikes(until_s, min(in_a_row + 1, _MOST_DOUBLINGS))
+    def _strike(self, strikes: dict[str, _Strikes], name: str, now_s: float, first_s: float) -> None:
+        before = strikes.get(name, _NEVER)
+        until_s = max(now_s + first_s * 2**before.in_a_row, before.until_s)
+        strikes[name] = _Strikes(until_s, min(before.in_a_row + 1, _MOST_DOUBLINGS))
 
 
 _NEVER = _Strikes(0.0, 0)

@@ -46,11 +46,10 @@ def _ordered(engine: SimulatedEngine, policy: MigrationReqPolicy) -> list[Simula
 
 
 def _of_tokens(candidates: list[SimulatedRequest], tokens: int) -> list[SimulatedRequest]:
-    """As many from the front as fit into `tokens`."""
+    """Those that fit into what is left of `tokens`; the first alone if none does."""
     chosen = []
     for each in candidates:
-        if each.num_tokens > tokens:
-            break
-        tokens -= each.num_tokens
-        chosen.append(each)
-    return chosen
+        if each.num_tokens <= tokens:
+            tokens -= each.num_tokens
+            chosen.append(each)
+    return chosen or candidates[:1]

@@ -122,6 +122,17 @@ async def test_limit_leaves_out_what_would_make_it_worse(world: World) -> None:
     assert record.outcome is Outcome.MOVED
 
 
+async def test_source_whose_requests_cannot_move_is_asked_ever_more_seldom(world: World) -> None:
+    await decoding(world, 30)
+    world.cluster[1].agent.refusals["reserve"] = Reason.NOT_PORTABLE
+    for rest_s in (0.5, 1.0, 2.0):
+        [record] = await world.run(move(value=1))
+        assert record.outcome is Outcome.STAYED
+        assert world.history.source_avoided("sim-0", world.now_s + rest_s - 0.2)
+        assert not world.history.source_avoided("sim-0", world.now_s + rest_s)
+    assert world.history.obstacle("sim-2", "sim-1", world.now_s) == "", "the destination is not to blame"
+
+
 async def test_destination_that_refuses_is_avoided(world: World) -> None:
     await decoding(world, 30)
     world.cluster[1].agent.refusals["reserve"] = Reason.DESTINATION_FULL

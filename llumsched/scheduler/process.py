@@ -17,6 +17,7 @@ from llumlet.types import Address
 from llumsched.cms.store import Store, open_store
 from llumsched.cms.view import View
 from llumsched.rescheduling.config import Config as ReschedulingConfig
+from llumsched.rescheduling.http import add_debug_route
 from llumsched.rescheduling.rescheduler import Rescheduler
 from llumsched.scheduler import events
 from llumsched.scheduler.api import Api
@@ -88,6 +89,8 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
         rescheduler = _reschedule(stack, config, store.view, ledger, registry)
         app = Api(dispatcher, registry).application()
         events.add_routes(app, store.view, rescheduler)
+        if rescheduler is not None:
+            add_debug_route(app, rescheduler.records)
         port = await _listen(stack, app, config)
         return RunningScheduler(config.host, port, store.view, dispatcher, rescheduler, store, stack.pop_all())
     raise AssertionError("the stack swallows nothing")

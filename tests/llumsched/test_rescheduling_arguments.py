@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,8 @@ from llumsched.commands import rescheduler
 from llumsched.rescheduling import arguments
 from llumsched.rescheduling.config import Config, Domain, LoadTarget
 from llumsched.rescheduling.moves import Order, Rule, Selection
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def parsed(*given: str) -> argparse.Namespace:
@@ -164,3 +168,13 @@ def test_faults_of_the_command(given: list[str], fault: str, monkeypatch: pytest
     rescheduler.add_arguments(parser)
     [found] = rescheduler.faults(parser.parse_args(given))
     assert fault in found
+
+
+def test_documentation_has_every_flag_with_its_default() -> None:
+    text = (ROOT / "docs/rescheduling.md").read_text() + (ROOT / "docs/defaults.md").read_text()
+    missing = [number.flag for number in arguments._NUMBERS if number.flag not in text]
+    assert missing == []
+    for flag, default in re.findall(r"`(--rescheduling-[a-z-]+)` (?:\()?([0-9][0-9e.]*)", text):
+        [number] = [number for number in arguments._NUMBERS if number.flag == flag] or [None]
+        if number is not None:
+            assert float(default.rstrip(".")) == getattr(Config(), number.field), flag

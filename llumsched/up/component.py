@@ -36,6 +36,8 @@ class ComponentSpec:
     """Answers 200 once the component can work."""
     ready_timeout_s: float
     environment: Mapping[str, str] = field(default_factory=dict)
+    warm_up: tuple[str, Mapping[str, object]] | None = None
+    """URL and JSON of one request that is sent when it answers, and whose end belongs to being ready."""
     cores: tuple[int, ...] = ()
     """The CPU cores that it may use; empty: all of this process."""
 
@@ -78,8 +80,9 @@ class Component:
             async with asyncio.timeout(self.spec.ready_timeout_s):
                 while True:
                     if await self._answers(session):
-                        return
+                        break
                     await asyncio.sleep(READY_POLL_S)
+                await self._warm_up(session)
         except TimeoutError:
             message = f"{self.spec.name} was not ready after {self.spec.ready_timeout_s:.0f} s"
             raise ComponentDied(message) from None
@@ -109,6 +112,15 @@ class Component:
             self._ended.set_exception(error)
         else:
             self._ended.set_result(life.result())
+
+    async def _warm_up(self, session: aiohttp.ClientSession) -> None:
+        if self.spec.warm_up is None:
+            return
+        url, document = self.spec.warm_up
+        # It may be refused (a model that does not generate): then it has not worked, and nothing is wrong.
+        with contextlib.suppress(aiohttp.ClientError):
+            async with session.post(url, json=document, timeout=aiohttp.ClientTimeout(total=None)) as answer:
+                await answer.read()
 
     async def _live(self) -> int:
         # Unix socket paths hold 107 characters: the scratch directory must have a short name.

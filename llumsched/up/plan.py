@@ -22,6 +22,9 @@ GATEWAY_PORT = 8001
 SCHEDULER_PORT = 8002
 CMS_PORT = 8003
 START_TIMEOUT_S = 60.0
+WARM_UP_PROMPT = range(100, 196)
+"""Token ids of each engine's first request. The first one is slow; and on CPUs with AMX, where it is of a few tokens
+only, it can end the engine with SIGILL."""
 OWN_FLAGS = {
     "--host": "engines listen at loopback, behind the gateway",
     "--port": "each engine gets one of its own; `--port` before `--` is the gateway's",
@@ -137,9 +140,16 @@ def _engine(config: UpConfig, index: int, port: int, cms: Address, environment: 
     elif not config.share_gpus:
         width = _gpus_per_engine(config.engine_args)
         own["CUDA_VISIBLE_DEVICES"] = ",".join(device.gpus(environment)[index * width : (index + 1) * width])
-    health = f"http://{HOST}:{port}/health"
+    engine = f"http://{HOST}:{port}"
+    warm_up = {"model": served_name(config), "prompt": list(WARM_UP_PROMPT), "max_tokens": 2}
     return ComponentSpec(
-        name, (*command, *config.engine_args), health, config.start_timeout_s, environment=own, cores=tuple(cores)
+        name,
+        (*command, *config.engine_args),
+        f"{engine}/health",
+        config.start_timeout_s,
+        environment=own,
+        warm_up=(f"{engine}/v1/completions", warm_up),
+        cores=tuple(cores),
     )
 
 

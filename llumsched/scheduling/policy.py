@@ -166,7 +166,7 @@ class _Reader:
         renamed = {first: instead} if instead is not None else {}
         metrics = [metric for name in names if (metric := self._metric(where, renamed.get(name, name))) is not None]
         filters = self._filters(where, infer_type, section.get("filters", []), renamed, first)
-        selector = self._selector(where, section.get("selector"), metrics)
+        selector = self._selector(where, section.get("selector"), bool(names))
         return make_stage(infer_type, metrics, filters, selector) if selector is not None else None
 
     def _filters(
@@ -197,13 +197,13 @@ class _Reader:
                 found.append(made)
         return found
 
-    def _selector(self, where: str, entry: Any, metrics: list[Metric]) -> Selector | None:
+    def _selector(self, where: str, entry: Any, has_metrics: bool) -> Selector | None:
         name, settings = self._entry(where, entry)
         if name not in _SELECTORS:
             self._fault(where, f"unknown selector {name!r}; known: {', '.join(sorted(_SELECTORS))}")
             return None
         if name == "metricBasedSelector":
-            if not metrics:
+            if not has_metrics:
                 self._fault(where, "metricBasedSelector needs a metric")
             if self._overrides.top_k is not None:
                 settings = {**settings, "top_k": self._overrides.top_k}
@@ -241,7 +241,9 @@ class _Reader:
             self._fault(where, f"has unknown keys {', '.join(unknown)}; known: {', '.join(sorted(known))}")
 
     def _fault(self, where: str, said: str) -> None:
-        self.faults.append(f"policy {self._source}: {where + ': ' if where else ''}{said}")
+        fault = f"policy {self._source}: {where + ': ' if where else ''}{said}"
+        if fault not in self.faults:  # a metric is named in several places
+            self.faults.append(fault)
 
 
 def _number(value: Any) -> float:

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`llumnix scheduler` and `llumnix explain`: flags, and one whole life of the process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+
+import pytest
+
+from llumlet.types import Address
+from llumsched.commands import scheduler
+from llumsched.scheduler.process import SchedulerConfig
+from llumsched.scheduling.load import InferType
+from llumsched.scheduling.policy import Mode
+from tests.llumsched.conftest import start
+
+
+def parsed(*arguments: str) -> tuple[list[str], SchedulerConfig | None]:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    scheduler.add_arguments(parser)
+    args = parser.parse_args(arguments)
+    faults = scheduler.faults(args)
+    return faults, getattr(args, "config", None)
+
+
+def config(*arguments: str) -> SchedulerConfig:
+    faults, found = parsed(*arguments)
+    assert not faults
+    assert found is not None
+    return found
+
+
+def test_defaults() -> None:
+    found = config()
+    assert (found.host, found.port, found.cms) == ("0.0.0.0", 8002, "listen://127.0.0.1:8003")
+    assert (found.policy.name, found.policy.mode) == ("load-balance", Mode.FULL)
+    assert (found.account_staleness_s, found.gateway_ttl_s, found.state_ttl_s) == (10.0, 30.0, 600.0)
+    assert found.rescheduling is None
+
+
+def test_flags() -> None:
+    found = config(
+        "--dispatch-neutral-load-metric=num_requests", "--dispatch-neutral-load-threshold=7", "--dispatch-top-k=2",
+        "--cms-redis-host=10.0.0.5", "--cms-redis-port=6380", "--cms-redis-password=p",
+        "--colocated-rescheduling-mode", "--enable-rescheduling", "--failover-domain=node",
+        "--enable-instance-status-local-account=false",
+    )  # fmt: skip
+    assert found.cms == "redis://:p@10.0.0.5:6380"
+    assert found.policy.stages[InferType.NEUTRAL].metrics[0].name == "num_requests"
+    assert found.rescheduling is not None
+    assert str(found.rescheduling.failover_domain) == "node"
+    assert not found.account
+    assert config("--cms-listen", "127.0.0.1:0").cms == "listen://127.0.0.1:0"
+
+
+def test_lite_mode_needs_no_further_switch() -> None:
+    found = config("--enable-full-mode-scheduling=false", "--llm-backend-endpoints", "10.0.0.1:8000,http://b:8001")
+    assert found.policy.mode is Mode.LITE
+    assert found.backend_endpoints == (Address("10.0.0.1", 8000), Address("b", 8001))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "faults"),
+    [
+        (["--enable-full-mode-scheduling=maybe", "--port=70000", "--instance-staleness-seconds=-1",
+          "--dispatch-top-k=x"],
+         ["--enable-full-mode-scheduling 'maybe' is neither true nor false", "--port '70000' is not a port",
+          "--instance-staleness-seconds must be positive", "--dispatch-top-k 'x' is not a number from 1 on"]),
+        (["--enable-full-mode-scheduling=false", "--cms=redis://h:1", "--enable-rescheduling"],
+         ["--enable-full-mode-scheduling=false needs --llm-backend-endpoints",
+          "--cms is of no use in lite mode", "rescheduling needs full mode"]),
+        (["--llm-backend-endpoints=a:1"], ["--llm-backend-endpoints is of no use without"]),
+        (["--cms=nowhere", "--cms-listen=127.0.0.1:1"], ["--cms and --cms-listen: one of them", "'nowhere' is not"]),
+        (["--dispatch-decode-load-metric=lod", "--dispatch-decode-load-threshold=much"],
+         ["metric 'lod' is unknown; known: ", "--dispatch-decode-load-threshold 'much' is not a number"]),
+        (["--scheduling-policy=round-robin", "--dispatch-neutral-load-metric=num_requests"],
+         ["uses no metric that 'num_requests' could take the place of"]),
+        (["--standalone-rescheduling-mode"], ["--standalone-rescheduling-mode is for `llumnix rescheduler`"]),
+    ],
+)  # fmt: skip
+def test_all_faults_at_once(arguments: list[str], faults: list[str]) -> None:
+    said = parsed(*arguments)[0]
+    assert len(said) == len(faults)
+    for fault in faults:
+        assert any(fault in one for one in said), said
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(60)
+async def test_a_life() -> None:
+    process = await start("scheduler", "--host", "127.0.0.1", "--port", "0", "--cms", "listen://127.0.0.1:0")
+    assert process.stderr is not None
+    try:
+        while True:
+            line = (await asyncio.wait_for(process.stderr.readline(), 30)).decode()
+            assert line, "the scheduler has ended"
+            if "llumnix.scheduler: at http://" in line:
+                break
+        address = line.split("http://")[1].split(": ")[0]
+        for arguments in (["--json"], []):
+            explain = await start("explain", "--scheduler", address, *arguments)
+            out, err = await asyncio.wait_for(explain.communicate(), 30)
+            assert explain.returncode == 0, err
+            if arguments:
+                assert json.loads(out)["stages"][0]["chosen"] is None
+            else:
+                assert out.decode().startswith("neutral: nobody (load-balance, full mode")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == 0
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(60)
+async def test_explain_without_a_scheduler() -> None:
+    explain = await start("explain", "--scheduler", "127.0.0.1:1")
+    _, err = await asyncio.wait_for(explain.communicate(), 30)
+    assert explain.returncode == 4
+    assert b"scheduler 127.0.0.1:1" in err

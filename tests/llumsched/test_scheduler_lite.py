@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lite mode over real sockets: engines of stock vLLM, of which only `/v1/models` is asked, and a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from llumlet.types import Address
+from llumsched.scheduler.backends import Backends
+from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
+from llumsched.scheduling.policy import Mode, load_policy
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
+
+
+class Engine:
+    """Its `/v1/models`."""
+
+    def __init__(self, *models: str) -> None:
+        self.body: Any = {"object": "list", "data": [{"id": model, "max_model_len": 4096} for model in models]}
+        self.status = 200
+        self.address = Address("127.0.0.1", 0)
+
+    async def start(self, port: int = 0) -> None:
+        app = web.Application()
+        app.router.add_get("/v1/models", self._models)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", port).start()
+        self.address = Address("127.0.0.1", self._runner.addresses[0][1])
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response(self.body, status=self.status)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - what is waited for tells nobody
+            await asyncio.sleep(0.01)
+
+
+@pytest_asyncio.fixture
+async def engines() -> AsyncIterator[list[Engine]]:
+    started = [Engine("m", "adapter"), Engine("m"), Engine("other")]
+    for engine in started:
+        await engine.start()
+    yield started
+    for engine in started:
+        await engine.stop()
+
+
+@pytest_asyncio.fixture
+async def scheduler(engines: list[Engine]) -> AsyncIterator[RunningScheduler]:
+    policy = load_policy("load-balance", Mode.LITE)
+    endpoints = tuple(engine.address for engine in engines)
+    running = await serve(SchedulerConfig(policy, host="127.0.0.1", port=0, backend_endpoints=endpoints))
+    yield running
+    await running.close()
+
+
+async def post(scheduler: RunningScheduler, path: str, body: Any) -> tuple[int, Any]:
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10)) as session,
+        session.post(f"http://127.0.0.1:{scheduler.port}{path}", json=body) as answer,
+    ):
+        text = await answer.text()
+        return answer.status, json.loads(text) if answer.content_type == "application/json" else text
+
+
+async def test_from_schedule_to_release(scheduler: RunningScheduler, engines: list[Engine]) -> None:
+    results = []
+    for number in range(2):
+        asked = {"id": f"r{number}", "model": "m", "gateway_id": "g", "prompt_num_tokens": 100}
+        status, answer = await post(scheduler, "/schedule", asked)
+        assert status == 200
+        results.append(answer)
+    first, second = (result["scheduling_result"][0] for result in results)
+    assert {first["endpoint"]["port"], second["endpoint"]["port"]} == {engine.address.port for engine in engines[:2]}
+    counters = scheduler.dispatcher.ledger.in_flight
+    report = {"id": "r0", "instance_id": first["id"], "infer_type": "neutral", "gateway_id": "g", "num_tokens": 130}
+    assert await post(scheduler, "/report", [report, report | {"id": "r1"}, report | {"kind": "prefill_done"}]) == (
+        200,
+        "",
+    )
+    assert counters.of(first["id"]).num_tokens == 130
+    assert counters.of(first["id"]).num_prefill_requests == 0
+    assert counters.of(second["id"]).num_tokens == 100
+    for result in results * 2:
+        assert (await post(scheduler, "/release", result))[0] == 200
+    assert not counters.counters
+
+
+async def test_models(scheduler: RunningScheduler, engines: list[Engine]) -> None:
+    for model, engine in (("adapter", engines[0]), ("other", engines[2])):
+        _, answer = await post(scheduler, "/schedule", {"id": model, "model": model})
+        assert answer["scheduling_result"][0]["endpoint"]["port"] == engine.address.port
+    assert (await post(scheduler, "/schedule", {"id": "x", "model": "unheard"}))[0] == 404
+
+
+async def test_keepalive_and_gauges(scheduler: RunningScheduler) -> None:
+    base = f"http://127.0.0.1:{scheduler.port}"
+    async with aiohttp.ClientSession() as session:
+        async with session.ws_connect(f"{base}/keepalive") as socket:
+            await socket.send_json({"host": "10.0.0.9", "port": 4711})
+            assert await socket.receive_str() == "ok"
+            state = scheduler.dispatcher.ledger
+            assert state._gateways["10.0.0.9:4711"].num_connections == 1  # type: ignore[attr-defined]
+        await until(lambda: not state._gateways["10.0.0.9:4711"].num_connections)  # type: ignore[attr-defined]
+        async with session.ws_connect(f"{base}/keepalive") as socket:
+            await socket.send_str("{")
+            assert (await socket.receive()).type is aiohttp.WSMsgType.CLOSE
+        await post(scheduler, "/schedule", {"id": "r", "model": "other", "prompt_num_tokens": 7})
+        async with session.get(f"{base}/metrics") as answer:
+            text = await answer.text()
+    (line,) = (line for line in text.splitlines() if "instance_lrs_total_tokens{" in line and 'model="other"' in line)
+    assert line.endswith(" 7.0")
+
+
+async def test_engines_come_and_go() -> None:
+    engine = Engine("m")
+    await engine.start()
+    backends = Backends([engine.address], interval_s=0.01, timeout_s=1.0)
+    await backends.start()
+    try:
+        (instance,) = backends.view.values()
+        assert instance.metadata.served_models == ["m"]
+        engine.status = 503
+        await until(lambda: not backends.view)
+        engine.status, engine.body = 200, ["nonsense"]
+        await asyncio.sleep(0.05)
+        assert not backends.view
+        engine.body = {"data": [{"id": "n"}]}
+        await until(lambda: bool(backends.view))
+        (again,) = backends.view.values()
+        assert again.metadata.served_models == ["n"]
+        assert again.metadata.incarnation != instance.metadata.incarnation
+        await engine.stop()
+        await until(lambda: not backends.view)
+    finally:
+        await backends.close()

@@ -30,7 +30,7 @@ from llumsched.scheduling.policy import Mode, Policy
 _EXPIRE_S: Final = 0.5
 _STOP_S: Final = 2.0
 
-# documentation of the defaults: docs/defaults.md
+# What differs from Llumnix, and why: docs/defaults.md
 HOST: Final = "0.0.0.0"
 PORT: Final = 8002
 CMS: Final = "listen://127.0.0.1:8003"

@@ -119,7 +119,8 @@ class LoadList:
         self._loads = loads
         ids = [load.instance.id for load in loads]
         in_order = sorted(ids)
-        self.order = Order(in_order, np.array([in_order.index(id) for id in ids], np.intp))
+        rank = {instance_id: position for position, instance_id in enumerate(in_order)}
+        self.order = Order(in_order, np.array([rank[instance_id] for instance_id in ids], np.intp))
 
     def __len__(self) -> int:
         return len(self._loads)

@@ -45,17 +45,17 @@ def test_built_in_policies_place_everything(name: str, mode: Mode) -> None:
 
 
 @pytest.mark.parametrize(
-    ("infer_type", "metric", "threshold"),
+    ("infer_type", "metrics", "threshold"),
     [
-        (InferType.NEUTRAL, "all_prefills_tokens_num", 8192),
-        (InferType.PREFILL, "all_prefills_tokens_num", 2048),
-        (InferType.DECODE, "kv_cache_usage_ratio_projected", 1.0),
+        (InferType.NEUTRAL, ["all_prefills_tokens_num", "kv_cache_usage_ratio_projected", "num_requests"], 8192),
+        (InferType.PREFILL, ["all_prefills_tokens_num", "num_requests"], 2048),
+        (InferType.DECODE, ["kv_cache_usage_ratio_projected", "num_requests"], 1.0),
     ],
 )
-def test_load_balance(infer_type: InferType, metric: str, threshold: float) -> None:
+def test_load_balance(infer_type: InferType, metrics: list[str], threshold: float) -> None:
     policy = load_policy("load-balance", Mode.FULL)
     filters = ["schedulabilityFilter", "stalenessFilter", "metricBasedFilter", "failoverFilter"]
-    assert described(policy, infer_type) == ([metric], filters, "metricBasedSelector")
+    assert described(policy, infer_type) == (metrics, filters, "metricBasedSelector")
     stage = policy.stages[infer_type]
     assert MetricBasedFilter(stage.metrics[0], threshold) in stage.filters
     assert StalenessFilter(60) in stage.filters

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long does a decision take, and how many are made in a second, with so many instances?
+
+    python -m benchmarks.scheduler --instances 1000
+
+On one core, in one process: instances report new loads all the time (`--updates` for each decision), each decision is
+the whole of `Dispatcher.schedule`, with its account, and each request shows up in its instance's status later. Each is
+timed by the wall clock and by this thread's CPU time, which other processes of a busy machine do not lengthen.
+
+The reference runs the same decisions with the pure functions over a list, which is what the arrays are compared with. A
+pass of the rescheduler plans over the same instances, with skewed loads. Status to view is `benchmarks.status_to_view`:
+its 100 instances push 100 times a second from a process of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks import status_to_view
+from benchmarks.stats import quantile
+from llumlet.types import InstanceMetadata, InstanceStatus
+from llumsched.cms.view import View
+from llumsched.rescheduling import snapshot
+from llumsched.rescheduling.config import Config as ReschedulingConfig
+from llumsched.rescheduling.history import History
+from llumsched.rescheduling.loads import measure
+from llumsched.rescheduling.planner import plan
+from llumsched.scheduling import pipeline
+from llumsched.scheduling.account import Account
+from llumsched.scheduling.dispatch import Dispatcher
+from llumsched.scheduling.load import Context, InferType, Load, Request
+from llumsched.scheduling.policy import Mode, load_policy
+from llumsched.scheduling.selectors import Draw
+
+_SEED = 7
+_ARRIVES_AFTER = 200
+"""Decisions between a dispatch and the status that shows it."""
+_REFERENCE_DECISIONS = 30
+_PASSES = 50
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    instances: int
+    decision_p50_ms: float
+    decision_p99_ms: float
+    decision_cpu_p99_ms: float
+    decisions_per_s: float
+    """Beside the updates, on one core."""
+    decisions_per_cpu_s: float
+    updates_per_s: float
+    update_us: float
+    reference_p50_ms: float
+    reschedule_pass_ms: float
+    """p99"""
+    reschedule_pass_cpu_ms: float
+    status_to_view_p99_ms: float | None
+
+
+class _Cluster:
+    """Instances whose loads change, in a view."""
+
+    def __init__(self, instances: int) -> None:
+        self.view = View()
+        self._random = random.Random(_SEED)
+        self._update_id = 0
+        self._arrived: dict[str, deque[str]] = {}
+        for index in range(instances):
+            name = f"instance-{index:04d}"
+            self._arrived[name] = deque(maxlen=10)
+            self.view.put_metadata(
+                InstanceMetadata(
+                    instance_id=name, incarnation="1", instance_type="neutral", ip="10.0.0.1", api_server_port=8000,
+                    node_id=f"node-{index // 8}", max_model_len=32_768, served_models=["m"], data_parallel_size=1,
+                    block_size=16, bytes_per_block=1 << 20, num_total_blocks=1 << 16, compatibility_digest="same",
+                    max_migrations_in=4, max_migrations_out=4, transports=["tcp"], llumlet_port=7000,
+                )
+            )  # fmt: skip
+        self.names = list(self._arrived)
+        for name in self.names:
+            self.view.put_status(self.status(name))
+
+    def arrive(self, request_id: str, name: str) -> None:
+        self._arrived[name].append(request_id)
+
+    def status(self, name: str) -> InstanceStatus:
+        """Skewed: a tenth of the instances is hot."""
+        draw = self._random.random
+        used = int((0.8 if hash_of(name) % 10 == 0 else 0.3) * (1 << 20) * (0.8 + 0.2 * draw()))
+        self._update_id += 1
+        return InstanceStatus(
+            instance_id=name, incarnation="1", schedulable=True, update_id=self._update_id,
+            timestamp_ms=self._update_id, recent_waiting_requests=self._arrived[name], num_total_gpu_tokens=1 << 20,
+            num_used_gpu_tokens=used, num_running_requests=used >> 12, num_total_blocks=1 << 16,
+            num_free_blocks=(1 << 16) - used // 16, num_available_migrate_out_slots=4, num_available_migrate_in_slots=4,
+            num_available_migrate_in_tokens=1 << 20, num_available_migrate_out_tokens=1 << 20,
+            scheduler_running_to_decode_requests_num=used >> 12, scheduler_running_to_decode_tokens_num=used,
+            num_uncomputed_tokens_all_waiting_prefills=int(6000 * draw()),
+        )  # fmt: skip
+
+    def any_status(self) -> InstanceStatus:
+        return self.status(self._random.choice(self.names))
+
+
+def hash_of(name: str) -> int:
+    return int(name.rsplit("-", 1)[1])
+
+
+def decide(instances: int, num_decisions: int, updates: float, *, quiet: bool) -> dict[str, float]:
+    cluster = _Cluster(instances)
+    account = Account(time.monotonic, 10.0)
+    dispatcher = Dispatcher(cluster.view, load_policy("load-balance", Mode.FULL), account, time.monotonic)
+    on_their_way: deque[tuple[str, str]] = deque()
+    decisions, updates_made = _Times(), _Times()
+    due = 0.0
+    gc.collect()
+    for number in track(range(num_decisions), "decisions", console=Console(stderr=True, quiet=quiet)):
+        due += updates
+        while due >= 1:
+            status = cluster.any_status()
+            with updates_made:
+                cluster.view.put_status(status)
+            due -= 1
+        request = Request(f"request-{number}", "m", 1 + number * 37 % 4000)
+        with decisions:
+            (placed,) = dispatcher.schedule(request)
+        on_their_way.append((request.id, placed.instance.id))
+        if len(on_their_way) > _ARRIVES_AFTER:
+            cluster.arrive(*on_their_way.popleft())
+    wall_s = sum(decisions.wall_s) + sum(updates_made.wall_s)
+    passes = _passes(cluster.view, account)
+    return {
+        "decision_p50_ms": quantile(decisions.wall_s, 0.5) * 1e3,
+        "decision_p99_ms": quantile(decisions.wall_s, 0.99) * 1e3,
+        "decision_cpu_p99_ms": quantile(decisions.cpu_s, 0.99) * 1e3,
+        "decisions_per_s": num_decisions / wall_s,
+        "decisions_per_cpu_s": num_decisions / (sum(decisions.cpu_s) + sum(updates_made.cpu_s)),
+        "updates_per_s": len(updates_made.wall_s) / wall_s,
+        "update_us": sum(updates_made.cpu_s) / max(len(updates_made.cpu_s), 1) * 1e6,
+        "reference_p50_ms": quantile(_reference(dispatcher, account).wall_s, 0.5) * 1e3,
+        "reschedule_pass_ms": quantile(passes.wall_s, 0.99) * 1e3,
+        "reschedule_pass_cpu_ms": quantile(passes.cpu_s, 0.99) * 1e3,
+    }
+
+
+class _Times:
+    """Of the blocks that it is entered for."""
+
+    def __init__(self) -> None:
+        self.wall_s: list[float] = []
+        self.cpu_s: list[float] = []
+        self._began = (0.0, 0.0)
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter(), time.thread_time()
+
+    def __exit__(self, *_: object) -> None:
+        cpu_s, wall_s = time.thread_time(), time.perf_counter()
+        self.wall_s.append(wall_s - self._began[0])
+        self.cpu_s.append(cpu_s - self._began[1])
+
+
+def _reference(dispatcher: Dispatcher, account: Account) -> _Times:
+    stage = dispatcher.policy.stages[InferType.NEUTRAL]
+
+    def one() -> None:
+        loads = [Load(instance, account.in_flight.of(instance.id)) for instance in dispatcher.view.values()]
+        context = Context(time.monotonic(), Request("r", "m", 100))
+        pipeline.run(stage, pipeline.LoadList(loads), context, Draw(random.Random(_SEED)))
+
+    return _timed(one, _REFERENCE_DECISIONS)
+
+
+def _passes(view: View, account: Account) -> _Times:
+    config = ReschedulingConfig()
+    load_of = measure(config, account.in_flight.of)
+
+    def one() -> None:
+        history, now_s = History(config), time.monotonic()
+        instances = list(view.values())
+        history.seen(instances)
+        taken = snapshot.take(instances, load_of, now_s, staleness_s=config.staleness_s, domain=config.failover_domain)
+        plan(taken, history, config, now_s)
+
+    return _timed(one, _PASSES)
+
+
+def _timed(run: Callable[[], None], times: int) -> _Times:
+    taken = _Times()
+    for _ in range(times):
+        with taken:
+            run()
+    return taken
+
+
+def measure_all(instances: int, decisions: int, updates: float, seconds: float, *, quiet: bool = False) -> Result:
+    """`seconds` 0 leaves status to view out."""
+    figures = decide(instances, decisions, updates, quiet=quiet)
+    to_view = None
+    if seconds:
+        to_view = uvloop.run(status_to_view.measure(seconds=seconds, quiet=quiet)).p99_ms
+    return Result(instances=instances, **figures, status_to_view_p99_ms=to_view)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--instances", type=int, default=1000)
+    parser.add_argument("--decisions", type=int, default=20_000)
+    parser.add_argument("--updates", type=float, default=2.0, help="statuses that come in between two decisions")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of status to view; 0: without it")
+    parser.add_argument("--json", type=Path, help="append the JSON line to this file, too")
+    args = parser.parse_args()
+    result = measure_all(args.instances, args.decisions, args.updates, args.seconds)
+    table = Table("figure", "wall", "CPU", "to reach")
+    to_view = result.status_to_view_p99_ms
+    rows = (
+        ("decision, p50", f"{result.decision_p50_ms:.3f} ms", "", ""),
+        ("decision, p99", f"{result.decision_p99_ms:.3f} ms", f"{result.decision_cpu_p99_ms:.3f} ms", "1 ms"),
+        ("decisions per second", f"{result.decisions_per_s:,.0f}", f"{result.decisions_per_cpu_s:,.0f}", "5,000"),
+        ("updates per second, beside them", f"{result.updates_per_s:,.0f}", "", ""),
+        ("update of an instance", "", f"{result.update_us:.1f} µs", ""),
+        ("decision with the pure functions, p50", f"{result.reference_p50_ms:.3f} ms", "", ""),
+        (
+            "pass of the rescheduler, p99",
+            f"{result.reschedule_pass_ms:.3f} ms",
+            f"{result.reschedule_pass_cpu_ms:.3f} ms",
+            "10 ms",
+        ),
+        ("status to view, p99", "" if to_view is None else f"{to_view:.2f} ms", "", "20 ms"),
+    )
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+    line = json.dumps({"bench": "scheduler", **dataclasses.asdict(result)})
+    print(line)
+    if args.json:
+        with args.json.open("a") as file:
+            file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -19,6 +19,7 @@ Only `received` and `settled` come from another thread than the loop's. Everybod
 from __future__ import annotations
 
 import enum
+import itertools
 import threading
 import time
 from collections import deque
@@ -28,7 +29,10 @@ from typing import NamedTuple, Protocol
 
 RECENT_SECONDS = 10.0
 """How long the id of a request that has arrived is shown, whatever has become of it."""
-MAX_RECENT = 10_000
+MAX_NAMES = 10_000
+"""In each of the two lists."""
+MAX_NAME_CHARACTERS = 128
+"""Clients choose names; the lists must fit a message."""
 TOKENS_SECONDS = 0.02
 """A change that is only tokens of running requests is made known when the last was so long ago: it is nothing that a
 scheduler has to know within a step."""
@@ -89,6 +93,14 @@ class Load(NamedTuple):
 
     def minus(self, less: Load) -> Load:
         return Load._make(map(sub, self, less))
+
+    def with_decodes(self, num_decodes: int, num_tokens: int) -> Load:
+        """And that many requests that only decode, of so many tokens together."""
+        return self._replace(
+            num_running=self.num_running + num_decodes,
+            running_to_decode=self.running_to_decode + num_decodes,
+            running_to_decode_tokens=self.running_to_decode_tokens + num_tokens,
+        )
 
 
 NOTHING = Load()
@@ -177,17 +189,22 @@ class LoadCounters:
         self._sums = NOTHING
         self._num_decodes = 0
         self._decode_tokens = 0
+        self._before: tuple[Load, int, int] | None = None
+        """While what a step has produced is gone through: the sums before. Tokens may be taken off with their request
+        that have not been added yet."""
         self._entries: dict[str, _Entry] = {}
         self._received: set[str] = set()
         """Not queued yet."""
         self._exact: dict[str, _Entry] = {}
         """Of those that a step may work on, the ones whose share it can change in other ways than by a new token."""
         self._waiting: dict[str, int] = {}
-        self._recent: deque[tuple[float, str]] = deque(maxlen=MAX_RECENT)
+        self._recent: deque[tuple[float, str]] = deque(maxlen=MAX_NAMES)
         self._num_preemptions = 0
         self._num_free_blocks = free_blocks()
         self._version = 0
         self._told_at = float("-inf")
+        self._untold = False
+        """Somebody will be told when the step has been gone through."""
 
     # Input thread
 
@@ -218,16 +235,18 @@ class LoadCounters:
         self._tell()
 
     def queued(self, request: Countable) -> None:
-        known = self._entries.get(request.request_id)
-        fresh = known is None or request.request_id not in self._received
-        cached = self._look_up(request) if fresh else 0
+        request_id = request.request_id
+        if request_id in self._received:
+            # Counted as it is.
+            with self._lock:
+                self._received.discard(request_id)
+            return
+        cached = self._look_up(request)
         with self._lock:
-            entry = known or self._enter(request)
-            self._received.discard(request.request_id)
+            entry = self._entries.get(request_id) or self._enter(request)
             # One input session is continued by requests of the same id.
             entry.request = request
-            if fresh:
-                entry.cached_tokens = cached
+            entry.cached_tokens = cached
             self._put(entry, Place.WAITING)
         self._tell()
 
@@ -243,16 +262,18 @@ class LoadCounters:
     def scheduled(self, started: Collection[str], step: Collection[str]) -> None:
         """A step over the requests `step` begins; `started` were not running before."""
         with self._lock:
-            for request_id in started:
-                self._put(self._entries[request_id], Place.RUNNING)
             if self._exact:
                 self._recount(step)
+            for request_id in started:
+                self._put(self._entries[request_id], Place.RUNNING)
             self._note_blocks()
         if started:
             self._tell()
 
     def computing(self) -> Collection[str]:
         """To be handed to `computed`, for the same step. Between the two, requests may leave and be queued."""
+        with self._lock:
+            self._before = self._sums, self._num_decodes, self._decode_tokens
         return frozenset(self._exact) if self._exact else _NONE
 
     def computed(self, outputs: Iterable[Sequence[Output]], step: Collection[str], exact: Collection[str]) -> None:
@@ -264,9 +285,10 @@ class LoadCounters:
             # Those of a decode that has left are among what was taken off with it.
             for some in outputs:
                 self._decode_tokens += sum(map(len, map(_new_tokens, some)))
+            self._before = None
             self._note_blocks()
             self._version += 1
-        if exact or self._clock() - self._told_at >= TOKENS_SECONDS:
+        if exact or self._untold or self._clock() - self._told_at >= TOKENS_SECONDS:
             self._tell()
 
     def moving(self, request_id: str, moving: bool) -> None:
@@ -310,16 +332,11 @@ class LoadCounters:
             expired = self._clock() - RECENT_SECONDS
             while self._recent and self._recent[0][0] < expired:
                 self._recent.popleft()
-            sums = self._sums
-            decodes = Load(
-                num_running=self._num_decodes,
-                running_to_decode=self._num_decodes,
-                running_to_decode_tokens=self._decode_tokens,
-            )
+            sums, num_decodes, num_tokens = self._before or (self._sums, self._num_decodes, self._decode_tokens)
             return Snapshot(
                 version=self._version,
-                load=sums.plus(decodes),
-                waiting=tuple(self._waiting),
+                load=sums.with_decodes(num_decodes, num_tokens),
+                waiting=tuple(itertools.islice(self._waiting, MAX_NAMES)),
                 recent=tuple(dict.fromkeys(name for _, name in self._recent)),
                 num_preemptions=self._num_preemptions,
                 num_free_blocks=self._num_free_blocks,
@@ -332,7 +349,7 @@ class LoadCounters:
     # With the lock
 
     def _enter(self, request: Countable) -> _Entry:
-        entry = self._entries[request.request_id] = _Entry(request, self._name_of(request))
+        entry = self._entries[request.request_id] = _Entry(request, self._name_of(request)[:MAX_NAME_CHARACTERS])
         self._waiting[entry.name] = self._waiting.get(entry.name, 0) + 1
         return entry
 
@@ -392,13 +409,13 @@ class LoadCounters:
         if old is None:
             self._num_decodes -= 1
             self._decode_tokens -= entry.request.num_tokens
-        elif old is not NOTHING:
-            self._sums = self._sums.minus(old)
+            old = NOTHING
         if share is None:
             self._num_decodes += 1
             self._decode_tokens += entry.request.num_tokens
-        elif share is not NOTHING:
-            self._sums = self._sums.plus(share)
+            self._sums = self._sums.minus(old)
+        else:
+            self._sums = Load._make(map(_exchanged, self._sums, old, share))
         entry.share = share
 
     def _note_blocks(self) -> None:
@@ -407,6 +424,10 @@ class LoadCounters:
     # Without the lock
 
     def _tell(self) -> None:
+        if self._before is not None:
+            self._untold = True
+            return
+        self._untold = False
         self._told_at = self._clock()
         self.on_change()
 
@@ -417,6 +438,10 @@ def recount(requests: Iterable[tuple[Place, Countable, int, bool]]) -> Load:
     for place, request, cached_tokens, moving in requests:
         total = total.plus(share_of(place, request, cached_tokens, moving=moving))
     return total
+
+
+def _exchanged(total: int, old: int, new: int) -> int:
+    return total - old + new
 
 
 def _nobody() -> None:

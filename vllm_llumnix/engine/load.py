@@ -24,7 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from operator import add, attrgetter, sub
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 RECENT_SECONDS = 10.0
@@ -62,48 +62,33 @@ class Output(Protocol):
     new_token_ids: list[int]
 
 
-class Place(enum.Enum):
-    WAITING = enum.auto()
-    LOADING = enum.auto()
-    RUNNING = enum.auto()
+class Place(enum.IntEnum):
+    """Where its fields begin in `Load`."""
+
+    WAITING = 0
+    LOADING = 4
+    RUNNING = 6
 
 
 class Load(NamedTuple):
-    """Sums over requests, or what one request adds to them.
+    """Sums over requests, by place.
 
     To decode: requests whose work does not end with their first token, and which are not about to leave. Prefill
     tokens: those of which the KV cache is still to be computed, of requests that need more than a decode step.
     """
 
     num_waiting: int = 0
-    num_loading: int = 0
-    num_running: int = 0
     waiting_to_decode: int = 0
     waiting_to_decode_tokens: int = 0
     waiting_prefill_tokens: int = 0
+    num_loading: int = 0
     loading_tokens: int = 0
+    num_running: int = 0
     running_to_decode: int = 0
     running_to_decode_tokens: int = 0
     running_prefill_tokens: int = 0
     running_unallocated_tokens: int = 0
     """Prefill tokens that no step has been given yet: their blocks are still to be allocated."""
-
-    def plus(self, more: Load) -> Load:
-        return Load._make(map(add, self, more))
-
-    def minus(self, less: Load) -> Load:
-        return Load._make(map(sub, self, less))
-
-    def with_decodes(self, num_decodes: int, num_tokens: int) -> Load:
-        """And that many requests that only decode, of so many tokens together."""
-        return self._replace(
-            num_running=self.num_running + num_decodes,
-            running_to_decode=self.running_to_decode + num_decodes,
-            running_to_decode_tokens=self.running_to_decode_tokens + num_tokens,
-        )
-
-
-NOTHING = Load()
 
 
 class Snapshot(NamedTuple):
@@ -118,38 +103,29 @@ class Snapshot(NamedTuple):
     num_free_blocks: int
 
 
-def share_of(place: Place, request: Countable, cached_tokens: int = 0, *, moving: bool = False) -> Load:
-    """What one request adds to the load. `cached_tokens`: held by the prefix cache when it began to wait."""
+def share_of(place: Place, request: Countable, cached_tokens: int = 0, *, moving: bool = False) -> tuple[int, ...]:
+    """What one request adds to the fields of its place. `cached_tokens`: held by the prefix cache when it began to
+    wait."""
     num_tokens = request.num_tokens
     if place is Place.LOADING:
-        return Load(num_loading=1, loading_tokens=num_tokens)
+        return 1, num_tokens
     # Tokens of a step in flight are still work.
     final_tokens = request.num_computed_tokens - request.num_in_flight_tokens
     decodes = int(request.max_tokens > 1 and not moving)
     if place is Place.WAITING:
         uncomputed = num_tokens - max(final_tokens, cached_tokens)
         decodes |= int(uncomputed == 1 and not moving)
-        return Load(
-            num_waiting=1,
-            waiting_to_decode=decodes,
-            waiting_to_decode_tokens=num_tokens * decodes,
-            waiting_prefill_tokens=uncomputed if uncomputed > 1 else 0,
-        )
+        return 1, decodes, num_tokens * decodes, uncomputed if uncomputed > 1 else 0
     uncomputed = num_tokens - final_tokens
-    prefills = uncomputed > 1
-    return Load(
-        num_running=1,
-        running_to_decode=decodes,
-        running_to_decode_tokens=num_tokens * decodes,
-        running_prefill_tokens=uncomputed if prefills else 0,
-        running_unallocated_tokens=max(0, num_tokens - request.num_computed_tokens) if prefills else 0,
-    )
+    if uncomputed <= 1:
+        return 1, decodes, num_tokens * decodes, 0, 0
+    return 1, decodes, num_tokens * decodes, uncomputed, max(0, num_tokens - request.num_computed_tokens)
 
 
 class _Entry:
     """One request. `share` is None while it only decodes: it then adds one to the batch, and its tokens."""
 
-    __slots__ = ("cached_tokens", "moving", "name", "place", "request", "share")
+    __slots__ = ("cached_tokens", "moving", "name", "place", "request", "share", "shared_at")
 
     def __init__(self, request: Countable, name: str) -> None:
         self.request = request
@@ -157,15 +133,17 @@ class _Entry:
         self.place = Place.WAITING
         self.cached_tokens = 0
         self.moving = False
-        self.share: Load | None = NOTHING
+        self.share: tuple[int, ...] | None = ()
+        self.shared_at = Place.WAITING
 
 
 class LoadCounters:
     """The load of one engine.
 
     `look_up` says how many leading tokens of a request the prefix cache holds, without side effects; `free_blocks` how
-    many blocks are free; `name_of` what a request is called by those who sent it. `always_exact` is for engines in
-    which the KV cache of a running request can get lost: no request is taken to only decode.
+    many blocks are free; `name_of` what a request is called by those who sent it. `one_token_each`: an output of a
+    request that decodes, and goes on, has one token. `always_exact` is for engines in which the KV cache of a running
+    request can get lost: no request is taken to only decode.
     """
 
     def __init__(
@@ -174,6 +152,7 @@ class LoadCounters:
         free_blocks: Callable[[], int],
         name_of: Callable[[Countable], str],
         *,
+        one_token_each: bool = False,
         always_exact: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -182,14 +161,15 @@ class LoadCounters:
         self._look_up = look_up
         self._free_blocks = free_blocks
         self._name_of = name_of
+        self._one_token_each = one_token_each
         self._always_exact = always_exact
         self._clock = clock
         # Held for microseconds: never while the scheduler or the model works.
         self._lock = threading.Lock()
-        self._sums = NOTHING
+        self._sums = [0] * len(Load._fields)
         self._num_decodes = 0
         self._decode_tokens = 0
-        self._before: tuple[Load, int, int] | None = None
+        self._before: Load | None = None
         """While what a step has produced is gone through: the sums before. Tokens may be taken off with their request
         that have not been added yet."""
         self._entries: dict[str, _Entry] = {}
@@ -202,6 +182,8 @@ class LoadCounters:
         self._num_preemptions = 0
         self._num_free_blocks = free_blocks()
         self._version = 0
+        self._some_left = False
+        """Since a step was last gone through."""
         self._told_at = float("-inf")
         self._untold = False
         """Somebody will be told when the step has been gone through."""
@@ -273,7 +255,8 @@ class LoadCounters:
     def computing(self) -> Collection[str]:
         """To be handed to `computed`, for the same step. Between the two, requests may leave and be queued."""
         with self._lock:
-            self._before = self._sums, self._num_decodes, self._decode_tokens
+            self._before = self._load()
+            self._some_left = False
         return frozenset(self._exact) if self._exact else _NONE
 
     def computed(self, outputs: Iterable[Sequence[Output]], step: Collection[str], exact: Collection[str]) -> None:
@@ -282,9 +265,11 @@ class LoadCounters:
             if exact:
                 outputs = [[output for output in some if output.request_id not in exact] for some in outputs]
                 self._recount(step)
-            # Those of a decode that has left are among what was taken off with it.
-            for some in outputs:
-                self._decode_tokens += sum(map(len, map(_new_tokens, some)))
+            if exact or self._some_left or not self._one_token_each:
+                # Those of a decode that has left are among what was taken off with it.
+                self._decode_tokens += sum(sum(map(len, map(_new_tokens, some))) for some in outputs)
+            else:
+                self._decode_tokens += sum(map(len, outputs))
             self._before = None
             self._note_blocks()
             self._version += 1
@@ -332,10 +317,9 @@ class LoadCounters:
             expired = self._clock() - RECENT_SECONDS
             while self._recent and self._recent[0][0] < expired:
                 self._recent.popleft()
-            sums, num_decodes, num_tokens = self._before or (self._sums, self._num_decodes, self._decode_tokens)
             return Snapshot(
                 version=self._version,
-                load=sums.with_decodes(num_decodes, num_tokens),
+                load=self._before or self._load(),
                 waiting=tuple(itertools.islice(self._waiting, MAX_NAMES)),
                 recent=tuple(dict.fromkeys(name for _, name in self._recent)),
                 num_preemptions=self._num_preemptions,
@@ -354,7 +338,8 @@ class LoadCounters:
         return entry
 
     def _leave(self, entry: _Entry) -> None:
-        self._set_share(entry, NOTHING)
+        self._some_left = True
+        self._set_share(entry, ())
         if entry.place is Place.WAITING:
             self._wait_no_more(entry)
         request_id = entry.request.request_id
@@ -389,11 +374,7 @@ class LoadCounters:
         """Replace what the request adds."""
         request, place = entry.request, entry.place
         share = share_of(place, request, entry.cached_tokens, moving=entry.moving)
-        if (
-            place is Place.RUNNING
-            and share.running_to_decode
-            and not (share.running_prefill_tokens or request.resumable or self._always_exact)
-        ):
+        if place is Place.RUNNING and share[1] and not (share[3] or request.resumable or self._always_exact):
             self._exact.pop(request.request_id, None)
             self._set_share(entry, None)
             return
@@ -404,19 +385,28 @@ class LoadCounters:
             self._exact.pop(request.request_id, None)
         self._set_share(entry, share)
 
-    def _set_share(self, entry: _Entry, share: Load | None) -> None:
-        old = entry.share
-        if old is None:
+    def _set_share(self, entry: _Entry, share: tuple[int, ...] | None) -> None:
+        sums = self._sums
+        if entry.share is None:
             self._num_decodes -= 1
             self._decode_tokens -= entry.request.num_tokens
-            old = NOTHING
+        else:
+            for field, number in enumerate(entry.share, entry.shared_at):
+                sums[field] -= number
         if share is None:
             self._num_decodes += 1
             self._decode_tokens += entry.request.num_tokens
-            self._sums = self._sums.minus(old)
         else:
-            self._sums = Load._make(map(_exchanged, self._sums, old, share))
-        entry.share = share
+            for field, number in enumerate(share, entry.place):
+                sums[field] += number
+        entry.share, entry.shared_at = share, entry.place
+
+    def _load(self) -> Load:
+        sums = self._sums.copy()
+        sums[Place.RUNNING] += self._num_decodes
+        sums[Place.RUNNING + 1] += self._num_decodes
+        sums[Place.RUNNING + 2] += self._decode_tokens
+        return Load._make(sums)
 
     def _note_blocks(self) -> None:
         self._num_free_blocks = self._free_blocks()
@@ -434,14 +424,11 @@ class LoadCounters:
 
 def recount(requests: Iterable[tuple[Place, Countable, int, bool]]) -> Load:
     """The slow way to the same sums: place, request, tokens that were cached, whether it is about to leave."""
-    total = NOTHING
+    sums = [0] * len(Load._fields)
     for place, request, cached_tokens, moving in requests:
-        total = total.plus(share_of(place, request, cached_tokens, moving=moving))
-    return total
-
-
-def _exchanged(total: int, old: int, new: int) -> int:
-    return total - old + new
+        for field, number in enumerate(share_of(place, request, cached_tokens, moving=moving), place):
+            sums[field] += number
+    return Load._make(sums)
 
 
 def _nobody() -> None:

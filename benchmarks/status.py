@@ -5,9 +5,10 @@
 
 The same requests go through two of vLLM's schedulers, in turn, step by step: a stock one, and one that the counters
 follow. The model takes no time. Two loads: a batch that decodes (`decode`), and short requests that come and go
-(`churn`). Times are CPU of the scheduler's thread; a step is `schedule` and `update_from_output`. A second stock
-scheduler next to the first shows what this machine can resolve. And what a reader pays: a look at the counters, and a
-status as it is pushed, made and serialised.
+(`churn`, a request for every eighth slot and step). Times are CPU of one thread; a step is `schedule` and
+`update_from_output`, and in `churn` also what comes before them, of which an engine does a part on its input thread. A
+second stock scheduler next to the first shows what this machine can resolve. And what a reader pays: a look at the
+counters, and the ids of a status as it is pushed, made and serialised.
 """
 
 from __future__ import annotations
@@ -75,12 +76,17 @@ def decode(engine: Engine, batch: int) -> Callable[[], float]:
     return engine.step
 
 
+def arrivals(batch: int) -> int:
+    """Requests that come, and go, in each step of `churn`."""
+    return max(1, batch // CHURN_TOKENS)
+
+
 def churn(engine: Engine, batch: int) -> Callable[[], float]:
     """As many requests as slots, of `CHURN_TOKENS` tokens; those that have ended are replaced before each step."""
 
     def step() -> float:
         began = time.thread_time()
-        for _ in range(max(1, batch // CHURN_TOKENS)):
+        for _ in range(arrivals(batch)):
             engine.add(CHURN_TOKENS)
         return time.thread_time() - began + engine.step()
 
@@ -153,8 +159,10 @@ def main() -> None:
             name, f"{stock:.1f}", f"{counted:.1f}", f"{added:+.1f}", f"{100 * added / stock:+.2f}", f"{noise:+.2f}"
         )
         line |= {f"{name}_stock_us": stock, f"{name}_added_us": added, f"{name}_control_us": control - stock}
+    line["added_us_per_request"] = line["churn_added_us"] / arrivals(args.batch)
     reader = measure_reader(model, args.batch)
     console.print(table)
+    console.print(f"added for each request that comes and goes {line['added_us_per_request']:.1f} µs")
     console.print(", ".join(f"{name.removesuffix('_us')} {value:.1f} µs" for name, value in reader.items()))
     text = json.dumps({key: round(value, 2) if isinstance(value, float) else value for key, value in
                        (line | reader).items()})  # fmt: skip

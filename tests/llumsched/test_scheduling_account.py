@@ -136,3 +136,12 @@ def test_switched_off_it_counts_nothing() -> None:
     account = Account(lambda: 0.0, 0.0)
     account.dispatched("r", "a", InferType.NEUTRAL, 7)
     assert not account.in_flight.counters
+
+
+def test_a_long_name_is_known_by_its_beginning() -> None:
+    view, account = View(lambda: 0.0), Account(lambda: 0.0, STALE_S)
+    view.observe(account)
+    cases.put(view, "a")
+    account.dispatched("r" * 200, "a", InferType.NEUTRAL, 7)
+    cases.put(view, "a", 2, recent_waiting_requests=["r" * 128])
+    assert not account.in_flight.counters

@@ -41,9 +41,8 @@ from benchmarks.harness import Fleet, Server, ServerSpec, command_line, free_por
 from benchmarks.model import PRESETS, build
 from benchmarks.moves import migrate, requests
 from benchmarks.progress import saying
-from llumlet.client import LlumletClient
+from llumlet.client import IDLE_SECONDS, LlumletClient
 from llumlet.errors import LlumletCallFailed
-from llumlet.server import IDLE_SECONDS
 
 MIB = 1 << 20
 LENGTH = 300
@@ -329,8 +328,7 @@ class Soak:
 
     async def at_rest(self) -> dict[str, Footprint]:
         """The footprints when connections for calls are closed: who has called whom is a matter of chance."""
-        # gRPC looks whether a connection has been idle for so long, and when it has not, waits as long again.
-        await asyncio.sleep(2 * IDLE_SECONDS + REST_S)
+        await asyncio.sleep(IDLE_SECONDS + REST_S)
         return await self.footprints()
 
     async def settled(self, before: dict[str, Footprint]) -> dict[str, Footprint]:

@@ -31,10 +31,6 @@ from llumlet.types import MAX_MESSAGE_BYTES, Address, Reason
 MAX_CONCURRENT_CALLS = 1024
 """More are answered RESOURCE_EXHAUSTED by gRPC itself, before a message is read."""
 
-IDLE_SECONDS = 30
-"""After which a connection without a call is closed; the caller's next call opens another. In a large cluster everybody
-has called everybody at some time."""
-
 SERVICES = tuple(service.full_name for service in llumlet_pb2.DESCRIPTOR.services_by_name.values())
 
 _OPTIONS = [
@@ -42,8 +38,6 @@ _OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Otherwise a second server could bind the same port, and each would get some of the calls.
     ("grpc.so_reuseport", 0),
-    # The clients' own limit, grpc.client_idle_timeout_ms, holds for the first time only (gRPC 1.85).
-    ("grpc.max_connection_idle_ms", IDLE_SECONDS * 1000),
 ]
 
 

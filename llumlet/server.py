@@ -13,7 +13,7 @@ import ipaddress
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import grpc
 from grpc import aio
@@ -51,7 +51,10 @@ class _Health(Protocol):
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server that listens at `address`. Its methods belong to the event loop that started it."""
+    """A server that listens at `address`. Its methods belong to the event loop that started it.
+
+    `async with` stops it in the end, if nobody has.
+    """
 
     address: Address
     _server: aio.Server
@@ -67,6 +70,12 @@ class RunningServer:
         state = health_pb2.HealthCheckResponse
         for service in ("", *SERVICES):
             await self._health.set(service, state.SERVING if serving else state.NOT_SERVING)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop(0)
 
     async def stop(self, grace_s: float = 1.0) -> None:
         """Give the calls in progress, moves among them, `grace_s` seconds; cancel the rest."""

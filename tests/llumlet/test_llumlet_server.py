@@ -75,9 +75,8 @@ async def test_other_than_loopback_must_be_asked_for(host: str) -> None:
 
 async def test_other_than_loopback_if_asked_for() -> None:
     server = await serve(FakeAgent(), "0.0.0.0", insecure=True)
-    async with LlumletClient(f"127.0.0.1:{server.port}") as client:
+    async with server, LlumletClient(f"127.0.0.1:{server.port}") as client:
         assert (await client.get_instance_status()).instance_id == "fake-a"
-    await server.stop(0)
 
 
 @pytest.mark.parametrize(
@@ -103,11 +102,10 @@ async def test_two_servers_do_not_share_a_port(server: RunningServer) -> None:
 
 async def test_a_port_can_be_chosen_and_is_free_again(unused_tcp_port: int) -> None:
     for _ in range(2):
-        server = await serve(FakeAgent(), port=unused_tcp_port)
-        assert server.port == unused_tcp_port
-        async with LlumletClient(server.address) as client:
-            await client.get_instance_status()
-        await server.stop(0)
+        async with await serve(FakeAgent(), port=unused_tcp_port) as server:
+            assert server.port == unused_tcp_port
+            async with LlumletClient(server.address) as client:
+                await client.get_instance_status()
 
 
 async def test_bytes_that_are_no_message_are_refused(server: RunningServer) -> None:
@@ -127,25 +125,24 @@ async def test_a_connection_that_nobody_uses_is_closed(monkeypatch: pytest.Monke
     """Every time; a call that comes just then is answered."""
     monkeypatch.setattr(client_module, "IDLE_SECONDS", 0.1)
     agent = FakeAgent()
-    server = await serve(agent)
+    async with await serve(agent) as server:
 
-    def connected() -> bool:
-        found = psutil.Process().net_connections("tcp")
-        return any(one.raddr and one.raddr.port == server.port and one.status == "ESTABLISHED" for one in found)
+        def connected() -> bool:
+            found = psutil.Process().net_connections("tcp")
+            return any(one.raddr and one.raddr.port == server.port and one.status == "ESTABLISHED" for one in found)
 
-    async with LlumletClient(server.address) as client:
-        for _ in range(3):
-            await client.get_instance_status()
+        async with LlumletClient(server.address) as client:
+            for _ in range(3):
+                await client.get_instance_status()
+                assert connected()
+                deadline = time.monotonic() + 10
+                while connected():
+                    assert time.monotonic() < deadline
+                    await asyncio.sleep(0.05)
+            for pause in range(90, 120, 2):
+                await client.get_instance_status()
+                await asyncio.sleep(pause / 1e3)
+            # One that is in use is not closed, though one of two calls has ended long ago.
+            agent.delays["list_requests"] = 0.4
+            await asyncio.gather(client.get_instance_status(), client.list_requests())
             assert connected()
-            deadline = time.monotonic() + 10
-            while connected():
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.05)
-        for pause in range(90, 120, 2):
-            await client.get_instance_status()
-            await asyncio.sleep(pause / 1e3)
-        # One that is in use is not closed, though one of two calls has ended long ago.
-        agent.delays["list_requests"] = 0.4
-        await asyncio.gather(client.get_instance_status(), client.list_requests())
-        assert connected()
-    await server.stop(grace_s=0.2)

@@ -43,6 +43,7 @@ from benchmarks.moves import migrate, requests
 from benchmarks.progress import saying
 from llumlet.client import IDLE_SECONDS, LlumletClient
 from llumlet.errors import LlumletCallFailed
+from vllm_llumnix.kv.mover import PROBE_THREAD
 
 MIB = 1 << 20
 LENGTH = 300
@@ -355,10 +356,10 @@ def _sockets(pid: int) -> Iterator[str]:
 
 
 def _threads(pid: int) -> Iterator[str]:
-    """But for those of gRPC's pool, which has more or fewer as it likes."""
+    """But for those of pools that grow when more is asked at once than ever before: gRPC's, and the probes of peers."""
     for task in Path(f"/proc/{pid}/task").iterdir():
         name = (task / "comm").read_text().strip()
-        if not name.startswith("event_engine"):
+        if not name.startswith(("event_engine", PROBE_THREAD)):
             yield f"thread of {_title(pid)}: {name}"
 
 

@@ -29,7 +29,6 @@ from llumsched.cms.view import Instance
 from llumsched.scheduling.in_flight import InFlight, counters_of
 from llumsched.scheduling.load import Counters, InferType
 
-
 _NAME_CHARACTERS: Final = 128
 
 

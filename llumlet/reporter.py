@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 
 KEEPALIVE_S: Final = 1.0
 """Between two pushes of an instance whose load does not change."""
-MIN_INTERVAL_S: Final = 0.005
-"""Between two pushes of one whose load changes all the time. The first one after a pause goes out at once."""
 PUSH_DEADLINE_S: Final = 3.0
 """From a push to its answer; then the store is held to be stuck, and connected to anew."""
 FIRST_RETRY_S: Final = 0.1
@@ -154,7 +152,7 @@ class _Feed:
         """There is something new to be said, now or when the pushes are far enough apart."""
         if self._dirty.is_set() or self._delayed:
             return
-        wait_s = self._pushed_s + MIN_INTERVAL_S - time.monotonic()
+        wait_s = self._pushed_s + self.link.min_interval_s - time.monotonic()
         if wait_s <= 0:
             self._dirty.set()
         else:

@@ -23,6 +23,7 @@ from typing import Final
 
 from llumlet.credentials import NONE, Credentials
 from llumlet.report_links import Link, LinkLost, open_link
+from llumlet.tasks import end
 from llumlet.types import InstanceMetadata, InstanceStatus
 
 logger = logging.getLogger(__name__)
@@ -91,9 +92,7 @@ class Reporter:
         try:
             await asyncio.gather(*self._tasks)
         finally:
-            for task in (ticker, *self._tasks):
-                task.cancel()
-            await asyncio.gather(ticker, *self._tasks, return_exceptions=True)
+            await end(ticker, *self._tasks)
 
     async def leave(self) -> None:
         """Tell the stores that can be reached that the instance ends, and stop. At most `LEAVE_S` seconds."""
@@ -101,8 +100,7 @@ class Reporter:
             feed.leave()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=LEAVE_S)
-        for task in self._tasks:
-            task.cancel()
+        await end(*self._tasks)
 
     @property
     def connected(self) -> dict[str, bool]:

@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError
 from redis.exceptions import RedisError
 
 from llumlet.redis_link import CHANNEL, METADATA_PREFIX, STATUS_PREFIX, connect, redis_name
+from llumlet.tasks import end
 from llumlet.types import InstanceMetadata, InstanceStatus
 from llumsched.cms.intake import MAX_INSTANCES, Intake, Refused
 from llumsched.cms.store import PATIENCE, Patience
@@ -63,8 +64,7 @@ class RedisStore:
 
     async def close(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end(self._task)
         self.view.connected = False
 
     async def _keep_following(self) -> None:
@@ -92,9 +92,7 @@ class RedisStore:
                 self._reached()
                 await self._keep_reading(client, listener)
             finally:
-                listener.cancel()
-                sweeper.cancel()
-                await asyncio.gather(listener, sweeper, return_exceptions=True)
+                await end(listener, sweeper)
 
     async def _listen(self, channel: Any) -> None:
         """Collects the ids that are published: what is read is the newest, however often an id came."""

@@ -15,6 +15,7 @@ import pytest_asyncio
 from llumlet import reporter as reporter_module
 from llumlet.report_links import GrpcLink
 from llumlet.reporter import Reporter, cms_faults
+from llumlet.tasks import end as finished
 from llumlet.types import InstanceMetadata, InstanceStatus
 from llumsched.cms.embedded import EmbeddedStore
 from llumsched.cms.view import Instance
@@ -81,7 +82,7 @@ async def stuck() -> AsyncIterator[str]:
 async def end(reporter: Reporter, running: asyncio.Task[None]) -> None:
     async with asyncio.timeout(5):
         await reporter.leave()
-        await asyncio.gather(running, return_exceptions=True)
+        await finished(running)
 
 
 async def test_changes_are_coalesced_into_the_newest(store: EmbeddedStore) -> None:

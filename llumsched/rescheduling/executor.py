@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
@@ -142,8 +143,8 @@ class Executor:
             return True
         total_tokens = instance.status.num_total_gpu_tokens if instance.status else 0
         listed = await client.list_requests(deadline_s=self.config.grpc_timeout_s)
-        slots = instance.metadata.max_migrations_out
-        chosen = choose(listed.requests, move, total_tokens, cooling)[: slots or None]
+        # No more than the slots that were counted for it: the others are for other moves of the source.
+        chosen = choose(listed.requests, move, total_tokens, cooling)[: max(math.ceil(move.expected_requests), 1)]
         for name in ("migration_type", "migration_req_policy", "value"):
             request.ClearField(name)
         request.request_ids.extend(one.request_id for one in chosen)

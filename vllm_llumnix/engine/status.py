@@ -41,7 +41,8 @@ class StatusSource:
 
     def open(self) -> None:
         """On the event loop that reads."""
-        self._watching = asyncio.get_running_loop().create_task(self._watch(), name="llumnix-status")
+        watch = self._watch(self._schedulable(), self._kvconn.progress.health)
+        self._watching = asyncio.get_running_loop().create_task(watch, name="llumnix-status")
 
     def close(self) -> None:
         if self._watching is not None:
@@ -69,10 +70,9 @@ class StatusSource:
         self._add_moves(status)
         return status
 
-    async def _watch(self) -> None:
+    async def _watch(self, *told: object) -> None:
         """Tell the counters when the loop hangs or goes on, and when the engine stops taking requests."""
         load = self._kvconn.port.load
-        told = self._schedulable(), self._kvconn.progress.health
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             now = self._schedulable(), self._kvconn.progress.health

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A status is made whatever the loop is doing; what changes without an event is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+from vllm.v1.core.sched.interface import PauseState
+
+from llumlet.types import Health
+from tests.engine.rig import BLOCK_SIZE, Rig
+from vllm_llumnix.engine.metadata import node_id, unit_id
+from vllm_llumnix.engine.status import StatusSource
+from vllm_llumnix.errors import Reason
+from vllm_llumnix.ids import MigrationId
+from vllm_llumnix.migration import wire
+from vllm_llumnix.migration.limits import Limits, Slots
+
+
+@pytest.fixture
+def rig(model_dir: Path) -> Rig:
+    return Rig(model_dir)
+
+
+@pytest.fixture
+def source(rig: Rig) -> StatusSource:
+    """Of an engine of which all but the scheduler is made up."""
+    capacity = rig.port.capacity_tokens
+    bypass = SimpleNamespace(
+        identity=SimpleNamespace(instance="a", incarnation="1"), takes_requests=True, num_adopted=2, num_rescued=1
+    )
+    progress = SimpleNamespace(health=wire.Health.OK, stalled_seconds=0.0)
+    kvconn = SimpleNamespace(port=rig.port, progress=progress, steps=7)
+    departures = SimpleNamespace(moves={}, slots=Slots(Limits(max_requests=4), capacity, Reason.SOURCE_BUSY))
+    arrivals = SimpleNamespace(
+        pending=list,
+        draining_blocks=lambda: 0,
+        slots=Slots(Limits(max_requests=3, max_tokens=100), capacity, Reason.DESTINATION_BUSY),
+    )
+    return StatusSource(bypass, kvconn, departures, arrivals)
+
+
+def test_an_idle_engine(rig: Rig, source: StatusSource) -> None:
+    status = source.now()
+    assert (status.instance_id, status.incarnation, status.step_id, status.profiling_id) == ("a", "1", 7, -1)
+    assert status.schedulable
+    assert status.health == Health.OK
+    assert abs(status.timestamp_ms - 1e3 * time.time()) < 5e3
+    assert status.num_total_gpu_tokens == rig.port.capacity_tokens == status.num_total_blocks * BLOCK_SIZE
+    assert status.num_used_gpu_tokens == 0
+    assert (status.num_available_migrate_in_slots, status.num_available_migrate_in_tokens) == (3, 100)
+    assert (status.num_available_migrate_out_slots, status.num_available_migrate_out_tokens) == (
+        4,
+        rig.port.capacity_tokens,
+    )
+    assert status.available_kv_cache_usage_ratio_migrate_in == pytest.approx(100 / rig.port.capacity_tokens)
+    assert status.available_kv_cache_usage_ratio_migrate_out == 1.0
+    assert (status.num_adopted, status.num_rescued, status.num_preemptions) == (2, 1, 0)
+
+
+def test_a_loaded_engine(rig: Rig, source: StatusSource) -> None:
+    before = source.now()
+    for index in range(5):
+        rig.add(f"r{index}", num_prompt=70, first=5 + index)
+    rig.turns(3)
+    status = source.now()
+    assert status.update_id > before.update_id
+    assert (status.num_running_requests, status.num_waiting_requests) == (4, 1)
+    assert list(status.waiting_requests) == ["r4"]
+    assert status.num_uncomputed_tokens_all_waiting_prefills == 70
+    assert status.scheduler_running_to_decode_tokens_num == 4 * 70 + sum(
+        request.num_output_tokens for request in rig.scheduler.running
+    )
+    assert status.num_used_gpu_tokens == 4 * 3 * BLOCK_SIZE
+    assert status.num_free_blocks == rig.free_blocks
+
+
+def test_moves_are_part_of_it(rig: Rig, source: StatusSource) -> None:
+    request = rig.add("a")
+    source._departures.moves["a"] = SimpleNamespace(request=request, num_pinned_blocks=2)
+    source._departures.slots.take(MigrationId("m"), request.num_tokens)
+    coming = SimpleNamespace(request=rig.request("b", num_prompt=40), num_blocks=3)
+    settling = SimpleNamespace(request=None, num_blocks=0)
+    source._arrivals.pending = lambda: [coming, settling]
+    status = source.now()
+    assert (status.num_migrate_out_reqs, status.num_migrate_out_tokens, status.num_pinned_blocks) == (1, 70, 2)
+    assert status.num_available_migrate_out_slots == 3
+    assert (status.num_migrate_in_reqs, status.num_migrate_in_tokens, status.num_reserved_blocks) == (2, 40, 3)
+    assert status.kv_cache_usage_ratio_migrate_in == pytest.approx(40 / rig.port.capacity_tokens)
+
+
+@pytest.mark.parametrize("why", ["hung", "paused", "leaving"])
+def test_who_takes_no_requests_says_so(rig: Rig, source: StatusSource, why: str) -> None:
+    if why == "hung":
+        source._kvconn.progress.health = wire.Health.HUNG
+    elif why == "paused":
+        rig.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    else:
+        source._bypass.takes_requests = False
+    assert not source.now().schedulable
+    assert (source.now().health == Health.HUNG) is (why == "hung")
+
+
+@pytest.mark.asyncio
+async def test_a_loop_that_stops_is_told(rig: Rig, source: StatusSource) -> None:
+    told: asyncio.Queue[int] = asyncio.Queue()
+    rig.port.load.on_change = lambda: told.put_nowait(source.now().health)
+    with mock.patch("vllm_llumnix.engine.status.WATCH_SECONDS", 0.001):
+        source.open()
+        try:
+            for health, shown in (
+                (wire.Health.SUSPECT, Health.SUSPECT),
+                (wire.Health.HUNG, Health.HUNG),
+                (wire.Health.OK, Health.OK),
+            ):
+                source._kvconn.progress.health = health
+                assert await asyncio.wait_for(told.get(), 5) == shown
+        finally:
+            source.close()
+    assert told.empty()
+
+
+def test_nodes_and_units() -> None:
+    assert node_id() == node_id() != ""
+    assert unit_id("a") == unit_id("a") != unit_id("b")
+    missing = Path("/nonexistent")
+    with (
+        mock.patch("vllm_llumnix.engine.metadata._BOOT_ID", missing),
+        mock.patch("vllm_llumnix.engine.metadata._MACHINE_ID", missing),
+        mock.patch("socket.gethostname", return_value="host"),
+    ):
+        assert node_id() == "host"

@@ -66,6 +66,7 @@ async def test_data_parallel(model_dir: Path, log_dir: Path) -> None:
         (server,) = fleet.start(ServerSpec(model_dir, name="dp", instance_id="dp", flags=flags))
         ranks = sorted(server.llumlets())
         assert [rank.instance_id for rank in ranks] == ["dp-dp0", "dp-dp1"]
+        await assert_one_unit(ranks, server.port)
         async with Client(server.base_url) as client:
             expected = await (await begin(client)).result()
             for _ in range(2):
@@ -84,6 +85,16 @@ async def test_data_parallel(model_dir: Path, log_dir: Path) -> None:
                 for stream in streams[1:]:
                     assert (await stream.result()).token_ids == expected.token_ids
                 await idle(ranks)
+
+
+async def assert_one_unit(ranks: list[LlumletAddress], port: int) -> None:
+    told = []
+    for rank in ranks:
+        async with LlumletClient(str(rank)) as client:
+            told.append(await client.get_instance_metadata())
+    assert len({one.unit_id for one in told}) == len({one.node_id for one in told}) == 1
+    assert [(one.dp_rank, one.dp_local_rank, one.data_parallel_size) for one in told] == [(0, 0, 2), (1, 1, 2)]
+    assert [(one.api_server_port, list(one.served_models)) for one in told] == [(port, ["model"])] * 2
 
 
 async def move(source: LlumletAddress, destination: LlumletAddress, stream: Stream) -> Move:

@@ -109,6 +109,8 @@ class Source:
                 except aiohttp.ClientResponseError as error:
                     why = "no rescheduler runs in it" if error.status == 404 else f"it answers {error.status}"
                     self._moves_problem = f"no moves from the scheduler {scheduler}: {why}"
+                except aiohttp.ClientConnectorError as error:
+                    self._moves_problem = f"no moves from the scheduler {scheduler}: {error.strerror}"
                 except (aiohttp.ClientError, TimeoutError, OSError, json.JSONDecodeError) as error:
                     self._moves_problem = f"no moves from the scheduler {scheduler}: {error or type(error).__name__}"
                 self._asked.set()

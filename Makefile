@@ -81,7 +81,7 @@ $(STAMPS)/package: $(STAMPS)/dependencies $(shell find csrc -type f) setup.py py
 	@VLLM_TARGET_DEVICE=cpu $(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(STAMPS)/libraries: $(STAMPS)/dependencies
+$(STAMPS)/libraries: $(STAMPS)/dependencies Makefile
 	@there() { $(PY) -c 'import mooncake.engine' 2>/dev/null && type $(PROGRAMS) >/dev/null 2>&1; }; \
 	if ! there; then \
 	  if [[ $$(id -u) != 0 ]]; then \

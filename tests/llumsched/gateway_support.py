@@ -101,6 +101,7 @@ async def engine(mock: Mock) -> AsyncIterator[tuple[int, web.Server[web.BaseRequ
     finally:
         listener.close()
         await server.shutdown(0)
+        await asyncio.sleep(0.02)  # transports close their sockets on the loop's next turns
 
 
 @asynccontextmanager

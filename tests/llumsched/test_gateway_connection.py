@@ -170,20 +170,25 @@ def test_request_heads_carry_no_line_ends_and_no_connection_headers() -> None:
 async def _server(answer: Callable[[asyncio.StreamWriter, int], None]) -> AsyncIterator[Backend]:
     """Calls `answer` with the number of the request on its connection, once for each request."""
 
+    writers = []
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         number = 0
+        writers.append(writer)
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 await reader.readuntil(b"\r\n\r\n")
                 answer(writer, number)
                 number += 1
-        writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     try:
         yield Backend(Address("127.0.0.1", server.sockets[0].getsockname()[1]))
     finally:
         server.close()
+        for writer in writers:
+            writer.close()
+        await asyncio.sleep(0.02)  # transports close their sockets on the loop's next turns
 
 
 @pytest.mark.asyncio

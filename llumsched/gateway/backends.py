@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -31,6 +32,8 @@ class Backend:
         """When anything came from it last, on any connection."""
         self.is_down = False
         """It hangs, or did not answer when asked for its models."""
+        self.is_stalled = False
+        """Its API server is well, and no token comes. Ends with the next one."""
         self.answered_s = self.last_byte_s
         """When it told its models last."""
         self._avoid_until_s = 0.0
@@ -44,7 +47,7 @@ class Backend:
 
     @property
     def is_avoided(self) -> bool:
-        return self.is_down or time.monotonic() < self._avoid_until_s
+        return self.is_down or self.is_stalled or time.monotonic() < self._avoid_until_s
 
     def failed(self) -> None:
         self._avoid_until_s = time.monotonic() + _AVOIDED_S
@@ -120,21 +123,51 @@ class Backends:
         await asyncio.gather(*(self._ask(backend) for backend in list(self._by_address.values())))
         self.refreshed_s = time.monotonic()
 
-    async def _ask(self, backend: Backend) -> None:
+    async def cards(self, authorization: str) -> dict[str, dict[str, Any]]:
+        """The model cards of all instances, each model once, as the first that serves it describes it. Those that want
+        a key are asked with the client's.
+        """
+        merged: dict[str, dict[str, Any]] = {}
+        for backend in self:
+            cards = backend.models
+            if cards is None and authorization and not backend.is_down:
+                with suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, TypeError):
+                    cards = await self._cards(backend, {"Authorization": authorization})
+            merged = (cards or {}) | merged
+        return merged
+
+    async def _cards(self, backend: Backend, headers: dict[str, str]) -> dict[str, dict[str, Any]] | None:
         timeout = aiohttp.ClientTimeout(total=_ASK_TIMEOUT_S)
+        async with self._session.get(backend.url("/v1/models"), headers=headers, timeout=timeout) as answer:
+            if answer.status in (401, 403):
+                return None
+            answer.raise_for_status()
+            document = await answer.json(content_type=None)
+        return {card["id"]: card for card in document["data"]}
+
+    async def _ask(self, backend: Backend) -> None:
         try:
-            async with self._session.get(backend.url("/v1/models"), timeout=timeout) as answer:
-                answer.raise_for_status()
-                document = await answer.json(content_type=None)
-            backend.models = {card["id"]: card for card in document["data"]}
+            backend.models = await self._cards(backend, {})
             backend.is_down = False
             backend.answered_s = time.monotonic()
+            if backend.is_stalled and backend.models:
+                backend.is_stalled = not await self._generates(backend, next(iter(backend.models)))
         except (aiohttp.ClientError, TimeoutError, OSError):
             backend.is_down = True
             if backend.address not in self._configured and time.monotonic() - backend.answered_s > _FORGOTTEN_S:
                 del self._by_address[backend.address]
         except (ValueError, KeyError, TypeError):
             backend.models = None
+
+    async def _generates(self, backend: Backend, model: str) -> bool:
+        body = {"model": model, "prompt": [0], "max_tokens": 1}
+        timeout = aiohttp.ClientTimeout(total=_ASK_TIMEOUT_S)
+        try:
+            async with self._session.post(backend.url("/v1/completions"), json=body, timeout=timeout) as answer:
+                await answer.read()
+                return answer.status == 200
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
 
     async def is_healthy(self, backend: Backend, timeout_s: float) -> bool:
         try:

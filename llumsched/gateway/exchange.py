@@ -115,6 +115,9 @@ class Exchanges:
 
 async def _receive(request: web.BaseRequest) -> tuple[Body | None, GatewayError | None]:
     try:
+        if request.headers.get("Expect", "").lower() == "100-continue":
+            assert request.transport is not None
+            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         return Body.read(await request.read()), None
     except web.HTTPRequestEntityTooLarge as error:
         return None, errors.RequestTooLarge(f"The body is too large: {error.text}")
@@ -271,9 +274,16 @@ class Exchange:
             if chunk:
                 await self._write(chunk, answer, call)
             if events.failure:
+                if sse.is_clients_fault(events.failure):
+                    return await self._pass_failure(events.failure, answer, call)
                 raise StreamLost(f"{call.backend} reported an error")
         if not events.is_done:
             raise StreamLost(f"{call.backend} ended the stream early")
+        return await self._end()
+
+    async def _pass_failure(self, failure: bytes, answer: Connection, call: Call) -> web.StreamResponse:
+        self._record.status = errors.InvalidRequest.status
+        await self._write(failure if failure.endswith(sse.DONE) else failure + sse.DONE, answer, call)
         return await self._end()
 
     async def _write(self, chunk: bytes, answer: Connection, call: Call) -> None:

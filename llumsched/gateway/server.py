@@ -65,6 +65,7 @@ class Gateway:
     async def __aexit__(self, *_: object) -> None:
         """Accepts no more, lets what runs come to its end for a while, then ends it."""
         self._listener.close()
+        await asyncio.sleep(0)  # what was accepted just now becomes a connection
         self._server.pre_shutdown()
         with suppress(TimeoutError):
             await asyncio.wait_for(self.exchanges.idle.wait(), self.config.shutdown_timeout_s)
@@ -114,13 +115,11 @@ class Gateway:
             self.placement.report_running((placed, exchange.num_tokens) for exchange, placed in running)
 
     async def models(self, request: web.BaseRequest) -> web.StreamResponse:
-        """What all instances serve together, each model once, as the first that serves it describes it."""
+        """What all instances serve together."""
         if time.monotonic() - self.backends.refreshed_s > 1.0:
             await self.placement.learn()
             await self.backends.refresh()
-        cards: dict[str, Any] = {}
-        for backend in self.backends:
-            cards = (backend.models or {}) | cards
+        cards = await self.backends.cards(request.headers.get("Authorization", ""))
         if not cards and len(self.backends):
             return failure(NoInstance("No instance answers.", retry_after_s=1), "")
         return _json(200, {"object": "list", "data": [cards[name] for name in sorted(cards)]})

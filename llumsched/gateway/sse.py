@@ -131,6 +131,14 @@ def payload(event: bytes) -> Any:
     return None
 
 
+def is_clients_fault(failure: bytes) -> bool:
+    """Whether an error in a stream would come from every other engine as well."""
+    document = payload(failure[: failure.find(b"\n\n") + 2])
+    error = document.get("error") if isinstance(document, dict) else None
+    code = error.get("code") if isinstance(error, dict) else None
+    return isinstance(code, int) and 400 <= code < 500
+
+
 def event(document: object) -> bytes:
     return b"data: " + msgspec.json.encode(document) + b"\n\n"
 

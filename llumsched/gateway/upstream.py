@@ -94,6 +94,7 @@ class Call:
         self.timed_out = False
 
     def moved(self) -> None:
+        self.backend.is_stalled = False
         self.moved_s = self.backend.last_byte_s = time.monotonic()
 
     def give_up(self, reason: str, *, timed_out: bool = False) -> None:

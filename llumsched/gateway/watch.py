@@ -55,7 +55,8 @@ class Watch:
                 call.give_up(f"sent nothing for {limit_s:g} s", timed_out=True)
         for backend in {call.backend for call in silent}:
             if now_s - backend.last_byte_s > config.engine_stall_s and _is_in_a_stream(silent, backend, config, now_s):
-                self._down(backend, f"sent nothing on any stream for {config.engine_stall_s:g} s")
+                backend.is_stalled = True
+                self._give_up(backend, f"sent nothing on any stream for {config.engine_stall_s:g} s")
             elif backend not in self._probes:
                 self._probes[backend] = asyncio.create_task(self._probe(backend))
 
@@ -64,13 +65,13 @@ class Watch:
             for _ in range(2):
                 if await self._backends.is_healthy(backend, self._config.health_timeout_s):
                     return
-            self._down(backend, "fails its health check")
+            backend.is_down = True
+            self._give_up(backend, "fails its health check")
         finally:
             del self._probes[backend]
 
-    def _down(self, backend: Backend, reason: str) -> None:
+    def _give_up(self, backend: Backend, reason: str) -> None:
         _log.warning("instance %s %s", backend, reason)
-        backend.is_down = True
         now_s = time.monotonic()
         for call in list(self._upstream.calls):
             if call.backend is backend and now_s - call.moved_s > self._config.stall_s:

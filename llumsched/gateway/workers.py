@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 
 import uvloop
+from prometheus_client.multiprocess import mark_process_dead
 
 from llumsched.gateway.config import Config
 
@@ -89,6 +90,7 @@ def _supervise(config: Config) -> int:
                 if process.exitcode == 1:
                     stopping, code = True, 1
                 else:
+                    mark_process_dead(process.pid)  # type: ignore[no-untyped-call]
                     print(f"llumnix gateway: a worker died ({process.exitcode}); another starts", file=sys.stderr)
                     processes[index] = start()
         for process in processes:

@@ -26,7 +26,7 @@ BLOCK = 32
 PREFIX = [100 + index % 90 for index in range(10 * BLOCK)]
 NUM_SLOTS = 2
 SECONDS = 20.0
-SOON_SECONDS = 1.0
+SOON_SECONDS = 2.0
 """An engine that answers, on a core that others use too."""
 
 
@@ -108,7 +108,8 @@ async def test_status_is_the_load(store: EmbeddedStore, start_server: StartServe
             assert set(names) | {stream.request_id for stream in running} <= set(status.recent_waiting_requests)
             used = status.num_total_blocks - status.num_free_blocks
             assert status.num_used_gpu_tokens == used * BLOCK
-            assert status.scheduler_running_to_decode_tokens_num <= status.num_used_gpu_tokens
+            # The newest token of each has no place yet.
+            assert status.scheduler_running_to_decode_tokens_num <= status.num_used_gpu_tokens + NUM_SLOTS
         before = [len(stream.token_ids) for stream in running]
         status = await asked(server)
         after = [len(stream.token_ids) for stream in running]

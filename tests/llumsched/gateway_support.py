@@ -100,7 +100,9 @@ async def engine(mock: Mock) -> AsyncIterator[tuple[int, web.Server[web.BaseRequ
         yield listener.sockets[0].getsockname()[1], server, listener
     finally:
         listener.close()
+        await asyncio.sleep(0.02)  # what was accepted just now becomes a connection
         await server.shutdown(0)
+        await asyncio.sleep(0.02)  # transports close their sockets on the loop's next turns
 
 
 @asynccontextmanager

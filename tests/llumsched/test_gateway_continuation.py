@@ -12,7 +12,7 @@ import pytest
 from benchmarks.mock_api import Mock
 from llumsched.gateway.body import Body
 from llumsched.gateway.continuation import CannotContinue, Transcript, plan, refusal
-from llumsched.gateway.sse import EventStream
+from llumsched.gateway.sse import EventStream, is_clients_fault
 from tests.llumsched.gateway_support import Cluster, Reply, cluster
 
 CHAT = "/v1/chat/completions"
@@ -251,3 +251,12 @@ async def test_no_engine_at_all() -> None:
         reply = await it.post(COMPLETIONS, BODIES[COMPLETIONS])
         assert reply.status in (502, 503)
         assert reply.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("code", "is_clients"), [(400, True), (422, True), (500, False), (None, False), ("400", False)]
+)
+def test_whose_fault_an_error_in_a_stream_is(code: Any, is_clients: bool) -> None:
+    failure = b"data: " + json.dumps({"error": {"message": "x", "code": code}}).encode() + b"\n\n"
+    assert is_clients_fault(failure + b"data: [DONE]\n\n") is is_clients
+    assert is_clients_fault(failure) is is_clients

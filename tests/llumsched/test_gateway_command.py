@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`llumnix gateway` as a process, its flags, its workers, and what it counts tokens with."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from benchmarks.mock_api import Mock
+from llumsched.gateway.tokens import TokenCounter
+from llumsched.up.ports import free_port
+from tests.llumsched.conftest import Llumnix, finish, start
+from tests.llumsched.gateway_support import engine
+
+COMPLETIONS = "/v1/completions"
+BODY = {"model": "mock", "prompt": "one two three", "max_tokens": 3}
+
+
+@pytest.mark.asyncio
+async def test_all_faults_are_listed_at_once(llumnix: Llumnix) -> None:
+    done = await llumnix(
+        "gateway", "--port", "70000", "--workers", "0", "--llm-backend-endpoints", "nowhere", "--stall-time", "soon",
+        "--access-log", "xml", "--continuation", "perhaps", "--read-timeout", "0", "--nonsense",
+    )  # fmt: skip
+    assert done.code == 2
+    for flag in ("--port", "--workers", "--llm-backend-endpoints", "--stall-time", "--access-log", "--continuation",
+                 "--read-timeout", "--nonsense"):  # fmt: skip
+        assert flag in done.err
+    done = await llumnix("gateway", "--scheduling-policy", "round-robin", "--scheduler-endpoints", "a:1")
+    assert done.code == 2
+    assert "needs --llm-backend-endpoints" in done.err
+    assert "--scheduler-endpoints is of no use" in done.err
+    assert "needs --scheduler-endpoints" in (await llumnix("gateway")).err
+
+
+@pytest.mark.asyncio
+async def test_a_tokenizer_that_is_not_there_ends_it_with_a_reason(llumnix: Llumnix, tmp_path: Path) -> None:
+    done = await llumnix("gateway", "--scheduler-endpoints", "127.0.0.1:1", "--tokenizer-path", str(tmp_path))
+    assert done.code == 1
+    assert "no tokenizer at" in done.err
+
+
+@asynccontextmanager
+async def _process(*arguments: str) -> Any:
+    port = free_port()
+    process = await start("gateway", "--host", "127.0.0.1", "--port", str(port), *arguments)
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
+        deadline_s = time.monotonic() + 40
+        while True:
+            try:
+                async with client.get("/healthz") as answer:
+                    assert answer.status == 200
+                    break
+            except aiohttp.ClientError:
+                assert time.monotonic() < deadline_s
+                assert process.returncode is None
+                await asyncio.sleep(0.1)
+        try:
+            yield client, process
+        finally:
+            if process.returncode is None:
+                process.send_signal(signal.SIGTERM)
+                await finish(process)
+
+
+@pytest.mark.asyncio
+async def test_workers_share_a_port_and_their_metrics_and_end_with_their_streams() -> None:
+    mock = Mock(interval_s=0.02)
+    async with engine(mock) as (port, _, _):
+        arguments = ("--workers", "2", "--scheduling-policy", "round-robin", "--llm-backend-endpoints")
+        async with _process(*arguments, f"127.0.0.1:{port}", "--access-log", "json") as (client, process):
+            for _ in range(8):
+                async with client.post(COMPLETIONS, json=BODY, headers={"Connection": "close"}) as answer:
+                    assert answer.status == 200
+            async with client.get("/metrics", headers={"Connection": "close"}) as answer:
+                assert 'request_total{model="mock",status_code="200"} 8.0' in await answer.text()
+            async with client.post(COMPLETIONS, json=BODY | {"stream": True, "max_tokens": 50}) as answer:
+                await answer.content.readany()
+                process.send_signal(signal.SIGTERM)
+                rest = await answer.read()
+                assert rest.endswith(b"data: [DONE]\n\n")
+            done = await finish(process)
+            assert done.code == 0
+            assert len([line for line in done.lines if line["status"] == 200]) == 9
+
+
+@pytest.fixture
+def tokenizer_path(tmp_path: Path) -> str:
+    words = {word: number for number, word in enumerate(["[UNK]", "one", "two", "three"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    template = "{% for m in messages %}one {{ m['content'] }} {% endfor %}"
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]", "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("document", "count", "ids"),
+    [
+        ({"prompt": "one two three"}, 3, (1, 2, 3)),
+        ({"prompt": [5, 6]}, 2, (5, 6)),
+        ({"prompt": ["one", "two three"]}, 3, None),
+        ({"prompt": [[1, 2], [3]]}, 3, None),
+        ({"prompt": "one " * 5000}, 5000, (1,) * 5000),
+        ({"messages": [{"role": "user", "content": "two"}, {"role": "user", "content": "three"}]}, 4, (1, 2, 1, 3)),
+        ({"messages": 3}, 0, None),
+        ({}, 0, None),
+    ],
+)
+async def test_prompts_are_counted_by_the_models_tokenizer(
+    tokenizer_path: str, document: dict[str, Any], count: int, ids: tuple[int, ...] | None
+) -> None:
+    counter = TokenCounter({"mock": tokenizer_path})
+    counted = await counter.count("mock", document)
+    assert (counted.num_tokens, counted.token_ids) == (count, ids)
+    counter.close()
+
+
+@pytest.mark.asyncio
+async def test_without_a_tokenizer_the_count_is_an_estimate() -> None:
+    counter = TokenCounter({})
+    assert (await counter.count("mock", {"prompt": "x" * 400})).num_tokens == 100
+    parts = [{"type": "text", "text": "x" * 40}, {"type": "image_url"}]
+    assert (await counter.count("mock", {"messages": [{"content": parts}]})).num_tokens == 14
+    assert (await counter.count("mock", {"prompt": {"a": 1}, "messages": 3})).num_tokens == 0
+    counter.close()

@@ -13,19 +13,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import json
-import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from rich.console import Console
@@ -36,6 +33,7 @@ from benchmarks.harness import Fleet, Server, ServerSpec
 from benchmarks.model import PRESETS, build
 from benchmarks.moves import Move, move_stream, stall_of_move
 from benchmarks.progress import Say, saying
+from benchmarks.source_process import offer, offered
 from benchmarks.stats import median
 from vllm_llumnix.kv import kernels
 from vllm_llumnix.kv.cuda_share import share
@@ -119,21 +117,7 @@ def serve_memory() -> None:
     torch.cuda.synchronize()
     layout, nonce = layout_of(PAGES[1], BLOCKS, False, storage.data_ptr()), NoncePage()
     memory = describe_memory(layout, nonce, "source", 0, cuda=share(storage.untyped_storage()))
-    print(msgspec.msgpack.encode(memory).hex(), flush=True)
-    sys.stdin.read()
-
-
-@contextlib.contextmanager
-def source_process() -> Iterator[PeerMemory]:
-    command = [sys.executable, "-m", "benchmarks.gpu_check", "--serve-memory"]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1])
-    assert child.stdin is not None
-    assert child.stdout is not None
-    try:
-        yield msgspec.msgpack.decode(bytes.fromhex(child.stdout.readline().decode()), type=PeerMemory)
-    finally:
-        child.stdin.close()
-        child.wait(30)
+    offer(memory)
 
 
 def check_ipc() -> Part:
@@ -143,7 +127,7 @@ def check_ipc() -> Part:
     storage = torch.zeros(ours.storage_bytes, dtype=torch.uint8, device=device)
     expected = random_bytes(ours.storage_bytes, device, seed=1)
     source_ids = np.random.default_rng(1).permutation(BLOCKS).tolist()
-    with source_process() as peer:
+    with offered(PeerMemory, "benchmarks.gpu_check", "--serve-memory") as peer:
         transport = LocalCudaTransport(storage, layout_of(PAGES[1], BLOCKS, True, storage.data_ptr()))
         transport.probe(peer)
 

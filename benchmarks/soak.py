@@ -41,9 +41,9 @@ from benchmarks.harness import Fleet, Server, ServerSpec, command_line, free_por
 from benchmarks.model import PRESETS, build
 from benchmarks.moves import migrate, requests
 from benchmarks.progress import saying
-from llumlet.client import LlumletClient
+from llumlet.client import IDLE_SECONDS, LlumletClient
 from llumlet.errors import LlumletCallFailed
-from llumlet.server import IDLE_SECONDS
+from vllm_llumnix.kv.mover import PROBE_THREAD
 
 MIB = 1 << 20
 LENGTH = 300
@@ -329,8 +329,7 @@ class Soak:
 
     async def at_rest(self) -> dict[str, Footprint]:
         """The footprints when connections for calls are closed: who has called whom is a matter of chance."""
-        # gRPC looks whether a connection has been idle for so long, and when it has not, waits as long again.
-        await asyncio.sleep(2 * IDLE_SECONDS + REST_S)
+        await asyncio.sleep(IDLE_SECONDS + REST_S)
         return await self.footprints()
 
     async def settled(self, before: dict[str, Footprint]) -> dict[str, Footprint]:
@@ -357,10 +356,10 @@ def _sockets(pid: int) -> Iterator[str]:
 
 
 def _threads(pid: int) -> Iterator[str]:
-    """But for those of gRPC's pool, which has more or fewer as it likes."""
+    """But for those of pools that grow when more is asked at once than ever before: gRPC's, and the probes of peers."""
     for task in Path(f"/proc/{pid}/task").iterdir():
         name = (task / "comm").read_text().strip()
-        if not name.startswith("event_engine"):
+        if not name.startswith(("event_engine", PROBE_THREAD)):
             yield f"thread of {_title(pid)}: {name}"
 
 

@@ -4,7 +4,8 @@
     python -m benchmarks.status_to_view --instances 100 --rate 100 --seconds 10
 
 From the moment at which the load of an instance changes to the moment at which the scheduler's view shows it, over the
-embedded CMS: reporters with a gRPC stream each, in a process of their own, and the CMS in this one. A change that is
+embedded CMS: reporters with a gRPC stream each, in a process of their own, and the CMS in this one. With `--cms
+redis://…` over that Redis instead. A change that is
 coalesced into a later push counts from its own time, not from that push. Both processes read the same monotonic clock.
 The CPU time per change says what the CMS costs the scheduler; unlike the latency, it does not depend on what else the
 machine is doing.
@@ -30,8 +31,10 @@ from benchmarks.stats import quantile
 from llumlet.reporter import Reporter
 from llumlet.types import InstanceMetadata, InstanceStatus
 from llumsched.cms.embedded import EmbeddedStore
+from llumsched.cms.store import open_store
 from llumsched.cms.view import Instance
 
+EMBEDDED = "listen://127.0.0.1:0"
 _BURST_S = 0.001
 """The sender makes its changes in bursts so far apart."""
 _WARM_UP_S = 1.0
@@ -133,13 +136,20 @@ async def _send(cms: str, instances: int, rate: float, requests: int) -> None:
 
 
 async def measure(
-    instances: int = 100, rate: float = 100.0, seconds: float = 10.0, requests: int = 10, *, quiet: bool = False
+    instances: int = 100,
+    rate: float = 100.0,
+    seconds: float = 10.0,
+    requests: int = 10,
+    *,
+    cms: str = EMBEDDED,
+    quiet: bool = False,
 ) -> StatusToView:
     """`requests`: ids in each status. Raises RuntimeError if the sender ends early."""
-    store, ages = EmbeddedStore(), _Ages()
+    store, ages = open_store(cms), _Ages()
     await store.start()
     store.view.observe(ages)
-    arguments = ["--send", str(store.address), "--instances", str(instances), "--rate", str(rate)]
+    address = str(store.address) if isinstance(store, EmbeddedStore) else cms
+    arguments = ["--send", address, "--instances", str(instances), "--rate", str(rate)]
     sender = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.status_to_view", *arguments, "--requests", str(requests),
         cwd=_ROOT,
@@ -182,13 +192,14 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=100.0, help="changes per second of each instance")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--requests", type=int, default=10, help="request ids in each status")
+    parser.add_argument("--cms", default=EMBEDDED, help="listen://HOST:PORT (default: embedded, any port) or redis://…")
     parser.add_argument("--json", type=Path, help="append the JSON line to this file, too")
     parser.add_argument("--send", metavar="ADDRESS", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.send:
         uvloop.run(_send(args.send, args.instances, args.rate, args.requests))
         return
-    result = uvloop.run(measure(args.instances, args.rate, args.seconds, args.requests))
+    result = uvloop.run(measure(args.instances, args.rate, args.seconds, args.requests, cms=args.cms))
     table = Table("instances", "changes/s each", "pushes/s", "p50 ms", "p99 ms", "max ms", "CPU µs/push")
     figures = (result.pushes_per_s, result.p50_ms, result.p99_ms, result.max_ms, result.cpu_us_per_push)
     table.add_row(str(result.instances), f"{result.rate:g}", *(f"{figure:,.2f}" for figure in figures))

@@ -30,7 +30,6 @@ import os
 import secrets
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
@@ -44,6 +43,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import source_process
 from benchmarks.progress import saying
 from benchmarks.stats import median
 from vllm_llumnix.kv.block_server import BlockServer
@@ -105,29 +105,13 @@ def serve(num_blocks: int, num_layers: int, page_bytes: int) -> None:
     threading.Thread(target=_send_raw, args=(listener, memoryview(data)), daemon=True).start()
     segment = engine.segment if engine else None
     memory = describe_memory(layout, nonce, "source", rank=0, tcp=f"{LOCAL}:{server.port}", mooncake=segment)
-    offer = Offer(memory, capability, listener.getsockname()[1], bare.segment if bare else None)
-    print(msgspec.msgpack.encode(offer).hex(), flush=True)
-    sys.stdin.read()
+    source_process.offer(Offer(memory, capability, listener.getsockname()[1], bare.segment if bare else None))
 
 
 def _send_raw(listener: socket.socket, data: memoryview) -> None:
     connection, _ = listener.accept()
     while request := connection.recv(8, socket.MSG_WAITALL):
         connection.sendall(data[: struct.unpack(">Q", request)[0]])
-
-
-@contextlib.contextmanager
-def source(num_blocks: int, num_layers: int, page_bytes: int) -> Iterator[Offer]:
-    shape = [str(number) for number in (num_blocks, num_layers, page_bytes)]
-    command = [sys.executable, "-m", "benchmarks.transport", "--serve", *shape]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1])
-    assert child.stdin is not None
-    assert child.stdout is not None
-    try:
-        yield msgspec.msgpack.decode(bytes.fromhex(child.stdout.readline().decode()), type=Offer)
-    finally:
-        child.stdin.close()
-        child.wait(10)
 
 
 Path_ = Callable[[list[int], list[int]], None]
@@ -233,7 +217,8 @@ def measure(num_blocks: int, num_layers: int, page_bytes: int, rounds: int) -> l
     room = 2 * num_blocks
     random = np.random.default_rng(3)
     shape = (room, num_layers, page_bytes)
-    with source(*shape) as offer, paths(offer, *shape) as functions:
+    process = source_process.offered(Offer, "benchmarks.transport", "--serve", *map(str, shape))
+    with process as offer, paths(offer, *shape) as functions:
         seconds: dict[str, list[float]] = {name: [] for name in functions}
         cpu_seconds: dict[str, float] = dict.fromkeys(functions, 0.0)
         clocks = [_cpu_clock(pid) for pid in (os.getpid(), offer.memory.pid)]

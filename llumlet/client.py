@@ -8,10 +8,13 @@ says nothing about the outcome.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Self, TypeVar, cast
+from typing import Final, NamedTuple, Self, TypeVar, cast
 
 import grpc
 from grpc import aio
@@ -79,9 +82,14 @@ class Deadlines:
 
 DEADLINES: Final = Deadlines()
 
+IDLE_SECONDS = 30.0
+"""After which a connection without a call is closed, so that in a large cluster not everybody stays connected with
+everybody. By the side that calls: a server that closed it could do so just when a call is on its way. (gRPC's own limit
+of a client, grpc.client_idle_timeout_ms, holds for the first time only in 1.85.)"""
+
 
 class LlumletClient:
-    """A connection to the llumlet at `address` (HOST:PORT), opened by the first call.
+    """A connection to the llumlet at `address` (HOST:PORT), opened by a call and closed when it was idle for a while.
 
     Make it on the event loop that uses it, and close it (`async with`, or `close`). With TLS, nothing is said to a
     server before it has shown a certificate for this address. Raises ValueError for an address that is none. The
@@ -95,12 +103,16 @@ class LlumletClient:
         self.address = str(parsed)
         self._deadlines = deadlines
         self._metadata = credentials.call_metadata
-        self._channel = credentials.channel(parsed)
-        self._llumlet = LlumletStub(self._channel)
-        self._peer = PeerStub(self._channel)
+        self._open = functools.partial(credentials.channel, parsed)
+        self._connection: _Connection | None = None
+        self._calls = 0
+        self._idle: asyncio.TimerHandle | None = None
+        self._closing: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        await self._channel.close(None)
+        self._rest()
+        if self._closing is not None:
+            await self._closing
 
     async def __aenter__(self) -> Self:
         return self
@@ -119,16 +131,16 @@ class LlumletClient:
         self, request: MigrateRequest, *, deadline_s: float | None = None
     ) -> AsyncGenerator[MigrateEvent, None]:
         """Events as they come, the summary last. Leaving the iteration leaves the moves running."""
-        return self._events(self._llumlet.Migrate, request, deadline_s or self._deadlines.move)
+        return self._events(lambda: self._llumlet.Migrate, request, deadline_s or self._deadlines.move)
 
     def migrate_in(
         self, request: MigrateInRequest, *, deadline_s: float | None = None
     ) -> AsyncGenerator[MigrateEvent, None]:
-        return self._events(self._llumlet.MigrateIn, request, deadline_s or self._deadlines.move)
+        return self._events(lambda: self._llumlet.MigrateIn, request, deadline_s or self._deadlines.move)
 
     def drain(self, request: DrainRequest, *, deadline_s: float | None = None) -> AsyncGenerator[DrainProgress, None]:
         """Progress as it comes, `done` last. Leaving the iteration leaves the drain running."""
-        return self._events(self._llumlet.Drain, request, deadline_s or self._deadlines.move)
+        return self._events(lambda: self._llumlet.Drain, request, deadline_s or self._deadlines.move)
 
     async def abort(self, request: AbortRequest, *, deadline_s: float | None = None) -> AbortResponse:
         return await self._answer(self._llumlet.Abort, request, deadline_s or self._deadlines.act)
@@ -189,22 +201,66 @@ class LlumletClient:
     # --- answers ---
 
     async def _answer(self, method: Callable[..., Awaitable[T]], request: object, seconds: float) -> T:
-        try:
-            return await method(request, timeout=seconds, metadata=self._metadata)
-        except aio.AioRpcError as error:
-            raise failure_of(error, self.address) from error
+        with self._in_use():
+            try:
+                return await method(request, timeout=seconds, metadata=self._metadata)
+            except aio.AioRpcError as error:
+                raise failure_of(error, self.address) from error
 
     async def _events(
-        self, method: aio.UnaryStreamMultiCallable[T, E], request: T, seconds: float
+        self, method: Callable[[], aio.UnaryStreamMultiCallable[T, E]], request: T, seconds: float
     ) -> AsyncGenerator[E, None]:
-        call = method(request, timeout=seconds, metadata=self._metadata)
+        with self._in_use():
+            call = method()(request, timeout=seconds, metadata=self._metadata)
+            try:
+                async for event in call:
+                    yield event
+            except aio.AioRpcError as error:
+                raise failure_of(error, self.address) from error
+            finally:
+                call.cancel()
+
+    # --- the connection ---
+
+    @property
+    def _llumlet(self) -> LlumletStub:
+        return self._connected().llumlet
+
+    @property
+    def _peer(self) -> PeerStub:
+        return self._connected().peer
+
+    def _connected(self) -> _Connection:
+        if self._connection is None:
+            channel = self._open()
+            self._connection = _Connection(channel, LlumletStub(channel), PeerStub(channel))
+        return self._connection
+
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[None]:
+        self._calls += 1
+        if self._idle is not None:
+            self._idle.cancel()
         try:
-            async for event in call:
-                yield event
-        except aio.AioRpcError as error:
-            raise failure_of(error, self.address) from error
+            yield
         finally:
-            call.cancel()
+            self._calls -= 1
+            if not self._calls:
+                self._idle = asyncio.get_running_loop().call_later(IDLE_SECONDS, self._rest)
+
+    def _rest(self) -> None:
+        """Let go of the connection; the next call opens another."""
+        if self._idle is not None:
+            self._idle.cancel()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._closing = asyncio.get_running_loop().create_task(connection.channel.close(None))
+
+
+class _Connection(NamedTuple):
+    channel: aio.Channel
+    llumlet: LlumletStub
+    peer: PeerStub
 
 
 def failure_of(error: aio.AioRpcError, address: str) -> LlumletCallFailed:

@@ -30,6 +30,8 @@ class LinkLost(Exception):
 class Link(Protocol):
     name: str
     """For logs: without a password."""
+    min_interval_s: float
+    """Between two pushes of an instance whose load changes all the time. The first one after a pause goes at once."""
 
     async def open(self, metadata: InstanceMetadata, ended: Callable[[], None]) -> None:
         """Connect, and say who is there. Returns when the store has taken it. `ended` is called if the store ends the
@@ -87,6 +89,8 @@ class GrpcLink(Abortable):
     that the store keeps up is known already. It opens a window of a few hundred bytes, and HTTP/2's flow control lets
     a write end only when the window has room again, that is, when what was sent before has been read.
     """
+
+    min_interval_s = 0.005
 
     def __init__(self, address: Address, credentials: Credentials) -> None:
         super().__init__()

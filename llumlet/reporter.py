@@ -23,14 +23,13 @@ from typing import Final
 
 from llumlet.credentials import NONE, Credentials
 from llumlet.report_links import Link, LinkLost, open_link
+from llumlet.tasks import end
 from llumlet.types import InstanceMetadata, InstanceStatus
 
 logger = logging.getLogger(__name__)
 
 KEEPALIVE_S: Final = 1.0
 """Between two pushes of an instance whose load does not change."""
-MIN_INTERVAL_S: Final = 0.005
-"""Between two pushes of one whose load changes all the time. The first one after a pause goes out at once."""
 PUSH_DEADLINE_S: Final = 3.0
 """From a push to its answer; then the store is held to be stuck, and connected to anew."""
 FIRST_RETRY_S: Final = 0.1
@@ -93,9 +92,7 @@ class Reporter:
         try:
             await asyncio.gather(*self._tasks)
         finally:
-            for task in (ticker, *self._tasks):
-                task.cancel()
-            await asyncio.gather(ticker, *self._tasks, return_exceptions=True)
+            await end(ticker, *self._tasks)
 
     async def leave(self) -> None:
         """Tell the stores that can be reached that the instance ends, and stop. At most `LEAVE_S` seconds."""
@@ -103,8 +100,7 @@ class Reporter:
             feed.leave()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=LEAVE_S)
-        for task in self._tasks:
-            task.cancel()
+        await end(*self._tasks)
 
     @property
     def connected(self) -> dict[str, bool]:
@@ -154,7 +150,7 @@ class _Feed:
         """There is something new to be said, now or when the pushes are far enough apart."""
         if self._dirty.is_set() or self._delayed:
             return
-        wait_s = self._pushed_s + MIN_INTERVAL_S - time.monotonic()
+        wait_s = self._pushed_s + self.link.min_interval_s - time.monotonic()
         if wait_s <= 0:
             self._dirty.set()
         else:

@@ -13,7 +13,7 @@ import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import grpc
 from grpc import aio
@@ -31,10 +31,6 @@ from llumlet.types import MAX_MESSAGE_BYTES, Address, Reason
 MAX_CONCURRENT_CALLS = 1024
 """More are answered RESOURCE_EXHAUSTED by gRPC itself, before a message is read."""
 
-IDLE_SECONDS = 30
-"""After which a connection without a call is closed; the caller's next call opens another. In a large cluster everybody
-has called everybody at some time."""
-
 SERVICES = tuple(llumlet_pb2.DESCRIPTOR.services_by_name[name].full_name for name in ("Llumlet", "Peer"))
 
 _OPTIONS = [
@@ -42,8 +38,6 @@ _OPTIONS = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     # Otherwise a second server could bind the same port, and each would get some of the calls.
     ("grpc.so_reuseport", 0),
-    # The clients' own limit, grpc.client_idle_timeout_ms, holds for the first time only (gRPC 1.85).
-    ("grpc.max_connection_idle_ms", IDLE_SECONDS * 1000),
 ]
 
 
@@ -57,7 +51,10 @@ class _Health(Protocol):
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server that listens at `address`. Its methods belong to the event loop that started it."""
+    """A server that listens at `address`. Its methods belong to the event loop that started it.
+
+    `async with` stops it in the end, if nobody has.
+    """
 
     address: Address
     _server: aio.Server
@@ -73,6 +70,12 @@ class RunningServer:
         state = health_pb2.HealthCheckResponse
         for service in ("", *SERVICES):
             await self._health.set(service, state.SERVING if serving else state.NOT_SERVING)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop(0)
 
     async def stop(self, grace_s: float = 1.0) -> None:
         """Give the calls in progress, moves among them, `grace_s` seconds; cancel the rest."""

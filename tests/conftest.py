@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,13 @@ from llumsched.up import reaper
 
 # Before anything imports a library that looks for models on the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+END_SECONDS = 60
+"""In which Python ends when the last test has; a thread that keeps it is shown and the run fails."""
+
+
+def pytest_unconfigure() -> None:
+    faulthandler.dump_traceback_later(END_SECONDS, exit=True)
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vllm_llumnix.reach import Reach
 
 CONFIG_VARIABLE = "LLUMNIX_LLUMLET"
-KNOWN_VARIABLES = frozenset({CONFIG_VARIABLE, "LLUMNIX_FAULTS", *credential_files.VARIABLES.values()})
+KNOWN_VARIABLES = frozenset({CONFIG_VARIABLE, "LLUMNIX_FAULTS", "LLUMNIX_CMS", *credential_files.VARIABLES.values()})
 INSTANCE_TYPES = ("neutral", "prefill", "decode")
 TRANSPORTS = ("auto", "local", "tcp", "mooncake")
 MOONCAKE_PROTOCOLS = ("tcp", "rdma")

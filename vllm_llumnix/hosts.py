@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from urllib.parse import urlsplit
 
 
 def reachable_host(host: str) -> str:
@@ -18,6 +19,19 @@ def reachable_host(host: str) -> str:
     from vllm.utils.network_utils import get_ip
 
     return get_ip()
+
+
+def connect(where: str, timeout_s: float) -> socket.socket:
+    """To HOST:PORT, an IPv6 address in brackets. Raises OSError, or ValueError for what is no address."""
+    parts = urlsplit(f"//{where}")
+    if parts.hostname is None or parts.port is None:
+        raise ValueError(f"{where!r} is not HOST:PORT")
+    return socket.create_connection((parts.hostname, parts.port), timeout_s)
+
+
+def host_of(where: str) -> str:
+    """Of HOST:PORT, without the brackets of an IPv6 address."""
+    return urlsplit(f"//{where}").hostname or ""
 
 
 def with_port(host: str, port: int) -> str:

@@ -103,6 +103,9 @@ class Intake:
         return known is not None and known.metadata.incarnation == incarnation
 
     async def keep_sweeping(self) -> None:
+        """While instances can be heard. The time since the last sweep is not held against them."""
+        self._forgive(self._clock() - self._swept_s)
+        self._swept_s = self._clock()
         while True:
             await asyncio.sleep(SWEEP_S)
             self.sweep()
@@ -113,13 +116,12 @@ class Intake:
         late_s = now - self._swept_s - SWEEP_S
         self._swept_s = now
         if late_s > SWEEP_S:
-            self.forgive(late_s)
+            self._forgive(late_s)
         for instance_id in [each for each, deadline in self._deadlines.items() if deadline < now]:
             logger.warning("Instance %s has fallen silent", instance_id)
             self.remove(instance_id)
 
-    def forgive(self, seconds: float) -> None:
-        """Nobody could be heard for so long."""
+    def _forgive(self, seconds: float) -> None:
         for instance_id in self._deadlines:
             self._deadlines[instance_id] += seconds
 

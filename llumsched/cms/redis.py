@@ -9,6 +9,7 @@ without a word, and heals what was missed. While Redis is away nobody falls sile
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -19,6 +20,7 @@ from google.protobuf.message import DecodeError
 from redis.exceptions import RedisError
 
 from llumlet.redis_link import CHANNEL, METADATA_PREFIX, STATUS_PREFIX, connect, redis_name
+from llumlet.tasks import end
 from llumlet.types import InstanceMetadata, InstanceStatus
 from llumsched.cms.intake import MAX_INSTANCES, Intake, Refused
 from llumsched.cms.store import PATIENCE, Patience
@@ -34,6 +36,8 @@ FIRST_RETRY_S: Final = 0.1
 LAST_RETRY_S: Final = 2.0
 _MGET: Final = 500
 """Instances read at once."""
+_READ_EVERY_S: Final = 0.005
+"""At least between two reads."""
 
 
 class RedisStore:
@@ -50,6 +54,8 @@ class RedisStore:
         self._intake = Intake(self.view, patience)
         self._task: asyncio.Task[None] | None = None
         self._retry_s = FIRST_RETRY_S
+        self._changed: dict[str, None] = {}
+        self._news = asyncio.Event()
         self._refused: dict[str, str] = {}
         """What was wrong with an instance's records, said once."""
 
@@ -58,8 +64,7 @@ class RedisStore:
 
     async def close(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end(self._task)
         self.view.connected = False
 
     async def _keep_following(self) -> None:
@@ -79,34 +84,47 @@ class RedisStore:
         async with client.pubsub(ignore_subscribe_messages=True) as channel:
             # Before the scan: a write between the two is then read twice, rather than not at all.
             await channel.subscribe(CHANNEL)
-            await self._scan(client)
-            self._reached()
-            scanned_s = beat_s = time.monotonic()
-            while True:
-                changed = await self._changes(channel)
-                now_s = time.monotonic()
-                if changed:
-                    await self._read(client, changed, published=True)
-                elif now_s - beat_s > BEAT_S:
-                    await client.ping()
-                    beat_s = now_s
-                if now_s - scanned_s > RESCAN_S:
-                    await self._scan(client)
-                    scanned_s = now_s
-                self.view.heard_s = time.monotonic()
-                self._intake.sweep()
+            listener = asyncio.create_task(self._listen(channel), name=f"listen to {self._name}")
+            listener.add_done_callback(lambda _: self._news.set())
+            sweeper = asyncio.create_task(self._intake.keep_sweeping(), name=f"sweep after {self._name}")
+            try:
+                await self._scan(client)
+                self._reached()
+                await self._keep_reading(client, listener)
+            finally:
+                await end(listener, sweeper)
 
-    async def _changes(self, channel: Any) -> list[str]:
-        """The ids that were published: waits for the first, takes what else is there, each once."""
-        ids: dict[str, None] = {}
-        message = await channel.get_message(timeout=BEAT_S / 4)
-        while message is not None:
+    async def _listen(self, channel: Any) -> None:
+        """Collects the ids that are published: what is read is the newest, however often an id came."""
+        async for message in channel.listen():
             instance_id = _id(message["data"])
-            if instance_id is not None and len(ids) < MAX_INSTANCES:
-                ids[instance_id] = None
-            # A zero would still be a turn of the loop for each: only what is buffered is taken.
-            message = await channel.get_message(timeout=0) if len(ids) < _MGET else None
-        return list(ids)
+            if instance_id is not None and len(self._changed) < MAX_INSTANCES:
+                self._changed[instance_id] = None
+                self._news.set()
+
+    async def _keep_reading(self, client: Any, listener: asyncio.Task[None]) -> None:
+        scanned_s = heard_s = time.monotonic()
+        while not listener.done():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BEAT_S / 4):
+                    await self._news.wait()
+            self._news.clear()
+            changed, self._changed = self._changed, {}
+            now_s = time.monotonic()
+            if changed:
+                await self._read(client, changed, published=True)
+            elif now_s - heard_s > BEAT_S:
+                await client.ping()
+            else:
+                continue
+            self.view.heard_s = heard_s = time.monotonic()
+            if now_s - scanned_s > RESCAN_S:
+                await self._scan(client)
+                scanned_s = now_s
+            # A read costs the same for one and for a few.
+            await asyncio.sleep(_READ_EVERY_S)
+        await listener
+        raise ConnectionError("the subscription has ended")
 
     async def _scan(self, client: Any) -> None:
         ids: dict[str, None] = {}
@@ -154,8 +172,6 @@ class RedisStore:
             logger.warning("What %s holds of instance %s is not taken: %s", self._name, instance_id, why)
 
     def _reached(self) -> None:
-        if self.complete.is_set():
-            self._intake.forgive(time.monotonic() - self.view.heard_s)
         self.view.connected, self.problem, self._retry_s = True, "", FIRST_RETRY_S
         self.view.heard_s = time.monotonic()
         self.complete.set()

@@ -18,6 +18,7 @@ from grpc import aio
 from llumlet.client import failure_of
 from llumlet.credentials import NONE, Credentials
 from llumlet.proto.llumlet_pb2_grpc import CmsStub
+from llumlet.tasks import end
 from llumlet.types import Address, ViewChange, WatchRequest
 from llumsched.cms.view import View
 
@@ -51,8 +52,7 @@ class WatchStore:
 
     async def close(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end(self._task)
 
     async def _keep_watching(self) -> None:
         checker = asyncio.create_task(self._check(), name=f"watch {self._address} for silence")
@@ -71,8 +71,7 @@ class WatchStore:
                 self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
         finally:
             self.view.connected = False
-            checker.cancel()
-            await asyncio.gather(checker, return_exceptions=True)
+            await end(checker)
 
     async def _watch(self) -> None:
         channel = self._credentials.channel(self._address)

@@ -123,7 +123,7 @@ def weigh(
     if difference < config.balance_threshold:
         return None, "below_threshold"
     selection = _selection(draft, source, destination, mean)
-    tokens, requests = _expected(draft, selection, source)
+    tokens, requests = _expected(draft, selection, source, destination)
     if tokens > snapshot.free_tokens[destination] > 0:
         return None, "no_room"
     given, taken = (shift / scale for shift in draft.shifts(source, destination, tokens))
@@ -155,7 +155,7 @@ def _most(draft: Draft, source: int, destination: int, difference: float) -> flo
     return difference * (given + taken) / (given**2 + taken**2) if given > 0 else 0.0
 
 
-def _expected(draft: Draft, selection: Selection, source: int) -> tuple[float, float]:
+def _expected(draft: Draft, selection: Selection, source: int, destination: int) -> tuple[float, float]:
     """Tokens and requests that the source will choose. At least one request of average length: if none fits the budget,
     the source takes the first one alone."""
     snapshot = draft.snapshot
@@ -170,5 +170,6 @@ def _expected(draft: Draft, selection: Selection, source: int) -> tuple[float, f
             budget = selection.value * float(snapshot.total_tokens[source])
         case Rule.TOKEN:
             budget = selection.value
-    requests = min(max(budget // mean, 1.0), float(draft.out_slots[source]), max(running, 1.0))
+    slots = float(min(draft.out_slots[source], draft.in_slots[destination]))
+    requests = min(max(budget // mean, 1.0), slots, max(running, 1.0))
     return requests * mean, requests

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
@@ -43,6 +44,8 @@ class _Source:
     client: LlumletClient
     places: asyncio.Semaphore
     num_calls: int = 0
+    named: set[str] = field(default_factory=set)
+    """Requests that calls under way ask for by name; the source's list shows a move only once it has begun."""
 
 
 @dataclass(eq=False)
@@ -119,21 +122,22 @@ class Executor:
     async def _call(self, record: MoveRecord, instance: Instance, destination: Instance) -> None:
         source = self._connect(instance.llumlet)
         source.num_calls += 1
+        request = migrate_request(record.move, destination)
         try:
             async with source.places:
-                request = migrate_request(record.move, destination)
-                if not await self._name_requests(record, source.client, instance, request):
+                if not await self._name_requests(record, source, instance, request):
                     record.outcome = Outcome.NOTHING
                     self.history.source_gave_nothing(record.move.source, self.clock())
                     return
                 events = source.client.migrate(request, deadline_s=LONGEST_MOVE_S)
                 await self._follow(record, events)
         finally:
+            source.named.difference_update(request.request_ids)
             source.num_calls -= 1
             await self._disconnect(instance.llumlet, source)
 
     async def _name_requests(
-        self, record: MoveRecord, client: LlumletClient, instance: Instance, request: MigrateRequest
+        self, record: MoveRecord, source: _Source, instance: Instance, request: MigrateRequest
     ) -> bool:
         """Replace the rule by names where the source's own choice would not do. False: there is nothing to move."""
         move = record.move
@@ -141,12 +145,15 @@ class Executor:
         if move.policy.endswith("_failover") or (move.limit_tokens is None and not cooling):
             return True
         total_tokens = instance.status.num_total_gpu_tokens if instance.status else 0
-        listed = await client.list_requests(deadline_s=self.config.grpc_timeout_s)
-        slots = instance.metadata.max_migrations_out
-        chosen = choose(listed.requests, move, total_tokens, cooling)[: slots or None]
+        listed = await source.client.list_requests(deadline_s=self.config.grpc_timeout_s)
+        # No more than the slots that were counted for it: the others are for other moves of the source.
+        chosen = choose(listed.requests, move, total_tokens, cooling | source.named)[
+            : max(math.ceil(move.expected_requests), 1)
+        ]
         for name in ("migration_type", "migration_req_policy", "value"):
             request.ClearField(name)
         request.request_ids.extend(one.request_id for one in chosen)
+        source.named.update(request.request_ids)
         self.history.sized(record.number, sum(map(num_tokens, chosen)), len(chosen))
         return bool(chosen)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from llumsched.scheduling.dispatch import Dispatcher, Placement, Refused
@@ -107,6 +107,11 @@ class _Instances(Collector):
         yield _gauge("uptime_seconds", "Of this process.", time.monotonic() - self._started_s)
         yield _gauge("scheduler_instances", "That are known.", len(view))
         yield _gauge("scheduler_view_age_seconds", "Since the lost store was last heard; 0: it is there.", view.age_s)
+        yield CounterMetricFamily(
+            "scheduler_expired_requests",
+            "Placed requests of which nothing was heard any more.",
+            value=self._dispatcher.ledger.num_expired,
+        )
         yield from self._lite() if self._dispatcher.policy.mode is Mode.LITE else self._full()
 
     def _full(self) -> Iterator[Metric]:

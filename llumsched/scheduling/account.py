@@ -23,10 +23,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from llumsched.cms.view import Instance
 from llumsched.scheduling.in_flight import InFlight, counters_of
 from llumsched.scheduling.load import Counters, InferType
+
+_NAME_CHARACTERS: Final = 128
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +127,8 @@ class Account:
 
 def _names(request_id: str) -> Iterator[str]:
     """Under which vLLM's API server passes on the request of a gateway that sent `request_id`. Of several prompts or
-    samples the first stands for all."""
+    samples the first stands for all. An engine reports the beginning of a long one."""
+    request_id = request_id[:_NAME_CHARACTERS]
     for name in (request_id, f"chatcmpl-{request_id}", f"cmpl-{request_id}-0", f"cmpl-{request_id}"):
         yield name
         yield f"0_{name}"

@@ -47,6 +47,7 @@ class Ledger(Observer, Protocol):
     """What `account.Account` and `lrs.RealtimeState` have in common."""
 
     in_flight: InFlight
+    num_expired: int
 
     def dispatched(
         self, request_id: str, instance_id: str, infer_type: InferType, num_tokens: int, gateway_id: str = ""

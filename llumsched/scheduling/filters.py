@@ -135,12 +135,15 @@ class SchedulabilityFilter:
         return unschedulable(load.instance)
 
 
+_NOT_WELL = frozenset({Health.SUSPECT, Health.HUNG})
+
+
 def unschedulable(instance: Instance) -> str | None:
     """Why nothing may be sent to an instance, of what it says itself."""
     status = instance.status
     if status is None:
         return "has not reported its status yet"
-    if status.health in (Health.SUSPECT, Health.HUNG):
+    if status.health in _NOT_WELL:
         return f"{word(Health, status.health)}: its loop has not moved for {status.loop_age_ms / 1e3:.1f} s"
     return None if status.schedulable else "takes no new requests"
 

@@ -174,6 +174,8 @@ class Table:
 
     def _among(self, ids: Collection[str]) -> Mask:
         mask = np.zeros(len(self), np.bool_)
+        if not ids:
+            return mask
         rows = [self._rows[instance_id] for instance_id in ids if instance_id in self._rows]
         mask[rows] = True
         return mask

@@ -11,6 +11,7 @@ from typing import Any
 from llumlet.credentials import NONE, Credentials
 from llumlet.reporter import Reporter
 from llumlet.server import RunningServer, serve
+from llumlet.tasks import end
 from llumlet.types import Address, InstanceMetadata, InstanceStatus
 from llumsched.testing.agent import SimulatedAgent
 from llumsched.testing.api import SimulatedApi
@@ -124,9 +125,7 @@ class SimulatedInstance:
             await self._reporter.leave()
 
     async def _end(self, reason: str) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(*self._tasks)
         self._tasks.clear()
         self._reporter = None
         if self._api is not None:

@@ -28,7 +28,7 @@ class ComponentDied(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ComponentSpec:
-    """What to run, and how to see that it works. `environment` is added to that of this process."""
+    """What to run, and how to see that it works. `environment` is added to that of this process, less LLUMNIX_*."""
 
     name: str
     command: tuple[str, ...]
@@ -144,13 +144,16 @@ class Component:
         options = ["--scratch", scratch]
         if self.spec.cores:
             options += ["--cores", ",".join(map(str, self.spec.cores))]
+        # Credentials and addresses of another cluster are none of this one's business, and engines refuse what they do
+        # not know.
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("LLUMNIX_")}
         ours = {"PYTHONUNBUFFERED": "1", "TMPDIR": scratch, "VLLM_RPC_BASE_PATH": scratch}
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-S", "-I", reaper.__file__, *options, "--", *self.spec.command),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, **ours, **self.spec.environment},
+            env={**kept, **ours, **self.spec.environment},
             # A Ctrl-C in the terminal reaches this process only, which then stops its components in order.
             start_new_session=True,
         )

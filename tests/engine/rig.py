@@ -60,29 +60,7 @@ class Rig:
     def __init__(
         self, model: Path, *, asynchronous: bool = False, runner_v2: bool = False, num_blocks: int = 64, **flags: Any
     ) -> None:
-        config = _config(model, **flags)
-        config.scheduler_config.async_scheduling = asynchronous
-        spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=4, head_size=64, dtype=torch.bfloat16)
-        cache = KVCacheConfig(
-            num_blocks=num_blocks,
-            kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["layer.0"], spec)],
-            hash_block_size=BLOCK_SIZE,
-        )
-        config.cache_config.num_gpu_blocks = num_blocks
-        hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
-        init_none_hash(hash_fn)
-        self.block_hasher = get_request_block_hasher(BLOCK_SIZE, hash_fn)
-        with set_current_vllm_config(config):
-            self.scheduler = (AsyncScheduler if asynchronous else Scheduler)(
-                vllm_config=config,
-                kv_cache_config=cache,
-                structured_output_manager=StructuredOutputManager(config),
-                block_size=BLOCK_SIZE,
-                hash_block_size=BLOCK_SIZE,
-                include_finished_set=True,
-                log_stats=True,
-            )
+        self.scheduler, self.block_hasher = new_scheduler(model, asynchronous, num_blocks, **flags)
         self.scheduler.use_v2_model_runner = runner_v2
         self.port = SchedulerPort(self.scheduler)
         self.runner = FakeRunner()
@@ -101,17 +79,13 @@ class Rig:
         first: int = 5,
         adapter: LoRARequest | None = None,
     ) -> Request:
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=[first + index % 90 for index in range(num_prompt)],
-            sampling_params=params,
-            pooling_params=None,
-            lora_request=adapter,
+        return new_request(
+            request_id,
+            [first + index % 90 for index in range(num_prompt)],
+            max_tokens,
             block_hasher=self.block_hasher,
+            lora_request=adapter,
         )
-        settle_in(request, Residence(origin="tcp://127.0.0.1:1", external_request_id=request_id, reasoning_ended=None))
-        return request
 
     def add(self, *args: Any, **kwargs: Any) -> Request:
         request = self.request(*args, **kwargs)
@@ -142,6 +116,43 @@ class Rig:
 
     def turns(self, count: int) -> list[EngineCoreOutput]:
         return [output for _ in range(count) for output in self.turn()]
+
+
+def new_scheduler(model: Path, asynchronous: bool, num_blocks: int, **flags: Any) -> tuple[Scheduler, Any]:
+    """One of vLLM's own, and what computes the block hashes of its requests."""
+    config = _config(model, **flags)
+    config.scheduler_config.async_scheduling = asynchronous
+    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=4, head_size=64, dtype=torch.bfloat16)
+    cache = KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(["layer.0"], spec)],
+        hash_block_size=BLOCK_SIZE,
+    )
+    config.cache_config.num_gpu_blocks = num_blocks
+    hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+    init_none_hash(hash_fn)
+    with set_current_vllm_config(config):
+        scheduler = (AsyncScheduler if asynchronous else Scheduler)(
+            vllm_config=config,
+            kv_cache_config=cache,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK_SIZE,
+            hash_block_size=BLOCK_SIZE,
+            include_finished_set=True,
+            log_stats=True,
+        )
+    return scheduler, get_request_block_hasher(BLOCK_SIZE, hash_fn)
+
+
+def new_request(request_id: str, prompt: list[int], max_tokens: int, **more: Any) -> Request:
+    """As an API server of ours would have sent it."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    request = Request(
+        request_id=request_id, prompt_token_ids=prompt, sampling_params=params, pooling_params=None, **more
+    )
+    settle_in(request, Residence(origin="tcp://127.0.0.1:1", external_request_id=request_id, reasoning_ended=None))
+    return request
 
 
 def _config(model: Path, **flags: Any) -> VllmConfig:

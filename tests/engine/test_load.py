@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -167,6 +168,57 @@ def test_who_is_about_to_leave_is_no_decode_load(rig: Rig) -> None:
     rig.port.load.moving("a", False)
     rig.turns(3)
     assert assert_right(rig).running_to_decode == 2
+
+
+def test_no_reader_sees_half_a_change(rig: Rig) -> None:
+    """Four requests live until all four are aborted: no snapshot shows more or fewer, or tokens of nobody."""
+    load, stop, seen = rig.port.load, threading.Event(), []
+
+    def read() -> None:
+        while not stop.is_set():
+            seen.append(load.snapshot())
+
+    names = [f"r{index}" for index in range(4)]
+    for index, name in enumerate(names):
+        rig.add(name, num_prompt=40, max_tokens=1500, first=5 + index)
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        rig.turns(400)
+        rig.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
+    finally:
+        stop.set()
+        reader.join()
+    assert len(seen) > 100
+    tokens = [one.load.running_to_decode_tokens for one in seen if one.load.running_to_decode == 4]
+    assert tokens == sorted(tokens)
+    before = [one.load for one in seen if one.load.num_waiting + one.load.num_running == 4]
+    assert before == [one.load for one in seen][: len(before)]
+    assert all(load.running_to_decode_tokens >= 40 * load.running_to_decode for load in before)
+    versions = [one.version for one in seen]
+    assert versions == sorted(versions)
+
+
+def test_a_step_that_ends_requests_is_seen_whole(rig: Rig) -> None:
+    """Where the counters take off tokens that they have not added yet, nobody looks."""
+    for index in range(3):
+        rig.add(f"r{index}", num_prompt=40, max_tokens=4, first=5 + index)
+    rig.turns(rig.depth + 1)
+    seen: list[Load] = []
+    free_request = rig.scheduler._free_request
+
+    def look(*args: object, **kwargs: object) -> object:
+        answer = free_request(*args, **kwargs)
+        seen.append(rig.port.load.snapshot().load)
+        return answer
+
+    rig.scheduler._free_request = look
+    rig.port.load.on_change = lambda: seen.append(rig.port.load.snapshot().load)
+    while rig.scheduler.requests:
+        rig.turn()
+    assert {load.running_to_decode for load in seen} <= {0, 3}
+    assert seen[-1] == Load()
+    assert all(load.running_to_decode_tokens >= 40 * load.running_to_decode for load in seen)
 
 
 def test_names_are_shown_once(rig: Rig) -> None:

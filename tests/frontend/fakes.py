@@ -39,7 +39,7 @@ from vllm_llumnix.relay_keys import RelayKeys
 VOCAB_SIZE = 1000
 FIRST_HOP = Epoch(0, 1)
 DIGEST = "digest"
-SECONDS = 5.0
+SECONDS = 15.0
 """How long a test waits for a message before it fails."""
 
 if "queue_server_address" in EngineCoreRequest.__struct_fields__:

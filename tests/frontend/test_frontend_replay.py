@@ -29,7 +29,7 @@ from tests.frontend.fakes import (
     until,
 )
 from tests.llumlet.fake_agent import FakeAgent
-from vllm_llumnix.frontend import streams
+from vllm_llumnix.frontend import owners, streams
 from vllm_llumnix.frontend.client import WATCH_SECONDS
 from vllm_llumnix.ids import Epoch
 from vllm_llumnix.migration import wire
@@ -38,6 +38,13 @@ from vllm_llumnix.request_wire import RequestState, decode_state
 pytestmark = pytest.mark.asyncio
 Health = wire.Health
 RAISED = Epoch(1, 0)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers here speak only when a test has them speak; on a slow machine that may be too late for an engine that is
+    to be sent requests."""
+    monkeypatch.setattr(owners, "SUSPECT_SECONDS", 30.0)
 
 
 @pytest_asyncio.fixture
@@ -179,10 +186,10 @@ async def test_an_owner_that_does_not_claim_the_request(
     rescuer: FakeAgent,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(streams, "CLAIM_SECONDS", 1.0)
+    monkeypatch.setattr(streams, "CLAIM_SECONDS", 2.0)
     await start(client, engine, 10)
     await home.send(wire.HandedOver("r", FIRST_HOP, "rescuer", "1", rescue.llumlet))
-    for _ in range(12):
+    for _ in range(24):
         assert await rescue.heartbeat("r") == []
         await asyncio.sleep(0.1)
     assert rescuer.asked("adopt") == []

@@ -138,7 +138,7 @@ async def test_without_room_elsewhere_streams_end_here(stage: Stage, expected: d
     port = free_port()
     full, leaver = stage.start(
         stage.spec("full", "--llumlet-max-migrations-in", "0", "--llumlet-port", str(port)),
-        stage.spec("stays", "--llumlet-peers", f"127.0.0.1:{port}"),
+        stage.spec("stays", "--llumlet-peers", f"127.0.0.1:{port}", "--llumlet-drain-seconds", "600"),
     )
     async with Client(leaver.base_url) as client:
         stream = await begin(client, "greedy")

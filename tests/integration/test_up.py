@@ -66,7 +66,7 @@ def test_one_command_serves_and_leaves_nothing(model_dir: Path, tmp_path: Path) 
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.1)
     said = out.read_text()
-    stopped = [line for line in said.splitlines() if line.endswith(" stopped")]
+    stopped = [line for line in said.splitlines() if line.startswith("llumnix up: ") and line.endswith(" stopped")]
     assert stopped == [
         "llumnix up: gateway stopped",
         "llumnix up: engine-0, engine-1 stopped",

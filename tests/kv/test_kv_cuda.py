@@ -269,13 +269,13 @@ async def test_the_memory_of_who_has_ended_is_unmapped(
     client = MoverClient(MoverInfo(0, running.endpoint, describe(here, NoncePage()), "", "cuda", ""))
     try:
         with source_process(cuda=True, seed=1, shapes=SHAPES) as source:
-            assert await client.probe(source.peer) is None
+            assert await client.probe(source.peer, "local") is None
             await asyncio.sleep(0.3)
             (tensor,) = tensors
             assert tensor() is not None
             source.kill()
             if when == "asked":
-                assert "has ended" in (await client.probe(source.peer) or "")
+                assert "has ended" in (await client.probe(source.peer, "local") or "")
             await asyncio.to_thread(until, lambda: tensor() is None)
     finally:
         client.close()
@@ -327,7 +327,7 @@ async def test_local_alone_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None
     info = msgspec.msgpack.decode(start_mover(worker, packed(transports=("local",))), type=MoverInfo)
     client = MoverClient(info)
     with source_process(CAPABILITY, seed=1, shapes=[(4, 4096)]) as source:
-        found = await client.probe(source.peer)
+        found = await client.probe(source.peer, "local")
     assert found == "no transport 'local': sleep mode's allocator"
     client.close()
     stop_mover(worker)

@@ -47,7 +47,7 @@ async def started(client: MoverClient, source: SourceProcess, job: int) -> async
     pull = client.pull(job, source.peer, ALL, ALL, deadline_s=20, limit=Limit(bytes_per_s=SLOW))
     task = asyncio.create_task(pull)
     await asyncio.sleep(0)
-    assert await client.probe(source.peer) is None
+    assert await client.probe(source.peer, "local") is None
     return task
 
 
@@ -94,7 +94,7 @@ class TestPull:
         async def policy() -> int:
             """In the turn after the one in which all commands so far were taken."""
             for _ in range(2):
-                assert await client.probe(source.peer) is None
+                assert await client.probe(source.peer, "local") is None
             (mover,) = [thread for thread in threading.enumerate() if thread.name == "llumnix-mover"]
             assert mover.native_id is not None
             return os.sched_getscheduler(mover.native_id)
@@ -189,7 +189,7 @@ class TestPull:
             report = await pull
         assert report.error is not None
         assert "has ended" in report.error
-        assert ((await client.probe(source.peer)) or "").startswith("worker 0 of there")
+        assert ((await client.probe(source.peer, "local")) or "").startswith("worker 0 of there")
 
     async def test_clients_do_not_share_job_numbers(
         self, client: MoverClient, info: MoverInfo, source: SourceProcess
@@ -286,7 +286,7 @@ class TestFailures:
         nowhere = msgspec.structs.replace(info, endpoint=info.endpoint + "-not")
         client = MoverClient(nowhere)
         with pytest.raises(TransferFailed):
-            await client.probe(source.peer, deadline_s=0.2)
+            await client.probe(source.peer, "local", deadline_s=0.2)
         client.close()
 
     async def test_a_mover_that_does_not_answer(self, info: MoverInfo, source: SourceProcess, tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ class TestFailures:
         client = MoverClient(msgspec.structs.replace(info, endpoint=f"ipc://{tmp_path}/deaf"))
         with pytest.raises(TransferFailed, match=r"has not answered for 0\.1 s"):
             await client.stop(1, deadline_s=0.1)
-        probe = asyncio.create_task(client.probe(source.peer))
+        probe = asyncio.create_task(client.probe(source.peer, "local"))
         identity, _ = await deaf.recv_multipart()
         identity, _ = await deaf.recv_multipart()
         await deaf.send_multipart([identity, b"nonsense"])
@@ -315,7 +315,7 @@ class TestFailures:
         with pytest.raises(TransferFailed, match="closed"):
             await pull
         with pytest.raises(TransferFailed, match="closed"):
-            await client.probe(source.peer)
+            await client.probe(source.peer, "local")
 
     async def test_an_unexpected_error_is_reported_and_survived(
         self, client: MoverClient, source: SourceProcess, monkeypatch: pytest.MonkeyPatch
@@ -377,8 +377,6 @@ class TestFaults:
 
 class TestStart:
     async def test_an_instance_at_an_ipv6_address(self, memory: Memory, source: SourceProcess, tmp_path: Path) -> None:
-        if not _has_ipv6():
-            pytest.skip("this machine has no IPv6 loopback")
         there = Memory(shapes=memory.shapes, seed=3)
         fake = FakeWorker(there)
         settings = packed(directory=str(tmp_path), transports=("tcp",), host="::1")
@@ -426,7 +424,7 @@ class TestStart:
         assert info.isa == "xpu"
         assert info.memory.unavailable is not None
         assert "xpu device" in info.memory.unavailable
-        assert await client.probe(source.peer) == f"no transport 'local': {info.memory.unavailable}"
+        assert await client.probe(source.peer, "local") == f"no transport 'local': {info.memory.unavailable}"
         report = await client.pull(1, source.peer, [0], [0], deadline_s=5)
         assert report.error == f"no transport 'local': {info.memory.unavailable}"
         client.close()
@@ -467,14 +465,6 @@ class TestFingerprint:
         with torch.no_grad():
             changed.turned[-1, -1] += 1
         assert mine != worker.fingerprint(changed)
-
-
-def _has_ipv6() -> bool:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        return False
-    return True
 
 
 def _is_there(endpoint: str) -> bool:

@@ -97,8 +97,7 @@ async def test_a_failure_that_nobody_waits_for_is_logged(
 async def test_stopping_the_server_cancels_what_does_not_end_in_time() -> None:
     agent = FakeAgent()
     agent.go.clear()
-    server = await serve(agent)
-    async with LlumletClient(server.address) as client:
+    async with await serve(agent) as server, LlumletClient(server.address) as client:
 
         async def watch() -> None:
             async for _ in client.migrate(messages.migrate()):
@@ -109,22 +108,21 @@ async def test_stopping_the_server_cancels_what_does_not_end_in_time() -> None:
         await server.stop(grace_s=0.1)
         with pytest.raises(LlumletError) as caught:
             await watching
-    assert caught.value.reason == Reason.SHUTTING_DOWN
-    assert agent.completed == []
+        assert caught.value.reason == Reason.SHUTTING_DOWN
+        assert agent.completed == []
 
 
 async def test_stopping_the_server_waits_for_what_ends_in_time() -> None:
     agent = FakeAgent()
     agent.delays["commit"] = 0.2
-    server = await serve(agent)
-    async with LlumletClient(server.address) as client:
+    async with await serve(agent) as server, LlumletClient(server.address) as client:
         committing = asyncio.create_task(client.commit(messages.commit()))
         await until(lambda: agent.asked("commit"))
         await server.stop(grace_s=2.0)
         await committing
         with pytest.raises(LlumletUnreachable):
             await client.get_instance_status()
-    assert agent.completed == ["commit"]
+        assert agent.completed == ["commit"]
 
 
 async def test_a_slow_reader_loses_no_event(client: LlumletClient, agent: FakeAgent) -> None:

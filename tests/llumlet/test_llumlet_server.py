@@ -13,7 +13,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from llumlet import server as server_module
+from llumlet import client as client_module
 from llumlet.client import LlumletClient
 from llumlet.server import RunningServer, is_loopback, serve
 from tests.llumlet.fake_agent import FakeAgent
@@ -75,9 +75,8 @@ async def test_other_than_loopback_must_be_asked_for(host: str) -> None:
 
 async def test_other_than_loopback_if_asked_for() -> None:
     server = await serve(FakeAgent(), "0.0.0.0", insecure=True)
-    async with LlumletClient(f"127.0.0.1:{server.port}") as client:
+    async with server, LlumletClient(f"127.0.0.1:{server.port}") as client:
         assert (await client.get_instance_status()).instance_id == "fake-a"
-    await server.stop(0)
 
 
 @pytest.mark.parametrize(
@@ -103,11 +102,10 @@ async def test_two_servers_do_not_share_a_port(server: RunningServer) -> None:
 
 async def test_a_port_can_be_chosen_and_is_free_again(unused_tcp_port: int) -> None:
     for _ in range(2):
-        server = await serve(FakeAgent(), port=unused_tcp_port)
-        assert server.port == unused_tcp_port
-        async with LlumletClient(server.address) as client:
-            await client.get_instance_status()
-        await server.stop(0)
+        async with await serve(FakeAgent(), port=unused_tcp_port) as server:
+            assert server.port == unused_tcp_port
+            async with LlumletClient(server.address) as client:
+                await client.get_instance_status()
 
 
 async def test_bytes_that_are_no_message_are_refused(server: RunningServer) -> None:
@@ -125,23 +123,26 @@ async def test_bytes_that_are_no_message_are_refused(server: RunningServer) -> N
 
 async def test_a_connection_that_nobody_uses_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every time; a call that comes just then is answered."""
-    soon = [(name, 500 if name == "grpc.max_connection_idle_ms" else value) for name, value in server_module._OPTIONS]
-    monkeypatch.setattr(server_module, "_OPTIONS", soon)
-    server = await serve(FakeAgent())
+    monkeypatch.setattr(client_module, "IDLE_SECONDS", 0.1)
+    agent = FakeAgent()
+    async with await serve(agent) as server:
 
-    def connected() -> bool:
-        found = psutil.Process().net_connections("tcp")
-        return any(one.raddr and one.raddr.port == server.port and one.status == "ESTABLISHED" for one in found)
+        def connected() -> bool:
+            found = psutil.Process().net_connections("tcp")
+            return any(one.raddr and one.raddr.port == server.port and one.status == "ESTABLISHED" for one in found)
 
-    async with LlumletClient(server.address) as client:
-        for _ in range(3):
-            await client.get_instance_status()
+        async with LlumletClient(server.address) as client:
+            for _ in range(3):
+                await client.get_instance_status()
+                assert connected()
+                deadline = time.monotonic() + 10
+                while connected():
+                    assert time.monotonic() < deadline
+                    await asyncio.sleep(0.05)
+            for pause in range(90, 120, 2):
+                await client.get_instance_status()
+                await asyncio.sleep(pause / 1e3)
+            # One that is in use is not closed, though one of two calls has ended long ago.
+            agent.delays["list_requests"] = 0.4
+            await asyncio.gather(client.get_instance_status(), client.list_requests())
             assert connected()
-            deadline = time.monotonic() + 10
-            while connected():
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.05)
-        for pause in range(490, 520, 2):
-            await client.get_instance_status()
-            await asyncio.sleep(pause / 1e3)
-    await server.stop(grace_s=0.2)

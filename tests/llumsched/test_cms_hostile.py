@@ -16,6 +16,7 @@ from grpc import aio
 
 from llumlet.credentials import NONE, Credentials
 from llumlet.proto.llumlet_pb2_grpc import CmsStub
+from llumlet.tasks import end
 from llumlet.types import InstanceMetadata, InstanceReport, InstanceStatus, WatchRequest
 from llumsched.cms import embedded as embedded_module
 from llumsched.cms import intake as intake_module
@@ -190,8 +191,7 @@ async def test_a_flood_is_slowed_and_disturbs_nobody(
             lambda: (seen := store.view["sim-0"].status) is not None and seen.update_id == cluster[0].engine.update_id
         )
         taken = store.view["a"].status
-    writing.cancel()
-    await asyncio.gather(writing, return_exceptions=True)
+    await end(writing)
     assert taken is not None
     # A second's worth at once, then the rate; how long it went on depends on the machine, not by much.
     assert 50 <= taken.update_id < 50 * (seconds + 10)

@@ -13,7 +13,9 @@ import pytest
 import pytest_asyncio
 
 from llumlet import reporter as reporter_module
+from llumlet.report_links import GrpcLink
 from llumlet.reporter import Reporter, cms_faults
+from llumlet.tasks import end as finished
 from llumlet.types import InstanceMetadata, InstanceStatus
 from llumsched.cms.embedded import EmbeddedStore
 from llumsched.cms.view import Instance
@@ -80,7 +82,7 @@ async def stuck() -> AsyncIterator[str]:
 async def end(reporter: Reporter, running: asyncio.Task[None]) -> None:
     async with asyncio.timeout(5):
         await reporter.leave()
-        await asyncio.gather(running, return_exceptions=True)
+        await finished(running)
 
 
 async def test_changes_are_coalesced_into_the_newest(store: EmbeddedStore) -> None:
@@ -101,7 +103,7 @@ async def test_changes_are_coalesced_into_the_newest(store: EmbeddedStore) -> No
     await until(lambda: seen.statuses[-1].update_id == changes, 20)
     thread.join()
     elapsed_s = time.monotonic() - began
-    assert load.asked - pushed_before <= elapsed_s / reporter_module.MIN_INTERVAL_S + 2
+    assert load.asked - pushed_before <= elapsed_s / GrpcLink.min_interval_s + 2
     assert reporter.connected == {str(store.address): True}
     stamps = [status.timestamp_ms for status in seen.statuses]
     assert stamps == sorted(set(stamps))

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from llumlet.reporter import Reporter
+from llumlet.tasks import end
 from llumlet.types import Address
 from llumsched.cms.embedded import EmbeddedStore
 from llumsched.cms.redis import RedisStore
@@ -130,8 +131,7 @@ async def test_the_old_life_changes_nothing_any_more(source: Source) -> None:
                 new.engine.note_change()
                 changes += source.store.view["sim-0"].metadata.incarnation != new.incarnation
         finally:
-            haunting.cancel()
-            await asyncio.gather(haunting, return_exceptions=True)
+            await end(haunting)
         assert changes == 0
 
 

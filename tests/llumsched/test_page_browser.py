@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The web page in a real browser: load, moves, health and age as they are told, in light and dark.
 
-The screenshots are kept where LLUMNIX_SCREENSHOTS says, to be looked at.
+The screenshots are kept where PAGE_SCREENSHOTS says, to be looked at.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Cluster:
 
 
 def keep(file: Path) -> None:
-    directory = os.environ.get("LLUMNIX_SCREENSHOTS")
+    directory = os.environ.get("PAGE_SCREENSHOTS")
     if directory:
         (Path(directory) / file.name).write_bytes(file.read_bytes())
 

@@ -122,6 +122,16 @@ async def test_limit_leaves_out_what_would_make_it_worse(world: World) -> None:
     assert record.outcome is Outcome.MOVED
 
 
+async def test_calls_at_the_same_time_name_different_requests(world: World) -> None:
+    requests = await decoding(world, 30, 40, 50, 60)
+    world.cluster[0].agent.delays["migrate"] = 0.1
+    pair = {"rule": "TOKEN", "value": 400, "limit_tokens": 1000.0, "expected_requests": 2.0}
+    records = await world.run(move(destination="sim-1", **pair), move(destination="sim-2", **pair))
+    assert [record.num_moved for record in records] == [2, 2]
+    assert [dict(record.refusals) for record in records] == [{}, {}]
+    assert sorted(request.owner for request in requests) == ["sim-1", "sim-1", "sim-2", "sim-2"]
+
+
 async def test_source_whose_requests_cannot_move_is_asked_ever_more_seldom(world: World) -> None:
     await decoding(world, 30)
     world.cluster[1].agent.refusals["reserve"] = Reason.NOT_PORTABLE

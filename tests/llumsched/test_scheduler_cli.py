@@ -89,20 +89,20 @@ def test_all_faults_at_once(arguments: list[str], faults: list[str]) -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 async def test_a_life() -> None:
     process = await start("scheduler", "--host", "127.0.0.1", "--port", "0", "--cms", "listen://127.0.0.1:0")
     assert process.stderr is not None
     try:
         while True:
-            line = (await asyncio.wait_for(process.stderr.readline(), 30)).decode()
+            line = (await asyncio.wait_for(process.stderr.readline(), 90)).decode()
             assert line, "the scheduler has ended"
             if "llumnix.scheduler: at http://" in line:
                 break
         address = line.split("http://")[1].split(": ")[0]
         for arguments in (["--json"], []):
             explain = await start("explain", "--scheduler", address, *arguments)
-            out, err = await asyncio.wait_for(explain.communicate(), 30)
+            out, err = await asyncio.wait_for(explain.communicate(), 90)
             assert explain.returncode == 0, err
             if arguments:
                 assert json.loads(out)["stages"][0]["chosen"] is None
@@ -110,14 +110,14 @@ async def test_a_life() -> None:
                 assert out.decode().startswith("neutral: nobody (load-balance, full mode")
     finally:
         process.send_signal(signal.SIGTERM)
-        await asyncio.wait_for(process.communicate(), 20)
+        await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 0
 
 
 @pytest.mark.asyncio
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 async def test_explain_without_a_scheduler() -> None:
     explain = await start("explain", "--scheduler", "127.0.0.1:1")
-    _, err = await asyncio.wait_for(explain.communicate(), 30)
+    _, err = await asyncio.wait_for(explain.communicate(), 90)
     assert explain.returncode == 4
     assert b"scheduler 127.0.0.1:1" in err

@@ -17,7 +17,7 @@ from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
 from llumsched.scheduling.policy import Mode, load_policy
 from tests.llumsched import scheduling_cases as cases
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 
 
 class Client:
@@ -47,7 +47,7 @@ class Client:
 async def client() -> AsyncIterator[Client]:
     policy = load_policy("load-balance", Mode.FULL)
     running = await serve(SchedulerConfig(policy, host="127.0.0.1", port=0, cms="listen://127.0.0.1:0"))
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10)) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session:
         for name in "abc":
             cases.put(running.view, name, api_server_port=8000 + ord(name), node_id=name)
         yield Client(running, session)
@@ -169,6 +169,7 @@ async def test_pages_for_people_and_machines(client: Client) -> None:
         'instance_cms_all_prefills_tokens_num{infer_type="neutral",instance_id="a"} 10.0',
         "request_full_mode_schedule_duration_milliseconds_count 1.0",
         "scheduler_view_age_seconds 0.0",
+        "scheduler_expired_requests_total 0.0",
     ):
         assert line in text.splitlines(), line
     assert (await client.get("/"))[0] == 200

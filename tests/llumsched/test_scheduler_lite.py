@@ -18,7 +18,7 @@ from llumsched.scheduler.backends import Backends
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
 from llumsched.scheduling.policy import Mode, load_policy
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(30)]
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 
 
 class Engine:
@@ -45,7 +45,7 @@ class Engine:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - what is waited for tells nobody
             await asyncio.sleep(0.01)
 
@@ -71,7 +71,7 @@ async def scheduler(engines: list[Engine]) -> AsyncIterator[RunningScheduler]:
 
 async def post(scheduler: RunningScheduler, path: str, body: Any) -> tuple[int, Any]:
     async with (
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(10)) as session,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session,
         session.post(f"http://127.0.0.1:{scheduler.port}{path}", json=body) as answer,
     ):
         text = await answer.text()

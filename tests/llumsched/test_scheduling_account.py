@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -113,7 +113,9 @@ class Engines(RuleBasedStateMachine):
 
 
 TestEngines = Engines.TestCase
-TestEngines.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestEngines.settings = settings(
+    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 @pytest.mark.parametrize(
@@ -133,4 +135,13 @@ def test_one_request_is_one_request(infer_type: InferType, counters: Counters) -
 def test_switched_off_it_counts_nothing() -> None:
     account = Account(lambda: 0.0, 0.0)
     account.dispatched("r", "a", InferType.NEUTRAL, 7)
+    assert not account.in_flight.counters
+
+
+def test_a_long_name_is_known_by_its_beginning() -> None:
+    view, account = View(lambda: 0.0), Account(lambda: 0.0, STALE_S)
+    view.observe(account)
+    cases.put(view, "a")
+    account.dispatched("r" * 200, "a", InferType.NEUTRAL, 7)
+    cases.put(view, "a", 2, recent_waiting_requests=["r" * 128])
     assert not account.in_flight.counters

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llumsched.cms.view import View
@@ -61,7 +61,7 @@ CHANGES = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     changes=st.lists(CHANGES, max_size=40),
     metric=st.sampled_from([name for name, metric in METRICS.items() if metric.full]),

@@ -150,25 +150,23 @@ async def test_a_server_of_another_authority_hears_nothing(
 ) -> None:
     """Not even the token: it does not get past the handshake."""
     impostor = Credentials.load(credential_files(Authority(tmp_path, "strangers"), "impostor", token))
-    server = await serve(agent, credentials=dataclasses.replace(impostor, token=b""))
-    refusal = await failure(server, Credentials.load(files))
-    assert isinstance(refusal, LlumletUnreachable)
-    assert "not of the authority in --llumlet-tls-ca" in str(refusal)
-    assert not refusal.nobody_listens
-    assert not agent.calls
-    await server.stop(0)
+    async with await serve(agent, credentials=dataclasses.replace(impostor, token=b"")) as server:
+        refusal = await failure(server, Credentials.load(files))
+        assert isinstance(refusal, LlumletUnreachable)
+        assert "not of the authority in --llumlet-tls-ca" in str(refusal)
+        assert not refusal.nobody_listens
+        assert not agent.calls
 
 
 async def test_a_server_under_another_address(agent: FakeAgent, authority: Authority, token: Path) -> None:
     """A certificate of the cluster, but not for the address that was called: so addresses cannot be made up."""
     elsewhere = Credentials.load(credential_files(authority, "elsewhere", token, address="192.0.2.7"))
-    server = await serve(agent, credentials=elsewhere)
-    refusal = await failure(server, elsewhere)
-    assert isinstance(refusal, LlumletUnreachable)
-    assert "does not name this address" in str(refusal)
-    assert not refusal.nobody_listens
-    assert not agent.calls
-    await server.stop(0)
+    async with await serve(agent, credentials=elsewhere) as server:
+        refusal = await failure(server, elsewhere)
+        assert isinstance(refusal, LlumletUnreachable)
+        assert "does not name this address" in str(refusal)
+        assert not refusal.nobody_listens
+        assert not agent.calls
 
 
 async def test_no_certificate_and_no_tls(
@@ -203,8 +201,8 @@ async def test_other_addresses_need_complete_credentials(files: CredentialFiles)
     for incomplete in (NONE, dataclasses.replace(complete, token=b""), Credentials(token=complete.token)):
         with pytest.raises(ValueError, match="not a loopback address"):
             await serve(FakeAgent(), "0.0.0.0", credentials=incomplete)
-    server = await serve(FakeAgent(), "0.0.0.0", credentials=complete)
-    await server.stop(0)
+    async with await serve(FakeAgent(), "0.0.0.0", credentials=complete):
+        pass
 
 
 # The command line

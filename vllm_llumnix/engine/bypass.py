@@ -139,7 +139,7 @@ class Bypass:
 
     def _run(self, kvconn: KVConnection) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.set_default_executor(ThreadPoolExecutor(NUM_HELPERS, thread_name_prefix="llumnix-helper"))
+        self._loop.set_default_executor(_helpers())
         self._loop.set_exception_handler(_log_exception)
         try:
             self._loop.run_until_complete(self._listen(kvconn))
@@ -161,6 +161,15 @@ class Bypass:
         self.address = Address(reachable_host(config.host), server.port)
         agent.open(server)
         self._agent = agent
+
+
+def _helpers() -> ThreadPoolExecutor:
+    """All threads of it run from the start, so that the number of an instance's threads says whether it leaks any."""
+    pool = ThreadPoolExecutor(NUM_HELPERS, thread_name_prefix="llumnix-helper")
+    together = threading.Barrier(NUM_HELPERS)
+    for _ in range(NUM_HELPERS):
+        pool.submit(together.wait)
+    return pool
 
 
 def _log_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -19,16 +19,20 @@ Only `received` and `settled` come from another thread than the loop's. Everybod
 from __future__ import annotations
 
 import enum
+import itertools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from operator import add, attrgetter, sub
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 RECENT_SECONDS = 10.0
 """How long the id of a request that has arrived is shown, whatever has become of it."""
-MAX_RECENT = 10_000
+MAX_NAMES = 10_000
+"""In each of the two lists."""
+MAX_NAME_CHARACTERS = 128
+"""Clients choose names; the lists must fit a message."""
 TOKENS_SECONDS = 0.02
 """A change that is only tokens of running requests is made known when the last was so long ago: it is nothing that a
 scheduler has to know within a step."""
@@ -58,40 +62,33 @@ class Output(Protocol):
     new_token_ids: list[int]
 
 
-class Place(enum.Enum):
-    WAITING = enum.auto()
-    LOADING = enum.auto()
-    RUNNING = enum.auto()
+class Place(enum.IntEnum):
+    """Where its fields begin in `Load`."""
+
+    WAITING = 0
+    LOADING = 4
+    RUNNING = 6
 
 
 class Load(NamedTuple):
-    """Sums over requests, or what one request adds to them.
+    """Sums over requests, by place.
 
     To decode: requests whose work does not end with their first token, and which are not about to leave. Prefill
     tokens: those of which the KV cache is still to be computed, of requests that need more than a decode step.
     """
 
     num_waiting: int = 0
-    num_loading: int = 0
-    num_running: int = 0
     waiting_to_decode: int = 0
     waiting_to_decode_tokens: int = 0
     waiting_prefill_tokens: int = 0
+    num_loading: int = 0
     loading_tokens: int = 0
+    num_running: int = 0
     running_to_decode: int = 0
     running_to_decode_tokens: int = 0
     running_prefill_tokens: int = 0
     running_unallocated_tokens: int = 0
     """Prefill tokens that no step has been given yet: their blocks are still to be allocated."""
-
-    def plus(self, more: Load) -> Load:
-        return Load._make(map(add, self, more))
-
-    def minus(self, less: Load) -> Load:
-        return Load._make(map(sub, self, less))
-
-
-NOTHING = Load()
 
 
 class Snapshot(NamedTuple):
@@ -106,38 +103,29 @@ class Snapshot(NamedTuple):
     num_free_blocks: int
 
 
-def share_of(place: Place, request: Countable, cached_tokens: int = 0, *, moving: bool = False) -> Load:
-    """What one request adds to the load. `cached_tokens`: held by the prefix cache when it began to wait."""
+def share_of(place: Place, request: Countable, cached_tokens: int = 0, *, moving: bool = False) -> tuple[int, ...]:
+    """What one request adds to the fields of its place. `cached_tokens`: held by the prefix cache when it began to
+    wait."""
     num_tokens = request.num_tokens
     if place is Place.LOADING:
-        return Load(num_loading=1, loading_tokens=num_tokens)
+        return 1, num_tokens
     # Tokens of a step in flight are still work.
     final_tokens = request.num_computed_tokens - request.num_in_flight_tokens
     decodes = int(request.max_tokens > 1 and not moving)
     if place is Place.WAITING:
         uncomputed = num_tokens - max(final_tokens, cached_tokens)
         decodes |= int(uncomputed == 1 and not moving)
-        return Load(
-            num_waiting=1,
-            waiting_to_decode=decodes,
-            waiting_to_decode_tokens=num_tokens * decodes,
-            waiting_prefill_tokens=uncomputed if uncomputed > 1 else 0,
-        )
+        return 1, decodes, num_tokens * decodes, uncomputed if uncomputed > 1 else 0
     uncomputed = num_tokens - final_tokens
-    prefills = uncomputed > 1
-    return Load(
-        num_running=1,
-        running_to_decode=decodes,
-        running_to_decode_tokens=num_tokens * decodes,
-        running_prefill_tokens=uncomputed if prefills else 0,
-        running_unallocated_tokens=max(0, num_tokens - request.num_computed_tokens) if prefills else 0,
-    )
+    if uncomputed <= 1:
+        return 1, decodes, num_tokens * decodes, 0, 0
+    return 1, decodes, num_tokens * decodes, uncomputed, max(0, num_tokens - request.num_computed_tokens)
 
 
 class _Entry:
     """One request. `share` is None while it only decodes: it then adds one to the batch, and its tokens."""
 
-    __slots__ = ("cached_tokens", "moving", "name", "place", "request", "share")
+    __slots__ = ("cached_tokens", "moving", "name", "place", "request", "share", "shared_at")
 
     def __init__(self, request: Countable, name: str) -> None:
         self.request = request
@@ -145,15 +133,17 @@ class _Entry:
         self.place = Place.WAITING
         self.cached_tokens = 0
         self.moving = False
-        self.share: Load | None = NOTHING
+        self.share: tuple[int, ...] | None = ()
+        self.shared_at = Place.WAITING
 
 
 class LoadCounters:
     """The load of one engine.
 
     `look_up` says how many leading tokens of a request the prefix cache holds, without side effects; `free_blocks` how
-    many blocks are free; `name_of` what a request is called by those who sent it. `always_exact` is for engines in
-    which the KV cache of a running request can get lost: no request is taken to only decode.
+    many blocks are free; `name_of` what a request is called by those who sent it. `one_token_each`: an output of a
+    request that decodes, and goes on, has one token. `always_exact` is for engines in which the KV cache of a running
+    request can get lost: no request is taken to only decode.
     """
 
     def __init__(
@@ -162,6 +152,7 @@ class LoadCounters:
         free_blocks: Callable[[], int],
         name_of: Callable[[Countable], str],
         *,
+        one_token_each: bool = False,
         always_exact: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -170,24 +161,32 @@ class LoadCounters:
         self._look_up = look_up
         self._free_blocks = free_blocks
         self._name_of = name_of
+        self._one_token_each = one_token_each
         self._always_exact = always_exact
         self._clock = clock
         # Held for microseconds: never while the scheduler or the model works.
         self._lock = threading.Lock()
-        self._sums = NOTHING
+        self._sums = [0] * len(Load._fields)
         self._num_decodes = 0
         self._decode_tokens = 0
+        self._before: Load | None = None
+        """While what a step has produced is gone through: the sums before. Tokens may be taken off with their request
+        that have not been added yet."""
         self._entries: dict[str, _Entry] = {}
         self._received: set[str] = set()
         """Not queued yet."""
         self._exact: dict[str, _Entry] = {}
         """Of those that a step may work on, the ones whose share it can change in other ways than by a new token."""
         self._waiting: dict[str, int] = {}
-        self._recent: deque[tuple[float, str]] = deque(maxlen=MAX_RECENT)
+        self._recent: deque[tuple[float, str]] = deque(maxlen=MAX_NAMES)
         self._num_preemptions = 0
         self._num_free_blocks = free_blocks()
         self._version = 0
+        self._some_left = False
+        """Since a step was last gone through."""
         self._told_at = float("-inf")
+        self._untold = False
+        """Somebody will be told when the step has been gone through."""
 
     # Input thread
 
@@ -218,16 +217,18 @@ class LoadCounters:
         self._tell()
 
     def queued(self, request: Countable) -> None:
-        known = self._entries.get(request.request_id)
-        fresh = known is None or request.request_id not in self._received
-        cached = self._look_up(request) if fresh else 0
+        request_id = request.request_id
+        if request_id in self._received:
+            # Counted as it is.
+            with self._lock:
+                self._received.discard(request_id)
+            return
+        cached = self._look_up(request)
         with self._lock:
-            entry = known or self._enter(request)
-            self._received.discard(request.request_id)
+            entry = self._entries.get(request_id) or self._enter(request)
             # One input session is continued by requests of the same id.
             entry.request = request
-            if fresh:
-                entry.cached_tokens = cached
+            entry.cached_tokens = cached
             self._put(entry, Place.WAITING)
         self._tell()
 
@@ -243,16 +244,19 @@ class LoadCounters:
     def scheduled(self, started: Collection[str], step: Collection[str]) -> None:
         """A step over the requests `step` begins; `started` were not running before."""
         with self._lock:
-            for request_id in started:
-                self._put(self._entries[request_id], Place.RUNNING)
             if self._exact:
                 self._recount(step)
+            for request_id in started:
+                self._put(self._entries[request_id], Place.RUNNING)
             self._note_blocks()
         if started:
             self._tell()
 
     def computing(self) -> Collection[str]:
         """To be handed to `computed`, for the same step. Between the two, requests may leave and be queued."""
+        with self._lock:
+            self._before = self._load()
+            self._some_left = False
         return frozenset(self._exact) if self._exact else _NONE
 
     def computed(self, outputs: Iterable[Sequence[Output]], step: Collection[str], exact: Collection[str]) -> None:
@@ -261,12 +265,15 @@ class LoadCounters:
             if exact:
                 outputs = [[output for output in some if output.request_id not in exact] for some in outputs]
                 self._recount(step)
-            # Those of a decode that has left are among what was taken off with it.
-            for some in outputs:
-                self._decode_tokens += sum(map(len, map(_new_tokens, some)))
+            if exact or self._some_left or not self._one_token_each:
+                # Those of a decode that has left are among what was taken off with it.
+                self._decode_tokens += sum(sum(map(len, map(_new_tokens, some))) for some in outputs)
+            else:
+                self._decode_tokens += sum(map(len, outputs))
+            self._before = None
             self._note_blocks()
             self._version += 1
-        if exact or self._clock() - self._told_at >= TOKENS_SECONDS:
+        if exact or self._untold or self._clock() - self._told_at >= TOKENS_SECONDS:
             self._tell()
 
     def moving(self, request_id: str, moving: bool) -> None:
@@ -310,16 +317,10 @@ class LoadCounters:
             expired = self._clock() - RECENT_SECONDS
             while self._recent and self._recent[0][0] < expired:
                 self._recent.popleft()
-            sums = self._sums
-            decodes = Load(
-                num_running=self._num_decodes,
-                running_to_decode=self._num_decodes,
-                running_to_decode_tokens=self._decode_tokens,
-            )
             return Snapshot(
                 version=self._version,
-                load=sums.plus(decodes),
-                waiting=tuple(self._waiting),
+                load=self._before or self._load(),
+                waiting=tuple(itertools.islice(self._waiting, MAX_NAMES)),
                 recent=tuple(dict.fromkeys(name for _, name in self._recent)),
                 num_preemptions=self._num_preemptions,
                 num_free_blocks=self._num_free_blocks,
@@ -332,12 +333,13 @@ class LoadCounters:
     # With the lock
 
     def _enter(self, request: Countable) -> _Entry:
-        entry = self._entries[request.request_id] = _Entry(request, self._name_of(request))
+        entry = self._entries[request.request_id] = _Entry(request, self._name_of(request)[:MAX_NAME_CHARACTERS])
         self._waiting[entry.name] = self._waiting.get(entry.name, 0) + 1
         return entry
 
     def _leave(self, entry: _Entry) -> None:
-        self._set_share(entry, NOTHING)
+        self._some_left = True
+        self._set_share(entry, ())
         if entry.place is Place.WAITING:
             self._wait_no_more(entry)
         request_id = entry.request.request_id
@@ -372,11 +374,7 @@ class LoadCounters:
         """Replace what the request adds."""
         request, place = entry.request, entry.place
         share = share_of(place, request, entry.cached_tokens, moving=entry.moving)
-        if (
-            place is Place.RUNNING
-            and share.running_to_decode
-            and not (share.running_prefill_tokens or request.resumable or self._always_exact)
-        ):
+        if place is Place.RUNNING and share[1] and not (share[3] or request.resumable or self._always_exact):
             self._exact.pop(request.request_id, None)
             self._set_share(entry, None)
             return
@@ -387,19 +385,28 @@ class LoadCounters:
             self._exact.pop(request.request_id, None)
         self._set_share(entry, share)
 
-    def _set_share(self, entry: _Entry, share: Load | None) -> None:
-        old = entry.share
-        if old is None:
+    def _set_share(self, entry: _Entry, share: tuple[int, ...] | None) -> None:
+        sums = self._sums
+        if entry.share is None:
             self._num_decodes -= 1
             self._decode_tokens -= entry.request.num_tokens
-        elif old is not NOTHING:
-            self._sums = self._sums.minus(old)
+        else:
+            for field, number in enumerate(entry.share, entry.shared_at):
+                sums[field] -= number
         if share is None:
             self._num_decodes += 1
             self._decode_tokens += entry.request.num_tokens
-        elif share is not NOTHING:
-            self._sums = self._sums.plus(share)
-        entry.share = share
+        else:
+            for field, number in enumerate(share, entry.place):
+                sums[field] += number
+        entry.share, entry.shared_at = share, entry.place
+
+    def _load(self) -> Load:
+        sums = self._sums.copy()
+        sums[Place.RUNNING] += self._num_decodes
+        sums[Place.RUNNING + 1] += self._num_decodes
+        sums[Place.RUNNING + 2] += self._decode_tokens
+        return Load._make(sums)
 
     def _note_blocks(self) -> None:
         self._num_free_blocks = self._free_blocks()
@@ -407,16 +414,21 @@ class LoadCounters:
     # Without the lock
 
     def _tell(self) -> None:
+        if self._before is not None:
+            self._untold = True
+            return
+        self._untold = False
         self._told_at = self._clock()
         self.on_change()
 
 
 def recount(requests: Iterable[tuple[Place, Countable, int, bool]]) -> Load:
     """The slow way to the same sums: place, request, tokens that were cached, whether it is about to leave."""
-    total = NOTHING
+    sums = [0] * len(Load._fields)
     for place, request, cached_tokens, moving in requests:
-        total = total.plus(share_of(place, request, cached_tokens, moving=moving))
-    return total
+        for field, number in enumerate(share_of(place, request, cached_tokens, moving=moving), place):
+            sums[field] += number
+    return Load._make(sums)
 
 
 def _nobody() -> None:

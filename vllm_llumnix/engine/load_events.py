@@ -25,6 +25,7 @@ def counters_of(scheduler: Any) -> LoadCounters:
         _prefix_cache_of(scheduler),
         pool.get_num_free_blocks,
         _name_of,
+        one_token_each=scheduler.num_spec_tokens == 0 and scheduler.num_sampled_tokens_per_step == 1,
         # A connector's blocks can turn out to be invalid.
         always_exact=scheduler.connector is not None,
     )

@@ -49,7 +49,7 @@ class Movers:
     def __init__(
         self,
         infos: Sequence[MoverInfo],
-        transports: Sequence[str] = ("local",),
+        transports: Sequence[str],
         limit: Limit = UNLIMITED,
         limit_here: Limit = UNLIMITED,
     ) -> None:

@@ -102,7 +102,7 @@ class MoverClient:
         """
         await self._call(StopPull(job), Stopped, deadline_s)
 
-    async def probe(self, peer: PeerMemory, transport: str = "local", deadline_s: float = 5.0) -> str | None:
+    async def probe(self, peer: PeerMemory, transport: str, deadline_s: float = 5.0) -> str | None:
         """Why `transport` does not reach `peer`; None if it does."""
         probe = Probe(next(self._questions), peer, transport)
         return (await self._call(probe, ProbeReport, deadline_s)).obstacle

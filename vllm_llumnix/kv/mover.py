@@ -52,6 +52,7 @@ from vllm_llumnix.kv.messages import (
     StopPull,
 )
 from vllm_llumnix.kv.pace import Pace, PacedPull
+from vllm_llumnix.kv.process import name_thread
 from vllm_llumnix.kv.settings import Limit
 from vllm_llumnix.kv.transport.base import Transport
 
@@ -64,6 +65,7 @@ SLEPT_SECONDS = 0.001
 MAX_PACES = 64
 MAX_PROBES = 32
 """Which wait for peers at a time; further ones wait for these."""
+PROBE_THREAD = "llumnix-probe"
 TIDY_SECONDS = 5.0
 """How long something may be held of a peer that has gone. A GPU's memory is free only when nobody maps it."""
 SILENCE_SECONDS = 0.02
@@ -125,7 +127,9 @@ class Mover:
         self._closing = False
         self._polite = False
         self._tidy_at = time.monotonic() + TIDY_SECONDS
-        self._probers = ThreadPoolExecutor(MAX_PROBES, thread_name_prefix="llumnix-probe")
+        self._probers = ThreadPoolExecutor(
+            MAX_PROBES, thread_name_prefix=PROBE_THREAD, initializer=name_thread, initargs=(PROBE_THREAD,)
+        )
         self._probed: queue.SimpleQueue[tuple[bytes, ProbeReport]] = queue.SimpleQueue()
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)

@@ -10,11 +10,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Final, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
+from vllm_llumnix.hosts import connect, host_of
 from vllm_llumnix.kv.blocks_tcp import receive_frame, send_frame
 from vllm_llumnix.kv.layout import BlockLayout, require_same_pages
 from vllm_llumnix.kv.messages import BlockAnswer, BlockRequest, PeerMemory, decode_block_answer
@@ -46,11 +46,10 @@ class Connections:
             connection.close()
         assert peer.tcp is not None
         try:
-            where = urlsplit(f"//{peer.tcp}")
-            connection = socket.create_connection((where.hostname, where.port), CONNECT_SECONDS)
+            connection = connect(peer.tcp, CONNECT_SECONDS)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._tls is not None:
-                connection = self._tls.wrap_socket(connection, server_hostname=where.hostname)
+                connection = self._tls.wrap_socket(connection, server_hostname=host_of(peer.tcp))
         except (OSError, ValueError) as error:
             raise TransferFailed(f"{peer.tcp}: {error}") from error
         return connection

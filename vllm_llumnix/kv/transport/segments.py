@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
-from urllib.parse import urlsplit
 
 from vllm_llumnix.errors import TransportUnavailable
+from vllm_llumnix.hosts import connect
 from vllm_llumnix.kv.transport.connections import CONNECT_SECONDS
 
 REMEMBERED_SECONDS: Final = 60.0
@@ -48,8 +47,7 @@ class Segments:
 
 def _obstacle(segment: str) -> str | None:
     try:
-        where = urlsplit(f"//{segment}")
-        socket.create_connection((where.hostname, where.port), CONNECT_SECONDS).close()
+        connect(segment, CONNECT_SECONDS).close()
     except (OSError, ValueError) as error:
         return f"the source's Mooncake cannot be reached at {segment}: {error}"
     return None

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every metric that a dashboard asks for is one that a process of the cluster shows, and every panel has its place."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from llumlet.types import InstanceMetadata, InstanceStatus
+from llumsched.cms.view import View
+from llumsched.gateway.metrics import Metrics, Record
+from llumsched.rescheduling.counters import RescheduleCounters
+from llumsched.scheduler.metrics import SchedulerMetrics
+from llumsched.scheduling.account import Account
+from llumsched.scheduling.dispatch import Dispatcher, Ledger
+from llumsched.scheduling.lrs import RealtimeState
+from llumsched.scheduling.policy import Mode, load_policy
+
+DIRECTORY = Path(__file__).parents[2] / "deploy" / "grafana"
+DASHBOARDS = sorted(DIRECTORY.glob("*.json"))
+SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
+_NOT_A_METRIC = {"by", "le", "sum", "min", "max", "rate", "histogram_quantile"}
+
+
+def shown(registry: CollectorRegistry) -> set[str]:
+    return {f"{family.name}{suffix}" for family in registry.collect() for suffix in SUFFIXES.get(family.type, ("",))}
+
+
+def of_the_gateway() -> set[str]:
+    metrics = Metrics()
+    metrics.ended(Record("1", "/v1/completions", model="m", status=200))
+    # Families are told of before anything was counted in them, too.
+    families = re.findall(r"^# TYPE (\w+) (\w+)$", metrics.text().decode(), re.M)
+    suffixes = {"histogram": ("_bucket", "_sum", "_count")}
+    return {f"{name}{suffix}" for name, kind in families for suffix in suffixes.get(kind, ("",))}
+
+
+def of_a_scheduler(mode: Mode) -> set[str]:
+    view, registry = View(), CollectorRegistry()
+    view.put_metadata(InstanceMetadata(instance_id="a", incarnation="1", model="m"))
+    view.put_status(InstanceStatus(instance_id="a", incarnation="1", update_id=1))
+    ledger: Ledger = Account(time.monotonic, 10.0)
+    if mode is Mode.LITE:
+        ledger = RealtimeState(time.monotonic, view, gateway_ttl_s=30.0, state_ttl_s=600.0)
+    dispatcher = Dispatcher(view, load_policy("load-balance", mode), ledger, time.monotonic)
+    SchedulerMetrics(dispatcher, registry)
+    RescheduleCounters(registry)
+    return shown(registry)
+
+
+def of_an_engine() -> set[str]:
+    from vllm_llumnix.frontend.metrics import families
+
+    ours = {
+        f"{family.name}{suffix}"
+        for metric in families()
+        for family in metric.describe()
+        for suffix in SUFFIXES[family.type]
+    }
+    spec = importlib.util.find_spec("vllm.v1.metrics.loggers")
+    assert spec is not None
+    assert spec.origin is not None
+    of_vllm = set(re.findall(r'"(vllm:\w+)"', Path(spec.origin).read_text()))
+    return ours | {name + suffix for name in of_vllm for suffix in ("", "_total", "_bucket", "_sum", "_count")}
+
+
+def expressions(dashboard: dict[str, Any]) -> Iterator[str]:
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", []):
+            yield target["expr"]
+    for variable in dashboard["templating"]["list"]:
+        if variable["type"] == "query":
+            yield variable["query"]["query"].removeprefix("label_values(").split(",")[0]
+
+
+def metrics_in(expression: str) -> set[str]:
+    without_labels = re.sub(r"\{[^}]*\}|\[[^\]]*\]|by \([^)]*\)", " ", expression)
+    return set(re.findall(r"[a-z][a-z0-9_:]*", without_labels)) - _NOT_A_METRIC
+
+
+@pytest.fixture(scope="module")
+def known() -> set[str]:
+    return of_the_gateway() | of_a_scheduler(Mode.FULL) | of_a_scheduler(Mode.LITE) | of_an_engine()
+
+
+@pytest.mark.parametrize("file", DASHBOARDS, ids=lambda file: file.stem)
+def test_every_metric_exists(file: Path, known: set[str]) -> None:
+    for expression in expressions(json.loads(file.read_text())):
+        asked = metrics_in(expression)
+        assert asked, expression
+        assert asked <= known, f"{sorted(asked - known)} in {expression}"
+
+
+@pytest.mark.parametrize("file", DASHBOARDS, ids=lambda file: file.stem)
+def test_panels_have_a_place_of_their_own(file: Path) -> None:
+    dashboard = json.loads(file.read_text())
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard["panels"]:
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24, panel["title"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not taken & cells, panel["title"]
+        taken |= cells
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    assert file.stem == dashboard["uid"]
+
+
+def test_an_unknown_metric_would_be_found(known: set[str]) -> None:
+    assert metrics_in('sum by (x) (rate(never_shown_total{model=~"a"}[5m]))') == {"never_shown_total"}
+    assert "never_shown_total" not in known
+    assert len(DASHBOARDS) == 3

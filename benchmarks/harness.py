@@ -142,59 +142,23 @@ class ServerSpec:
         }
 
 
-class Server:
-    """One running `vllm serve`. Made by `launch`; ready after `wait_ready`."""
+class Command:
+    """One command below a reaper, with its output in a log. `pid` is that of the command's own process, the leader of
+    its own session; 0 until it is known."""
 
-    def __init__(self, spec: ServerSpec, log: Path, port: int, process: subprocess.Popen[bytes]) -> None:
-        self.spec = spec
+    def __init__(self, name: str, log: Path, process: subprocess.Popen[bytes]) -> None:
+        self.name = name
         self.log = log
-        self.port = port
         self.pid = 0
-        """Of the API server process, the leader of the server's own session; 0 until it is known.
-        """
-        self.llumlet: LlumletAddress | None = None
-        """The first rank's llumlet; None with a stock server."""
         self._process = process
 
     @classmethod
-    def launch(cls, spec: ServerSpec, log: Path) -> Self:
-        """Start the process and return at once."""
-        port = free_port()
-        # Unix socket paths hold 107 characters: the scratch directory must have a short name.
-        scratch = Path(tempfile.mkdtemp(prefix="llx-", dir="/tmp"))
+    def start(cls, name: str, command: Sequence[str], log: Path) -> Self:
+        """Start it in this environment and return when it runs, not when it is ready."""
         log.parent.mkdir(parents=True, exist_ok=True)
-        command = [
-            sys.executable,
-            "-S",
-            "-I",
-            reaper.__file__,
-            "--scratch",
-            str(scratch),
-            *([] if spec.core is None else ["--cores", str(spec.core)]),
-            "--",
-            *spec.command(port),
-        ]
-        with log.open("wb") as log_file:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log_file,
-                env=spec.environment(scratch),
-                cwd=scratch,
-                # A Ctrl-C in the terminal must reach the owner only, which then stops its servers
-                # in order.
-                start_new_session=True,
-            )
-        return cls(spec, log, port, process)
-
-    @property
-    def name(self) -> str:
-        return self.spec.name or self.log.stem
-
-    @property
-    def base_url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        started = cls(name, log, _spawn(command, log, _scratch(), os.environ))
+        started._read_pid()
+        return started
 
     @property
     def reaper_pid(self) -> int:
@@ -204,8 +168,85 @@ class Server:
         return self._process.poll() is None
 
     def pids(self) -> list[int]:
-        """The server's living processes, the API server first."""
+        """The living processes, the command's own first."""
         return reaper.descendants(self._process.pid)
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """SIGTERM, then SIGKILL after `grace_s`. Returns when no process of it is left."""
+        if self._process.poll() is None:
+            stdin = self._process.stdin
+            assert stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                stdin.write(f"stop {grace_s}\n".encode())
+                stdin.flush()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _read_pid(self) -> None:
+        if self.pid == 0:
+            stdout = self._process.stdout
+            assert stdout is not None
+            word, _, number = stdout.readline().decode().partition(" ")
+            if word != "pid":
+                raise ServerDied(f"{self.name} could not be started:\n{self._tail()}")
+            self.pid = int(number)
+
+    def _tail(self, lines: int = 40) -> str:
+        """The end of the log, behind the errors of the processes that ended first: theirs is the cause."""
+        log = self.log_text().splitlines()
+        causes = [line for line in log[:-lines] if _FINAL_ERROR.search(line)]
+        return "\n".join([f"{self.log}:", *causes, *log[-lines:]])
+
+
+def _scratch() -> Path:
+    # Unix socket paths hold 107 characters: the scratch directory must have a short name.
+    return Path(tempfile.mkdtemp(prefix="llx-", dir="/tmp"))
+
+
+def _spawn(
+    command: Sequence[str], log: Path, scratch: Path, environment: Mapping[str, str], core: int | None = None
+) -> subprocess.Popen[bytes]:
+    below = [sys.executable, "-S", "-I", reaper.__file__, "--scratch", str(scratch)]
+    below += [] if core is None else ["--cores", str(core)]
+    with log.open("wb") as log_file:
+        return subprocess.Popen(
+            [*below, "--", *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log_file,
+            env=environment,
+            cwd=scratch,
+            # A Ctrl-C in the terminal must reach the owner only, which then stops its servers in order.
+            start_new_session=True,
+        )
+
+
+class Server(Command):
+    """One running `vllm serve`. Made by `launch`; ready after `wait_ready`."""
+
+    def __init__(self, spec: ServerSpec, log: Path, port: int, process: subprocess.Popen[bytes]) -> None:
+        super().__init__(spec.name or log.stem, log, process)
+        self.spec = spec
+        self.port = port
+        self.llumlet: LlumletAddress | None = None
+        """The first rank's llumlet; None with a stock server."""
+
+    @classmethod
+    def launch(cls, spec: ServerSpec, log: Path) -> Self:
+        """Start the process and return at once."""
+        port, scratch = free_port(), _scratch()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        environment = spec.environment(scratch)
+        return cls(spec, log, port, _spawn(spec.command(port), log, scratch, environment, spec.core))
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     def cpu_seconds(self) -> float:
         """User and system time of all the server's processes so far, including those it has waited
@@ -221,9 +262,6 @@ class Server:
         if len(found) != 1:
             raise LookupError(f"{self.name} has {len(found)} processes called {title!r}, not one")
         return found[0]
-
-    def log_text(self) -> str:
-        return self.log.read_text(errors="replace")
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S, progress: _Progress | None = None) -> Self:
         """Until the server answers, its llumlet is known and it has computed something. Raises
@@ -265,28 +303,6 @@ class Server:
             decoded: dict[str, Any] = json.load(answer)
             return decoded
 
-    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """SIGTERM, then SIGKILL after `grace_s`. Returns when no process of the server is left."""
-        if self._process.poll() is None:
-            stdin = self._process.stdin
-            assert stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                stdin.write(f"stop {grace_s}\n".encode())
-                stdin.flush()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-    def _read_pid(self) -> None:
-        if self.pid == 0:
-            stdout = self._process.stdout
-            assert stdout is not None
-            word, _, number = stdout.readline().decode().partition(" ")
-            if word != "pid":
-                raise ServerDied(f"{self.name} could not be started:\n{self._tail()}")
-            self.pid = int(number)
-
     def _healthy(self) -> bool:
         try:
             with _direct().open(f"{self.base_url}/health", timeout=5) as answer:
@@ -309,12 +325,6 @@ class Server:
     def _stage(self) -> str:
         text = self.log_text()
         return next((stage for marker, stage in _STAGES if marker in text), "starting")
-
-    def _tail(self, lines: int = 40) -> str:
-        """The end of the log, behind the errors of the processes that ended first: theirs is the cause."""
-        log = self.log_text().splitlines()
-        causes = [line for line in log[:-lines] if _FINAL_ERROR.search(line)]
-        return "\n".join([f"{self.log}:", *causes, *log[-lines:]])
 
 
 class Fleet:

@@ -13,6 +13,7 @@ from vllm.v1.engine.core_client import AsyncMPClient, DPLBAsyncMPClient
 
 from tests.frontend.fakes import FakeEngine, FakePeer, close_client, new_client
 from vllm_llumnix.config import CONFIG_VARIABLE, LlumletConfig
+from vllm_llumnix.frontend import drain
 
 NewPeer = Callable[..., FakePeer]
 
@@ -20,6 +21,13 @@ NewPeer = Callable[..., FakePeer]
 @pytest.fixture(autouse=True)
 def llumlet_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CONFIG_VARIABLE, LlumletConfig(instance_id="home").to_json())
+
+
+@pytest.fixture(autouse=True)
+def nothing_refused() -> Iterator[None]:
+    """An API server that ends refuses what comes, for the rest of its process."""
+    yield
+    drain.refusing.clear()
 
 
 @pytest.fixture

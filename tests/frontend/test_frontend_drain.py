@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
@@ -13,15 +11,14 @@ from vllm_llumnix.frontend import drain
 
 
 @pytest.fixture
-def server() -> Iterator[TestClient]:
+def server() -> TestClient:
     app = FastAPI()
     for path in ("/v1/completions", "/v1/responses/7/cancel"):
         app.post(path)(lambda: "done")
     for path in ("/health", "/metrics"):
         app.get(path)(lambda: "fine")
     app.add_middleware(drain.RefuseNew)
-    yield TestClient(app)
-    drain.refusing.clear()
+    return TestClient(app)
 
 
 def test_nothing_is_refused_before_the_drain(server: TestClient) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import socket
 import tempfile
 from types import TracebackType
 from typing import Self
 
 import pytest
+
+from llumsched.up.ports import free_port
 
 
 class RedisServer:
@@ -20,8 +21,7 @@ class RedisServer:
         self._password = password
         self._process: asyncio.subprocess.Process | None = None
         self._directory = tempfile.TemporaryDirectory(prefix="llumnix-redis-")
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
 
     @property
     def url(self) -> str:

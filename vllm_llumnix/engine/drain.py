@@ -41,6 +41,8 @@ class Drain:
         self._agent = agent
         self._began: float | None = None
         self._addresses: list[str] = []
+        self._named = False
+        """By an operator: no others are sought."""
         self._seconds = 0.0
         self._destinations: dict[str, Destination] = {}
         self._given: Counter[str] = Counter()
@@ -57,22 +59,25 @@ class Drain:
 
     def ask(self, addresses: list[str], seconds: float) -> None:
         """What an operator wants goes before what the API server was configured with."""
-        self._addresses, self._seconds = addresses, seconds
+        self._addresses, self._seconds, self._named = addresses, seconds, bool(addresses)
 
     # Loop thread
 
     def report(self, peers: list[str], seconds: float, num_streams: int, num_cut: int | None) -> dict[str, Any]:
-        """Called by the API server: its configuration, the streams it holds, and in the end how many it has cut.
+        """Called by the API server: who could take requests, the streams it holds, and in the end how many it has cut.
 
         Returns how long the drain may take in seconds (0: there is none) and what is still here.
         """
         self._num_streams, self._num_cut = num_streams, num_cut
         self._seconds = self._seconds or seconds
-        self._addresses = self._addresses or peers
+        new = [] if self._named else [peer for peer in peers if peer not in self._addresses]
+        self._addresses += new
         if self._began is None and self._seconds > 0:
             self._began = time.monotonic()
             self._agent.bypass.draining = True
             self._agent.bypass.post(self._begin)
+        elif self._began is not None and new:
+            self._agent.bypass.post(self._seek, new)
         return {
             "seconds": self._seconds,
             "num_requests": len(self._agent.bypass.engine.scheduler.requests),
@@ -106,9 +111,13 @@ class Drain:
 
     def _begin(self) -> None:
         logger.info("llumlet: draining to %s", ", ".join(self._addresses) or "nobody: requests run to their end")
-        if self._addresses:
-            work = [self._run(), *(self._find(Address.parse(address)) for address in self._addresses)]
-            self._tasks = [asyncio.get_running_loop().create_task(part, name="llumnix-drain") for part in work]
+        self._tasks.append(asyncio.get_running_loop().create_task(self._run(), name="llumnix-drain"))
+        self._seek(self._addresses)
+
+    def _seek(self, addresses: list[str]) -> None:
+        for address in addresses:
+            work = self._find(Address.parse(address))
+            self._tasks.append(asyncio.get_running_loop().create_task(work, name="llumnix-drain"))
 
     def close(self) -> None:
         for task in self._tasks:

@@ -39,6 +39,7 @@ from vllm_llumnix.errors import ConfigError
 from vllm_llumnix.frontend.drain import drain
 from vllm_llumnix.frontend.metrics import MoveMetrics, Report
 from vllm_llumnix.frontend.owners import PROBE_SECONDS, Owner, Owners
+from vllm_llumnix.frontend.peers import Peers
 from vllm_llumnix.frontend.relay import Complaints, Receive, Relay
 from vllm_llumnix.frontend.replay import Replay, why_not
 from vllm_llumnix.frontend.streams import Orphan, Stream, Streams
@@ -93,10 +94,11 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
         self._input_sessions: set[str] = set()
         self._relay: Relay | None = None
         self._adapters = Adapters(vllm_config.lora_config)
+        self._peers = Peers(settings.peers, settings.cms, settings.is_own, credentials, settings.reaches)
         self._replay = Replay(
             self._streams,
             self._owners,
-            settings.peers,
+            self._peers,
             credentials,
             lambda: self._ensure_relay().address,
             self._adapters,
@@ -125,7 +127,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
             relay = Relay(self.ctx, self._settings.host, _receiver(self), self.complaints, self._relay_keys)
             relay.start()
             watch = asyncio.get_running_loop().create_task(_watch(weakref.ref(self)), name="llumnix-watch")
-            weakref.finalize(self, _end, relay, watch, self._move_metrics)
+            weakref.finalize(self, _end, relay, watch, self._move_metrics, self._peers)
             self._relay, self._watch = relay, watch
             logger.info("llumlet: relay for requests that move listens on %s", relay.address)
         return self._relay
@@ -133,7 +135,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
     def shutdown(self, timeout: float | None = None) -> None:
         self._drain(timeout or 0.0)
         if self._relay is not None and self._watch is not None:
-            _end(self._relay, self._watch, self._move_metrics)
+            _end(self._relay, self._watch, self._move_metrics, self._peers)
         super().shutdown(timeout)
 
     def _drain(self, timeout: float) -> None:
@@ -147,7 +149,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
         if self.vllm_config.parallel_config._api_process_count > 1:
             logger.warning("llumlet: several API servers are not drained; see --shutdown-timeout")
             return
-        seconds = max(timeout, self._settings.drain_seconds if self._settings.peers else 0.0)
+        seconds = max(timeout, self._settings.drain_seconds if self._peers.expected else 0.0)
         try:
             asyncio.run_coroutine_threadsafe(drain(self, seconds), loop).result()
         except Exception:
@@ -157,7 +159,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
     @property
     def peers(self) -> tuple[str, ...]:
         """Addresses of the llumlets that may take our engine's requests."""
-        return self._settings.peers
+        return self._peers.addresses
 
     @property
     def num_streams(self) -> int:
@@ -388,7 +390,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
         if problem is None and (home is None or not home.digest):
             problem = "it is not known which engines could"
         if problem is None and not self._replay.targets(orphan.lost):
-            problem = "there is no other engine (--llumlet-peers)"
+            problem = "there is no other engine (--llumlet-peers, --llumlet-cms)"
         if problem is None:
             assert home is not None
             self._dismiss(stream, orphan.lost or stream.owner or home)
@@ -486,13 +488,14 @@ async def _watch(reference: weakref.ref[LlumnixClientMixin]) -> None:
             return
         try:
             client._look_after_streams()
+            client._peers.keep_fresh()
         except Exception:
             # Outermost: the next look may find what this one stumbled over gone.
             logger.exception("llumlet: looking after the streams failed")
         del client
 
 
-def _end(relay: Relay, watch: asyncio.Task[None], metrics: MoveMetrics) -> None:
+def _end(relay: Relay, watch: asyncio.Task[None], metrics: MoveMetrics, peers: Peers) -> None:
     """From any thread. Again is nothing."""
     relay.close()
     loop = watch.get_loop()
@@ -500,6 +503,7 @@ def _end(relay: Relay, watch: asyncio.Task[None], metrics: MoveMetrics) -> None:
         with contextlib.suppress(RuntimeError):  # closed between the question and the call
             loop.call_soon_threadsafe(watch.cancel)
             loop.call_soon_threadsafe(metrics.cancel)
+            loop.call_soon_threadsafe(peers.cancel)
 
 
 def _settled_moves_of(client: LlumnixClientMixin) -> Report:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
 
     from vllm_llumnix.adapters import Adapters
+    from vllm_llumnix.frontend.peers import Peers
 
 logger = logging.getLogger("vllm.llumnix")
 
@@ -47,7 +48,7 @@ class Replay:
         self,
         streams: Streams,
         owners: Owners,
-        peers: tuple[str, ...],
+        peers: Peers,
         credentials: Credentials,
         relay_address: Callable[[], str],
         adapters: Adapters,
@@ -70,12 +71,12 @@ class Replay:
         return bool(self._tasks)
 
     def targets(self, avoid: Owner | None) -> list[str]:
-        """Addresses of llumlets that could take a request: engines known to live first, then the configured peers."""
+        """Addresses of llumlets that could take a request: engines known to live first, then other peers."""
         now = time.monotonic()
         living = [owner for owner in self._owners.all() if owner.llumlet and owner.takes_requests(now)]
         alive = [owner.llumlet for owner in living]
         ailing = {owner.llumlet for owner in self._owners.all()}.difference(alive)
-        peers = [peer for peer in self._peers if peer not in ailing]
+        peers = [peer for peer in self._peers.addresses if peer not in ailing]
         random.shuffle(peers)
         if avoid is not None:
             # Another life of the lost one may listen where it did.

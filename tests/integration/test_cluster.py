@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real engines behind a real gateway and scheduler: what users of the cluster count on.
+
+Two engines that report to the scheduler's embedded CMS, its rescheduler switched on with the defaults, a gateway in
+front. In float32: a stream that is continued elsewhere is computed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from benchmarks.client import Client, Stream
+from benchmarks.harness import Command, Fleet, Server, ServerSpec
+from benchmarks.moves import requests
+from llumsched.up.ports import free_ports
+from tests.integration.test_command_line import llumnix
+from tests.support.conservation import wait_idle
+from tests.support.failures import failure
+
+pytestmark = pytest.mark.asyncio
+
+PROMPT = [100 + index * 7 % 900 for index in range(200)]
+LENGTH = 400
+AT = 30
+NUM_BLOCKS = 300
+"""Of 32 tokens: six streams of 1400 fill nearly all of an engine."""
+SECONDS = 60.0
+
+
+class Cluster:
+    """Scheduler, gateway and the engines that live now."""
+
+    def __init__(self, fleet: Fleet, model: Path, logs: Path) -> None:
+        self._fleet = fleet
+        self._model = model
+        self._logs = logs
+        self._commands: list[Command] = []
+        scheduler, self._cms, gateway = free_ports(3)
+        self.scheduler_url, self.gateway_url = f"http://127.0.0.1:{scheduler}", f"http://127.0.0.1:{gateway}"
+        self._run("scheduler", "--port", scheduler, "--host", "127.0.0.1", "--cms", f"listen://{self.cms}",
+                  "--enable-rescheduling", "--colocated-rescheduling-mode")  # fmt: skip
+        self._run("gateway", "--port", gateway, "--host", "127.0.0.1", "--scheduler-endpoints",
+                  f"127.0.0.1:{scheduler}", "--tokenizer-path", f"model={model}")  # fmt: skip
+        self.engines = self.add(2)
+
+    @property
+    def cms(self) -> str:
+        return f"127.0.0.1:{self._cms}"
+
+    def _run(self, name: str, *arguments: object) -> None:
+        command = [sys.executable, "-P", "-m", "llumsched.cli", name, *map(str, arguments)]
+        self._commands.append(Command.start(name, command, self._logs / f"{name}.log"))
+
+    def add(self, number: int) -> list[Server]:
+        """New engines, each with an id of its own."""
+        names = [f"e{uuid.uuid4().hex[:6]}" for _ in range(number)]
+        flags = ("--dtype", "float32", "--llumlet-cms", self.cms)
+        specs = [
+            ServerSpec(
+                self._model, name=name, instance_id=name, max_model_len=4096, num_kv_blocks=NUM_BLOCKS, flags=flags
+            )
+            for name in names
+        ]
+        return self._fleet.start(*specs)
+
+    def replace(self, engine: Server) -> None:
+        """Another engine instead of one that is gone."""
+        self._fleet.stop(engine)
+        self.engines[self.engines.index(engine)] = self.add(1)[0]
+
+    def close(self) -> None:
+        for command in self._commands:
+            command.stop()
+
+
+@pytest.fixture(scope="module")
+def cluster(model_dir: Path, log_dir: Path) -> Iterator[Cluster]:
+    with Fleet(log_dir / "cluster") as fleet:
+        cluster = Cluster(fleet, model_dir, log_dir / "cluster")
+        try:
+            yield cluster
+        finally:
+            cluster.close()
+
+
+@pytest.fixture(scope="module")
+def expected(cluster: Cluster) -> list[int]:
+    """The tokens of an undisturbed stream."""
+
+    async def run() -> list[int]:
+        async with Client(cluster.engines[0].base_url) as client:
+            stream = await (await client.complete(PROMPT, LENGTH, ignore_eos=True)).result()
+            return stream.token_ids
+
+    return asyncio.run(run())
+
+
+async def view(cluster: Cluster, num_instances: int) -> None:
+    """Until the scheduler knows of just so many instances that take requests."""
+
+    def known(found: dict[str, Any]) -> int:
+        return sum(1 for instance in found["instances"] if instance["schedulable"])
+
+    async with aiohttp.ClientSession() as session:
+        async with asyncio.timeout(SECONDS):
+            while True:
+                async with session.get(f"{cluster.scheduler_url}/debug/view") as answer:
+                    if known(await answer.json()) == num_instances:
+                        return
+                await asyncio.sleep(0.2)
+
+
+async def begin(client: Client, length: int = LENGTH, **parameters: Any) -> Stream:
+    return await client.complete(PROMPT, length, ignore_eos=True, cache_salt=uuid.uuid4().hex, **parameters)
+
+
+async def homes(cluster: Cluster, streams: list[Stream]) -> Counter[str]:
+    """How many of the streams each engine has."""
+    found: Counter[str] = Counter()
+    for engine in cluster.engines:
+        listed = await requests(engine)
+        found[engine.name] = sum(any(stream.is_engine_id(info.request_id) for stream in streams) for info in listed)
+    return found
+
+
+async def home_of(cluster: Cluster, stream: Stream) -> Server:
+    for engine in cluster.engines:
+        if any(stream.is_engine_id(info.request_id) for info in await requests(engine)):
+            return engine
+    raise AssertionError("no engine has the stream")
+
+
+async def test_requests_are_spread(cluster: Cluster, expected: list[int]) -> None:
+    await view(cluster, 2)
+    async with Client(cluster.gateway_url) as client:
+        streams = [await begin(client) for _ in range(6)]
+        for stream in streams:
+            await stream.wait_for(AT)
+        assert sorted((await homes(cluster, streams)).values()) == [3, 3]
+        for stream in streams:
+            assert (await stream.result()).token_ids == expected
+
+
+async def test_what_the_client_sees_is_the_engines(cluster: Cluster) -> None:
+    """Not streamed, chat, models, and an error of the engine's."""
+    body = {"model": "model", "prompt": PROMPT, "max_tokens": 7, "temperature": 0}
+    async with aiohttp.ClientSession() as session:
+
+        async def ask(url: str) -> tuple[int, Any]:
+            async with session.post(f"{url}/v1/completions", json=body) as answer:
+                return answer.status, await answer.json()
+
+        (status, ours), (_, theirs) = await ask(cluster.gateway_url), await ask(cluster.engines[0].base_url)
+        assert status == 200
+        assert ours["choices"] == theirs["choices"]
+        assert ours["usage"] == theirs["usage"]
+        body["max_tokens"] = -1
+        ours, theirs = await ask(cluster.gateway_url), await ask(cluster.engines[0].base_url)
+        assert ours[0] == theirs[0] == 400
+        async with session.get(f"{cluster.gateway_url}/v1/models") as answer:
+            assert [model["id"] for model in (await answer.json())["data"]] == ["model"]
+
+
+async def test_a_hot_engine_is_relieved(cluster: Cluster, expected: list[int]) -> None:
+    """All streams begin at one engine, past the gateway; the rescheduler moves some of them."""
+    await view(cluster, 2)
+    hot, cold = cluster.engines
+    async with Client(hot.base_url) as client:
+        streams = [await begin(client, 1200) for _ in range(6)]
+        async with asyncio.timeout(SECONDS):
+            while (await homes(cluster, streams))[cold.name] < 2:
+                assert not any(stream.done for stream in streams), "too late"
+                await asyncio.sleep(0.3)
+        for stream in streams:
+            assert (await stream.result()).token_ids[:LENGTH] == expected
+    for engine in cluster.engines:
+        await wait_idle(engine)
+
+
+@failure("an instance is drained while the gateway has streams there", "decoding", "moved away; new ones go elsewhere")
+async def test_a_drained_engine_loses_no_stream(cluster: Cluster, expected: list[int]) -> None:
+    await view(cluster, 2)
+    async with Client(cluster.gateway_url) as client:
+        streams = [await begin(client) for _ in range(4)]
+        for stream in streams:
+            await stream.wait_for(AT)
+        leaver = await home_of(cluster, streams[0])
+        code, text = await llumnix("drain", leaver.name, "--cms", cluster.cms, "--timeout", "120", "--json")
+        assert code == 0, text
+        assert json.loads(text.splitlines()[-1])["num_cut"] == 0
+        late = await begin(client)
+        for stream in (*streams, late):
+            assert (await stream.result()).token_ids == expected
+    cluster.replace(leaver)
+
+
+@failure("the engine of an instance in a cluster is killed", "decoding", "replayed by its API server")
+@failure("all of an instance in a cluster is killed", "decoding", "continued by the gateway")
+@pytest.mark.parametrize("what", ["engine", "instance"])
+async def test_a_killed_engine_loses_no_stream(cluster: Cluster, expected: list[int], what: str) -> None:
+    await view(cluster, 2)
+    async with Client(cluster.gateway_url) as client:
+        streams = [await begin(client) for _ in range(4)]
+        for stream in streams:
+            await stream.wait_for(AT)
+        victim = await home_of(cluster, streams[0])
+        for pid in victim.pids() if what == "instance" else [victim.process("EngineCore")]:
+            os.kill(pid, signal.SIGKILL)
+        for stream in streams:
+            assert (await stream.result()).token_ids == expected
+            assert stream.usage is not None
+            assert stream.usage["completion_tokens"] == LENGTH
+            assert stream.finish_reason == "length"
+        late = await (await begin(client)).result()
+        assert late.token_ids == expected
+    cluster.replace(victim)
+
+
+@failure("the engine of an instance in a cluster stops", "decoding", "goes on elsewhere within its 8 s")
+async def test_a_hung_engine_loses_no_stream(cluster: Cluster, expected: list[int]) -> None:
+    await view(cluster, 2)
+    async with Client(cluster.gateway_url) as client:
+        streams = [await begin(client) for _ in range(4)]
+        for stream in streams:
+            await stream.wait_for(AT)
+        victim = await home_of(cluster, streams[0])
+        engine = psutil.Process(victim.process("EngineCore"))
+        engine.send_signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        try:
+            for stream in streams:
+                assert (await stream.result()).token_ids == expected
+            await view(cluster, 1)
+            late = await (await begin(client)).result()
+            assert late.token_ids == expected
+        finally:
+            engine.send_signal(signal.SIGCONT)
+        assert max(max(stream.gaps) for stream in streams) < time.monotonic() - stopped
+    await view(cluster, 2)
+
+
+async def test_a_new_engine_fills(cluster: Cluster) -> None:
+    """It is empty when it comes: running requests are moved to it, though nobody sends it any."""
+    await view(cluster, 2)
+    full, leaver = cluster.engines
+    code, text = await llumnix("drain", leaver.name, "--cms", cluster.cms, "--timeout", "60", "--json")
+    assert code == 0, text
+    starting = asyncio.create_task(asyncio.to_thread(cluster.replace, leaver))
+    async with Client(full.base_url) as client:
+        streams = [await begin(client, 2000) for _ in range(4)]
+
+        filled = False
+        async with asyncio.timeout(4 * SECONDS):
+            while not filled:
+                await asyncio.sleep(0.3)
+                for index, stream in enumerate(streams):
+                    if stream.done:
+                        streams[index] = await begin(client, 2000)
+                filled = starting.done() and (await homes(cluster, streams))[cluster.engines[1].name] > 0
+        await starting
+        for stream in streams:
+            await stream.disconnect()
+    for engine in cluster.engines:
+        await wait_idle(engine)

@@ -23,7 +23,7 @@ ROUND_ROBIN = "round-robin"
 class Config:
     """All times in seconds."""
 
-    host: str = "0.0.0.0"
+    host: str = "127.0.0.1"
     port: int = 8001
     """0: any free one."""
     workers: int = 1

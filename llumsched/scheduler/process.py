@@ -31,7 +31,7 @@ _EXPIRE_S: Final = 0.5
 _STOP_S: Final = 2.0
 
 # What differs from Llumnix, and why: docs/defaults.md
-HOST: Final = "0.0.0.0"
+HOST: Final = "127.0.0.1"
 PORT: Final = 8002
 CMS: Final = "listen://127.0.0.1:8003"
 

@@ -16,7 +16,7 @@ from llumsched.cms.embedded import EmbeddedStore
 from llumsched.testing import SimulatedCluster
 from llumsched.up.ports import free_port
 from tests.llumlet.fake_agent import until
-from tests.llumsched.redis_server import RedisServer
+from tests.support.cms import cms_of
 from vllm_llumnix.frontend import peers as peers_module
 from vllm_llumnix.frontend.peers import Peers
 from vllm_llumnix.reach import Reach
@@ -26,14 +26,8 @@ pytestmark = pytest.mark.asyncio
 
 @pytest_asyncio.fixture(params=["embedded", "redis"])
 async def cms(request: pytest.FixtureRequest) -> AsyncIterator[str]:
-    if request.param == "redis":
-        async with RedisServer("secret") as server:
-            yield server.url
-        return
-    store = EmbeddedStore()
-    await store.start()
-    yield str(store.address)
-    await store.close()
+    async with cms_of(request.param) as url:
+        yield url
 
 
 def peers(cms: str, *named: str, own: str = "sim-0") -> Peers:

@@ -8,14 +8,14 @@ front. In float32: a stream that is continued elsewhere is computed again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import sys
-import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,9 @@ LENGTH = 400
 AT = 30
 NUM_BLOCKS = 300
 """Of 32 tokens: six streams of 1400 fill nearly all of an engine."""
+HUNG_SECONDS = 12.0
+"""Pause when an engine hangs: 4.5 s until it counts as lost, one prefill, a second, and some for two cores that serve
+everything."""
 SECONDS = 60.0
 
 
@@ -128,6 +131,17 @@ async def begin(client: Client, length: int = LENGTH, **parameters: Any) -> Stre
     return await client.complete(PROMPT, length, ignore_eos=True, cache_salt=uuid.uuid4().hex, **parameters)
 
 
+@contextlib.asynccontextmanager
+async def four_streams(cluster: Cluster) -> AsyncIterator[tuple[Client, list[Stream], Server]]:
+    """Through the gateway, decoding on two engines; with the engine that has the first of them."""
+    await view(cluster, 2)
+    async with Client(cluster.gateway_url) as client:
+        streams = [await begin(client) for _ in range(4)]
+        for stream in streams:
+            await stream.wait_for(AT)
+        yield client, streams, await home_of(cluster, streams[0])
+
+
 async def homes(cluster: Cluster, streams: list[Stream]) -> Counter[str]:
     """How many of the streams each engine has."""
     found: Counter[str] = Counter()
@@ -193,12 +207,7 @@ async def test_a_hot_engine_is_relieved(cluster: Cluster, expected: list[int]) -
 
 @failure("an instance is drained while the gateway has streams there", "decoding", "moved away; new ones go elsewhere")
 async def test_a_drained_engine_loses_no_stream(cluster: Cluster, expected: list[int]) -> None:
-    await view(cluster, 2)
-    async with Client(cluster.gateway_url) as client:
-        streams = [await begin(client) for _ in range(4)]
-        for stream in streams:
-            await stream.wait_for(AT)
-        leaver = await home_of(cluster, streams[0])
+    async with four_streams(cluster) as (client, streams, leaver):
         code, text = await llumnix("drain", leaver.name, "--cms", cluster.cms, "--timeout", "120", "--json")
         assert code == 0, text
         assert json.loads(text.splitlines()[-1])["num_cut"] == 0
@@ -212,12 +221,7 @@ async def test_a_drained_engine_loses_no_stream(cluster: Cluster, expected: list
 @failure("all of an instance in a cluster is killed", "decoding", "continued by the gateway")
 @pytest.mark.parametrize("what", ["engine", "instance"])
 async def test_a_killed_engine_loses_no_stream(cluster: Cluster, expected: list[int], what: str) -> None:
-    await view(cluster, 2)
-    async with Client(cluster.gateway_url) as client:
-        streams = [await begin(client) for _ in range(4)]
-        for stream in streams:
-            await stream.wait_for(AT)
-        victim = await home_of(cluster, streams[0])
+    async with four_streams(cluster) as (client, streams, victim):
         for pid in victim.pids() if what == "instance" else [victim.process("EngineCore")]:
             os.kill(pid, signal.SIGKILL)
         for stream in streams:
@@ -230,17 +234,11 @@ async def test_a_killed_engine_loses_no_stream(cluster: Cluster, expected: list[
     cluster.replace(victim)
 
 
-@failure("the engine of an instance in a cluster stops", "decoding", "goes on elsewhere within its 8 s")
+@failure("the engine of an instance in a cluster stops", "decoding", "goes on elsewhere within 12 s")
 async def test_a_hung_engine_loses_no_stream(cluster: Cluster, expected: list[int]) -> None:
-    await view(cluster, 2)
-    async with Client(cluster.gateway_url) as client:
-        streams = [await begin(client) for _ in range(4)]
-        for stream in streams:
-            await stream.wait_for(AT)
-        victim = await home_of(cluster, streams[0])
+    async with four_streams(cluster) as (client, streams, victim):
         engine = psutil.Process(victim.process("EngineCore"))
         engine.send_signal(signal.SIGSTOP)
-        stopped = time.monotonic()
         try:
             for stream in streams:
                 assert (await stream.result()).token_ids == expected
@@ -249,7 +247,7 @@ async def test_a_hung_engine_loses_no_stream(cluster: Cluster, expected: list[in
             assert late.token_ids == expected
         finally:
             engine.send_signal(signal.SIGCONT)
-        assert max(max(stream.gaps) for stream in streams) < time.monotonic() - stopped
+        assert max(max(stream.gaps) for stream in streams) < HUNG_SECONDS
     await view(cluster, 2)
 
 

@@ -19,6 +19,7 @@ from llumlet.types import InstanceStatus
 from llumsched.cms.embedded import EmbeddedStore
 from llumsched.cms.view import Instance, View
 from tests.integration.conftest import StartServer
+from tests.support.cms import embedded_store
 
 pytestmark = pytest.mark.asyncio
 
@@ -32,10 +33,8 @@ SOON_SECONDS = 2.0
 
 @pytest_asyncio.fixture
 async def store() -> AsyncIterator[EmbeddedStore]:
-    store = EmbeddedStore()
-    await store.start()
-    yield store
-    await store.close()
+    async with embedded_store() as store:
+        yield store
 
 
 async def until(view: View, name: str, holds: Callable[[Instance], bool], seconds: float = SECONDS) -> Instance:

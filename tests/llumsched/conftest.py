@@ -14,7 +14,9 @@ import pytest
 import pytest_asyncio
 
 from llumlet.server import RunningServer, serve
+from llumsched.cms.embedded import EmbeddedStore
 from tests.llumlet.fake_agent import FakeAgent, request_info
+from tests.support.cms import embedded_store
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,6 +42,12 @@ class Done:
     @property
     def lines(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.out.splitlines()]
+
+
+@pytest_asyncio.fixture
+async def store() -> AsyncIterator[EmbeddedStore]:
+    async with embedded_store() as store:
+        yield store
 
 
 @pytest_asyncio.fixture

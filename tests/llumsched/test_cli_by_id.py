@@ -17,14 +17,6 @@ from tests.llumsched.redis_server import RedisServer
 
 
 @pytest_asyncio.fixture
-async def store() -> AsyncIterator[EmbeddedStore]:
-    embedded = EmbeddedStore()
-    await embedded.start()
-    yield embedded
-    await embedded.close()
-
-
-@pytest_asyncio.fixture
 async def cluster(store: EmbeddedStore) -> AsyncIterator[SimulatedCluster]:
     async with SimulatedCluster(2, str(store.address), model=EngineModel(step_s=0.05)) as running:
         await until(lambda: len(store.view) == 2)

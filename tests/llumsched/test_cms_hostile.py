@@ -35,14 +35,6 @@ pytestmark = pytest.mark.asyncio
 
 
 @pytest_asyncio.fixture
-async def store() -> AsyncIterator[EmbeddedStore]:
-    embedded = EmbeddedStore()
-    await embedded.start()
-    yield embedded
-    await embedded.close()
-
-
-@pytest_asyncio.fixture
 async def stub(store: EmbeddedStore) -> AsyncIterator[Any]:
     async with NONE.channel(store.address) as channel:
         yield CmsStub(channel)

@@ -57,14 +57,6 @@ class Seen:
 
 
 @pytest_asyncio.fixture
-async def store() -> AsyncIterator[EmbeddedStore]:
-    embedded = EmbeddedStore()
-    await embedded.start()
-    yield embedded
-    await embedded.close()
-
-
-@pytest_asyncio.fixture
 async def stuck() -> AsyncIterator[str]:
     """The address of something that takes connections and says nothing."""
     silent: list[asyncio.StreamWriter] = []

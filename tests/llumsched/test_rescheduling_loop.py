@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
-import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
 from llumlet.types import Reason
@@ -26,14 +25,6 @@ pytestmark = pytest.mark.asyncio
 
 MODEL = EngineModel(speed=0.3, num_blocks=1024)
 """Of 16,384 tokens; a request decodes for longer than a test lasts."""
-
-
-@pytest_asyncio.fixture
-async def store() -> AsyncIterator[EmbeddedStore]:
-    store = EmbeddedStore()
-    await store.start()
-    yield store
-    await store.close()
 
 
 @contextlib.asynccontextmanager

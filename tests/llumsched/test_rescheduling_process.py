@@ -14,10 +14,9 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from llumsched.cms.embedded import EmbeddedStore
 from llumsched.testing import EngineModel, SimulatedCluster
 from tests.llumlet.fake_agent import until
-from tests.llumsched.redis_server import RedisServer
+from tests.support.cms import cms_of
 
 pytestmark = pytest.mark.asyncio
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,14 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest_asyncio.fixture(params=["watch", "redis"])
 async def cms(request: pytest.FixtureRequest) -> AsyncIterator[str]:
-    if request.param == "redis":
-        async with RedisServer() as server:
-            yield server.url
-        return
-    store = EmbeddedStore()
-    await store.start()
-    yield str(store.address)
-    await store.close()
+    async with cms_of(request.param) as url:
+        yield url
 
 
 async def test_it_balances_and_says_so(cms: str) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import signal
-import sys
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -24,9 +24,10 @@ import psutil
 import pytest
 
 from benchmarks.client import Client, Stream
-from benchmarks.harness import Command, Fleet, Server, ServerSpec
+from benchmarks.cluster import Control
+from benchmarks.harness import Fleet, Server, ServerSpec
 from benchmarks.moves import requests
-from llumsched.up.ports import free_ports
+from llumsched.up.ports import free_port
 from tests.integration.test_command_line import llumnix
 from tests.support.conservation import wait_idle
 from tests.support.failures import failure
@@ -36,6 +37,7 @@ pytestmark = pytest.mark.asyncio
 PROMPT = [100 + index * 7 % 900 for index in range(200)]
 LENGTH = 400
 AT = 30
+RESCHEDULING = ("--enable-rescheduling", "--colocated-rescheduling-mode")
 NUM_BLOCKS = 300
 """Of 32 tokens: six streams of 1400 fill nearly all of an engine."""
 HUNG_SECONDS = 12.0
@@ -50,44 +52,30 @@ class Cluster:
     def __init__(self, fleet: Fleet, model: Path, logs: Path) -> None:
         self._fleet = fleet
         self._model = model
-        self._logs = logs
-        self._commands: list[Command] = []
-        scheduler, self._cms, gateway = free_ports(3)
-        self.scheduler_url, self.gateway_url = f"http://127.0.0.1:{scheduler}", f"http://127.0.0.1:{gateway}"
-        self._run("scheduler", "--port", scheduler, "--host", "127.0.0.1", "--cms", f"listen://{self.cms}",
-                  "--enable-rescheduling", "--colocated-rescheduling-mode")  # fmt: skip
-        self._run("gateway", "--port", gateway, "--host", "127.0.0.1", "--scheduler-endpoints",
-                  f"127.0.0.1:{scheduler}", "--tokenizer-path", f"model={model}")  # fmt: skip
-        self.engines = self.add(2)
+        cms_port = free_port()
+        self.cms = f"127.0.0.1:{cms_port}"
+        self.control = Control(logs, cms_port, model=model, scheduler=RESCHEDULING)
+        try:
+            self.engines = self.add(2)
+        except BaseException:
+            self.control.stop()
+            raise
 
     @property
-    def cms(self) -> str:
-        return f"127.0.0.1:{self._cms}"
-
-    def _run(self, name: str, *arguments: object) -> None:
-        command = [sys.executable, "-P", "-m", "llumsched.cli", name, *map(str, arguments)]
-        self._commands.append(Command.start(name, command, self._logs / f"{name}.log"))
+    def gateway_url(self) -> str:
+        return self.control.gateway_url
 
     def add(self, number: int) -> list[Server]:
         """New engines, each with an id of its own."""
         names = [f"e{uuid.uuid4().hex[:6]}" for _ in range(number)]
         flags = ("--dtype", "float32", "--llumlet-cms", self.cms)
-        specs = [
-            ServerSpec(
-                self._model, name=name, instance_id=name, max_model_len=4096, num_kv_blocks=NUM_BLOCKS, flags=flags
-            )
-            for name in names
-        ]
-        return self._fleet.start(*specs)
+        spec = ServerSpec(self._model, max_model_len=4096, num_kv_blocks=NUM_BLOCKS, flags=flags)
+        return self._fleet.start(*(dataclasses.replace(spec, name=name, instance_id=name) for name in names))
 
     def replace(self, engine: Server) -> None:
         """Another engine instead of one that is gone."""
         self._fleet.stop(engine)
         self.engines[self.engines.index(engine)] = self.add(1)[0]
-
-    def close(self) -> None:
-        for command in self._commands:
-            command.stop()
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +85,7 @@ def cluster(model_dir: Path, log_dir: Path) -> Iterator[Cluster]:
         try:
             yield cluster
         finally:
-            cluster.close()
+            cluster.control.stop()
 
 
 @pytest.fixture(scope="module")
@@ -112,21 +100,6 @@ def expected(cluster: Cluster) -> list[int]:
     return asyncio.run(run())
 
 
-async def view(cluster: Cluster, num_instances: int) -> None:
-    """Until the scheduler knows of just so many instances that take requests."""
-
-    def known(found: dict[str, Any]) -> int:
-        return sum(1 for instance in found["instances"] if instance["schedulable"])
-
-    async with aiohttp.ClientSession() as session:
-        async with asyncio.timeout(SECONDS):
-            while True:
-                async with session.get(f"{cluster.scheduler_url}/debug/view") as answer:
-                    if known(await answer.json()) == num_instances:
-                        return
-                await asyncio.sleep(0.2)
-
-
 async def begin(client: Client, length: int = LENGTH, **parameters: Any) -> Stream:
     return await client.complete(PROMPT, length, ignore_eos=True, cache_salt=uuid.uuid4().hex, **parameters)
 
@@ -134,7 +107,7 @@ async def begin(client: Client, length: int = LENGTH, **parameters: Any) -> Stre
 @contextlib.asynccontextmanager
 async def four_streams(cluster: Cluster) -> AsyncIterator[tuple[Client, list[Stream], Server]]:
     """Through the gateway, decoding on two engines; with the engine that has the first of them."""
-    await view(cluster, 2)
+    await cluster.control.knows(2)
     async with Client(cluster.gateway_url) as client:
         streams = [await begin(client) for _ in range(4)]
         for stream in streams:
@@ -159,7 +132,7 @@ async def home_of(cluster: Cluster, stream: Stream) -> Server:
 
 
 async def test_requests_are_spread(cluster: Cluster, expected: list[int]) -> None:
-    await view(cluster, 2)
+    await cluster.control.knows(2)
     async with Client(cluster.gateway_url) as client:
         streams = [await begin(client) for _ in range(6)]
         for stream in streams:
@@ -191,7 +164,7 @@ async def test_what_the_client_sees_is_the_engines(cluster: Cluster) -> None:
 
 async def test_a_hot_engine_is_relieved(cluster: Cluster, expected: list[int]) -> None:
     """All streams begin at one engine, past the gateway; the rescheduler moves some of them."""
-    await view(cluster, 2)
+    await cluster.control.knows(2)
     hot, cold = cluster.engines
     async with Client(hot.base_url) as client:
         streams = [await begin(client, 1200) for _ in range(6)]
@@ -242,18 +215,18 @@ async def test_a_hung_engine_loses_no_stream(cluster: Cluster, expected: list[in
         try:
             for stream in streams:
                 assert (await stream.result()).token_ids == expected
-            await view(cluster, 1)
+            await cluster.control.knows(1)
             late = await (await begin(client)).result()
             assert late.token_ids == expected
         finally:
             engine.send_signal(signal.SIGCONT)
         assert max(max(stream.gaps) for stream in streams) < HUNG_SECONDS
-    await view(cluster, 2)
+    await cluster.control.knows(2)
 
 
 async def test_a_new_engine_fills(cluster: Cluster) -> None:
     """It is empty when it comes: running requests are moved to it, though nobody sends it any."""
-    await view(cluster, 2)
+    await cluster.control.knows(2)
     full, leaver = cluster.engines
     code, text = await llumnix("drain", leaver.name, "--cms", cluster.cms, "--timeout", "60", "--json")
     assert code == 0, text

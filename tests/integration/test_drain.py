@@ -31,7 +31,7 @@ pytestmark = pytest.mark.asyncio
 
 AT = 40
 """Tokens that have arrived when the end is asked for."""
-LENGTH = 1500
+LENGTH = 700
 SAMPLINGS = ("greedy", "seeded", "logprobs", "greedy")
 
 

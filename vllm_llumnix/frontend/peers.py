@@ -47,7 +47,8 @@ class Peers:
         self._known: tuple[str, ...] = ()
         self._asked_at = float("-inf")
         self._asking: asyncio.Task[None] | None = None
-        self._problem = ""
+        self.problem = ""
+        """Why the CMS did not answer when it was last asked."""
 
     @property
     def expected(self) -> bool:
@@ -76,13 +77,13 @@ class Peers:
             for store in self._stores:
                 try:
                     self._known = self._choose(await look_up(store, self._credentials))
-                    self._problem = ""
+                    self.problem = ""
                     return
                 except (LinkLost, DecodeError, ValueError) as error:
                     problems.append(str(error))
-            if (problem := "; ".join(problems)) != self._problem:
+            if (problem := "; ".join(problems)) != self.problem:
                 logger.warning("llumlet: the CMS does not say who could take our requests: %s", problem)
-                self._problem = problem
+                self.problem = problem
         finally:
             self._asking = None
 

@@ -35,7 +35,7 @@ def config(*arguments: str) -> SchedulerConfig:
 
 def test_defaults() -> None:
     found = config()
-    assert (found.host, found.port, found.cms) == ("0.0.0.0", 8002, "listen://127.0.0.1:8003")
+    assert (found.host, found.port, found.cms) == ("127.0.0.1", 8002, "listen://127.0.0.1:8003")
     assert (found.policy.name, found.policy.mode) == ("load-balance", Mode.FULL)
     assert (found.account_staleness_s, found.gateway_ttl_s, found.state_ttl_s) == (10.0, 30.0, 600.0)
     assert found.rescheduling is None

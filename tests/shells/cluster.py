@@ -75,7 +75,8 @@ PLAN = {
     "ask_s": 0.1,
 }
 SECONDS = 15.0
-"""How long anything is waited for before the test fails; `Cluster.seconds` for the end of all moves and streams."""
+"""How long anything is waited for before the test fails; `Cluster.seconds` for the end of all moves, and until nothing
+is held."""
 LET_GO_SECONDS = 0.5
 """In which an engine that is not the owner hears of it."""
 MAX_TOKENS = 350
@@ -443,7 +444,7 @@ class Cluster:
             await until(
                 lambda: all(stream.finish or stream.left for stream in self.streams),
                 lambda: "streams do not end",
-                self.seconds,
+                SECONDS,
             )
             publishers = [name for name, count in self.published(watched, since).items() if count]
             if len(publishers) > 1:

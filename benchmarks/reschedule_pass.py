@@ -19,11 +19,11 @@ from rich.table import Table
 from benchmarks.progress import saying
 from llumlet.types import InstanceMetadata, InstanceStatus
 from llumsched.cms.view import View
-from llumsched.rescheduling import snapshot
 from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.history import History
 from llumsched.rescheduling.loads import measure
 from llumsched.rescheduling.planner import Plan, plan
+from llumsched.rescheduling.snapshot import Camera
 
 CAPACITY = 400_000
 PASSES = 50
@@ -36,24 +36,24 @@ def measure_pass(num_instances: int, passes: int = PASSES) -> float:
 
 def _durations_ms(num_instances: int, passes: int) -> list[float]:
     config, view = Config(), _cluster(num_instances)
-    load_of, history = measure(config), History(config)
+    history = History(config)
+    camera = Camera(measure(config), staleness_s=config.staleness_s, domain=config.failover_domain)
     durations = []
     for _ in range(passes):
         began = time.perf_counter()
-        made = _pass(view, config, history, load_of)
+        made = _pass(view, config, history, camera)
         durations.append((time.perf_counter() - began) * 1000)
         assert made.moves, "a pass that finds nothing is no measure"
     return durations
 
 
-def _pass(view: View, config: Config, history: History, load_of: snapshot.Measure) -> Plan:
+def _pass(view: View, config: Config, history: History, camera: Camera) -> Plan:
     """As `Rescheduler` makes it; nothing is begun, so that every pass finds the same."""
     now_s = time.monotonic()
     instances = list(view.values())
     history.seen(instances)
     history.forget_expired(now_s)
-    taken = snapshot.take(instances, load_of, now_s, staleness_s=config.staleness_s, domain=config.failover_domain)
-    return plan(taken, history, config, now_s)
+    return plan(camera.take(instances, now_s), history, config, now_s)
 
 
 def _cluster(num_instances: int) -> View:

@@ -33,11 +33,11 @@ from benchmarks import status_to_view
 from benchmarks.stats import quantile
 from llumlet.types import InstanceMetadata, InstanceStatus
 from llumsched.cms.view import View
-from llumsched.rescheduling import snapshot
 from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.rescheduling.history import History
 from llumsched.rescheduling.loads import measure
 from llumsched.rescheduling.planner import plan
+from llumsched.rescheduling.snapshot import Camera
 from llumsched.scheduling import pipeline
 from llumsched.scheduling.account import Account
 from llumsched.scheduling.dispatch import Dispatcher
@@ -187,13 +187,13 @@ def _reference(dispatcher: Dispatcher, account: Account) -> _Times:
 def _passes(view: View, account: Account) -> _Times:
     config = ReschedulingConfig()
     load_of = measure(config, account.in_flight.of)
+    camera = Camera(load_of, staleness_s=config.staleness_s, domain=config.failover_domain)
 
     def one() -> None:
         history, now_s = History(config), time.monotonic()
         instances = list(view.values())
         history.seen(instances)
-        taken = snapshot.take(instances, load_of, now_s, staleness_s=config.staleness_s, domain=config.failover_domain)
-        plan(taken, history, config, now_s)
+        plan(camera.take(instances, now_s), history, config, now_s)
 
     return _timed(one, _PASSES)
 

@@ -4,6 +4,7 @@ sent and no status shows yet."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from llumsched.cms.view import Instance
@@ -25,10 +26,14 @@ def measure(config: Config, counters_of: CountersOf = no_account) -> Measure:
     """Raises KeyError for a metric that does not exist: `metric_faults` says so before."""
     known = all_metrics()
     metrics = {infer_type: known[config.target(infer_type).metric] for infer_type in INFER_TYPES}
+    of = {infer_type: metric.of for infer_type, metric in metrics.items()}
+    neutral, worst = metrics["neutral"].of, metrics["neutral"].worst
 
     def load_of(instance: Instance) -> float:
-        metric = metrics.get(instance.metadata.instance_type, metrics["neutral"])
-        return metric.value(Load(instance, counters_of(instance.id)))
+        """`Metric.value`, without its detours: a pass asks for every instance of the cluster."""
+        metadata = instance.metadata
+        load = of.get(metadata.instance_type, neutral)(Load(instance, counters_of(metadata.instance_id)))
+        return worst if math.isnan(load) else load
 
     return load_of
 

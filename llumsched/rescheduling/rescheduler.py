@@ -17,7 +17,6 @@ from prometheus_client import CollectorRegistry
 
 from llumlet.credentials import NONE, Credentials
 from llumsched.cms.view import View
-from llumsched.rescheduling import snapshot
 from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.counters import RescheduleCounters
 from llumsched.rescheduling.executor import Executor
@@ -25,6 +24,7 @@ from llumsched.rescheduling.history import History
 from llumsched.rescheduling.loads import CountersOf, measure, no_account
 from llumsched.rescheduling.planner import Plan, plan
 from llumsched.rescheduling.records import PassRecord, Records
+from llumsched.rescheduling.snapshot import Camera
 from llumsched.rescheduling.waking import Waking
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,9 @@ class Rescheduler:
         self.config = config
         self.records = Records()
         self._view = view
-        self._measure = measure(config, counters_of)
+        self._camera = Camera(
+            measure(config, counters_of), staleness_s=config.staleness_s, domain=config.failover_domain
+        )
         self._clock = clock
         self._history = History(config)
         self._counters = RescheduleCounters(registry or CollectorRegistry())
@@ -125,11 +127,4 @@ class Rescheduler:
         instances = list(self._view.values())
         history.seen(instances)
         history.forget_expired(now_s)
-        taken = snapshot.take(
-            instances,
-            self._measure,
-            now_s - self._view.age_s,
-            staleness_s=config.staleness_s,
-            domain=config.failover_domain,
-        )
-        return plan(taken, history, config, now_s)
+        return plan(self._camera.take(instances, now_s - self._view.age_s), history, config, now_s)

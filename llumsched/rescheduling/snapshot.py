@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
 
-from llumlet.types import Health
+from llumlet.types import Health, InstanceMetadata
 from llumsched.cms.view import Instance
 from llumsched.rescheduling.config import Domain
 from llumsched.rescheduling.domains import Codes, Mask, codes_of, failing
@@ -45,13 +46,13 @@ class Snapshot:
     running_tokens: Column
     waiting: Column
     waiting_tokens: Column
+    moving_out: Column
+    moving_in: Column
     total_tokens: Column
     free_tokens: Column
     max_out: Column
     """Moves at a time; NO_LIMIT if it does not say."""
     max_in: Column
-    moving_out: Column
-    moving_in: Column
     bytes_per_token: Column
     stall_s: Column
     """Longest stall that the instance allows in a move."""
@@ -60,58 +61,87 @@ class Snapshot:
         return len(self.ids)
 
 
-def take(
-    instances: Iterable[Instance], measure: Measure, now_s: float, *, staleness_s: float, domain: Domain
-) -> Snapshot:
-    """Instances without a status are left out: nothing is known of them yet."""
-    by_id = {instance.metadata.instance_id: instance for instance in instances if instance.status is not None}
-    ids = sorted(by_id)
-    known = [by_id[instance_id] for instance_id in ids]
-    rows = np.array([_row(instance, measure, now_s, staleness_s) for instance in known], dtype=np.float64)
-    columns = rows.reshape(len(known), _NUM_COLUMNS).T
-    metadata = [instance.metadata for instance in known]
-    sick = columns[1].astype(bool)
-    units = codes_of([data.unit_id if data.data_parallel_size > 1 else "" for data in metadata])
-    return Snapshot(
-        ids,
-        {instance_id: row for row, instance_id in enumerate(ids)},
-        np.array([data.instance_type or "neutral" for data in metadata], dtype=np.str_),
-        codes_of([f"{data.instance_type}\n{data.compatibility_digest}" for data in metadata]),
-        codes_of([data.unit_id for data in metadata]),
-        columns[0],
-        sick,
-        failing(domain, sick, codes_of([data.node_id for data in metadata]), units),
-        columns[2].astype(bool),
-        *columns[3:],
-    )
+class Camera:
+    """Takes snapshots. What comes of the metadata changes seldom and is kept from one to the next."""
+
+    def __init__(self, measure: Measure, *, staleness_s: float, domain: Domain) -> None:
+        self._measure = measure
+        self._staleness_s = staleness_s
+        self._domain = domain
+        self._roster = _Roster([])
+
+    def take(self, instances: Iterable[Instance], now_s: float) -> Snapshot:
+        """Instances without a status are left out: nothing is known of them yet."""
+        known = sorted((instance for instance in instances if instance.status is not None), key=_ID)
+        metadata = [instance.metadata for instance in known]
+        # The same objects, as a rule, and then this is a comparison of pointers.
+        if metadata != self._roster.metadata:
+            self._roster = _Roster(metadata)
+        roster = self._roster
+        numbers = _table([_NUMBERS(instance.status) for instance in known], _NUM_NUMBERS)
+        schedulable, health, total, used = numbers[:_NUM_DERIVED]
+        silent = now_s - np.array([instance.received_s for instance in known], dtype=np.float64) > self._staleness_s
+        sick = (schedulable == 0) | silent
+        return Snapshot(
+            roster.ids,
+            roster.index,
+            roster.infer_types,
+            roster.groups,
+            roster.units,
+            np.array(list(map(self._measure, known)), dtype=np.float64),
+            sick,
+            failing(self._domain, sick, roster.nodes, roster.failing_units),
+            health != Health.HUNG,
+            *[*numbers[_NUM_DERIVED:], total, total - used, *roster.limits],
+        )
 
 
-_NUM_COLUMNS = 15
+_ID = attrgetter("metadata.instance_id")
+_NUM_DERIVED, _NUM_NUMBERS = 4, 10
+_NUMBERS = attrgetter(
+    "schedulable",
+    "health",
+    "num_total_gpu_tokens",
+    "num_used_gpu_tokens",
+    # These as they are, in the order of Snapshot.
+    "scheduler_running_to_decode_requests_num",
+    "scheduler_running_to_decode_tokens_num",
+    "num_waiting_requests",
+    "num_uncomputed_tokens_all_waiting_prefills",
+    "num_migrate_out_reqs",
+    "num_migrate_in_reqs",
+)
 
 
-def _row(instance: Instance, measure: Measure, now_s: float, staleness_s: float) -> tuple[float, ...]:
-    status, metadata = instance.status, instance.metadata
-    assert status is not None
-    block_tokens = max(metadata.block_size, 1)
+class _Roster:
+    """Columns of the metadata."""
+
+    def __init__(self, metadata: list[InstanceMetadata]) -> None:
+        """`metadata` in the order of the ids."""
+        self.metadata = metadata
+        self.ids = [data.instance_id for data in metadata]
+        self.index = {instance_id: row for row, instance_id in enumerate(self.ids)}
+        self.infer_types = np.array([data.instance_type or "neutral" for data in metadata], dtype=np.str_)
+        self.groups = codes_of([f"{data.instance_type}\n{data.compatibility_digest}" for data in metadata])
+        self.nodes = codes_of([data.node_id for data in metadata])
+        self.units = codes_of([data.unit_id for data in metadata])
+        self.failing_units = codes_of([data.unit_id if data.data_parallel_size > 1 else "" for data in metadata])
+        self.limits = _table([_limits(data) for data in metadata], 4)
+
+
+def _limits(metadata: InstanceMetadata) -> tuple[float, ...]:
     return (
-        measure(instance),
-        not status.schedulable or now_s - instance.received_s > staleness_s,
-        status.health != _HUNG,
-        status.scheduler_running_to_decode_requests_num,
-        status.scheduler_running_to_decode_tokens_num,
-        status.num_waiting_requests,
-        status.num_uncomputed_tokens_all_waiting_prefills,
-        status.num_total_gpu_tokens,
-        status.num_total_gpu_tokens - status.num_used_gpu_tokens,
         metadata.max_migrations_out or NO_LIMIT,
         metadata.max_migrations_in or NO_LIMIT,
-        status.num_migrate_out_reqs,
-        status.num_migrate_in_reqs,
-        metadata.bytes_per_block / block_tokens,
+        metadata.bytes_per_block / max(metadata.block_size, 1),
         (metadata.stall_budget_ms or _STALL_BUDGET_MS) / 1000,
     )
 
 
-_HUNG = Health.HUNG
+def _table(rows: list[tuple[float, ...]], num_columns: int) -> npt.NDArray[np.float64]:
+    """Column by column."""
+    return np.ascontiguousarray(np.array(rows, dtype=np.float64).reshape(len(rows), num_columns).T)
+
+
 _STALL_BUDGET_MS = 200.0
 """An engine's default."""

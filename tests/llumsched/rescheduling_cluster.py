@@ -10,13 +10,12 @@ from typing import Any
 
 from llumlet.types import InstanceMetadata, InstanceStatus
 from llumsched.cms.view import Instance
-from llumsched.rescheduling import snapshot
 from llumsched.rescheduling.config import SHORTEST_AS_NEEDED, Config, LoadTarget
 from llumsched.rescheduling.history import History
 from llumsched.rescheduling.loads import measure as measured
 from llumsched.rescheduling.moves import Move
 from llumsched.rescheduling.planner import Plan, plan
-from llumsched.rescheduling.snapshot import Measure
+from llumsched.rescheduling.snapshot import Camera, Measure
 
 CAPACITY = 100_000
 
@@ -65,10 +64,8 @@ def planned(
     now_s: float = 0.0,
     measure: Measure | None = None,
 ) -> Plan:
-    taken = snapshot.take(
-        instances, measure or _measure(config), now_s, staleness_s=config.staleness_s, domain=config.failover_domain
-    )
-    return plan(taken, history or History(config), config, now_s)
+    camera = Camera(measure or _measure(config), staleness_s=config.staleness_s, domain=config.failover_domain)
+    return plan(camera.take(instances, now_s), history or History(config), config, now_s)
 
 
 def pairs(made: Plan) -> list[tuple[str, str]]:

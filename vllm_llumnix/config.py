@@ -109,6 +109,8 @@ class LlumletConfig:
                 protocol=self.mooncake_protocol,
                 devices=self.mooncake_devices,
                 required=self.transport == "mooncake",
+                max_in=self.max_migrations_in,
+                max_out=self.max_migrations_out,
             )
         return WorkerSettings(
             instance=self.instance_id,

@@ -334,7 +334,7 @@ from vllm_llumnix.kv.mooncake import MooncakeEngine
 from vllm_llumnix.kv.staging import StagingArea, bytes_of
 
 engine = MooncakeEngine("::1", "tcp")
-area = StagingArea(BlockLayout(0, 0, 0, (), ""), 4096)
+area = StagingArea(BlockLayout(0, 0, 0, (), ""), slot_bytes=4096)
 engine.register(area.address, area.num_bytes)
 here, there = area.take(2)
 bytes_of(there, 4096).fill(7)
@@ -446,6 +446,25 @@ def test_more_pulls_than_there_are_buffers(
         assert np.array_equal(reader.memory.bytes, source.memory.bytes)
 
 
+def test_pulls_wait_for_each_others_buffers(
+    engines: list[MooncakeEngine], closing: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the mover has them: in turn, on one thread."""
+    num_pulls = 8
+    source = Source(engines[0], Memory(shapes=BIG, seed=1, num_blocks=64), num_pulls=num_pulls)
+    reader = Reader(engines[1], Memory(shapes=BIG, seed=2, num_blocks=64), area_bytes=1)
+    closing += [source, reader.transport]
+    source.grants.allow(CAPABILITY, range(64))
+    parts = [list(range(first, first + 8)) for first in range(0, 64, 8)]
+    pulls = [reader.pull(source.peer, part, part, chunk_bytes=1) for part in parts]
+    deadline = time.monotonic() + 20
+    while pulls:
+        assert time.monotonic() < deadline
+        pulls = [pull for pull in pulls if next(pull, None) is not None]
+    assert np.array_equal(reader.memory.bytes, source.memory.bytes)
+    assert reader.all_free
+
+
 def test_probe_says_why_not(pair: tuple[Source, Reader]) -> None:
     source, reader = pair
     for change, complaint in [
@@ -522,7 +541,7 @@ async def test_a_worker_starts_stops_and_starts_again(engines: list[MooncakeEngi
     shape: dict[str, Any] = {"shapes": BIG, "num_blocks": 64}
     memory, cpus = Memory(seed=2, **shape), os.sched_getaffinity(0)
     worker = FakeWorker(memory)
-    wanted = MooncakeSettings(host="127.0.0.1", protocol="tcp", required=True)
+    wanted = MooncakeSettings(host="127.0.0.1", protocol="tcp", required=True, max_in=1, max_out=1)
     settings = packed(transports=("mooncake", "tcp"), mooncake=wanted)
     before = set(os.listdir("/proc/self/task"))
     with source_process(CAPABILITY, mooncake=True, seed=1, **shape) as source:
@@ -553,7 +572,7 @@ async def test_without_mooncake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_llumnix.kv.mooncake.why_not_installed", lambda: "it is not here")
     worker = FakeWorker(Memory())
     for required in (True, False):
-        wanted = MooncakeSettings(host="127.0.0.1", protocol="tcp", required=required)
+        wanted = MooncakeSettings(host="127.0.0.1", protocol="tcp", required=required, max_in=1, max_out=1)
         settings = packed(transports=("mooncake", "tcp"), mooncake=wanted)
         if required:
             with pytest.raises(TransportUnavailable, match="it is not here"):

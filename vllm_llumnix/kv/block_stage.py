@@ -18,8 +18,8 @@ from vllm_llumnix.kv.messages import DEPTH, StageAnswer, StageRequest
 from vllm_llumnix.kv.seal import Sealer
 from vllm_llumnix.kv.staging import Slot, StagingArea, bytes_of
 
-PATIENCE_SECONDS: Final = 1.0
-"""How long a pull waits for the buffers of others."""
+PATIENCE_SECONDS: Final = 4.0
+"""How long a pull waits for the buffers of others; it gives up itself only a little later."""
 
 
 class Stage:

@@ -24,8 +24,11 @@ from vllm_llumnix.kv.messages import DEPTH
 SLOT_BYTES: Final = 4 << 20
 """What is said and waited for between buffers takes as long as 1 MiB: `benchmarks/transport.py` moved 0.95 GB/s in
 buffers of 512 KiB, 1.4 of 2 MiB, 1.8 of 4 MiB, over loopback."""
-AREA_BYTES: Final = 64 << 20
+AREA_BYTES: Final = 512 << 20
+"""At most, unless it is for the least number of pulls. What is not used is touched by RDMA only, which pins it."""
 MIN_PULLS: Final = 2
+NUM_PULLS: Final = 4
+"""An engine's default."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,11 +40,19 @@ class Slot:
 
 
 class StagingArea:
-    """Thread-safe. `slot_bytes` hold a block at least."""
+    """Thread-safe. `slot_bytes` hold a block at least; there are buffers for `num_pulls` at a time, or for as many as
+    `area_bytes` hold: further ones wait.
+    """
 
-    def __init__(self, layout: BlockLayout, slot_bytes: int = SLOT_BYTES, area_bytes: int = AREA_BYTES) -> None:
+    def __init__(
+        self,
+        layout: BlockLayout,
+        num_pulls: int = NUM_PULLS,
+        slot_bytes: int = SLOT_BYTES,
+        area_bytes: int = AREA_BYTES,
+    ) -> None:
         self.slot_bytes = -(-max(slot_bytes, layout.bytes_per_block) // mmap.PAGESIZE) * mmap.PAGESIZE
-        num_slots = max(DEPTH * MIN_PULLS, area_bytes // self.slot_bytes)
+        num_slots = DEPTH * max(MIN_PULLS, min(num_pulls, area_bytes // (DEPTH * self.slot_bytes)))
         self.num_bytes = num_slots * self.slot_bytes
         self._bytes = torch.frombuffer(mmap.mmap(-1, self.num_bytes), dtype=torch.uint8)
         self.address = self._bytes.data_ptr()

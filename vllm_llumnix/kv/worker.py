@@ -177,7 +177,7 @@ def _mooncake(layout: BlockLayout, settings: WorkerSettings) -> _Mooncake | None
     if wanted is None:
         return None
     engine = MooncakeEngine(wanted.host, wanted.protocol, wanted.devices)
-    outgoing, incoming = StagingArea(layout), StagingArea(layout)
+    outgoing, incoming = StagingArea(layout, wanted.max_out), StagingArea(layout, wanted.max_in)
     engine.register(outgoing.address, outgoing.num_bytes)
     if wanted.protocol != "tcp":
         # A network card writes only where it may; over TCP the process itself writes, and nobody else shall.

@@ -8,11 +8,12 @@ buffers are under way at a time, each in another of these phases.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Final
 
 import numpy as np
@@ -32,6 +33,8 @@ from vllm_llumnix.kv.transport.segments import Segments
 STUCK_SECONDS: Final = 1.0
 """A read that takes so long speaks against Mooncake, however its pull ends."""
 POLL_SECONDS: Final = 50e-6
+SLOTS_SECONDS: Final = 1e-3
+"""How long the mover waits for buffers before it turns to others."""
 
 
 class MooncakeTransport:
@@ -72,7 +75,7 @@ class MooncakeTransport:
         if len(src_blocks) != len(dst_blocks) or len(set(dst_blocks)) != len(dst_blocks):
             raise ValueError(f"{len(src_blocks)} source blocks for {len(set(dst_blocks))} destination blocks")
         segment = _segment_of(peer)
-        slots = self._area.take(DEPTH)
+        slots = yield from self._slots()
         pull = None
         try:
             pull = _Pull(self, peer, segment, slots, src_blocks, dst_blocks, chunk_bytes, capability)
@@ -89,6 +92,14 @@ class MooncakeTransport:
                 pull.leave()
             else:
                 self._area.give_back(slots)
+
+    def _slots(self) -> Generator[int, None, list[Slot]]:
+        """Those of one pull, as soon as others have given so many back: for the most part pulls of this same thread,
+        which must have their turns."""
+        while True:
+            with contextlib.suppress(TransferFailed):
+                return self._area.take(DEPTH, SLOTS_SECONDS)
+            yield 0
 
     def settled(self, slot: Slot, num_bytes: int) -> torch.Tensor:
         """What lies in a buffer now, and nobody changes any more. Valid until the next call."""

@@ -18,7 +18,9 @@ from vllm_llumnix.kv.grants import CAPABILITY_BYTES
 from vllm_llumnix.kv.memory import HostMemory
 from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.mover import Mover
+from vllm_llumnix.kv.pace import Pace
 from vllm_llumnix.kv.process import NoncePage
+from vllm_llumnix.kv.settings import Limit
 from vllm_llumnix.kv.transport.local import LocalTransport
 from vllm_llumnix.kv.transport.tcp import TcpTransport
 
@@ -67,4 +69,36 @@ async def test_every_rank_reaches_its_peer_by_the_transport(
     assert tcp == "tcp, rank 0: the source does not serve its blocks"
     with pytest.raises(Refused, match="1 workers at the source, 2 here"):
         await movers.probe(SourceMemory("", near[:1]))
+    movers.close()
+
+
+@pytest.mark.asyncio
+async def test_equal_limits_of_two_links_are_two_limits(
+    sources: list[SourceProcess], infos: list[MoverInfo], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what is measured of one would limit the other."""
+    half = Limit(share=0.5)
+    movers = Movers(infos, ("local", "tcp"), half, half)
+    paces = {}
+    pace_of = Mover._pace
+
+    def spy(mover: Mover, link: str, limit: Limit) -> Pace:
+        paces[mover.rank, link] = pace_of(mover, link, limit)
+        return paces[mover.rank, link]
+
+    monkeypatch.setattr(Mover, "_pace", spy)
+    near = [source.peer for source in sources]
+    apart = [msgspec.structs.replace(peer, boot_id="another") for peer in near]
+    for job, (peers, transport) in enumerate([(near, "local"), (apart, "tcp")], 1):
+        await movers.pull(
+            job,
+            SourceMemory("", peers, CAPABILITY),
+            [1],
+            [2],
+            transport=transport,
+            deadline_s=5.0,
+            final=False,
+            tag="",
+        )
+    assert len(set(map(id, paces.values()))) == 2 * RANKS
     movers.close()

@@ -113,8 +113,15 @@ class TestPull:
 
     async def test_limits_do_not_hold_up_each_other(self, client: MoverClient, source: SourceProcess) -> None:
         slow = await started(client, source, 1)
-        for limit in (Limit(), Limit(share=1.0), Limit(bytes_per_s=1e9)):
-            report = await client.pull(2, source.peer, ALL, ALL, deadline_s=5, limit=limit)
+        others = [
+            (Limit(), ""),
+            (Limit(share=1.0), ""),
+            (Limit(bytes_per_s=1e9), ""),
+            (Limit(bytes_per_s=SLOW), "other"),
+        ]
+        for limit, link in others:
+            ids = ALL if link == "" else [0]  # a block takes a quarter of a second
+            report = await client.pull(2, source.peer, ids, ids, deadline_s=5, limit=limit, link=link)
             assert report.error is None
             assert report.seconds < 2
         assert not slow.done()

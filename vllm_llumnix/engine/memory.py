@@ -108,6 +108,7 @@ class Movers:
                     capability=peer.capability,
                     deadline_s=deadline_s,
                     limit=self._limit_here if memory.boot_id == self._host else self._limit,
+                    link="here" if memory.boot_id == self._host else "remote",
                     final=final,
                     tag=tag,
                 )

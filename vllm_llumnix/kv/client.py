@@ -70,6 +70,7 @@ class MoverClient:
         transport: str = "local",
         capability: bytes = b"",
         limit: Limit = UNLIMITED,
+        link: str = "",
         final: bool = False,
         tag: str = "",
     ) -> PullReport:
@@ -90,6 +91,7 @@ class MoverClient:
             deadline_s,
             capability=capability,
             limit=limit,
+            link=link,
             final=final,
             tag=tag,
         )

@@ -84,9 +84,8 @@ class MoverInfo(msgspec.Struct, frozen=True):
 class Pull(msgspec.Struct, frozen=True, tag="pull"):
     """Copy block `src_blocks[i]` of `peer` to our block `dst_blocks[i]`, for all i.
 
-    `capability` is what the peer has granted the blocks under. Pulls with the same `limit` share
-    it. `final` marks a pull that a stream waits for: it goes before all others. `tag` is for traces
-    and fault points.
+    `capability` is what the peer has granted the blocks under. Pulls over the same `link` with the same `limit` share
+    it. `final` marks a pull that a stream waits for: it goes before all others. `tag` is for traces and fault points.
     """
 
     job: int
@@ -97,6 +96,7 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
     deadline_s: float
     capability: bytes = b""
     limit: Limit = UNLIMITED
+    link: str = ""
     final: bool = False
     tag: str = ""
 

@@ -110,7 +110,7 @@ class Mover:
     grants: Grants = field(default_factory=Grants)
     num_errors: int = 0
     _jobs: dict[_Key, _Job] = field(default_factory=dict)
-    _paces: OrderedDict[Limit, Pace] = field(default_factory=OrderedDict)
+    _paces: OrderedDict[tuple[str, Limit], Pace] = field(default_factory=OrderedDict)
     _order: Iterator[int] = field(default_factory=itertools.count)
 
     @property
@@ -236,7 +236,7 @@ class Mover:
             self._answer(key[0], Rejected(f"job {pull.job} is running already", pull.job))
             return
         try:
-            pace = self._pace(pull.limit)
+            pace = self._pace(pull.link, pull.limit)
         except ValueError as error:
             self._answer(key[0], PullReport(pull.job, 0, 0.0, str(error)))
             return
@@ -328,11 +328,11 @@ class Mover:
         except (LlumnixError, ValueError) as error:
             self._report(key, str(error))
 
-    def _pace(self, limit: Limit) -> Pace:
-        """The same for all pulls of one limit. Raises ValueError for a limit that is none."""
-        pace = self._paces.get(limit)
+    def _pace(self, link: str, limit: Limit) -> Pace:
+        """The same for all pulls over one link with one limit. Raises ValueError for a limit that is none."""
+        pace = self._paces.get((link, limit))
         if pace is None:
-            pace = self._paces[limit] = Pace(limit)
+            pace = self._paces[link, limit] = Pace(limit)
             if len(self._paces) > MAX_PACES:
                 self._paces.popitem(last=False)
         return pace

@@ -10,7 +10,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,13 @@ from vllm_llumnix.kv.settings import WorkerSettings
 from vllm_llumnix.kv.staging import StagingArea
 
 ROOT = Path(__file__).parents[2]
+
+
+def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def regions_of(layout: str, shapes: list[tuple[int, int]], num_blocks: int) -> tuple[tuple[TensorRegion, ...], int]:

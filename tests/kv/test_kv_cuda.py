@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kv.fakes import FakeWorker, Memory, describe, packed, shared, source_process
+from tests.kv.fakes import FakeWorker, Memory, describe, packed, shared, source_process, until
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
 from vllm_llumnix.kv import memory as kv_memory
 from vllm_llumnix.kv import mover
@@ -77,13 +76,6 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def on_gpu(memory: Memory) -> CudaMemory:
     return CudaMemory(memory.blocks, torch.from_numpy(memory.bytes).untyped_storage())
-
-
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.kv.fakes import ROOT, FakeWorker, Memory, describe, packed, source_process
+from tests.kv.fakes import ROOT, FakeWorker, Memory, describe, packed, source_process, until
 from tests.support.authority import Authority, credential_files, token_file
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
 from vllm_llumnix.kv import block_server, block_stage
@@ -111,13 +111,6 @@ class Reader:
     @property
     def all_free(self) -> bool:
         return self.area._there_are(self.area.num_bytes // self.area.slot_bytes)
-
-
-def until(condition: Any, seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.kv.fakes import Memory, describe, source_process
+from tests.kv.fakes import Memory, describe, source_process, until
 from tests.support.authority import Authority, credential_files, token_file
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
 from vllm_llumnix.kv import block_server
@@ -311,6 +311,18 @@ def test_no_more_connections_than_there_is_room_for(monkeypatch: pytest.MonkeyPa
         where = ("127.0.0.1", source.server.port)
         connections = [stack.enter_context(socket.create_connection(where, timeout=5)) for _ in range(3)]
         assert connections[2].recv(100) == b""
+
+
+def test_who_needs_no_connection_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many more peers than connections pull one after the other, and keep what they have for the next time."""
+    monkeypatch.setattr(block_server, "MAX_CONNECTIONS", 2)
+    with serving(Memory(seed=1)) as source, contextlib.ExitStack() as stack:
+        source.grants.allow(CAPABILITY, [3])
+        peers = [stack.enter_context(reading(Memory(seed=2))) for _ in range(5)]
+        for transport in [*peers, *peers]:
+            until(lambda: len(source.server._idle) == len(source.server._connections))
+            assert sum(transport.pull(source.peer, [3], [4], CHUNK, CAPABILITY)) > 0
+        assert len(source.server._connections) == 2
 
 
 def test_strangers_hear_nothing(identities: tuple[WorkerSettings, WorkerSettings], tmp_path: Path) -> None:

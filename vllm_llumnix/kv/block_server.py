@@ -28,6 +28,7 @@ from vllm_llumnix.kv.staging import StagingArea
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 256
+"""A further one takes the place of the one that has been idle for longest."""
 HANDSHAKE_SECONDS = 5.0
 """For the certificates, and for the first request."""
 IDLE_SECONDS = 600.0
@@ -63,6 +64,8 @@ class BlockServer:
         self._staging = staging
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
+        self._idle: dict[socket.socket, None] = {}
+        """Between two requests: who has been for longest comes first."""
         self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.port: int = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._accept, name="llumnix-blocks", daemon=True)
@@ -87,7 +90,7 @@ class BlockServer:
             except OSError:  # closed
                 return
             with self._lock:
-                full = len(self._connections) >= MAX_CONNECTIONS
+                full = len(self._connections) >= MAX_CONNECTIONS and not self._end_idle()
                 if not full:
                     self._connections.add(connection)
             if full:
@@ -96,6 +99,16 @@ class BlockServer:
                 continue
             name = f"llumnix-blocks-{address[1]}"
             threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True).start()
+
+    def _end_idle(self) -> bool:
+        """Whether a connection could be ended that nobody needs now: its peer makes a new one. The lock is held."""
+        connection = next(iter(self._idle), None)
+        if connection is None:
+            return False
+        del self._idle[connection]
+        self._connections.discard(connection)
+        _cut(connection)
+        return True
 
     def _serve(self, accepted: socket.socket) -> None:
         connection, stage = accepted, None
@@ -110,13 +123,19 @@ class BlockServer:
             idle_s = HANDSHAKE_SECONDS
             while True:
                 request = receive_frame(connection, decode_request, STALL_SECONDS, idle_s)
+                with self._lock:
+                    self._idle.pop(connection, None)
                 connection.settimeout(STALL_SECONDS)
                 if isinstance(request, BlockRequest):
                     self._send(connection, request)
                 else:
                     stage = stage or self._new_stage()
                     self._stage(connection, request, stage)
-                idle_s = STAGED_SECONDS if stage is not None and stage.holds_buffers else IDLE_SECONDS
+                busy = stage is not None and stage.holds_buffers
+                idle_s = STAGED_SECONDS if busy else IDLE_SECONDS
+                if not busy:
+                    with self._lock:
+                        self._idle[connection] = None
         except (OSError, EOFError, ValueError, msgspec.MsgspecError) as error:
             logger.debug("blocks: connection ended: %s", error)
         except Exception:
@@ -126,6 +145,7 @@ class BlockServer:
                 stage.clear()
             with self._lock:
                 self._connections -= {accepted, connection}
+                self._idle.pop(connection, None)
             connection.close()
 
     def _new_stage(self) -> Stage:

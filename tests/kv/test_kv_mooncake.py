@@ -381,7 +381,6 @@ def test_a_source_that_is_stopped(
     engines: list[MooncakeEngine], closing: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Buffers that may still be written to are not used again until that is over."""
-    monkeypatch.setattr(mooncake, "STALL_SECONDS", 0.3)
     shape: dict[str, Any] = {"shapes": BIG, "num_blocks": 200}
     reader = Reader(engines[1], Memory(seed=2, **shape), area_bytes=1)
     closing.append(reader.transport)
@@ -392,7 +391,8 @@ def test_a_source_that_is_stopped(
         while not next(pull):
             pass
         source.stop()
-        with pytest.raises(TransferFailed, match="nothing has come"):
+        with monkeypatch.context() as hurried, pytest.raises(TransferFailed, match="nothing has come"):
+            hurried.setattr(mooncake, "STALL_SECONDS", 0.3)
             list(pull)
         held = reader.area.num_bytes // reader.area.slot_bytes - reader.area.num_free
         source.go_on()

@@ -325,6 +325,16 @@ def test_who_needs_no_connection_makes_room(monkeypatch: pytest.MonkeyPatch) -> 
         assert len(source.server._connections) == 2
 
 
+def test_who_sends_takes_cores_from_others_only_for_a_final_pull() -> None:
+    with serving(Memory(seed=1)) as source, reading(Memory(seed=2)) as transport:
+        source.grants.allow(CAPABILITY, [3])
+        for final, policy in ((False, os.SCHED_BATCH), (True, os.SCHED_OTHER), (False, os.SCHED_BATCH)):
+            assert sum(transport.pull(source.peer, [3], [4], CHUNK, CAPABILITY, final)) > 0
+            (sender,) = [thread for thread in threading.enumerate() if thread.name.startswith("llumnix-blocks-")]
+            assert sender.native_id is not None
+            assert os.sched_getscheduler(sender.native_id) == policy
+
+
 def test_strangers_hear_nothing(identities: tuple[WorkerSettings, WorkerSettings], tmp_path: Path) -> None:
     a, b = identities
     (elsewhere := tmp_path / "elsewhere").mkdir()

@@ -23,6 +23,7 @@ from vllm_llumnix.kv.blocks_tcp import receive_frame, send_frame
 from vllm_llumnix.kv.grants import Grants
 from vllm_llumnix.kv.memory import BlockMemory
 from vllm_llumnix.kv.messages import BlockAnswer, BlockRequest, StageAnswer, StageRequest, decode_request
+from vllm_llumnix.kv.process import yield_cores
 from vllm_llumnix.kv.staging import StagingArea
 
 logger = logging.getLogger(__name__)
@@ -126,6 +127,7 @@ class BlockServer:
                 with self._lock:
                     self._idle.pop(connection, None)
                 connection.settimeout(STALL_SECONDS)
+                yield_cores(not request.final)
                 if isinstance(request, BlockRequest):
                     self._send(connection, request)
                 else:

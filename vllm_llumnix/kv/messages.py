@@ -179,13 +179,14 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
 class BlockRequest(msgspec.Struct, frozen=True, tag="send"):
     """Send these blocks, or none to find out whether this is the process with the nonce.
 
-    layers_outermost: the order of the bytes, see `BlockLayout.pieces`.
+    layers_outermost: the order of the bytes, see `BlockLayout.pieces`. final: a stream waits for them.
     """
 
     nonce: _Nonce
     capability: bytes
     blocks: list[_BlockId]
     layers_outermost: bool
+    final: bool = False
 
 
 class BlockAnswer(msgspec.Struct, frozen=True):
@@ -196,7 +197,8 @@ class StageRequest(msgspec.Struct, frozen=True, tag="stage"):
     """Put these blocks, in the order of `kernels.gather`, where Mooncake can read them.
 
     slot: into which of the connection's buffers; the peer reads it no more. key, number: what to
-    seal the bytes with. Without blocks, not answered: the peer reads none of the buffers any more.
+    seal the bytes with. final: a stream waits for them. Without blocks, not answered: the peer reads none of the
+    buffers any more.
     """
 
     nonce: _Nonce
@@ -205,6 +207,7 @@ class StageRequest(msgspec.Struct, frozen=True, tag="stage"):
     slot: Annotated[int, msgspec.Meta(ge=0, lt=DEPTH)]
     key: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
     number: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+    final: bool = False
 
 
 class StageAnswer(msgspec.Struct, frozen=True):

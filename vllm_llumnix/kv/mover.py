@@ -15,7 +15,6 @@ nothing: see `transport`.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import logging
@@ -52,7 +51,7 @@ from vllm_llumnix.kv.messages import (
     StopPull,
 )
 from vllm_llumnix.kv.pace import Pace, PacedPull
-from vllm_llumnix.kv.process import name_thread
+from vllm_llumnix.kv.process import name_thread, yield_cores
 from vllm_llumnix.kv.settings import Limit
 from vllm_llumnix.kv.transport.base import Transport
 
@@ -293,16 +292,11 @@ class Mover:
                 transport.tidy()
 
     def _make_way(self) -> None:
-        """While nobody waits for a final round, waking up takes no core from the model.
-
-        A batch thread wakes up politely and gets its share all the same. Of a lower nice value it would get next to
-        nothing beside an engine that spins, and it could not come back for a final round without privileges.
-        """
+        """While nobody waits for a final round, waking up takes no core from the model."""
         polite = bool(self._jobs) and not any(job.pull.final for job in self._jobs.values())
         if polite != self._polite:
             self._polite = polite
-            with contextlib.suppress(OSError):  # a wish, no condition
-                os.sched_setscheduler(0, os.SCHED_BATCH if polite else os.SCHED_OTHER, os.sched_param(0))
+            yield_cores(polite)
 
     def _advance(self) -> None:
         """One chunk of the pull that is next."""
@@ -342,7 +336,9 @@ class Mover:
         transport = self._transport(pull.transport)
         assert transport is not None
         job.paced = job.pace.begin(job.total)
-        return transport.pull(pull.peer, pull.src_blocks, pull.dst_blocks, job.paced.chunk_bytes(), pull.capability)
+        return transport.pull(
+            pull.peer, pull.src_blocks, pull.dst_blocks, job.paced.chunk_bytes(), pull.capability, pull.final
+        )
 
     def _report(self, key: _Key, error: str | None) -> None:
         """The end of a job: nothing of it runs any more when the report leaves."""

@@ -11,6 +11,7 @@ read anything else of anybody.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -72,6 +73,16 @@ def allow_readers() -> bool:
         return False
     libc = ctypes.CDLL(None, use_errno=True)
     return int(libc.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)) == 0
+
+
+def yield_cores(politely: bool) -> None:
+    """Whether the calling thread, when it wakes up, leaves a core to the model that it finds there.
+
+    A batch thread gets its share all the same. Of a lower nice value it would get next to nothing beside an engine that
+    spins, and it could not come back without privileges.
+    """
+    with contextlib.suppress(OSError):  # a wish, no condition
+        os.sched_setscheduler(0, os.SCHED_BATCH if politely else os.SCHED_OTHER, os.sched_param(0))
 
 
 def name_thread(name: str) -> None:

@@ -35,12 +35,19 @@ class Transport(Protocol):
         """
 
     def pull(
-        self, peer: PeerMemory, src_blocks: list[int], dst_blocks: list[int], chunk_bytes: int, capability: bytes = b""
+        self,
+        peer: PeerMemory,
+        src_blocks: list[int],
+        dst_blocks: list[int],
+        chunk_bytes: int,
+        capability: bytes = b"",
+        final: bool = False,
     ) -> Iterator[int]:
         """Copy block `src_blocks[i]` of the peer to our `dst_blocks[i]`, `chunk_bytes` a turn.
 
-        `capability` is for those who send them. Yields the bytes of each chunk, 0 when none has come for a while. The
-        copy counts only when the iterator has ended: the last turn verifies that the memory was the peer's all along.
+        `capability` is for those who send them, and so is `final`: whether a stream waits for them. Yields the bytes of
+        each chunk, 0 when none has come for a while. The copy counts only when the iterator has ended: the last turn
+        verifies that the memory was the peer's all along.
         Nothing is written between turns, nor after the iterator was closed or raised. Raises ValueError (wrong blocks;
         before anything is read), TransportUnavailable, TransferFailed.
         """

@@ -64,7 +64,13 @@ class LocalTransport:
         self._verified(peer)
 
     def pull(
-        self, peer: PeerMemory, src_blocks: list[int], dst_blocks: list[int], chunk_bytes: int, capability: bytes = b""
+        self,
+        peer: PeerMemory,
+        src_blocks: list[int],
+        dst_blocks: list[int],
+        chunk_bytes: int,
+        capability: bytes = b"",
+        final: bool = False,
     ) -> Iterator[int]:
         if peer.unavailable is not None:
             raise TransportUnavailable(peer.unavailable)

@@ -56,7 +56,13 @@ class LocalCudaTransport:
             self._unmap_unknown()
 
     def pull(
-        self, peer: PeerMemory, src_blocks: list[int], dst_blocks: list[int], chunk_bytes: int, capability: bytes = b""
+        self,
+        peer: PeerMemory,
+        src_blocks: list[int],
+        dst_blocks: list[int],
+        chunk_bytes: int,
+        capability: bytes = b"",
+        final: bool = False,
     ) -> Iterator[int]:
         require_same_pages(self._layout, peer.layout)
         if len(src_blocks) != len(dst_blocks) or len(set(dst_blocks)) != len(dst_blocks):

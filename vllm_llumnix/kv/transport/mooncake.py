@@ -69,7 +69,13 @@ class MooncakeTransport:
         self.segments.require_reachable(segment)
 
     def pull(
-        self, peer: PeerMemory, src_blocks: list[int], dst_blocks: list[int], chunk_bytes: int, capability: bytes = b""
+        self,
+        peer: PeerMemory,
+        src_blocks: list[int],
+        dst_blocks: list[int],
+        chunk_bytes: int,
+        capability: bytes = b"",
+        final: bool = False,
     ) -> Iterator[int]:
         require_same_pages(self._memory.layout, peer.layout)
         if len(src_blocks) != len(dst_blocks) or len(set(dst_blocks)) != len(dst_blocks):
@@ -78,7 +84,7 @@ class MooncakeTransport:
         slots = yield from self._slots()
         pull = None
         try:
-            pull = _Pull(self, peer, segment, slots, src_blocks, dst_blocks, chunk_bytes, capability)
+            pull = _Pull(self, peer, segment, slots, src_blocks, dst_blocks, chunk_bytes, capability, final)
             yield from pull.run()
         except OSError as error:
             raise TransferFailed(f"{peer.tcp}: {error}") from error
@@ -134,12 +140,14 @@ class _Pull:
         dst_blocks: list[int],
         chunk_bytes: int,
         capability: bytes,
+        final: bool,
     ) -> None:
         self._transport = transport
         self._peer = peer
         self._segment = segment
         self._slots = slots
         self._capability = capability
+        self._final = final
         self._key = new_key()
         self._sealer = Sealer(self._key)
         layout = transport._memory.layout
@@ -242,7 +250,7 @@ class _Pull:
         self._connection = None
 
     def _question(self, blocks: list[int], number: int) -> StageRequest:
-        return StageRequest(self._peer.nonce, self._capability, blocks, number % DEPTH, self._key, number)
+        return StageRequest(self._peer.nonce, self._capability, blocks, number % DEPTH, self._key, number, self._final)
 
     def _num_bytes(self, number: int) -> int:
         return len(self._parts[number][0]) * self._transport._memory.layout.bytes_per_block

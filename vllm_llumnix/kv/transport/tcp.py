@@ -40,7 +40,13 @@ class TcpTransport:
         self.connections.probe(self._layout, peer)
 
     def pull(
-        self, peer: PeerMemory, src_blocks: list[int], dst_blocks: list[int], chunk_bytes: int, capability: bytes = b""
+        self,
+        peer: PeerMemory,
+        src_blocks: list[int],
+        dst_blocks: list[int],
+        chunk_bytes: int,
+        capability: bytes = b"",
+        final: bool = False,
     ) -> Iterator[int]:
         require_served(peer)
         require_same_pages(self._layout, peer.layout)
@@ -54,7 +60,8 @@ class TcpTransport:
             for part, span in zip(parts, spans, strict=True):
                 stream = _Stream(self.connections.take(peer), span)
                 streams.append(stream)
-                send(stream.connection, BlockRequest(peer.nonce, capability, src_blocks[part], layers_outermost))
+                request = BlockRequest(peer.nonce, capability, src_blocks[part], layers_outermost, final)
+                send(stream.connection, request)
             yield from _receive_all(streams, chunk_bytes)
         except OSError as error:
             raise TransferFailed(f"{peer.tcp}: {error}") from error

@@ -77,6 +77,7 @@ class KVConnection:
         self.progress = Progress()
         self.claims = Claims(self)
         self._origins: set[str] = set()
+        """Relays of our own front-end; the engine's relay has met them, and keeps to them."""
         self._audit_due = False
         self._commands: deque[Callable[[], None]] = deque()
         self._departures: dict[str, Departure] = {}

@@ -3,8 +3,8 @@
 
 One DEALER socket per origin, so that a dead or slow origin holds up nobody else. Sending never waits: what an origin's
 queue does not take is dropped, and the origin, which counts tokens, notices. Heartbeats tell every origin that has ever
-sent a request here how the engine is and which requests it reports; an origin that stops answering them is dead, and so
-are its requests.
+sent a request here how the engine is and which requests it reports. An origin that stops answering them is dead, and so
+are its requests; but for our own front-end, which dies only with the engine: if it is silent it is stopped, or cut off.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from collections.abc import Callable
 
 import zmq
@@ -32,7 +31,8 @@ logger = logging.getLogger("vllm.llumnix")
 
 HEARTBEAT_SECONDS = 0.5
 ORIGIN_SECONDS = 30.0
-"""An origin that has answered no heartbeat for so long is dead."""
+"""An origin that has answered no heartbeat of so many seconds is dead. Time in which the engine itself was stopped does
+not count: it has sent none."""
 QUEUED_MESSAGES = 100_000
 MAX_ORIGINS = 256
 """Of requests of others, at a time: each is a socket, and a peer can name as many as it likes."""
@@ -59,8 +59,9 @@ class Relay:
         self._health = health
         self._context = zmq.asyncio.Context()
         self._origins: dict[str, _Origin] = {}
-        self._by_index: list[_Origin] = []
-        """By client index; those of dead origins stay, so that indices stay what they are."""
+        self._by_index: dict[int, _Origin] = {}
+        self._indices = itertools.count()
+        """None is used again: outputs for a dead origin may still be on their way."""
         self._guests: dict[str, tuple[Residence, _Origin]] = {}
         self._questions: dict[tuple[str, int], asyncio.Future[wire.FenceAnswer]] = {}
         self._numbers = itertools.count(1)
@@ -73,8 +74,8 @@ class Relay:
         return FOREIGN_CLIENT + self._origin(address).index
 
     def meet(self, address: str) -> None:
-        """An origin that has requests here: say hello, and send it heartbeats from now on."""
-        self._origin(address)
+        """Our own front-end: say hello, and send it heartbeats for as long as the engine lives."""
+        self._origin(address).is_own = True
 
     def welcome(self, request_id: str, residence: Residence) -> None:
         """Outputs of this request go to its origin from now on, under `residence.epoch`.
@@ -99,7 +100,7 @@ class Relay:
 
     def send(self, client_index: int, outputs: EngineCoreOutputs) -> None:
         """Relay the outputs of one engine step."""
-        origin = self._by_index[client_index - FOREIGN_CLIENT]
+        origin = self._by_index.get(client_index - FOREIGN_CLIENT)
         batch = []
         for output in outputs.outputs:
             guest = self._guests.get(output.request_id)
@@ -118,7 +119,7 @@ class Relay:
             residence.handover_open = False
             if output.finish_reason is not None:
                 self.farewell(output.request_id)
-        if not batch:
+        if not batch or origin is None:
             return
         origin.send(
             wire.TokenBatch(
@@ -156,10 +157,9 @@ class Relay:
     def _origin(self, address: str) -> _Origin:
         origin = self._origins.get(address)
         if origin is None:
-            origin = _Origin(self._context, address, len(self._by_index), self._receive, self._keys)
+            origin = _Origin(self._context, address, next(self._indices), self._receive, self._keys)
             logger.debug("relay: reporting to the API server at %s", address)
-            self._origins[address] = origin
-            self._by_index.append(origin)
+            self._origins[address] = self._by_index[origin.index] = origin
             origin.send(self._hello)
         return origin
 
@@ -172,29 +172,32 @@ class Relay:
                 if question is not None and not question.done():
                     question.set_result(message)
             case wire.HeartbeatAck():
-                self._origin(address).heard_at = time.monotonic()
+                self._origin(address).num_unanswered = 0
                 guests = {request_id: self.residence_of(request_id) for request_id in message.unknown}
                 self._on_release(address, [(request_id, guest.epoch) for request_id, guest in guests.items() if guest])
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
-            now, health = time.monotonic(), self._health()
+            health = self._health()
             owned: dict[_Origin, list[tuple[str, Epoch]]] = {origin: [] for origin in self._origins.values()}
             for request_id, (residence, origin) in self._guests.items():
                 owned[origin].append((request_id, residence.epoch))
             for origin, requests in owned.items():
-                if now - origin.heard_at > ORIGIN_SECONDS:
+                if origin.is_dead:
                     self._bury(origin, requests)
                 else:
                     origin.send(wire.Heartbeat(self._hello.instance, self._hello.incarnation, health, requests))
+                    origin.num_unanswered += 1
 
     def _bury(self, origin: _Origin, requests: list[tuple[str, Epoch]]) -> None:
         if requests:
             logger.warning("the API server at %s is gone; ending %d of its requests", origin.address, len(requests))
-        del self._origins[origin.address]
+        del self._origins[origin.address], self._by_index[origin.index]
         origin.close()
         self._on_release(origin.address, requests)
+        for request_id, _ in requests:
+            self.farewell(request_id)
 
 
 class _Origin:
@@ -218,9 +221,16 @@ class _Origin:
         if keys is not None:
             keys.secure_engine(self._socket)
         self._socket.connect(address)
-        self.heard_at = time.monotonic()
+        self.is_own = False
+        """Of the engine's own front-end."""
+        self.num_unanswered = 0
+        """Heartbeats since its last answer to one."""
         self._task = asyncio.create_task(self._read(), name=f"llumnix-relay-{address}")
         self._dropping = False
+
+    @property
+    def is_dead(self) -> bool:
+        return not self.is_own and self.num_unanswered * HEARTBEAT_SECONDS > ORIGIN_SECONDS
 
     def send(self, message: wire.ToOrigin) -> None:
         if self._socket.closed:

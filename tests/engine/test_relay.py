@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which origins the engine's relay takes for dead, and what it keeps of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import zmq
+import zmq.asyncio
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+
+from vllm_llumnix.engine import relay as relay_module
+from vllm_llumnix.engine.relay import Relay
+from vllm_llumnix.engine.request_state import Residence
+from vllm_llumnix.ids import Epoch
+from vllm_llumnix.migration import wire
+
+pytestmark = pytest.mark.asyncio
+
+EPOCH = Epoch(0, 1)
+HELLO = wire.Hello(wire.RELAY_VERSION, "b", "1", "127.0.0.1:1", "digest")
+SECONDS = 15.0
+ORIGIN_SECONDS = 1.0
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_module, "HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(relay_module, "ORIGIN_SECONDS", ORIGIN_SECONDS)
+
+
+class Origin:
+    """An API server's end of the relay. Answers heartbeats if it is told to."""
+
+    def __init__(self, context: zmq.asyncio.Context) -> None:
+        self._socket: zmq.asyncio.Socket = context.socket(zmq.ROUTER)
+        self._socket.bind("tcp://127.0.0.1:*")
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    async def receives(self, kind: type[Any]) -> Any:
+        """The next message of this kind; what comes before it is lost."""
+        async with asyncio.timeout(SECONDS):
+            while True:
+                message = wire.decode_to_origin((await self._socket.recv_multipart())[1])
+                if isinstance(message, kind):
+                    return message
+
+    async def answers(self) -> None:
+        """Every heartbeat from now on."""
+        while True:
+            identity, data = await self._socket.recv_multipart()
+            if isinstance(wire.decode_to_origin(data), wire.Heartbeat):
+                await self._socket.send_multipart([identity, wire.encode(wire.HeartbeatAck([]))])
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+@pytest_asyncio.fixture
+async def origin() -> AsyncIterator[Origin]:
+    context = zmq.asyncio.Context()
+    origin = Origin(context)
+    yield origin
+    origin.close()
+    context.term()
+
+
+@pytest.fixture
+def released() -> asyncio.Queue[tuple[str, list[tuple[str, Epoch]]]]:
+    return asyncio.Queue()
+
+
+@pytest_asyncio.fixture
+async def relay(released: asyncio.Queue[Any]) -> AsyncIterator[Relay]:
+    def release(origin: str, requests: list[tuple[str, Epoch]]) -> None:
+        if requests:
+            released.put_nowait((origin, requests))
+
+    relay = Relay(HELLO, release, lambda: wire.Health.OK, None)
+    yield relay
+    await relay.close()
+
+
+def guest(relay: Relay, origin: Origin, request_id: str = "r") -> int:
+    """A request of this origin; returns its client index."""
+    relay.welcome(request_id, Residence(origin.address, request_id, None, EPOCH))
+    return relay.client_index(origin.address)
+
+
+async def test_a_dead_origin_is_forgotten_with_its_requests(
+    relay: Relay, released: asyncio.Queue[Any], origin: Origin
+) -> None:
+    index = guest(relay, origin)
+    assert await asyncio.wait_for(released.get(), SECONDS) == (origin.address, [("r", EPOCH)])
+    relay.send(index, EngineCoreOutputs(outputs=[EngineCoreOutput("r", [1])]))
+    assert not relay._by_index
+    assert relay.residence_of("r") is None
+    # It was only cut off.
+    again = guest(relay, origin, "s")
+    assert again != index
+    relay.send(again, EngineCoreOutputs(outputs=[EngineCoreOutput("s", [2])]))
+    batch = await origin.receives(wire.TokenBatch)
+    assert [output.request_id for output in batch.outputs] == ["s"]
+
+
+async def test_a_stopped_engine_buries_nobody(relay: Relay, released: asyncio.Queue[Any], origin: Origin) -> None:
+    answering = asyncio.create_task(origin.answers())
+    guest(relay, origin)
+    await asyncio.sleep(ORIGIN_SECONDS)
+    time.sleep(2 * ORIGIN_SECONDS)  # noqa: ASYNC251 - what a stopped process does
+    await asyncio.sleep(ORIGIN_SECONDS)
+    assert released.empty()
+    assert relay.residence_of("r") is not None
+    answering.cancel()
+
+
+async def test_the_engine_keeps_to_its_own_front_end(
+    relay: Relay, released: asyncio.Queue[Any], origin: Origin
+) -> None:
+    """Whose silence ends none of its requests either, such as one that went away and came home."""
+    relay.meet(origin.address)
+    guest(relay, origin)
+    await asyncio.sleep(2 * ORIGIN_SECONDS)
+    assert released.empty()
+    assert relay.residence_of("r") is not None
+    assert await origin.receives(wire.Heartbeat)

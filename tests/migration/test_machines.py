@@ -199,6 +199,51 @@ def test_own_loop_that_does_not_answer_is_told_apart_from_the_peer() -> None:
         assert machine.outcome.reason is reason
 
 
+def committing(method: Method, round_seconds: float = 0.0, **plan: object) -> Source:
+    """With ten blocks left to copy. A live one has copied ten in so many seconds."""
+    machine = make_source(method, force=True, max_rounds=1, **plan)
+    live = (ev.Snapshot(10, 330), ev.RoundDone(1, 1000, round_seconds), ev.Snapshot(19, 650))
+    before = (ev.Start(), ev.Reserved(0, 30.0, "D1"), *(live if method is Method.LIVE else ()))
+    num_blocks = 20 if method is Method.LIVE else 10
+    for event in (*before, ev.Frozen(32 * num_blocks, 32 * num_blocks - 1, num_blocks, 100)):
+        machine.on(event)
+    assert machine.state is source.State.COMMITTING
+    return machine
+
+
+def seconds_in_doubt(machine: Source, *, answers: bool) -> float:
+    """How long it waits for Commit's answer from a destination that does, or does not, say that it is still at it."""
+    seconds = 0.0
+    while machine.state is source.State.COMMITTING:
+        seconds += machine.plan.commit_s
+        if do.SendQuery() in machine.on(ev.TimerFired("committing")) and answers:
+            machine.on(ev.Unsettled())
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("machine", "seconds"),
+    [
+        (committing(Method.LIVE, 0.5), 2.5),
+        (committing(Method.LIVE, 5.0), 12.5),  # twice what it should take, and `commit_s`
+        (committing(Method.BLOCKING), 32.5),  # nothing was measured: the lease, and `commit_s`
+        (committing(Method.RECOMPUTE), 2.5),
+    ],
+    ids=["quick", "slow", "blocking", "recompute"],
+)
+def test_commit_has_the_time_that_its_copy_takes(machine: Source, seconds: float) -> None:
+    assert seconds_in_doubt(machine, answers=True) == seconds
+
+
+@pytest.mark.parametrize(
+    ("machine", "seconds"),
+    [(committing(Method.LIVE, 0.5), 2.5), (committing(Method.LIVE, 9.0), 5.0), (committing(Method.BLOCKING), 5.0)],
+    ids=["quick", "slow", "blocking"],
+)
+def test_a_silent_destination_costs_the_same_however_much_there_is_to_copy(machine: Source, seconds: float) -> None:
+    assert seconds_in_doubt(machine, answers=False) == seconds
+
+
 # The source
 
 
@@ -391,6 +436,19 @@ def test_admission_is_taken_back_if_the_loop_has_not_begun_it(bar: ev.Destinatio
     told = machine.on(ev.AdmitFailed(Reason.BARRED))
     assert told.count(do.FreeReservation()) == 1
     assert any(isinstance(answer, do.AnswerSettle) and answer.state is Settlement.BARRED for answer in told)
+
+
+def test_admission_is_taken_back_if_the_loop_takes_too_long() -> None:
+    machine = destination_in(destination.State.ADMITTING)
+    assert machine.on(ev.TimerFired("admitting")) == [do.RevokeAdmit()]
+    assert do.AnswerCommit(Settlement.BARRED, Reason.BARRED) in machine.on(ev.AdmitFailed(Reason.BARRED))
+
+
+def test_admission_that_the_loop_has_begun_is_not() -> None:
+    machine = destination_in(destination.State.ADMITTING)
+    machine.on(ev.TimerFired("admitting"))
+    assert machine.on(ev.Admitted())[0] == do.AnswerCommit(Settlement.COMMITTED)
+    assert machine.settlement is Settlement.COMMITTED
 
 
 @pytest.mark.parametrize("grown", [ev.Grown(20), ev.GrowFailed(Reason.DESTINATION_FULL)])

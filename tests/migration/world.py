@@ -476,6 +476,8 @@ class World:
                 call(Call.COMMIT, (effect, out.block_ids[effect.from_block : effect.num_blocks], list(out.tokens)))
             case do.SendWithdraw():
                 call(Call.WITHDRAW)
+            case do.SendQuery():
+                call(Call.QUERY)
             case do.SendCancel():
                 call(Call.CANCEL)
             case do.SendAbort():

@@ -175,6 +175,8 @@ class OutgoingMove:
                 self._spawn(self._commit(effect))
             case do.SendWithdraw():
                 self._spawn(self._settle(Call.WITHDRAW, self.to.client.withdraw))
+            case do.SendQuery():
+                self._spawn(self._settle(Call.QUERY, self.to.client.query))
             case do.SendAbort():
                 self._spawn(self._settle(Call.ABORT, self.to.client.abort_handover))
             case do.SendCancel(reason=reason):
@@ -320,7 +322,7 @@ class OutgoingMove:
             return
 
     async def _settle(self, name: Call, call: PeerCall) -> None:
-        """Withdraw or Abort: asks the destination to decide, and tells the machine what it decided."""
+        """Withdraw, Query or Abort: tells the machine what the destination has decided, if it has."""
         answer = await self._ask(name, call, SettleRequest(handover=self._handover()))
         if answer is not None:
             self._decided(answer)

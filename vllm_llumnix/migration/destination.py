@@ -32,7 +32,7 @@ Two things are never done early:
 
 ADMITTING is short, but D's loop may be in a step of several seconds. A Withdraw is not made to wait for it: RevokeAdmit
 takes the admission back unless the loop has begun it, and the loop's answer, one way or the other, answers the
-Withdraw.
+Withdraw. The same happens by itself after `admit_s`: the client waits, and S cannot tell a long step from a long copy.
 
 The table is at the end of the file; `docs/protocol.md` has its picture.
 """
@@ -58,6 +58,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
     block_size: int
     lease_s: float = 30.0
+    admit_s: float = 2.5
+    """How long the loop may take to begin an admission."""
     tombstone_s: float = 600.0
     """How long a settled record is kept: longer than `Plan`'s deadlines from Commit to the end of the fence summed."""
 
@@ -119,6 +121,8 @@ class Destination(Machine[State]):
         return self.state in (State.NEW, State.FORGOTTEN)
 
     def _deadline(self, state: State) -> float | None:
+        if state is State.ADMITTING:
+            return self.terms.admit_s
         return self.terms.tombstone_s if state in (State.COMMITTED, State.BARRED) else None
 
     # Reserve
@@ -318,6 +322,9 @@ class Destination(Machine[State]):
     def _bar_for(self, call: Call, reason: Reason, detail: str) -> list[Effect]:
         return [*self._release(), *self._bar(reason, detail), do.AnswerSettle(call, Settlement.BARRED, reason)]
 
+    def _revoke_late(self, event: ev.TimerFired) -> list[Effect]:
+        return [do.RevokeAdmit()]
+
     def _revoke_for_withdraw(self, event: ev.WithdrawRequested) -> list[Effect]:
         return self._revoke_for(Call.WITHDRAW)
 
@@ -371,7 +378,7 @@ def _lease_over(machine: Destination, event: ev.TimerFired) -> bool:
     return event.name == LEASE
 
 
-def _record_expired(machine: Destination, event: ev.TimerFired) -> bool:
+def _deadline(machine: Destination, event: ev.TimerFired) -> bool:
     return event.name == machine.state.value
 
 
@@ -411,6 +418,7 @@ install(
         rows(_P.ADMITTING, ev.AdmitFailed, _P.BARRED, _D._not_admitted),
         rows(_P.RESERVED, ev.TimerFired, _P.BARRED, _D._lease_ran_out, when=_lease_over),
         rows(_LEASED, ev.TimerFired, _P.DRAINING, _D._lease_ran_out, when=_lease_over),
+        rows(_P.ADMITTING, ev.TimerFired, None, _D._revoke_late, when=_deadline),
         rows(_P.RESERVED, ev.Revoked, _P.BARRED, _D._failed),
         rows(_BUSY, ev.Revoked, _P.DRAINING, _D._failed),
         # … or the source wants it so
@@ -434,7 +442,7 @@ install(
         # Settled
         rows(_P.COMMITTED, ev.AbortRequested, None, _D._abort_admitted),
         rows(_P.COMMITTED, ev.CloseRequested, None, _D._close),
-        rows((_P.COMMITTED, _P.BARRED), ev.TimerFired, _P.FORGOTTEN, when=_record_expired),
+        rows((_P.COMMITTED, _P.BARRED), ev.TimerFired, _P.FORGOTTEN, when=_deadline),
         # Repetitions: join what is in work, or get the same answer again
         rows(_P.RESERVING, ev.ReserveRequested, None, late=True),
         rows((_P.RESERVED, _P.GROWING, _P.PULLING, *_TAKEN), ev.ReserveRequested, None, _D._reserved_before, late=True),

@@ -62,6 +62,10 @@ class SendWithdraw(msgspec.Struct, frozen=True):
     """Answered by Committed, Barred, Forgotten or PeerUnreachable."""
 
 
+class SendQuery(msgspec.Struct, frozen=True):
+    """Whether it has decided. Answered by Unsettled, Committed, Barred, Forgotten or not at all."""
+
+
 class SendCancel(msgspec.Struct, frozen=True):
     """Before Commit only. The answer does not matter."""
 
@@ -215,6 +219,7 @@ SourceEffect = (
     | SendRound
     | SendCommit
     | SendWithdraw
+    | SendQuery
     | SendCancel
     | SendAbort
     | SendClose

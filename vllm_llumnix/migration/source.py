@@ -25,6 +25,10 @@ counts when D reports it while the pin is held; then the pin goes back. Rounds e
 or when a round leaves as much as it copied; what is left then must fit the stall budget. From Freeze to the settlement
 every block is pinned, because neither preemption nor an abort at S may take the bytes from under D's last pull.
 
+The client waits meanwhile, so S is not patient after Commit. Only a last copy that may take long (a blocking move's is
+the whole request) gets more time, and only while D says, asked every `commit_s`, that it has not decided: a D that is
+stopped or cut off costs the same however much there is to copy.
+
 Pins that outlive the settlement. When S goes on by the fence, lets go, or loses the request to an abort, D may still be
 reading: it may be stopped, and wake up. D checks its lease after the last byte, and its lease ends before ours (D
 counts from sending an answer, S from receiving it). So the pins stay until the lease is over or D settles, although the
@@ -84,8 +88,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     loop_s: float = 10.0
     """The own loop's time for a snapshot, and for the freeze."""
     round_s: float = 30.0
-    commit_s: float = 5.0
-    withdraw_s: float = 5.0
+    """More than the destination's lease is of no use: bytes that come later do not count."""
+    commit_s: float = 2.5
+    """Beside the time that a long last copy takes. The client waits: a destination in a long step is not waited for."""
+    withdraw_s: float = 1.0
+    """The destination decides without its loop; if it is late, the fence decides."""
     fence_s: float = 30.0
     ask_s: float = 1.0
     """How often the origin is asked."""
@@ -134,6 +141,10 @@ class Source(Machine[State]):
         self._incarnation = ""
         self._lease_s = 0.0
         self._pinned = False
+        self._heard = True
+        """Since Commit, or since the destination was last asked whether it has decided."""
+        self._reprieves = 0
+        """How often Commit's deadline may still be put off."""
         self._reason: Reason | None = None
         self._detail = ""
 
@@ -206,11 +217,14 @@ class Source(Machine[State]):
         return not self.plan.force and self._stall_seconds(event) > self.plan.stall_budget_s
 
     def _stall_seconds(self, event: ev.Snapshot) -> float:
-        """What is left, the partial block included, at the rate measured so far; 0 while nothing was measured."""
+        """For what is left, the partial block included."""
+        return self._copy_seconds_of(max(0, event.frontier_blocks - self.copied_blocks) + 1)
+
+    def _copy_seconds_of(self, num_blocks: int) -> float:
+        """At the rate measured so far; 0 while nothing was measured."""
         if not self.copied_bytes:
             return 0.0
-        left = max(0, event.frontier_blocks - self.copied_blocks) + 1
-        return left * self.plan.bytes_per_block * self._copy_seconds / self.copied_bytes
+        return num_blocks * self.plan.bytes_per_block * self._copy_seconds / self.copied_bytes
 
     def _stay_for_stall(self, event: ev.Snapshot) -> list[Effect]:
         milliseconds = 1000 * self._stall_seconds(event)
@@ -234,6 +248,9 @@ class Source(Machine[State]):
         if self.plan.method is Method.RECOMPUTE:
             return [do.SendCommit(epoch, event.base, 0, 0, 0)]
         from_block = min(self.copied_blocks, event.num_blocks)
+        blocking = self.plan.method is Method.BLOCKING
+        last_copy_s = self._lease_s if blocking else 2 * self._copy_seconds_of(event.num_blocks - from_block)
+        self._reprieves = int(last_copy_s / self.plan.commit_s)
         return [do.SendCommit(epoch, event.base, event.computed_tokens, from_block, event.num_blocks)]
 
     # Before Commit was sent: every failure ends here
@@ -280,6 +297,18 @@ class Source(Machine[State]):
     def _resume(self, event: ev.Barred) -> list[Effect]:
         self._reason, self._detail = self._reason or event.reason, self._detail or event.detail
         return [do.Unfreeze(), *self._unpin(), *self._clear(LEASE)]
+
+    def _may_be_copying(self, event: ev.TimerFired) -> bool:
+        return _deadline(self, event) and self._heard and self._reprieves > 0
+
+    def _put_off(self, event: ev.TimerFired) -> list[Effect]:
+        self._heard = False
+        self._reprieves -= 1
+        return [do.SendQuery(), do.SetTimer(self.state.value, self.plan.commit_s)]
+
+    def _hear(self, event: ev.Unsettled) -> list[Effect]:
+        self._heard = True
+        return []
 
     def _withdraw_for(self, event: ev.CancelRequested) -> list[Effect]:
         self._reason, self._detail = event.reason, event.detail
@@ -395,6 +424,8 @@ install(
         rows((_P.COMMITTING, _P.WITHDRAWING), ev.Forgotten, _P.FENCING, Source._ask),
         rows(_P.COMMITTING, ev.CancelRequested, _P.WITHDRAWING, Source._withdraw_for),
         rows(_P.COMMITTING, ev.PeerUnreachable, _P.WITHDRAWING, Source._withdraw_unheard, when=_unheard(Call.COMMIT)),
+        rows(_P.COMMITTING, ev.TimerFired, None, Source._put_off, when=Source._may_be_copying),
+        rows(_P.COMMITTING, ev.Unsettled, None, Source._hear),
         rows(_P.COMMITTING, ev.TimerFired, _P.WITHDRAWING, Source._withdraw_late, when=_deadline),
         rows(_P.WITHDRAWING, ev.PeerUnreachable, _P.FENCING, Source._ask, when=_unheard(Call.WITHDRAW)),
         rows(_P.WITHDRAWING, ev.TimerFired, _P.FENCING, Source._ask, when=_deadline),

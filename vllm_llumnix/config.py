@@ -255,7 +255,8 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=_DEFAULTS.lease_seconds,
         metavar="SECONDS",
-        help="How long blocks stay reserved, or pinned, for a peer that has fallen silent.",
+        help="How long blocks stay reserved, or pinned, for a peer that has fallen silent; no single copy may take "
+        "longer.",
     )
     add(
         "--llumlet-stall-budget-ms",

@@ -475,7 +475,7 @@ def hurried() -> Iterator[None]:
     """Production code with short deadlines; those of a move's plan are what its cluster says."""
 
     def plan(**fields: Any) -> Plan:
-        return Plan(**_clusters[asyncio.get_running_loop()].deadlines, **fields)
+        return Plan(**(fields | _clusters[asyncio.get_running_loop()].deadlines))
 
     with contextlib.ExitStack() as stack:
         for (module, name), value in HURRIED.items():

@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from vllm_llumnix.engine.kvconn import KVConnection
 
 CALL_SECONDS = 10.0
-"""Deadline of one call to a peer, and of a question to an origin."""
+"""Deadline of a call to a peer in which no bytes move, and of a question to an origin."""
 METHODS = {Mode.LIVE: Method.LIVE, Mode.BLOCKING: Method.BLOCKING, Mode.RECOMPUTE: Method.RECOMPUTE}
 
 
@@ -404,6 +404,7 @@ class LlumletAgent:
             bytes_per_block=self.bypass.bytes_per_block,
             stall_budget_s=budget_ms / 1e3,
             force=asked.force,
+            round_s=self.config.lease_seconds,
         )
         return self.departures.begin(request, residence, destination, plan, report)
 

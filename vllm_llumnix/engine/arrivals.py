@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.llumnix")
 
-PULL_SECONDS = 60.0
-"""Upper bound of one copy; the source's deadline for the call is the tighter one."""
 STOP_SECONDS = 1.0
 """How often a mover that does not answer is asked again whether it has stopped."""
 STATES = {
@@ -267,6 +265,7 @@ class IncomingMove:
         self.feed(on.Grown(len(self._block_ids)))
 
     async def _pull(self, effect: do.Pull) -> None:
+        arrivals = self.arrivals
         assert self._memory is not None
         final = self.machine.state is State.COMMITTING
         began = time.perf_counter()
@@ -276,13 +275,14 @@ class IncomingMove:
             self.feed(on.PullFailed(effect.job, Reason.INVALID_REQUEST, detail))
             return
         try:
-            copied = await self.arrivals.movers.pull(
+            copied = await arrivals.movers.pull(
                 self._mover_job(effect.job),
                 self._memory,
                 [self._source_blocks[index] for index in blocks],
                 self._block_ids[effect.from_block : effect.to_block],
                 transport=self.transport,
-                deadline_s=PULL_SECONDS,
+                # The lease began earlier, so it is what ends a copy that takes too long.
+                deadline_s=arrivals.terms.lease_s,
                 final=final,
                 tag=f"from {effect.from_block}",
             )

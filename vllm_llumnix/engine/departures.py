@@ -459,7 +459,7 @@ class OutgoingMove:
     async def _ask(self, name: Call, call: PeerCall, message: Any, round_number: int = 0) -> Any:
         """A call to the destination. None when it was refused or not answered: the machine has been told."""
         try:
-            return await call(message, deadline_s=self.departures.deadline_s)
+            return await call(message, deadline_s=self._deadline_of(name))
         except LlumletError as error:
             reason = reason_of(error.reason)
             if name is Call.RESERVE:
@@ -471,6 +471,17 @@ class OutgoingMove:
         except LlumletCallFailed as error:
             self.feed(on.PeerUnreachable(name, str(error)))
         return None
+
+    def _deadline_of(self, name: Call) -> float:
+        """The machine's own, where it has one: a call that ends sooner would decide what is the machine's to decide."""
+        plan = self.machine.plan
+        deadlines = {
+            Call.RESERVE: plan.reserve_s,
+            Call.ROUND: plan.round_s,
+            # An answer counts also after the deadline of the state in which it was asked for.
+            Call.COMMIT: plan.round_s + plan.commit_s,
+        }
+        return deadlines.get(name, self.departures.deadline_s)
 
     def _handover(self) -> Handover:
         self._step += 1
@@ -551,6 +562,7 @@ class Departures:
         self.identity = bypass.identity
         self.movers = movers
         self.deadline_s = deadline_s
+        """Of a call in which no bytes move, and of a question to an origin."""
         self.moves: dict[str, OutgoingMove] = {}
         self.records = MoveRecords()
         config = bypass.config

@@ -40,6 +40,8 @@ async def test_message(message: str, model_dir: Path) -> None:
 async def test_without_faults(scenario: str, outcome: str, asynchronous: bool, model_dir: Path) -> None:
     async def problems() -> list[str]:
         async with cluster_of(model_dir, asynchronous=asynchronous) as cluster:
+            for instance in cluster.instances.values():
+                assert instance.engine.scheduler.defer_block_free is asynchronous
             stream = await company(cluster, num_others=3)
             found = [] if await PLAY[scenario](cluster, stream) == outcome else [str(cluster.last_report)]
             found += await cluster.verdict(stream)

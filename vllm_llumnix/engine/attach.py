@@ -53,11 +53,9 @@ def attach(engine: Any) -> KVConnection:
         model_runner_v2=bool(engine.scheduler.use_v2_model_runner),
         spec_decode=engine.vllm_config.speculative_config is not None,
     )
-    if engine.batch_queue is not None:
-        # A step in flight may still write a slot of a block that was freed: with this, freed blocks come back to the
-        # pool only after that step, so a reservation never receives one that is being written.
-        engine.scheduler.defer_block_free = True
     port = SchedulerPort(engine.scheduler)
+    if engine.batch_queue is not None:
+        port.free_after_steps()
     follow_engine(engine, port.load)
     bypass = Bypass(config, identity, movers, engine)
     kvconn = KVConnection(engine, port, bypass)

@@ -87,6 +87,11 @@ class SchedulerPort:
             scheduler.lora_config = copy.copy(scheduler.lora_config)
             self._max_adapters: int = scheduler.lora_config.max_loras
 
+    def free_after_steps(self) -> None:
+        """For an engine that schedules a step while another is in flight, which may still write a slot of a block that
+        was freed: blocks come back to the pool only after that step, so that no reservation receives one of them."""
+        self.scheduler.defer_block_free = True
+
     @property
     def num_blocks(self) -> int:
         """Of the KV cache. Block 0 is vLLM's null block."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop of an engine hangs; its requests go on elsewhere, with their KV cache where that can still be read.
 
-One victim with a fault for every way to hang, each set off by a file; it wakes up between the tests. In the model's own
-type, bfloat16: a request that comes with its KV cache has its tokens bit for bit, one that is computed again need not.
+One victim with a fault for every way to hang, each set off by a file; it wakes up between the tests. In float32, so
+that the tokens are those of an undisturbed run also where a request is computed again, and in whatever company.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.harness import Fleet, Server, ServerSpec, free_port
 from llumlet.client import LlumletClient
 from llumlet.errors import LlumletCallFailed
 from llumlet.types import Health, InstanceStatus
-from tests.integration.test_lost_owner import STOPPED_S, stopped, worker_of
+from tests.integration.test_lost_owner import STOPPED_S, assert_goes_on, stopped, worker_of
 from tests.support.conservation import assert_conserved, wait_idle
 from tests.support.failures import failure
 
@@ -41,6 +41,7 @@ HANGS: dict[str, dict[str, Any]] = {
     "schedule": {"point": "loop.step", "action": "delay"},
     "interpreter": {"point": "loop.model", "action": "hold"},
 }
+FLOAT32 = ("--dtype", "float32")
 GREEDY = {"temperature": 0.0}
 SEEDED = {"temperature": 0.8, "seed": 11, "top_p": 0.9, "frequency_penalty": 0.3}
 
@@ -65,12 +66,12 @@ def pair(model_dir: Path, log_dir: Path, tmp_path_factory: pytest.TempPathFactor
     with Fleet(log_dir / "rescue") as fleet:
         port = free_port()
         specs = [
-            ServerSpec(model_dir, name="haven", instance_id="haven", flags=("--llumlet-port", str(port))),
+            ServerSpec(model_dir, name="haven", instance_id="haven", flags=(*FLOAT32, "--llumlet-port", str(port))),
             ServerSpec(
                 model_dir,
                 name="victim",
                 instance_id="victim",
-                flags=("--llumlet-peers", f"127.0.0.1:{port}"),
+                flags=(*FLOAT32, "--llumlet-peers", f"127.0.0.1:{port}"),
                 env={"LLUMNIX_FAULTS": json.dumps(faults)},
             ),
         ]
@@ -145,9 +146,8 @@ async def test_the_cache_is_brought(pair: Pair, how: str, sampling: dict[str, An
         result = await stream.result()
     assert [stream.is_engine_id(request.request_id) for request in listed] == [True]
     assert await rescued(before, pair.haven) == (1, 1)
-    assert result.token_ids == expected.token_ids
-    assert result.usage == expected.usage
-    assert 1.0 < max(result.gaps) < STOPPED_S
+    assert_goes_on(result, expected, STOPPED_S)
+    assert max(result.gaps) > 1.0
 
 
 @failure(
@@ -157,9 +157,11 @@ async def test_the_cache_is_brought(pair: Pair, how: str, sampling: dict[str, An
 )
 @pytest.mark.usefixtures("conserved")
 async def test_several_requests_and_a_worker_that_is_stopped(pair: Pair) -> None:
+    samplings = {2: GREEDY, 3: SEEDED, 4: GREEDY}
+    expected = [await undisturbed(pair.haven, number, sampling) for number, sampling in samplings.items()]
     before = await status_of(pair.haven)
     async with Client(pair.victim.base_url) as client:
-        streams = [await begin(client, number, GREEDY) for number in range(2, 5)]
+        streams = [await begin(client, number, sampling) for number, sampling in samplings.items()]
         for stream in streams:
             await stream.wait_for(AT)
         async with stopped(worker_of(pair.victim)):
@@ -167,10 +169,8 @@ async def test_several_requests_and_a_worker_that_is_stopped(pair: Pair) -> None
                 await stream.wait_for(len(stream.token_ids) + AT)
         results = [await stream.result() for stream in streams]
     assert await rescued(before, pair.haven) == (3, 3)
-    for result in results:
-        assert len(result.token_ids) == LENGTH
-        assert result.finish_reason == "length"
-        assert max(result.gaps) < STOPPED_S
+    for result, alone in zip(results, expected, strict=True):
+        assert_goes_on(result, alone, STOPPED_S)
 
 
 @failure(
@@ -186,6 +186,7 @@ async def test_several_requests_and_a_worker_that_is_stopped(pair: Pair) -> None
 @pytest.mark.parametrize("how", ["schedule", "interpreter"])
 @pytest.mark.usefixtures("conserved")
 async def test_the_cache_cannot_be_had(pair: Pair, how: str) -> None:
+    expected = await undisturbed(pair.haven, 5, SEEDED)
     before = await status_of(pair.haven)
     async with Client(pair.victim.base_url) as client:
         stream = await begin(client, 5, SEEDED)
@@ -193,9 +194,7 @@ async def test_the_cache_cannot_be_had(pair: Pair, how: str) -> None:
         pair.hang(how)
         result = await stream.result()
     assert await rescued(before, pair.haven) == (1, 0)
-    assert len(result.token_ids) == LENGTH
-    assert result.finish_reason == "length"
-    assert max(result.gaps) < STOPPED_S
+    assert_goes_on(result, expected, STOPPED_S)
 
 
 @pytest.mark.usefixtures("conserved")

@@ -26,6 +26,7 @@ from tests.integration.test_lost_owner import PROMPT, assert_goes_on
 from tests.integration.test_lost_owner import SAMPLINGS as PARAMETERS
 from tests.llumlet.fake_agent import until
 from tests.support.conservation import assert_conserved, wait_idle
+from tests.support.failures import failure
 
 pytestmark = pytest.mark.asyncio
 
@@ -94,6 +95,11 @@ async def exit_code(server: Server, timeout_s: float = 30.0) -> int | None:
     return server._process.returncode
 
 
+@failure(
+    "SIGTERM to an instance that has peers",
+    "serving, guests among its requests",
+    "new work gets 503; each request moves away live; it ends when its last stream has",
+)
 async def test_sigterm_moves_everything_away(stage: Stage, expected: dict[str, Stream]) -> None:
     before = {stage.haven: await wait_idle(stage.haven)}
     leaver = stage.leaver()
@@ -115,6 +121,7 @@ async def test_sigterm_moves_everything_away(stage: Stage, expected: dict[str, S
     await assert_conserved(before)
 
 
+@failure("`llumnix drain`", "serving", "the same, to the instances that were named")
 async def test_the_command_shows_progress_and_says_where_to(stage: Stage, expected: dict[str, Stream]) -> None:
     before = {stage.haven: await wait_idle(stage.haven)}
     leaver = stage.alone()
@@ -134,6 +141,7 @@ async def test_the_command_shows_progress_and_says_where_to(stage: Stage, expect
     await assert_conserved(before)
 
 
+@failure("SIGTERM, and no peer takes anything", "serving", "its streams run to their end here, then it ends")
 async def test_without_room_elsewhere_streams_end_here(stage: Stage, expected: dict[str, Stream]) -> None:
     port = free_port()
     full, leaver = stage.start(
@@ -150,6 +158,11 @@ async def test_without_room_elsewhere_streams_end_here(stage: Stage, expected: d
     await wait_idle(full)
 
 
+@failure(
+    "a second SIGTERM",
+    "its requests moved away, their streams go on",
+    "the streams are cut, and it ends; nothing goes on elsewhere",
+)
 async def test_a_second_signal_ends_it_at_once(stage: Stage) -> None:
     before = {stage.haven: await wait_idle(stage.haven)}
     leaver = stage.leaver()
@@ -169,6 +182,7 @@ async def test_a_second_signal_ends_it_at_once(stage: Stage) -> None:
     await assert_conserved(before)
 
 
+@failure("SIGTERM to an instance without peers", "serving", "stock vLLM's end")
 async def test_without_peers_vllm_ends_as_ever(stage: Stage) -> None:
     leaver = stage.alone()
     async with Client(leaver.base_url) as client:

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
+from unittest import mock
 
 from llumlet.types import Handover, Mode, MovePhase, SettleRequest
-from tests.shells.cluster import MAX_TOKENS, Cluster, Stream, slow_copies, until
+from tests.shells.circumstances import before_copies, hanging, slow_copies
+from tests.shells.cluster import MAX_TOKENS, SECONDS, Cluster, Stream, until
 from tests.shells.network import Kind
+from vllm_llumnix.engine import claims
 
 Play = Callable[[Cluster, Stream], Awaitable[str]]
 SOON_SECONDS = 0.15
@@ -157,6 +161,51 @@ async def preempted(cluster: Cluster, stream: Stream) -> str:
         return await outcome
 
 
+async def hangs(cluster: Cluster, stream: Stream) -> str:
+    """A's loop hangs in a model step: another engine goes on, with the KV cache or without."""
+    others = [other for other in cluster.streams if other.at is stream.at and other is not stream]
+    await until(lambda: all(other.finish for other in others), lambda: "A does not come to be alone with the request")
+    with hanging(cluster["A"]):
+        return await goes_on(cluster, stream)
+
+
+async def wakes_up(cluster: Cluster, stream: Stream) -> str:
+    """A's loop hangs and wakes up while another engine copies the KV cache: it fills every block that it has free."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        go_on.wait(SECONDS)
+
+    source = cluster["A"]
+    with before_copies(cluster["B"], wait), before_copies(cluster["C"], wait):
+        with hanging(source):
+            await until(begun.is_set, lambda: "nobody copies")
+        await until(lambda: "A" not in cluster.owners(stream), lambda: "A goes on with the request")
+        fillers = [await cluster.stream("A", num_prompt=600, max_tokens=5) for _ in range(3)]
+        for filler in fillers:
+            await filler.reaches(1)
+        go_on.set()
+        return await goes_on(cluster, stream)
+
+
+async def too_late(cluster: Cluster, stream: Stream) -> str:
+    """The same, and A keeps the blocks for less long than the copy takes."""
+    with mock.patch.object(claims, "LEASE_SECONDS", 0.05):
+        return await wakes_up(cluster, stream)
+
+
+async def goes_on(cluster: Cluster, stream: Stream) -> str:
+    """Returns when another engine has the lost request: how much of it was brought there."""
+    client = stream.at.client
+    known = client._streams.get(stream.request_id)
+    assert known is not None
+    await until(lambda: bool(known.replays), lambda: "not replayed")
+    assert known.owner is not None
+    await stream.reaches(len(stream.tokens) + 20)
+    return "rescued" if cluster[known.owner.instance].engine.kvconn.bypass.num_rescued else "computed again"
+
+
 PLAY: dict[str, Play] = {
     play.__name__: play
     for play in (
@@ -172,6 +221,9 @@ PLAY: dict[str, Play] = {
         loses_tokens,
         given_up,
         preempted,
+        hangs,
+        wakes_up,
+        too_late,
     )
 }
 
@@ -241,6 +293,7 @@ def _told(name: str, scenario: str, outcome: str, *, times: int = 1, sender: str
     return cells
 
 
+IN_TIME = {"twice": "rescued, replayed", "answer_delayed": "rescued, replayed"}
 CELLS: list[Cell] = [
     *_calls("Reserve", "moves", _all("stayed", twice="moved")),
     *_calls("CopyRound", "moves", _all("stayed", twice="moved")),
@@ -253,6 +306,9 @@ CELLS: list[Cell] = [
     *_calls("Close", "moves", _all("moved")),
     *_calls("Query", "asked", _all("moved")),
     *_calls("Adopt", "loses_tokens", _all("moved, replayed")),
+    *_calls("Adopt", "hangs", _all("computed again, replayed", **IN_TIME)),
+    *_calls("Claim", "hangs", _all("computed again, replayed", **IN_TIME)),
+    *_calls("EndClaim", "hangs", _all("computed again, replayed", **IN_TIME)),
     *_calls("Llumlet.Abort", "left", _all("moved")),
     *_told("TokenBatch", "moves", "moved", sender="B", dropped="moved, replayed", delayed="moved, replayed"),
     *_told("Hello", "moves", "moved", times=2),

@@ -40,6 +40,7 @@ from tests.shells.model import BLOCK_SIZE, FIRST_TOKEN, NUM_TOKENS, Reference, c
 from tests.shells.network import Network, RelayProxy
 from vllm_llumnix.config import CONFIG_VARIABLE, LlumletConfig
 from vllm_llumnix.engine import agent as agent_module
+from vllm_llumnix.engine import claims, progress
 from vllm_llumnix.engine import relay as engine_relay
 from vllm_llumnix.frontend import client as client_module
 from vllm_llumnix.frontend import owners, replay, streams
@@ -53,6 +54,9 @@ HURRIED: dict[tuple[Any, str], float] = {
     (agent_module, "CALL_SECONDS"): 3.0,
     (engine_relay, "HEARTBEAT_SECONDS"): 0.05,
     (engine_relay, "ORIGIN_SECONDS"): 3.0,
+    (progress, "PATIENCE_SECONDS"): 0.5,
+    (progress, "RESCUE_SECONDS"): 0.3,
+    (claims, "LEASE_SECONDS"): 3.0,
     (streams, "GAP_SECONDS"): 0.15,
     (streams, "GRACE_SECONDS"): 0.3,
     (streams, "PATIENCE_SECONDS"): 0.5,
@@ -111,6 +115,17 @@ async def side_by_side(stories: Iterable[Story]) -> list[str]:
             told = await _tell(story)
         found += told.found
     return found
+
+
+def retold(story: Callable[..., Coroutine[Any, Any, list[str]]]) -> Callable[..., Coroutine[Any, Any, None]]:
+    """A test of one story, which returns what is wrong; told again as by `side_by_side`."""
+
+    @functools.wraps(story)
+    async def test(*args: Any, **kwargs: Any) -> None:
+        found = await side_by_side([functools.partial(story, *args, **kwargs)])
+        assert not found, "\n".join(found)
+
+    return test
 
 
 class _Told(NamedTuple):
@@ -194,8 +209,11 @@ class Instance:
             self.engine = starting.result()
         self.engine.start()
         self.streams: dict[str, Stream] = {}
+        self.dead = False
+        """The engine; its API server outlives it."""
         self._slots = self.engine.scheduler.max_num_active_reqs
         self._reader: asyncio.Task[None] | None = None
+        self._ending = contextlib.ExitStack()
 
     @property
     def address(self) -> Address:
@@ -218,9 +236,22 @@ class Instance:
                 if stream is not None and not stream.left:
                     stream.take(list(output.new_token_ids), output.finish_reason)
 
+    async def die(self) -> None:
+        """As with `kill -9` of the engine: its loop stands still, nobody listens any more, and its API server knows."""
+        self.dead = True
+        self.engine.model_executor.turns.clear()
+        bypass = self.engine.kvconn.bypass
+        await asyncio.to_thread(bypass.stop)
+        bypass._agent = None
+        # Its sockets are the test's to close.
+        self._ending.enter_context(mock.patch.object(self.client, "shutdown"))
+        self.client._engine_died()
+
     async def close(self) -> None:
         assert self._reader is not None
+        self._ending.close()
         self.engine.model_executor.pace = 0.0
+        self.engine.model_executor.turns.set()
         # Its end is no surprise, and nothing is to go on elsewhere; nor does the client end by itself on hearing of it.
         self.client.resources.engine_dead = True
         if self.client._watch is not None:
@@ -256,6 +287,7 @@ class Instance:
             "draining": sum(1 for move in moves if move.machine.state is DestinationState.DRAINING),
             "callers": sum(len(move._waiting) for move in moves),
             "what was moved": sum(1 for move in moves if move.request or move._source_blocks),
+            "claims": len(kvconn.claims._claims) + len(kvconn.claims._waiting),
             "guests": len(agent.relay._guests),
             "questions": len(agent.relay._questions),
             "load": sum(port.load.snapshot().load),
@@ -322,6 +354,10 @@ class Cluster:
         stream.left = True
         await stream.at.client.abort_requests_async([stream.request_id])
 
+    @property
+    def living(self) -> list[Instance]:
+        return [instance for instance in self.instances.values() if not instance.dead]
+
     def llumlet(self, name: str) -> LlumletClient:
         client = self._clients.get(name)
         if client is None:
@@ -371,8 +407,8 @@ class Cluster:
     def owners(self, stream: Stream) -> set[str]:
         """Engines that would go on with the request."""
         return {
-            name
-            for name, instance in self.instances.items()
+            instance.name
+            for instance in self.living
             if (request := instance.engine.scheduler.requests.get(stream.request_id)) is not None
             and not request.is_finished()
         }
@@ -416,7 +452,7 @@ class Cluster:
 
     def _is_calm(self) -> bool:
         """All messages have arrived, and nobody decides anything any more."""
-        agents = [instance.engine.agent for instance in self.instances.values()]
+        agents = [instance.engine.agent for instance in self.living]
         return (
             self.network.quiet
             and not any(agent.departures.moves or agent.arrivals.pending() for agent in agents)
@@ -432,7 +468,7 @@ class Cluster:
             instance.engine.model_executor.pace = 0.0
 
     def held(self) -> list[str]:
-        return [line for instance in self.instances.values() for line in instance.held]
+        return [line for instance in self.living for line in instance.held]
 
     async def verdict(self, watched: Stream) -> list[str]:
         """Let all streams end, and say what is wrong: nothing, one hopes."""
@@ -453,7 +489,7 @@ class Cluster:
         except TimeoutError as error:
             faults.append(str(error))
         faults += [fault for stream in self.streams for fault in stream.faults]
-        for instance in self.instances.values():
+        for instance in self.living:
             faults += [f"{instance.name}: {instance.engine.failure!r}"] if instance.engine.failure else []
             faults += [fault for stream in self.streams for fault in instance.published_wrongly(stream)]
         return faults
@@ -514,21 +550,6 @@ async def cluster_of(
             network.forget()
             for instance in cluster.instances.values():
                 del _clusters[instance.engine.kvconn.bypass._loop]
-
-
-@contextlib.contextmanager
-def slow_copies(instance: Instance, seconds: float) -> Iterator[None]:
-    """Every copy of this instance's mover begins so late, whatever the mover is told meanwhile."""
-    mover = instance.engine.model_executor.mover.mover
-    transport = mover.transports[0]
-    stock = transport.pull
-
-    def pull(*args: Any) -> Iterator[int]:
-        time.sleep(seconds)
-        yield from stock(*args)
-
-    with mock.patch.object(transport, "pull", pull):
-        yield
 
 
 async def until(condition: Callable[[], bool], failure: Callable[[], str], seconds: float = SECONDS) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several faults at once, drawn from a seed: messages of all kinds, ways that are cut, moves that follow each other.
+"""Several faults at once, drawn from a seed: messages of all kinds, cut ways, engines that hang, moves in a row.
 
 The seed decides what is armed and what is done; how it interleaves is up to the machine.
 """
@@ -14,7 +14,8 @@ from pathlib import Path
 
 from llumlet.types import Mode
 from tests.shells.cells import CELLS, company
-from tests.shells.cluster import Cluster, Stream, cluster_of
+from tests.shells.circumstances import hanging
+from tests.shells.cluster import Cluster, Instance, Stream, cluster_of
 from tests.shells.network import ORIGIN, Fault, Kind
 
 MESSAGES = sorted({(cell.message, cell.kind) for cell in CELLS})
@@ -24,7 +25,7 @@ METHODS = [Mode.LIVE, Mode.LIVE, Mode.BLOCKING, Mode.RECOMPUTE]
 
 @dataclasses.dataclass(frozen=True)
 class Hop:
-    """One move, wherever the request is, and what happens to the network meanwhile."""
+    """One move, wherever the request is, and what happens to the network and to an engine meanwhile."""
 
     destination: str
     method: int
@@ -33,6 +34,9 @@ class Hop:
     """The message from which on; empty: from the beginning."""
     cut_seconds: float
     pause_seconds: float
+    hangs: str
+    """Whose loop is stuck in a model step meanwhile."""
+    hang_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +73,8 @@ def _hop(draw: random.Random) -> Hop:
         cut_at=draw.choice(("", "Reserve", "CopyRound", "Commit", "Commit answer", "HandedOver", "Withdraw")),
         cut_seconds=draw.choice((0.1, 0.4, 1.0)),
         pause_seconds=draw.choice((0.0, 0.05, 0.2)),
+        hangs=draw.choice("ABC") if draw.random() < 0.3 else "",
+        hang_seconds=draw.choice((0.4, 1.2, 1.6)),
     )
 
 
@@ -87,7 +93,8 @@ async def play(seed: int, model: Path, reached: Counter[str] | None = None) -> l
         if reached is not None:
             reached.update(cluster.outcomes)
             reached["replayed"] += stream.at.client._replay.replayed
-            reached["fenced"] += cluster.network.seen["FenceQuestion"]
+            reached["rescued"] += sum(one.engine.kvconn.bypass.num_rescued for one in cluster.instances.values())
+        reached["fenced"] += cluster.network.seen["FenceQuestion"]
         return [f"seed {seed}: {fault}" for fault in faults]
 
 
@@ -97,9 +104,17 @@ async def _take(cluster: Cluster, stream: Stream, hop: Hop) -> None:
         network.cut(*hop.cut, at=hop.cut_at)
     healing = cluster.begin(asyncio.sleep(hop.cut_seconds))
     healing.add_done_callback(lambda _: network.heal())
+    hang = cluster.begin(_hang(cluster[hop.hangs], hop.hang_seconds)) if hop.hangs else None
     owner = next(iter(sorted(cluster.owners(stream))), None)
     if owner not in (None, hop.destination):
         await cluster.try_call(cluster.migrate(stream, owner, hop.destination, method=hop.method))
     await asyncio.sleep(hop.pause_seconds)
     if hop.cut:
         await healing
+    if hang is not None:
+        await hang
+
+
+async def _hang(instance: Instance, seconds: float) -> None:
+    with hanging(instance):
+        await asyncio.sleep(seconds)

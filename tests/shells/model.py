@@ -175,7 +175,10 @@ class Runner:
 
 
 class FakeExecutor(Executor):
-    """vLLM's executor with one worker, a thread. `pace` is the least duration of a step, in seconds."""
+    """vLLM's executor with one worker, a thread. `pace` is the least duration of a step, in seconds.
+
+    Steps wait while `turns` is not set, and `stuck` says that one does.
+    """
 
     _weights = torch.nn.Linear(8, 8)
     """Of all workers: their requests can change places."""
@@ -186,6 +189,9 @@ class FakeExecutor(Executor):
         self.worker.model_runner.model = self._weights
         self.runner = Runner(self.memory)
         self.pace = PACE_SECONDS
+        self.turns = threading.Event()
+        self.turns.set()
+        self.stuck = threading.Event()
         self.mover: Any = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fake-worker")
         self._last: Future[Any] | None = None
@@ -219,6 +225,9 @@ class FakeExecutor(Executor):
         return self._last if non_block else self._last.result()
 
     def _run(self, step: _Step) -> ModelRunnerOutput:
+        while not self.turns.is_set():
+            self.stuck.set()
+            self.turns.wait()
         if step.num_scheduled and self.pace:
             time.sleep(self.pace)
         return self.runner.run(step)

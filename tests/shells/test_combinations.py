@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several faults at once, cut ways and moves that follow each other: `combinations`, by seed.
+"""Several faults at once, cut ways, engines that hang and moves that follow each other: `combinations`, by seed.
 
 A seed that fails is played again with `python -m tests.shells SEED`.
 """
@@ -23,7 +23,7 @@ NUM_FULL = 600
 
 
 @failure(
-    "up to four faults of messages at once, cut ways, the next move at once",
+    "up to four faults of messages at once, cut ways, loops that hang, the next move at once",
     "drawn by seed",
     "every token once and in order, one owner, nothing held",
 )

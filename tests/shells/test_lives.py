@@ -4,20 +4,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from llumlet.errors import LlumletError
-from llumlet.types import AdoptRequest, Reason
+from llumlet.types import Reason
 from tests.shells.cells import SOON_SECONDS, company, loses_tokens, moves
-from tests.shells.cluster import Cluster, Instance, Stream, cluster_of, until
+from tests.shells.circumstances import outputs_held, recorded, replays_only_at
+from tests.shells.cluster import cluster_of, until
 from tests.shells.marks import MARKS
 from tests.shells.network import Kind
 from vllm_llumnix.engine.request_state import residence_of
@@ -25,42 +23,6 @@ from vllm_llumnix.errors import Refused
 from vllm_llumnix.ids import Epoch
 
 pytestmark = MARKS
-
-
-@contextlib.contextmanager
-def replays_only_at(cluster: Cluster, stream: Stream, name: str) -> Iterator[None]:
-    address = str(cluster[name].address)
-    with mock.patch.object(stream.at.client._replay, "targets", return_value=[address]):
-        yield
-
-
-@contextlib.contextmanager
-def outputs_held(instance: Instance) -> Iterator[None]:
-    """The engine's output thread stands still."""
-    go_on = threading.Event()
-    stock = instance.engine.kvconn.divert
-
-    def divert(*args: Any) -> bool:
-        go_on.wait()
-        return stock(*args)
-
-    with mock.patch.object(instance.engine.kvconn, "divert", divert):
-        try:
-            yield
-        finally:
-            go_on.set()
-
-
-def recorded(cluster: Cluster, message: str) -> list[AdoptRequest]:
-    """Every message of this name from now on; nothing happens to them."""
-    seen: list[AdoptRequest] = []
-
-    def record(content: AdoptRequest) -> bool:
-        seen.append(content)
-        return False
-
-    cluster.network.arm(message, Kind.DROPPED, only=record)
-    return seen
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])

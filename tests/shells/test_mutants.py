@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.request import Request
 
 from tests.shells.cells import PLAY, company
 from tests.shells.cluster import cluster_of
 from tests.shells.marks import MARKS
 from tests.simulation.mutants import EarlyFree, ResumeOnTimeout
 from vllm_llumnix import relay_convert
-from vllm_llumnix.engine import arrivals, departures
+from vllm_llumnix.engine import arrivals, departures, rescue
 from vllm_llumnix.engine import relay as engine_relay
 from vllm_llumnix.engine.agent import LlumletAgent
 from vllm_llumnix.engine.scheduler_port import FrozenRequest, Pin, SchedulerPort
@@ -82,6 +83,27 @@ def no_pins(patch: Patch) -> None:
     patch.setattr(SchedulerPort, "drained", drained)
 
 
+def no_pins_of_claims(patch: Patch) -> None:
+    """What another engine reads of a request that was taken from here is free as soon as the loop goes on."""
+    stock = SchedulerPort.pin_all
+
+    def pin_all(self: SchedulerPort, request: Request) -> Pin:
+        self.unpin(stock(self, request))
+        self._num_pins += 1
+        return Pin([])
+
+    patch.setattr(SchedulerPort, "pin_all", pin_all)
+
+
+def unasked(patch: Patch) -> None:
+    """Nobody asks whether the blocks that were read were the request's until the end."""
+
+    async def end(*_: Any) -> bool:
+        return True
+
+    patch.setattr(rescue, "_end", end)
+
+
 def kept_pins(patch: Patch) -> None:
     """Pins are never given back."""
     patch.setattr(SchedulerPort, "unpin", lambda *_: None)
@@ -136,6 +158,8 @@ MUTANTS: list[tuple[Callable[[Patch], None], str, str]] = [
     (same_term, "loses_tokens", "instead of"),
     (freed_before_quiet, "given_up", "wrong"),
     (no_pins, "preempted", "is wrong"),
+    (no_pins_of_claims, "wakes_up", "wrong"),
+    (unasked, "too_late", "wrong"),
     (kept_pins, "moves", "pins"),
     (kept_reservation, "called_off", "reservations"),
     (resumed_on_silence, "fenced_late", "not settled"),

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from llumlet.types import Mode
 from tests.shells.cells import company
-from tests.shells.cluster import Cluster, Stream, cluster_of, side_by_side, slow_copies
+from tests.shells.circumstances import slow_copies
+from tests.shells.cluster import Cluster, Stream, cluster_of, side_by_side
 from tests.shells.marks import MARKS
 from tests.support.failures import failure
 

@@ -50,7 +50,7 @@ answers, and only messages of the relay, which wait for none, are overtaken by t
 |---|---|---|---|---|---|---|---|
 """
 CUTS = """
-Ways that are cut, and several faults at once:
+Ways that are cut, engines that hang, die or end, and several faults at once:
 
 | what happens | when | what becomes of it | test |
 |---|---|---|---|
@@ -97,7 +97,7 @@ def _rows(package: str) -> Iterator[str]:
     for module in sorted((ROOT / "tests" / package).glob("test_*.py")):
         loaded = importlib.import_module(f"tests.{package}.{module.stem}")
         tests = [test for name, test in inspect.getmembers(loaded, inspect.isfunction) if name.startswith("test_")]
-        for test in sorted(tests, key=lambda test: test.__code__.co_firstlineno):
+        for test in sorted(tests, key=lambda test: inspect.unwrap(test).__code__.co_firstlineno):
             for row in getattr(test, "failures", ()):
                 name = f"`{module.stem}::{test.__name__}`"
                 yield f"| {row.event} | {row.state} | {row.outcome} | {name} |\n"

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a test can do to the instances of a cluster, beside what it does to their messages."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from llumlet.types import AdoptRequest
+from tests.shells.cluster import Cluster, Instance, Stream
+from tests.shells.network import Kind
+
+
+@contextlib.contextmanager
+def hanging(instance: Instance) -> Iterator[None]:
+    """Its loop is stuck in the next model step."""
+    executor = instance.engine.model_executor
+    executor.stuck.clear()
+    executor.turns.clear()
+    try:
+        yield
+    finally:
+        executor.turns.set()
+
+
+def slow_copies(instance: Instance, seconds: float) -> contextlib.AbstractContextManager[None]:
+    """Every copy of this instance's mover begins so late, whatever the mover is told meanwhile."""
+    return before_copies(instance, lambda: time.sleep(seconds))
+
+
+@contextlib.contextmanager
+def before_copies(instance: Instance, action: Callable[[], Any]) -> Iterator[None]:
+    """Before it copies anything, this instance's mover does that."""
+    transport = instance.engine.model_executor.mover.mover.transports[0]
+    stock = transport.pull
+
+    def pull(*args: Any) -> Iterator[int]:
+        action()
+        yield from stock(*args)
+
+    with mock.patch.object(transport, "pull", pull):
+        yield
+
+
+@contextlib.contextmanager
+def replays_only_at(cluster: Cluster, stream: Stream, names: str) -> Iterator[None]:
+    """The origin knows of nobody else; in this order."""
+    addresses = [str(cluster[name].address) for name in names]
+    with mock.patch.object(stream.at.client._replay, "targets", return_value=addresses):
+        yield
+
+
+@contextlib.contextmanager
+def outputs_held(instance: Instance) -> Iterator[None]:
+    """The engine's output thread stands still."""
+    go_on = threading.Event()
+    stock = instance.engine.kvconn.divert
+
+    def divert(*args: Any) -> bool:
+        go_on.wait()
+        return stock(*args)
+
+    with mock.patch.object(instance.engine.kvconn, "divert", divert):
+        try:
+            yield
+        finally:
+            go_on.set()
+
+
+def recorded(cluster: Cluster, message: str) -> list[AdoptRequest]:
+    """Every message of this name from now on; nothing happens to them."""
+    seen: list[AdoptRequest] = []
+
+    def record(content: AdoptRequest) -> bool:
+        seen.append(content)
+        return False
+
+    cluster.network.arm(message, Kind.DROPPED, only=record)
+    return seen

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A destination that is well, but about to end, or in a step that takes long."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from llumlet.errors import LlumletError
+from llumlet.types import Reason
+from tests.shells.cells import SOON_SECONDS, company, loses_tokens, moves
+from tests.shells.circumstances import hanging, recorded, replays_only_at
+from tests.shells.cluster import SECONDS, Cluster, cluster_of, retold, until
+from tests.shells.marks import MARKS
+from tests.shells.network import Kind
+from tests.support.failures import failure
+
+pytestmark = MARKS
+
+STEP_SECONDS = 0.3
+
+
+@failure("the destination is shutting down", "reserving", "shutting_down: stayed")
+@retold
+async def test_a_move_to_an_instance_that_ends(model_dir: Path) -> list[str]:
+    async with cluster_of(model_dir) as cluster:
+        cluster["B"].engine.kvconn.bypass.draining = True
+        stream = await company(cluster)
+        assert await moves(cluster, stream) == "stayed"
+        assert cluster.last_report.reason == Reason.SHUTTING_DOWN
+        return await cluster.verdict(stream)
+
+
+@failure("the destination is asked to shut down", "reserved", "moved all the same: it moves on from there")
+@retold
+async def test_an_instance_that_is_asked_to_end(model_dir: Path) -> list[str]:
+    async with cluster_of(model_dir) as cluster:
+        bypass = cluster["B"].engine.kvconn.bypass
+
+        def end(_: object) -> bool:
+            bypass.draining = True
+            return False
+
+        cluster.network.arm("CopyRound", Kind.DROPPED, only=end)
+        stream = await company(cluster)
+        assert await moves(cluster, stream) == "moved"
+        assert bypass.draining
+        return await cluster.verdict(stream)
+
+
+@failure("the engine that is to go on with a lost request is shutting down", "replay", "another one takes it")
+@retold
+async def test_a_replay_on_an_instance_that_ends(model_dir: Path) -> list[str]:
+    async with cluster_of(model_dir) as cluster:
+        calls = recorded(cluster, "Adopt")
+        cluster["C"].engine.kvconn.bypass.draining = True
+        stream = await company(cluster)
+        with replays_only_at(cluster, stream, "CA"):
+            assert await loses_tokens(cluster, stream) == "moved"
+        assert cluster.owners(stream) == {"A"}
+        assert [call.epoch.term for call in calls] == [1, 2]
+        with pytest.raises(LlumletError) as refused:
+            await cluster.llumlet("C").adopt(calls[-1])
+        assert refused.value.reason == Reason.SHUTTING_DOWN
+        return await cluster.verdict(stream)
+
+
+@failure("the destination is in a long step", "Commit on its way", "frozen until the step ends: moved")
+@retold
+async def test_a_long_step(model_dir: Path) -> list[str]:
+    async with cluster_of(model_dir) as cluster:
+        await cluster.stream("B")
+        stream = await company(cluster)
+        with hanging_from(cluster, "B", "Commit"):
+            moving = cluster.begin(moves(cluster, stream))
+            await until(lambda: cluster.network.seen["Commit"] > 0, lambda: "no Commit")
+            await asyncio.sleep(STEP_SECONDS)
+            assert not moving.done()
+        assert await moving == "moved"
+        return await cluster.verdict(stream)
+
+
+@failure("the destination is in a step longer than Commit may take", "Commit on its way", "withdrawn: stayed")
+@retold
+async def test_a_step_that_is_too_long(model_dir: Path) -> list[str]:
+    async with cluster_of(model_dir) as cluster:
+        cluster.deadlines["commit_s"] = SOON_SECONDS
+        await cluster.stream("B")
+        stream = await company(cluster)
+        with hanging_from(cluster, "B", "Commit"):
+            assert await moves(cluster, stream) == "stayed"
+            await stream.reaches(len(stream.tokens) + 20)
+        return await cluster.verdict(stream)
+
+
+@contextlib.contextmanager
+def hanging_from(cluster: Cluster, name: str, message: str) -> Iterator[None]:
+    """Its loop, which has something to do, is stuck in a model step when the message is sent."""
+
+    def begin(_: object) -> bool:
+        hang.enter_context(hanging(cluster[name]))
+        return not cluster[name].engine.model_executor.stuck.wait(SECONDS)
+
+    cluster.network.arm(message, Kind.DROPPED, only=begin)
+    with contextlib.ExitStack() as hang:
+        yield

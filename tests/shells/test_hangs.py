@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's loop hangs, and its requests go on elsewhere; where it hangs in a model step, with their KV cache."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.shells.cells import company, goes_on, moves, too_late, wakes_up
+from tests.shells.circumstances import hanging
+from tests.shells.cluster import cluster_of, retold
+from tests.shells.marks import MARKS
+from tests.support.failures import failure
+
+pytestmark = MARKS
+
+
+@failure(
+    "the loop hangs, later it goes on",
+    "in a model step, several requests",
+    "each goes on at a peer with its KV cache, and at nobody else",
+)
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@retold
+async def test_all_requests_of_an_engine(asynchronous: bool, model_dir: Path) -> list[str]:
+    async with cluster_of(model_dir, asynchronous=asynchronous) as cluster:
+        stream = await company(cluster, num_others=0)
+        lost = [stream, *[await cluster.stream("A") for _ in range(3)]]
+        await lost[-1].reaches(20)
+        with hanging(cluster["A"]):
+            assert {await goes_on(cluster, one) for one in lost} == {"rescued"}
+        assert stream.at.client._replay.replayed == len(lost)
+        return await cluster.verdict(stream)
+
+
+@failure(
+    "the loop goes on, and computes others in whatever is free",
+    "a peer reads the KV cache",
+    "the blocks are kept until they have been read",
+)
+@retold
+async def test_the_loop_goes_on_meanwhile(model_dir: Path) -> list[str]:
+    async with cluster_of(model_dir) as cluster:
+        stream = await company(cluster)
+        assert await wakes_up(cluster, stream) == "rescued"
+        return await cluster.verdict(stream)
+
+
+@failure("the destination's loop hangs", "committed, in a model step", "goes on elsewhere with its KV cache")
+@retold
+async def test_after_a_move(model_dir: Path) -> list[str]:
+    async with cluster_of(model_dir) as cluster:
+        stream = await company(cluster)
+        assert await moves(cluster, stream) == "moved"
+        await stream.reaches(len(stream.tokens) + 10)
+        with hanging(cluster["B"]):
+            assert await goes_on(cluster, stream) == "rescued"
+        return await cluster.verdict(stream)
+
+
+@failure("the loop hangs", "not in a model step", "its state may be half made: replayed without the KV cache")
+@retold
+async def test_outside_of_a_step(model_dir: Path) -> list[str]:
+    async with cluster_of(model_dir) as cluster:
+        stream = await company(cluster)
+        loop_goes_on = threading.Event()
+        cluster.on_loop("A", loop_goes_on.wait)
+        try:
+            assert await goes_on(cluster, stream) == "computed again"
+        finally:
+            loop_goes_on.set()
+        return await cluster.verdict(stream)
+
+
+@failure("the KV cache is read for longer than it is kept", "the loop goes on meanwhile", "computed again")
+@retold
+async def test_too_late(model_dir: Path) -> list[str]:
+    async with cluster_of(model_dir) as cluster:
+        stream = await company(cluster)
+        assert await too_late(cluster, stream) == "computed again"
+        return await cluster.verdict(stream)
+
+
+@failure(
+    "the engine that holds the KV cache is cut off",
+    "a peer has read it",
+    "computed again, for nobody says that it was right",
+)
+@retold
+async def test_the_holder_does_not_answer(model_dir: Path) -> list[str]:
+    async with cluster_of(model_dir) as cluster:
+        stream = await company(cluster)
+        with hanging(cluster["A"]):
+            cluster.network.cut("B>A", "C>A", at="EndClaim")
+            assert await goes_on(cluster, stream) == "computed again"
+            cluster.network.heal()
+        return await cluster.verdict(stream)

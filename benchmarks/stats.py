@@ -67,6 +67,10 @@ class Bounded:
     def rounded(self, digits: int = 4) -> dict[str, float]:
         return {name: round(getattr(self, name), digits) for name in ("value", "low", "high")}
 
+    def inverse(self) -> Bounded:
+        """Of a ratio of costs, that of speeds."""
+        return Bounded(1 / self.value, 1 / self.high, 1 / self.low)
+
 
 def bootstrap(
     values: Sequence[float],
@@ -87,9 +91,7 @@ def bootstrap(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Comparison:
-    """Ours over the baseline, with the baseline over itself as the control. Ratios of geometric
-    means.
-    """
+    """Ours over the baseline, with the baseline over itself as the control."""
 
     ratio: Bounded
     control: Bounded
@@ -98,30 +100,35 @@ class Comparison:
         """Whether the ratio is at most `bar`: by its upper bound, or because the control spreads as
         far.
 
-        "not distinguishable": the interval does not lie wholly above the bar, or the ratio is
-        inside the A/A interval.
+        "not distinguishable": the upper bound is above the bar, but the ratio itself is not, or is
+        inside the A/A interval. A wide interval of ours is no excuse: it can be ours that makes it wide.
         """
         if self.ratio.high <= bar:
             return "within"
-        if self.ratio.low <= max(bar, self.control.high):
+        if self.ratio.value <= max(bar, self.control.high):
             return "not distinguishable"
         return "outside"
 
 
-def compare(blocks: Sequence[Sequence[float]], control_blocks: Sequence[Sequence[float]]) -> Comparison:
+def compare(
+    blocks: Sequence[Sequence[float]],
+    control_blocks: Sequence[Sequence[float]],
+    statistic: Callable[[Sequence[float]], float] = geometric_mean,
+) -> Comparison:
     """Compare by ABBA blocks `(a, b, b, a)`; `control_blocks` have the same shape with the baseline
     in both roles.
 
-    Values are positive costs (CPU seconds a token, say); the ratio is B over A.
+    Values are positive costs (CPU seconds a token, say); the ratio is B over A, of each block, and
+    `statistic` of the blocks. The median stands blocks that somebody else has disturbed, where there are many.
     """
-    return Comparison(_ratio(blocks), _ratio(control_blocks))
+    return Comparison(_ratio(blocks, statistic), _ratio(control_blocks, statistic))
 
 
-def _ratio(blocks: Sequence[Sequence[float]]) -> Bounded:
+def _ratio(blocks: Sequence[Sequence[float]], statistic: Callable[[Sequence[float]], float]) -> Bounded:
     ratios = []
     for block in blocks:
         if len(block) != 4 or min(block) <= 0:
             raise ValueError(f"an ABBA block holds four positive values, not {list(block)}")
         a, b, b_again, a_again = block
         ratios.append(math.sqrt(b * b_again / (a * a_again)))
-    return bootstrap(ratios, geometric_mean)
+    return bootstrap(ratios, statistic)

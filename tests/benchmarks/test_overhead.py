@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
 from rich.console import Console
 
-from benchmarks.overhead import Block, Load, Run, result, table_of
+from benchmarks.model import PRESETS
+from benchmarks.overhead import Block, Load, Run, result, specs, table_of
 
 
 def blocks(factor: float, seed: int) -> list[Block]:
@@ -38,3 +40,14 @@ def test_five_percent_are_found_and_slow_down_the_throughput() -> None:
     low, high = answer["throughput_bounds"]
     assert low <= answer["throughput_ratio"] <= high < 1
     assert answer["cpu_ms_per_token_stock"] == pytest.approx(10.0, rel=0.01)
+
+
+def test_the_three_servers_differ_in_the_llumlet_only() -> None:
+    load = Load(4, 128, 200)
+    stock, again, ours = specs("tiny", load)
+    assert [server.llumlet for server in (stock, again, ours)] == [False, False, True]
+    assert stock.core is not None, "on cores of their own they are compared on different cores"
+    assert dataclasses.replace(again, name="stock") == stock
+    assert dataclasses.replace(ours, name="stock", llumlet=False) == stock
+    assert load.prompt_tokens + load.output_tokens <= stock.max_model_len <= PRESETS["tiny"].max_position
+    assert load.streams <= stock.max_num_seqs

@@ -74,10 +74,24 @@ def test_compare_finds_a_five_percent_cost() -> None:
         (Bounded(1.01, 0.98, 1.04), Bounded(1, 0.99, 1.005), "not distinguishable"),
         (Bounded(1.03, 1.02, 1.04), Bounded(1, 0.97, 1.03), "not distinguishable"),
         (Bounded(1.08, 1.06, 1.10), Bounded(1, 0.97, 1.03), "outside"),
+        # Noise in ours alone excuses nothing: the control resolves far less than ours costs.
+        (Bounded(1.10, 1.009, 1.2), Bounded(1, 0.999, 1.001), "outside"),
+        (Bounded(1.10, 0.90, 1.3), Bounded(1, 0.999, 1.001), "outside"),
     ],
 )
 def test_verdicts(ratio: Bounded, control: Bounded, verdict: str) -> None:
     assert Comparison(ratio, control).against(1.01) == verdict
+
+
+def test_with_medians_one_block_in_ten_may_be_disturbed() -> None:
+    blocks = [(1.0, 1.05, 1.05, 1.0)] * 9 + [(1.0, 9.0, 9.0, 1.0)]
+    control = [(1.0, 1.0, 1.0, 1.0)] * 10
+    assert compare(blocks, control).ratio.value > 1.2
+    assert compare(blocks, control, statistic=median).ratio.value == pytest.approx(1.05)
+
+
+def test_a_ratio_turned_around() -> None:
+    assert Bounded(0.8, 0.5, 1.6).inverse() == Bounded(1.25, 0.625, 2.0)
 
 
 def test_a_block_that_is_no_abba_is_refused() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple, cast
 
@@ -12,11 +13,11 @@ import pytest_asyncio
 from benchmarks.client import Stream
 from benchmarks.harness import LlumletAddress, Server
 from benchmarks.mover import MoveFailed, Mover
-from benchmarks.moves import describe, engine_id, first_index, migrate, move_stream
+from benchmarks.moves import Move, describe, engine_id, first_index, migrate, move_stream
 from llumlet.errors import LlumletError
 from llumlet.server import serve
 from llumlet.types import MovePhase, Reason, RequestInfo
-from tests.llumlet.fake_agent import FakeAgent
+from tests.llumlet.fake_agent import FakeAgent, until
 
 pytestmark = pytest.mark.asyncio
 ENGINE_ID = "cmpl-r1-0-abcdefgh"
@@ -116,10 +117,33 @@ async def test_the_process_that_moves(pair: Pair) -> None:
             await mover.move(pair.source, pair.destination, Stream(request_id="other", kind="cmpl"))
 
 
+async def test_moves_at_the_same_time(pair: Pair) -> None:
+    """Neither waits for the other, and each gets its own answer."""
+    second = RequestInfo(request_id="cmpl-r2-0-abcdefgh", external_request_id="cmpl-r2-0")
+    pair.agent.requests.append(second)
+    pair.agent.outcomes[second.request_id] = (MovePhase.STAYED, Reason.DESTINATION_FULL, "full")
+    pair.agent.go.clear()
+    streams = [stream(), Stream(request_id="r2", kind="cmpl")]
+    async with Mover([pair.source]) as mover:
+        moves = [asyncio.create_task(mover.move(pair.source, pair.destination, one)) for one in streams]
+        await until(lambda: len(pair.agent.asked("migrate")) == 2, seconds=30)
+        pair.agent.go.set()
+        moved, refused = await asyncio.gather(*moves, return_exceptions=True)
+    assert isinstance(moved, Move)
+    assert moved.request_id == ENGINE_ID
+    assert isinstance(refused, MoveFailed)
+
+
 async def test_a_mover_that_died_is_noticed(pair: Pair) -> None:
     async with Mover([pair.source]) as mover:
         assert mover._process is not None
+        pair.agent.go.clear()
+        under_way = asyncio.create_task(mover.move(pair.source, pair.destination, stream()))
+        await asyncio.wait_for(pair.agent.copying.wait(), 30)
         mover._process.kill()
         with pytest.raises(MoveFailed, match="has ended"):
+            await under_way
+        with pytest.raises(MoveFailed, match="has ended"):
             await mover.move(pair.source, pair.destination, stream())
+        pair.agent.go.set()
     assert mover._process.returncode is not None

@@ -281,21 +281,25 @@ def plot(cells: Sequence[Cell], link_gb_s: float | None, path: Path) -> bool:
     return True
 
 
+def server(preset: str, link_gb_s: float | None, transport: str) -> ServerSpec:
+    model = PRESETS[preset]
+    return ServerSpec(
+        build(model),
+        max_model_len=model.max_position,
+        bandwidth_limit=int(link_gb_s * 1e9) if link_gb_s else None,
+        kv_cache_gib=2,
+        max_num_seqs=4,
+        flags=("--no-enable-prefix-caching", "--llumlet-transport", transport),
+    )
+
+
 def run(options: argparse.Namespace, say_to: Console) -> list[Cell]:
     """Start the servers, measure every cell; what was measured so far survives an interrupt."""
-    limit = int(options.link * 1e9) if options.link else None
     cells = [Cell(method, length) for length in options.lengths for method in options.methods]
     with Fleet(options.logs) as fleet:
         with saying("building the model") as say:
-            model = build(PRESETS[options.preset])
+            spec = server(options.preset, options.link, options.transport)
             say("starting two vLLM servers")
-            spec = ServerSpec(
-                model,
-                bandwidth_limit=limit,
-                kv_cache_gib=2,
-                max_num_seqs=4,
-                flags=("--no-enable-prefix-caching", "--llumlet-transport", options.transport),
-            )
             names = ("a", "b")
             servers = fleet.start(*(dataclasses.replace(spec, name=n, instance_id=n) for n in names))
         columns = (

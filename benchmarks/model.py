@@ -77,6 +77,8 @@ PRESETS = {
     "tiny": ModelSpec(hidden_size=256, num_layers=4, num_heads=4),
     # 32 KiB of KV a token and a gap of about 10 ms on one core: for measurements.
     "bench": ModelSpec(hidden_size=512, num_layers=16, num_heads=8),
+    # As `tiny`, for contexts of 32k tokens and what is generated behind them.
+    "long": ModelSpec(hidden_size=256, num_layers=4, num_heads=4, max_position=40960),
 }
 
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks.downtime import Cell, largest_gap, parse, plot, sample_of, table_of, trace
+from benchmarks import downtime
+from benchmarks.downtime import Cell, largest_gap, parse, plot, sample_of, server, table_of, trace
+from benchmarks.model import PRESETS
 from tests.support.timelines import move, stream
 
 ISSUE_KEYS = {
@@ -88,6 +90,19 @@ def test_plot_is_written(tmp_path: Path) -> None:
     cells = [cell(m, n, [0, 15.0, 18.0]) for n in (128, 4096) for m in methods]
     assert plot(cells, 0.5, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_servers_take_every_length(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(downtime, "build", lambda model: Path("model"))
+    spec = server(preset, 0.5, "tcp")
+    model = PRESETS[preset]
+    assert spec.max_model_len == model.max_position
+    assert spec.kv_cache_gib << 30 >= model.max_position * model.kv_bytes_per_token
+    assert "--no-enable-prefix-caching" in spec.flags
+    assert spec.flags[-2:] == ("--llumlet-transport", "tcp")
+    assert spec.bandwidth_limit == 500_000_000
+    assert server(preset, None, "auto").bandwidth_limit is None
 
 
 def test_flags_of_the_command_line(tmp_path: Path) -> None:

@@ -138,6 +138,11 @@ def test_bench_preset_holds_32_kib_a_token() -> None:
     assert PRESETS["bench"].max_position >= 8192
 
 
+def test_long_preset_holds_32k_tokens_and_what_follows() -> None:
+    assert PRESETS["long"].max_position >= 32 * 1024 + 4096
+    assert PRESETS["long"].kv_bytes_per_token <= 4 * 1024
+
+
 def test_float32_variant_has_the_same_shape(tmp_path: Path) -> None:
     spec = dataclasses.replace(PRESETS["tiny"], dtype="float32")
     assert spec.kv_bytes_per_token == 2 * PRESETS["tiny"].kv_bytes_per_token

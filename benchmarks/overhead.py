@@ -36,6 +36,7 @@ from benchmarks.progress import saying
 from benchmarks.stats import Comparison, compare, median
 
 BAR = 1.01
+MIN_BLOCKS = 3
 QUIET_S = 1.5
 """Engines spin for a second after their last message; only then is a server idle."""
 
@@ -152,7 +153,8 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--blocks", type=int, default=8, help="ABBA blocks, of ours and of the control each")
+    add("--blocks", type=int, default=8, help="ABBA blocks, of ours and of the control each, at most")
+    add("--minutes", type=float, default=9, help=f"for everything, but at least {MIN_BLOCKS} blocks")
     add("--streams", type=int, default=4, help="requests at once")
     add("--prompt", type=int, default=128, help="tokens")
     add("--output", type=int, default=200, help="tokens per request")
@@ -161,6 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--logs", type=Path, metavar="DIR", help="where the servers' logs go")
     options = parser.parse_args(arguments)
     load = Load(options.streams, options.prompt, options.output)
+    ends = time.monotonic() + 60 * options.minutes
     ours: list[Block] = []
     control: list[Block] = []
     with Fleet(options.logs) as fleet:
@@ -170,9 +173,13 @@ def main(arguments: list[str] | None = None) -> int:
             for server in (stock, again, mine):
                 measure(server, load)
         progress = Console(stderr=True)
-        for _ in track(range(options.blocks), description="ABBA blocks", console=progress):
+        for number in track(range(options.blocks), description="ABBA blocks", console=progress):
+            began = time.monotonic()
             ours.append(block(stock, mine, load))
             control.append(block(stock, again, load))
+            took = time.monotonic() - began
+            if number + 1 >= MIN_BLOCKS and began + 2 * took > ends:
+                break
     answer = result(ours, control, load)
     Console(width=100).print(table_of(answer))
     line = json.dumps(answer)

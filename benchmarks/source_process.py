@@ -35,3 +35,4 @@ def offered(kind: type[T], module: str, *arguments: str) -> Iterator[T]:
     finally:
         child.stdin.close()
         child.wait(END_SECONDS)
+        child.stdout.close()

@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast KV blocks get from one process to another.
 
-    python -m benchmarks.transport --blocks 8,32,128,512 --json transport.jsonl
+    python -m benchmarks.transport --blocks 8,32,128,512 --page-bytes 4096,16384,65536 --json transport.jsonl
 
 Every path copies the same scattered pages between the same two processes, in turn, there and back through the list
 (ABBA), so that drift of the machine meets all of them alike:
 
-    memcpy     within one process, page by page: what memory allows
-    cma        bare process_vm_readv, as many pages a call as the kernel takes
+    memcpy     within one process, page by page in C, planned beforehand: what memory allows
+    cma        bare process_vm_readv, as many pages a call as the kernel takes, planned beforehand
     tcp_raw    one stream over loopback, one contiguous buffer on both sides, nothing else
     mooncake_raw     one read of Mooncake's own, one contiguous buffer on both sides
     mooncake_pieces  Mooncake's own as well: a batch of reads, one for each page where it lies
-    local      our transport of that name, checks included
+    local      our transport of that name, planning and checks included
     tcp        our transport of that name
     mooncake   our transport of that name
 
-A line of JSON for each path and size; `of` is the median of the ratios to a path's baseline: memcpy for cma and local,
-tcp_raw for tcp, mooncake_raw for mooncake. `cores` is how many cores both processes kept busy: a path that has them all
+A line of JSON for each path and size. `of_X` is the speed of a path as a share of that of its baseline X, the median of
+the rounds with 95 % bootstrap bounds; the baseline has two turns in each round, and `aa_X` compares them: the control.
+`X_verdict` says whether the share reaches its target, by its lower bound or because the control spreads as far; the
+exit status is 0 if no target is missed. `cores` is how many cores both processes kept busy: a path that has them all
 cannot go faster, whatever it waits for. Without Mooncake its three paths are left out.
 """
 
@@ -25,17 +27,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import dataclasses
+import functools
+import itertools
 import json
+import math
 import os
 import secrets
 import socket
 import struct
+import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -45,10 +53,10 @@ from rich.table import Table
 
 from benchmarks import source_process
 from benchmarks.progress import saying
-from benchmarks.stats import median
+from benchmarks.stats import compare, median
 from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES, Grants
-from vllm_llumnix.kv.layout import BlockLayout, TensorRegion, pair_pieces
+from vllm_llumnix.kv.layout import BlockLayout, Pieces, TensorRegion, pair_pieces
 from vllm_llumnix.kv.memory import HostMemory
 from vllm_llumnix.kv.messages import PeerMemory
 from vllm_llumnix.kv.mooncake import MooncakeEngine, why_not_installed
@@ -63,7 +71,26 @@ from vllm_llumnix.kv.transport.tcp import TcpTransport
 
 Bytes = npt.NDArray[np.uint8]
 
-BASELINES = {"cma": "memcpy", "local": "memcpy", "tcp": "tcp_raw", "mooncake": "mooncake_raw"}
+BASELINES = {
+    "cma": ("memcpy",),
+    "local": ("memcpy", "cma"),
+    "tcp": ("tcp_raw",),
+    "mooncake": ("mooncake_raw", "mooncake_pieces"),
+}
+AGAIN = " again"
+"""Behind the name of a baseline: its second turn in a round, the control."""
+TARGETS = {
+    ("local", "memcpy"): 0.85,
+    ("tcp", "tcp_raw"): 0.8,
+    ("mooncake", "mooncake_raw"): 0.9,
+    ("mooncake", "mooncake_pieces"): 2.5,
+}
+"""Shares to be reached from TARGET_BYTES on, with pages of TARGET_PAGE_BYTES."""
+TARGET_BYTES = 8 << 20
+TARGET_PAGE_BYTES = 16 << 10
+MIN_ROUNDS = 5
+ONE_BUFFER = ("tcp_raw", "mooncake_raw")
+"""Paths that do not bring blocks to their places."""
 RAW_BYTES = 1 << 20
 LOCAL = "127.0.0.1"
 MOONCAKE_BATCH = 1024
@@ -114,12 +141,19 @@ def _send_raw(listener: socket.socket, data: memoryview) -> None:
         connection.sendall(data[: struct.unpack(">Q", request)[0]])
 
 
-Path_ = Callable[[list[int], list[int]], None]
+Path_ = Callable[[list[int], list[int]], Callable[[], None]]
+"""Plans a copy of blocks of the source's to blocks of ours; what it returns copies them."""
+
+
+class Paths(NamedTuple):
+    by_name: dict[str, Path_]
+    """Baselines before what is compared with them."""
+    verify: Callable[[list[int], list[int]], None]
+    """Raises AssertionError unless the first of these blocks holds what it should."""
 
 
 @contextlib.contextmanager
-def paths(offer: Offer, num_blocks: int, num_layers: int, page_bytes: int) -> Iterator[dict[str, Path_]]:
-    """By name: a function that copies blocks of the source's to blocks of ours."""
+def paths(offer: Offer, num_blocks: int, num_layers: int, page_bytes: int) -> Iterator[Paths]:
     theirs = offer.memory.layout
     data, ours = kv_memory(num_blocks, num_layers, page_bytes, seed=2)
     other, others = kv_memory(num_blocks, num_layers, page_bytes, seed=1)
@@ -133,65 +167,105 @@ def paths(offer: Offer, num_blocks: int, num_layers: int, page_bytes: int) -> It
             HostMemory(ours), MooncakeEngine(LOCAL, "tcp"), StagingArea(ours), Connections(None)
         )
 
-    def memcpy(source_ids: list[int], destination_ids: list[int]) -> None:
-        copy = ctypes.memmove
-        for source, destination, length in zip(
-            *(array.tolist() for array in pair_pieces(others, source_ids, ours, destination_ids)), strict=True
-        ):
-            copy(destination, source, length)
+    def memcpy(source_ids: list[int], destination_ids: list[int]) -> Callable[[], None]:
+        return functools.partial(copy_pieces, pair_pieces(others, source_ids, ours, destination_ids))
 
-    def cma(source_ids: list[int], destination_ids: list[int]) -> None:
+    def cma(source_ids: list[int], destination_ids: list[int]) -> Callable[[], None]:
         pieces = pair_pieces(theirs, source_ids, ours, destination_ids)
-        for _ in read_pieces(offer.memory.pid, pieces, 1 << 40):
-            pass
+        return lambda: _exhaust(read_pieces(offer.memory.pid, pieces, 1 << 40))
 
-    def tcp_raw(source_ids: list[int], _: list[int]) -> None:
+    def tcp_raw(source_ids: list[int], _: list[int]) -> Callable[[], None]:
         size = len(source_ids) * ours.bytes_per_block
-        raw.sendall(struct.pack(">Q", size))
-        done = 0
-        while done < size:
-            done += raw.recv_into(buffer[done : min(size, done + RAW_BYTES)])
 
-    def mooncake_raw(source_ids: list[int], _: list[int]) -> None:
+        def copy() -> None:
+            raw.sendall(struct.pack(">Q", size))
+            done = 0
+            while done < size:
+                done += raw.recv_into(buffer[done : min(size, done + RAW_BYTES)])
+
+        return copy
+
+    def mooncake_raw(source_ids: list[int], _: list[int]) -> Callable[[], None]:
         address, size = np.frombuffer(buffer, np.uint8).ctypes.data, len(source_ids) * ours.bytes_per_block
-        assert bare.transfer_sync_read(offer.raw_segment, address, theirs.base, size) == 0
 
-    def mooncake_pieces(source_ids: list[int], destination_ids: list[int]) -> None:
+        def copy() -> None:
+            assert bare.transfer_sync_read(offer.raw_segment, address, theirs.base, size) == 0
+
+        return copy
+
+    def mooncake_pieces(source_ids: list[int], destination_ids: list[int]) -> Callable[[], None]:
         pieces = pair_pieces(theirs, source_ids, ours, destination_ids)
         source, destination, length = (array.tolist() for array in pieces)
-        for at in range(0, len(length), MOONCAKE_BATCH):
-            part = slice(at, at + MOONCAKE_BATCH)
-            assert bare.batch_transfer_sync_read(offer.raw_segment, destination[part], source[part], length[part]) == 0
+
+        def copy() -> None:
+            for at in range(0, len(length), MOONCAKE_BATCH):
+                part = slice(at, at + MOONCAKE_BATCH)
+                batch = destination[part], source[part], length[part]
+                assert bare.batch_transfer_sync_read(offer.raw_segment, *batch) == 0
+
+        return copy
 
     def pull(transport: Transport) -> Path_:
-        def run(source_ids: list[int], destination_ids: list[int]) -> None:
-            for _ in transport.pull(offer.memory, source_ids, destination_ids, CHUNK_BYTES, offer.capability):
-                pass
-            assert np.array_equal(*(_block(*side) for side in _first(source_ids, destination_ids)))
+        def plan(source_ids: list[int], destination_ids: list[int]) -> Callable[[], None]:
+            pulled = functools.partial(transport.pull, offer.memory, source_ids, destination_ids, CHUNK_BYTES)
+            return lambda: _exhaust(pulled(offer.capability))
 
-        def _first(source_ids: list[int], destination_ids: list[int]) -> Iterator[tuple[Bytes, BlockLayout, int]]:
-            yield other, others, source_ids[0]
-            yield data, ours, destination_ids[0]
+        return plan
 
-        return run
+    def verify(source_ids: list[int], destination_ids: list[int]) -> None:
+        expected, found = _block(other, others, source_ids[0]), _block(data, ours, destination_ids[0])
+        assert np.array_equal(expected, found)
 
-    functions = {"memcpy": memcpy, "cma": cma, "tcp_raw": tcp_raw, "local": pull(local), "tcp": pull(tcp)}
-    transports: list[Transport] = [local, tcp]
+    raws: dict[str, Path_] = {"memcpy": memcpy, "cma": cma, "tcp_raw": tcp_raw}
+    transports: dict[str, Transport] = {"local": local, "tcp": tcp}
     if mooncake is not None:
-        functions |= {
-            "mooncake_raw": mooncake_raw,
-            "mooncake_pieces": mooncake_pieces,
-            "mooncake": pull(mooncake),
-        }
-        transports.append(mooncake)
-    for transport in transports:
+        raws |= {"mooncake_raw": mooncake_raw, "mooncake_pieces": mooncake_pieces}
+        transports["mooncake"] = mooncake
+    by_name = {}
+    for name, path in raws.items():
+        by_name |= {name: path, name + AGAIN: path}
+    for name, transport in transports.items():
         transport.probe(offer.memory)
+        by_name[name] = pull(transport)
     try:
-        yield functions
+        yield Paths(by_name, verify)
     finally:
         raw.close()
-        for transport in transports:
+        for transport in transports.values():
             transport.close()
+
+
+def _exhaust(copied: Iterable[int]) -> None:
+    for _ in copied:
+        pass
+
+
+def copy_pieces(pieces: Pieces) -> None:
+    """memcpy, one piece after the other."""
+    source, destination, length = (array.ctypes.data for array in pieces)
+    _compiled()(source, destination, length, len(pieces.length))
+
+
+@functools.cache
+def _compiled() -> Callable[[int, int, int, int], None]:
+    """A loop of memcpy in C: that of an interpreter would be a slow one to be compared with."""
+    code = """
+        #include <stdint.h>
+        #include <string.h>
+        void copy_pieces(const uint64_t *from, const uint64_t *to, const uint64_t *bytes, uint64_t pieces) {
+            for (uint64_t i = 0; i < pieces; i++) memcpy((void *)to[i], (const void *)from[i], bytes[i]);
+        }
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        library = Path(directory, "copy_pieces.so")
+        compiler = os.environ.get("CC", "cc")
+        subprocess.run(
+            [compiler, "-O2", "-shared", "-fPIC", "-o", library, "-xc", "-"], input=code, text=True, check=True
+        )
+        copy = ctypes.CDLL(str(library)).copy_pieces
+    copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64]
+    copy.restype = None
+    return copy
 
 
 def _bare_mooncake(*memories: Any) -> Any:
@@ -212,46 +286,90 @@ def _block(data: Bytes, layout: BlockLayout, block: int) -> Bytes:
     return data[address - layout.base :][:page_bytes]
 
 
-def measure(num_blocks: int, num_layers: int, page_bytes: int, rounds: int) -> list[dict[str, Any]]:
-    """One row a path. A round is ABBA: every path once in order and once in reverse."""
+@dataclasses.dataclass(slots=True)
+class Taken:
+    """What the copies of one path took, in seconds. A round is `(in order, in reverse)`."""
+
+    rounds: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+    cpu_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> list[float]:
+        return [seconds for turn in self.rounds for seconds in turn]
+
+
+def measure(
+    num_blocks: int, num_layers: int, page_bytes: int, rounds: int, until: float = math.inf
+) -> list[dict[str, Any]]:
+    """One row a path. A round is ABBA: every path once in order and once in reverse. There are at most `rounds`, and at
+    least MIN_ROUNDS if the clock gets to `until`."""
     room = 2 * num_blocks
     random = np.random.default_rng(3)
     shape = (room, num_layers, page_bytes)
     process = source_process.offered(Offer, "benchmarks.transport", "--serve", *map(str, shape))
-    with process as offer, paths(offer, *shape) as functions:
-        seconds: dict[str, list[float]] = {name: [] for name in functions}
-        cpu_seconds: dict[str, float] = dict.fromkeys(functions, 0.0)
+    with process as offer, paths(offer, *shape) as (by_name, verify):
+        taken = {name: Taken() for name in by_name}
         clocks = [_cpu_clock(pid) for pid in (os.getpid(), offer.memory.pid)]
-        for _ in range(rounds + 1):
-            taken: dict[str, float] = dict.fromkeys(functions, 0.0)
-            for name in [*functions, *reversed(functions)]:
-                source_ids = random.permutation(room)[:num_blocks].tolist()
-                destination_ids = random.permutation(room)[:num_blocks].tolist()
-                began, cpu_began = time.perf_counter(), sum(map(time.clock_gettime, clocks))
-                functions[name](source_ids, destination_ids)
-                taken[name] += (time.perf_counter() - began) / 2
-                cpu_seconds[name] += sum(map(time.clock_gettime, clocks)) - cpu_began
-            for name, time_taken in taken.items():
-                seconds[name].append(time_taken)
-    size = num_blocks * num_layers * page_bytes
-    rows = []
-    for name, times in seconds.items():
-        baseline = BASELINES.get(name)
-        times = times[1:]  # the first round warms up
-        row = {
-            "bench": "transport",
-            "path": name,
-            "blocks": num_blocks,
-            "block_bytes": num_layers * page_bytes,
-            "gb_s": round(size / median(times) / 1e9, 3),
-            "p50_ms": round(median(times) * 1e3, 3),
-            "cores": round(cpu_seconds[name] / 2 / sum(seconds[name]), 2),
+
+        def once(name: str) -> float:
+            source_ids = random.permutation(room)[:num_blocks].tolist()
+            destination_ids = random.permutation(room)[:num_blocks].tolist()
+            copy = by_name[name](source_ids, destination_ids)
+            cpu_began, began = sum(map(time.clock_gettime, clocks)), time.perf_counter()
+            copy()
+            seconds = time.perf_counter() - began
+            taken[name].cpu_seconds += sum(map(time.clock_gettime, clocks)) - cpu_began
+            if name.removesuffix(AGAIN) not in ONE_BUFFER:
+                verify(source_ids, destination_ids)
+            return seconds
+
+        for name in by_name:
+            once(name)
+        taken = {name: Taken() for name in by_name}  # that was to warm up
+        for number in range(rounds):
+            if number >= MIN_ROUNDS and time.monotonic() > until:
+                break
+            first = {name: once(name) for name in by_name}
+            second = {name: once(name) for name in reversed(by_name)}
+            for name, one in taken.items():
+                one.rounds.append((first[name], second[name]))
+    return [row(name, num_blocks, num_layers, page_bytes, taken) for name in taken if not name.endswith(AGAIN)]
+
+
+def row(name: str, num_blocks: int, num_layers: int, page_bytes: int, taken: Mapping[str, Taken]) -> dict[str, Any]:
+    """The JSON object of a path."""
+    size, seconds = num_blocks * num_layers * page_bytes, taken[name].seconds
+    fields: dict[str, Any] = {
+        "bench": "transport",
+        "path": name,
+        "blocks": num_blocks,
+        "block_bytes": num_layers * page_bytes,
+        "page_bytes": page_bytes,
+        "gb_s": round(size / median(seconds) / 1e9, 3),
+        "p50_ms": round(median(seconds) * 1e3, 3),
+        "cores": round(taken[name].cpu_seconds / sum(seconds), 2),
+        "rounds": len(taken[name].rounds),
+    }
+    for baseline in BASELINES.get(name, ()):
+        found = compare(_abba(taken, baseline, name), _abba(taken, baseline, baseline + AGAIN), statistic=median)
+        share, control = found.ratio.inverse(), found.control.inverse()
+        fields |= {
+            f"of_{baseline}": round(share.value, 3),
+            f"of_{baseline}_bounds": [round(share.low, 3), round(share.high, 3)],
+            f"aa_{baseline}": round(control.value, 3),
+            f"aa_{baseline}_bounds": [round(control.low, 3), round(control.high, 3)],
         }
-        if baseline is not None:
-            ratios = [b / t for b, t in zip(seconds[baseline][1:], times, strict=True)]
-            row |= {"baseline": baseline, "of": round(median(ratios), 3)}
-        rows.append(row)
-    return rows
+        target = TARGETS.get((name, baseline))
+        if target is not None and size >= TARGET_BYTES and page_bytes == TARGET_PAGE_BYTES:
+            fields |= {f"{baseline}_target": target, f"{baseline}_verdict": found.against(1 / target)}
+    return fields
+
+
+def _abba(taken: Mapping[str, Taken], baseline: str, path: str) -> list[tuple[float, float, float, float]]:
+    return [
+        (a, b, b_again, a_again)
+        for (a, a_again), (b, b_again) in zip(taken[baseline].rounds, taken[path].rounds, strict=True)
+    ]
 
 
 def _cpu_clock(pid: int) -> int:
@@ -259,44 +377,74 @@ def _cpu_clock(pid: int) -> int:
     return (~pid << 3) | 2
 
 
+def table_of(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(
+        "blocks", "of KiB", "path", "GB/s", "p50 ms", "cores", "share", "95 %", "A/A", "", title="Copying KV blocks"
+    )
+    for row in rows:
+        cells = [str(row["blocks"]), f"{row['block_bytes'] / 1024:.0f}", row["path"]]
+        cells += [f"{row['gb_s']:.2f}", f"{row['p50_ms']:.2f}", f"{row['cores']:.1f}"]
+        for baseline in BASELINES.get(row["path"], ("",)):
+            if baseline:
+                low, high = row[f"of_{baseline}_bounds"]
+                control_low, control_high = row[f"aa_{baseline}_bounds"]
+                cells += [f"{row[f'of_{baseline}']:.2f} of {baseline}", f"{low:.2f} to {high:.2f}"]
+                cells += [f"{control_low:.2f} to {control_high:.2f}"]
+            if f"{baseline}_target" in row:
+                cells += [f"target {row[f'{baseline}_target']}: {row[f'{baseline}_verdict']}"]
+            table.add_row(*cells)
+            cells = [""] * 6
+    return table
+
+
+def is_good(row: dict[str, Any]) -> bool:
+    """Whether no target is missed."""
+    return all(row.get(f"{baseline}_verdict") != "outside" for baseline in BASELINES.get(row["path"], ()))
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.transport", description="How fast do KV blocks travel, by transport and size?"
+        prog="python -m benchmarks.transport",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--blocks", default="8,32,128,512", help="blocks a copy, e.g. 8,32")
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--page-bytes", type=int, default=16 << 10, help="of one block in one layer")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", type=Path, help="also write the JSON lines to this file")
-    parser.add_argument("--serve", nargs=3, type=int, help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
-    if arguments.serve:
-        serve(*arguments.serve)
+
+    def counts(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    add = parser.add_argument
+    add("--blocks", type=counts, default=counts("8,32,128,512"), metavar="N,N,…", help="blocks a copy")
+    add("--layers", type=int, default=16)
+    add(
+        "--page-bytes",
+        type=counts,
+        default=counts("4096,16384,65536"),
+        metavar="N,N,…",
+        help="of one block in one layer",
+    )
+    add("--rounds", type=int, default=20, help="of a size, at most")
+    add("--minutes", type=float, default=4, help=f"for all sizes, but each gets {MIN_ROUNDS} rounds")
+    add("--json", type=Path, metavar="FILE", help="also write the JSON lines to this file")
+    add("--serve", nargs=3, type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.serve:
+        serve(*options.serve)
         return 0
-    table = Table("blocks", "MiB", "path", "GB/s", "p50 ms", "cores", "of baseline", title="Copying KV blocks")
+    ends = time.monotonic() + 60 * options.minutes
+    sizes = list(itertools.product(options.page_bytes, options.blocks))
     rows = []
     with saying("copying") as say:
-        for count in (int(part) for part in arguments.blocks.split(",")):
-            say(f"{count} blocks")
-            rows += measure(count, arguments.layers, arguments.page_bytes, arguments.rounds)
-    for row in rows:
-        size = f"{row['blocks'] * row['block_bytes'] / (1 << 20):.1f}"
-        of = f"{row['of']:.2f} of {row['baseline']}" if "of" in row else ""
-        table.add_row(
-            str(row["blocks"]),
-            size,
-            row["path"],
-            f"{row['gb_s']:.2f}",
-            f"{row['p50_ms']:.2f}",
-            f"{row['cores']:.1f}",
-            of,
-        )
-    Console(stderr=True).print(table)
+        for number, (page_bytes, num_blocks) in enumerate(sizes):
+            say(f"{num_blocks} blocks, {options.layers} pages of {page_bytes} bytes each")
+            now = time.monotonic()
+            until = now + (ends - now) / (len(sizes) - number)
+            rows += measure(num_blocks, options.layers, page_bytes, options.rounds, until)
+    Console(stderr=True, width=160).print(table_of(rows))
     lines = "".join(json.dumps(row) + "\n" for row in rows)
-    if arguments.json:
-        arguments.json.write_text(lines)
+    if options.json:
+        options.json.write_text(lines)
     print(lines, end="")
-    return 0
+    return 0 if all(map(is_good, rows)) else 1
 
 
 if __name__ == "__main__":

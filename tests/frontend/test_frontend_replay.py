@@ -289,6 +289,15 @@ async def test_what_cannot_be_replayed_ends_with_an_error_when_its_engine_is_gon
     assert rescuer.asked("adopt") == []
 
 
+async def test_an_engine_that_dies_before_its_first_word(client: Any, engine: FakeEngine, rescue: FakePeer) -> None:
+    """It says hello when the first request comes, and nothing else tells where that one could go on."""
+    await start(client, engine)
+    client._bury_home()
+    last = await next_outputs(client)
+    assert last.outputs[0].finish_reason == FinishReason.ERROR
+    await until(lambda: not client._finalizer.alive)
+
+
 async def test_the_client_leaves_while_its_request_looks_for_an_engine(
     client: Any, engine: FakeEngine, home: FakePeer, rescue: FakePeer, rescuer: FakeAgent
 ) -> None:

@@ -370,10 +370,13 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
             del self._probes[owner.llumlet]
 
     def _home_of(self, stream: Stream) -> Owner | None:
-        """The engine that the request was sent to; None until it has said hello."""
+        """The engine that the request was sent to; None until it has said hello, or died."""
         rank = int.from_bytes(stream.home or self.core_engine, "little")
-        home = self._owners.named(self._settings.for_rank(rank).instance_id)
-        if home is not None and self._home_dead:
+        instance = self._settings.for_rank(rank).instance_id
+        home = self._owners.named(instance)
+        if self._home_dead:
+            # Also one that has died before it could say hello.
+            home = home or self._owners.expected(instance, incarnation="", llumlet="")
             home.died("its engine has died", time.monotonic())
         return home
 

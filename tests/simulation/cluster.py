@@ -2,7 +2,7 @@
 """A `World` that loses engines: the production watch over owners, replay, and everything that can go wrong.
 
 What is real on top of `World`: `Streams` and `Owners` of the front-end, with their gates. What is modelled: the
-front-end's relay, heartbeats, and the order in which `Replay` tries engines.
+front-end's relay, heartbeats, what its client knows of its home engine, and the order in which `Replay` tries engines.
 
 Every sample is a draw of its own: sampled twice after the same prefix, a token comes out differently. What a client
 receives must have been sampled after exactly the prompt and the tokens that it received before, from KV that was right
@@ -35,6 +35,7 @@ from vllm_llumnix.migration.gate import Gate
 from vllm_llumnix.migration.ledger import Owner as BlockOwner
 
 VOCABULARY = 1 << 48
+DIGEST = "fits"
 BEAT_S = 0.5
 """Between an engine's heartbeats, and between the origin's looks at its streams."""
 HUNG_S = 4.5
@@ -43,8 +44,11 @@ MIGRATION_S = 10.0 + 16 * (10.0 + 30.0) + 10.0 + 5.0 + 5.0 + 30.0 + 30.0
 """The sum of a plan's deadlines and a lease: no migration takes longer."""
 WAKE_S = 2 * REPLAY_SECONDS
 """Whoever is stopped wakes up after that long, for it may be the only one that can go on."""
-RELAY = frozenset({"out", "heartbeat", "handed over"})
+RELAY = frozenset({"out", "hello", "heartbeat", "handed over"})
 """What an engine says to the origin over the relay's socket: it waits while the way is cut."""
+
+HOME_LIFE = "A1"
+"""The life of A that its API server sends requests to. It outlives that one, and then has none of its own."""
 
 Wait = tuple[float, int | None]
 """Seconds, and the number of the attempt that may be answered before they are over."""
@@ -102,8 +106,8 @@ class Cluster(World):
         self._asked: set[int] = set()
         """Attempts that have reached their engine."""
         super().__init__(engines, output=output, requests=requests)
-        self.home = self.known.heard(b"A1", "A", "A1")
-        self.home.llumlet = "A"
+        self.home_dead = False
+        self._send("A", "O", "hello", wire.Hello(wire.RELAY_VERSION, "A", HOME_LIFE, "A", DIGEST))
 
     # Requests and their outputs
 
@@ -176,11 +180,14 @@ class Cluster(World):
                     self._send("O", message.sender, "release", epoch, request=request_id)
             case wire.Heartbeat():
                 owner = self.known.heard(body.incarnation.encode(), body.instance, body.incarnation)
-                owner.health = body.health
+                owner.says(body.health)
                 owner.llumlet = body.instance
                 epochs = dict(body.requests)
                 for request_id in self.streams.claim(owner, body.requests):
                     self._send("O", message.sender, "release", epochs[request_id], request=request_id)
+            case wire.Hello():
+                owner = self.known.heard(body.incarnation.encode(), body.instance, body.incarnation)
+                owner.llumlet, owner.digest = body.llumlet, body.digest
             case wire.HandedOver():
                 self.streams.hand_over(body, self.known.expected(body.instance, body.incarnation, body.llumlet))
             case wire.FenceQuestion():
@@ -194,10 +201,18 @@ class Cluster(World):
                 self._at_origin(dataclasses.replace(message, body=question))
 
     def _gave_up(self, stream: Stream) -> bool:
-        goes_on = self._let_go_on(Orphan(stream, "its engine gave it up", stream.owner or self.home))
+        goes_on = self._let_go_on(Orphan(stream, "its engine gave it up", stream.owner or self._home_of(stream)))
         if not goes_on:
             self._client(stream.request_id).nobody_else = True
         return goes_on
+
+    def _home_of(self, stream: Stream) -> Owner | None:
+        """As the client's."""
+        home = next((owner for owner in self.known.all() if owner.incarnation == HOME_LIFE), None)
+        if self.home_dead:
+            home = home or self.known.expected("A", HOME_LIFE, llumlet="")
+            home.died("its engine has died", self.now)
+        return home
 
     def look(self) -> None:
         """The origin looks after its streams."""
@@ -205,8 +220,8 @@ class Cluster(World):
         for owner in self.known.all():
             silent = self.now - owner.last_heard > PROBE_SECONDS
             if silent and owner.llumlet and not self.engines[owner.llumlet].up and self._reaches("O", owner.llumlet):
-                owner.dead = "its process is gone"
-        for orphan in self.streams.orphans(lambda stream: self.home):
+                owner.died("its process is gone", self.now)
+        for orphan in self.streams.orphans(self._home_of):
             self.note(f"O: {orphan.stream.request_id} is an orphan: {orphan.reason}")
             self._let_go_on(orphan)
 
@@ -217,12 +232,12 @@ class Cluster(World):
         return [name for name in self.engines if name != shunned and (name in alive or name not in ailing)]
 
     def _let_go_on(self, orphan: Orphan) -> bool:
-        stream = orphan.stream
-        if not self._targets(orphan.lost):
+        stream, home = orphan.stream, self._home_of(orphan.stream)
+        if home is None or not home.digest or not self._targets(orphan.lost):
             if orphan.hopeless:
                 self._receive(self.streams.fail(stream))
             return False
-        owner = orphan.lost or stream.owner or self.home
+        owner = orphan.lost or stream.owner or home
         self._send("O", owner.instance, "release", stream.epoch, request=stream.request_id)
         self.streams.depose(stream)
         self.num_replays += 1
@@ -267,6 +282,7 @@ class Cluster(World):
             owner = self.known.expected(message.sender, incarnation, message.sender)
             stream.owned_by(owner, stream.epoch, self.now)
             stream.replaying = False
+            stream.replays += 1
         self._go_on(message.request, answered=took)
 
     def replay_goes_on(self, request_id: str) -> None:
@@ -353,15 +369,15 @@ class Cluster(World):
     # Faults
 
     def crash(self, name: str, num_lost: int = 0) -> None:
-        """Dies, with the last `num_lost` of its outputs that are on their way, and is another life."""
-        outputs = [message for message in self.network if message.sender == name and message.kind == "out"]
-        for message in outputs[len(outputs) - num_lost :]:
+        """Dies, with the last `num_lost` of its words to the origin that are on their way, and is another life."""
+        words = [message for message in self.network if message.sender == name and message.kind in RELAY]
+        for message in words[max(len(words) - num_lost, 0) :]:
             self.network.remove(message)
         self.crashed = True
         self.stopped.pop(name, None)
         self.hanging.pop(name, None)
         if name == "A":
-            self.home.dead = "its engine has died"
+            self.home_dead = True
         self.engines[name].restart()
 
     def kill(self, name: str, num_lost: int) -> None:

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from vllm_llumnix.frontend import streams
-from vllm_llumnix.frontend.streams import Orphan
+from vllm_llumnix.frontend.owners import Owner
+from vllm_llumnix.frontend.streams import Orphan, Stream
 from vllm_llumnix.migration.gate import Gate
 
 from . import mutants
-from .cluster import Cluster
+from .cluster import HOME_LIFE, Cluster
 from .schedule import play
 
 NUM_SCHEDULES = 100_000
@@ -77,6 +78,14 @@ class WithoutNet(Cluster):
         return False
 
 
+class OnlyWhoSpokeDies(Cluster):
+    """An engine that was never heard of is none that could be lost."""
+
+    def _home_of(self, stream: Stream) -> Owner | None:
+        spoke = any(owner.incarnation == HOME_LIFE for owner in self.known.all())
+        return super()._home_of(stream) if spoke else None
+
+
 class InDoubt(Cluster):
     answers_get_lost = True
 
@@ -93,6 +102,7 @@ CLUSTERS: dict[str, type[Cluster]] = {
     "resume on unknown": type("ResumeOnUnknown", (Cluster,), {"source_class": mutants.ResumeOnUnknown}),
     "resume on timeout": type("ResumeOnTimeout", (Cluster,), {"source_class": mutants.ResumeOnTimeout}),
     "replay from the snapshot": ReplayFromSnapshot,
+    "death before hello": OnlyWhoSpokeDies,
 }
 
 

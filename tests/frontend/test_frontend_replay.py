@@ -263,6 +263,39 @@ async def test_an_abort_by_a_pause_reaches_the_client(
     assert rescuer.asked("adopt") == []
 
 
+async def test_a_peer_that_was_cut_off_for_long_is_asked_again(
+    client: Any, engine: FakeEngine, home: FakePeer, rescue: FakePeer, rescuer: FakeAgent
+) -> None:
+    """It has taken this API server for dead, and sends it no heartbeats until it has a request of it again."""
+    client._peers._named = (rescue.llumlet,)
+    await start(client, engine, 10)
+    await rescue.heartbeat()
+    client._owners.named("rescuer").last_heard -= 35.0
+    assert client._replay.targets(None) == [home.llumlet], "it may be stopped"
+    client._owners.named("rescuer").last_heard -= 15.0
+    client._bury_home()
+    _, state = await adoption(rescuer)
+    assert state.output_token_ids == [10]
+
+
+async def test_an_engine_that_hung_takes_its_request_back(
+    client: Any, engine: FakeEngine, new_peer: NewPeer, rescuer: FakeAgent
+) -> None:
+    """Where it was looked for meanwhile, nobody is."""
+    home = new_peer("home", llumlet=rescuer.address)  # type: ignore[attr-defined]
+    await home.hello()
+    client._peers._named = ("127.0.0.1:3",)
+    await start(client, engine, 10)
+    await home.heartbeat(health=Health.HUNG)
+    await until(lambda: client._replay.busy)
+    assert await home.answer() == wire.Release([("r", Epoch(0, 0))])
+    assert rescuer.asked("adopt") == []
+    await home.heartbeat()
+    epoch, state = await adoption(rescuer)
+    assert epoch > RAISED
+    assert state.output_token_ids == [10]
+
+
 async def test_without_another_engine_a_stopped_one_keeps_its_stream(
     client: Any, engine: FakeEngine, home: FakePeer
 ) -> None:

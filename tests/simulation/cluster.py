@@ -226,7 +226,7 @@ class Cluster(World):
             self._let_go_on(orphan)
 
     def _targets(self, avoid: Owner | None) -> list[str]:
-        ailing = {owner.llumlet for owner in self.known.all() if not owner.takes_requests(self.now)}
+        ailing = {owner.llumlet for owner in self.known.all() if owner.is_ailing(self.now)}
         alive = {owner.llumlet for owner in self.known.all() if owner.takes_requests(self.now)}
         shunned = avoid.llumlet if avoid is not None else ""
         return [name for name in self.engines if name != shunned and (name in alive or name not in ailing)]
@@ -249,7 +249,7 @@ class Cluster(World):
         """As `Replay._run`."""
         deadline, first = self.now + REPLAY_SECONDS, True
         while self.streams.get(stream.request_id) is stream:
-            for name in self._targets(lost) or self._targets(None):
+            for name in dict.fromkeys(self._targets(lost) + self._targets(None)):
                 if not first:
                     self.streams.depose(stream)
                 first = False

@@ -18,6 +18,9 @@ SUSPECT_SECONDS = 1.5
 """Silence after which it is sent nothing new."""
 LOST_SECONDS = 4.5
 """Silence after which it counts as lost, although it may only be stopped or cut off."""
+FORGOTTEN_SECONDS = 45.0
+"""Silence that says nothing any more: it has taken this process for dead after 30 s and sends it no heartbeats, or
+another life of it may be there."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -68,6 +71,10 @@ class Owner:
     def takes_requests(self, now: float) -> bool:
         """Whether it makes sense to send it something new."""
         return not self.dead and self.health is Health.OK and now - self.last_heard <= SUSPECT_SECONDS
+
+    def is_ailing(self, now: float) -> bool:
+        """Whether it is known that it makes none."""
+        return not self.takes_requests(now) and now - self.last_heard <= FORGOTTEN_SECONDS
 
 
 class Owners:

@@ -71,11 +71,13 @@ class Replay:
         return bool(self._tasks)
 
     def targets(self, avoid: Owner | None) -> list[str]:
-        """Addresses of llumlets that could take a request: engines known to live first, then other peers."""
+        """Addresses of llumlets that could take a request: engines known to live first, then peers that nothing is known
+        of.
+        """
         now = time.monotonic()
         living = [owner for owner in self._owners.all() if owner.llumlet and owner.takes_requests(now)]
         alive = [owner.llumlet for owner in living]
-        ailing = {owner.llumlet for owner in self._owners.all()}.difference(alive)
+        ailing = {owner.llumlet for owner in self._owners.all() if owner.is_ailing(now)}.difference(alive)
         peers = [peer for peer in self._peers.addresses if peer not in ailing]
         random.shuffle(peers)
         if avoid is not None:
@@ -97,8 +99,8 @@ class Replay:
         holder = lost if lost is not None and lost.may_have_cache(time.monotonic()) else None
         first = True
         while self._streams.get(stream.request_id) is stream:
-            # The lost one may be all there is, and come back.
-            for address in self.targets(lost) or self.targets(None):
+            # The lost one may come back when there is nobody else.
+            for address in dict.fromkeys(self.targets(lost) + self.targets(None)):
                 if not first:
                     self._streams.depose(stream)
                 first = False

@@ -1,49 +1,271 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import collections
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import SamplingParams
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import RepetitionDetectionParams, SamplingParams
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 from vllm.v1.request import Request
 
-from vllm_llumnix.engine.portability import DOCUMENT, render, why_not_portable
+from tests.engine.rig import Rig
+from tests.exactness import test_lora, test_matrix, test_together
+from tests.integration import test_any_state
+from vllm_llumnix.engine.portability import (
+    DOCUMENT,
+    MARK,
+    MOVED,
+    REFUSED_ENGINES,
+    REFUSED_REQUESTS,
+    Exactness,
+    custom_logits_processors,
+    render,
+    why_engine_unsupported,
+    why_not_portable,
+)
 from vllm_llumnix.engine.request_state import Residence, settle_in
 
 CPU: dict[str, Any] = {"model_runner_v2": False, "device": "cpu", "spec_decode": False}
+CUDA = CPU | {"device": "cuda"}
+V2 = {"model_runner_v2": True}
+SPEC_DECODE = {"spec_decode": True}
 
 
-def request(origin: str | None = "tcp://127.0.0.1:1", parameters: dict[str, Any] | None = None, **more: Any) -> Request:
-    params = SamplingParams(max_tokens=5, **(parameters or {}))
-    made = Request("r", [1, 2, 3], params, None, **more)
+def request(
+    *,
+    origin: str | None = "tcp://127.0.0.1:1",
+    prompt: tuple[int, ...] | None = (1, 2, 3),
+    pooling: PoolingParams | None = None,
+    more: dict[str, Any] | None = None,
+    **parameters: Any,
+) -> Request:
+    """`parameters` of its sampling; `more` of vLLM's Request."""
+    sampling = None if pooling is not None else SamplingParams(max_tokens=5, **parameters)
+    made = Request("r", None if prompt is None else [*prompt], sampling, pooling, **(more or {}))
     settle_in(made, Residence(origin, "r", None))
     return made
 
 
+IMAGE = MultiModalFeatureSpec(None, "image", "some-image", PlaceholderRange(offset=0, length=2))
+
+REFUSED: list[tuple[str, Request, dict[str, Any]]] = [
+    ("pooling requests are not moved", request(pooling=PoolingParams()), CPU),
+    ("its API server has no relay (it was not started with --enable-llumlet)", request(origin=None), CPU),
+    ("streaming input", request(more={"resumable": True}), CPU),
+    ("multimodal input", request(more={"mm_features": [IMAGE]}), CPU),
+    ("prompt embeddings", request(prompt=None, more={"prompt_embeds": torch.zeros(3, 8)}), CPU),
+    ("KV transfer parameters", request(extra_args={"kv_transfer_params": {"x": 1}}), CPU),
+    ("KV transfer parameters", request(extra_args={"ec_transfer_params": {"x": 1}}), CPU),
+    ("extra arguments for custom logits processors", request(extra_args={"mine": 1}), CPU),
+    ("a thinking token budget", request(thinking_token_budget=9), CPU),
+    ("trace replay", request(trace_decode_token_ids=[1, 2]), CPU),
+    (
+        "repetition detection",
+        request(repetition_detection=RepetitionDetectionParams(max_pattern_size=3, min_count=2)),
+        CPU,
+    ),
+    ("watermarking", request(watermarking=True), CPU),
+    ("a seed with speculative decoding", request(seed=1), CPU | SPEC_DECODE),
+    ("a seed on the V1 GPU runner", request(seed=1), CUDA),
+]
+
+
+@pytest.mark.parametrize(("reason", "asked", "engine"), REFUSED)
+def test_refused_requests(reason: str, asked: Request, engine: dict[str, Any]) -> None:
+    assert why_not_portable(asked, **engine) == reason
+
+
 @pytest.mark.parametrize(
-    ("asked", "engine", "reason"),
+    ("asked", "engine"),
     [
-        (request(), CPU, None),
-        (request(parameters={"seed": 1, "temperature": 1.0}), CPU, None),
-        (request(origin=None), CPU, "its API server has no relay (it was not started with --enable-llumlet)"),
-        (request(resumable=True), CPU, "streaming input"),
-        (request(lora_request=LoRARequest("adapter", 1, "/adapter")), CPU, None),
-        (request(parameters={"extra_args": {"kv_transfer_params": {"x": 1}}}), CPU, "KV transfer parameters"),
-        (
-            request(parameters={"extra_args": {"mine": 1}}),
-            CPU,
-            "extra arguments for custom logits processors",
-        ),
-        (request(parameters={"thinking_token_budget": 9}), CPU, "a thinking token budget"),
-        (request(parameters={"seed": 1}), CPU | {"spec_decode": True}, "a seed with speculative decoding"),
-        (request(parameters={"seed": 1}), CPU | {"device": "cuda"}, "a seed on the V1 GPU runner"),
-        (request(parameters={"seed": 1}), CPU | {"device": "cuda", "model_runner_v2": True}, None),
-        (request(parameters={"seed": 1, "temperature": 0.0}), CPU | {"device": "cuda"}, None),
+        (request(), CPU),
+        (request(seed=1, temperature=1.0), CPU),
+        (request(more={"lora_request": LoRARequest("adapter", 1, "/adapter")}), CPU),
+        (request(thinking_token_budget=9), CUDA | V2),
+        (request(seed=1), CUDA | V2),
+        (request(seed=1), CUDA | V2 | SPEC_DECODE),
+        (request(seed=1, temperature=0.0), CUDA),
     ],
 )
-def test_what_is_refused(asked: Request, engine: dict[str, Any], reason: str | None) -> None:
-    assert why_not_portable(asked, **engine) == reason
+def test_requests_that_move(asked: Request, engine: dict[str, Any]) -> None:
+    assert why_not_portable(asked, **engine) is None
+
+
+def _one_more_group(engine: Any) -> None:
+    groups = engine.scheduler.kv_cache_config.kv_cache_groups
+    groups.append(groups[0])
+
+
+def _state_space_layers(engine: Any) -> None:
+    spec = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
+    engine.scheduler.kv_cache_config.kv_cache_groups[:] = [KVCacheGroupSpec(["layer.0"], spec)]
+
+
+def _connector(engine: Any) -> None:
+    engine.scheduler.connector = object()
+
+
+def _encoder(engine: Any) -> None:
+    engine.vllm_config.model_config.is_encoder_decoder = True
+
+
+def _silent_processor(engine: Any) -> None:
+    engine.vllm_config.model_config.logits_processors = [Silent]
+
+
+def _routed_experts(engine: Any) -> None:
+    engine.vllm_config.aux_output_config.enable_return_routed_experts = True
+
+
+def _sampling_mask(engine: Any) -> None:
+    engine.vllm_config.model_config.return_sampling_mask = True
+
+
+UNSUPPORTED: dict[str, Callable[[Any], None]] = {
+    "not exactly one KV cache group": _one_more_group,
+    "a KV cache of another kind than full attention or MLA": _state_space_layers,
+    "another KV connector is configured (--kv-transfer-config)": _connector,
+    "encoder-decoder models are not supported": _encoder,
+    "custom logits processors without the mark `llumnix_portable = True`": _silent_processor,
+    "routed experts in the output": _routed_experts,
+    "sampling masks in the output": _sampling_mask,
+}
+
+
+@pytest.fixture
+def engine(model_dir: Path) -> Any:
+    """What the refusals read of an EngineCore, with vLLM's own configuration and scheduler."""
+    scheduler = Rig(model_dir).scheduler
+    return SimpleNamespace(scheduler=scheduler, vllm_config=scheduler.vllm_config)
+
+
+@pytest.mark.parametrize("reason", UNSUPPORTED)
+def test_refused_engines(engine: Any, reason: str) -> None:
+    assert why_engine_unsupported(engine) is None
+    UNSUPPORTED[reason](engine)
+    assert why_engine_unsupported(engine) == reason
+
+
+def test_every_refusal_is_tested() -> None:
+    assert {reason for reason, _, _ in REFUSED} == {row.reason for row in REFUSED_REQUESTS}
+    assert UNSUPPORTED.keys() == {row.reason for row in REFUSED_ENGINES}
+
+
+# Custom logits processors
+
+
+class Silent:
+    """Says nothing about being moved."""
+
+
+class Marked:
+    llumnix_portable = True
+
+
+class Heir(Marked):
+    """May well remember more than its base."""
+
+
+UNMARKED = f"custom logits processors without the mark `{MARK} = True`"
+
+
+@pytest.mark.parametrize(
+    ("processors", "reason"),
+    [
+        ([Marked], None),
+        ([f"{__name__}:Marked"], None),
+        ([f"{__name__}:Silent"], UNMARKED),
+        ([Marked, Silent], UNMARKED),
+        ([Heir], UNMARKED),
+    ],
+)
+def test_listed_processors(engine: Any, processors: list[Any], reason: str | None) -> None:
+    engine.vllm_config.model_config.logits_processors = processors
+    assert why_engine_unsupported(engine) == reason
+
+
+@pytest.mark.parametrize(("installed", "reason"), [("Marked", None), ("Silent", UNMARKED)])
+def test_installed_plugins(
+    engine: Any, installed: str, reason: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM loads every one that it finds, asked for or not."""
+    package = tmp_path / "plugin-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text(f"[vllm.logits_processors]\nmine = {__name__}:{installed}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    engine.vllm_config.model_config.logits_processors = [Marked]
+    assert [it.__name__ for it in custom_logits_processors(engine)] == [installed, "Marked"]
+    assert why_engine_unsupported(engine) == reason
+
+
+# What moves
+
+Shown = tuple[str, Any] | Callable[..., Any]
+"""A value of an axis or of a configuration that a cell of the matrix has, or a test."""
+
+SHOWN: dict[str, list[Shown]] = {
+    "greedy decoding": [("sampling", "greedy")],
+    "a seed, with temperature, top-p, top-k or min-p": [("sampling", "seed"), ("sampling", "top-p, top-k, min-p")],
+    # The same logits; which tokens are drawn from them is nothing to compare.
+    "no seed, temperature above 0": [("sampling", "greedy"), ("sampling", "seed")],
+    "repetition, presence and frequency penalties": [("sampling", "penalties")],
+    "logit_bias, allowed_token_ids, bad_words, min_tokens": [
+        ("sampling", "logit_bias"),
+        ("sampling", "allowed_token_ids"),
+        ("sampling", "bad_words"),
+        ("sampling", "min_tokens"),
+    ],
+    "stop strings, with or without include_stop_str_in_output": [
+        ("sampling", "stop strings"),
+        ("sampling", "include_stop_str"),
+        test_together.test_end_on_the_hand_over,
+    ],
+    "stop_token_ids, end of sequence, max_tokens": [
+        ("sampling", "stop_token_ids"),
+        test_together.test_end_on_the_hand_over,
+    ],
+    "logprobs": [("logprobs", "output")],
+    "prompt_logprobs, once the prompt is done": [("logprobs", "output and prompt")],
+    "guided decoding: JSON schema, regex, choice, grammar": [
+        ("sampling", "json, in a string"),
+        ("sampling", "regex, in a number"),
+        ("sampling", "choice"),
+        ("sampling", "grammar"),
+    ],
+    "n above 1": [test_together.test_children_move_to_different_engines],
+    "a LoRA adapter, to an engine that has it": [
+        test_lora.test_there_and_back,
+        test_lora.test_another_adapter_of_that_name,
+    ],
+    "priority, cache_salt": [("extras", "priority")],
+    "custom logits processors, all with the mark `llumnix_portable = True`": [("processor", True)],
+    "a prefix-cache hit at the destination": [("prefix", "cached")],
+    "a preempted request": [test_any_state.test_preempted],
+    "a request in its prefill, or waiting": [test_any_state.test_half_prefilled, test_any_state.test_waiting],
+}
+
+
+def test_every_kind_that_moves_is_shown_to() -> None:
+    """What is said to be bit-exact in a data type that hides no difference."""
+    assert SHOWN.keys() == {row.kind for row in MOVED}
+    dtypes = collections.defaultdict(set)
+    for where, cell in test_matrix.COVER:
+        for value in (*cell.items(), *dataclasses.asdict(where).items()):
+            dtypes[value].add(where.dtype)
+    for row in MOVED:
+        for value in SHOWN[row.kind]:
+            if isinstance(value, tuple):
+                assert dtypes[value] >= ({"bfloat16"} if row.exactness is Exactness.BIT_EXACT else {"float32"}), value
 
 
 def test_the_table_is_current() -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from benchmarks.harness import Fleet, Server, ServerSpec
 from benchmarks.model import PRESETS, build
 from tests.exactness.cells import Configuration
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="package")
@@ -20,11 +23,15 @@ def fleet_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     model = build(dataclasses.replace(PRESETS["tiny"], dtype=where.dtype))
     names = sorted(set("".join(where.routes)))
     flags = ("--scheduling-policy", "priority", "--dtype", where.dtype, "--llumlet-transport", where.transport)
+    if where.exact:
+        flags += ("--llumlet-exact",)
+    if where.processor:
+        flags += ("--logits-processors", "tests.exactness.processor:AvoidsTheLatest")
     logs = tmp_path_factory.mktemp(str(where))
-    compiled = {"TORCH_COMPILE_DISABLE": "0"}
+    env = {"TORCH_COMPILE_DISABLE": "0", "PYTHONPATH": str(ROOT)}
     with Fleet(logs) as fleet:
         specs = [
-            ServerSpec(model, name=name, instance_id=name, block_size=where.block_size, flags=flags, env=compiled)
+            ServerSpec(model, name=name, instance_id=name, block_size=where.block_size, flags=flags, env=env)
             for name in names
         ]
         yield dict(zip(names, fleet.start(*specs), strict=True))

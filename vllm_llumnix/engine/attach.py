@@ -17,7 +17,7 @@ from vllm_llumnix.engine.bypass import Bypass
 from vllm_llumnix.engine.identity import EngineIdentity
 from vllm_llumnix.engine.kvconn import KVConnection
 from vllm_llumnix.engine.load_events import follow_engine
-from vllm_llumnix.engine.portability import why_engine_unsupported
+from vllm_llumnix.engine.portability import custom_logits_processors, why_engine_unsupported
 from vllm_llumnix.engine.request_state import digest_of
 from vllm_llumnix.engine.scheduler_port import SchedulerPort
 from vllm_llumnix.errors import ConfigError, PatchError
@@ -161,5 +161,5 @@ def engine_facts(engine: Any, movers: list[MoverInfo]) -> dict[str, Any]:
         "lora": config.lora_config is not None,
         "speculative": str(config.speculative_config.method) if config.speculative_config else None,
         "logprobs_mode": str(model.logprobs_mode),
-        "logits_processors": [str(processor) for processor in model.logits_processors or ()],
+        "logits_processors": [f"{it.__module__}:{it.__qualname__}" for it in custom_logits_processors(engine)],
     }

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import pkgutil
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,9 @@ from vllm.v1.request import Request
 from vllm_llumnix.engine.request_state import residence_of
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "portability.md"
+
+MARK = "llumnix_portable"
+"""What a class of custom logits processors sets to True, itself and not by inheritance, to be moved."""
 
 
 class Exactness(enum.StrEnum):
@@ -117,6 +122,11 @@ MOVED = (
     ),
     Moved("priority, cache_salt", Exactness.BIT_EXACT, _ALL_CARRIED),
     Moved(
+        f"custom logits processors, all with the mark `{MARK} = True`",
+        Exactness.BIT_EXACT,
+        "the destination has the same ones, and gives them the tokens so far",
+    ),
+    Moved(
         "a prefix-cache hit at the destination",
         Exactness.EXACT_IN_FP32,
         "blocks that another request computed; `--llumlet-exact` copies them too: then as without a hit",
@@ -164,8 +174,19 @@ def _other_than_full_attention(engine: Any) -> bool:
     return not isinstance(_kv_cache_groups(engine)[0].kv_cache_spec, FullAttentionSpec | MLAAttentionSpec)
 
 
-def _model_flag(name: str) -> Callable[[Any], bool]:
-    return lambda engine: bool(getattr(engine.vllm_config.model_config, name, False))
+def custom_logits_processors(engine: Any) -> list[type]:
+    """The classes of an engine's own logits processors: every one that is installed as a plugin, then those of
+    `--logits-processors`.
+    """
+    from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
+
+    listed = engine.vllm_config.model_config.logits_processors or ()
+    installed = [plugin.load() for plugin in entry_points(group=LOGITSPROCS_GROUP)]
+    return installed + [pkgutil.resolve_name(it) if isinstance(it, str) else it for it in listed]
+
+
+def _unmarked_logits_processor(engine: Any) -> bool:
+    return not all(vars(processor).get(MARK) is True for processor in custom_logits_processors(engine))
 
 
 REFUSED_ENGINES = (
@@ -175,10 +196,15 @@ REFUSED_ENGINES = (
         "another KV connector is configured (--kv-transfer-config)",
         lambda engine: engine.scheduler.connector is not None,
     ),
-    RefusedEngine("encoder-decoder models are not supported", _model_flag("is_encoder_decoder")),
-    RefusedEngine("custom logits processors", _model_flag("logits_processors")),
-    RefusedEngine("routed experts in the output", _model_flag("enable_return_routed_experts")),
-    RefusedEngine("sampling masks in the output", _model_flag("return_sampling_mask")),
+    RefusedEngine(
+        "encoder-decoder models are not supported", lambda engine: engine.vllm_config.model_config.is_encoder_decoder
+    ),
+    RefusedEngine(f"custom logits processors without the mark `{MARK} = True`", _unmarked_logits_processor),
+    RefusedEngine(
+        "routed experts in the output",
+        lambda engine: engine.vllm_config.aux_output_config.enable_return_routed_experts,
+    ),
+    RefusedEngine("sampling masks in the output", lambda engine: engine.vllm_config.model_config.return_sampling_mask),
 )
 
 
@@ -211,6 +237,22 @@ vLLM's kernels give other last bits for another number of rows.
 `tests/exactness` moves each kind between real engines and holds it to its class.
 """
 
+_THE_MARK = f"""\
+
+## Custom logits processors
+
+vLLM loads the classes of `--logits-processors`, and every one that an installed package offers as a plugin. Nobody can
+see from outside what such a class remembers, so one that says nothing keeps its engine's requests where they are. It
+says that they may be moved by setting
+
+    {MARK} = True
+
+in its own body; subclasses say it for themselves. That promises: what it does to a request's next token depends on
+nothing but the request's parameters, prompt and output tokens so far, the last as `BatchUpdate.added` gives them when
+the request enters a batch; and engines that are peers have the same version of it. They must name the same classes in
+the same order, or they refuse each other (`incompatible_engine`). Requests with `vllm_xargs` are still refused.
+"""
+
 
 def render() -> str:
     """The text of docs/portability.md."""
@@ -219,7 +261,7 @@ def render() -> str:
     lines += [f"| {row.reason} | {Exactness.REFUSED} | |" for row in REFUSED_REQUESTS]
     lines += ["", "## Engines whose requests are refused", ""]
     lines += [f"- {row.reason}" for row in REFUSED_ENGINES]
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, _THE_MARK])
 
 
 if __name__ == "__main__":

@@ -75,7 +75,9 @@ async def test_several_cross_at_once(fleet_of: dict[str, Server]) -> None:
     assert [one.choices for one in results] == [one.choices for one in first]
 
 
-@pytest.mark.parametrize("ending", ["max_tokens", "stop_token_ids", "stop string", "end of sequence"])
+@pytest.mark.parametrize(
+    "ending", ["max_tokens", "stop_token_ids", "stop string", "stop string, included", "end of sequence"]
+)
 async def test_end_on_the_hand_over(fleet_of: dict[str, Server], ending: str) -> None:
     """The destination's very first token is the last one. The move is tried earlier or later until it falls so."""
     a, b, _ = fleet_of.values()
@@ -84,6 +86,9 @@ async def test_end_on_the_hand_over(fleet_of: dict[str, Server], ending: str) ->
         expected = await (await start(client, length, **parameters)).result()
         again = await (await start(client, length, **parameters)).result()
         assert outcome(expected) == outcome(again), "void: two unmoved runs differ"
+        for word in parameters.get("stop", ()):
+            assert expected.stop_reason == word
+            assert expected.text.endswith(word) is (ending == "stop string, included")
         num_tokens = len(expected.token_ids)
         ahead = 6
         for _ in range(MOST_TRIES):
@@ -122,4 +127,4 @@ async def _ending(client: Client, ending: str) -> tuple[int, dict[str, Any]]:
         return 100, {"stop_token_ids": [free.token_ids[index]]}
     words = free.text.split()
     word = next(word for word in words[len(words) // 2 :] if free.text.index(word) > len(free.text) // 2)
-    return 100, {"stop": [word]}
+    return 100, {"stop": [word], "include_stop_str_in_output": ending == "stop string, included"}

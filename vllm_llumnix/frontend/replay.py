@@ -71,9 +71,7 @@ class Replay:
         return bool(self._tasks)
 
     def targets(self, avoid: Owner | None) -> list[str]:
-        """Addresses of llumlets that could take a request: engines known to live first, then peers that nothing is known
-        of.
-        """
+        """Addresses of llumlets that could take a request: engines that are known to live, then peers that may."""
         now = time.monotonic()
         living = [owner for owner in self._owners.all() if owner.llumlet and owner.takes_requests(now)]
         alive = [owner.llumlet for owner in living]

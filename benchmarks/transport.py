@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast KV blocks get from one process to another.
 
-    python -m benchmarks.transport --blocks 8,32,128,512 --page-bytes 4096,16384,65536 --json transport.jsonl
+    python -m benchmarks.transport --blocks 8,32,128,512 --page-bytes 4096,16384,32768 --json transport.jsonl
 
 Every path copies the same scattered pages between the same two processes, in turn, there and back through the list
 (ABBA), so that drift of the machine meets all of them alike:
@@ -418,12 +418,12 @@ def main(argv: list[str] | None = None) -> int:
     add(
         "--page-bytes",
         type=counts,
-        default=counts("4096,16384,65536"),
+        default=counts("4096,16384,32768"),
         metavar="N,N,…",
         help="of one block in one layer",
     )
     add("--rounds", type=int, default=20, help="of a size, at most")
-    add("--minutes", type=float, default=4, help=f"for all sizes, but each gets {MIN_ROUNDS} rounds")
+    add("--minutes", type=float, default=3.5, help=f"for all sizes, but each gets {MIN_ROUNDS} rounds")
     add("--json", type=Path, metavar="FILE", help="also write the JSON lines to this file")
     add("--serve", nargs=3, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)

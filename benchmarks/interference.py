@@ -30,6 +30,7 @@ import json
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ BLOCK_TOKENS = int((len(MOVES) + len(QUIET)) * (WINDOW_SECONDS + SETTLE_SECONDS)
 """A stream that begins with a block lives at least as long."""
 ATTEMPTS = 50
 RETRY_SECONDS = 0.02
-"""Refusals are counted. A usual one is that the move before is not closed yet."""
+"""Refusals are counted. One that is usual is handover_open: the move before is not closed yet."""
 PREFILL_SECONDS = 300
 
 
@@ -149,7 +150,7 @@ def model_for(context: int) -> ModelSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Window:
-    """Gaps in seconds; `moves` were settled in its `seconds`."""
+    """Gaps in seconds; `moves` were settled in its `seconds`, and others refused, for these reasons."""
 
     p50: float
     p99: float
@@ -246,7 +247,7 @@ class Traffic:
                 move = await self._mover.move(source, destination, stream)
                 break
             except MoveFailed as error:
-                self._refusals.append(str(error))
+                self._refusals.append(error.reason or str(error))
                 if attempt == ATTEMPTS:
                     raise
                 await asyncio.sleep(RETRY_SECONDS)
@@ -322,7 +323,7 @@ def result(case: Case, ours: Sequence[Sequence[Window]], control: Sequence[Seque
     return row | {
         "itl_p50_ms": round(1e3 * quantile([window.p50 for block in ours for window in (block[0], block[3])], 0.5), 3),
         "moves": len(moves),
-        "refused": sum(len(window.refusals) for window in windows),
+        "refused": dict(Counter(reason for window in windows for reason in window.refusals)),
         "transport": ",".join(sorted({move.transport for move in moves})),
         "copied_gb_s": round(sum(move.copied_bytes for move in moves) / moving_seconds / 1e9, 3),
         "blocks": len(ours),

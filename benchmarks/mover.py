@@ -32,7 +32,11 @@ from llumlet.errors import LlumletCallFailed
 
 
 class MoveFailed(RuntimeError):
-    """A move could not be asked for, or was not made; the text says why."""
+    """A move could not be asked for, or was not made; the text says why. `reason` is an engine's word for it."""
+
+    def __init__(self, text: str, reason: str = "") -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 ENDED = "the process that asks for moves has ended"
@@ -98,7 +102,7 @@ class Mover:
         move = Move(**fields | {"epoch": tuple(fields["epoch"])})
         stream.engine_id = move.request_id
         if not move.moved:
-            raise MoveFailed(f"the request {move.phase}: {move.reason} {move.detail}".rstrip())
+            raise MoveFailed(f"the request {move.phase}: {move.reason} {move.detail}".rstrip(), move.reason)
         return move
 
     async def _ask(self, order: dict[str, Any]) -> dict[str, Any]:

@@ -146,10 +146,10 @@ async def test_lanes(at_once: int) -> None:
 @pytest.mark.asyncio
 async def test_a_refused_move_is_tried_again_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interference, "RETRY_SECONDS", 0)
-    full = MoveFailed("stayed: destination_full")
+    full = MoveFailed("stayed: destination_full, 9 blocks", "destination_full")
     _, traffic = await swapped(FakeMover([full, full]), [False])
     moves, refusals = traffic.taken()
-    assert (len(moves), refusals) == (2, ("stayed: destination_full",) * 2)
+    assert (len(moves), refusals) == (2, ("destination_full",) * 2)
     with pytest.raises(MoveFailed, match="destination_full"):
         await swapped(FakeMover([full] * ATTEMPTS), [False])
 
@@ -195,7 +195,7 @@ def test_the_rate_is_that_of_the_time_it_took() -> None:
     moving = {"moves": (moved(copied_bytes=10**9), moved(copied_bytes=10**9)), "seconds": 4.0, "refusals": ("full",)}
     row = result(Case(2, "none", 1024), blocks(1.0, 1, **moving), blocks(1.0, 2))
     assert row["copied_gb_s"] == pytest.approx(0.5)
-    assert (row["moves"], row["refused"], row["transport"], row["blocks"]) == (24, 12, "local", 6)
+    assert (row["moves"], row["refused"], row["transport"], row["blocks"]) == (24, {"full": 12}, "local", 6)
 
 
 class FakeFleet:

@@ -108,8 +108,9 @@ async def test_the_process_that_moves(pair: Pair) -> None:
         assert move.epoch == (0, 1)
         assert moved.engine_id == ENGINE_ID
         pair.agent.outcomes[ENGINE_ID] = (MovePhase.STAYED, Reason.DESTINATION_FULL, "full")
-        with pytest.raises(MoveFailed, match="stayed: destination_full full"):
+        with pytest.raises(MoveFailed, match="stayed: destination_full full") as refused:
             await mover.move(pair.source, pair.destination, moved)
+        assert refused.value.reason == "destination_full"
         pair.agent.failures["migrate"] = LlumletError(Reason.SHUTTING_DOWN, "bye")
         with pytest.raises(MoveFailed, match="bye"):
             await mover.move(pair.source, pair.destination, moved)

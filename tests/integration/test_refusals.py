@@ -143,11 +143,28 @@ async def test_wrong_instance_id(engines: Engines) -> None:
     assert refusal.value.reason == Reason.WRONG_INSTANCE
 
 
-async def test_request_still_in_prefill_or_finished(engines: Engines, conserved: object) -> None:
+async def test_finished_request(engines: Engines, conserved: object) -> None:
     async with Client(engines.a.base_url) as client:
         stream = await client.complete(PROMPT, 3, **GREEDY)
         await stream.result()
     assert await migrate(engines.a, engines.b, rule=("NUM_REQ", "SR", 1)) == []
+
+
+async def test_prompt_logprobs_before_its_prefill(engines: Engines, conserved: object, odd: Odd) -> None:
+    """They do not travel: it stays, and is queued for its prefill as long as two others have the batch slots."""
+    async with Client(odd.small.base_url) as client:
+        hogs = [await client.complete(list(range(start, start + 100)), 900, **GREEDY) for start in (300, 500)]
+        for hog in hogs:
+            await hog.wait_for(2)
+        stream = await client.complete(PROMPT, 3, prompt_logprobs=1, stream=False, **GREEDY)
+        move = await move_stream(odd.small, engines.a, stream)
+        assert not any(hog.done for hog in hogs), "a slot was free again before the move"
+        for hog in hogs:
+            await hog.disconnect()
+        result = await stream.result()
+    assert (move.phase, move.reason) == ("stayed", "prefill_running")
+    assert len(result.prompt_logprobs) == len(PROMPT)
+    await wait_idle(odd.small)
 
 
 @failure(

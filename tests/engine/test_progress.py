@@ -56,6 +56,39 @@ def test_a_long_prefill_is_no_hang(progress: Progress, clock: Clock) -> None:
     assert progress.health is Health.SUSPECT
 
 
+@pytest.mark.parametrize("tokens", [8, 512])
+def test_one_stall_changes_little(clock: Clock, tokens: int) -> None:
+    """A stopped process, a hang that was survived: it says nothing of what the next step takes."""
+
+    def limits_after(*steps: tuple[int, float]) -> list[float]:
+        progress = Progress(clock)
+        for step in ((1000, 0.05),) * 50 + ((8, 0.02),) * 200 + steps + ((8, 0.02),):
+            turn(progress, clock, *step)
+        progress.step()
+        found = []
+        for given in (8, 48, 4000):
+            progress.execute(given)
+            found.append(progress.limit_seconds)
+        return found
+
+    pairs = zip(limits_after(), limits_after((tokens, 60.0)), strict=True)
+    assert all(disturbed < 3 * undisturbed for undisturbed, disturbed in pairs)
+
+
+@pytest.mark.parametrize(("tokens", "usual"), [(8, 0.1), (1000, 0.4)])
+def test_a_machine_that_has_become_slower_is_believed_after_some_steps(
+    progress: Progress, clock: Clock, tokens: int, usual: float
+) -> None:
+    for _ in range(50):
+        turn(progress, clock, tokens, usual)
+    steps = 0
+    while progress.limit_seconds < 20 * usual:
+        assert steps < 10, progress.limit_seconds
+        turn(progress, clock, tokens, 20 * usual)
+        steps += 1
+    assert steps > 1
+
+
 def test_before_the_first_prefill_a_slow_machine_is_assumed(progress: Progress) -> None:
     progress.execute(4000)
     assert progress.limit_seconds == pytest.approx(PATIENCE_FACTOR * 4000 * FIRST_SECONDS_PER_TOKEN)

@@ -26,6 +26,9 @@ PREFILL_TOKENS = 64
 """A step of fewer tokens says nothing of the time per token."""
 MEMORY = 0.8
 """Weight of the past in the running means."""
+SLOWER = 2.0
+"""A step counts as at most so many times what was expected. One that stood still for a minute says nothing of the next;
+a machine that has become slower says so with every step, and the limit follows by a fifth each time."""
 
 
 class Progress:
@@ -45,7 +48,7 @@ class Progress:
         """The loop begins a turn: whatever it was doing is done."""
         now = self._clock()
         if tokens := self._tokens:
-            self._learn(tokens, now - self._moved_at)
+            self._learn(tokens, min(now - self._moved_at, self._longest_believed))
             self._tokens = 0
         self._moved_at = now
         self._asleep = False
@@ -65,13 +68,21 @@ class Progress:
         else:
             self._seconds_per_token += (1 - MEMORY) * (seconds / tokens - self._seconds_per_token)
 
+    @property
+    def _longest_believed(self) -> float:
+        """What a step counts as at most. Up to the second of these the limit is `PATIENCE_SECONDS` in any case."""
+        return max(SLOWER * self._expected_seconds, PATIENCE_SECONDS / PATIENCE_FACTOR)
+
     # Any thread
+
+    @property
+    def _expected_seconds(self) -> float:
+        return self._step_seconds + self._tokens * self._seconds_per_token
 
     @property
     def limit_seconds(self) -> float:
         """How long the loop may take before it is suspect."""
-        expected = self._step_seconds + self._tokens * self._seconds_per_token
-        return max(PATIENCE_SECONDS, PATIENCE_FACTOR * expected)
+        return max(PATIENCE_SECONDS, PATIENCE_FACTOR * self._expected_seconds)
 
     @property
     def stalled_seconds(self) -> float:

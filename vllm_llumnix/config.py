@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import math
 import os
 import re
 import socket
@@ -37,6 +38,8 @@ KNOWN_VARIABLES = frozenset({CONFIG_VARIABLE, "LLUMNIX_FAULTS", "LLUMNIX_CMS", *
 INSTANCE_TYPES = ("neutral", "prefill", "decode")
 TRANSPORTS = ("auto", "local", "tcp", "mooncake")
 MOONCAKE_PROTOCOLS = ("tcp", "rdma")
+END_SECONDS = 5
+"""What several API servers and their engine have for their end after a drain, before their parent kills them."""
 _INSTANCE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _MOONCAKE_FIELDS = ("mooncake_protocol", "mooncake_devices", "mooncake_interface")
 _RATE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
@@ -313,8 +316,8 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=_DEFAULTS.drain_seconds,
         metavar="SECONDS",
-        help="On SIGTERM, with --llumlet-peers: how long streams may go on while requests move to the peers. The "
-        "default fits the 30 seconds that Kubernetes gives; raise both for longer streams. 0: end at once.",
+        help="On SIGTERM, with --llumlet-peers or --llumlet-cms: how long streams may go on while requests move to the "
+        "peers. The default fits the 30 seconds that Kubernetes gives; raise both for longer streams. 0: end at once.",
     )
     add(
         "--llumlet-insecure",
@@ -350,8 +353,9 @@ def parse_peers(text: str) -> tuple[str, ...]:
 def config_from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> LlumletConfig | None:
     """The llumlet's configuration, or None without `--enable-llumlet`.
 
-    `--llumlet-bypass` sets vLLM's own flag in `args`. Raises ConfigError with every fault found in the flags and in
-    `LLUMNIX_*` variables.
+    Sets flags of vLLM's own in `args` where ours need it: the executor for `--llumlet-bypass`, and for the drain of
+    several API servers `--shutdown-timeout`, for which their parent waits before it ends them and the engine.
+    Raises ConfigError with every fault found in the flags and in `LLUMNIX_*` variables.
     """
     enabled = getattr(args, "enable_llumlet", False)
     values = _given(args)
@@ -375,6 +379,8 @@ def config_from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.e
             faults.append("--llumlet-bypass needs --distributed-executor-backend mp")
         args.distributed_executor_backend = "mp"
     faults += _faults(config)
+    if not faults and (config.peers or config.cms) and config.drain_seconds and _num_api_servers(args) > 1:
+        args.shutdown_timeout = max(getattr(args, "shutdown_timeout", 0), math.ceil(config.drain_seconds) + END_SECONDS)
     try:
         config.credentials()
     except CredentialsError as error:
@@ -387,6 +393,26 @@ def config_from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.e
     if faults:
         raise ConfigError(faults)
     return config
+
+
+def _num_api_servers(args: argparse.Namespace) -> int:
+    """As many as vLLM will start: one for each local rank, unless somebody else balances the load between these."""
+    if (count := getattr(args, "api_server_count", None)) is not None:
+        return int(count)
+    alone = ("data_parallel_external_lb", "data_parallel_multi_port_external_lb")
+    if any(getattr(args, flag, False) for flag in alone) or getattr(args, "data_parallel_rank", None) is not None:
+        return 1
+    return getattr(args, "data_parallel_size_local", None) or getattr(args, "data_parallel_size", 1)
+
+
+def drain_limit(vllm_config: Any) -> float | None:
+    """How long a drain may take at most, in seconds; None: as long as it is asked to.
+
+    The parent of several API servers ends what is left when `--shutdown-timeout` is over.
+    """
+    if vllm_config.parallel_config._api_process_count == 1:
+        return None
+    return max(0.0, vllm_config.shutdown_timeout - END_SECONDS)
 
 
 def _unit_of(args: argparse.Namespace, instance_id: str) -> str:

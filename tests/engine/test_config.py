@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import pytest
 
 from vllm_llumnix import config, faults, hooks
 from vllm_llumnix.errors import ConfigError, PatchError
 from vllm_llumnix.kv.settings import UNLIMITED, Limit
+
+PEERS = ("--llumlet-peers", "127.0.0.1:1")
 
 
 def parse(*flags: str) -> argparse.Namespace:
@@ -121,6 +124,29 @@ def test_a_unit_is_one_data_parallel_group() -> None:
     one_each = [unit(*ranks, data_parallel_rank=rank, data_parallel_address="10.0.0.6") for rank in range(4)]
     assert len(set(one_each)) == 1
     assert hosts[0] != one_each[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "of_vllm", "expected"),
+    [
+        ((), {"api_server_count": 2}, 0),
+        (PEERS, {}, 0),
+        (PEERS, {"api_server_count": 1}, 0),
+        (PEERS, {"api_server_count": 2}, 30),
+        (("--llumlet-cms", "127.0.0.1:1"), {"api_server_count": 2}, 30),
+        ((*PEERS, "--llumlet-drain-seconds", "0"), {"api_server_count": 2}, 0),
+        ((*PEERS, "--llumlet-drain-seconds", "99.5"), {"api_server_count": 2}, 105),
+        (PEERS, {"api_server_count": 2, "shutdown_timeout": 60}, 60),
+        (PEERS, {"data_parallel_size": 2}, 30),
+        (PEERS, {"data_parallel_size": 2, "data_parallel_external_lb": True}, 0),
+        (PEERS, {"data_parallel_size": 2, "data_parallel_size_local": 1}, 0),
+    ],
+)
+def test_several_api_servers_have_time_to_drain(flags: tuple[str, ...], of_vllm: dict[str, Any], expected: int) -> None:
+    args = parse("--enable-llumlet", *flags)
+    vars(args).update({"shutdown_timeout": 0, **of_vllm})
+    assert config.config_from_args(args, {}) is not None
+    assert args.shutdown_timeout == expected
 
 
 def test_what_the_api_server_is_called() -> None:

@@ -47,6 +47,7 @@ class Stage:
         haven = self.spec("haven", "--llumlet-port", str(port))
         self.haven, *self._leavers = fleet.start(haven, self._leaver(), self._leaver())
         self._alone: list[Server] = []
+        self._twins: list[Server] = []
 
     def leaver(self) -> Server:
         """A new one that knows `haven`, and has time."""
@@ -58,15 +59,21 @@ class Stage:
             self._alone = self._fleet.start(self.spec("alone"), self.spec("alone2"))
         return self._alone.pop()
 
+    def twin(self) -> Server:
+        """A new one with two API servers, that knows `haven`, and has time."""
+        if not self._twins:
+            self._twins = self._fleet.start(*(self._leaver("--api-server-count", "2") for _ in range(2)))
+        return self._twins.pop()
+
     def start(self, *specs: ServerSpec) -> list[Server]:
         return self._fleet.start(*specs)
 
     def spec(self, name: str, *flags: str) -> ServerSpec:
         return ServerSpec(self._model, name=name, instance_id=name, flags=("--dtype", "float32", *flags))
 
-    def _leaver(self) -> ServerSpec:
+    def _leaver(self, *flags: str) -> ServerSpec:
         name = f"leaver{uuid.uuid4().hex[:6]}"
-        return self.spec(name, "--llumlet-peers", self._peers, "--llumlet-drain-seconds", "600")
+        return self.spec(name, "--llumlet-peers", self._peers, "--llumlet-drain-seconds", "600", *flags)
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +203,35 @@ async def test_without_peers_vllm_ends_as_ever(stage: Stage) -> None:
         assert await exit_code(leaver) == 0
         assert time.monotonic() - began < 15.0
     assert "draining" not in leaver.log_text()
+
+
+@failure(
+    "SIGTERM, or `llumnix drain`, to an instance with several API servers",
+    "serving",
+    "each drains its own streams; the engine ends after them",
+)
+@pytest.mark.parametrize("asked_by", ["signal", "command"])
+async def test_several_api_servers(stage: Stage, expected: dict[str, Stream], asked_by: str) -> None:
+    before = {stage.haven: await wait_idle(stage.haven)}
+    leaver = stage.twin()
+    # On connections of their own: the kernel spreads those over the processes.
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(Client(leaver.base_url)) for _ in range(4)]
+        streams = [await begin(client, "greedy") for client in clients]
+        for stream in streams:
+            await stream.wait_for(AT)
+        if asked_by == "signal":
+            os.kill(leaver.pid, signal.SIGTERM)
+        else:
+            code, text = await llumnix("drain", "--llumlet", str(leaver.llumlet), "--json")
+            assert code == 0, text
+            summary = lines(text)[-1]
+            assert (summary["event"], summary["num_moved"], summary["num_cut"]) == ("summary", 4, 0)
+        for stream in streams:
+            assert_goes_on(await stream.result(), expected["greedy"], 3.0)
+        assert await exit_code(leaver) == 0
+    assert leaver.log_text().count("llumlet: drained in") == 2
+    await assert_conserved(before)
 
 
 async def until_refusing(client: Client, timeout_s: float = 10.0) -> None:

@@ -51,6 +51,7 @@ from llumlet.types import (
     parse_reason,
 )
 from vllm_llumnix.adapters import Adapters
+from vllm_llumnix.config import END_SECONDS, drain_limit
 from vllm_llumnix.engine import claims
 from vllm_llumnix.engine.adoptions import Adoptions
 from vllm_llumnix.engine.arrivals import Arrivals
@@ -202,11 +203,14 @@ class LlumletAgent:
     async def drain(self, request: DrainRequest, report: DrainReport) -> DrainProgress:
         self._check_drain(request)
         if not self.drains.asked:
-            self.drains.ask(list(request.destinations), request.timeout_s or self.config.drain_seconds)
-            api_server = multiprocessing.parent_process()
-            assert api_server is not None
-            assert api_server.pid is not None
-            os.kill(api_server.pid, signal.SIGTERM)
+            seconds = request.timeout_s or self.config.drain_seconds
+            limit = drain_limit(self.bypass.engine.vllm_config)
+            self.drains.ask(list(request.destinations), seconds if limit is None else min(seconds, limit))
+            # The API server, or the one parent of several.
+            parent = multiprocessing.parent_process()
+            assert parent is not None
+            assert parent.pid is not None
+            os.kill(parent.pid, signal.SIGTERM)
         while not self.drains.ended:
             report(self.drains.progress())
             await asyncio.sleep(REPORT_SECONDS)
@@ -374,8 +378,14 @@ class LlumletAgent:
             raise refusal(Refused(Reason.WRONG_INSTANCE, f"this is {here}, not {request.engine_id}"))
         if str(self.bypass.address) in request.destinations:
             raise refusal(Refused(Reason.SAME_INSTANCE, "the instance cannot be drained to itself"))
-        if num_ranks > 1 or self.bypass.engine.vllm_config.parallel_config._api_process_count > 1:
-            detail = "its API servers and data-parallel ranks end together: send SIGTERM to `vllm serve`"
+        if num_ranks > 1:
+            detail = "data-parallel ranks end together: send SIGTERM to `vllm serve`"
+            raise refusal(Refused(Reason.INVALID_REQUEST, detail))
+        if drain_limit(self.bypass.engine.vllm_config) == 0.0:
+            detail = (
+                "several API servers are given no time to drain: start the instance with --llumlet-peers or "
+                f"--llumlet-cms, or with more than {END_SECONDS} s of --shutdown-timeout"
+            )
             raise refusal(Refused(Reason.INVALID_REQUEST, detail))
 
     def _select(self, request: MigrateRequest) -> list[str]:

@@ -123,10 +123,12 @@ class Bypass:
         if self._agent is not None:
             self._agent.adapters.forget(lora_int_id)
 
-    def report_drain(self, peers: list[str], seconds: float, num_streams: int, num_cut: int | None) -> dict[str, Any]:
-        """Called by the API server as a utility of the engine. Loop thread."""
+    def report_drain(
+        self, client_index: int, peers: list[str], seconds: float, num_streams: int, num_cut: int | None
+    ) -> dict[str, Any]:
+        """Called by each API server as a utility of the engine. Loop thread."""
         assert self._agent is not None
-        return self._agent.drains.report(peers, seconds, num_streams, num_cut)
+        return self._agent.drains.report(client_index, peers, seconds, num_streams, num_cut)
 
     def report_moves(self, since: int) -> tuple[int, list[dict[str, Any]]]:
         """Called by the API server as a utility of the engine: see `MoveRecords.since`. Loop thread."""

@@ -2,7 +2,8 @@
 """Emptying an engine that is about to end: everything it runs, guests included, is moved to other instances.
 
 The API server decides when: it calls `report` through vLLM's utility path, several times a second, from its shutdown on
-(`frontend.drain`). From the first call the engine takes in nothing from elsewhere, and each request is moved as soon as
+(`frontend.drain`); if there are several, each does, and ends when the engine is empty and its own streams have ended.
+From the first call the engine takes in nothing from elsewhere, and each request is moved as soon as
 it can be, to the destination that has got the fewest so far. Who is refused stays, decodes on, and is tried again.
 """
 
@@ -52,9 +53,10 @@ class Drain:
         """Refused attempts by reason."""
         self._not_before: dict[tuple[str, str], float] = {}
         """When a request may be offered to a destination again."""
-        self._num_streams = 0
-        self._num_cut: int | None = None
-        """Streams that the API server ended early; None while it drains."""
+        self._num_streams: dict[int, int] = {}
+        """By API server."""
+        self._num_cut: dict[int, int] = {}
+        """Streams that an API server ended early; it has drained."""
         self._tasks: list[asyncio.Task[None]] = []
 
     def ask(self, addresses: list[str], seconds: float) -> None:
@@ -63,12 +65,16 @@ class Drain:
 
     # Loop thread
 
-    def report(self, peers: list[str], seconds: float, num_streams: int, num_cut: int | None) -> dict[str, Any]:
-        """Called by the API server: who could take requests, the streams it holds, and in the end how many it has cut.
+    def report(
+        self, client_index: int, peers: list[str], seconds: float, num_streams: int, num_cut: int | None
+    ) -> dict[str, Any]:
+        """Called by an API server: who could take requests, the streams it holds, and in the end how many it has cut.
 
         Returns how long the drain may take in seconds (0: there is none) and what is still here.
         """
-        self._num_streams, self._num_cut = num_streams, num_cut
+        self._num_streams[client_index] = num_streams
+        if num_cut is not None:
+            self._num_cut[client_index] = num_cut
         self._seconds = self._seconds or seconds
         new = [] if self._named else [peer for peer in peers if peer not in self._addresses]
         self._addresses += new
@@ -89,7 +95,8 @@ class Drain:
 
     @property
     def ended(self) -> bool:
-        return self._num_cut is not None
+        """None of the API servers that have begun to drain still does."""
+        return bool(self._num_cut) and self._num_cut.keys() == self._num_streams.keys()
 
     @property
     def asked(self) -> bool:
@@ -100,13 +107,13 @@ class Drain:
         return DrainProgress(
             elapsed_s=time.monotonic() - self._began if self._began is not None else 0.0,
             timeout_s=self._seconds,
-            num_streams=self._num_streams,
+            num_streams=sum(self._num_streams.values()),
             num_requests=len(self._agent.bypass.engine.scheduler.requests),
             num_moving=len(self._agent.departures.moves),
             num_moved=self._num_moved,
             refusals=self._stayed,
             done=self.ended,
-            num_cut=self._num_cut or 0,
+            num_cut=sum(self._num_cut.values()),
         )
 
     def _begin(self) -> None:

@@ -146,10 +146,10 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
         if self._drained or self.resources.engine_dead or not self._finalizer.alive:
             return
         self._drained = True
-        if self.vllm_config.parallel_config._api_process_count > 1:
-            logger.warning("llumlet: several API servers are not drained; see --shutdown-timeout")
-            return
+        limit = config.drain_limit(self.vllm_config)
         seconds = max(timeout, self._settings.drain_seconds if self._peers.expected else 0.0)
+        if limit is not None:
+            seconds = min(seconds, limit)
         try:
             asyncio.run_coroutine_threadsafe(drain(self, seconds), loop).result()
         except Exception:

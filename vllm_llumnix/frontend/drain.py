@@ -136,7 +136,7 @@ async def drain(client: LlumnixClientMixin, seconds: float) -> None:
 
 async def _report(client: LlumnixClientMixin, seconds: float, num_cut: int | None = None) -> Standing:
     """Tell every engine how it stands here; returns how it stands there."""
-    arguments = ("llumlet_drain", list(client.peers), seconds, client.num_streams, num_cut)
+    arguments = ("llumlet_drain", client.client_index, list(client.peers), seconds, client.num_streams, num_cut)
     calls = [
         asyncio.wait_for(client._call_utility_async(*arguments, engine=engine), CALL_SECONDS)
         for engine in client.core_engines

@@ -10,8 +10,9 @@ in every byte. That says at once that nothing is missing, doubled, out of order 
 
 Engines die (`crash`, and `kill` until `start`), are stopped as a process (`stop`: nothing happens there, and nobody
 hears of it, but its memory can be read) or hang in their loop (`hang`: messages are answered, nothing is scheduled),
-and `wake`. Outputs that were on their way from an engine may die with it. The way from one to another can be cut in
-one direction: what goes over the relay waits until it is repaired, everything else is lost.
+and `wake`; a request of one that hangs brings its KV cache along (`rescues`). Outputs that were on their way from an
+engine may die with it. The way from one to another can be cut in one direction: what goes over the relay waits until it
+is repaired, everything else is lost.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Generator, Iterator
+from typing import Any
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 
-from tests.migration.world import Client, Engine, Message, Outgoing, Request, World, cell, cells_of
+from tests.migration.world import Client, Engine, Message, Outgoing, Request, cell, cells_of
+from tests.simulation.rescues import MESSAGES, Holder, Rescues
 from vllm_llumnix.frontend.owners import PROBE_SECONDS, Owner, Owners
 from vllm_llumnix.frontend.replay import CALL_SECONDS, REPLAY_SECONDS, RETRY_SECONDS
 from vllm_llumnix.frontend.streams import Orphan, Stream, Streams
@@ -75,7 +78,7 @@ class Replaying:
     attempt: int | None = None
 
 
-class Cluster(World):
+class Cluster(Rescues):
     """Requests arrive at A, whose API server, O, holds their streams. O itself does not die: its clients would."""
 
     traced = False
@@ -248,6 +251,7 @@ class Cluster(World):
     def _course(self, stream: Stream, lost: Owner | None) -> Generator[Wait, bool, None]:
         """As `Replay._run`."""
         deadline, first = self.now + REPLAY_SECONDS, True
+        holder = Holder(lost.instance, lost.incarnation) if lost and lost.may_have_cache(self.now) else None
         while self.streams.get(stream.request_id) is stream:
             for name in dict.fromkeys(self._targets(lost) + self._targets(None)):
                 if not first:
@@ -255,9 +259,10 @@ class Cluster(World):
                 first = False
                 attempt = next(self._attempts)
                 delivered = stream.delivered[: len(stream.delivered) - self.base_at_replay]
-                self._send("O", name, "adopt", (attempt, stream.epoch, delivered), request=stream.request_id)
+                self._send("O", name, "adopt", (attempt, stream.epoch, delivered, holder), request=stream.request_id)
                 if (yield CALL_SECONDS, attempt):
                     return
+                holder = None
             if self.now > deadline:
                 self._receive(self.streams.fail(stream))
                 return
@@ -337,11 +342,13 @@ class Cluster(World):
                 if incoming.request_id == message.request and incoming.machine.settlement is Settlement.PENDING:
                     self._tell_destination(engine, incoming.move, ev.CancelRequested())
             engine.commands.append(("adopt", lambda: self._adopt(engine, message)))
+        elif message.kind in MESSAGES:
+            self._heard(engine, message)
         else:
             super()._at_engine(engine, message)
 
     def _adopt(self, engine: Engine, message: Message) -> None:
-        attempt, epoch, delivered = message.body
+        attempt, epoch, delivered, holder = message.body
         client, request_id = self.clients[message.request], message.request
         here = request_id in engine.requests
         if here:
@@ -350,13 +357,14 @@ class Cluster(World):
             incoming.request_id == request_id and incoming.machine.settlement is Settlement.PENDING
             for incoming in engine.into.values()
         )
-        took = not here and not reserved
+        took = not (here or reserved or self.is_rescued_to(engine, request_id))
+        request = Request(request_id, client.prompt, client.num_output, list(delivered), epoch, len(delivered))
+        if took and holder is not None:
+            self.begin_rescue(engine, attempt, request, holder)
+            return
         if took:
-            base = len(delivered)
-            engine.requests[request_id] = Request(
-                request_id, client.prompt, client.num_output, list(delivered), epoch, base
-            )
-        self._send(engine.name, "O", "adopt answer", (attempt, took, engine.incarnation), request=request_id)
+            engine.requests[request_id] = request
+        self._adopted(engine, attempt, request_id, took=took)
 
     def loop(self, name: str) -> None:
         if self.runs(name):
@@ -379,6 +387,7 @@ class Cluster(World):
         if name == "A":
             self.home_dead = True
         self.engines[name].restart()
+        self.forget_lives()
 
     def kill(self, name: str, num_lost: int) -> None:
         self.crash(name, num_lost)
@@ -395,7 +404,8 @@ class Cluster(World):
 
     def wake(self, name: str) -> None:
         self.stopped.pop(name, None)
-        self.hanging.pop(name, None)
+        if self.hanging.pop(name, None) is not None:
+            self.goes_on(name)
 
     def cut_way(self, sender: str, receiver: str) -> None:
         """Cut or repair one direction."""
@@ -472,8 +482,8 @@ class Cluster(World):
         raise AssertionError("the cluster does not come to rest")
 
     def _wake_all(self) -> None:
-        self.stopped.clear()
-        self.hanging.clear()
+        for name in {*self.stopped, *self.hanging}:
+            self.wake(name)
 
     def due(self) -> Iterator[tuple[str, str, str]]:
         return (due for due in super().due() if due[0] not in self.stopped)
@@ -512,10 +522,16 @@ class Cluster(World):
                 if incoming.job is not None:
                     self.pull_block(name, incoming.move)
                     return True
+        for attempt in self.copying():
+            self.rescue_block(attempt)
+            return True
         return False
 
-    def attentions(self) -> Iterator[tuple[str, str]]:
-        """Heartbeats, looks and replays whose time has come."""
+    def _answers(self, name: str) -> bool:
+        return super()._answers(name) and name not in self.stopped
+
+    def attentions(self) -> Iterator[tuple[str, Any]]:
+        """Heartbeats, looks, replays and rescues whose time has come."""
         if self.look_at <= self.now:
             yield "look", ""
         for name, when in self.beat_at.items():
@@ -524,17 +540,23 @@ class Cluster(World):
         for request_id, replaying in self.replays.items():
             if replaying.until <= self.now:
                 yield "replay", request_id
+        yield from [(what, attempt) for when, what, attempt in self.deadlines() if when <= self.now]
 
-    def attend(self, what: str, who: str) -> None:
+    def attend(self, what: str, who: Any) -> None:
         if what == "look":
             self.look()
         elif what == "beat":
             self.beat(who)
+        elif what == "rescue":
+            self.rescue_due(who)
+        elif what == "lease":
+            self.claim_ends(who)
         else:
             self.replay_goes_on(who)
 
     def _is_busy(self) -> bool:
-        return bool(len(self.streams)) or any(engine.requests for engine in self.engines.values())
+        busy = bool(len(self.streams)) or any(engine.requests for engine in self.engines.values())
+        return busy or bool(self.rescues or self.claims)
 
     def _attend(self) -> bool:
         if not self._is_busy() and not self.replays:
@@ -556,6 +578,7 @@ class Cluster(World):
         if self._is_busy() or self.replays:
             times += [self.look_at, *(replaying.until for replaying in self.replays.values())]
             times += [when for name, when in self.beat_at.items() if name not in self.stopped]
+            times += [when for when, _, _ in self.deadlines()]
         return min(times, default=None)
 
     def ended(self, request_id: str) -> str:

@@ -14,7 +14,7 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm_llumnix.migration.events import Call
 from vllm_llumnix.migration.source import Method
 
-from .cluster import RELAY, Cluster
+from .cluster import HUNG_S, RELAY, Cluster
 
 Action = tuple[Callable[..., object], tuple[Any, ...]]
 METHODS = (Method.LIVE, Method.LIVE, Method.BLOCKING, Method.RECOMPUTE)
@@ -47,6 +47,7 @@ def play(seed: int, cluster_class: type[Cluster] = Cluster, *, traced: bool = Fa
         faults = [f"{type(error).__name__}: {error}"]
     reached = Counter(str(outcome) for outcome in cluster.outcomes)
     reached["replays"] = cluster.num_replays
+    reached["rescued"] = cluster.num_rescued
     reached["streams"] = len(cluster.clients)
     reached["left"] = sum(client.left for client in cluster.clients.values())
     reached["errors"] = sum(cluster.ended(request_id) not in ("length", "None") for request_id in cluster.clients)
@@ -57,6 +58,8 @@ def _play(cluster: Cluster, dice: random.Random) -> list[str]:
     one_rare_in, aborts = dice.choice(RARITIES), dice.random() < 0.2
     losses = dice.random() < 0.6
     """Whether engines are lost in this schedule: moves that nothing kills are worth schedules of their own."""
+    if losses and dice.random() < 0.2:
+        hang_for_long(cluster, "A")
     for _ in range(dice.choice(LENGTHS)):
         possible = [] if dice.randrange(one_rare_in) == 0 else list(usual(cluster, dice))
         if not possible:
@@ -74,6 +77,20 @@ def _play(cluster: Cluster, dice: random.Random) -> list[str]:
     for engine in cluster.engines.values():
         engine.ledger.check()
     return cluster.wrong_tokens_or_owners() + cluster.left_at_rest()
+
+
+def hang_for_long(cluster: Cluster, name: str) -> None:
+    """The engine hangs, and says so: seldom would a schedule get so far, and do anything after that."""
+    for _ in range(6):
+        cluster.turn(name)
+    cluster.hang(name)
+    cluster.advance(HUNG_S + cluster.step_s)
+    for other in cluster.engines:
+        cluster.beat(other)
+    for message in list(cluster.network):
+        if message.receiver == "O":
+            cluster.deliver(message)
+    cluster.look()
 
 
 def usual(cluster: Cluster, dice: random.Random) -> Iterator[Action]:
@@ -97,6 +114,12 @@ def usual(cluster: Cluster, dice: random.Random) -> Iterator[Action]:
             if into.job is not None:
                 yield cluster.pull_block, (name, move)
                 yield cluster.pull_block, (name, move)
+    for attempt in cluster.copying():
+        yield cluster.rescue_block, (attempt,)
+        yield cluster.rescue_block, (attempt,)
+        # This is what makes a rescue worth watching: its holder wakes up, and needs its blocks.
+        holder = cluster.rescues[attempt].holder.name
+        yield (cluster.wake if holder in cluster.hanging else cluster.churn), (holder,)
     for due in cluster.due():
         yield cluster.fire, due
     if cluster._is_busy():
@@ -117,7 +140,8 @@ def rare(cluster: Cluster, dice: random.Random, *, aborts: bool, losses: bool) -
             yield cluster.duplicate, (message,)
     yield cluster.churn, (name,)
     yield cluster.hog, (name,)
-    for request_id in engine.requests:
+    # A loop that hangs does nothing of its own.
+    for request_id in engine.requests if name not in cluster.hanging else ():
         yield cluster.preempt, (name, request_id)
         if losses:
             yield cluster.gives_up, (name, request_id)

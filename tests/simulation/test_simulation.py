@@ -41,6 +41,7 @@ def test_random_schedules() -> None:
     reached = {what: int(count) for count, what in re.findall(r"(\d+) (\w+)", lines[-2])}
     for common in ("moved", "stayed", "gone", "replays", "streams"):
         assert reached[common] > NUM_SCHEDULES / 4, lines[-2]
+    assert reached["rescued"] > NUM_SCHEDULES / 50, lines[-2]
     assert reached["lost"] > 0
     # Where no engine is left that a client could go to, it gets an error.
     assert reached["errors"] < reached["streams"] / 10, lines[-2]
@@ -86,6 +87,18 @@ class OnlyWhoSpokeDies(Cluster):
         return super()._home_of(stream) if spoke else None
 
 
+class Unkept(Cluster):
+    """What is read of a request that was taken from an engine is free as soon as that one's loop goes on."""
+
+    keeps_claimed = False
+
+
+class Unasked(Cluster):
+    """Nobody asks whether the blocks that were read were kept until then."""
+
+    asks_at_the_end = False
+
+
 class InDoubt(Cluster):
     answers_get_lost = True
 
@@ -102,6 +115,8 @@ CLUSTERS: dict[str, type[Cluster]] = {
     "resume on unknown": type("ResumeOnUnknown", (Cluster,), {"source_class": mutants.ResumeOnUnknown}),
     "resume on timeout": type("ResumeOnTimeout", (Cluster,), {"source_class": mutants.ResumeOnTimeout}),
     "replay from the snapshot": ReplayFromSnapshot,
+    "claimed blocks are not kept": Unkept,
+    "whether they were kept is not asked": Unasked,
     "death before hello": OnlyWhoSpokeDies,
 }
 

@@ -93,10 +93,6 @@ ORDER = 17
 """Of the first 60, this seed gives the smallest set: 48 cells."""
 
 
-def _pairs(cell: Cell) -> set[tuple[tuple[str, str], tuple[str, str]]]:
-    return set(itertools.combinations(cell.items(), 2))
-
-
 def all_cells() -> list[tuple[Configuration, Cell]]:
     """The full product, without what a configuration does not allow."""
     product = [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
@@ -108,18 +104,24 @@ def covering(cells: list[tuple[Configuration, Cell]]) -> list[tuple[Configuratio
 
     Which of equally good cells is taken depends on their order; 45 is the least that there can be (kinds x routes).
     """
-    full = [(where, cell, _pairs({**cell, "configuration": str(where)})) for where, cell in cells]
-    random.Random(ORDER).shuffle(full)
-    missing = set().union(*(pairs for _, _, pairs in full))
+    numbers: dict[Any, int] = {}
+
+    def pairs(where: Configuration, cell: Cell) -> int:
+        """A bit for each pair of values."""
+        values = {**cell, "configuration": str(where)}.items()
+        return sum(1 << numbers.setdefault(pair, len(numbers)) for pair in itertools.combinations(values, 2))
+
+    rows = [(where, cell, pairs(where, cell)) for where, cell in cells]
+    random.Random(ORDER).shuffle(rows)
+    missing = (1 << len(numbers)) - 1
     chosen: list[tuple[Configuration, Cell]] = []
     times: Counter[Configuration] = Counter()
     while missing:
         # Of cells that add equally much, one of the configuration with the fewest.
-        where, cell, pairs = max(full, key=lambda row: (len(row[2] & missing), -times[row[0]]))
+        where, cell, held = max(rows, key=lambda row: ((row[2] & missing).bit_count(), -times[row[0]]))
         chosen.append((where, cell))
         times[where] += 1
-        missing -= pairs
-        full = [row for row in full if row[2] & missing]
+        missing &= ~held
     return sorted(chosen, key=lambda row: CONFIGURATIONS.index(row[0]))
 
 

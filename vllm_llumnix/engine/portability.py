@@ -251,6 +251,9 @@ in its own body; subclasses say it for themselves. That promises: what it does t
 nothing but the request's parameters, prompt and output tokens so far, the last as `BatchUpdate.added` gives them when
 the request enters a batch; and engines that are peers have the same version of it. They must name the same classes in
 the same order, or they refuse each other (`incompatible_engine`). Requests with `vllm_xargs` are still refused.
+
+A plugin that reads output tokens cannot keep this promise on the V1 GPU runner with asynchronous scheduling: vLLM waits
+for the latest of them only where `--logits-processors` names a class.
 """
 
 

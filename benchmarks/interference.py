@@ -6,7 +6,8 @@
 
 Two instances, on each some neighbours that stay. Other streams move, in lanes of two that change places for ever, both
 at the same time: half of the moves go there and half come back, and each instance keeps its load. (Of an odd number of
-moves at once, one lane moves its streams one after the other; between the two, one instance has a stream more.)
+moves at once, one lane moves its streams one after the other. Between the two, one instance has a stream more; so gaps
+are counted only while the first is on its way.)
 
 Costs are the inter-token gaps of the neighbours, as their clients see them, p50 and p99 of each window of a second.
 Windows come in blocks, quiet, moves, moves, quiet, so that drift cancels; a block of quiet windows next to each is the
@@ -160,6 +161,8 @@ class Window:
 
 
 Pair = tuple[Server, Server]
+Span = tuple[float, float]
+"""`time.monotonic()` seconds."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -217,12 +220,13 @@ class Traffic:
         self._least_bytes = least_bytes
         self._moves: list[Move] = []
         self._refusals: list[str] = []
+        self._balanced: list[Span] = []
 
-    def taken(self) -> tuple[tuple[Move, ...], tuple[str, ...]]:
-        """Moves and refusals since the last call."""
-        taken = tuple(self._moves), tuple(self._refusals)
-        self._moves.clear()
-        self._refusals.clear()
+    def taken(self) -> tuple[tuple[Move, ...], tuple[str, ...], list[Span]]:
+        """Since the last call: moves, refusals, and when to count gaps if that is not always."""
+        taken = tuple(self._moves), tuple(self._refusals), list(self._balanced)
+        for kept in (self._moves, self._refusals, self._balanced):
+            kept.clear()
         return taken
 
     async def flow(self, lane: Lane, until: float) -> None:
@@ -237,11 +241,11 @@ class Traffic:
         if lane.together:
             await asyncio.gather(*(self._carry(*journey) for journey in journeys))
         else:
-            for journey in journeys:
-                await self._carry(*journey)
+            first, _ = [await self._carry(*journey) for journey in journeys]
+            self._balanced.append((first.asked_at, first.settled_at))
         lane.streams = {one: back, other: there}
 
-    async def _carry(self, stream: Stream, source: Server, destination: Server) -> None:
+    async def _carry(self, stream: Stream, source: Server, destination: Server) -> Move:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 move = await self._mover.move(source, destination, stream)
@@ -257,6 +261,7 @@ class Traffic:
                 f"{move.hit_tokens} found in a cache, {move.copied_bytes} of {self._least_bytes} bytes copied"
             )
         self._moves.append(move)
+        return move
 
 
 async def window(present: Company, traffic: Traffic, seconds: float, *, moving: bool) -> Window:
@@ -269,13 +274,19 @@ async def window(present: Company, traffic: Traffic, seconds: float, *, moving: 
     await asyncio.sleep(SETTLE_SECONDS)
     if any(stream.done for stream in present.streams):
         raise StreamFailed(f"{BLOCK_TOKENS} tokens came faster than thought possible")
-    gaps = [
+    moves, refusals, balanced = traffic.taken()
+    gaps = gaps_in(present.neighbours, balanced or [(began, ended)])
+    return Window(quantile(gaps, 0.5), quantile(gaps, 0.99), ended - began, moves, refusals)
+
+
+def gaps_in(streams: Sequence[Stream], spans: Sequence[Span]) -> list[float]:
+    """Those that begin in one of the spans."""
+    return [
         after - before
-        for stream in present.neighbours
+        for stream in streams
         for before, after in itertools.pairwise(stream.times)
-        if began <= before < ended
+        if any(start <= before < end for start, end in spans)
     ]
-    return Window(quantile(gaps, 0.5), quantile(gaps, 0.99), ended - began, *traffic.taken())
 
 
 async def measure(pair: Pair, case: Case, neighbours: int, until: float) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from benchmarks.interference import (
     Lane,
     Traffic,
     Window,
+    gaps_in,
     is_good,
     parse,
     result,
@@ -37,7 +38,7 @@ from benchmarks.interference import (
 )
 from benchmarks.mover import MoveFailed, Mover
 from benchmarks.moves import Move
-from tests.support.timelines import move
+from tests.support.timelines import move, stream
 
 MIB = 1 << 20
 A, B = cast(Server, "a"), cast(Server, "b")
@@ -138,9 +139,10 @@ async def test_lanes(at_once: int) -> None:
         }
     there = [journey for journey in mover.made if journey.source == "a"]
     assert 2 * len(there) == len(mover.made) == 2 * len(lanes)
-    moves, refusals = traffic.taken()
+    moves, refusals, balanced = traffic.taken()
     assert (len(moves), refusals) == (2 * len(lanes), ())
-    assert traffic.taken() == ((), ())
+    assert balanced == [(0.0, 1.0)] * (at_once % 2), "on the way back, one instance has a stream more"
+    assert traffic.taken() == ((), (), [])
 
 
 @pytest.mark.asyncio
@@ -148,7 +150,7 @@ async def test_a_refused_move_is_tried_again_and_counted(monkeypatch: pytest.Mon
     monkeypatch.setattr(interference, "RETRY_SECONDS", 0)
     full = MoveFailed("stayed: destination_full, 9 blocks", "destination_full")
     _, traffic = await swapped(FakeMover([full, full]), [False])
-    moves, refusals = traffic.taken()
+    moves, refusals, _ = traffic.taken()
     assert (len(moves), refusals) == (2, ("destination_full",) * 2)
     with pytest.raises(MoveFailed, match="destination_full"):
         await swapped(FakeMover([full] * ATTEMPTS), [False])
@@ -159,6 +161,13 @@ async def test_a_refused_move_is_tried_again_and_counted(monkeypatch: pytest.Mon
 async def test_a_move_that_copies_little_measures_nothing(changes: dict[str, Any]) -> None:
     with pytest.raises(MoveFailed, match="measures nothing"):
         await swapped(FakeMover([moved(**changes)]), [False])
+
+
+def test_which_gaps_are_counted() -> None:
+    streams = [stream([1.0, 2.0, 4.0, 8.0]), stream([3.0, 5.0])]
+    assert gaps_in(streams, [(0.5, 3.0)]) == [2.0]
+    assert gaps_in(streams, [(0.5, 3.5)]) == [2.0, 4.0, 5.0]
+    assert gaps_in(streams, [(0.0, 0.5), (7.0, 7.5)]) == [1.0, 8.0, 3.0]
 
 
 def blocks(factor: float, seed: int, **moving: Any) -> list[list[Window]]:

@@ -146,8 +146,9 @@ def engine_config(model: Path, *, asynchronous: bool) -> VllmConfig:
 
 def _close(loop: asyncio.AbstractEventLoop) -> None:
     """A process would end here, and its helper threads with it."""
-    for task in asyncio.all_tasks(loop):
-        task.cancel()
-    loop.run_until_complete(asyncio.sleep(0))
+    while tasks := asyncio.all_tasks(loop):
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.wait(tasks))
     loop.run_until_complete(loop.shutdown_default_executor())
     loop.close()

@@ -42,6 +42,8 @@ KILLED_S = 4.0
 STOPPED_S = 8.0
 """Pause when it only is silent, or its loop hangs: 4.5 s until it counts as lost, one prefill, a second, and some for a
 slow machine."""
+SILENT_S = 40.0
+"""More than the 30 s in which an engine expects a word of an API server."""
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "seeded": {"temperature": 0.8, "seed": 7, "top_p": 0.9, "presence_penalty": 0.5},
@@ -131,6 +133,10 @@ def engine_of(server: Server) -> psutil.Process:
 
 def worker_of(server: Server) -> psutil.Process:
     return psutil.Process(server.process("Worker"))
+
+
+def api_server_of(server: Server) -> psutil.Process:
+    return psutil.Process(server.pid)
 
 
 def _has_engine(server: Server) -> bool:
@@ -306,6 +312,31 @@ async def test_the_own_engine_stops_and_wakes_up(stage: Cast, expected: dict[str
     if part is worker_of:
         # It is well until it is late; whether that is seen depends on when it is asked.
         assert [health for health in healths if health != Health.OK] == [Health.SUSPECT, Health.HUNG]
+
+
+@failure("SIGSTOP of the origin's engine for 40 s", "not moving", "the same; requests that come later stay with it")
+@failure("SIGSTOP of an API server for 40 s", "not moving", "stands still, then goes on; later ones as before")
+@pytest.mark.parametrize("part", [engine_of, api_server_of], ids=["engine", "api server"])
+async def test_an_instance_is_silent_for_long(stage: Cast, expected: dict[str, Stream], part: Story) -> None:
+    """Longer than an engine waits for API servers other than its own."""
+    victim = stage.victim()
+    async with Client(victim.base_url) as client:
+        stream = await begin(client, "greedy")
+        await stream.wait_for(AT)
+        async with stopped(part(victim)):
+            await asyncio.sleep(SILENT_S)
+        assert_goes_on(await stream.result(), expected["greedy"], SILENT_S + STOPPED_S)
+
+        async def stays() -> bool:
+            before = victim.log_text().count("goes on elsewhere")
+            assert (await (await begin(client, "greedy")).result()).token_ids == expected["greedy"].token_ids
+            return victim.log_text().count("goes on elsewhere") == before
+
+        async with asyncio.timeout(30.0):
+            while not await stays():
+                pass
+    await wait_idle(stage.haven)
+    await wait_idle(victim)
 
 
 @failure(

@@ -294,6 +294,8 @@ def _told(name: str, scenario: str, outcome: str, *, times: int = 1, sender: str
 
 
 IN_TIME = {"twice": "rescued, replayed", "answer_delayed": "rescued, replayed"}
+ADOPTED = _all("computed again, replayed", **IN_TIME)
+del ADOPTED["twice"]  # of two that come at once, each may be the first to add the request, or to claim its KV cache
 CELLS: list[Cell] = [
     *_calls("Reserve", "moves", _all("stayed", twice="moved")),
     *_calls("CopyRound", "moves", _all("stayed", twice="moved")),
@@ -306,7 +308,7 @@ CELLS: list[Cell] = [
     *_calls("Close", "moves", _all("moved")),
     *_calls("Query", "asked", _all("moved")),
     *_calls("Adopt", "loses_tokens", _all("moved, replayed")),
-    *_calls("Adopt", "hangs", _all("computed again, replayed", **IN_TIME)),
+    *_calls("Adopt", "hangs", ADOPTED),
     *_calls("Claim", "hangs", _all("computed again, replayed", **IN_TIME)),
     *_calls("EndClaim", "hangs", _all("computed again, replayed", **IN_TIME)),
     *_calls("Llumlet.Abort", "left", _all("moved")),

@@ -39,6 +39,9 @@ AT = 40
 """Tokens that have arrived when the story begins."""
 KILLED_S = 4.0
 """Pause when a process is gone: a missed heartbeat, a refused connection (2 s together), one prefill, and a second."""
+IN_DOUBT_S = {"live": 5.0, "blocking": 7.5}
+"""Pause when the destination stops with Commit on its way: 3.5 s until the origin is asked, 6 s if everything was to be
+copied then, and some for a slow machine."""
 STOPPED_S = 8.0
 """Pause when it only is silent, or its loop hangs: 4.5 s until it counts as lost, one prefill, a second, and some for a
 slow machine."""
@@ -51,7 +54,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 SOURCE_POINTS = ("source.round", "source.frozen", "source.committed")
 DESTINATION_POINTS = ("destination.reserved", "destination.commit_received", "destination.admitted")
-POINTS = SOURCE_POINTS + DESTINATION_POINTS
+FAULTS = [*((point, "kill") for point in SOURCE_POINTS + DESTINATION_POINTS), ("destination.commit_received", "stop")]
 
 
 class Cast:
@@ -79,7 +82,18 @@ class Cast:
 
     def kill_at(self, victim: Server, point: str) -> None:
         """From now on the victim's engine is killed when it gets to this fault point."""
-        self._trigger(victim.name, point).touch()
+        self._trigger(victim.name, point, "kill").touch()
+
+    @contextlib.contextmanager
+    def stopping_at(self, victim: Server, point: str) -> Iterator[None]:
+        """The victim's engine is stopped when it gets to this fault point, and goes on in the end."""
+        trigger = self._trigger(victim.name, point, "stop")
+        trigger.touch()
+        try:
+            yield
+        finally:
+            trigger.unlink()
+            engine_of(victim).send_signal(signal.SIGCONT)
 
     def alone(self) -> Server:
         """One that knows of no others."""
@@ -89,12 +103,20 @@ class Cast:
 
     def _victim(self) -> ServerSpec:
         name = f"v{uuid.uuid4().hex[:6]}"
-        faults = [{"point": point, "action": "kill", "file": str(self._trigger(name, point))} for point in POINTS]
+        faults = [
+            {
+                "point": point,
+                "action": action,
+                "times": len(IN_DOUBT_S),
+                "file": str(self._trigger(name, point, action)),
+            }
+            for point, action in FAULTS
+        ]
         environment = {"LLUMNIX_FAULTS": json.dumps(faults)}
         return self._spec(name, "--llumlet-peers", self._peers, env=environment)
 
-    def _trigger(self, name: str, point: str) -> Path:
-        return self._directory / f"{name}.{point}"
+    def _trigger(self, name: str, point: str, action: str) -> Path:
+        return self._directory / f"{name}.{point}.{action}"
 
     def _spec(self, name: str, *flags: str, env: dict[str, str] | None = None) -> ServerSpec:
         flags = ("--dtype", "float32", *flags)
@@ -395,6 +417,28 @@ async def test_the_destination_is_killed_during_the_move(stage: Cast, expected: 
         assert_goes_on(await stream.result(), expected["seeded"], STOPPED_S)
     assert not _has_engine(victim), "the fault was not reached"
     await wait_idle(stage.haven)
+
+
+@failure(
+    "SIGSTOP of the destination's engine, later SIGCONT",
+    "Commit has arrived",
+    "frozen for 3.5 s, 6 s if everything was to be copied, then settled by the origin's fence: goes on at the source",
+)
+@pytest.mark.parametrize("method", IN_DOUBT_S)
+async def test_the_destination_stops_during_the_move(stage: Cast, expected: dict[str, Stream], method: str) -> None:
+    """Nobody but the source sees it: the owner that the origin knows is well."""
+    victim = stage.victim()
+    async with Client(stage.haven.base_url) as client:
+        stream = await begin(client, "seeded")
+        await stream.wait_for(AT)
+        with stage.stopping_at(victim, "destination.commit_received"):
+            move = await move_stream(stage.haven, victim, stream, method=method, force=True)
+            assert engine_of(victim).status() == psutil.STATUS_STOPPED, "the fault was not reached"
+            assert (move.phase, move.reason) == ("stayed", "deadline")
+            await stream.wait_for(len(stream.token_ids) + AT)
+        assert_goes_on(await stream.result(), expected["seeded"], IN_DOUBT_S[method])
+    await wait_idle(stage.haven, timeout_s=40.0)
+    await wait_idle(victim)
 
 
 @failure(

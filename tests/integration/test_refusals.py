@@ -29,6 +29,8 @@ pytestmark = pytest.mark.asyncio
 PROMPT = list(range(100, 180))
 LONG = [100 + index * 7 % 900 for index in range(900)]
 GREEDY: dict[str, Any] = {"ignore_eos": True}
+UNHURT_S = 2.0
+"""Longest pause of a stream that was never frozen: less than any deadline of the protocol."""
 
 
 class Odd(NamedTuple):
@@ -51,6 +53,7 @@ async def stays_and_goes_on(source: Server, destination: Server, prompt: list[in
     assert move.phase == "stayed", f"{move.phase} {move.reason}"
     assert result.token_ids == expected.token_ids
     assert result.finish_reason == expected.finish_reason
+    assert max(result.gaps) < UNHURT_S
     await wait_idle(source)
     return move
 

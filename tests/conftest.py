@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,12 +15,16 @@ import pytest
 from benchmarks.harness import command_line
 from benchmarks.model import PRESETS, build
 from llumsched.up import reaper
+from tests.support.beside import Beside, beside
 
 # Before anything imports a library that looks for models on the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 END_SECONDS = 60
 """In which Python ends when the last test has; a thread that keeps it is shown and the run fails."""
+
+
+NUM_SCHEDULES = 100_000
 
 
 def pytest_unconfigure() -> None:
@@ -40,3 +46,19 @@ def no_process_left_behind() -> Iterator[None]:
     # Python's own helpers end with the interpreter.
     left = {pid: name for pid, name in left.items() if "multiprocessing" not in name}
     assert not left, f"processes left behind: {left}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def simulation(no_process_left_behind: None, request: pytest.FixtureRequest) -> Iterator[Beside | None]:
+    """Plays random schedules from the beginning of a run on if one of its tests asks for them: they take minutes of all
+    cores, and engines that start leave as much idle."""
+    wanted = any("random_schedules" in getattr(item, "fixturenames", ()) for item in request.session.items)
+    with contextlib.ExitStack() as stack:
+        command = (sys.executable, "-m", "tests.simulation", "--schedules", str(NUM_SCHEDULES))
+        yield stack.enter_context(beside(command)) if wanted else None
+
+
+@pytest.fixture(scope="session")
+def random_schedules(simulation: Beside) -> Beside:
+    """`python -m tests.simulation`, NUM_SCHEDULES of them."""
+    return simulation

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import NUM_SCHEDULES
+from tests.support.beside import Beside
 from vllm_llumnix.frontend import streams
 from vllm_llumnix.frontend.owners import Owner
 from vllm_llumnix.frontend.streams import Orphan, Stream
@@ -20,22 +22,15 @@ from . import mutants
 from .cluster import HOME_LIFE, Cluster
 from .schedule import play
 
-NUM_SCHEDULES = 100_000
+LONGEST_S = 1200
+"""On a slow machine, of which they have had nothing before."""
 MUTANT_SCHEDULES = 3000
 ROOT = Path(__file__).parents[2]
 
 
-def simulate(*arguments: str) -> list[str]:
-    """Lines that `python -m tests.simulation` prints; fails if it does."""
-    command = [sys.executable, "-m", "tests.simulation", *arguments]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
-    return ran.stdout.splitlines()
-
-
-@pytest.mark.timeout(900)
-def test_random_schedules() -> None:
-    lines = simulate("--schedules", str(NUM_SCHEDULES))
+@pytest.mark.timeout(LONGEST_S + 60)
+def test_random_schedules(random_schedules: Beside) -> None:
+    lines = random_schedules.lines(LONGEST_S)
     assert lines[-1] == f"{NUM_SCHEDULES} schedules, 0 violations"
     # They reach what they are meant to reach.
     reached = {what: int(count) for count, what in re.findall(r"(\d+) (\w+)", lines[-2])}

@@ -94,7 +94,7 @@ async def play(seed: int, model: Path, reached: Counter[str] | None = None) -> l
             reached.update(cluster.outcomes)
             reached["replayed"] += stream.at.client._replay.replayed
             reached["rescued"] += sum(one.engine.kvconn.bypass.num_rescued for one in cluster.instances.values())
-        reached["fenced"] += cluster.network.seen["FenceQuestion"]
+            reached["fenced"] += cluster.network.seen["FenceQuestion"]
         return [f"seed {seed}: {fault}" for fault in faults]
 
 

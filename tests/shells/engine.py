@@ -146,9 +146,15 @@ def engine_config(model: Path, *, asynchronous: bool) -> VllmConfig:
 
 def _close(loop: asyncio.AbstractEventLoop) -> None:
     """A process would end here, and its helper threads with it."""
+    _cancel_all(loop)
+    loop.run_until_complete(loop.shutdown_default_executor())
+    # Timers that were due meanwhile have begun something.
+    _cancel_all(loop)
+    loop.close()
+
+
+def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
     while tasks := asyncio.all_tasks(loop):
         for task in tasks:
             task.cancel()
         loop.run_until_complete(asyncio.wait(tasks))
-    loop.run_until_complete(loop.shutdown_default_executor())
-    loop.close()

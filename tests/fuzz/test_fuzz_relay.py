@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +72,7 @@ class Harness:
     def __init__(self, runner: asyncio.Runner, directory: Path) -> None:
         self._runner = runner
         self._next = 0
+        self._marks = itertools.count()
         runner.run(self._start(directory))
 
     async def _start(self, directory: Path) -> None:
@@ -89,9 +91,10 @@ class Harness:
         if "victim" not in self.client._streams:
             await self.client.add_request_async(request("victim"))
         await self._attacker.socket.send_multipart(frames)
-        # A heartbeat is answered, so all that came before it has been dealt with.
-        await self._attacker.send(wire.Heartbeat("attacker", "1", wire.Health.OK, []))
-        while not isinstance(await self._attacker.answer(), wire.HeartbeatAck):
+        # A heartbeat is answered, so all that came before it has been dealt with. By name: attacks are answered, too.
+        mark = f"nobody-{next(self._marks)}"
+        await self._attacker.send(wire.Heartbeat("attacker", "1", wire.Health.OK, [(mark, Epoch(0, 0))]))
+        while await self._attacker.answer() != wire.HeartbeatAck([mark]):
             pass
         while not self.client.outputs_queue.empty():
             await self.client.get_output_async()

@@ -195,6 +195,7 @@ def _passes(view: View, account: Account) -> _Times:
         history.seen(instances)
         plan(camera.take(instances, now_s), history, config, now_s)
 
+    one()  # the first one after instances have come or gone reads all their metadata, too
     return _timed(one, _PASSES)
 
 

@@ -78,8 +78,8 @@ class Camera:
         if metadata != self._roster.metadata:
             self._roster = _Roster(metadata)
         roster = self._roster
-        numbers = _table([_NUMBERS(instance.status) for instance in known], _NUM_NUMBERS)
-        schedulable, health, total, used = numbers[:_NUM_DERIVED]
+        numbers = _table([_NUMBERS(instance.status) for instance in known], len(_INTO_OTHERS) + len(_AS_THEY_ARE))
+        schedulable, health, total, used, *as_they_are = numbers
         silent = now_s - np.array([instance.received_s for instance in known], dtype=np.float64) > self._staleness_s
         sick = (schedulable == 0) | silent
         return Snapshot(
@@ -92,18 +92,13 @@ class Camera:
             sick,
             failing(self._domain, sick, roster.nodes, roster.failing_units),
             health != Health.HUNG,
-            *[*numbers[_NUM_DERIVED:], total, total - used, *roster.limits],
+            *[*as_they_are, total, total - used, *roster.limits],
         )
 
 
 _ID = attrgetter("metadata.instance_id")
-_NUM_DERIVED, _NUM_NUMBERS = 4, 10
-_NUMBERS = attrgetter(
-    "schedulable",
-    "health",
-    "num_total_gpu_tokens",
-    "num_used_gpu_tokens",
-    # These as they are, in the order of Snapshot.
+_INTO_OTHERS = ("schedulable", "health", "num_total_gpu_tokens", "num_used_gpu_tokens")
+_AS_THEY_ARE = (  # in the order of Snapshot
     "scheduler_running_to_decode_requests_num",
     "scheduler_running_to_decode_tokens_num",
     "num_waiting_requests",
@@ -111,6 +106,7 @@ _NUMBERS = attrgetter(
     "num_migrate_out_reqs",
     "num_migrate_in_reqs",
 )
+_NUMBERS = attrgetter(*_INTO_OTHERS, *_AS_THEY_ARE)
 
 
 class _Roster:

@@ -18,6 +18,7 @@ from tests.shells.cluster import SECONDS, Cluster, cluster_of, retold, until
 from tests.shells.marks import MARKS
 from tests.shells.network import Kind
 from tests.support.failures import failure
+from vllm_llumnix.frontend import streams
 
 pytestmark = MARKS
 
@@ -94,6 +95,9 @@ async def test_a_step_that_is_too_long(model_dir: Path) -> list[str]:
         with hanging_from(cluster, "B", "Commit"):
             assert await moves(cluster, stream) == "stayed"
             await stream.reaches(len(stream.tokens) + 20)
+            # B, which never had the request, has not told its origin that it has.
+            await asyncio.sleep(2 * streams.CLAIM_SECONDS)
+        assert not stream.at.client._replay.replayed
         return await cluster.verdict(stream)
 
 

@@ -326,7 +326,7 @@ class IncomingMove:
         residence.epoch, residence.last_hop = effect.epoch, effect.epoch.hop
         residence.base = residence.next_index = effect.base
         residence.repeat = repeat_from(request)
-        residence.handover_open = True
+        residence.handover_open = residence.admitting = True
         request.client_index = arrivals.relay.client_index(residence.origin)
         try:
             arrivals.relay.welcome(self.request_id, residence)
@@ -335,6 +335,7 @@ class IncomingMove:
             arrivals.relay.farewell(self.request_id, residence)
             self.feed(on.AdmitFailed(error.reason, error.detail))
             return
+        residence.admitting = False
         self.phase_ms["admit"] = (time.perf_counter() - began) * 1e3
         arrivals.departures.came_back(self.request_id)
         faults.hit("destination.admitted")

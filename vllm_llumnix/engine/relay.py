@@ -180,17 +180,19 @@ class Relay:
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
             health = self._health()
-            owned: dict[_Origin, list[tuple[str, Epoch]]] = {origin: [] for origin in self._origins.values()}
+            guests: dict[_Origin, dict[str, Residence]] = {origin: {} for origin in self._origins.values()}
             for request_id, (residence, origin) in self._guests.items():
-                owned[origin].append((request_id, residence.epoch))
-            for origin, requests in owned.items():
+                guests[origin][request_id] = residence
+            for origin, residences in guests.items():
                 if origin.is_dead:
-                    self._bury(origin, requests)
-                else:
-                    origin.send(wire.Heartbeat(self._hello.instance, self._hello.incarnation, health, requests))
-                    origin.num_unanswered += 1
+                    self._bury(origin, residences)
+                    continue
+                owned = [(request_id, one.epoch) for request_id, one in residences.items() if not one.admitting]
+                origin.send(wire.Heartbeat(self._hello.instance, self._hello.incarnation, health, owned))
+                origin.num_unanswered += 1
 
-    def _bury(self, origin: _Origin, requests: list[tuple[str, Epoch]]) -> None:
+    def _bury(self, origin: _Origin, residences: dict[str, Residence]) -> None:
+        requests = [(request_id, residence.epoch) for request_id, residence in residences.items()]
         if requests:
             logger.warning("the API server at %s is gone; ending %d of its requests", origin.address, len(requests))
         del self._origins[origin.address], self._by_index[origin.index]

@@ -124,7 +124,7 @@ def weigh(
         return None, "below_threshold"
     selection = _selection(draft, source, destination, mean)
     tokens, requests = _expected(draft, selection, source, destination)
-    if tokens > snapshot.free_tokens[destination] > 0:
+    if tokens > draft.free_tokens[destination]:
         return None, "no_room"
     given, taken = (shift / scale for shift in draft.shifts(source, destination, tokens))
     here, there = float(draft.load[source]) / scale, float(draft.load[destination]) / scale

@@ -29,6 +29,8 @@ class Draft:
     """Projected: with the moves that are under way, and those of this pass."""
     out_slots: Column = field(init=False)
     in_slots: Column = field(init=False)
+    free_tokens: Column = field(init=False)
+    """Of the KV cache, less what is on its way there; infinite for an instance that does not say how much it has."""
     leaving: Column = field(init=False)
     """Requests that have been asked for and that the status may still count."""
     moves: list[Move] = field(default_factory=list)
@@ -46,6 +48,7 @@ class Draft:
     def __post_init__(self) -> None:
         snapshot, index = self.snapshot, self.snapshot.index
         self.load = snapshot.load.copy()
+        self.free_tokens = np.where(snapshot.total_tokens > 0, snapshot.free_tokens, np.inf)
         for move in self.history.pending_moves():
             if move.source in index:
                 self.sources.add(index[move.source])
@@ -57,6 +60,7 @@ class Draft:
             row = index.get(instance_id)
             if row is not None:
                 self.load[row] = max(self.load[row] + self.shift(row, tokens), 0.0)
+                self.free_tokens[row] -= max(tokens, 0.0)  # what leaves is there until it has left
         self._count_slots()
 
     def _count_slots(self) -> None:
@@ -85,6 +89,7 @@ class Draft:
         given, taken = self.shifts(source, destination, move.expected_tokens)
         self.load[source] -= given
         self.load[destination] += taken
+        self.free_tokens[destination] -= move.expected_tokens
         self.out_slots[source] -= move.expected_requests
         self.in_slots[destination] -= move.expected_requests
         self.moves.append(move)

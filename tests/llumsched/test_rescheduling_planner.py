@@ -97,11 +97,37 @@ def test_what_costs_more_than_it_brings_is_left() -> None:
     assert pairs(planned(heavy, balancing(link_bytes_per_s=1e13))) == [("a", "b")]
 
 
-def test_full_destination_is_left() -> None:
-    """Its load is low by the metric, but its blocks are taken (by cached prefixes that are in use, say)."""
-    full = instance("b", 0.99)
-    made = planned([instance("a", 0.9), full], balancing(), measure=lambda one: {"a": 0.9, "b": 0.1}[one.id])
+def decode_batches() -> Config:
+    """Balances by a metric that says nothing of the KV cache."""
+    return Config(policies=("neutral_load",), neutral=LoadTarget("decode_batch_size"))
+
+
+@pytest.mark.parametrize("in_use", [0.99, 1.0])
+def test_full_destination_is_left(in_use: float) -> None:
+    """Its batch is small, of few long requests."""
+    full = instance("b", in_use, scheduler_running_to_decode_requests_num=2)
+    made = planned([instance("a", 0.9), full], decode_batches())
     assert made.results[0].refused == {"no_room": 1}
+
+
+def test_destination_that_does_not_tell_its_size_may_have_room() -> None:
+    unknown = instance("b", num_total_gpu_tokens=0)
+    assert pairs(planned([instance("a", 0.9), unknown], decode_batches())) == [("a", "b")]
+
+
+def test_what_is_on_its_way_to_a_destination_needs_its_room() -> None:
+    config = decode_batches()
+    history = History(config)
+    small = {"scheduler_running_to_decode_requests_num": 2}
+    first, second = instance("first", 0.5), instance("second", 0.5)
+    destination = instance("destination", 0.7, **small)
+    [move] = planned([first, destination], config, history).moves
+    assert move.expected_tokens > 15_000, "no room for two of them"
+    history.began(1, move, 0.0)
+    assert planned([second, destination], config, history, 1.0).results[0].refused == {"no_room": 1}
+    history.ended(1, 2.0)
+    history.seen([instance(name, received_s=2.1) for name in ("first", "destination")])
+    assert pairs(planned([second, destination], config, history, 2.1)) == [("second", "destination")]
 
 
 def test_slots_limit_what_is_expected_and_asked() -> None:
@@ -113,9 +139,10 @@ def test_slots_limit_what_is_expected_and_asked() -> None:
 
 
 def test_metric_that_counts_requests() -> None:
-    config = Config(policies=("neutral_load",), neutral=LoadTarget("decode_batch_size"))
     batch = {"a": 20.0, "b": 4.0}
-    [move] = planned([instance("a", 0.5), instance("b", 0.1)], config, measure=lambda one: batch[one.id]).moves
+    [move] = planned(
+        [instance("a", 0.5), instance("b", 0.1)], decode_batches(), measure=lambda one: batch[one.id]
+    ).moves
     assert (move.source, move.destination) == ("a", "b")
     assert move.expected_requests == 8, "half of the difference"
 

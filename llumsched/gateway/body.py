@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -30,6 +30,15 @@ class Head(msgspec.Struct):
 _HEAD = msgspec.json.Decoder(Head)
 _DOCUMENT = msgspec.json.Decoder(dict[str, Any])
 
+_T = TypeVar("_T")
+
+
+def _decoded(decoder: msgspec.json.Decoder[_T], content: bytes) -> _T:
+    try:
+        return decoder.decode(content)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"The body cannot be read as a JSON object: {error}") from None
+
 
 @dataclass(frozen=True, slots=True)
 class Body:
@@ -42,9 +51,9 @@ class Body:
         try:
             if not content.isascii():
                 content.decode()  # what is skipped is not looked at
-            head = _HEAD.decode(content)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise InvalidRequest(f"The body is not a JSON object: {error}") from None
+        except UnicodeDecodeError as error:
+            raise InvalidRequest(f"The body is not UTF-8: {error}") from None
+        head = _decoded(_HEAD, content)
         if head.model is not None and not isinstance(head.model, str):
             raise InvalidRequest("`model` must be a string.")
         return cls(content, head)
@@ -58,8 +67,9 @@ class Body:
         return self.head.stream is True
 
     def document(self) -> dict[str, Any]:
-        """All fields. Costs as much as the body is long."""
-        return _DOCUMENT.decode(self.content)
+        """All fields. Costs as much as the body is long. Raises InvalidRequest: what `read` skips may be a number that
+        is out of range."""
+        return _decoded(_DOCUMENT, self.content)
 
     def with_token_ids(self) -> bytes:
         """The same bytes, and the wish for token ids as the last field: it counts if the client set it, too."""

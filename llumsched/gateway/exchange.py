@@ -340,7 +340,7 @@ class Exchange:
                 if self._transcript.is_finished:
                     return await self._end(continuation.ending(self._body, self._transcript))
                 self._plan_continuation(backend)
-        except continuation.CannotContinue as reason:
+        except (continuation.CannotContinue, errors.InvalidRequest) as reason:
             self._count_continuation("refused")
             if failed:
                 self._record.status = 502

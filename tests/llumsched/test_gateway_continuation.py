@@ -164,6 +164,15 @@ async def test_what_cannot_be_exact_ends_with_a_clear_error(wishes: dict[str, An
 
 
 @pytest.mark.asyncio
+async def test_what_an_engine_reads_and_the_gateway_does_not_ends_with_a_clear_error() -> None:
+    body = json.dumps(BODIES[COMPLETIONS]).encode().replace(b'"temperature": 0', b'"temperature": 1e999')
+    async with cluster() as it:
+        it.engines.cut_at = 300
+        error = _error(await it.post(COMPLETIONS, body))
+        assert "could not be continued: The body cannot be read" in error["message"]
+
+
+@pytest.mark.asyncio
 async def test_a_client_can_opt_out() -> None:
     async with cluster() as it:
         it.engines.cut_at = 300

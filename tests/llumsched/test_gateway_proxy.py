@@ -9,7 +9,7 @@ import logging
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.mock_api import Mock
@@ -23,6 +23,7 @@ PROMPTS: dict[str, dict[str, Any]] = {
     CHAT: {"model": "mock", "messages": [{"role": "user", "content": "Grüß dich, 世界"}], "max_tokens": 5},
     COMPLETIONS: {"model": "mock", "prompt": "one two three", "max_tokens": 5},
 }
+DEEP = b'{"model": "mock", "a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 
 
 @pytest.mark.asyncio
@@ -90,11 +91,16 @@ async def test_models_are_merged_and_an_unknown_one_is_refused() -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'"x"', b"nonsense", b'{"model": 3}', b'{"a": "\xff"}', b"{}x"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b'"x"', b"nonsense", b'{"model": 3}', b'{"a": "\xff"}', b"{}x", DEEP],
+    ids=lambda content: repr(content[:20]),
+)
 async def test_malformed_json_is_refused_here(content: bytes) -> None:
     async with cluster(num_engines=1) as it:
         reply = await it.post(CHAT, content)
         assert (reply.status, reply.json["error"]["type"]) == (400, "BadRequestError")
+        assert reply.headers["X-Request-Id"]
         assert not it.engines.seen
 
 
@@ -166,12 +172,14 @@ def test_any_body_passes_as_it_is_but_for_the_wish_for_token_ids(
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=60))
+@example(b'{"temperature": 1e999}')
+@example(DEEP)
 def test_no_bytes_upset_the_reading_of_a_body(content: bytes) -> None:
     try:
-        body = Body.read(content)
+        document = Body.read(content).document()
     except InvalidRequest:
         return
-    assert isinstance(body.document(), dict)
+    assert isinstance(document, dict)
 
 
 @pytest.mark.asyncio

@@ -75,6 +75,16 @@ async def test_the_scheduler_is_told_the_same_id_as_the_engine() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_body_that_cannot_be_counted_is_refused_here() -> None:
+    async with scheduled() as (it, scheduler):
+        reply = await it.post(COMPLETIONS, b'{"model": "mock", "prompt": "x", "temperature": 1e999}')
+        assert (reply.status, reply.json["error"]["type"]) == (400, "BadRequestError")
+        assert "out of range" in reply.json["error"]["message"]
+        assert reply.headers["X-Request-Id"]
+        assert not scheduler.of("/schedule")
+
+
+@pytest.mark.asyncio
 async def test_lite_mode_reports_and_releases() -> None:
     settings = {"full_mode": False, "requests_report_duration_s": 0.05, "mock": Mock(interval_s=0.05)}
     async with scheduled(**settings) as (it, scheduler):

@@ -39,10 +39,15 @@ def _line(record: Record) -> str:
     ttft = "-" if record.ttft_s is None else f"{record.ttft_s * 1e3:.1f}ms"
     return (
         f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {record.status} {record.path} id={record.id} "
-        f"model={record.model or '-'!s} instance={record.instance or '-'} e2e={record.e2e_s * 1e3:.1f}ms ttft={ttft} "
+        f"model={_word(record.model)} instance={record.instance or '-'} e2e={record.e2e_s * 1e3:.1f}ms ttft={ttft} "
         f"schedule={record.schedule_s * 1e3:.1f}ms in={record.num_input_tokens} out={record.num_output_tokens} "
         f"retries={record.num_retries} continuations={record.num_continuations}"
     )
+
+
+def _word(text: str) -> str:
+    """Whatever a client wrote there, as one field of one line."""
+    return "".join(char if char.isprintable() and char != " " else f"\\u{ord(char):04x}" for char in text) or "-"
 
 
 def _json(record: Record) -> str:

@@ -93,6 +93,10 @@ class Backends:
     def __len__(self) -> int:
         return len(self._by_address)
 
+    def listed(self, model: str) -> bool:
+        """Whether one of them is known to serve it."""
+        return any(model in (backend.models or ()) for backend in self._by_address.values())
+
     def next_for(self, model: str, excluded: Collection[Backend] = ()) -> Backend | None:
         """Round robin over those that serve the model; excluded ones never, avoided ones if there is no other."""
         backends = list(self._by_address.values())

@@ -10,6 +10,9 @@ import msgspec
 
 from llumsched.gateway.errors import InvalidRequest
 
+_MOST_MODEL_CHARACTERS = 256
+"""Names end up in answers, logs and metrics."""
+
 
 class Head(msgspec.Struct):
     """What is read of a body to send it on its way; everything else is only checked to be JSON.
@@ -56,6 +59,8 @@ class Body:
         head = _decoded(_HEAD, content)
         if head.model is not None and not isinstance(head.model, str):
             raise InvalidRequest("`model` must be a string.")
+        if len(head.model or "") > _MOST_MODEL_CHARACTERS:
+            raise InvalidRequest(f"`model` has more than {_MOST_MODEL_CHARACTERS} characters.")
         return cls(content, head)
 
     @property

@@ -257,7 +257,7 @@ class Exchange:
         events = sse.EventStream(wants_ids=self._wants_ids, keeps_ids=self._transcript.keeps_ids)
         self._events = events
         self._record.is_streamed = True
-        observe_gap = self._around.metrics.of_model(self._record.model).itl.observe
+        observe_gap = self._around.metrics.of_model(self._record.model, is_served=True).itl.observe
         read = answer.read
         last_s = 0.0
         while data := await read():
@@ -366,7 +366,7 @@ class Exchange:
         self._path, self._content, self._change = planned.path, planned.content, planned.change
 
     def _count_continuation(self, outcome: str) -> None:
-        self._around.metrics.continuations.labels(self._record.model, outcome).inc()
+        self._around.metrics.of_model(self._record.model).lost(outcome)
 
     async def _give_up(self, lost: StreamLost) -> web.StreamResponse:
         kind = errors.UpstreamTimedOut if lost.timed_out else errors.UpstreamFailed

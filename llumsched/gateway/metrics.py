@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -24,7 +24,9 @@ _STAGE_MS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 _QUEUE_MS = (1, 5, 10, 50, 100, 200, 500, 1000, 2000, 5000)
 _MOST_MODELS = 1000
 _OVERFLOW = "_overflow"
-"""Stands for all models beyond the first thousand: clients choose that label."""
+"""Stands for all models beyond the first thousand."""
+_UNKNOWN = "_unknown"
+"""Stands for all models that no instance serves: clients write there what they like."""
 
 
 @dataclass(slots=True)
@@ -50,7 +52,9 @@ class Record:
 
 
 class Metrics:
-    def __init__(self) -> None:
+    def __init__(self, is_listed: Callable[[str], bool] = lambda model: False) -> None:
+        """`is_listed`: whether an instance says that it serves the model."""
+        self._is_listed = is_listed
         self._registry = CollectorRegistry()
         self._started_s = time.time()
         self._models: dict[str, _OfModel] = {}
@@ -86,15 +90,19 @@ class Metrics:
     def _gauge(self, name: str, text: str, mode: str = "livesum") -> Gauge:
         return Gauge(name, text, registry=self._registry, multiprocess_mode=mode)  # type: ignore[arg-type]
 
-    def of_model(self, model: str) -> _OfModel:
+    def of_model(self, model: str, *, is_served: bool = False) -> _OfModel:
+        """Its series. `is_served`: an instance has answered for it (one that wants a key does not list its models)."""
         found = self._models.get(model)
         if found is None:
-            name = model if len(self._models) < _MOST_MODELS else _OVERFLOW
-            found = self._models[model if name == model else _OVERFLOW] = _OfModel(self, name)
+            if model and not is_served and not self._is_listed(model):
+                model = _UNKNOWN
+            elif len(self._models) >= _MOST_MODELS:
+                model = _OVERFLOW
+            found = self._models[model] = self._models.get(model) or _OfModel(self, model)
         return found
 
     def ended(self, record: Record) -> None:
-        self.of_model(record.model).ended(record)
+        self.of_model(record.model, is_served=record.status == 200).ended(record)
 
     def observe_load(self, num_in_flight: int, num_waiting: int) -> None:
         self._current.set(num_in_flight)
@@ -148,6 +156,10 @@ class _OfModel:
         self._preprocess = metrics.preprocess.labels(model)
         self._input_lengths = metrics.input_lengths.labels(model)
         self._output_lengths = metrics.output_lengths.labels(model)
+
+    def lost(self, outcome: str) -> None:
+        """A stream lost its engine; `outcome` is what came of it."""
+        self._metrics.continuations.labels(self._model, outcome).inc()
 
     def ended(self, record: Record) -> None:
         status = record.status

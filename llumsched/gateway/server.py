@@ -37,7 +37,6 @@ class Gateway:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.metrics = Metrics()
         self.port = 0
         self._tokens = TokenCounter(config.tokenizers, config.chat_template)
 
@@ -46,6 +45,7 @@ class Gateway:
         self._loop = asyncio.get_running_loop()
         self._session = new_session(config.connect_timeout_s)
         self.backends = Backends(config.backend_endpoints, self._session)
+        self.metrics = Metrics(self.backends.listed)
         self.upstream = Upstream(config.connect_timeout_s)
         self.placement = self._placement()
         self.access_log = AccessLogger(config.access_log)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the gateway tells of requests: its metrics, and the lines of its access log. Clients choose part of the text."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from benchmarks.mock_api import Mock
+from llumsched.gateway.config import AccessLog
+from tests.llumsched.gateway_support import Cluster, cluster
+
+COMPLETIONS = "/v1/completions"
+BODY: dict[str, Any] = {"model": "mock", "prompt": "one two three", "max_tokens": 4}
+
+
+async def _models(it: Cluster) -> set[str]:
+    """The values of the label, in all metrics."""
+    return set(re.findall(r'model="([^"]*)"', (await it.get("/metrics")).content.decode()))
+
+
+@pytest.mark.asyncio
+async def test_only_models_that_an_instance_serves_are_labels() -> None:
+    async with cluster(num_engines=1) as it:
+        await it.get("/v1/models")  # the mock engine would answer for any
+        for number in range(20):
+            assert (await it.post(COMPLETIONS, BODY | {"model": f"nonsense-{number}"})).status == 404
+        assert (await it.post(COMPLETIONS, BODY)).status == 200
+        assert await _models(it) == {"mock", "_unknown"}
+        counted = (await it.get("/metrics")).content
+        assert b'request_total{model="_unknown",status_code="404"} 20.0' in counted
+        assert b'request_total{model="mock",status_code="200"} 1.0' in counted
+
+
+class _Locked(Mock):
+    """Tells its models to nobody without a key, and serves only those."""
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.path == "/v1/models":
+            return web.Response(status=401)
+        if b'"mock"' not in await request.read():
+            return web.json_response({"error": {"message": "no such model", "code": 404}}, status=404)
+        return await super().answer(request)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_shows_what_an_instance_serves_that_does_not_tell(stream: bool) -> None:
+    async with cluster(num_engines=1, mock=_Locked()) as it:
+        assert (await it.post(COMPLETIONS, BODY | {"model": "nonsense"})).status == 404
+        assert await _models(it) == {"_unknown"}
+        assert (await it.post(COMPLETIONS, BODY | {"stream": stream})).status == 200
+        assert await _models(it) == {"mock", "_unknown"}
+
+
+@pytest.mark.asyncio
+async def test_continuations_are_counted_by_the_same_label() -> None:
+    async with cluster(num_engines=2) as it:
+        it.engines.cut_at = 300
+        await it.post(COMPLETIONS, BODY | {"stream": True, "temperature": 0})
+        assert b'request_continuation_total{model="mock",outcome="continued"} 1.0' in (await it.get("/metrics")).content
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("model", ["x" * 257, "é" * 1000])
+async def test_a_models_name_has_a_limit(model: str) -> None:
+    async with cluster(num_engines=1) as it:
+        await it.get("/v1/models")
+        reply = await it.post(COMPLETIONS, BODY | {"model": model})
+        assert reply.status == 400
+        assert len(reply.content) < 200, "the name does not come back"
+        assert (await it.post(COMPLETIONS, BODY | {"model": "x" * 256})).status == 404
+
+
+@pytest.mark.asyncio
+async def test_a_client_writes_no_lines_and_no_fields_into_the_access_log(capsys: pytest.CaptureFixture[str]) -> None:
+    async with cluster(num_engines=1, access_log=AccessLog.LINE) as it:
+        await it.get("/v1/models")
+        forged = "m\n2026-01-01T00:00:00 200 /v1/forged id=root \x1b[31m\u2028\x9b instance=x"
+        await it.post(COMPLETIONS, BODY | {"model": forged}, {"X-Request-Id": "one two"})
+        it.gateway.access_log.flush()
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.isprintable()
+        fields = dict(word.split("=", 1) for word in line.split(" ") if "=" in word)
+        assert fields["model"] == forged.translate({ord(char): f"\\u{ord(char):04x}" for char in "\n \x1b\u2028\x9b"})
+        assert (fields["instance"], fields["id"].isalnum()) == ("-", True)

@@ -63,12 +63,15 @@ class RedisLink(Abortable):
 
     async def open(self, metadata: InstanceMetadata, ended: Callable[[], None]) -> None:
         self._client = connect(self._url)
-        await self._run(self._write_metadata(metadata))
+        await self.describe(metadata)
 
     async def push(self, status: InstanceStatus, metadata: Callable[[], InstanceMetadata]) -> None:
         if time.monotonic() - self._written_s > METADATA_EVERY_S:
-            await self._run(self._write_metadata(metadata()))
+            await self.describe(metadata())
         await self._run(self._write(STATUS_PREFIX, status.SerializeToString()))
+
+    async def describe(self, metadata: InstanceMetadata) -> None:
+        await self._run(self._write_metadata(metadata))
 
     async def leave(self) -> None:
         keys = (METADATA_PREFIX + self._id, STATUS_PREFIX + self._id)

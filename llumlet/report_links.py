@@ -42,6 +42,10 @@ class Link(Protocol):
         """Returns when the store has taken the status. `metadata` is for stores in which it does not last."""
         ...
 
+    async def describe(self, metadata: InstanceMetadata) -> None:
+        """The metadata is another one than at `open`. Returns when the store has taken it."""
+        ...
+
     async def leave(self) -> None:
         """The instance is gone."""
         ...
@@ -104,10 +108,13 @@ class GrpcLink(Abortable):
         self._channel = self._credentials.channel(self._address)
         self._call = cast(Any, CmsStub(self._channel).Report)(metadata=self._credentials.call_metadata)
         self._call.add_done_callback(lambda _: ended())
-        await self._send(InstanceReport(metadata=metadata))
+        await self.describe(metadata)
 
     async def push(self, status: InstanceStatus, metadata: Callable[[], InstanceMetadata]) -> None:
         await self._send(InstanceReport(status=status), answered=False)
+
+    async def describe(self, metadata: InstanceMetadata) -> None:
+        await self._send(InstanceReport(metadata=metadata))
 
     async def leave(self) -> None:
         await self._send(InstanceReport(leaving=True))

@@ -68,13 +68,19 @@ class Reporter:
 
     def changed(self) -> None:
         """The load is another one. From any thread; O(1), and nearly nothing while a change is waiting already."""
-        if self._loop is None or not self._mark():
-            return
-        try:
-            self._loop.call_soon_threadsafe(self._wake)
-        except RuntimeError:
-            # The loop has been closed: the instance ends.
-            return
+        if self._loop is not None and self._mark():
+            self._soon(self._wake)
+
+    def metadata_changed(self) -> None:
+        """The metadata is another one: an adapter was loaded, say. From any thread."""
+        if self._loop is not None:
+            self._soon(self._describe)
+
+    def _soon(self, function: Callable[[], None]) -> None:
+        assert self._loop is not None
+        # It may have been closed: the instance ends.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function)
 
     def _mark(self) -> bool:
         """Whether nobody else has woken the loop yet."""
@@ -124,6 +130,10 @@ class Reporter:
         for feed in self._feeds:
             feed.wake()
 
+    def _describe(self) -> None:
+        for feed in self._feeds:
+            feed.describe()
+
     async def _tick(self) -> None:
         """One timer for all: a timer for every push would cost more than the push."""
         while True:
@@ -144,6 +154,7 @@ class _Feed:
         self._pushed_s = 0.0
         self._in_flight = False
         self._delayed = False
+        self._metadata_due = False
         self._retry_s = FIRST_RETRY_S
 
     def wake(self) -> None:
@@ -156,6 +167,11 @@ class _Feed:
         else:
             self._delayed = True
             asyncio.get_running_loop().call_later(wait_s, self._undelay)
+
+    def describe(self) -> None:
+        """With the next push, or in the session that is to be opened, the metadata as it will be then."""
+        self._metadata_due = True
+        self.wake()
 
     def leave(self) -> None:
         self._left.set()
@@ -188,9 +204,13 @@ class _Feed:
                 await self._pause()
 
     async def _session(self) -> None:
+        self._metadata_due = False
         await self._bounded(self.link.open(self._reporter.metadata_now(), self._dirty.set))
         while not self._left.is_set():
             self._dirty.clear()
+            if self._metadata_due:
+                self._metadata_due = False
+                await self._bounded(self.link.describe(self._reporter.metadata_now()))
             await self._bounded(self.link.push(self._reporter.status_now(), self._reporter.metadata_now))
             if not self.connected:
                 self.connected, self._retry_s = True, FIRST_RETRY_S

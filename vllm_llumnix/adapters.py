@@ -17,6 +17,7 @@ import dataclasses
 import hashlib
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,8 @@ class Adapters:
     """On one event loop. `lora_config` is vLLM's, None without --enable-lora."""
 
     def __init__(self, lora_config: Any) -> None:
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when `names` has become another one."""
         self._settings = settings_of(lora_config)
         self._known: dict[str, _Known] = {}
         self._one_at_a_time = asyncio.Lock()
@@ -81,12 +84,15 @@ class Adapters:
             return
         reading = asyncio.get_running_loop().create_task(self._read(request), name="llumnix-adapter")
         self._known[request.lora_name] = _Known(request, reading)
+        if known is None:
+            self.on_change()
 
     def forget(self, lora_int_id: int) -> None:
         """The front-end has had it removed."""
         for name, known in list(self._known.items()):
             if known.request.lora_int_id == lora_int_id:
                 del self._known[name]
+                self.on_change()
 
     async def resolve(self, name: str, digest: str | None) -> LoRARequest:
         """Our own adapter of that name, with our own id and path. Raises Refused(lora_not_available)."""

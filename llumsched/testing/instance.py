@@ -98,6 +98,12 @@ class SimulatedInstance:
         self.engine.frozen.set()
         self.engine.note_change()
 
+    def serve(self, *models: str) -> None:
+        """Under these names from now on, as when an adapter was loaded at run time."""
+        self.agent.metadata_fields["served_models"] = models
+        if self._reporter is not None:
+            self._reporter.metadata_changed()
+
     def submit(
         self, prompt: int | Sequence[int], max_tokens: int = 16, *, request_id: str = "", external_id: str = ""
     ) -> SimulatedRequest:

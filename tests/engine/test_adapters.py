@@ -54,6 +54,17 @@ async def refusal(answer: Any) -> str:
     return refused.value.detail
 
 
+async def test_who_serves_what_is_told_once(path: Path) -> None:
+    table, told = knowing(), list[list[str]]()
+    table.on_change = lambda: told.append(table.names)
+    for request in (named(path), named(path), named(path, 2, "other")):
+        table.learn(request)
+    table.learn(named(path), reloaded=True)
+    table.forget(1)
+    table.forget(1)
+    assert told == [["story"], ["story", "other"], ["other"]]
+
+
 async def test_a_copy_elsewhere_is_the_same(path: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(path, tmp_path / "elsewhere"))
     there = knowing(named(copy, 7))

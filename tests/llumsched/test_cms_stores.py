@@ -91,6 +91,16 @@ async def test_instances_appear_change_and_leave(source: Source) -> None:
     await until(lambda: not view)
 
 
+async def test_an_adapter_that_is_loaded_later_is_served(source: Source) -> None:
+    async with SimulatedCluster(1, source.reports) as cluster:
+        await reported(source.store, cluster[0])
+        for models in (["simulated", "adapter"], ["simulated"]):
+            cluster[0].serve(*models)
+            # Redis would be told in any case when the metadata is written anew, three seconds after the last time.
+            await until(lambda models=models: [*source.store.view["sim-0"].metadata.served_models] == models, 2)  # type: ignore[misc]
+        assert source.store.view["sim-0"].metadata.incarnation == cluster[0].incarnation
+
+
 async def test_an_idle_instance_stays(source: Source) -> None:
     async with SimulatedCluster(1, source.reports) as cluster:
         await reported(source.store, cluster[0])

@@ -138,6 +138,7 @@ class LlumletAgent:
             cms, lambda: metadata_of(self.bypass, self.adapters, address), self.status.now, self.bypass.credentials
         )
         self.kvconn.port.load.on_change = self.reporter.changed
+        self.adapters.on_change = self.reporter.metadata_changed
         self._spawn(self.reporter.run())
 
     async def close(self) -> None:

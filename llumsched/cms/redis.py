@@ -69,13 +69,13 @@ class RedisStore:
 
     async def _keep_following(self) -> None:
         while True:
-            client = connect(self._url)
             try:
-                await self._follow(client)
+                async with contextlib.aclosing(connect(self._url)) as client:
+                    await self._follow(client)
             except (RedisError, OSError) as error:
                 self._lost(str(error) or type(error).__name__)
-            finally:
-                await client.aclose()
+            except Exception as error:  # noqa: BLE001 - of an observer, say: a view that nobody feeds must not look alive
+                self._lost(f"{type(error).__name__}: {error}", error)
             await asyncio.sleep(self._retry_s * random.uniform(0.5, 1.5))
             self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
 
@@ -177,10 +177,12 @@ class RedisStore:
         self.complete.set()
         logger.info("Following the CMS at %s", self._name)
 
-    def _lost(self, why: str) -> None:
+    def _lost(self, why: str, fault: Exception | None = None) -> None:
+        """`fault`: of this process, not of the connection."""
         first = self.view.connected or self.problem != why
         self.view.connected, self.problem = False, why
-        logger.log(logging.WARNING if first else logging.DEBUG, "The CMS at %s is lost: %s", self._name, why)
+        level = logging.WARNING if first else logging.DEBUG
+        logger.log(level, "The CMS at %s is lost: %s", self._name, why, exc_info=fault)
 
 
 def _id(raw: bytes) -> str | None:

@@ -67,6 +67,8 @@ class WatchStore:
                     if cast("asyncio.Task[None]", asyncio.current_task()).cancelling():
                         raise
                     self._lost(f"nothing was heard for {SILENCE_S:g} s")
+                except Exception as error:  # noqa: BLE001 - of an observer, say: a view that nobody feeds must not look alive
+                    self._lost(f"{type(error).__name__}: {error}", error)
                 await asyncio.sleep(self._retry_s * random.uniform(0.5, 1.5))
                 self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
         finally:
@@ -114,7 +116,9 @@ class WatchStore:
             if self._call is not None and time.monotonic() - self._heard_s > SILENCE_S:
                 self._call.cancel()
 
-    def _lost(self, why: str) -> None:
+    def _lost(self, why: str, fault: Exception | None = None) -> None:
+        """`fault`: of this process, not of the connection."""
         first = self.view.connected or self.problem != why
         self.view.connected, self.problem = False, why
-        logger.log(logging.WARNING if first else logging.DEBUG, "The CMS at %s is lost: %s", self._address, why)
+        level = logging.WARNING if first else logging.DEBUG
+        logger.log(level, "The CMS at %s is lost: %s", self._address, why, exc_info=fault)

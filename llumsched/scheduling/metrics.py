@@ -8,6 +8,7 @@ entry point is named like the `Metric` it loads.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,13 +18,18 @@ from llumsched.scheduling.load import Context, Load
 
 ENTRY_POINTS = "llumnix.metrics"
 
+_log = logging.getLogger(__name__)
+_raised: set[str] = set()
+"""Names of metrics of which it was said that they raise."""
+
 
 @dataclass(frozen=True, slots=True)
 class Metric:
     name: str
     less_is_better: bool
     of: Callable[[Load], float]
-    """May return an infinity; not a number is as bad as can be."""
+    """May return an infinity; not a number is as bad as can be, and so is an exception. It is also asked of an instance
+    before its first status, when all of that is zero."""
     of_request: Callable[[Load, Context], float] | None = None
     """Instead of `of`, for a metric that depends on the request or on the time: called for every instance at every
     decision, where `of` is called when an instance's load changes."""
@@ -33,12 +39,22 @@ class Metric:
     """Means something beside a status."""
 
     def value(self, load: Load, context: Context | None = None) -> float:
-        """For comparing: never NaN."""
-        if self.of_request is not None and context is not None:
-            value = float(self.of_request(load, context))
-        else:
-            value = float(self.of(load))
+        """For comparing: never NaN. A metric of another package may raise; whoever asks goes on without its value."""
+        try:
+            if self.of_request is not None and context is not None:
+                value = float(self.of_request(load, context))
+            else:
+                value = float(self.of(load))
+        except Exception as error:  # noqa: BLE001 - whatever a foreign metric raises
+            if load.instance.status is not None:  # before it, all is zero, and a ratio of that is no fault
+                self._log_once(error)
+            return self.worst
         return self.worst if math.isnan(value) else value
+
+    def _log_once(self, error: Exception) -> None:
+        if self.name not in _raised:
+            _raised.add(self.name)
+            _log.error("Metric %s raises, and ranks an instance last when it does", self.name, exc_info=error)
 
     @property
     def worst(self) -> float:

@@ -16,7 +16,11 @@ from llumlet.types import Address
 from llumsched.cms.embedded import EmbeddedStore
 from llumsched.cms.redis import RedisStore
 from llumsched.cms.store import Patience, Store
+from llumsched.cms.view import Instance
 from llumsched.cms.watch import WatchStore
+from llumsched.scheduling.in_flight import InFlight
+from llumsched.scheduling.metrics import Metric
+from llumsched.scheduling.table import Table
 from llumsched.testing import SimulatedCluster, SimulatedInstance
 from tests.llumlet.fake_agent import until
 from tests.llumsched.redis_server import RedisServer
@@ -163,3 +167,53 @@ async def test_a_lost_source_leaves_the_last_view_and_is_found_again(source: Sou
             await reported(source.store, cluster[0])
             await reported(source.store, cluster[1])
             assert set(view) == {"sim-0", "sim-1"}
+
+
+async def test_a_metric_that_raises_does_not_blind_the_scheduler(source: Source) -> None:
+    broken = Metric("raises", True, lambda _: 1 / 0)
+    source.store.view.observe(Table(InFlight(), [broken]))
+    async with SimulatedCluster(2, source.reports) as cluster:
+        for instance in cluster.instances.values():
+            await reported(source.store, instance)
+        await cluster[0].submit(40, 8).done()
+        await reported(source.store, cluster[0])
+        assert source.store.view.connected
+    await until(lambda: not source.store.view)
+
+
+class RaisesAtFirst:
+    """An observer that breaks its promise, once for each kind of change."""
+
+    def __init__(self) -> None:
+        self.raised: list[str] = []
+
+    def appeared(self, instance: Instance) -> None:
+        self._raise("appeared")
+
+    def changed(self, instance: Instance) -> None:
+        self._raise("changed")
+
+    def left(self, instance: Instance) -> None:
+        self._raise("left")
+
+    def _raise(self, change: str) -> None:
+        if change not in self.raised:
+            self.raised.append(change)
+            raise RuntimeError(f"of the test: {change}")
+
+
+async def test_an_observer_that_raises_does_not_end_a_store(source: Source, caplog: pytest.LogCaptureFixture) -> None:
+    view, observer = source.store.view, RaisesAtFirst()
+    view.observe(observer)
+    async with SimulatedCluster(2, source.reports) as cluster:
+        for instance in cluster.instances.values():
+            await reported(source.store, instance)
+        await cluster[0].kill()
+        await until(lambda: "sim-0" not in view, 8)
+        await cluster[1].submit(40, 8).done()
+        await reported(source.store, cluster[1])
+        await until(lambda: view.connected)
+    await until(lambda: not view)
+    assert observer.raised == ["appeared", "changed", "left"]
+    for change in observer.raised:
+        assert f"of the test: {change}" in caplog.text

@@ -74,6 +74,22 @@ def test_direction_and_not_a_number() -> None:
     assert more.value(LOAD) == -math.inf
 
 
+def test_a_metric_that_raises_ranks_last_and_is_said_to_once(caplog: pytest.LogCaptureFixture) -> None:
+    ratio = Metric(
+        "ratio_that_raises", False, lambda load: load.status.num_free_blocks / load.status.num_waiting_requests
+    )
+    of_request = Metric("fit_that_raises", True, lambda _: 0, of_request=lambda *_: {}["gone"])
+    assert ratio.value(Load(Instance(cases.metadata("new"), None, 0.0))) == -math.inf
+    assert not caplog.records
+    for _ in range(3):
+        assert ratio.value(cases.load("a")) == -math.inf
+        assert of_request.value(LOAD, Context(0.0)) == math.inf
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == [
+        "Metric ratio_that_raises raises", "Metric fit_that_raises raises",
+    ]  # fmt: skip
+    assert "ZeroDivisionError" in caplog.text
+
+
 def test_a_metric_of_the_request() -> None:
     metric = Metric("fit", True, lambda _: 0, of_request=lambda _, context: context.request.prompt_num_tokens)
     assert metric.value(LOAD, Context(0.0, Request(prompt_num_tokens=9))) == 9

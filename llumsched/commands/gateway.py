@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -39,6 +40,7 @@ def faults(args: argparse.Namespace) -> list[str]:
     """Leaves the configuration in `args.config`."""
     found: list[str] = []
     values: dict[str, Any] = {}
+    unread: set[str] = set()
     for flags in FLAGS.values():
         for flag, (name, read, _, _) in flags.items():
             text = getattr(args, f"gateway{flag}")
@@ -48,24 +50,27 @@ def faults(args: argparse.Namespace) -> list[str]:
                 value = read(text)
             except ValueError as error:
                 found.append(f"{flag} {error}")
+                unread.add(name)
             else:
                 values[name] = values.get(name, {}) | value if isinstance(value, dict) else value
-    config = Config(**values)
-    args.config = config
-    return found or _contradictions(config)
+    args.config = Config(**values)
+    return found + [fault for settings, fault in _contradictions(args.config) if not settings & unread]
 
 
-def _contradictions(config: Config) -> list[str]:
-    found = []
+def _contradictions(config: Config) -> Iterator[tuple[set[str], str]]:
+    """What is wrong, and the settings without which that cannot be said."""
     if config.is_local and not config.backend_endpoints:
-        found.append("--scheduling-policy round-robin needs --llm-backend-endpoints")
+        needed = "--scheduling-policy round-robin needs --llm-backend-endpoints"
+        yield {"scheduling_policy", "backend_endpoints"}, needed
     if config.is_local and config.scheduler_endpoints:
-        found.append("--scheduler-endpoints is of no use with --scheduling-policy round-robin")
+        yield {"scheduling_policy"}, "--scheduler-endpoints is of no use with --scheduling-policy round-robin"
     if not config.is_local and not config.scheduler_endpoints:
-        found.append(f"--scheduling-policy {config.scheduling_policy} needs --scheduler-endpoints")
+        needed = f"--scheduling-policy {config.scheduling_policy} needs --scheduler-endpoints"
+        yield {"scheduling_policy", "scheduler_endpoints"}, needed
     if config.workers > 1 and not config.port:
-        found.append("--workers above 1 needs a --port: each worker binds it")
-    return found
+        yield {"workers", "port"}, "--workers above 1 needs a --port: each worker binds it"
+    if config.chat_template and not config.tokenizers:
+        yield {"tokenizers"}, "--chat-template is of no use without --tokenizer-path"
 
 
 def run(args: argparse.Namespace) -> int:

@@ -43,12 +43,12 @@ def faults(args: argparse.Namespace) -> list[str]:
     found = instances.cms_faults(args)
     if not args.cms and not found:
         found.append(f"--cms HOST:PORT or redis://… is missing (or {instances.CMS_VARIABLE})")
-    wrong = rescheduling.faults(args)
-    if not wrong and rescheduling.switch(args, "colocated_rescheduling_mode"):
-        wrong = ["--colocated-rescheduling-mode is for `llumnix scheduler`; here it is --standalone-rescheduling-mode"]
-    if not wrong and rescheduling.switch(args, "enable_rescheduling") is False:
-        wrong = ["--enable-rescheduling=false leaves nothing to do"]
-    found += wrong
+    found += rescheduling.faults(args)
+    if rescheduling.switch(args, "colocated_rescheduling_mode"):
+        wanted = "here it is --standalone-rescheduling-mode"
+        found.append(f"--colocated-rescheduling-mode is for `llumnix scheduler`; {wanted}")
+    if rescheduling.switch(args, "enable_rescheduling") is False:
+        found.append("--enable-rescheduling=false leaves nothing to do")
     if args.port is not None:
         number, fault = arguments.number("--port", args.port)
         if not fault and (number != int(number) or not 0 <= number < 65536):

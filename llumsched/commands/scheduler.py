@@ -176,11 +176,11 @@ class _Reader:
         self.faults += found
         if args.standalone_rescheduling_mode in ("true", True):
             self.faults.append("--standalone-rescheduling-mode is for `llumnix rescheduler`")
-        if found or not rescheduling.colocated(args):
+        if not rescheduling.colocated(args):
             return None
         if mode is Mode.LITE:
             self.faults.append("rescheduling needs full mode: engines that report nothing cannot move requests")
-        return rescheduling.config(args)
+        return None if found else rescheduling.config(args)
 
     def _cms(self, mode: Mode) -> str:
         args = self._args

@@ -17,6 +17,7 @@ class AccessLog(enum.StrEnum):
 
 
 ROUND_ROBIN = "round-robin"
+MOST_WORKERS = 256
 
 
 @dataclass(frozen=True, slots=True)

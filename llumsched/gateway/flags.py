@@ -6,16 +6,23 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from llumlet.types import Address
-from llumsched.gateway.config import AccessLog
+from llumsched.gateway.config import MOST_WORKERS, AccessLog
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)?")
 _UNITS = {None: 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "h": 3600.0}
 
 
 def _text(text: str) -> str:
+    return text
+
+
+def _file(text: str) -> str:
+    if not Path(text).is_file():
+        raise ValueError(f"{text!r} is no file")
     return text
 
 
@@ -84,7 +91,7 @@ FLAGS: dict[str, dict[str, Flag]] = {
     "listening": {
         "--host": ("host", _text, "HOST", "address to listen at"),
         "--port": ("port", _count(0, 65535), "PORT", "0: any free one"),
-        "--workers": ("workers", _count(1, 256), "N", "processes that share the port"),
+        "--workers": ("workers", _count(1, MOST_WORKERS), "N", "processes that share the port"),
         "--max-body-bytes": ("max_body_bytes", _count(1), "BYTES", "largest request"),
         "--shutdown-timeout": ("shutdown_timeout_s", _seconds, "TIME", "how long streams may go on after SIGTERM"),
         "--access-log": ("access_log", _access_log, "FORM", "off, line or json"),
@@ -174,6 +181,6 @@ FLAGS: dict[str, dict[str, Flag]] = {
             "[MODEL=]NAME",
             "the same, by its name on the hub (repeatable)",
         ),
-        "--chat-template": ("chat_template", _text, "FILE", "instead of the tokenizers' own"),
+        "--chat-template": ("chat_template", _file, "FILE", "instead of the tokenizers' own"),
     },
 }

@@ -34,7 +34,7 @@ class Counted:
 
 
 class ModelTokenizer:
-    """One model's. Raises ValueError if it cannot be loaded."""
+    """One model's. Raises ValueError if it, or the chat template, cannot be loaded."""
 
     def __init__(self, where: str, chat_template: str = "") -> None:
         path = Path(where)
@@ -83,7 +83,10 @@ def _chat_renderer(where: str, chat_template: str) -> Any:
         _log.warning("no chat template at %s: %s", where, error)
         return None
     if chat_template:
-        tokenizer.chat_template = Path(chat_template).read_text()
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text("utf-8")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"no chat template at {chat_template!r}: {error}") from None
     return tokenizer if tokenizer.chat_template else None
 
 

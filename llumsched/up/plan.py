@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llumlet.types import Address
+from llumsched.gateway.config import MOST_WORKERS
 from llumsched.up import device
 from llumsched.up.cluster import Plan
 from llumsched.up.component import ComponentSpec
@@ -21,6 +22,7 @@ HOST = "127.0.0.1"
 GATEWAY_PORT = 8001
 SCHEDULER_PORT = 8002
 CMS_PORT = 8003
+MOST_ENGINES = 256
 START_TIMEOUT_S = 60.0
 WARM_UP_PROMPT = range(100, 196)
 """Token ids of each engine's first request. The first one is slow; and on CPUs with AMX, where it is of a few tokens
@@ -64,10 +66,10 @@ class UpConfig:
 def faults_of(config: UpConfig, environment: Mapping[str, str] = os.environ) -> list[str]:
     """Everything that would keep the cluster from starting, a sentence each."""
     found = []
-    if config.num_engines < 1:
-        found.append("--engines must be at least 1")
-    if config.gateway_workers < 1:
-        found.append("--gateway-workers must be at least 1")
+    if not 1 <= config.num_engines <= MOST_ENGINES:
+        found.append(f"--engines must be from 1 to {MOST_ENGINES}")
+    if not 1 <= config.gateway_workers <= MOST_WORKERS:
+        found.append(f"--gateway-workers must be from 1 to {MOST_WORKERS}")
     if config.drain_s < 0:
         found.append("--drain-seconds must not be negative")
     if config.start_timeout_s <= 0:

@@ -43,6 +43,25 @@ async def test_all_faults_are_listed_at_once(llumnix: Llumnix) -> None:
 
 
 @pytest.mark.asyncio
+async def test_contradictions_are_listed_with_what_cannot_be_read(llumnix: Llumnix) -> None:
+    done = await llumnix("gateway", "--workers", "2", "--port", "0", "--stall-time", "soon", "--chat-template", "/none")
+    assert done.code == 2
+    for fault in (
+        "--stall-time 'soon' is not a duration",
+        "--chat-template '/none' is no file",
+        "--workers above 1 needs a --port",
+        "--scheduling-policy load-balance needs --scheduler-endpoints",
+    ):
+        assert fault in done.err
+    done = await llumnix("gateway", "--scheduler-endpoints", "127.0.0.1:1", "--chat-template", __file__)
+    assert "--chat-template is of no use without --tokenizer-path" in done.err
+    for flag in ("--llm-backend-endpoints", "--scheduling-policy"):
+        done = await llumnix("gateway", "--scheduling-policy", "round-robin", flag, "No Name")
+        assert flag in done.err
+        assert "needs" not in done.err, "that is for the flag to say that could not be read"
+
+
+@pytest.mark.asyncio
 async def test_a_tokenizer_that_is_not_there_ends_it_with_a_reason(llumnix: Llumnix, tmp_path: Path) -> None:
     done = await llumnix("gateway", "--scheduler-endpoints", "127.0.0.1:1", "--tokenizer-path", str(tmp_path))
     assert done.code == 1
@@ -126,6 +145,12 @@ async def test_prompts_are_counted_by_the_models_tokenizer(
     counted = await counter.count("mock", document)
     assert (counted.num_tokens, counted.token_ids) == (count, ids)
     counter.close()
+
+
+def test_a_chat_template_that_cannot_be_read_ends_it_with_a_reason(tokenizer_path: str, tmp_path: Path) -> None:
+    (tmp_path / "template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"chat template at .*template\.jinja.*: .*codec"):
+        TokenCounter({"": tokenizer_path}, str(tmp_path / "template.jinja"))
 
 
 @pytest.mark.asyncio

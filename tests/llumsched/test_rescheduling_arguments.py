@@ -153,21 +153,26 @@ def test_selections(rule: str, order: str, value: str, fault: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "fault"),
+    ("given", "faults"),
     [
-        ([], "--cms HOST:PORT or redis://"),
-        (["--cms", "listen://127.0.0.1:1"], "does not listen"),
-        (["--cms", "127.0.0.1:1", "--colocated-rescheduling-mode"], "is for `llumnix scheduler`"),
-        (["--cms", "127.0.0.1:1", "--enable-rescheduling=false"], "leaves nothing to do"),
-        (["--cms", "127.0.0.1:1", "--port", "70000"], "is not a port"),
+        ([], ["--cms HOST:PORT or redis://"]),
+        (["--cms", "listen://127.0.0.1:1"], ["does not listen"]),
+        (["--cms", "127.0.0.1:1", "--colocated-rescheduling-mode"], ["is for `llumnix scheduler`"]),
+        (["--cms", "127.0.0.1:1", "--enable-rescheduling=false"], ["leaves nothing to do"]),
+        (["--cms", "127.0.0.1:1", "--port", "70000"], ["is not a port"]),
+        (
+            ["--colocated-rescheduling-mode", "--enable-rescheduling=false", "--rescheduling-interval-ms", "soon"],
+            ["--cms", "'soon' is not a number", "is for `llumnix scheduler`", "leaves nothing to do"],
+        ),
     ],
 )
-def test_faults_of_the_command(given: list[str], fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_of_the_command(given: list[str], faults: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LLUMNIX_CMS", raising=False)
     parser = argparse.ArgumentParser()
     rescheduler.add_arguments(parser)
-    [found] = rescheduler.faults(parser.parse_args(given))
-    assert fault in found
+    found = rescheduler.faults(parser.parse_args(given))
+    for fault, said in zip(faults, found, strict=True):
+        assert fault in said
 
 
 def test_documentation_has_every_flag_with_its_default() -> None:

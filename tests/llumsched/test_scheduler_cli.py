@@ -78,6 +78,9 @@ def test_lite_mode_needs_no_further_switch() -> None:
          ["metric 'lod' is unknown; known: ", "--dispatch-decode-load-threshold 'much' is not a number"]),
         (["--scheduling-policy=round-robin", "--dispatch-neutral-load-metric=num_requests"],
          ["uses no metric that 'num_requests' could take the place of"]),
+        (["--enable-full-mode-scheduling=false", "--llm-backend-endpoints=a:1", "--enable-rescheduling",
+          "--rescheduling-interval-ms=soon"],
+         ["rescheduling needs full mode", "--rescheduling-interval-ms 'soon' is not a number"]),
         (["--standalone-rescheduling-mode"], ["--standalone-rescheduling-mode is for `llumnix rescheduler`"]),
     ],
 )  # fmt: skip

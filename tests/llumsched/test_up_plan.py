@@ -103,7 +103,7 @@ def test_all_faults_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert code == 2
     said = capsys.readouterr().err
     for fault in (
-        "--engines must be at least 1",
+        "--engines must be from 1 to 256",
         f"--port {port} of 127.0.0.1 is taken",
         "--cms-port and --scheduler-port are both 7",
         "--drain-seconds 'x' is not a number",
@@ -113,6 +113,11 @@ def test_all_faults_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         "`vllm` was not found",
     ):
         assert fault in said
+
+
+def test_more_than_one_machine_takes() -> None:
+    found = faults_of(UpConfig("m", num_engines=100_001, gateway_workers=100_001))
+    assert {"--engines must be from 1 to 256", "--gateway-workers must be from 1 to 256"} <= set(found)
 
 
 def test_further_arguments_are_for_up_only(capsys: pytest.CaptureFixture[str]) -> None:

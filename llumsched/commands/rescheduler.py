@@ -11,6 +11,7 @@ import sys
 from typing import Final
 
 from llumlet.credentials import Credentials
+from llumsched.cms.store import name_of
 from llumsched.commands import arguments, instances
 from llumsched.exit_codes import ExitCode
 from llumsched.rescheduling import arguments as rescheduling
@@ -82,7 +83,8 @@ async def _serve(cms: str, config: Config, credentials: Credentials, host: str, 
     running = await process.serve(cms, config, credentials, host=host, port=port)
     try:
         where = f", http://{host}:{running.port}" if running.port else ""
-        logging.getLogger("llumnix.rescheduler").info("%s of %s%s", ", ".join(config.policies), cms, where)
+        policies = ", ".join(config.policies)
+        logging.getLogger("llumnix.rescheduler").info("%s of %s%s", policies, name_of(cms), where)
         await ended.wait()
     finally:
         await running.close()

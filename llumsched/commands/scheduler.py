@@ -11,7 +11,7 @@ import sys
 from typing import Any, Final
 
 from llumlet.types import Address
-from llumsched.cms.store import LISTEN, store_faults
+from llumsched.cms.store import LISTEN, name_of, store_faults
 from llumsched.commands import arguments
 from llumsched.exit_codes import ExitCode
 from llumsched.rescheduling import arguments as rescheduling
@@ -255,7 +255,7 @@ async def _serve(config: process.SchedulerConfig) -> None:
     running = await process.serve(config)
     try:
         policy = config.policy
-        source = config.cms if policy.mode is Mode.FULL else ", ".join(map(str, config.backend_endpoints))
+        source = name_of(config.cms) if policy.mode is Mode.FULL else ", ".join(map(str, config.backend_endpoints))
         _log.info("at http://%s:%d: %s, %s mode, %s", running.host, running.port, policy.name, policy.mode, source)
         await ended.wait()
     finally:

@@ -41,6 +41,7 @@ async def test_it_balances_and_says_so(cms: str) -> None:
             async with asyncio.timeout(20):
                 line = (await process.stderr.readline()).decode()
             assert "neutral_load" in line, line
+            assert "secret" not in line
             url = line.split()[-1]
             await until(lambda: cluster[1].engine.requests, 20)
             await until(lambda: len(cluster[0].engine.requests) < 9, 20)

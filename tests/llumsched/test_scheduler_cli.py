@@ -6,15 +6,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import signal
 
 import pytest
 
+from llumlet.tasks import end
 from llumlet.types import Address
 from llumsched.commands import scheduler
 from llumsched.scheduler.process import SchedulerConfig
 from llumsched.scheduling.load import InferType
 from llumsched.scheduling.policy import Mode
+from tests.llumlet.fake_agent import until
 from tests.llumsched.conftest import start
 
 
@@ -89,6 +92,21 @@ def test_all_faults_at_once(arguments: list[str], faults: list[str]) -> None:
     assert len(said) == len(faults)
     for fault in faults:
         assert any(fault in one for one in said), said
+
+
+@pytest.mark.asyncio
+async def test_a_password_stays_out_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    found = config("--host=127.0.0.1", "--port=0", "--cms=redis://somebody:secret@127.0.0.1:1")
+    with caplog.at_level(logging.DEBUG):
+        serving = asyncio.create_task(scheduler._serve(found))
+        try:
+            await until(lambda: "llumnix.scheduler" in {record.name for record in caplog.records})
+            await until(lambda: "is lost" in caplog.text)
+        finally:
+            await end(serving)
+    assert "redis://127.0.0.1:1" in caplog.text
+    assert "secret" not in caplog.text
+    assert "somebody" not in caplog.text
 
 
 @pytest.mark.asyncio

@@ -30,6 +30,8 @@ _WORDS = ("the", "a", "é", "日本", "🙂", "of", 'qu"ote', "back\\slash", "ne
 VOCABULARY = 1000
 MODEL_LENGTH = 4096
 _ID = b"@request@"
+_INFERENCE_PATHS = ("/v1/completions", "/v1/chat/completions")
+_STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8"}
 _MOST_WRITTEN = 1000
 _FAILURE = (
     b'data: {"error": {"message": "EngineCore died", "type": "InternalServerError", "code": 500}}\n\ndata: [DONE]\n\n'
@@ -79,18 +81,19 @@ class Mock:
     hung: set[int] = field(default_factory=set)
     """Ports."""
     is_healthy_while_hung: bool = False
+    """It is the engine core that hangs, and the API server does what it can without."""
     written: dict[tuple[str, bytes], _Answer] = field(default_factory=dict)
     """Answers are written once per body: an engine's work is not what is measured."""
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        if _port(request) in self.hung and not (self.is_healthy_while_hung and request.path == "/health"):
-            await asyncio.sleep(3600)
+        if _port(request) in self.hung:
+            await self._hang(request)
         if request.path == "/v1/models":
             cards = [{"id": name, "object": "model", "max_model_len": MODEL_LENGTH} for name in self.models]
             return web.json_response({"object": "list", "data": cards})
         if request.path == "/health":
             return web.Response(status=self.health)
-        if request.path not in ("/v1/completions", "/v1/chat/completions"):
+        if request.path not in _INFERENCE_PATHS:
             return web.Response(status=404)
         content = await request.read()
         if self.seen is not None:
@@ -98,6 +101,14 @@ class Mock:
         if self.status != 200:
             return web.json_response({"error": {"message": "mocked", "code": self.status}}, status=self.status)
         return await self._infer(request, content)
+
+    async def _hang(self, request: web.BaseRequest) -> None:
+        if self.is_healthy_while_hung:
+            if request.path not in _INFERENCE_PATHS:
+                return
+            if json.loads(await request.read()).get("stream"):
+                await web.StreamResponse(headers=_STREAM_HEADERS).prepare(request)
+        await asyncio.sleep(3600)
 
     async def _infer(self, request: web.BaseRequest, content: bytes) -> web.StreamResponse:
         answer = self.written.get((request.path, content))
@@ -122,7 +133,7 @@ class Mock:
             self.answering.discard(request_id)
 
     async def _stream(self, request: web.BaseRequest, answer: _Answer, request_id: bytes) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        response = web.StreamResponse(headers=_STREAM_HEADERS)
         await response.prepare(request)
         num_sent = 0
         cut_at, hang_at, fail_at = self.cut_at, self.hang_at, self.fail_at

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -19,6 +20,9 @@ _AVOIDED_S = 2.0
 _ASK_TIMEOUT_S = 3.0
 _FORGOTTEN_S = 300.0
 """An instance that the scheduler named once and that has not answered for so long is gone."""
+_COUNTERS = re.compile(rb"^vllm:(?:prompt_tokens_total|generation_tokens_total|kv_cache_usage_perc)\b.*", re.MULTILINE)
+_UNCOUNTED_PATIENCE = 3
+"""Times as long as others an engine may be silent of whose work nothing is counted."""
 
 
 class Backend:
@@ -28,13 +32,13 @@ class Backend:
         self.address = address
         self.models: dict[str, dict[str, Any]] | None = None
         """The model cards by name; None until it has answered."""
-        self.last_byte_s = time.monotonic()
-        """When anything came from it last, on any connection."""
+        self.last_token_s = time.monotonic()
+        """When its engine core was last seen to work, on any connection."""
         self.is_down = False
         """It hangs, or did not answer when asked for its models."""
         self.is_stalled = False
         """Its API server is well, and no token comes. Ends with the next one."""
-        self.answered_s = self.last_byte_s
+        self.answered_s = self.last_token_s
         """When it told its models last."""
         self._avoid_until_s = 0.0
         self._urls: dict[str, URL] = {}
@@ -155,7 +159,7 @@ class Backends:
             backend.is_down = False
             backend.answered_s = time.monotonic()
             if backend.is_stalled and backend.models:
-                backend.is_stalled = not await self._generates(backend, next(iter(backend.models)))
+                backend.is_stalled = await self._generates(backend, _ASK_TIMEOUT_S) is not True
         except (aiohttp.ClientError, TimeoutError, OSError):
             backend.is_down = True
             if backend.address not in self._configured and time.monotonic() - backend.answered_s > _FORGOTTEN_S:
@@ -163,15 +167,46 @@ class Backends:
         except (ValueError, KeyError, TypeError):
             backend.models = None
 
-    async def _generates(self, backend: Backend, model: str) -> bool:
-        body = {"model": model, "prompt": [0], "max_tokens": 1}
-        timeout = aiohttp.ClientTimeout(total=_ASK_TIMEOUT_S)
+    async def stands_still(self, backend: Backend, limit_s: float) -> bool:
+        """Whether its engine core does nothing at all for `limit_s`; thrice that if it does not count what it does.
+
+        A request for one token waits in the queue of an engine that is busy. So it is proof if it is answered, and if
+        it is not, the counters that move with every step of the engine decide.
+        """
+        before = await self._counters(backend, limit_s)
+        started_s = time.monotonic()
+        generates = await self._generates(backend, limit_s if before else _UNCOUNTED_PATIENCE * limit_s)
+        if generates is None:
+            await asyncio.sleep(limit_s)  # it will say the same if it is asked again at once
+        elif generates:
+            backend.last_token_s = time.monotonic()
+        if generates is not False or backend.last_token_s > started_s:
+            return False
+        return before == await self._counters(backend, limit_s)
+
+    async def _counters(self, backend: Backend, limit_s: float) -> list[bytes]:
+        """Of what the engine core has computed; none if vLLM runs with `--disable-log-stats`, or it is not vLLM."""
+        try:
+            timeout = aiohttp.ClientTimeout(total=min(limit_s, _ASK_TIMEOUT_S))
+            async with self._session.get(backend.url("/metrics"), timeout=timeout) as answer:
+                return _COUNTERS.findall(await answer.read())
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return []
+
+    async def _generates(self, backend: Backend, limit_s: float) -> bool | None:
+        """Whether it answers a request for one token within `limit_s`; None if it does not take the request."""
+        body: dict[str, Any] = {"prompt": [0], "max_tokens": 1}
+        if backend.models:
+            body["model"] = next(iter(backend.models))
+        timeout = aiohttp.ClientTimeout(total=limit_s)
         try:
             async with self._session.post(backend.url("/v1/completions"), json=body, timeout=timeout) as answer:
                 await answer.read()
-                return answer.status == 200
-        except (aiohttp.ClientError, TimeoutError, OSError):
+                return answer.status == 200 or None
+        except TimeoutError:
             return False
+        except (aiohttp.ClientError, OSError):
+            return None
 
     async def is_healthy(self, backend: Backend, timeout_s: float) -> bool:
         try:

@@ -58,7 +58,8 @@ class Config:
     """Silence after which an instance's health is asked for."""
     health_timeout_s: float = 3.0
     engine_stall_s: float = 60.0
-    """An instance that streams, and sends nothing on any stream for so long, is hung whatever its health says."""
+    """An instance that streams, and sends nothing on any stream for so long, is hung whatever its health says. If no
+    stream has begun, it is asked for a token then, and is hung if it computes nothing for as long again."""
     models_refresh_s: float = 10.0
 
     tokenizers: Mapping[str, str] = field(default_factory=dict)

@@ -249,6 +249,7 @@ class Exchange:
             self._refused = response
             raise StreamLost(f"{placed.backend} answered {answer.status}")
         if answer.status == 200:
+            call.moved()
             num_input, self._record.num_output_tokens = sse.usage_of(body)
             self._record.num_input_tokens = num_input or self._record.num_input_tokens
         return response
@@ -279,11 +280,13 @@ class Exchange:
                 raise StreamLost(f"{call.backend} reported an error")
         if not events.is_done:
             raise StreamLost(f"{call.backend} ended the stream early")
+        call.is_writing = True
         return await self._end()
 
     async def _pass_failure(self, failure: bytes, answer: Connection, call: Call) -> web.StreamResponse:
         self._record.status = errors.InvalidRequest.status
         await self._write(failure if failure.endswith(sse.DONE) else failure + sse.DONE, answer, call)
+        call.is_writing = True
         return await self._end()
 
     async def _write(self, chunk: bytes, answer: Connection, call: Call) -> None:

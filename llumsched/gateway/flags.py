@@ -165,7 +165,7 @@ FLAGS: dict[str, dict[str, Flag]] = {
             "engine_stall_s",
             _positive_seconds,
             "TIME",
-            "silence on all its streams that makes an instance hung, healthy or not",
+            "silence on all its streams that makes an instance hung, healthy or not; twice that if none has begun",
         ),
     },
     "tokens": {

@@ -94,8 +94,9 @@ class Call:
         self.timed_out = False
 
     def moved(self) -> None:
+        """Something has come that its engine core computed."""
         self.backend.is_stalled = False
-        self.moved_s = self.backend.last_byte_s = time.monotonic()
+        self.moved_s = self.backend.last_token_s = time.monotonic()
 
     def give_up(self, reason: str, *, timed_out: bool = False) -> None:
         """Raises StreamLost where the answer is waited for."""
@@ -116,7 +117,7 @@ class Call:
                     if was_used and not connection.has_answered:
                         continue  # the engine closed it just now
                     raise
-                self.moved()
+                self.moved_s = time.monotonic()  # an API server sends a stream's head on its own
                 return connection
         except BaseException as error:
             self._end()

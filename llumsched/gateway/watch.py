@@ -4,8 +4,8 @@
 Looks at all answers that are waited for, once in a while; no answer has a timer of its own. Given up is
 
 * an answer that is silent for `stall_s` while its instance fails its health check twice in a row,
-* all answers of an instance that was in the middle of some stream and has sent nothing on any for `engine_stall_s`:
-  an engine core that hangs behind an API server that is well,
+* all answers of an instance that has sent no token for `engine_stall_s`, if it was in the middle of some stream, or
+  else if its engine core turns out to stand still: it hangs behind an API server that is well,
 * an answer that is silent for longer than its own limit.
 """
 
@@ -14,11 +14,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.config import Config
-from llumsched.gateway.upstream import Call, Upstream
+from llumsched.gateway.upstream import Upstream
 
 _log = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 1.0
@@ -29,7 +30,8 @@ class Watch:
         self._config = config
         self._backends = backends
         self._upstream = upstream
-        self._probes: dict[Backend, asyncio.Task[None]] = {}
+        self._health_probes: dict[Backend, asyncio.Task[None]] = {}
+        self._engine_probes: dict[Backend, asyncio.Task[None]] = {}
         self._pause_s = min(_LONGEST_PAUSE_S, config.stall_s / 4, config.engine_stall_s / 4)
 
     async def run(self) -> None:
@@ -39,7 +41,7 @@ class Watch:
                 self._look(time.monotonic())
                 self._upstream.sweep()
         finally:
-            probes = list(self._probes.values())
+            probes = [*self._health_probes.values(), *self._engine_probes.values()]
             for probe in probes:
                 probe.cancel()
             await asyncio.gather(*probes, return_exceptions=True)
@@ -54,31 +56,44 @@ class Watch:
             if now_s - call.moved_s > limit_s:
                 call.give_up(f"sent nothing for {limit_s:g} s", timed_out=True)
         for backend in {call.backend for call in silent}:
-            if now_s - backend.last_byte_s > config.engine_stall_s and _is_in_a_stream(silent, backend, config, now_s):
-                backend.is_stalled = True
-                self._give_up(backend, f"sent nothing on any stream for {config.engine_stall_s:g} s")
-            elif backend not in self._probes:
-                self._probes[backend] = asyncio.create_task(self._probe(backend))
+            _start(self._health_probes, backend, self._probe_health)
+            if now_s - backend.last_token_s <= config.engine_stall_s:
+                continue
+            calls = [
+                call for call in silent if call.backend is backend and now_s - call.moved_s > config.engine_stall_s
+            ]
+            if any(call.is_stream for call in calls):
+                self._stalled(backend, f"sent nothing on any stream for {config.engine_stall_s:g} s")
+            elif calls:
+                _start(self._engine_probes, backend, self._probe_engine)
 
-    async def _probe(self, backend: Backend) -> None:
-        try:
-            for _ in range(2):
-                if await self._backends.is_healthy(backend, self._config.health_timeout_s):
-                    return
-            backend.is_down = True
-            self._give_up(backend, "fails its health check")
-        finally:
-            del self._probes[backend]
+    async def _probe_health(self, backend: Backend) -> None:
+        for _ in range(2):
+            if await self._backends.is_healthy(backend, self._config.health_timeout_s):
+                return
+        backend.is_down = True
+        self._give_up(backend, "fails its health check", silent_s=self._config.stall_s)
 
-    def _give_up(self, backend: Backend, reason: str) -> None:
+    async def _probe_engine(self, backend: Backend) -> None:
+        if await self._backends.stands_still(backend, self._config.engine_stall_s):
+            self._stalled(backend, "is asked for one token and computes nothing")
+
+    def _stalled(self, backend: Backend, reason: str) -> None:
+        backend.is_stalled = True
+        self._give_up(backend, reason)
+
+    def _give_up(self, backend: Backend, reason: str, *, silent_s: float = 0.0) -> None:
         _log.warning("instance %s %s", backend, reason)
         now_s = time.monotonic()
         for call in list(self._upstream.calls):
-            if call.backend is backend and now_s - call.moved_s > self._config.stall_s:
+            if call.backend is backend and not call.is_writing and now_s - call.moved_s > silent_s:
                 call.give_up(reason)
 
 
-def _is_in_a_stream(calls: Iterable[Call], backend: Backend, config: Config, now_s: float) -> bool:
-    return any(
-        call.backend is backend and call.is_stream and now_s - call.moved_s > config.engine_stall_s for call in calls
-    )
+def _start(
+    probes: dict[Backend, asyncio.Task[None]], backend: Backend, probe: Callable[[Backend], Coroutine[Any, Any, None]]
+) -> None:
+    """One at a time of each instance."""
+    if backend not in probes:
+        task = probes[backend] = asyncio.create_task(probe(backend))
+        task.add_done_callback(lambda _: probes.pop(backend))

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from benchmarks.mock_api import Mock
 from llumsched.gateway.body import Body
 from llumsched.gateway.continuation import CannotContinue, Transcript, plan, refusal
 from llumsched.gateway.sse import EventStream, is_clients_fault
-from tests.llumsched.gateway_support import Cluster, Reply, cluster
+from tests.llumsched.gateway_support import DEADLINE_S, Cluster, Reply, cluster, until
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -121,6 +123,97 @@ async def test_an_engine_core_that_hangs_behind_a_healthy_server_is_noticed() ->
         whole = _no_time(_told(await it.post(CHAT, BODIES[CHAT])))
         it.engines.hang_at, it.engines.is_healthy_while_hung = 600, True
         assert _no_time(_told(await it.post(CHAT, BODIES[CHAT]))) == whole
+
+
+@pytest.mark.asyncio
+async def test_a_hung_engine_core_is_noticed_by_requests_that_have_nothing_yet() -> None:
+    mock = Mock(seen=[], is_healthy_while_hung=True)
+    async with cluster(mock=mock, stall_s=0.1, engine_stall_s=0.3, models_refresh_s=0.5) as it:
+        await it.get("/v1/models")
+        it.engines.hung.add(it.ports[0])
+        bodies = [BODIES[COMPLETIONS] | {"stream": stream} for stream in (False, False, True, True)]
+        replies = await asyncio.gather(*(it.post(COMPLETIONS, body) for body in bodies))
+        assert {reply.status for reply in replies} == {200}
+        assert [backend.is_stalled for backend in it.gateway.backends] == [True, False]
+        num_seen = len(it.engines.seen or [])
+        for body in bodies:  # the hung one is not chosen any more
+            assert (await it.post(COMPLETIONS, body)).status == 200
+        assert len(it.engines.seen or []) == num_seen + len(bodies)
+        it.engines.hung.clear()
+        await until(lambda: not any(backend.is_stalled for backend in it.gateway.backends))
+
+
+@pytest.mark.asyncio
+async def test_new_streams_at_a_hung_engine_core_are_no_sign_of_life() -> None:
+    """Its API server answers them with a head at once."""
+    mock = Mock(is_healthy_while_hung=True)
+    async with cluster(num_engines=1, mock=mock, stall_s=0.1, engine_stall_s=0.5) as it:
+        it.engines.hung.add(it.ports[0])
+        streams = [asyncio.create_task(it.post(COMPLETIONS, BODIES[COMPLETIONS]))]
+        async with asyncio.timeout(DEADLINE_S):
+            while not next(iter(it.gateway.backends)).is_stalled:
+                streams.append(asyncio.create_task(it.post(COMPLETIONS, BODIES[COMPLETIONS])))
+                await asyncio.sleep(0.1)
+        assert {reply.status for reply in await asyncio.gather(*streams[:4])} == {503}
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+
+
+class _Counting(Mock):
+    """So busy that it takes nothing new; it counts what it computes."""
+
+    num_steps = 0
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.path == "/metrics":
+            self.num_steps += 1
+            return web.Response(text=f'vllm:generation_tokens_total{{engine="0"}} {self.num_steps}\n')
+        return await super().answer(request)
+
+
+class _WantsKey(Mock):
+    """So busy that it takes nothing new; it answers nobody who has no key."""
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.path.startswith("/v1") and "Authorization" not in request.headers:
+            return web.Response(status=401)
+        return await super().answer(request)
+
+
+@dataclass
+class _Queueing(Mock):
+    """One request at a time, the others wait."""
+
+    slot: asyncio.Semaphore = field(default_factory=asyncio.Semaphore)
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.path != COMPLETIONS:
+            return await super().answer(request)
+        async with self.slot:
+            return await super().answer(request)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("mock", "num_tokens"),
+    [(Mock(interval_s=0.1), 20), (_Counting(interval_s=0.5), 4), (_WantsKey(interval_s=0.5), 4)],
+    ids=["takes more", "counts", "wants a key"],
+)
+async def test_an_engine_that_is_slow_does_not_hang(mock: Mock, num_tokens: int) -> None:
+    async with cluster(num_engines=1, mock=mock, stall_s=0.1, engine_stall_s=0.3) as it:
+        body = BODIES[COMPLETIONS] | {"stream": False, "max_tokens": num_tokens}
+        assert (await it.post(COMPLETIONS, body, {"Authorization": "Bearer key"})).status == 200
+        assert not next(iter(it.gateway.backends)).is_avoided
+
+
+@pytest.mark.asyncio
+async def test_an_engine_whose_queue_is_long_does_not_hang() -> None:
+    """The gateway's own question waits in it, for longer than is waited for its answer."""
+    async with cluster(num_engines=1, mock=_Queueing(interval_s=0.1), stall_s=0.1, engine_stall_s=0.3) as it:
+        body = BODIES[COMPLETIONS] | {"stream": False}
+        replies = await asyncio.gather(*(it.post(COMPLETIONS, body) for _ in range(8)))
+        assert {reply.status for reply in replies} == {200}
 
 
 @pytest.mark.asyncio

@@ -63,6 +63,21 @@ def test_a_burst_between_two_statuses_is_spread() -> None:
     assert Counter(cluster.place(f"r{n}")[0] for n in range(40)) == dict.fromkeys("abcd", 10)
 
 
+def test_the_threshold_of_the_first_metric_counts_where_more_than_the_best_may_be_chosen() -> None:
+    """As docs/operations.md says."""
+
+    def chosen(threshold: float, top_k: int) -> set[str]:
+        cluster = Cluster(full(thresholds={InferType.NEUTRAL: threshold}, top_k=top_k))
+        for name, tokens in {"a": 300, "b": 100, "c": 200}.items():
+            cases.put(cluster.view, name, num_uncomputed_tokens_all_waiting_prefills=tokens)
+        dispatcher, request = cluster.dispatcher, Request("", "m", 100)
+        rows = {dispatcher.decide(request)[InferType.NEUTRAL].row or 0 for _ in range(50)}
+        return {dispatcher.table.load(row).instance.id for row in rows}
+
+    assert [chosen(threshold, top_k=1) for threshold in (1, 150, 1e6)] == [{"b"}] * 3
+    assert [chosen(threshold, top_k=2) for threshold in (1, 150, 1e6)] == [{"b", "c"}, {"b"}, {"b", "c"}]
+
+
 def test_both_stages_or_none() -> None:
     cluster = Cluster(full(), "p", instance_type="prefill")
     stages = (InferType.PREFILL, InferType.DECODE)

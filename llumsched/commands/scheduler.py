@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import signal
 import sys
 from typing import Any, Final
@@ -17,6 +18,7 @@ from llumsched.exit_codes import ExitCode
 from llumsched.rescheduling import arguments as rescheduling
 from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.scheduler import process
+from llumsched.scheduler.backends import API_KEY_VARIABLE
 from llumsched.scheduling.filters import FailoverDomain
 from llumsched.scheduling.load import InferType
 from llumsched.scheduling.policy import Mode, Overrides, Policy, PolicyError, built_in_policies, load_policy
@@ -59,8 +61,9 @@ def _add_cms(group: Any) -> None:
     group.add_argument("--cms-redis-username", default="", metavar="NAME")
     group.add_argument("--cms-redis-password", default="", metavar="TEXT")
     group.add_argument(
-        "--llm-backend-endpoints", default="", metavar="HOST:PORT,…", help="lite mode: the engines' API servers"
-    )
+        "--llm-backend-endpoints", default="", metavar="HOST:PORT,…",
+        help=f"lite mode: the engines' API servers. If they have an --api-key: {API_KEY_VARIABLE} in the environment",
+    )  # fmt: skip
     group.add_argument(
         "--insecure", action="store_true", help="listen beyond this machine without complete credentials"
     )
@@ -135,6 +138,7 @@ class _Reader:
             "gateway_ttl_s": self._seconds("--gateway-ttl-seconds"),
             "state_ttl_s": self._seconds("--request-state-ttl-seconds"),
             "backend_endpoints": tuple(endpoints),
+            "backend_api_key": os.environ.get(API_KEY_VARIABLE, ""),
             "insecure": args.insecure,
         }
         values["policy"] = self._policy(mode)

@@ -2,7 +2,7 @@
 """Engines that report nothing (lite mode): a static list of API servers, asked again and again what they serve.
 
 One that answers is in the view with its models, and schedulable; one that stops answering stays for a moment, not
-schedulable, and leaves it after `_TRIES` questions without an answer.
+schedulable, and leaves it after `_TRIES` questions without an answer. Why one is not in the view is in the log.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,10 +19,15 @@ import msgspec
 
 from llumlet.types import Address, InstanceMetadata, InstanceStatus
 from llumsched.cms.view import View
+from llumsched.scheduler.messages import decode
 
 _log = logging.getLogger(__name__)
 _TRIES: Final = 3
-_MOST_BYTES: Final = 1 << 20
+_MOST_BYTES: Final = 8 << 20
+"""Of one answer: some ten thousand models and adapters."""
+
+API_KEY_VARIABLE: Final = "VLLM_API_KEY"
+"""In the environment, as for `vllm serve`."""
 
 
 class _Model(msgspec.Struct):
@@ -41,6 +45,8 @@ class _Backend:
     num_lives: int = 0
     num_failures: int = _TRIES
     num_answers: int = 0
+    problem: str = ""
+    """Why it is not in the view."""
 
     @property
     def instance_id(self) -> str:
@@ -48,20 +54,24 @@ class _Backend:
 
 
 class Backends:
-    """Feeds a view, as a store does."""
+    """Feeds a view, as a store does. `api_key`: of the engines, if they want one."""
 
-    def __init__(self, endpoints: Iterable[Address], *, interval_s: float = 1.0, timeout_s: float = 2.0) -> None:
+    def __init__(
+        self, endpoints: Iterable[Address], *, api_key: str = "", interval_s: float = 1.0, timeout_s: float = 2.0
+    ) -> None:
         self.view = View()
         self.problem = ""
         self.complete = asyncio.Event()
         self._backends = [_Backend(address) for address in dict.fromkeys(endpoints)]
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self._tasks: list[asyncio.Task[None]] = []
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
         """Waits for one round of answers, so that whoever is up is known when requests come."""
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self._timeout_s))
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        self._session = aiohttp.ClientSession(timeout=timeout, headers=self._headers)
         await asyncio.gather(*(self._ask(self._session, backend) for backend in self._backends))
         self.complete.set()
         self._tasks = [asyncio.create_task(self._keep_asking(self._session, backend)) for backend in self._backends]
@@ -76,24 +86,26 @@ class Backends:
     async def _keep_asking(self, session: aiohttp.ClientSession, backend: _Backend) -> None:
         while True:
             await asyncio.sleep(self._interval_s)
-            await self._ask(session, backend)
+            try:
+                await self._ask(session, backend)
+            except Exception:  # noqa: BLE001 - of an observer, say
+                _log.exception("engine %s could not be asked", backend.address)
 
     async def _ask(self, session: aiohttp.ClientSession, backend: _Backend) -> None:
-        models = None
-        with suppress(aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError):
-            async with session.get(f"http://{backend.address}/v1/models") as answer:
-                if answer.status == 200:
-                    models = msgspec.json.decode(await answer.content.read(_MOST_BYTES), type=_Models)
-        if models is not None and models.data:
-            self._answered(backend, models.data)
+        try:
+            models = await _models(session, backend.address)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            self._failed(backend, f"does not answer: {str(error) or type(error).__name__}")
+        except ValueError as error:
+            self._failed(backend, str(error))
         else:
-            self._silent(backend)
+            self._answered(backend, models)
 
     def _answered(self, backend: _Backend, models: list[_Model]) -> None:
         if backend.num_failures >= _TRIES:
             backend.num_lives += 1
             _log.info("engine %s serves %s", backend.address, ", ".join(model.id for model in models))
-        backend.num_failures = 0
+        backend.num_failures, backend.problem = 0, ""
         self.view.put_metadata(
             InstanceMetadata(
                 instance_id=backend.instance_id,
@@ -108,13 +120,15 @@ class Backends:
         )
         self._say(backend, schedulable=True)
 
-    def _silent(self, backend: _Backend) -> None:
+    def _failed(self, backend: _Backend, why: str) -> None:
         backend.num_failures += 1
-        if backend.num_failures == _TRIES:
-            _log.warning("engine %s does not answer", backend.address)
-            self.view.remove(backend.instance_id)
-        elif backend.num_failures < _TRIES:
+        if backend.num_failures < _TRIES:
             self._say(backend, schedulable=False)
+            return
+        if backend.problem != why:
+            backend.problem = why
+            _log.warning("engine %s gets no requests: it %s", backend.address, why)
+        self.view.remove(backend.instance_id)
 
     def _say(self, backend: _Backend, *, schedulable: bool) -> None:
         backend.num_answers += 1
@@ -127,3 +141,29 @@ class Backends:
                 schedulable=schedulable,
             )
         )
+
+
+async def _models(session: aiohttp.ClientSession, address: Address) -> list[_Model]:
+    """What it serves, at least one. Raises ValueError for an answer that does not say."""
+    async with session.get(f"http://{address}/v1/models") as answer:
+        if answer.status in (401, 403):
+            raise ValueError(f"wants its --api-key for /v1/models: set {API_KEY_VARIABLE} for the scheduler too")
+        if answer.status != 200:
+            raise ValueError(f"answers /v1/models with status {answer.status}")
+        body = await _read(answer.content)
+    try:
+        models = decode(body, _Models).data
+    except ValueError as error:
+        raise ValueError(f"answers /v1/models with what is no list of models: {error}") from error
+    if not models:
+        raise ValueError("serves no model")
+    return models
+
+
+async def _read(content: aiohttp.StreamReader) -> bytes:
+    body = bytearray()
+    async for part in content.iter_any():
+        body += part
+        if len(body) > _MOST_BYTES:
+            raise ValueError(f"answers /v1/models with more than {_MOST_BYTES >> 20} MiB")
+    return bytes(body)

@@ -49,6 +49,8 @@ class SchedulerConfig:
     """Off, and requests on their way count nothing."""
     backend_endpoints: tuple[Address, ...] = ()
     """Lite mode."""
+    backend_api_key: str = field(default="", repr=False)
+    """Lite mode: what the engines want to be asked with."""
     gateway_ttl_s: float = 30.0
     state_ttl_s: float = 600.0
     rescheduling: ReschedulingConfig | None = None
@@ -76,7 +78,7 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
     async with AsyncExitStack() as stack:
         store: Store
         if config.policy.mode is Mode.LITE:
-            store = Backends(config.backend_endpoints)
+            store = Backends(config.backend_endpoints, api_key=config.backend_api_key)
         else:
             store = open_store(config.cms, config.credentials, insecure=config.insecure)
         stack.push_async_callback(store.close)

@@ -59,8 +59,10 @@ def test_flags() -> None:
     assert config("--cms-listen", "127.0.0.1:0").cms == "listen://127.0.0.1:0"
 
 
-def test_lite_mode_needs_no_further_switch() -> None:
+def test_lite_mode_needs_no_further_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
     found = config("--enable-full-mode-scheduling=false", "--llm-backend-endpoints", "10.0.0.1:8000,http://b:8001")
+    assert found.backend_api_key == "secret"
     assert found.policy.mode is Mode.LITE
     assert found.backend_endpoints == (Address("10.0.0.1", 8000), Address("b", 8001))
 

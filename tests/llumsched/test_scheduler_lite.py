@@ -27,6 +27,9 @@ class Engine:
     def __init__(self, *models: str) -> None:
         self.body: Any = {"object": "list", "data": [{"id": model, "max_model_len": 4096} for model in models]}
         self.status = 200
+        self.api_key = ""
+        self.chunk_bytes = 0
+        """Of an answer that comes in pieces; 0: at once."""
         self.address = Address("127.0.0.1", 0)
 
     async def start(self, port: int = 0) -> None:
@@ -40,8 +43,18 @@ class Engine:
     async def stop(self) -> None:
         await self._runner.cleanup()
 
-    async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response(self.body, status=self.status)
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        if self.api_key and request.headers.get("Authorization") != f"Bearer {self.api_key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        if not self.chunk_bytes:
+            return web.json_response(self.body, status=self.status)
+        text = json.dumps(self.body).encode()
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        for begin in range(0, len(text), self.chunk_bytes):
+            await answer.write(text[begin : begin + self.chunk_bytes])
+            await asyncio.sleep(0)
+        return answer
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -149,3 +162,55 @@ async def test_engines_come_and_go() -> None:
         await until(lambda: not backends.view)
     finally:
         await backends.close()
+
+
+async def asked(engine: Engine, **settings: Any) -> list[str]:
+    """The models that one round of questions finds."""
+    await engine.start()
+    backends = Backends([engine.address], **settings)
+    try:
+        await backends.start()
+        return [model for instance in backends.view.values() for model in instance.metadata.served_models]
+    finally:
+        await backends.close()
+        await engine.stop()
+
+
+async def test_an_answer_in_pieces() -> None:
+    engine = Engine(*(f"adapter-{number}" for number in range(3000)))
+    engine.chunk_bytes = 20_000
+    assert len(await asked(engine)) == 3000
+
+
+async def test_an_engine_with_a_key(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine("m")
+    engine.api_key = "secret"
+    assert await asked(engine) == []
+    assert "wants its --api-key for /v1/models: set VLLM_API_KEY for the scheduler too" in caplog.text
+    assert await asked(engine, api_key="secret") == ["m"]
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (503, {}, "answers /v1/models with status 503"),
+        (200, ["nonsense"], "answers /v1/models with what is no list of models"),
+        (200, {"data": []}, "serves no model"),
+        (200, {"data": [{"id": "x" * (9 << 20)}]}, "answers /v1/models with more than 8 MiB"),
+    ],
+)
+async def test_why_an_engine_is_not_used_is_said_once(
+    status: int, body: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine()
+    engine.status, engine.body = status, body
+    await engine.start()
+    backends = Backends([engine.address], interval_s=0.001)
+    await backends.start()
+    try:
+        await until(lambda: backends._backends[0].num_failures > 8)
+        assert not backends.view
+        assert caplog.text.count(said) == 1
+    finally:
+        await backends.close()
+        await engine.stop()

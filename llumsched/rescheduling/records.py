@@ -9,9 +9,9 @@ from __future__ import annotations
 import enum
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from llumsched.rescheduling.moves import Move
 from llumsched.rescheduling.planner import PolicyResult
@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 NUM_PASSES: Final = 600
 NUM_MOVES: Final = 1000
+
+_T = TypeVar("_T")
 
 
 class Outcome(enum.StrEnum):
@@ -98,7 +100,7 @@ class PassRecord:
     moves: tuple[int, ...]
     """Numbers of the moves that were begun."""
     skipped: str = ""
-    """Why nothing was planned."""
+    """Why nothing was planned, or begun."""
 
     def to_dict(self) -> dict[str, Any]:
         policies = [
@@ -151,5 +153,9 @@ class Records:
 
     def to_dict(self, num_passes: int = 20, num_moves: int = 100) -> dict[str, Any]:
         """The newest of each, newest last."""
-        passes, moves = list(self.passes)[-num_passes:], list(self.moves)[-num_moves:]
+        passes, moves = _newest(self.passes, num_passes), _newest(self.moves, num_moves)
         return {"passes": [one.to_dict() for one in passes], "moves": [one.to_dict() for one in moves]}
+
+
+def _newest(records: Collection[_T], number: int) -> list[_T]:
+    return list(records)[max(len(records) - number, 0) :]

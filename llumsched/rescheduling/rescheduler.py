@@ -99,22 +99,28 @@ class Rescheduler:
         made = Plan((), ()) if skipped else self._plan(began_s)
         duration_ms = (self._clock() - began_s) * 1000
         numbers = self._executor.start(made.moves)
+        self._counters.passed(duration_ms)
+        return self._record(woken_by, duration_ms, made, numbers, skipped)
+
+    def _record(
+        self, woken_by: str, duration_ms: float, made: Plan, moves: tuple[int, ...], skipped: str
+    ) -> PassRecord:
         self._num_passes += 1
         record = PassRecord(
-            self._num_passes, time.time(), duration_ms, woken_by, len(self._view), made.results, numbers, skipped
+            self._num_passes, time.time(), duration_ms, woken_by, len(self._view), made.results, moves, skipped
         )
         self.records.passes.append(record)
-        self._counters.passed(duration_ms)
         return record
 
     def _pass_logged(self, woken_by: str) -> float:
-        """Its length in seconds. One pass that breaks must not end the loop."""
+        """Its length in seconds. One pass that breaks must not end the loop; it leaves its record, too."""
         began_s = self._clock()
         try:
             self.run_pass(woken_by)
-        except Exception:
+        except Exception as error:
             logger.exception("a rescheduling pass failed")
             self._counters.broke()
+            self._record(woken_by, (self._clock() - began_s) * 1000, Plan((), ()), (), f"it failed: {error!r}")
         return self._clock() - began_s
 
     def _reason_to_skip(self) -> str:

@@ -177,6 +177,19 @@ async def test_a_pass_that_breaks_does_not_end_the_loop(caplog: pytest.LogCaptur
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert "a rescheduling pass failed" in caplog.text
+    last = rescheduler.records.passes[-1]
+    assert (last.number, last.skipped) == (len(rescheduler.records.passes), "it failed: RuntimeError('of the test')")
+    assert last.woken_by == "interval"
+
+
+@pytest.mark.parametrize(("asked", "told"), [(0, []), (1, [3]), (2, [2, 3]), (100, [1, 2, 3])])
+async def test_as_many_records_as_are_asked_for(asked: int, told: list[int]) -> None:
+    rescheduler = Rescheduler(View(), Config())
+    for _ in range(3):
+        rescheduler.run_pass()
+    shown = rescheduler.records.to_dict(asked, asked)
+    assert [one["number"] for one in shown["passes"]] == told
+    assert shown["moves"] == []
 
 
 async def test_an_interval_of_zero_makes_no_pass() -> None:

@@ -23,6 +23,8 @@ from llumsched.gateway.config import Config
 _WATCH_S = 0.2
 _COLLECT_AFTER = 20_000
 """New objects before Python looks for cycles; at its default of 700 that is at every few requests."""
+_CANNOT_SERVE = 71
+"""Exit code of a worker that could not begin; Python's own, for an exception that nobody caught, is 1."""
 _METRICS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 
 
@@ -62,7 +64,7 @@ async def _serve(config: Config) -> None:
 
 
 def _child(config: Config) -> None:
-    sys.exit(_work(config))
+    sys.exit(_CANNOT_SERVE if _work(config) else 0)
 
 
 def _supervise(config: Config) -> int:
@@ -87,7 +89,7 @@ def _supervise(config: Config) -> int:
             for index, process in enumerate(processes):
                 if process.exitcode is None:
                     continue
-                if process.exitcode == 1:
+                if process.exitcode == _CANNOT_SERVE:
                     stopping, code = True, 1
                 else:
                     mark_process_dead(process.pid)  # type: ignore[no-untyped-call]

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
+import socket
 import time
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +18,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from benchmarks.mock_api import Mock
+from llumsched.gateway import workers
+from llumsched.gateway.config import Config
 from llumsched.gateway.tokens import TokenCounter
 from llumsched.up.ports import free_port
 from tests.llumsched.conftest import Llumnix, finish, start
@@ -110,6 +114,35 @@ async def test_workers_share_a_port_and_their_metrics_and_end_with_their_streams
             done = await finish(process)
             assert done.code == 0
             assert len([line for line in done.lines if line["status"] == 200]) == 9
+
+
+def _crash_twice(config: Config) -> None:
+    """In place of a worker, which writes where it should listen."""
+    with open(config.host, "a") as starts:
+        starts.write("x")
+    if Path(config.host).stat().st_size <= 2:
+        raise RuntimeError("of the test")
+    os.kill(os.getppid(), signal.SIGTERM)
+    signal.pause()
+
+
+def test_a_worker_that_crashes_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "")  # is set anew, and put back after the test
+    monkeypatch.setattr(workers, "_child", _crash_twice)
+    assert workers.run(Config(host=str(tmp_path / "starts"), workers=2, shutdown_timeout_s=0)) == 0
+    assert (tmp_path / "starts").stat().st_size > 2
+
+
+@pytest.mark.asyncio
+async def test_workers_that_cannot_listen_end_it(llumnix: Llumnix) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = await llumnix("gateway", "--scheduler-endpoints", "127.0.0.1:1", "--port", port, "--workers", "2")
+    assert done.code == 1
+    assert f"127.0.0.1:{port}: Address already in use" in done.err
+    assert "a worker died" not in done.err
 
 
 @pytest.fixture

@@ -8,13 +8,14 @@ the whole of `Dispatcher.schedule`, with its account, and each request shows up 
 timed by the wall clock and by this thread's CPU time, which other processes of a busy machine do not lengthen.
 
 The reference runs the same decisions with the pure functions over a list, which is what the arrays are compared with. A
-pass of the rescheduler plans over the same instances, with skewed loads. Status to view is `benchmarks.status_to_view`:
-its 100 instances push 100 times a second from a process of their own.
+pass of the rescheduler plans over the same instances, with skewed loads; /metrics is scraped while requests are placed.
+Status to view is `benchmarks.status_to_view`: its 100 instances push 100 times a second from a process of their own.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
 import gc
 import json
@@ -23,8 +24,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import uvloop
+from prometheus_client import CollectorRegistry
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -38,6 +41,7 @@ from llumsched.rescheduling.history import History
 from llumsched.rescheduling.loads import measure
 from llumsched.rescheduling.planner import plan
 from llumsched.rescheduling.snapshot import Camera
+from llumsched.scheduler.metrics import SchedulerMetrics
 from llumsched.scheduling import pipeline
 from llumsched.scheduling.account import Account
 from llumsched.scheduling.dispatch import Dispatcher
@@ -50,6 +54,7 @@ _ARRIVES_AFTER = 200
 """Decisions between a dispatch and the status that shows it."""
 _REFERENCE_DECISIONS = 30
 _PASSES = 50
+_SCRAPES = 9
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,6 +72,10 @@ class Result:
     reschedule_pass_ms: float
     """p99"""
     reschedule_pass_cpu_ms: float
+    scrape_cpu_ms: float
+    """Of /metrics, beside decisions."""
+    scrape_hold_cpu_ms: float
+    """The most that a decision had to wait for it."""
     status_to_view_p99_ms: float | None
 
 
@@ -142,6 +151,7 @@ def decide(instances: int, num_decisions: int, updates: float, *, quiet: bool) -
             cluster.arrive(*on_their_way.popleft())
     wall_s = sum(decisions.wall_s) + sum(updates_made.wall_s)
     passes = _passes(cluster.view, account)
+    scrape_s, hold_s = asyncio.run(_scrape(dispatcher))
     return {
         "decision_p50_ms": quantile(decisions.wall_s, 0.5) * 1e3,
         "decision_p99_ms": quantile(decisions.wall_s, 0.99) * 1e3,
@@ -153,6 +163,8 @@ def decide(instances: int, num_decisions: int, updates: float, *, quiet: bool) -
         "reference_p50_ms": quantile(_reference(dispatcher, account).wall_s, 0.5) * 1e3,
         "reschedule_pass_ms": quantile(passes.wall_s, 0.99) * 1e3,
         "reschedule_pass_cpu_ms": quantile(passes.cpu_s, 0.99) * 1e3,
+        "scrape_cpu_ms": scrape_s * 1e3,
+        "scrape_hold_cpu_ms": hold_s * 1e3,
     }
 
 
@@ -199,6 +211,24 @@ def _passes(view: View, account: Account) -> _Times:
     return _timed(one, _PASSES)
 
 
+async def _scrape(dispatcher: Dispatcher) -> tuple[float, float]:
+    """Seconds of CPU time that a scrape takes, and that the longest part of it takes for which a decision waits; of
+    several scrapes the median of each."""
+    metrics = SchedulerMetrics(dispatcher, CollectorRegistry())
+    totals, holds = [], []
+    for _ in range(_SCRAPES):
+        parts = []
+        scrape = asyncio.create_task(metrics.exposition())
+        while not scrape.done():
+            began_s = time.thread_time()
+            await asyncio.sleep(0)
+            parts.append(time.thread_time() - began_s)
+            dispatcher.schedule(Request("beside", "m", 100))
+        totals.append(sum(parts))
+        holds.append(max(parts))
+    return median(totals), median(holds)
+
+
 def _timed(run: Callable[[], None], times: int) -> _Times:
     taken = _Times()
     for _ in range(times):
@@ -239,6 +269,12 @@ def main() -> None:
             f"{result.reschedule_pass_ms:.3f} ms",
             f"{result.reschedule_pass_cpu_ms:.3f} ms",
             "10 ms",
+        ),
+        (
+            "scrape of /metrics; its part that a decision waits for",
+            "",
+            f"{result.scrape_cpu_ms:.1f} ms; {result.scrape_hold_cpu_ms:.2f} ms",
+            "",
         ),
         ("status to view, p99", "" if to_view is None else f"{to_view:.2f} ms", "", "20 ms"),
     )

@@ -14,6 +14,7 @@ GET  /debug/view       what is known of the instances
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import Counter
@@ -23,9 +24,10 @@ from typing import Any, Final
 import msgspec
 from aiohttp import WSMsgType, web
 from google.protobuf.json_format import MessageToDict
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from llumsched.cms.view import Instance
 from llumsched.scheduler.messages import (
     MAX_BODY_BYTES,
     Endpoint,
@@ -44,13 +46,14 @@ from llumsched.scheduling.lrs import RealtimeState, Update
 _log = logging.getLogger(__name__)
 _KEEPALIVE_S: Final = 3.0
 _MOST_REPORTS: Final = 100_000
+_SHOWN_AT_ONCE: Final = 8
+"""Instances of `/debug/view`, between which requests are placed; a millisecond."""
 _STATUS: Final = {Refused.ENDPOINT_NOT_FOUND: 404, Refused.NO_AVAILABLE_ENDPOINT: 429, Refused.NO_MATCH_INFER_TYPE: 429}
 
 
 class Api:
     def __init__(self, dispatcher: Dispatcher, registry: CollectorRegistry) -> None:
         self._dispatcher = dispatcher
-        self._registry = registry
         self._metrics = SchedulerMetrics(dispatcher, registry)
 
     def application(self) -> web.Application:
@@ -136,7 +139,7 @@ class Api:
         return _json({"status": "ok", "instances": len(view), "view_age_s": round(view.age_s, 3)})
 
     async def metrics(self, http: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return web.Response(body=await self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def debug_schedule(self, http: web.Request) -> web.Response:
         if http.method == "POST":
@@ -166,26 +169,23 @@ class Api:
         )
 
     async def debug_view(self, http: web.Request) -> web.Response:
-        view, in_flight = self._dispatcher.view, self._dispatcher.ledger.in_flight
-        now_s = time.monotonic()
-        return _json(
-            {
-                "connected": view.connected,
-                "age_s": round(view.age_s, 3),
-                "instances": {
-                    instance.id: {
-                        "age_s": round(instance.age_s(now_s), 3),
-                        "in_flight": msgspec.to_builtins(in_flight.of(instance.id)),
-                        "metadata": MessageToDict(instance.metadata, preserving_proto_field_name=True),
-                        "status": instance.status
-                        and MessageToDict(
-                            instance.status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-                        ),
-                    }
-                    for instance in view.values()
-                },
-            }
-        )
+        view, instances = self._dispatcher.view, dict[str, msgspec.Raw]()
+        for number, instance in enumerate(list(view.values()), 1):
+            instances[instance.id] = msgspec.Raw(encode(self._shown(instance)))
+            if number % _SHOWN_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return _json({"connected": view.connected, "age_s": round(view.age_s, 3), "instances": instances})
+
+    def _shown(self, instance: Instance) -> dict[str, Any]:
+        return {
+            "age_s": round(instance.age_s(time.monotonic()), 3),
+            "in_flight": msgspec.to_builtins(self._dispatcher.ledger.in_flight.of(instance.id)),
+            "metadata": MessageToDict(instance.metadata, preserving_proto_field_name=True),
+            "status": instance.status
+            and MessageToDict(
+                instance.status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+            ),
+        }
 
     def _request(self, asked: SchedulingRequest) -> Request:
         excluded = set(asked.excluded_endpoints)

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from llumsched.scheduler.gauges import Gauge, exposition
 from llumsched.scheduling.dispatch import Dispatcher, Placement, Refused
 from llumsched.scheduling.filters import infer_type
 from llumsched.scheduling.load import Load
@@ -51,6 +54,23 @@ _OF_ACCOUNT: Final = {
 }
 
 
+_VALUES: Final[dict[str, Callable[[Load], float]]] = {
+    **{suffix: attrgetter(f"status.{field}") for suffix, field in _OF_STATUS.items()},
+    **{suffix: attrgetter(f"account.{field}") for suffix, field in _OF_ACCOUNT.items()},
+    **{name: METRICS[name].value for name in _SELECTED},
+}
+_FULL: Final = [Gauge(f"instance_cms_{suffix}", "As known here.", value) for suffix, value in _VALUES.items()]
+_LITE: Final = [
+    Gauge(f"instance_lrs_{name}", "As sent and reported.", attrgetter(f"account.{field}"))
+    for name, field in {
+        "total_tokens": "num_tokens",
+        "waiting_tokens": "num_uncomputed_prefill_tokens",
+        "total_requests": "num_requests",
+        "waiting_requests": "num_prefill_requests",
+    }.items()
+]
+
+
 class SchedulerMetrics:
     def __init__(self, dispatcher: Dispatcher, registry: CollectorRegistry) -> None:
         self._dispatcher = dispatcher
@@ -76,7 +96,17 @@ class SchedulerMetrics:
             )
             for name, buckets in _SELECTED.items()
         }
-        registry.register(_Instances(dispatcher))
+        self._registry = registry
+        registry.register(_Cluster(dispatcher))
+
+    async def exposition(self) -> bytes:
+        """In the text format. Requests are placed meanwhile: a scrape of many instances takes a while."""
+        own = generate_latest(self._registry)
+        await asyncio.sleep(0)
+        in_flight = self._dispatcher.ledger.in_flight
+        loads = [Load(instance, in_flight.of(instance.id)) for instance in self._dispatcher.view.values()]
+        gauges, labels = (_LITE, _lite_labels) if self._dispatcher.policy.mode is Mode.LITE else (_FULL, _labels)
+        return b"".join([own, *await exposition(gauges, loads, labels)])
 
     def placed(self, placements: Iterable[Placement], duration_s: float) -> None:
         self._total.inc()
@@ -92,7 +122,7 @@ class SchedulerMetrics:
         self._failed.labels(kind).inc()
 
 
-class _Instances(Collector):
+class _Cluster(Collector):
     """Reads the view. A scrape runs on the event loop that the view belongs to."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
@@ -112,49 +142,17 @@ class _Instances(Collector):
             "Placed requests of which nothing was heard any more.",
             value=self._dispatcher.ledger.num_expired,
         )
-        yield from self._lite() if self._dispatcher.policy.mode is Mode.LITE else self._full()
-
-    def _full(self) -> Iterator[Metric]:
-        loads = [
-            Load(instance, self._dispatcher.ledger.in_flight.of(instance.id))
-            for instance in self._dispatcher.view.values()
-        ]
-        for suffix, field in _OF_STATUS.items():
-            yield _by_instance(suffix, [(load, getattr(load.status, field)) for load in loads])
-        for suffix, field in _OF_ACCOUNT.items():
-            yield _by_instance(suffix, [(load, getattr(load.account, field)) for load in loads])
-        for name in _SELECTED:
-            yield _by_instance(name, [(load, METRICS[name].value(load)) for load in loads])
-
-    def _lite(self) -> Iterator[Metric]:
-        names = ("total_tokens", "waiting_tokens", "total_requests", "waiting_requests")
-        families = [
-            GaugeMetricFamily(
-                f"instance_lrs_{name}", "As sent and reported.", labels=("model", "instance_id", "infer_type")
-            )
-            for name in names
-        ]
-        for instance in self._dispatcher.view.values():
-            account, metadata = self._dispatcher.ledger.in_flight.of(instance.id), instance.metadata
-            model = (*metadata.served_models, metadata.model)[0]
-            labels = (model, str(instance.api_server), infer_type(instance))
-            values = (
-                account.num_tokens,
-                account.num_uncomputed_prefill_tokens,
-                account.num_requests,
-                account.num_prefill_requests,
-            )
-            for family, value in zip(families, values, strict=True):
-                family.add_metric(labels, value)
-        yield from families
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(name, text, value=value)
 
 
-def _by_instance(suffix: str, values: list[tuple[Load, float]]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(f"instance_cms_{suffix}", "As known here.", labels=("instance_id", "infer_type"))
-    for load, value in values:
-        family.add_metric((load.instance.id, infer_type(load.instance)), value)
-    return family
+def _labels(load: Load) -> dict[str, str]:
+    return {"infer_type": infer_type(load.instance), "instance_id": load.instance.id}
+
+
+def _lite_labels(load: Load) -> dict[str, str]:
+    instance = load.instance
+    model = (*instance.metadata.served_models, instance.metadata.model)[0]
+    return {"infer_type": infer_type(instance), "instance_id": str(instance.api_server), "model": model}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import re
@@ -30,17 +31,17 @@ SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), 
 _NOT_A_METRIC = {"by", "le", "sum", "min", "max", "rate", "histogram_quantile"}
 
 
-def shown(registry: CollectorRegistry) -> set[str]:
-    return {f"{family.name}{suffix}" for family in registry.collect() for suffix in SUFFIXES.get(family.type, ("",))}
+def shown(text: bytes) -> set[str]:
+    # Families are told of before anything was counted in them, too.
+    families = re.findall(r"^# TYPE (\w+) (\w+)$", text.decode(), re.M)
+    suffixes = {"histogram": ("_bucket", "_sum", "_count")}
+    return {f"{name}{suffix}" for name, kind in families for suffix in suffixes.get(kind, ("",))}
 
 
 def of_the_gateway() -> set[str]:
     metrics = Metrics()
     metrics.ended(Record("1", "/v1/completions", model="m", status=200))
-    # Families are told of before anything was counted in them, too.
-    families = re.findall(r"^# TYPE (\w+) (\w+)$", metrics.text().decode(), re.M)
-    suffixes = {"histogram": ("_bucket", "_sum", "_count")}
-    return {f"{name}{suffix}" for name, kind in families for suffix in suffixes.get(kind, ("",))}
+    return shown(metrics.text())
 
 
 def of_a_scheduler(mode: Mode) -> set[str]:
@@ -51,9 +52,8 @@ def of_a_scheduler(mode: Mode) -> set[str]:
     if mode is Mode.LITE:
         ledger = RealtimeState(time.monotonic, view, gateway_ttl_s=30.0, state_ttl_s=600.0)
     dispatcher = Dispatcher(view, load_policy("load-balance", mode), ledger, time.monotonic)
-    SchedulerMetrics(dispatcher, registry)
     RescheduleCounters(registry)
-    return shown(registry)
+    return shown(asyncio.run(SchedulerMetrics(dispatcher, registry).exposition()))
 
 
 def of_an_engine() -> set[str]:

@@ -15,12 +15,15 @@ import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from llumlet.tasks import end
 from llumlet.types import Health, InstanceMetadata, InstanceStatus
 from llumsched.cms.view import View
 from llumsched.rescheduling.moves import Move, Order, Rule, Selection
 from llumsched.rescheduling.records import MoveRecord, Outcome, Records
 from llumsched.scheduler import events
-from llumsched.scheduler.feed import NUM_MOVES, Feed
+from llumsched.scheduler import feed as feed_module
+from llumsched.scheduler.feed import AT_ONCE, NUM_MOVES, Feed
+from llumsched.summary import summary
 
 DEADLINE_S = 10.0
 
@@ -119,14 +122,15 @@ async def test_who_left_and_came_back_is_told_once_as_the_new_life() -> None:
     feed = Feed(view, None)
     reader = feed.join()
     view.put_metadata(metadata("a"))
-    assert len(json.loads(feed.take(reader))["instances"]) == 1
+    assert len(json.loads(await feed.take(reader))["instances"]) == 1
     view.remove("a")
     view.put_metadata(metadata("a", "2"))
-    told = json.loads(feed.take(reader))
+    told = json.loads(await feed.take(reader))
     assert [one["incarnation"] for one in told["instances"]] == ["2"]
 
 
-def test_what_is_kept_for_a_slow_reader_is_bounded_and_the_newest() -> None:
+@pytest.mark.asyncio
+async def test_what_is_kept_for_a_slow_reader_is_bounded_and_the_newest() -> None:
     view, records = View(), Records()
     feed = Feed(view, records)
     reader = feed.join()
@@ -136,12 +140,66 @@ def test_what_is_kept_for_a_slow_reader_is_bounded_and_the_newest() -> None:
         view.put_metadata(metadata(f"gone-{update}"))
         view.remove(f"gone-{update}")
         records.began(move(update))
-    told = json.loads(feed.take(reader))
+    told = json.loads(await feed.take(reader))
     assert [one["running"] for one in told["instances"]] == [1999]
     assert [one["number"] for one in told["moves"]] == list(range(2000 - NUM_MOVES, 2000))
     assert told["left"] == []
     feed.leave(reader)
     assert len(feed) == 0
+
+
+@pytest.mark.asyncio
+async def test_others_run_while_many_instances_are_told_and_what_changes_meanwhile_is_told_next() -> None:
+    view = View()
+    feed = Feed(view, None)
+    reader = feed.join()
+    names = [f"i{number:03d}" for number in range(4 * AT_ONCE)]
+    for name in names:
+        view.put_metadata(metadata(name))
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+            if turns == 1:
+                view.put_status(status(names[0], 1))
+                view.remove(names[1])
+                view.remove(names[-1])
+
+    running = asyncio.create_task(others())
+    first = json.loads(await feed.take(reader))
+    await end(running)
+    assert turns >= 3
+    assert [one["id"] for one in first["instances"]] == names[:-1]
+    second = json.loads(await feed.take(reader))
+    assert [(one["id"], one["state"]) for one in second["instances"]] == [(names[0], "open")]
+    assert second["left"] == [names[1]]
+
+
+@pytest.mark.asyncio
+async def test_an_instance_is_put_into_words_once_for_all_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(feed_module, "summary", lambda one: made.append(one.id) or summary(one))
+    view = View()
+    feed = Feed(view, None)
+    readers = [feed.join() for _ in range(3)]
+    for name in "ab":
+        view.put_metadata(metadata(name))
+    for update in (1, 2):
+        view.put_status(status("a", update, num_running_requests=update))
+        told = [json.loads(await feed.take(reader))["instances"] for reader in readers]
+        assert [[one["running"] for one in each if one["id"] == "a"] for each in told] == [[update]] * 3
+    assert made == ["a", "b", "a"]
+
+
+def test_the_more_is_told_the_longer_is_the_pause_and_all_readers_have_the_same() -> None:
+    for num_told, interval_s in ((0, 0.1), (200, 0.1), (201, 0.2), (1000, 0.5), (10_000, 1.0)):
+        ends = [now_s + events._pause_s(num_told, now_s) for now_s in (50.01, 50.02, 50.04)]
+        assert ends == pytest.approx([50 + interval_s] * 3)
+    # Who is late waits for the next time but one.
+    assert 50.09 + events._pause_s(0, 50.09) == pytest.approx(50.2)
 
 
 @pytest.mark.asyncio

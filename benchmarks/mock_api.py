@@ -5,8 +5,8 @@
 
 It writes what vLLM writes, byte by byte where that matters: event form, key order, `return_token_ids`, usage, ids from
 `X-Request-Id`. A token is a number; the next one is a function of the one before it and of its position, so that an
-answer continued from `prompt + delivered` equals an answer in one piece. Its text is that of `text_of`, which has
-characters of several bytes.
+answer continued from `prompt + delivered` equals an answer in one piece. Its text is that of `bytes_of`: characters of
+several bytes, of which some take three tokens.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ from aiohttp import web
 
 _WORDS = ("the", "a", "é", "日本", "🙂", "of", 'qu"ote', "back\\slash", "new\nline", "ß")
 VOCABULARY = 1000
+"""Words. Each also has three parts, whose numbers are higher by one, two and three times as much."""
+_NUM_PARTS = 3
+_SPLIT = (3, 4)
+"""Of the words, those that are told in parts."""
+_INCOMPLETE = "\ufffd"
 MODEL_LENGTH = 4096
 _ID = b"@request@"
 _INFERENCE_PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -38,13 +43,40 @@ _FAILURE = (
 )
 
 
-def text_of(token: int) -> str:
-    return f" {_WORDS[token % len(_WORDS)]}{token}"
+def bytes_of(token: int) -> bytes:
+    part, number = divmod(token, VOCABULARY)
+    word = f" {_WORDS[number % len(_WORDS)]}{number}".encode()
+    return (word, word[:2], word[2:3], word[3:])[part]
+
+
+class Detokenizer:
+    """Tells text in whole characters. An equal of `tokenizers.decoders.DecodeStream`, with which vLLM detokenizes."""
+
+    def __init__(self, prompt: list[int]) -> None:
+        before = b"".join(map(bytes_of, prompt))
+        self._untold = before if _text(before).endswith(_INCOMPLETE) else b""
+        """All of a prompt that ends within a character: the stream then starts without a prefix."""
+
+    def step(self, token: int) -> str:
+        self._untold += bytes_of(token)
+        text = _text(self._untold)
+        if text.endswith(_INCOMPLETE):
+            return ""
+        self._untold = b""
+        return text
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="replace")
 
 
 def next_token(tokens: list[int]) -> int:
     """Depends on all that came before by way of the last token and the length."""
-    return (tokens[-1] * 31 + len(tokens) * 7 + 11) % VOCABULARY if tokens else 1
+    last = tokens[-1] if tokens else 0
+    if 0 < last // VOCABULARY < _NUM_PARTS:
+        return last + VOCABULARY
+    token = (last * 31 + len(tokens) * 7 + 11) % VOCABULARY
+    return token + VOCABULARY if token % len(_WORDS) in _SPLIT else token
 
 
 def prompt_tokens(document: dict[str, Any]) -> list[int]:
@@ -62,6 +94,7 @@ class Mock:
     models: tuple[str, ...] = ("mock",)
     num_tokens: int = 32
     """If the request does not say."""
+    tokens_per_event: int = 1
     interval_s: float = 0.0
     seen: list[dict[str, Any]] | None = None
     """The bodies, headers and paths that came; None keeps none."""
@@ -93,6 +126,8 @@ class Mock:
             return web.json_response({"object": "list", "data": cards})
         if request.path == "/health":
             return web.Response(status=self.health)
+        if request.path == "/detokenize":
+            return web.json_response({"prompt": _text(b"".join(map(bytes_of, (await request.json())["tokens"])))})
         if request.path not in _INFERENCE_PATHS:
             return web.Response(status=404)
         content = await request.read()
@@ -115,7 +150,7 @@ class Mock:
         if answer is None:
             if len(self.written) > _MOST_WRITTEN:
                 self.written.clear()
-            answer = _Answer(json.loads(content), "chat" in request.path, self.num_tokens)
+            answer = _Answer(json.loads(content), "chat" in request.path, self.num_tokens, self.tokens_per_event)
             self.written[request.path, content] = answer
         request_id = request.headers.get("X-Request-Id") or uuid.uuid4().hex
         self.answering.add(request_id)
@@ -167,7 +202,7 @@ def _port(request: web.BaseRequest) -> int:
 
 
 class _Answer:
-    def __init__(self, document: dict[str, Any], is_chat: bool, num_tokens: int) -> None:
+    def __init__(self, document: dict[str, Any], is_chat: bool, num_tokens: int, tokens_per_event: int) -> None:
         self.is_chat = is_chat
         self.is_streamed = bool(document.get("stream"))
         self.id = ("chatcmpl-" if is_chat else "cmpl-") + _ID.decode()
@@ -177,6 +212,7 @@ class _Answer:
         self._created = int(time.time())
         self._wants_ids = bool(document.get("return_token_ids"))
         self._options = document.get("stream_options") or {}
+        self._tokens_per_event = tokens_per_event
 
     def _tokens(self) -> list[int]:
         tokens = list(self._prompt)
@@ -192,7 +228,7 @@ class _Answer:
     @functools.cached_property
     def in_one_piece(self) -> bytes:
         tokens = self._tokens()
-        text = "".join(map(text_of, tokens))
+        text = "".join(map(Detokenizer(self._prompt).step, tokens))
         content = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
         choice = {"index": 0, **content, "finish_reason": "length"}
         head = {"id": self.id, "object": "chat.completion" if self.is_chat else "text_completion"}
@@ -216,15 +252,19 @@ class _Answer:
             role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
             yield _event(head | {"choices": [role]} | prompt | (self._usage(0) if continuous else {}))
         tokens = self._tokens()
-        for number, token in enumerate(tokens, 1):
+        detokenizer = Detokenizer(self._prompt)
+        for start in range(0, len(tokens), self._tokens_per_event):
+            new = tokens[start : start + self._tokens_per_event]
+            number = start + len(new)
             is_last = number == len(tokens)
-            content = {"delta": {"content": text_of(token)}} if self.is_chat else {"text": text_of(token)}
+            text = "".join(map(detokenizer.step, new))
+            content = {"delta": {"content": text}} if self.is_chat else {"text": text}
             choice = {"index": 0, **content, "logprobs": None, "finish_reason": "length" if is_last else None}
             if not self.is_chat or is_last:
                 choice["stop_reason"] = None
             if not self.is_chat:
-                choice["prompt_token_ids"] = prompt["prompt_token_ids"] if number == 1 else None
-            choice["token_ids"] = [token] if self._wants_ids else None
+                choice["prompt_token_ids"] = None if start else prompt["prompt_token_ids"]
+            choice["token_ids"] = new if self._wants_ids else None
             yield _event(head | {"choices": [choice]} | (self._usage(number) if continuous else {}))
         if self._options.get("include_usage"):
             yield _event(head | {"choices": []} | self._usage(len(tokens)))

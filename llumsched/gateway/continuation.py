@@ -10,6 +10,10 @@ Ledger of tokens, half-open:
     first engine     [0 ........ P) prompt   [P ...... P+D) delivered | lost
     second engine    [0 ................... P+D) prompt               [P+D ...) its output
     usage told       prompt P, completion D + its output
+
+A character may take several tokens. Delivered tokens that end within one have no text yet and do not count among D: the
+second engine generates them again. From a prompt that ends so it would tell all of the prompt's text as new, since its
+detokenizer (`DecodeStream` of tokenizers) starts without a prefix where the prompt's text ends in U+FFFD.
 """
 
 from __future__ import annotations
@@ -24,6 +28,13 @@ from llumsched.gateway.body import Body
 from llumsched.gateway.sse import DONE, EventStream, event, payload
 
 COMPLETIONS = "/v1/completions"
+DETOKENIZE = "/detokenize"
+_NUM_LAST = 1024
+"""Tokens by whose text it is known whether the last of them ends a character. Many: a run of single bytes that begins
+within a character has no text at all in tokenizers that fall back to bytes."""
+_MOST_AGAIN = 16
+"""Tokens. More are not a character, but text that is replacement characters."""
+_INCOMPLETE = "\ufffd"
 _DEFAULT_MAX_TOKENS = 16
 """Of /v1/completions; a chat may go on to the end of the context."""
 _REPLACED = frozenset(
@@ -120,6 +131,9 @@ class Transcript:
     """The first event."""
     prompt_ids: list[int] | None = None
     token_ids: list[int] = field(default_factory=list)
+    """All whose text has come."""
+    again: list[int] = field(default_factory=list)
+    """Came after them, without a text; to be generated again."""
     num_events: int = 0
     is_finished: bool = False
     has_usage: bool = False
@@ -133,10 +147,31 @@ class Transcript:
         if self.prompt_ids is None:
             self.prompt_ids = events.prompt_ids
         self.token_ids += events.token_ids
+        del self.again[: len(events.token_ids)]
         self.num_events += events.num_events
         self.is_finished = self.is_finished or events.is_finished
         self.has_usage = self.has_usage or events.has_usage
         self.is_parsed = self.is_parsed or events.is_parsed
+
+    def take_back(self) -> None:
+        """The last token, for `again`. Raises CannotContinue."""
+        if len(self.again) == _MOST_AGAIN:
+            raise CannotContinue("its last characters are not whole")
+        self.again.insert(0, self.token_ids.pop())
+
+    def last_tokens(self, model: str) -> bytes:
+        """The request for `DETOKENIZE` whose answer tells whether they end a character."""
+        tokens = ((self.prompt_ids or []) + self.token_ids)[-_NUM_LAST:]
+        return msgspec.json.encode({"model": model, "tokens": tokens})
+
+
+class _Detokenized(msgspec.Struct):
+    prompt: str
+
+
+def ends_within_character(answer: bytes) -> bool:
+    """Of `DETOKENIZE`. Raises msgspec.DecodeError."""
+    return msgspec.json.decode(answer, type=_Detokenized).prompt.endswith(_INCOMPLETE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +191,7 @@ def plan(body: Body, path: str, transcript: Transcript, max_model_len: int | Non
         raise CannotContinue("the engine was in the middle of reasoning or a tool call")
     if transcript.prompt_ids is None:
         raise CannotContinue("the engine gave no token ids")
-    if not transcript.token_ids:
+    if not transcript.token_ids and not transcript.again:
         return Continuation(path, body.with_token_ids(), _again(transcript))
     content = _remaining(document, transcript, max_model_len)
     return Continuation(COMPLETIONS, msgspec.json.encode(content), _onward(transcript))
@@ -199,8 +234,11 @@ def _again(transcript: Transcript) -> Callable[[dict[str, Any]], dict[str, Any] 
 
 def _onward(transcript: Transcript) -> Callable[[dict[str, Any]], dict[str, Any] | None]:
     num_before = len(transcript.token_ids)
+    repetition = _Repetition(transcript)
 
     def change(document: dict[str, Any]) -> dict[str, Any] | None:
+        if any(repetition.is_all_of(choice) for choice in document.get("choices") or ()):
+            return None
         if usage := document.get("usage"):
             document["usage"] = _usage(usage["prompt_tokens"] - num_before, usage["completion_tokens"] + num_before)
         if transcript.is_chat:
@@ -212,6 +250,29 @@ def _onward(transcript: Transcript) -> Callable[[dict[str, Any]], dict[str, Any]
         return _same_stream(document, transcript)
 
     return change
+
+
+class _Repetition:
+    """The beginning of another engine's answer, as far as the client has it already: tokens without a text."""
+
+    def __init__(self, transcript: Transcript) -> None:
+        self._is_on = bool(transcript.again)
+        self._ids = list(transcript.again) if transcript.keeps_ids else []
+
+    def is_all_of(self, choice: dict[str, Any]) -> bool:
+        """Otherwise it is left out of the choice. Raises CannotContinue if it is another than the client has."""
+        if not self._is_on:
+            return False
+        if self._ids:
+            ids = choice.get("token_ids") or []
+            num_same = min(len(ids), len(self._ids))
+            is_last = choice.get("finish_reason") is not None
+            if ids[:num_same] != self._ids[:num_same] or (is_last and num_same < len(self._ids)):
+                raise CannotContinue("the client has token ids of a part of a character, and another one was chosen")
+            choice["token_ids"] = ids[num_same:]
+            del self._ids[:num_same]
+        self._is_on = not (choice.get("text") or choice.get("token_ids") or choice.get("finish_reason"))
+        return self._is_on
 
 
 def _same_stream(document: dict[str, Any], transcript: Transcript) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
+import msgspec
 from aiohttp import web
 
 from llumsched.gateway import continuation, errors, sse
@@ -24,7 +25,7 @@ from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.body import Body
 from llumsched.gateway.config import Config
 from llumsched.gateway.connection import Connection
-from llumsched.gateway.continuation import Continuation, Transcript
+from llumsched.gateway.continuation import CannotContinue, Transcript
 from llumsched.gateway.errors import GatewayError, StreamLost
 from llumsched.gateway.metrics import Metrics, Record
 from llumsched.gateway.placement import Asked, Placed, Placement
@@ -139,6 +140,10 @@ def failure(error: GatewayError, request_id: str) -> web.Response:
     return web.Response(status=error.status, body=errors.body(error), headers=headers)
 
 
+def _not_continued(what: str, reason: Exception) -> GatewayError:
+    return errors.UpstreamFailed(f"{what} and could not be continued: {reason}.")
+
+
 class Exchange:
     """One of them."""
 
@@ -172,6 +177,8 @@ class Exchange:
         self._path = request.path
         self._content = body.with_token_ids() if wants_ids else body.content
         self._wants_ids = wants_ids
+        self._max_model_len: int | None = None
+        """Of the engine that was lost."""
         self._change: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
 
     @property
@@ -210,6 +217,9 @@ class Exchange:
                 ended = await self._after(lost, placed.backend)
                 if ended is not None:
                     return ended
+            except CannotContinue as reason:
+                self._count_continuation("failed")
+                return await self._end_with(_not_continued("The stream was lost", reason))
             finally:
                 self._around.running.pop(self, None)
                 self._around.placement.release(placed, completed=completed)
@@ -235,6 +245,8 @@ class Exchange:
         return placed
 
     async def _attempt(self, placed: Placed) -> web.StreamResponse:
+        if self._out is not None and self._transcript.token_ids:
+            await self._take_back_incomplete(placed)
         call = self._around.upstream.call(
             placed.backend, self._path, self._content, self._request.raw_headers, placed.asked.id
         )
@@ -253,6 +265,25 @@ class Exchange:
             num_input, self._record.num_output_tokens = sse.usage_of(body)
             self._record.num_input_tokens = num_input or self._record.num_input_tokens
         return response
+
+    async def _take_back_incomplete(self, placed: Placed) -> None:
+        """Tokens that end within a character, from the transcript. The engine that is to go on knows which do."""
+        transcript = self._transcript
+        while transcript.token_ids and await self._ends_within_character(placed):
+            transcript.take_back()
+        if transcript.again:
+            self._plan_continuation()
+
+    async def _ends_within_character(self, placed: Placed) -> bool:
+        content = self._transcript.last_tokens(self._body.model)
+        headers = self._request.raw_headers
+        call = self._around.upstream.call(placed.backend, continuation.DETOKENIZE, content, headers, placed.asked.id)
+        async with call as answer:
+            status, text = answer.status, await answer.read_all()
+        with suppress(msgspec.DecodeError):
+            if status == 200:
+                return continuation.ends_within_character(text)
+        raise StreamLost(f"{placed.backend} did not detokenize: it answered {status}")
 
     async def _stream(self, answer: Connection, call: Call, placed: Placed) -> web.StreamResponse:
         events = sse.EventStream(wants_ids=self._wants_ids, keeps_ids=self._transcript.keeps_ids)
@@ -342,15 +373,14 @@ class Exchange:
             if self._out is not None:
                 if self._transcript.is_finished:
                     return await self._end(continuation.ending(self._body, self._transcript))
-                self._plan_continuation(backend)
-        except (continuation.CannotContinue, errors.InvalidRequest) as reason:
+                self._max_model_len = backend.max_model_len(self._body.model)
+                self._plan_continuation()
+        except (CannotContinue, errors.InvalidRequest) as reason:
             self._count_continuation("refused")
             if failed:
                 self._record.status = 502
                 return await self._end(failed if failed.endswith(sse.DONE) else failed + sse.DONE)
-            return await self._end_with(
-                errors.UpstreamFailed(f"The stream was lost ({lost}) and could not be continued: {reason}.")
-            )
+            return await self._end_with(_not_continued(f"The stream was lost ({lost})", reason))
         if self._num_attempts > self._config.retry_max_count:
             return await self._give_up(lost)
         if self._out is None:
@@ -360,12 +390,11 @@ class Exchange:
             self._count_continuation("continued")
         return None
 
-    def _plan_continuation(self, backend: Backend) -> None:
+    def _plan_continuation(self) -> None:
         if not self._wants_ids:
             reason = continuation.refusal(self._body.document())
-            raise continuation.CannotContinue(reason or "the client did not want that")
-        limit = backend.max_model_len(self._body.model)
-        planned: Continuation = continuation.plan(self._body, self._request.path, self._transcript, limit)
+            raise CannotContinue(reason or "the client did not want that")
+        planned = continuation.plan(self._body, self._request.path, self._transcript, self._max_model_len)
         self._path, self._content, self._change = planned.path, planned.content, planned.change
 
     def _count_continuation(self, outcome: str) -> None:

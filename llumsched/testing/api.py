@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenAI API of a simulated instance, as far as a gateway needs it: completions, chats, models, health.
+"""The API of a simulated instance, as far as a gateway needs it: completions, chats, models, health, detokenization.
 
 A token is the word of its number; a prompt in words is that of these numbers, and other words get one of their own. So
 a text goes on the same way from token ids and from words, wherever.
@@ -55,6 +55,7 @@ class SimulatedApi:
         application = web.Application()
         application.router.add_post("/v1/completions", self._complete)
         application.router.add_post("/v1/chat/completions", self._complete)
+        application.router.add_post("/detokenize", self._detokenize)
         application.router.add_get("/v1/models", self._models)
         application.router.add_get("/health", self._health)
         self._runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0.1)
@@ -78,6 +79,9 @@ class SimulatedApi:
     async def _models(self, request: web.Request) -> web.Response:
         model = {"id": self._model, "object": "model", "created": int(time.time()), "owned_by": "llumnix"}
         return web.json_response({"object": "list", "data": [model]})
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        return web.json_response({"prompt": _text((await request.json())["tokens"])})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         if not self._is_open():
@@ -155,7 +159,7 @@ class _Answer:
 
     def whole(self) -> dict[str, Any]:
         output = self._submitted.output
-        text = "".join(f" {token}" for token in output)
+        text = _text(output)
         choice: dict[str, Any] = {"index": 0, "finish_reason": self._submitted.finish_reason}
         choice |= {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
         document = self.base() | ({"object": "chat.completion"} if self._chat else {})
@@ -167,6 +171,10 @@ class _Answer:
     def usage(self) -> dict[str, int]:
         prompt, output = len(self._submitted.prompt), len(self._submitted.output)
         return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+
+
+def _text(tokens: Sequence[int]) -> str:
+    return "".join(f" {token}" for token in tokens)
 
 
 def _event(document: dict[str, Any]) -> bytes:

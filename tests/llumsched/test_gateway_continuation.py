@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from aiohttp import web
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from benchmarks.mock_api import Mock
+from benchmarks import mock_api
+from benchmarks.mock_api import VOCABULARY, Detokenizer, Mock, bytes_of, next_token
 from llumsched.gateway.body import Body
 from llumsched.gateway.continuation import CannotContinue, Transcript, plan, refusal
-from llumsched.gateway.sse import EventStream, is_clients_fault
+from llumsched.gateway.sse import EventStream, event, is_clients_fault
 from tests.llumsched.gateway_support import DEADLINE_S, Cluster, Reply, cluster, until
 
 CHAT = "/v1/chat/completions"
@@ -25,6 +28,11 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 for _body in BODIES.values():
     _body |= {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
+SPLIT: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "a"}]},
+    COMPLETIONS: {"prompt": "z"},
+}
+"""Answered, by the mock engines, with characters of three tokens first."""
 
 
 def _told(reply: Reply) -> dict[str, Any]:
@@ -65,6 +73,120 @@ async def test_a_stream_cut_anywhere_is_the_stream_that_was_not_cut(path: str, w
             reply = await it.post(path, body)
             assert _no_time(_told(reply)) == whole, cut
             assert it.engines.cut_at is None
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("tokens_per_event", [1, 2, 4])
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("wishes", [{}, {"return_token_ids": True}], ids=["text", "ids"])
+async def test_a_stream_cut_within_a_character_is_the_stream_that_was_not_cut(
+    path: str, wishes: dict[str, Any], tokens_per_event: int
+) -> None:
+    """The answers begin with two characters of three tokens each."""
+    body = BODIES[path] | SPLIT[path] | wishes | {"max_tokens": 7}
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    async with cluster(mock=Mock(seen=[], tokens_per_event=tokens_per_event)) as it:
+        reply = await it.post(path, body)
+        num_events, whole = len(reply.events), _no_time(_told(reply))
+        assert whole["text"].startswith((" 日本", " 🙂"))
+        for number in range(1, num_events):
+            it.engines.fail_at = number
+            told = _no_time(_told(await it.post(path, body)))
+            counts = [usage["completion_tokens"] for usage in told["usage"]]
+            assert counts == sorted(counts)
+            assert told | {"usage": told["usage"][-1:]} == whole | {"usage": whole["usage"][-1:]}, number
+
+
+@pytest.mark.asyncio
+async def test_a_client_with_ids_of_half_a_character_does_not_get_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_asked = itertools.count()
+
+    def other_than_the_first_engine(tokens: list[int]) -> int:
+        return next_token(tokens) if next(num_asked) < 4 else 5
+
+    monkeypatch.setattr(mock_api, "next_token", other_than_the_first_engine)
+    body = BODIES[CHAT] | SPLIT[CHAT]
+    async with cluster() as it:
+        it.engines.fail_at = 2
+        error = _error(await it.post(CHAT, body | {"return_token_ids": True}))
+        assert (error["code"], "another one was chosen" in error["message"]) == (502, True)
+        num_asked = itertools.count()
+        it.engines.fail_at = 2
+        assert (await it.post(CHAT, body)).text == " of5" * 4
+
+
+@pytest.mark.asyncio
+async def test_replacement_characters_of_the_models_own_are_not_taken_back_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mock_api, "next_token", lambda tokens: VOCABULARY + 3)
+    async with cluster() as it:
+        it.engines.fail_at = 18
+        error = _error(await it.post(COMPLETIONS, BODIES[COMPLETIONS] | {"max_tokens": 40}))
+        assert "its last characters are not whole" in error["message"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("status", "content"), [(404, b""), (200, b"{}")])
+async def test_an_engine_that_does_not_detokenize_is_not_gone_on_with(status: int, content: bytes) -> None:
+    class WithoutTokenizer(Mock):
+        async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+            if request.path == "/detokenize":
+                return web.Response(status=status, body=content)
+            return await super().answer(request)
+
+    async with cluster(num_engines=3, mock=WithoutTokenizer()) as it:
+        it.engines.fail_at = 2
+        reply = await it.post(COMPLETIONS, BODIES[COMPLETIONS])
+        assert f"did not detokenize: it answered {status}" in _error(reply)["message"]
+
+
+def test_what_is_taken_back_is_told_once() -> None:
+    """Also if the second engine is lost before it has generated all of it."""
+    body = Body.read(json.dumps(BODIES[COMPLETIONS]).encode())
+    transcript = Transcript(is_chat=False, keeps_ids=True, prompt_ids=[1], token_ids=[2, 3, 4])
+    transcript.take_back()
+    transcript.take_back()
+    assert (transcript.token_ids, transcript.again) == ([2], [3, 4])
+    assert _ids_told(body, transcript, [3]) == []
+    transcript.take(_read([3]))
+    assert (transcript.token_ids, transcript.again) == ([2, 3], [4])
+    assert _ids_told(body, transcript, [4, 5], [4]) == [[5], [4]]
+    with pytest.raises(CannotContinue, match="another one was chosen"):
+        _ids_told(body, transcript, [5])
+
+
+def _read(*ids: list[int]) -> EventStream:
+    events = EventStream(wants_ids=True)
+    for one in ids:
+        events.feed(event({"choices": [{"index": 0, "text": "", "token_ids": one}]}))
+    return events
+
+
+def _ids_told(body: Body, transcript: Transcript, *ids: list[int]) -> list[list[int]]:
+    """Of another engine's events with these."""
+    change = plan(body, COMPLETIONS, transcript, None).change
+    changed = [change({"choices": [{"index": 0, "text": "", "token_ids": one}]}) for one in ids]
+    return [document["choices"][0]["token_ids"] for document in changed if document is not None]
+
+
+def test_mock_engines_detokenize_as_tokenizers_does() -> None:
+    """Also from prompts that end within a character, after which all of the prompt comes as new text."""
+    tokens = [20, 1134, 2134, 3134, 1193, 2193, 3193, 6]
+    to_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    vocabulary = {}
+    for token in tokens:
+        parts = [bytes_of(part) for part in range(token % VOCABULARY, token, VOCABULARY)][1:]
+        start = sum(map(len, parts))
+        word, _ = to_letters.pre_tokenize_str(bytes_of(token % VOCABULARY).decode())[0]
+        vocabulary[word[start : start + len(bytes_of(token))]] = token
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=""))
+    tokenizer.decoder = decoders.ByteLevel()
+    for cut in range(len(tokens)):
+        theirs = decoders.DecodeStream(ids=tokens[:cut], skip_special_tokens=True)
+        ours = Detokenizer(tokens[:cut])
+        for token in tokens[cut:]:
+            assert ours.step(token) == (theirs.step(tokenizer, token) or ""), cut
 
 
 @pytest.mark.asyncio

@@ -52,6 +52,15 @@ class GroupFilter(Protocol):
         ...
 
 
+def filter_fault(value: object) -> str | None:
+    """Why it is no `Filter` and no `GroupFilter` either; None if it is one."""
+    if isinstance(value, Filter | GroupFilter):
+        return None
+    group = hasattr(value, "refuse_among")
+    wanted = ("name", "refuse_among") if group else ("name", "skip_in_fallback", "marks_failed", "refuse")
+    return f"is no filter, as it lacks {', '.join(name for name in wanted if not hasattr(value, name))}"
+
+
 def serves(instance: Instance, model: str) -> bool:
     """By the names of its API server; by the engine's model if there is none."""
     metadata = instance.metadata

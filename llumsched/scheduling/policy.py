@@ -3,11 +3,12 @@
 
 `policies/*.yaml` are the built-in ones and show the form. Four filters are part of every policy and come first: the
 request's model, the infer type, room for the prompt, and instances that failed the same request before. All faults of
-a document are reported at once, with the names that are known.
+a document are reported at once, with the names that are known; those of the other mode's section are among them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -89,18 +90,24 @@ def load_policy(name: str, mode: Mode, overrides: Overrides | None = None) -> Po
 
 
 def parse_policy(text: str, source: str, mode: Mode, overrides: Overrides) -> Policy:
+    """Raises PolicyError."""
     try:
         document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except Exception as error:  # beside YAMLError, whatever a scalar's constructor or deep nesting raises
         raise PolicyError([f"policy {source}: is no YAML: {error}"]) from error
     try:
         metrics, makers = all_metrics(), _all_filters()
     except ValueError as error:
         raise PolicyError([str(error)]) from error
     reader = _Reader(source, mode, overrides, metrics, makers)
-    policy = reader.policy(document)
-    if reader.faults or policy is None:
-        raise PolicyError(reader.faults)
+    policy, faults = reader.policy(document), reader.faults
+    other_mode = Mode.LITE if mode is Mode.FULL else Mode.FULL
+    if policy is not None and document.get(other_mode) is not None:
+        other = _Reader(source, other_mode, Overrides(), metrics, makers)
+        other.stages(document[other_mode])
+        faults += other.faults
+    if faults or policy is None:
+        raise PolicyError(faults)
     return policy
 
 
@@ -108,9 +115,9 @@ _Maker = Callable[..., Any]
 _STRUCTURAL = (f.ModelFilter, f.CapacityFilter, f.RetryFilter)
 _FILTERS: Mapping[str, _Maker] = {
     "schedulabilityFilter": f.SchedulabilityFilter,
-    "stalenessFilter": lambda seconds: f.StalenessFilter(_number(seconds)),
+    "stalenessFilter": lambda seconds: f.StalenessFilter(_seconds(seconds)),
     "metricBasedFilter": lambda metric, threshold, skip_in_fallback=True: f.MetricBasedFilter(
-        metric, _number(threshold), bool(skip_in_fallback)
+        metric, _number(threshold), _switch(skip_in_fallback)
     ),
     "failoverFilter": lambda domain: f.FailoverFilter(f.FailoverDomain(domain)),
 }
@@ -121,7 +128,7 @@ _SELECTORS: Mapping[str, _Maker] = {
 
 
 class _Reader:
-    """Of one document; collects what is wrong."""
+    """Of what a document says of one mode; collects what is wrong."""
 
     def __init__(
         self,
@@ -136,18 +143,22 @@ class _Reader:
         self._metrics, self._makers = metrics, makers
 
     def policy(self, document: Any) -> Policy | None:
-        sections = document.get(self._mode) if isinstance(document, dict) else None
-        if not isinstance(sections, dict) or not sections:
-            self._fault("", f"has no section {str(self._mode)!r} with infer types")
+        if not isinstance(document, dict):
+            self._fault("", "is not a mapping of name, full, lite")
             return None
         self._only("", document, {"name", *Mode})
+        return Policy(str(document.get("name", self._source)), self._mode, self.stages(document.get(self._mode)))
+
+    def stages(self, sections: Any) -> dict[InferType, Stage]:
+        if not isinstance(sections, dict) or not sections:
+            self._fault("", f"has no section {str(self._mode)!r} with infer types")
+            return {}
         self._only(f"{self._mode}", sections, set(InferType))
-        stages = {
+        return {
             infer_type: stage
             for infer_type in InferType
             if infer_type in sections and (stage := self._stage(infer_type, sections[infer_type])) is not None
         }
-        return Policy(str(document.get("name", self._source)), self._mode, stages)
 
     def _stage(self, infer_type: InferType, section: Any) -> Stage | None:
         where = f"{self._mode}.{infer_type}"
@@ -156,7 +167,7 @@ class _Reader:
             return None
         self._only(where, section, {"metrics", "filters", "selector"})
         names = section.get("metrics", [])
-        if not isinstance(names, list):
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             self._fault(where, "metrics is not a list of names")
             return None
         first, instead = (names[0] if names else None), self._overrides.metrics.get(infer_type)
@@ -165,17 +176,18 @@ class _Reader:
             return None
         renamed = {first: instead} if instead is not None else {}
         metrics = [metric for name in names if (metric := self._metric(where, renamed.get(name, name))) is not None]
-        filters = self._filters(where, infer_type, section.get("filters", []), renamed, first)
+        filters = self._filters(where, infer_type, section.get("filters", []), first)
         selector = self._selector(where, section.get("selector"), bool(names))
         return make_stage(infer_type, metrics, filters, selector) if selector is not None else None
 
     def _filters(
-        self, where: str, infer_type: InferType, entries: Any, renamed: Mapping[Any, str], first: Any
+        self, where: str, infer_type: InferType, entries: Any, first: str | None
     ) -> list[f.Filter | f.GroupFilter]:
         found: list[f.Filter | f.GroupFilter] = [f.InferTypeFilter(infer_type), *(make() for make in _STRUCTURAL)]
         if not isinstance(entries, list):
             self._fault(where, "filters is not a list")
             return found
+        instead = self._overrides.metrics.get(infer_type)
         for entry in entries:
             name, settings = self._entry(where, entry)
             if name not in self._makers:
@@ -185,14 +197,15 @@ class _Reader:
             if name == "metricBasedFilter" and "metric" in settings:
                 if settings["metric"] == first and infer_type in self._overrides.thresholds:
                     settings["threshold"] = self._overrides.thresholds[infer_type]
-                settings["metric"] = self._metric(where, renamed.get(settings["metric"], settings["metric"]))
+                named = settings["metric"]
+                settings["metric"] = self._metric(where, instead if named == first and instead is not None else named)
                 if settings["metric"] is None:
                     continue
             if name == "stalenessFilter" and self._overrides.staleness_s is not None:
                 settings["seconds"] = self._overrides.staleness_s
             if name == "failoverFilter" and self._overrides.failover_domain is not None:
                 settings["domain"] = self._overrides.failover_domain
-            made = self._make(where, name, self._makers[name], settings)
+            made = self._make(where, name, self._makers[name], settings, f.filter_fault)
             if made is not None:
                 found.append(made)
         return found
@@ -212,9 +225,10 @@ class _Reader:
 
     def _metric(self, where: str, name: Any) -> Metric | None:
         fits = {n for n, metric in self._metrics.items() if (metric.full if self._mode is Mode.FULL else metric.lite)}
-        if isinstance(name, str) and name in fits:
+        known = isinstance(name, str) and name in self._metrics
+        if known and name in fits:
             return self._metrics[name]
-        wrong = f"is no metric of {self._mode} mode" if name in self._metrics else "is unknown"
+        wrong = f"is no metric of {self._mode} mode" if known else "is unknown"
         self._fault(where, f"metric {name!r} {wrong}; known: {', '.join(sorted(fits))}")
         return None
 
@@ -228,12 +242,26 @@ class _Reader:
             return str(name), {}
         return (entry if isinstance(entry, str) else repr(entry)), {}
 
-    def _make(self, where: str, name: str, maker: _Maker, settings: Mapping[str, Any]) -> Any:
+    def _make(
+        self,
+        where: str,
+        name: str,
+        maker: _Maker,
+        settings: Mapping[str, Any],
+        fault_of: Callable[[object], str | None] = lambda _: None,
+    ) -> Any:
+        """None if there is a fault."""
         try:
-            return maker(**settings)
+            made = maker(**settings)
+            said = fault_of(made)
         except (TypeError, ValueError) as error:
-            self._fault(where, f"{name}: {str(error).replace('<lambda>()', 'it')}")
-            return None
+            said = str(error).replace("<lambda>()", "it")
+        except Exception as error:  # noqa: BLE001 - whatever a foreign filter raises
+            said = f"{type(error).__name__}: {error}"
+        if said is None:
+            return made
+        self._fault(where, f"{name}: {said}")
+        return None
 
     def _only(self, where: str, mapping: Mapping[Any, Any], known: set[str]) -> None:
         unknown = [str(key) for key in mapping if key not in known]
@@ -249,7 +277,21 @@ class _Reader:
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{value!r} is not a number")
+    if not math.isfinite(value):
+        raise ValueError(f"{value!r} is not a finite number")
     return float(value)
+
+
+def _seconds(value: Any) -> float:
+    if _number(value) <= 0:
+        raise ValueError(f"{value!r} seconds are not positive")
+    return float(value)
+
+
+def _switch(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"skip_in_fallback {value!r} is neither true nor false")
+    return value
 
 
 def _top_k(value: Any) -> int:

@@ -120,12 +120,52 @@ full:
 
 
 @pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("{stalenessFilter: {seconds: -1}}", "stalenessFilter: -1 seconds are not positive"),
+        ("{stalenessFilter: {seconds: 0}}", "stalenessFilter: 0 seconds are not positive"),
+        ("{stalenessFilter: {seconds: .nan}}", "stalenessFilter: nan is not a finite number"),
+        ("{metricBasedFilter: {metric: num_requests, threshold: .nan}}", "metricBasedFilter: nan is not a finite"),
+        ("{metricBasedFilter: {metric: num_requests, threshold: .inf}}", "metricBasedFilter: inf is not a finite"),
+        ("{metricBasedFilter: {metric: num_requests, threshold: 1, skip_in_fallback: 'false'}}",
+         "metricBasedFilter: skip_in_fallback 'false' is neither true nor false"),
+        ("{metricBasedFilter: {metric: [num_requests], threshold: 1}}", r"metric \['num_requests'\] is unknown"),
+        ("{metricBasedFilter: {threshold: 1}}", "metricBasedFilter: it missing 1 required positional argument"),
+        ("{failoverFilter: {domain: [node]}}", r"failoverFilter: \['node'\] is not a valid FailoverDomain"),
+        ("{stalenessFilter: {1: 2}}", "stalenessFilter: keywords must be strings"),
+    ],
+)  # fmt: skip
+def test_wrong_settings(entry: str, said: str) -> None:
+    text = f"full: {{neutral: {{metrics: [num_requests], filters: [{entry}], selector: metricBasedSelector}}}}"
+    for overrides in (Overrides(), Overrides({InferType.NEUTRAL: "decode_batch_size"})):
+        with pytest.raises(PolicyError, match=f"full.neutral: {said}"):
+            parse_policy(text, "test", Mode.FULL, overrides)
+
+
+def test_the_other_mode_s_section_is_read_too() -> None:
+    full = "full: {neutral: {selector: roundRobinSelector}}\n"
+    lite = "lite: {neutral: {metrics: [decode_batch_size], selector: bogus}}"
+    with pytest.raises(PolicyError) as error:
+        parse_policy(full + lite, "test", Mode.FULL, Overrides())
+    metric, selector = error.value.faults
+    assert "lite.neutral: metric 'decode_batch_size' is no metric of lite mode" in metric
+    assert "lite.neutral: unknown selector 'bogus'" in selector
+    assert set(parse_policy(full + "lite:", "test", Mode.FULL, Overrides()).stages) == {InferType.NEUTRAL}
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("[", "is no YAML"),
-        ("[]", "has no section 'full'"),
+        ("a: 2024-13-45", "is no YAML: month must be in 1..12"),
+        ("!!timestamp then", "is no YAML"),
+        ("[" * 500, "is no YAML: maximum recursion depth"),
+        ("[]", "is not a mapping of name, full, lite"),
+        ("lite: {}", "has no section 'full'"),
         ("full: {neutral: 5}", "full.neutral: is not a mapping"),
         ("full: {neutral: {metrics: x, selector: roundRobinSelector}}", "metrics is not a list"),
+        ("full: {neutral: {metrics: [[a]], selector: roundRobinSelector}}", "metrics is not a list of names"),
+        ("full: {neutral: {metrics: [{a: 1}], selector: roundRobinSelector}}", "metrics is not a list of names"),
         ("full: {neutral: {selector: metricBasedSelector}}", "metricBasedSelector needs a metric"),
         ("full: {neutral: {filters: [{a: 1}], selector: roundRobinSelector}}", "the settings of 'a' are not a mapping"),
         ("full: {neutral: {filters: [{a: 1, b: 2}], selector: roundRobinSelector}}", "unknown filter"),
@@ -166,6 +206,26 @@ class NotNamed:
     candidates = LoadList([cases.load("a"), cases.load("b")])
     decision = run(stage, candidates, Context(0.0, Request("r", "m")), Draw(random.Random(0)))
     assert decision.row == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("class F:\n    name = 'f'\n    def refuse(self, load, context): ...",
+         "mine: is no filter, as it lacks skip_in_fallback, marks_failed"),
+        ("class F:\n    def refuse_among(self, instances, failed): ...", "mine: is no filter, as it lacks name"),
+        ("def F(): ...", "mine: is no filter, as it lacks name, skip_in_fallback, marks_failed, refuse"),
+        ("class F:\n    def __init__(self): raise KeyError('tenant')", "mine: KeyError: 'tenant'"),
+    ],
+)  # fmt: skip
+def test_a_filter_of_an_installed_package_that_is_none(
+    source: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    module = f"no_filter_{request.node.callspec.indices['source']}"
+    distribution(tmp_path, f"[llumnix.filters]\nmine = {module}:F\n", source, module)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(PolicyError, match=said):
+        parse_policy("full: {neutral: {filters: [mine], selector: roundRobinSelector}}", "test", Mode.FULL, Overrides())
 
 
 def order(*ids: str) -> Order:

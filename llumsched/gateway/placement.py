@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.errors import NoInstance, UnknownModel
+from llumsched.gateway.scheduler_client import Decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,8 @@ class Asked:
 class Placed:
     asked: Asked
     backend: Backend
-    result: list[dict[str, Any]] | None = None
-    """The scheduler's own words, for /release and /report; None if it was not asked."""
+    decision: Decision | None = None
+    """For /release and /report; None if it was not a scheduler's."""
     is_fallback: bool = False
     """The scheduler was away."""
     waited_s: float = 0.0

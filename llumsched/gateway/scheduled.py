@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -14,7 +15,7 @@ from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.config import Config
 from llumsched.gateway.errors import NoInstance, UnknownModel
 from llumsched.gateway.placement import Asked, Placed, RoundRobin
-from llumsched.gateway.scheduler_client import NoEndpoint, NotScheduled, SchedulerAway, SchedulerClient
+from llumsched.gateway.scheduler_client import Decision, NoEndpoint, NotScheduled, SchedulerAway, SchedulerClient
 
 _PREFILL_REPORT_S = 0.02
 """Requests whose first token comes within so long of each other are reported together."""
@@ -27,7 +28,7 @@ class Scheduled:
         self._client = client
         self._fallback = RoundRobin(backends)
         self.gateway_id = uuid.uuid4().hex
-        self._begun: list[dict[str, Any]] = []
+        self._begun: list[tuple[Address, dict[str, Any]]] = []
         self._reporting: set[asyncio.Task[None]] = set()
 
     async def place(self, asked: Asked, excluded: Collection[Backend] = ()) -> Placed:
@@ -35,7 +36,7 @@ class Scheduled:
         end_s = started_s + self._config.wait_scheduling_timeout_s
         while True:
             try:
-                result = await self._client.schedule(self._request(asked, excluded))
+                decision = await self._client.schedule(self._request(asked, excluded))
             except (SchedulerAway, NotScheduled):
                 return await self._without_scheduler(asked, excluded)
             except UnknownModel:
@@ -46,7 +47,7 @@ class Scheduled:
                     raise NoInstance(f"No instance takes requests now: {error}", retry_after_s=pause_s) from None
                 await asyncio.sleep(pause_s)
                 continue
-            placed = self._placed(asked, result, time.monotonic() - started_s)
+            placed = self._placed(asked, decision, time.monotonic() - started_s)
             if placed.backend not in excluded:
                 return placed
             self.release(placed, completed=False)
@@ -56,13 +57,14 @@ class Scheduled:
         placed = await self._fallback.place(asked, excluded)
         return Placed(asked, placed.backend, is_fallback=True)
 
-    def _placed(self, asked: Asked, result: list[dict[str, Any]], took_s: float) -> Placed:
+    def _placed(self, asked: Asked, decision: Decision, took_s: float) -> Placed:
+        result = decision.result
         chosen = next((instance for instance in result if instance.get("infer_type") == "neutral"), result[0])
         endpoint = chosen["endpoint"]
         backend = self._backends.at(Address(endpoint["host"], int(endpoint["port"])))
         if asked.model:
             backend.learn(asked.model)
-        return Placed(asked, backend, result, waited_s=took_s)
+        return Placed(asked, backend, decision, waited_s=took_s)
 
     def _request(self, asked: Asked, excluded: Collection[Backend] = ()) -> dict[str, Any]:
         request: dict[str, Any] = {
@@ -80,24 +82,32 @@ class Scheduled:
 
     def release(self, placed: Placed, *, completed: bool) -> None:
         """In full mode the engine's own status tells of what it took: only the rest is released."""
-        if placed.result is not None and (not completed or not self._config.full_mode):
-            self._client.release(self._request(placed.asked) | {"scheduling_result": placed.result})
+        decision = placed.decision
+        if decision is not None and (not completed or not self._config.full_mode):
+            request = self._request(placed.asked) | {"scheduling_result": decision.result}
+            self._client.release(decision.scheduler, request)
 
     def begun(self, placed: Placed) -> None:
         """Its prompt has been computed."""
-        if self._config.full_mode or placed.result is None:
+        if self._config.full_mode or placed.decision is None:
             return
         if not self._begun:
             asyncio.get_running_loop().call_later(_PREFILL_REPORT_S, self._report_begun)
-        self._begun.append(self._report(placed, placed.asked.num_prompt_tokens, "prefill_done"))
+        report = self._report(placed, placed.decision, placed.asked.num_prompt_tokens, "prefill_done")
+        self._begun.append((placed.decision.scheduler, report))
 
     def report_running(self, running: Iterable[tuple[Placed, int]]) -> None:
         """The requests that run, and how many tokens each has, prompt and output."""
-        self._send([self._report(placed, tokens, "state_update") for placed, tokens in running if placed.result])
+        self._send(
+            [
+                (placed.decision.scheduler, self._report(placed, placed.decision, num_tokens, "state_update"))
+                for placed, num_tokens in running
+                if placed.decision is not None
+            ]
+        )
 
-    def _report(self, placed: Placed, num_tokens: int, kind: str) -> dict[str, Any]:
-        assert placed.result is not None
-        instance = placed.result[0]
+    def _report(self, placed: Placed, decision: Decision, num_tokens: int, kind: str) -> dict[str, Any]:
+        instance = decision.result[0]
         return {
             "kind": kind,
             "id": placed.asked.id,
@@ -112,9 +122,12 @@ class Scheduled:
         begun, self._begun = self._begun, []
         self._send(begun)
 
-    def _send(self, reports: list[dict[str, Any]]) -> None:
-        if reports:
-            task = asyncio.create_task(self._client.report(reports))
+    def _send(self, reports: Iterable[tuple[Address, dict[str, Any]]]) -> None:
+        by_scheduler = defaultdict(list)
+        for scheduler, report in reports:
+            by_scheduler[scheduler].append(report)
+        for scheduler, own in by_scheduler.items():
+            task = asyncio.create_task(self._client.report(scheduler, own))
             self._reporting.add(task)
             task.add_done_callback(self._reporting.discard)
 

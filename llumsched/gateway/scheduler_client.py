@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's HTTP API, seen from the gateway: one of several schedulers is asked, the next one if it fails."""
+"""The scheduler's HTTP API, seen from the gateway: one of several schedulers is asked, the next one if it fails.
+
+Schedulers know nothing of each other: what becomes of a request is told to the one that placed it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import aiohttp
@@ -24,6 +28,7 @@ _RELEASE_TRIES: Final = 3
 _RELEASE_PAUSE_S: Final = 0.5
 _MOST_RELEASES: Final = 10_000
 _CLIENT_TIMEOUT_S: Final = 3.0
+_SHORT: Final = aiohttp.ClientTimeout(total=_CLIENT_TIMEOUT_S)
 _NOT_FOUND: Final = "endpoint not found"
 
 
@@ -59,44 +64,51 @@ class NotScheduled(Exception):
     """
 
 
+@dataclass(frozen=True, slots=True)
+class Decision:
+    scheduler: Address
+    result: list[dict[str, Any]]
+    """As it came; of the right form."""
+
+
 class SchedulerClient:
     def __init__(self, config: Config, session: aiohttp.ClientSession) -> None:
-        self._endpoints = config.scheduler_endpoints
-        self._session = session
-        self._headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json"}
         if config.service_token:
-            self._headers["Authorization"] = config.service_token
+            headers["Authorization"] = config.service_token
+        self._session = session
+        self._headers = headers
         self._timeout = aiohttp.ClientTimeout(total=config.schedule_timeout_s)
+        self._schedulers = {address: _Scheduler(address, session, headers) for address in config.scheduler_endpoints}
+        self._in_turn = list(self._schedulers.values())
         self._current = 0
+        """The one that answered last."""
         self._away_until_s = 0.0
-        self._releases: deque[bytes] = deque(maxlen=_MOST_RELEASES)
-        self._releasing: asyncio.Task[None] | None = None
         self.is_away = False
+        """None of them answered."""
 
-    @property
-    def address(self) -> Address:
-        return self._endpoints[self._current]
-
-    async def schedule(self, request: dict[str, Any]) -> list[dict[str, Any]]:
-        """The scheduling result. Raises SchedulerAway, NoEndpoint, NotScheduled, UnknownModel."""
+    async def schedule(self, request: dict[str, Any]) -> Decision:
+        """Raises SchedulerAway, NoEndpoint, NotScheduled, UnknownModel."""
         now_s = time.monotonic()
         if self.is_away and now_s < self._away_until_s:
             raise SchedulerAway("The scheduler did not answer lately.")
         self._away_until_s = now_s + _AWAY_S  # if it is away, one request at a time finds out
         body = msgspec.json.encode(request)
         reason: Exception | None = None
-        for _ in self._endpoints:
+        first = self._current
+        for offset in range(len(self._in_turn)):
+            number = (first + offset) % len(self._in_turn)
+            scheduler = self._in_turn[number]
             try:
-                status, text = await self._post("/schedule", body, self._timeout)
-                result = self._result(status, text)
+                result = _result(scheduler.address, *await scheduler.post("/schedule", body, self._timeout))
             except (aiohttp.ClientError, TimeoutError, OSError, SchedulerAway) as error:
                 reason = error
-                self._current = (self._current + 1) % len(self._endpoints)
-                continue
-            if self.is_away:
-                _log.warning("the scheduler %s is back", self.address)
-                self.is_away = False
-            return result
+            except (NoEndpoint, NotScheduled, UnknownModel):
+                self._answered(number)
+                raise
+            else:
+                self._answered(number)
+                return Decision(scheduler.address, result)
         if not self.is_away:
             _log.warning(
                 "the scheduler is away (%s); requests go round the instances known", str(reason) or "no answer in time"
@@ -104,78 +116,99 @@ class SchedulerClient:
             self.is_away = True
         raise SchedulerAway(str(reason))
 
-    def _result(self, status: int, text: bytes) -> list[dict[str, Any]]:
-        if status == 429:
-            self.is_away = False
-            raise NoEndpoint(text.decode(errors="replace"))
-        if status == 404 and _NOT_FOUND in text.decode(errors="replace"):
-            self.is_away = False
-            raise UnknownModel("No instance serves that model.")
-        said = f"{self.address} answered {status}: {text[:200].decode(errors='replace')}"
-        if status == 400:
-            self.is_away = False
-            raise NotScheduled(said)
-        if status != 200:
-            raise SchedulerAway(said)
-        try:
-            result: list[dict[str, Any]] = msgspec.json.decode(text)["scheduling_result"]
-            if result and all(instance["endpoint"]["host"] and instance["endpoint"]["port"] for instance in result):
-                return result
-        except (msgspec.DecodeError, KeyError, TypeError):
-            pass
-        raise SchedulerAway(f"{self.address} answered without an endpoint")
+    def _answered(self, number: int) -> None:
+        if self.is_away or number != self._current:
+            _log.warning("requests are placed by the scheduler %s again", self._in_turn[number].address)
+        self._current, self.is_away = number, False
 
     async def instances(self) -> list[Address]:
         """The API servers of all instances that the scheduler knows; none if it does not say."""
         try:
-            url = f"http://{self.address}/debug/view"
-            limit = aiohttp.ClientTimeout(total=_CLIENT_TIMEOUT_S)
-            async with self._session.get(url, headers=self._headers, timeout=limit) as answer:
+            url = f"http://{self._in_turn[self._current].address}/debug/view"
+            async with self._session.get(url, headers=self._headers, timeout=_SHORT) as answer:
                 view = _VIEW.decode(await answer.read())
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
             return []
         found = (instance.metadata for instance in view.instances.values())
         return [Address(one.ip, one.api_server_port) for one in found if one.ip and one.api_server_port]
 
-    def release(self, request: dict[str, Any]) -> None:
+    def release(self, scheduler: Address, request: dict[str, Any]) -> None:
         """Told in the background, in order, three times at most."""
-        self._releases.append(msgspec.json.encode(request))
-        if self._releasing is None or self._releasing.done():
-            self._releasing = asyncio.create_task(self._release())
+        self._schedulers[scheduler].release(msgspec.json.encode(request))
 
-    async def report(self, reports: Sequence[dict[str, Any]]) -> None:
+    async def report(self, scheduler: Address, reports: Sequence[dict[str, Any]]) -> None:
         """Lost if the scheduler is away: the next one tells it again."""
         try:
-            timeout = aiohttp.ClientTimeout(total=_CLIENT_TIMEOUT_S)
-            await self._post("/report", msgspec.json.encode(reports), timeout)
+            await self._schedulers[scheduler].post("/report", msgspec.json.encode(reports), _SHORT)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             _log.debug("a report was lost: %s", error)
 
     async def close(self) -> None:
-        """Waits for the releases under way, if the scheduler is there."""
-        if self._releasing is None:
-            return
-        if self.is_away:
-            self._releasing.cancel()
-        await asyncio.wait([self._releasing], timeout=_CLIENT_TIMEOUT_S)
-        self._releasing.cancel()
-        await asyncio.gather(self._releasing, return_exceptions=True)
+        """Waits for the releases under way, if a scheduler is there."""
+        limit_s = 0.0 if self.is_away else _CLIENT_TIMEOUT_S
+        await asyncio.gather(*(scheduler.close(limit_s) for scheduler in self._in_turn))
 
-    async def _release(self) -> None:
-        timeout = aiohttp.ClientTimeout(total=_CLIENT_TIMEOUT_S)
-        while self._releases:
-            body = self._releases.popleft()
-            for last in range(_RELEASE_TRIES):
-                try:
-                    await self._post("/release", body, timeout)
-                    break
-                except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                    if last == _RELEASE_TRIES - 1:
-                        _log.debug("a release was lost: %s", error)
-                    else:
-                        await asyncio.sleep(_RELEASE_PAUSE_S)
 
-    async def _post(self, path: str, body: bytes, limit: aiohttp.ClientTimeout) -> tuple[int, bytes]:
+class _Scheduler:
+    """One of them."""
+
+    def __init__(self, address: Address, session: aiohttp.ClientSession, headers: dict[str, str]) -> None:
+        self.address = address
+        self._session = session
+        self._headers = headers
+        self._releases: deque[bytes] = deque(maxlen=_MOST_RELEASES)
+        self._releasing: asyncio.Task[None] | None = None
+
+    async def post(self, path: str, body: bytes, limit: aiohttp.ClientTimeout) -> tuple[int, bytes]:
         url = f"http://{self.address}{path}"
         async with self._session.post(url, data=body, headers=self._headers, timeout=limit) as answer:
             return answer.status, await answer.read()
+
+    def release(self, body: bytes) -> None:
+        self._releases.append(body)
+        if self._releasing is None or self._releasing.done():
+            self._releasing = asyncio.create_task(self._release_all())
+
+    async def close(self, limit_s: float) -> None:
+        if self._releasing is not None:
+            await asyncio.wait([self._releasing], timeout=limit_s)
+            self._releasing.cancel()
+            await asyncio.gather(self._releasing, return_exceptions=True)
+
+    async def _release_all(self) -> None:
+        while self._releases:
+            body = self._releases.popleft()
+            for pause_s in (_RELEASE_PAUSE_S,) * (_RELEASE_TRIES - 1) + (0.0,):
+                if await self._release(body):
+                    break
+                await asyncio.sleep(pause_s)
+
+    async def _release(self, body: bytes) -> bool:
+        try:
+            status, text = await self.post("/release", body, _SHORT)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            _log.debug("a release did not reach %s: %s", self.address, error)
+            return False
+        if status != 200:
+            _log.debug("%s answered a release with %d: %s", self.address, status, text[:200])
+        return status == 200
+
+
+def _result(scheduler: Address, status: int, text: bytes) -> list[dict[str, Any]]:
+    """Raises SchedulerAway, NoEndpoint, NotScheduled, UnknownModel."""
+    if status == 429:
+        raise NoEndpoint(text.decode(errors="replace"))
+    if status == 404 and _NOT_FOUND in text.decode(errors="replace"):
+        raise UnknownModel("No instance serves that model.")
+    said = f"{scheduler} answered {status}: {text[:200].decode(errors='replace')}"
+    if status == 400:
+        raise NotScheduled(said)
+    if status != 200:
+        raise SchedulerAway(said)
+    try:
+        result: list[dict[str, Any]] = msgspec.json.decode(text)["scheduling_result"]
+        if result and all(instance["endpoint"]["host"] and instance["endpoint"]["port"] for instance in result):
+            return result
+    except (msgspec.DecodeError, KeyError, TypeError):
+        pass
+    raise SchedulerAway(f"{scheduler} answered without an endpoint")

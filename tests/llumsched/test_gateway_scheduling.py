@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ class MockScheduler:
     ports: list[int] = field(default_factory=list)
     """Of the instances it names, in turn."""
     status: int = 200
+    release_status: int = 200
     hangs: bool = False
     calls: list[tuple[str, Any]] = field(default_factory=list)
 
@@ -39,6 +40,8 @@ class MockScheduler:
         self.calls.append((request.path, body))
         if self.hangs:
             await asyncio.sleep(3600)
+        if request.path == "/release":
+            return web.Response(status=self.release_status)
         if request.path != "/schedule":
             return web.Response(status=404 if request.path == "/debug/view" else 200)
         if self.status != 200:
@@ -50,17 +53,26 @@ class MockScheduler:
 
 @asynccontextmanager
 async def scheduled(**settings: Any) -> AsyncIterator[tuple[Cluster, MockScheduler]]:
-    scheduler = MockScheduler()
-    async with engine(scheduler) as (port, _, _):  # type: ignore[arg-type]
+    async with scheduled_by(1, **settings) as (it, (scheduler,)):
+        yield it, scheduler
+
+
+@asynccontextmanager
+async def scheduled_by(number: int, **settings: Any) -> AsyncIterator[tuple[Cluster, list[MockScheduler]]]:
+    """Several schedulers: another one is asked if one fails."""
+    schedulers = [MockScheduler() for _ in range(number)]
+    async with AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(engine(one)) for one in schedulers]  # type: ignore[arg-type]
         defaults: dict[str, Any] = {
             "scheduling_policy": "load-balance",
-            "scheduler_endpoints": (Address("127.0.0.1", port),),
+            "scheduler_endpoints": tuple(Address("127.0.0.1", port) for port, _, _ in servers),
             "backend_endpoints": (),
             "wait_scheduling_retry_interval_s": 0.05,
         }
-        async with cluster(**defaults | settings) as it:
+        it = await stack.enter_async_context(cluster(**defaults | settings))
+        for scheduler in schedulers:
             scheduler.ports = it.ports
-            yield it, scheduler
+        yield it, schedulers
 
 
 @pytest.mark.asyncio
@@ -146,7 +158,7 @@ async def test_an_unknown_model_is_the_schedulers_to_say() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("trouble", ["hangs", "status"])
 async def test_without_its_scheduler_requests_go_round_what_is_known(trouble: str) -> None:
-    async with scheduled(schedule_timeout_s=0.3) as (it, scheduler):
+    async with scheduled(schedule_timeout_s=0.6) as (it, scheduler):
         for _ in range(2):
             await it.post(COMPLETIONS, BODY)
         setattr(scheduler, trouble, {"hangs": True, "status": 500}[trouble])
@@ -161,6 +173,50 @@ async def test_without_its_scheduler_requests_go_round_what_is_known(trouble: st
                 return
             await asyncio.sleep(0.02)
         raise AssertionError("it is not asked again")
+
+
+@pytest.mark.asyncio
+async def test_all_who_find_the_first_scheduler_away_ask_the_next() -> None:
+    async with scheduled_by(2) as (it, (first, second)):
+        first.status = 500
+        for _ in range(2):
+            assert {
+                reply.status for reply in await asyncio.gather(*(it.post(COMPLETIONS, BODY) for _ in range(10)))
+            } == {200}
+        assert len(second.of("/schedule")) == 20
+        assert len(first.of("/schedule")) <= 10
+        assert b"request_fallback_total{" not in (await it.get("/metrics")).content
+
+
+@pytest.mark.asyncio
+async def test_a_place_is_reported_and_released_where_it_was_given() -> None:
+    settings = {"full_mode": False, "requests_report_duration_s": 0.05, "mock": Mock(interval_s=0.05)}
+    async with scheduled_by(2, **settings) as (it, (first, second)):
+        body = BODY | {"stream": True, "max_tokens": 20}
+        before = asyncio.create_task(it.post(COMPLETIONS, body, {"X-Request-Id": "before"}))
+        await until(lambda: it.engines.answering)
+        first.status = 500
+        await it.post(COMPLETIONS, body, {"X-Request-Id": "after"})
+        await before
+        for scheduler, own in ((first, "before"), (second, "after")):
+            await until(lambda scheduler=scheduler: scheduler.of("/release"))
+            assert [released["id"] for released in scheduler.of("/release")] == [own]
+            reports = [report for batch in scheduler.of("/report") for report in batch]
+            assert {report["kind"] for report in reports} == {"prefill_done", "state_update"}
+            assert {report["id"] for report in reports} == {own}
+
+
+@pytest.mark.asyncio
+async def test_a_release_that_fails_is_told_again() -> None:
+    async with scheduled(full_mode=False) as (it, scheduler):
+        scheduler.release_status = 500
+        await it.post(COMPLETIONS, BODY, {"X-Request-Id": "r"})
+        await until(lambda: scheduler.of("/release"))
+        scheduler.release_status = 200
+        await until(lambda: len(scheduler.of("/release")) == 2)
+        await it.post(COMPLETIONS, BODY, {"X-Request-Id": "s"})
+        await until(lambda: len(scheduler.of("/release")) == 3)
+        assert [released["id"] for released in scheduler.of("/release")] == ["r", "r", "s"]
 
 
 @pytest.mark.asyncio

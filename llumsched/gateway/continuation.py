@@ -110,7 +110,11 @@ def refusal(document: Mapping[str, Any]) -> str:
 
 
 def _is_several_prompts(prompt: Any) -> bool:
-    return isinstance(prompt, list) and any(not isinstance(part, int) for part in prompt)
+    return isinstance(prompt, list) and len(prompt) > 1 and any(not isinstance(part, int) for part in prompt)
+
+
+def _has_several_choices(document: Mapping[str, Any]) -> bool:
+    return _above_one(document.get("n")) or _is_several_prompts(document.get("prompt"))
 
 
 def _is_multimodal(message: Any) -> bool:
@@ -136,6 +140,7 @@ class Transcript:
     """Came after them, without a text; to be generated again."""
     num_events: int = 0
     is_finished: bool = False
+    is_done: bool = False
     has_usage: bool = False
     is_parsed: bool = False
 
@@ -150,6 +155,7 @@ class Transcript:
         del self.again[: len(events.token_ids)]
         self.num_events += events.num_events
         self.is_finished = self.is_finished or events.is_finished
+        self.is_done = events.is_done
         self.has_usage = self.has_usage or events.has_usage
         self.is_parsed = self.is_parsed or events.is_parsed
 
@@ -305,12 +311,18 @@ def _usage(num_prompt: int, num_completion: int) -> dict[str, int]:
 
 
 def ending(body: Body, transcript: Transcript) -> bytes:
-    """What is missing of a stream whose finish reason has come. Raises CannotContinue if it cannot be known."""
-    options = body.document().get("stream_options") or {}
-    if not options.get("include_usage") or transcript.has_usage:
+    """What is missing of a stream a finish reason of which has come. Raises CannotContinue if it cannot be known."""
+    if transcript.is_done:
+        return b""
+    if transcript.has_usage:
+        return DONE
+    document = body.document()
+    if _has_several_choices(document):
+        raise CannotContinue("it has several choices")
+    if not (document.get("stream_options") or {}).get("include_usage"):
         return DONE
     if transcript.prompt_ids is None or not transcript.head:
         raise CannotContinue("its usage is not known")
-    document = {name: transcript.head[name] for name in ("id", "object", "created", "model") if name in transcript.head}
+    head = {name: transcript.head[name] for name in ("id", "object", "created", "model") if name in transcript.head}
     usage = _usage(len(transcript.prompt_ids), len(transcript.token_ids))
-    return event(document | {"choices": [], "usage": usage}) + DONE
+    return event(head | {"choices": [], "usage": usage}) + DONE

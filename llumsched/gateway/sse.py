@@ -44,7 +44,7 @@ class EventStream:
         self.token_ids: list[int] = []
         self.num_events = 0
         self.is_finished = False
-        """A finish reason has come."""
+        """A finish reason has come: of a stream of several choices, that of one of them."""
         self.has_usage = False
         """The event that tells the usage after the last choice has come."""
         self.is_done = False
@@ -73,7 +73,7 @@ class EventStream:
         if mark := _MARKS.search(data):
             self._take_marks(data, mark)
         if self.is_finished:
-            self.is_done = b"data: [DONE]" in data or b"data:[DONE]" in data
+            self.is_done = data.rstrip().endswith(b"[DONE]")
             self.has_usage = self.has_usage or _NO_CHOICES.search(data) is not None
         if self._wants_ids:
             return _IDS.sub(self._take_ids, data)

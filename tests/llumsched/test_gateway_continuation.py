@@ -17,7 +17,7 @@ from benchmarks import mock_api
 from benchmarks.mock_api import VOCABULARY, Detokenizer, Mock, bytes_of, next_token
 from llumsched.gateway.body import Body
 from llumsched.gateway.continuation import CannotContinue, Transcript, plan, refusal
-from llumsched.gateway.sse import EventStream, event, is_clients_fault
+from llumsched.gateway.sse import DONE, EventStream, event, is_clients_fault
 from tests.llumsched.gateway_support import DEADLINE_S, Cluster, Reply, cluster, until
 
 CHAT = "/v1/chat/completions"
@@ -378,6 +378,55 @@ async def test_what_cannot_be_exact_ends_with_a_clear_error(wishes: dict[str, An
         assert len(it.engines.seen or []) == 1
 
 
+@dataclass
+class _Scripted(Mock):
+    """Answers with these events, and its connection breaks."""
+
+    script: list[bytes] = field(default_factory=list)
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.path not in BODIES:
+            return await super().answer(request)
+        await request.read()
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"".join(self.script))
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+
+def _choice(index: int, text: str, finish_reason: str | None = None) -> bytes:
+    choice = {"index": index, "text": text, "finish_reason": finish_reason}
+    return event({"id": "x", "object": "text_completion", "choices": [choice]})
+
+
+USAGE = {"prompt_tokens": 3, "total_tokens": 8, "completion_tokens": 5}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("wishes", [{"n": 2}, {"prompt": ["a", "b"]}, {"prompt": [[1, 2], [3]]}])
+async def test_a_stream_is_complete_when_all_of_its_choices_are(wishes: dict[str, Any]) -> None:
+    begun = [_choice(0, "a", "stop"), _choice(1, "b")]
+    async with cluster(mock=(engines := _Scripted(script=begun))) as it:
+        reply = await it.post(COMPLETIONS, BODIES[COMPLETIONS] | wishes)
+        assert "could not be continued: it has several" in _error(reply)["message"]
+        engines.script = [*begun, _choice(1, "c", "stop")]
+        reply = await it.post(COMPLETIONS, BODIES[COMPLETIONS] | wishes)
+        assert "could not be continued: it has several" in _error(reply)["message"]
+        engines.script += [event({"id": "x", "choices": [], "usage": USAGE})]
+        reply = await it.post(COMPLETIONS, BODIES[COMPLETIONS] | wishes)
+        assert (reply.text, reply.events[-1]["usage"]) == ("abc", USAGE)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("wishes", [{}, {"n": 2}])
+async def test_a_connection_that_breaks_behind_the_end_mark_is_no_loss(wishes: dict[str, Any]) -> None:
+    async with cluster(mock=_Scripted(script=[_choice(0, "a", "stop"), DONE])) as it:
+        reply = await it.post(COMPLETIONS, BODIES[COMPLETIONS] | wishes)
+        assert (reply.text, len(reply.events)) == ("a", 1)
+
+
 @pytest.mark.asyncio
 async def test_what_an_engine_reads_and_the_gateway_does_not_ends_with_a_clear_error() -> None:
     body = json.dumps(BODIES[COMPLETIONS]).encode().replace(b'"temperature": 0', b'"temperature": 1e999')
@@ -422,6 +471,8 @@ def _error(reply: Reply) -> dict[str, Any]:
         ({"tools": [{}]}, "its output may hold tool calls"),
         ({"response_format": {"type": "json_object"}}, "its output is constrained"),
         ({"prompt": ["a", "b"]}, "it has several prompts"),
+        ({"prompt": [[1], [2]]}, "it has several prompts"),
+        ({"prompt": ["a"]}, ""),
         ({"messages": [{"content": [{"type": "image_url"}]}]}, "its prompt is not text only"),
         ({"messages": [{"content": [{"type": "text", "text": ""}]}]}, ""),
     ],

@@ -7,9 +7,11 @@ import argparse
 import asyncio
 import logging
 import os
+import re
 import signal
 import sys
 from typing import Any, Final
+from urllib.parse import quote
 
 from llumlet.types import Address
 from llumsched.cms.store import LISTEN, name_of, store_faults
@@ -37,7 +39,15 @@ DESCRIPTION = """Choose an instance for each request of the gateways.
 A switch may be written --name, --name=true or --name=false. Policies: docs/policies.md."""
 
 _log = logging.getLogger("llumnix.scheduler")
-_DEFAULTS: Final = {field.name: field.default for field in process.SchedulerConfig.__dataclass_fields__.values()}
+_REDIS_PORT: Final = "6379"
+_WITH_REDIS_HOST: Final = ("--cms-redis-port", "--cms-redis-username", "--cms-redis-password")
+_OF_ONE_MODE: Final = {
+    Mode.FULL: ("--enable-instance-status-local-account", "--request-local-account-staleness-seconds"),
+    Mode.LITE: ("--gateway-ttl-seconds", "--request-state-ttl-seconds"),
+}
+_DEFAULTS: Final[dict[str, Any]] = {
+    field.name: field.default for field in process.SchedulerConfig.__dataclass_fields__.values()
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,9 +67,9 @@ def _add_cms(group: Any) -> None:
     )  # fmt: skip
     group.add_argument("--cms-listen", metavar="HOST:PORT", help="the same as --cms listen://HOST:PORT")
     group.add_argument("--cms-redis-host", metavar="HOST", help="with --cms-redis-port, the same as --cms redis://…")
-    group.add_argument("--cms-redis-port", default="6379", metavar="N", help="default %(default)s")
-    group.add_argument("--cms-redis-username", default="", metavar="NAME")
-    group.add_argument("--cms-redis-password", default="", metavar="TEXT")
+    group.add_argument("--cms-redis-port", metavar="N", help=f"default {_REDIS_PORT}")
+    group.add_argument("--cms-redis-username", metavar="NAME")
+    group.add_argument("--cms-redis-password", metavar="TEXT")
     group.add_argument(
         "--llm-backend-endpoints", default="", metavar="HOST:PORT,…",
         help=f"lite mode: the engines' API servers. If they have an --api-key: {API_KEY_VARIABLE} in the environment",
@@ -71,7 +81,7 @@ def _add_cms(group: Any) -> None:
 
 def _add_dispatch(group: Any) -> None:
     def switch(name: str, text: str) -> None:
-        group.add_argument(name, nargs="?", const="true", default="true", metavar="BOOL", help=f"{text} (default true)")
+        group.add_argument(name, nargs="?", const="true", metavar="BOOL", help=f"{text} (default true)")
 
     switch("--enable-full-mode-scheduling", "load is what instances report; false: what was sent to them")
     group.add_argument(
@@ -90,19 +100,14 @@ def _add_dispatch(group: Any) -> None:
         "--instance-staleness-seconds", metavar="S",
         help="silence after which an instance gets nothing (default: the policy's, 60)",
     )  # fmt: skip
-    switch("--enable-instance-status-local-account", "count what was sent and is in no status yet")
-    staleness = _DEFAULTS["account_staleness_s"]
-    group.add_argument(
-        "--request-local-account-staleness-seconds", default=f"{staleness:g}", metavar="S",
-        help="how long, for a request that never gets there (default %(default)s)",
-    )  # fmt: skip
+    switch("--enable-instance-status-local-account", "full mode: count what was sent and is in no status yet")
     for flag, name, text in (
-        ("--gateway-ttl-seconds", "gateway_ttl_s", "silence after which a gateway's requests count no more"),
-        ("--request-state-ttl-seconds", "state_ttl_s", "silence after which one request counts no more"),
-    ):
-        group.add_argument(
-            flag, default=f"{_DEFAULTS[name]:g}", metavar="S", help=f"lite mode: {text} (default %(default)s)"
-        )
+        ("--request-local-account-staleness-seconds", "account_staleness_s",
+         "full mode: how long, for a request that never gets there"),
+        ("--gateway-ttl-seconds", "gateway_ttl_s", "lite mode: silence after which a gateway's requests count no more"),
+        ("--request-state-ttl-seconds", "state_ttl_s", "lite mode: silence after which one request counts no more"),
+    ):  # fmt: skip
+        group.add_argument(flag, metavar="S", help=f"{text} (default {_DEFAULTS[name]:g})")
 
 
 def faults(args: argparse.Namespace) -> list[str]:
@@ -129,14 +134,17 @@ class _Reader:
             self.faults.append("--enable-full-mode-scheduling=false needs --llm-backend-endpoints")
         if mode is Mode.FULL and args.llm_backend_endpoints:
             self.faults.append("--llm-backend-endpoints is of no use without --enable-full-mode-scheduling=false")
+        for other in set(Mode) - {mode}:
+            given = [flag for flag in _OF_ONE_MODE[other] if self._text(flag) is not None]
+            self.faults += [f"{flag} is of no use in {mode} mode" for flag in given]
         values: dict[str, Any] = {
             "host": args.host,
             "port": self._port("--port", args.port, lowest=0),
             "cms": self._cms(mode),
             "account": self._switch("--enable-instance-status-local-account"),
-            "account_staleness_s": self._seconds("--request-local-account-staleness-seconds"),
-            "gateway_ttl_s": self._seconds("--gateway-ttl-seconds"),
-            "state_ttl_s": self._seconds("--request-state-ttl-seconds"),
+            "account_staleness_s": self._seconds("--request-local-account-staleness-seconds", "account_staleness_s"),
+            "gateway_ttl_s": self._seconds("--gateway-ttl-seconds", "gateway_ttl_s"),
+            "state_ttl_s": self._seconds("--request-state-ttl-seconds", "state_ttl_s"),
             "backend_endpoints": tuple(endpoints),
             "backend_api_key": os.environ.get(API_KEY_VARIABLE, ""),
             "insecure": args.insecure,
@@ -163,9 +171,14 @@ class _Reader:
         if (domain := args.failover_domain) is not None and domain not in tuple(FailoverDomain):
             self.faults.append(f"--failover-domain {domain!r} is none of {', '.join(FailoverDomain)}")
             domain = None
-        staleness_s = args.instance_staleness_seconds and self._seconds("--instance-staleness-seconds")
+        staleness_s = None
+        if args.instance_staleness_seconds is not None:
+            staleness_s = self._seconds("--instance-staleness-seconds") or None
+        # The rescheduler has a domain and a staleness of its own.
+        optional = frozenset({"failover_domain", "staleness_s"} if rescheduling.colocated(args) else ())
+        overrides = Overrides(metrics, thresholds, top_k, domain, staleness_s, optional)
         try:
-            return load_policy(args.scheduling_policy, mode, Overrides(metrics, thresholds, top_k, domain, staleness_s))
+            return load_policy(args.scheduling_policy, mode, overrides)
         except PolicyError as error:
             self.faults += error.faults
             return None
@@ -194,8 +207,10 @@ class _Reader:
         if args.cms_listen:
             given["--cms-listen"] = LISTEN + args.cms_listen
         if args.cms_redis_host:
-            login = f"{args.cms_redis_username}:{args.cms_redis_password}@" if args.cms_redis_password else ""
-            given["--cms-redis-host"] = f"redis://{login}{args.cms_redis_host}:{args.cms_redis_port}"
+            given["--cms-redis-host"] = self._redis_url()
+        else:
+            useless = [flag for flag in _WITH_REDIS_HOST if self._text(flag) is not None]
+            self.faults += [f"{flag} is of no use without --cms-redis-host" for flag in useless]
         if len(given) > 1:
             self.faults.append(f"{' and '.join(given)}: one of them")
         if given and mode is Mode.LITE:
@@ -203,6 +218,16 @@ class _Reader:
         for flag, url in given.items():
             self.faults += [f"{flag} {fault}" for fault in store_faults(url)]
         return next(iter(given.values()), process.CMS)
+
+    def _redis_url(self) -> str:
+        args = self._args
+        host = args.cms_redis_host.removeprefix("[").removesuffix("]")
+        if not re.fullmatch(r"[\w.:-]+", host):
+            self.faults.append(f"--cms-redis-host {args.cms_redis_host!r} is not a host")
+            host = "localhost"
+        address = Address(host, self._port("--cms-redis-port", args.cms_redis_port or _REDIS_PORT, lowest=1))
+        user, password = (quote(text or "", safe="") for text in (args.cms_redis_username, args.cms_redis_password))
+        return f"redis://{user}:{password}@{address}" if user or password else f"redis://{address}"
 
     def _endpoints(self, text: str) -> list[Address]:
         found: list[Address] = []
@@ -213,27 +238,32 @@ class _Reader:
         return found
 
     def _switch(self, flag: str) -> bool:
-        text = getattr(self._args, _dest(flag)).lower()
+        text = (self._text(flag) or "true").lower()
         if text not in ("true", "false"):
             self.faults.append(f"{flag} {text!r} is neither true nor false")
         return bool(text != "false")
 
-    def _seconds(self, flag: str) -> float:
-        value, fault = arguments.number(flag, getattr(self._args, _dest(flag)))
+    def _seconds(self, flag: str, field: str = "") -> float:
+        """That of a flag that was not given is the default of the field; 0 for a fault."""
+        text = self._text(flag)
+        if text is None:
+            return float(_DEFAULTS[field])
+        value, fault = arguments.number(flag, text)
         if not fault and value <= 0:
             fault = [f"{flag} must be positive"]
         self.faults += fault
-        return value
+        return 0.0 if fault else value
+
+    def _text(self, flag: str) -> str | None:
+        """None if it was not given."""
+        text: str | None = getattr(self._args, flag.removeprefix("--").replace("-", "_"))
+        return text
 
     def _port(self, flag: str, text: str, lowest: int) -> int:
         if text.isascii() and text.isdigit() and lowest <= int(text) < 65536:
             return int(text)
         self.faults.append(f"{flag} {text!r} is not a port")
         return 0
-
-
-def _dest(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
 
 
 def run(args: argparse.Namespace) -> int:

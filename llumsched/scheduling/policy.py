@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
@@ -53,6 +53,8 @@ class Overrides:
     top_k: int | None = None
     failover_domain: str | None = None
     staleness_s: float | None = None
+    optional: frozenset[str] = frozenset()
+    """Names of fields above that are for others too. Of the rest, what finds nothing to override is a fault."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,12 @@ _SELECTORS: Mapping[str, _Maker] = {
     "metricBasedSelector": lambda top_k=1: MetricBasedSelector(_top_k(top_k)),
     "roundRobinSelector": RoundRobinSelector,
 }
+_SETTINGS: Final = {
+    "stalenessFilter": ("staleness_s", "seconds"),
+    "failoverFilter": ("failover_domain", "domain"),
+    "metricBasedSelector": ("top_k", "top_k"),
+}
+"""Fields of `Overrides`, and the settings whose place they take."""
 
 
 class _Reader:
@@ -141,6 +149,8 @@ class _Reader:
         self.faults: list[str] = []
         self._source, self._mode, self._overrides = source, mode, overrides
         self._metrics, self._makers = metrics, makers
+        self._overridden: set[str] = set()
+        """Fields of the overrides, those by infer type with it."""
 
     def policy(self, document: Any) -> Policy | None:
         if not isinstance(document, dict):
@@ -154,11 +164,13 @@ class _Reader:
             self._fault("", f"has no section {str(self._mode)!r} with infer types")
             return {}
         self._only(f"{self._mode}", sections, set(InferType))
-        return {
+        stages = {
             infer_type: stage
             for infer_type in InferType
             if infer_type in sections and (stage := self._stage(infer_type, sections[infer_type])) is not None
         }
+        self._all_overridden()
+        return stages
 
     def _stage(self, infer_type: InferType, section: Any) -> Stage | None:
         where = f"{self._mode}.{infer_type}"
@@ -171,23 +183,22 @@ class _Reader:
             self._fault(where, "metrics is not a list of names")
             return None
         first, instead = (names[0] if names else None), self._overrides.metrics.get(infer_type)
-        if instead is not None and first is None:
-            self._fault(where, f"uses no metric that {instead!r} could take the place of")
-            return None
-        renamed = {first: instead} if instead is not None else {}
+        renamed = {}
+        if first is not None and instead is not None:
+            renamed[first] = instead
+            self._overridden.add(f"metrics {infer_type}")
         metrics = [metric for name in names if (metric := self._metric(where, renamed.get(name, name))) is not None]
-        filters = self._filters(where, infer_type, section.get("filters", []), first)
+        filters = self._filters(where, infer_type, section.get("filters", []), renamed, first)
         selector = self._selector(where, section.get("selector"), bool(names))
         return make_stage(infer_type, metrics, filters, selector) if selector is not None else None
 
     def _filters(
-        self, where: str, infer_type: InferType, entries: Any, first: str | None
+        self, where: str, infer_type: InferType, entries: Any, renamed: Mapping[str, str], first: str | None
     ) -> list[f.Filter | f.GroupFilter]:
         found: list[f.Filter | f.GroupFilter] = [f.InferTypeFilter(infer_type), *(make() for make in _STRUCTURAL)]
         if not isinstance(entries, list):
             self._fault(where, "filters is not a list")
             return found
-        instead = self._overrides.metrics.get(infer_type)
         for entry in entries:
             name, settings = self._entry(where, entry)
             if name not in self._makers:
@@ -195,16 +206,14 @@ class _Reader:
                 continue
             settings = dict(settings)
             if name == "metricBasedFilter" and "metric" in settings:
-                if settings["metric"] == first and infer_type in self._overrides.thresholds:
-                    settings["threshold"] = self._overrides.thresholds[infer_type]
                 named = settings["metric"]
-                settings["metric"] = self._metric(where, instead if named == first and instead is not None else named)
+                if named == first and infer_type in self._overrides.thresholds:
+                    settings["threshold"] = self._overrides.thresholds[infer_type]
+                    self._overridden.add(f"thresholds {infer_type}")
+                settings["metric"] = self._metric(where, renamed.get(named, named) if named == first else named)
                 if settings["metric"] is None:
                     continue
-            if name == "stalenessFilter" and self._overrides.staleness_s is not None:
-                settings["seconds"] = self._overrides.staleness_s
-            if name == "failoverFilter" and self._overrides.failover_domain is not None:
-                settings["domain"] = self._overrides.failover_domain
+            settings |= self._instead(name)
             made = self._make(where, name, self._makers[name], settings, f.filter_fault)
             if made is not None:
                 found.append(made)
@@ -215,13 +224,32 @@ class _Reader:
         if name not in _SELECTORS:
             self._fault(where, f"unknown selector {name!r}; known: {', '.join(sorted(_SELECTORS))}")
             return None
-        if name == "metricBasedSelector":
-            if not has_metrics:
-                self._fault(where, "metricBasedSelector needs a metric")
-            if self._overrides.top_k is not None:
-                settings = {**settings, "top_k": self._overrides.top_k}
-        made: Selector | None = self._make(where, name, _SELECTORS[name], settings)
+        if name == "metricBasedSelector" and not has_metrics:
+            self._fault(where, "metricBasedSelector needs a metric")
+        made: Selector | None = self._make(where, name, _SELECTORS[name], {**settings, **self._instead(name)})
         return made
+
+    def _instead(self, name: str) -> dict[str, Any]:
+        """What an override sets in a filter or a selector."""
+        if name not in _SETTINGS:
+            return {}
+        field_name, setting = _SETTINGS[name]
+        value = getattr(self._overrides, field_name)
+        self._overridden.add(field_name)
+        return {} if value is None else {setting: value}
+
+    def _all_overridden(self) -> None:
+        """Who gives a flag that changes nothing meant something by it."""
+        for infer_type, metric in self._overrides.metrics.items():
+            if f"metrics {infer_type}" not in self._overridden:
+                self._fault(f"{self._mode}.{infer_type}", f"uses no metric that {metric!r} could take the place of")
+        for infer_type, threshold in self._overrides.thresholds.items():
+            if f"thresholds {infer_type}" not in self._overridden:
+                self._fault(f"{self._mode}.{infer_type}", f"has no load threshold to set to {threshold:g}")
+        for part, (field_name, setting) in _SETTINGS.items():
+            value = getattr(self._overrides, field_name)
+            if value is not None and field_name not in self._overridden | self._overrides.optional:
+                self._fault(f"{self._mode}", f"has no {part} to set {setting} to {value}")
 
     def _metric(self, where: str, name: Any) -> Metric | None:
         fits = {n for n, metric in self._metrics.items() if (metric.full if self._mode is Mode.FULL else metric.lite)}

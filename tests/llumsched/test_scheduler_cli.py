@@ -8,6 +8,7 @@ import asyncio
 import json
 import logging
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +60,29 @@ def test_flags() -> None:
     assert config("--cms-listen", "127.0.0.1:0").cms == "listen://127.0.0.1:0"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "url"),
+    [
+        (["--cms-redis-host=redis.roles"], "redis://redis.roles:6379"),
+        (["--cms-redis-host=::1", "--cms-redis-username=u"], "redis://u:@[::1]:6379"),
+        (["--cms-redis-host=h", "--cms-redis-username=a:b", "--cms-redis-password=p/w@?#%"],
+         "redis://a%3Ab:p%2Fw%40%3F%23%25@h:6379"),
+    ],
+)  # fmt: skip
+def test_redis_by_its_parts(arguments: list[str], url: str) -> None:
+    assert config(*arguments).cms == url
+
+
+def test_what_the_rescheduler_reads_as_well_may_change_nothing_in_the_policy(tmp_path: Path) -> None:
+    policy = tmp_path / "bare.yaml"
+    policy.write_text("full: {neutral: {selector: roundRobinSelector}}")
+    flags = [f"--scheduling-policy={policy}", "--failover-domain=node", "--instance-staleness-seconds=9"]
+    assert len(parsed(*flags)[0]) == 2
+    found = config(*flags, "--colocated-rescheduling-mode").rescheduling
+    assert found is not None
+    assert (str(found.failover_domain), found.staleness_s) == ("node", 9.0)
+
+
 def test_lite_mode_needs_no_further_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     found = config("--enable-full-mode-scheduling=false", "--llm-backend-endpoints", "10.0.0.1:8000,http://b:8001")
@@ -86,6 +110,24 @@ def test_lite_mode_needs_no_further_switch(monkeypatch: pytest.MonkeyPatch) -> N
         (["--enable-full-mode-scheduling=false", "--llm-backend-endpoints=a:1", "--enable-rescheduling",
           "--rescheduling-interval-ms=soon"],
          ["rescheduling needs full mode", "--rescheduling-interval-ms 'soon' is not a number"]),
+        (["--scheduling-policy=round-robin", "--dispatch-neutral-load-threshold=5", "--dispatch-top-k=3"],
+         ["full.neutral: has no load threshold to set to 5", "full: has no metricBasedSelector to set top_k to 3"]),
+        (["--gateway-ttl-seconds=5", "--request-state-ttl-seconds=5"],
+         ["--gateway-ttl-seconds is of no use in full mode", "--request-state-ttl-seconds is of no use in full mode"]),
+        (["--enable-full-mode-scheduling=false", "--llm-backend-endpoints=a:1", "--failover-domain=node",
+          "--instance-staleness-seconds=7", "--dispatch-decode-load-threshold=5",
+          "--request-local-account-staleness-seconds=7", "--enable-instance-status-local-account"],
+         ["lite: has no failoverFilter to set domain to node", "lite: has no stalenessFilter to set seconds to 7",
+          "lite.decode: has no load threshold to set to 5",
+          "--request-local-account-staleness-seconds is of no use in lite mode",
+          "--enable-instance-status-local-account is of no use in lite mode"]),
+        (["--cms-redis-port=abc", "--cms-redis-username=x", "--cms-redis-password=y"],
+         ["--cms-redis-port is of no use without --cms-redis-host",
+          "--cms-redis-username is of no use without --cms-redis-host",
+          "--cms-redis-password is of no use without --cms-redis-host"]),
+        (["--cms-redis-host=h/../etc", "--cms-redis-port=70000"],
+         ["--cms-redis-host 'h/../etc' is not a host", "--cms-redis-port '70000' is not a port"]),
+        (["--cms-redis-host=10.0.0.5:6379"], ["--cms-redis-host the redis:// URL is not one"]),
         (["--standalone-rescheduling-mode"], ["--standalone-rescheduling-mode is for `llumnix rescheduler`"]),
     ],
 )  # fmt: skip

@@ -76,6 +76,32 @@ def test_flags_change_a_policy() -> None:
     assert decode.selector == MetricBasedSelector(3)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (Overrides({InferType.PREFILL: "num_requests"}), "full.prefill: uses no metric that 'num_requests' could take"),
+        (Overrides(thresholds={InferType.NEUTRAL: 5.0}), "full.neutral: has no load threshold to set to 5"),
+        (Overrides(thresholds={InferType.PREFILL: 5.0}), "full.prefill: has no load threshold to set to 5"),
+        (Overrides(top_k=2), "full: has no metricBasedSelector to set top_k to 2"),
+        (Overrides(failover_domain="node"), "full: has no failoverFilter to set domain to node"),
+        (Overrides(staleness_s=7), "full: has no stalenessFilter to set seconds to 7"),
+    ],
+)
+def test_a_flag_that_changes_nothing(overrides: Overrides, said: str) -> None:
+    text = """
+full:
+  neutral:
+    metrics: [num_requests]
+    filters: [{metricBasedFilter: {metric: decode_batch_size, threshold: 3}}]
+    selector: roundRobinSelector
+lite:
+  neutral: {metrics: [num_requests], selector: metricBasedSelector}
+"""
+    with pytest.raises(PolicyError, match=said) as error:
+        parse_policy(text, "test", Mode.FULL, overrides)
+    assert len(error.value.faults) == 1
+
+
 def test_lite_mode_knows_what_was_sent_and_no_more() -> None:
     policy = load_policy("load-balance", Mode.LITE, Overrides({InferType.NEUTRAL: "num_requests"}))
     assert policy.stages[InferType.NEUTRAL].metrics[0].name == "num_requests"

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,6 +29,9 @@ _RELEASE_TRIES: Final = 3
 _RELEASE_PAUSE_S: Final = 0.5
 _MOST_RELEASES: Final = 10_000
 _CLIENT_TIMEOUT_S: Final = 3.0
+_LATE_S: Final = 30.0
+"""An answer to a request for a place may still come for so long after nobody waits for it any more."""
+_MOST_ABANDONED: Final = 1000
 _SHORT: Final = aiohttp.ClientTimeout(total=_CLIENT_TIMEOUT_S)
 _NOT_FOUND: Final = "endpoint not found"
 
@@ -78,7 +82,7 @@ class SchedulerClient:
             headers["Authorization"] = config.service_token
         self._session = session
         self._headers = headers
-        self._timeout = aiohttp.ClientTimeout(total=config.schedule_timeout_s)
+        self._timeout_s = config.schedule_timeout_s
         self._schedulers = {address: _Scheduler(address, session, headers) for address in config.scheduler_endpoints}
         self._in_turn = list(self._schedulers.values())
         self._current = 0
@@ -86,6 +90,8 @@ class SchedulerClient:
         self._away_until_s = 0.0
         self.is_away = False
         """None of them answered."""
+        self._abandoned: set[asyncio.Task[tuple[int, bytes]]] = set()
+        """Requests for a place that nobody waits for any more."""
 
     async def schedule(self, request: dict[str, Any]) -> Decision:
         """Raises SchedulerAway, NoEndpoint, NotScheduled, UnknownModel."""
@@ -100,7 +106,7 @@ class SchedulerClient:
             number = (first + offset) % len(self._in_turn)
             scheduler = self._in_turn[number]
             try:
-                result = _result(scheduler.address, *await scheduler.post("/schedule", body, self._timeout))
+                result = _result(scheduler.address, *await self._ask(scheduler, request, body))
             except (aiohttp.ClientError, TimeoutError, OSError, SchedulerAway) as error:
                 reason = error
             except (NoEndpoint, NotScheduled, UnknownModel):
@@ -116,9 +122,36 @@ class SchedulerClient:
             self.is_away = True
         raise SchedulerAway(str(reason))
 
+    async def _ask(self, scheduler: _Scheduler, request: dict[str, Any], body: bytes) -> tuple[int, bytes]:
+        """The place that an answer gives is released if it comes too late, or after the client has left."""
+        limit = aiohttp.ClientTimeout(total=self._timeout_s + _LATE_S, sock_connect=self._timeout_s)
+        asking = asyncio.create_task(scheduler.post("/schedule", body, limit))
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await asyncio.shield(asking)
+        except (TimeoutError, asyncio.CancelledError):
+            self._abandon(asking, scheduler.address, request)
+            raise
+
+    def _abandon(self, asking: asyncio.Task[tuple[int, bytes]], scheduler: Address, request: dict[str, Any]) -> None:
+        if len(self._abandoned) >= _MOST_ABANDONED:
+            asking.cancel()
+            return
+        self._abandoned.add(asking)
+        asking.add_done_callback(lambda _: self._release_late(asking, scheduler, request))
+
+    def _release_late(
+        self, asking: asyncio.Task[tuple[int, bytes]], scheduler: Address, request: dict[str, Any]
+    ) -> None:
+        self._abandoned.discard(asking)
+        if asking.cancelled() or asking.exception() is not None:
+            return
+        with suppress(SchedulerAway, NoEndpoint, NotScheduled, UnknownModel):
+            self.release(scheduler, request | {"scheduling_result": _result(scheduler, *asking.result())})
+
     def _answered(self, number: int) -> None:
         if self.is_away or number != self._current:
-            _log.warning("requests are placed by the scheduler %s again", self._in_turn[number].address)
+            _log.warning("requests are placed by the scheduler %s now", self._in_turn[number].address)
         self._current, self.is_away = number, False
 
     async def instances(self) -> list[Address]:
@@ -144,9 +177,13 @@ class SchedulerClient:
             _log.debug("a report was lost: %s", error)
 
     async def close(self) -> None:
-        """Waits for the releases under way, if a scheduler is there."""
-        limit_s = 0.0 if self.is_away else _CLIENT_TIMEOUT_S
-        await asyncio.gather(*(scheduler.close(limit_s) for scheduler in self._in_turn))
+        """Waits for what is to be released, for a few seconds."""
+        if self._abandoned:
+            _, late = await asyncio.wait(self._abandoned, timeout=_CLIENT_TIMEOUT_S)
+            for asking in late:
+                asking.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        await asyncio.gather(*(scheduler.close() for scheduler in self._in_turn))
 
 
 class _Scheduler:
@@ -169,9 +206,9 @@ class _Scheduler:
         if self._releasing is None or self._releasing.done():
             self._releasing = asyncio.create_task(self._release_all())
 
-    async def close(self, limit_s: float) -> None:
+    async def close(self) -> None:
         if self._releasing is not None:
-            await asyncio.wait([self._releasing], timeout=limit_s)
+            await asyncio.wait([self._releasing], timeout=_CLIENT_TIMEOUT_S)
             self._releasing.cancel()
             await asyncio.gather(self._releasing, return_exceptions=True)
 

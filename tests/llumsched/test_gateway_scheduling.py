@@ -30,6 +30,8 @@ class MockScheduler:
     status: int = 200
     release_status: int = 200
     hangs: bool = False
+    may_place: asyncio.Event | None = None
+    """Placements wait for it."""
     calls: list[tuple[str, Any]] = field(default_factory=list)
 
     def of(self, path: str) -> list[Any]:
@@ -46,6 +48,8 @@ class MockScheduler:
             return web.Response(status=404 if request.path == "/debug/view" else 200)
         if self.status != 200:
             return web.Response(status=self.status, text={404: "endpoint not found"}.get(self.status, "no"))
+        if self.may_place is not None:
+            await self.may_place.wait()
         port = self.ports[len(self.of("/schedule")) % len(self.ports)]
         instance = {"id": f"engine-{port}", "endpoint": {"host": "127.0.0.1", "port": port}, "infer_type": "neutral"}
         return web.json_response(body | {"scheduling_result": [instance]})
@@ -227,6 +231,31 @@ async def test_a_client_that_leaves_is_released() -> None:
         asked.cancel()
         await until(lambda: scheduler.of("/release"))
         await it.until_idle()
+
+
+@pytest.mark.asyncio
+async def test_a_place_that_comes_when_its_client_has_left_is_released() -> None:
+    async with scheduled() as (it, scheduler):
+        scheduler.may_place = asyncio.Event()
+        asked = asyncio.create_task(it.post(COMPLETIONS, BODY, {"X-Request-Id": "left"}))
+        await until(lambda: scheduler.of("/schedule"))
+        asked.cancel()
+        await it.until_idle()
+        scheduler.may_place.set()
+        await until(lambda: scheduler.of("/release"))
+        (released,) = scheduler.of("/release")
+        assert (released["id"], len(released["scheduling_result"])) == ("left", 1)
+
+
+@pytest.mark.asyncio
+async def test_a_place_that_comes_too_late_is_released() -> None:
+    async with scheduled(schedule_timeout_s=0.6) as (it, scheduler):
+        await it.post(COMPLETIONS, BODY)
+        scheduler.may_place = asyncio.Event()
+        assert (await it.post(COMPLETIONS, BODY, {"X-Request-Id": "late"})).status == 200
+        assert not scheduler.of("/release")
+        scheduler.may_place.set()
+        await until(lambda: [released["id"] for released in scheduler.of("/release")] == ["late"])
 
 
 @asynccontextmanager

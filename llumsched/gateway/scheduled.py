@@ -13,7 +13,7 @@ from typing import Any
 from llumlet.types import Address
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.config import Config
-from llumsched.gateway.errors import NoInstance, UnknownModel
+from llumsched.gateway.errors import NoInstance, Overloaded, UnknownModel
 from llumsched.gateway.placement import Asked, Placed, RoundRobin
 from llumsched.gateway.scheduler_client import Decision, NoEndpoint, NotScheduled, SchedulerAway, SchedulerClient
 
@@ -28,30 +28,47 @@ class Scheduled:
         self._client = client
         self._fallback = RoundRobin(backends)
         self.gateway_id = uuid.uuid4().hex
+        self.num_waiting = 0
         self._begun: list[tuple[Address, dict[str, Any]]] = []
         self._reporting: set[asyncio.Task[None]] = set()
 
     async def place(self, asked: Asked, excluded: Collection[Backend] = ()) -> Placed:
         started_s = time.monotonic()
-        end_s = started_s + self._config.wait_scheduling_timeout_s
-        while True:
+        try:
+            return await self._place(asked, excluded, started_s)
+        except NoEndpoint:
+            if self.num_waiting >= self._config.max_queue_size:
+                raise Overloaded("Too many requests wait for an instance.", retry_after_s=1) from None
+        self.num_waiting += 1
+        try:
+            return await self._wait_for_place(asked, excluded, started_s)
+        finally:
+            self.num_waiting -= 1
+
+    async def _wait_for_place(self, asked: Asked, excluded: Collection[Backend], started_s: float) -> Placed:
+        pause_s = self._config.wait_scheduling_retry_interval_s
+        reason = ""
+        while time.monotonic() + pause_s <= started_s + self._config.wait_scheduling_timeout_s:
+            await asyncio.sleep(pause_s)
             try:
-                decision = await self._client.schedule(self._request(asked, excluded))
-            except (SchedulerAway, NotScheduled):
-                return await self._without_scheduler(asked, excluded)
-            except UnknownModel:
-                raise UnknownModel(f"The model `{asked.model}` does not exist.") from None
+                return await self._place(asked, excluded, started_s)
             except NoEndpoint as error:
-                pause_s = self._config.wait_scheduling_retry_interval_s
-                if time.monotonic() + pause_s > end_s:
-                    raise NoInstance(f"No instance takes requests now: {error}", retry_after_s=pause_s) from None
-                await asyncio.sleep(pause_s)
-                continue
-            placed = self._placed(asked, decision, time.monotonic() - started_s)
-            if placed.backend not in excluded:
-                return placed
-            self.release(placed, completed=False)
+                reason = str(error)
+        raise NoInstance(f"No instance takes requests now: {reason}", retry_after_s=pause_s)
+
+    async def _place(self, asked: Asked, excluded: Collection[Backend], started_s: float) -> Placed:
+        """Raises NoEndpoint, UnknownModel, NoInstance."""
+        try:
+            decision = await self._client.schedule(self._request(asked, excluded))
+        except (SchedulerAway, NotScheduled):
             return await self._without_scheduler(asked, excluded)
+        except UnknownModel:
+            raise UnknownModel(f"The model `{asked.model}` does not exist.") from None
+        placed = self._placed(asked, decision, time.monotonic() - started_s)
+        if placed.backend not in excluded:
+            return placed
+        self.release(placed, completed=False)
+        return await self._without_scheduler(asked, excluded)
 
     async def _without_scheduler(self, asked: Asked, excluded: Collection[Backend]) -> Placed:
         placed = await self._fallback.place(asked, excluded)

@@ -111,6 +111,8 @@ async def test_a_prompt_that_fits_nowhere(client: Client) -> None:
         ("/schedule", b"[1]", "bad JSON: Expected `object`, got `array`"),
         ("/schedule", b"{}", "bad JSON: Object missing required field `id`"),
         ("/schedule", {"id": 7}, "bad JSON: Expected `str`, got `int` - at `$.id`"),
+        ("/schedule", {"id": ""}, "bad JSON: Expected `str` of length >= 1 - at `$.id`"),
+        ("/report", [{"id": "", "instance_id": "a"}], "bad JSON: Expected `str` of length >= 1 - at `$[0].id`"),
         ("/schedule", {"id": "r", "prompt_num_tokens": -1}, "bad JSON: Expected `int` >= 0"),
         ("/schedule", {"id": "r", "scheduling_mode": "x"}, "bad JSON: Invalid enum value 'x'"),
         ("/schedule", {"id": "r", "scheduling_mode": "pd_staged"}, "needs a scheduling_stage"),

@@ -60,15 +60,16 @@ _VALUES: Final[dict[str, Callable[[Load], float]]] = {
     **{name: METRICS[name].value for name in _SELECTED},
 }
 _FULL: Final = [Gauge(f"instance_cms_{suffix}", "As known here.", value) for suffix, value in _VALUES.items()]
-_LITE: Final = [
-    Gauge(f"instance_lrs_{name}", "As sent and reported.", attrgetter(f"account.{field}"))
-    for name, field in {
-        "total_tokens": "num_tokens",
-        "waiting_tokens": "num_uncomputed_prefill_tokens",
-        "total_requests": "num_requests",
-        "waiting_requests": "num_prefill_requests",
-    }.items()
-]
+_LITE_VALUES: Final[dict[str, Callable[[Load], float]]] = {
+    "total_tokens": lambda load: load.account.num_tokens,
+    "waiting_tokens": lambda load: load.account.num_uncomputed_prefill_tokens,
+    "running_tokens": lambda load: load.account.num_tokens - load.account.num_uncomputed_prefill_tokens,
+    "total_requests": lambda load: load.account.num_requests,
+    "waiting_requests": lambda load: load.account.num_prefill_requests,
+    "running_requests": lambda load: load.account.num_requests - load.account.num_prefill_requests,
+}
+"""What waits has not had its prompt computed."""
+_LITE: Final = [Gauge(f"instance_lrs_{name}", "As sent and reported.", value) for name, value in _LITE_VALUES.items()]
 
 
 class SchedulerMetrics:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every metric that a dashboard asks for is one that a process of the cluster shows, and every panel has its place."""
+"""Every metric that a dashboard asks for is one that a process of the cluster shows, and every panel has its place;
+every metric of Llumnix is shown, or docs/defaults.md says why not."""
 
 from __future__ import annotations
 
@@ -25,10 +26,35 @@ from llumsched.scheduling.dispatch import Dispatcher, Ledger
 from llumsched.scheduling.lrs import RealtimeState
 from llumsched.scheduling.policy import Mode, load_policy
 
-DIRECTORY = Path(__file__).parents[2] / "deploy" / "grafana"
+ROOT = Path(__file__).parents[2]
+DIRECTORY = ROOT / "deploy" / "grafana"
 DASHBOARDS = sorted(DIRECTORY.glob("*.json"))
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
 _NOT_A_METRIC = {"by", "le", "sum", "min", "max", "rate", "histogram_quantile"}
+
+OF_LLUMNIX = {
+    "": "uptime_seconds gateway_pending_requests gateway_current_requests",
+    "request_": """total retry_total fallback_total fallback_retry_success_total input_tokens_total output_tokens_total
+        e2e_latency_seconds ttft_milliseconds itl_milliseconds tpot_milliseconds queue_duration_milliseconds
+        schedule_duration_milliseconds preprocess_duration_milliseconds postprocess_duration_milliseconds input_tokens
+        output_tokens full_mode_schedule_duration_milliseconds query_prefix_cache_hit_duration_milliseconds
+        calc_prefix_cache_hit_duration_milliseconds prefix_cache_hit_percent max_prefix_cache_hit_percent""",
+    "scheduler_": """scheduling_total scheduling_failed_total rescheduling_total rescheduling_failed_total
+        cms_refresh_metadata_duration_milliseconds cms_refresh_status_duration_milliseconds""",
+    "instance_lrs_": """total_tokens waiting_tokens running_tokens total_requests waiting_requests running_requests""",
+    "instance_cms_": """used_gpu_tokens waiting_requests loading_requests running_requests
+        scheduler_waiting_to_decode_requests scheduler_running_to_decode_requests
+        hybrid_scheduler_waiting_to_decode_requests uncomputed_tokens_all_waiting_prefills
+        uncomputed_tokens_scheduler_running_prefills unallocated_tokens_scheduler_running_prefills
+        unallocated_tokens_hybrid_scheduler_waiting_decodes hybrid_scheduler_waiting_to_decode_tokens
+        scheduler_waiting_to_decode_tokens scheduler_running_to_decode_tokens tokens_loading_requests
+        inflight_dispatch_requests inflight_dispatch_prefill_requests inflight_dispatch_decode_requests
+        uncomputed_tokens_inflight_dispatch_prefill_requests tokens_inflight_dispatch_decode_requests
+        kv_cache_usage_ratio_projected decode_batch_size all_prefills_tokens_num all_decodes_tokens_num""",
+    "selected_instance_": """predicted_ttft predicted_tpot kv_cache_usage_ratio_projected decode_batch_size
+        all_prefills_tokens_num all_decodes_tokens_num""",
+}
+"""By the beginning of their names."""
 
 
 def shown(text: bytes) -> set[str]:
@@ -111,6 +137,15 @@ def test_panels_have_a_place_of_their_own(file: Path) -> None:
         taken |= cells
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
     assert file.stem == dashboard["uid"]
+
+
+def test_metrics_of_llumnix_are_there_or_excused(known: set[str]) -> None:
+    named = {beginning + end for beginning, ends in OF_LLUMNIX.items() for end in ends.split()}
+    missing = {name for name in named if not {name, f"{name}_bucket"} & known}
+    _, _, section = (ROOT / "docs" / "defaults.md").read_text().partition("\n## Metrics\n")
+    rows = [line.split("|")[1] for line in section.partition("\n## ")[0].splitlines() if line.startswith("| `")]
+    excused = [name for names in rows for name in re.findall(r"`(\w+)`", names)]
+    assert sorted(missing) == sorted(excused)
 
 
 def test_an_unknown_metric_would_be_found(known: set[str]) -> None:

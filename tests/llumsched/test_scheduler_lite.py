@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -136,8 +137,15 @@ async def test_keepalive_and_gauges(scheduler: RunningScheduler) -> None:
         await post(scheduler, "/schedule", {"id": "r", "model": "other", "prompt_num_tokens": 7})
         async with session.get(f"{base}/metrics") as answer:
             text = await answer.text()
-    (line,) = (line for line in text.splitlines() if "instance_lrs_total_tokens{" in line and 'model="other"' in line)
-    assert line.endswith(" 7.0")
+    shown = dict(re.findall(r'^instance_lrs_(\w+)\{.*model="other".*\} (\S+)$', text, re.M))
+    assert shown == {
+        "total_tokens": "7.0",
+        "waiting_tokens": "7.0",
+        "running_tokens": "0.0",
+        "total_requests": "1.0",
+        "waiting_requests": "1.0",
+        "running_requests": "0.0",
+    }
 
 
 async def test_engines_come_and_go() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from llumlet.credential_files import CredentialFiles, CredentialsError, add_arguments
 from llumlet.credentials import Credentials
-from llumsched.commands import COMMANDS, Command
+from llumsched.commands import COMMANDS, Command, load
 from llumsched.exit_codes import ExitCode
 
 _EPILOG = """exit codes:
@@ -28,10 +28,11 @@ _EPILOG = """exit codes:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = _parser()
     given, further = _split(sys.argv[1:] if argv is None else argv)
+    name = next((word for word in given if word in COMMANDS), "")
+    command = load(name) if name else None
+    parser = _parser(name, command)
     args, unknown = parser.parse_known_args(given)
-    command: Command | None = args.command
     if command is None:
         parser.print_help(sys.stderr)
         return ExitCode.USAGE
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CredentialsError as error:
         faults += error.faults
     if faults:
-        return _report_faults(command, faults)
+        return _report_faults(name, faults)
     try:
         return command.run(args)
     except KeyboardInterrupt:
@@ -59,7 +60,8 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return words[:end], words[end + 1 :]
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(name: str, command: Command | None) -> argparse.ArgumentParser:
+    """With the arguments of one command, and the names of all."""
     parser = argparse.ArgumentParser(
         prog="llumnix",
         description="Serve language models on several engines, look at these, and move their running requests.",
@@ -67,26 +69,23 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.set_defaults(command=None, takes_further=False)
+    parser.set_defaults(takes_further=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in COMMANDS:
+    for each, text in COMMANDS.items():
         sub = commands.add_parser(
-            command.NAME,
-            help=command.HELP,
-            description=command.DESCRIPTION,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
+            each, help=text, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
         )
-        command.add_arguments(sub)
-        add_arguments(sub.add_argument_group("credentials", "The same as the instances'."))
-        sub.set_defaults(command=command)
+        if command is not None and each == name:
+            sub.description = command.DESCRIPTION
+            command.add_arguments(sub)
+            add_arguments(sub.add_argument_group("credentials", "The same as the instances'."))
     return parser
 
 
-def _report_faults(command: Command, faults: list[str]) -> int:
+def _report_faults(name: str, faults: list[str]) -> int:
     for fault in faults:
-        print(f"llumnix {command.NAME}: {fault}", file=sys.stderr)
-    print(f"See `llumnix {command.NAME} --help`.", file=sys.stderr)
+        print(f"llumnix {name}: {fault}", file=sys.stderr)
+    print(f"See `llumnix {name} --help`.", file=sys.stderr)
     return ExitCode.USAGE
 
 

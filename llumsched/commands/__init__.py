@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sub-commands of `llumnix`, one module each."""
+"""The sub-commands of `llumnix`, one module each. Only the one that is asked for is imported: all of them together take
+longer than most take to do their work."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Protocol
-
-from llumsched.commands import drain, explain, gateway, migrate, ps, rescheduler, scheduler, status, top, up
+import importlib
+from typing import Any, Final, Protocol
 
 
 class Command(Protocol):
     """What a module of this package has."""
 
-    NAME: str
-    HELP: str
-    """One line for the list of commands."""
     DESCRIPTION: str
     """For the command's own `--help`."""
 
@@ -30,4 +27,23 @@ class Command(Protocol):
         ...
 
 
-COMMANDS: tuple[Command, ...] = (up, top, ps, status, migrate, drain, explain, gateway, scheduler, rescheduler)
+COMMANDS: Final = {
+    "up": "start engines, scheduler, rescheduler and gateway on this machine",
+    "top": "watch instances, their load, and the moves between them",
+    "ps": "list the requests of instances",
+    "status": "show the load and the settings of instances",
+    "migrate": "move running requests from one instance to another",
+    "drain": "move everything away from an instance and end it",
+    "explain": "show where the scheduler would send a request, and why",
+    "gateway": "serve the OpenAI API in front of all engines",
+    "scheduler": "choose an instance for each request",
+    "rescheduler": "move running requests from hot instances to cold ones and away from sick ones",
+}
+"""The modules' names, and what the list of commands says of them."""
+
+
+def load(name: str) -> Command:
+    """One of COMMANDS."""
+    module: Any = importlib.import_module(f"{__name__}.{name}")
+    command: Command = module
+    return command

@@ -16,8 +16,6 @@ from llumsched.cms.snapshot import CmsUnreachable
 from llumsched.commands import arguments, instances
 from llumsched.exit_codes import ExitCode
 
-NAME = "drain"
-HELP = "move everything away from an instance and end it"
 DESCRIPTION = """Move everything away from an instance and end it, as SIGTERM does.
 
 The instance refuses new requests (HTTP 503), moves what it runs to the destinations, lets what

@@ -15,8 +15,6 @@ from llumsched.commands import arguments
 from llumsched.exit_codes import ExitCode
 from llumsched.scheduler.process import PORT
 
-NAME = "explain"
-HELP = "show where the scheduler would send a request, and why"
 DESCRIPTION = """Ask a running scheduler where it would send a request now, and why not elsewhere.
 
 Nothing is placed. A reason in brackets was not held against the instance: all others were refused as well, and the

@@ -12,8 +12,6 @@ from llumsched.exit_codes import ExitCode
 from llumsched.gateway.config import Config
 from llumsched.gateway.flags import FLAGS, REPEATED
 
-NAME = "gateway"
-HELP = "serve the OpenAI API in front of all engines"
 DESCRIPTION = """Serve the OpenAI API in front of all engines.
 
   llumnix gateway --scheduler-endpoints 127.0.0.1:8088

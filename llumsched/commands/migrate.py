@@ -18,8 +18,6 @@ from llumsched.fan_out import ask_all
 from llumsched.move_display import JsonDisplay, MoveDisplay, TextDisplay
 from llumsched.request_ids import find
 
-NAME = "migrate"
-HELP = "move running requests from one instance to another"
 DESCRIPTION = """Move running requests, with their KV cache, from one instance to another.
 
 Say which: --request ID (repeatable), or --all, or a rule:

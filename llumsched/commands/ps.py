@@ -20,8 +20,6 @@ from llumsched import output
 from llumsched.commands import arguments, instances
 from llumsched.fan_out import Answer, report_failures
 
-NAME = "ps"
-HELP = "list the requests of instances"
 DESCRIPTION = """List the requests of instances.
 
 With --json: one object per instance, with its requests, or with the error."""

@@ -17,8 +17,6 @@ from llumsched.exit_codes import ExitCode
 from llumsched.rescheduling import arguments as rescheduling
 from llumsched.rescheduling.config import Config
 
-NAME = "rescheduler"
-HELP = "move running requests from hot instances to cold ones and away from sick ones"
 DESCRIPTION = """Move running requests from hot instances to cold ones and away from sick ones.
 
   llumnix rescheduler --standalone-rescheduling-mode --cms 127.0.0.1:8003

@@ -25,8 +25,6 @@ from llumsched.scheduling.filters import FailoverDomain
 from llumsched.scheduling.load import InferType
 from llumsched.scheduling.policy import Mode, Overrides, Policy, PolicyError, built_in_policies, load_policy
 
-NAME = "scheduler"
-HELP = "choose an instance for each request"
 DESCRIPTION = """Choose an instance for each request of the gateways.
 
   llumnix scheduler                                      instances report to it (--llumlet-cms 127.0.0.1:8003)

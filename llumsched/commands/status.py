@@ -12,8 +12,6 @@ from llumsched import output
 from llumsched.commands import arguments, instances
 from llumsched.fan_out import Answer, report_failures
 
-NAME = "status"
-HELP = "show the load and the settings of instances"
 DESCRIPTION = """Show the load and the settings of instances.
 
 BLOCKS are KV blocks in use / in all; HELD are those of moves: pinned for a move out + reserved for

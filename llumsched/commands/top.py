@@ -17,8 +17,6 @@ from llumsched.exit_codes import ExitCode
 from llumsched.top import rows
 from llumsched.top.source import Snapshot, Source
 
-NAME = "top"
-HELP = "watch instances, their load, and the moves between them"
 DESCRIPTION = """Watch instances, their load, and the moves between them.
 
 Keys: q quits, s changes the order, space holds the view. PREFILL are prompt tokens that are still to be computed; IN

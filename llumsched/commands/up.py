@@ -14,8 +14,6 @@ from llumlet.credential_files import CredentialFiles
 from llumsched.commands import arguments
 from llumsched.up.plan import UpConfig, faults_of, plan_of
 
-NAME = "up"
-HELP = "start engines, scheduler, rescheduler and gateway on this machine"
 DESCRIPTION = """Start engines, scheduler, rescheduler and gateway on this machine, and stop them all together.
 
   llumnix up MODEL --engines 2 -- --max-model-len 4096

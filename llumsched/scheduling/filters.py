@@ -33,7 +33,8 @@ class Filter(Protocol):
 
     @property
     def marks_failed(self) -> bool:
-        """Whether an instance that it refuses counts as failed: group filters then refuse its neighbours too."""
+        """Whether an instance that it refuses counts as failed: group filters then refuse its neighbours too. One that
+        has not reported yet does not count: it is starting."""
         ...
 
     def refuse(self, load: Load, context: Context) -> str | None:
@@ -290,7 +291,7 @@ def apply(
             reason = single.refuse(load, context)
             if reason is not None:
                 refusals.setdefault(load.instance.id, []).append(Refusal(single.name, reason))
-                if single.marks_failed:
+                if single.marks_failed and load.instance.status is not None:
                     failed.add(load.instance.id)
     instances = [load.instance for load in loads]
     for group in groups:

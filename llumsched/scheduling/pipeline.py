@@ -42,6 +42,11 @@ class Candidates(Protocol):
     @property
     def order(self) -> Order: ...
 
+    @property
+    def reported(self) -> Mask:
+        """By row, whether there is a status."""
+        ...
+
     def load(self, row: int) -> Load: ...
 
     def refused(self, one: Filter, context: Context) -> Mask:
@@ -81,7 +86,7 @@ def run(stage: Stage, candidates: Candidates, context: Context, draw: Draw) -> D
         else:
             hard |= mask
         if one.marks_failed:
-            failed |= mask
+            failed |= mask & candidates.reported
     for group in stage.group_filters:
         mask = candidates.refused_among(group, failed)
         refused.append((group, mask))
@@ -121,6 +126,7 @@ class LoadList:
         in_order = sorted(ids)
         rank = {instance_id: position for position, instance_id in enumerate(in_order)}
         self.order = Order(in_order, np.array([rank[instance_id] for instance_id in ids], np.intp))
+        self.reported = np.array([load.instance.status is not None for load in loads], np.bool_)
 
     def __len__(self) -> int:
         return len(self._loads)

@@ -37,6 +37,7 @@ class Table:
         self._received_s = np.empty(_FIRST_SIZE)
         self._capacity = np.empty(_FIRST_SIZE)
         self._unschedulable = np.empty(_FIRST_SIZE, np.bool_)
+        self._reported = np.empty(_FIRST_SIZE, np.bool_)
         self._by_place: dict[object, Mask] = {}
         """Masks that change only with members and metadata, by what they are of."""
         self._models: set[str] | None = None
@@ -89,6 +90,10 @@ class Table:
             self._order = Order(ids, rank)
         return self._order
 
+    @property
+    def reported(self) -> Mask:
+        return self._reported[: len(self)]
+
     def load(self, row: int) -> Load:
         instance = self._instances[row]
         return Load(instance, self._in_flight.of(instance.id))
@@ -137,6 +142,7 @@ class Table:
         instance = self._instances[row]
         self._received_s[row] = instance.received_s
         self._unschedulable[row] = f.unschedulable(instance) is not None
+        self._reported[row] = instance.status is not None
         capacity = f.capacity_tokens(Load(instance))
         self._capacity[row] = np.inf if capacity is None else capacity
         self._measure(row)
@@ -147,7 +153,8 @@ class Table:
             self._columns[name][row] = metric.value(load)
 
     def _resize(self, size: int) -> None:
-        for column in (*self._columns.values(), self._received_s, self._capacity, self._unschedulable):
+        flags = (self._unschedulable, self._reported)
+        for column in (*self._columns.values(), self._received_s, self._capacity, *flags):
             column.resize(size, refcheck=False)
 
     # Masks of members and metadata

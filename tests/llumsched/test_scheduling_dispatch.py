@@ -63,6 +63,15 @@ def test_a_burst_between_two_statuses_is_spread() -> None:
     assert Counter(cluster.place(f"r{n}")[0] for n in range(40)) == dict.fromkeys("abcd", 10)
 
 
+def test_a_newcomer_leaves_its_node_in_service() -> None:
+    cluster = Cluster(full(failover_domain="node"), "a", "b", node_id="A")
+    cluster.view.put_metadata(cases.metadata("new", node_id="A"))
+    assert [cluster.place(f"r{n}") for n in range(3)] == [["a"], ["b"], ["a"]]
+    cases.put(cluster.view, "new", 1, schedulable=False, node_id="A")
+    with pytest.raises(NotPlaced):
+        cluster.place("r3")
+
+
 def test_the_threshold_of_the_first_metric_counts_where_more_than_the_best_may_be_chosen() -> None:
     """As docs/operations.md says."""
 

@@ -118,6 +118,16 @@ def test_every_refusal_has_its_reason_and_its_own_filter() -> None:
     assert [load.instance.id for load in again.survivors] == ["busy", "good"]
 
 
+def test_a_newcomer_does_not_fail_its_domain() -> None:
+    filters = [f.SchedulabilityFilter(), f.StalenessFilter(60), f.FailoverFilter(f.FailoverDomain.NODE)]
+    newcomer = Load(Instance(cases.metadata("new", node_id="A"), None, NOW - 70))
+    loads = [newcomer, cases.load("beside", received_s=NOW, node_id="A")]
+    done = f.apply(filters, loads, context())
+    assert [load.instance.id for load in done.survivors] == ["beside"]
+    assert not done.failed
+    assert [one.filter for one in done.refusals["new"]] == ["schedulabilityFilter", "stalenessFilter"]
+
+
 def test_sources_of_a_failover_are_the_ones_that_destinations_are_not() -> None:
     loads = [cases.load("bad", schedulable=False), cases.load("good")]
     failed = f.apply([f.SchedulabilityFilter()], loads, context()).failed

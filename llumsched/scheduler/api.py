@@ -31,6 +31,7 @@ from llumsched.cms.view import Instance
 from llumsched.scheduler.messages import (
     MAX_BODY_BYTES,
     Endpoint,
+    Question,
     Report,
     SchedulingRequest,
     decode,
@@ -143,16 +144,16 @@ class Api:
 
     async def debug_schedule(self, http: web.Request) -> web.Response:
         if http.method == "POST":
-            asked = decode(await http.read(), SchedulingRequest)
+            asked = decode(await http.read(), Question)
         else:
             text = http.query.get("prompt_num_tokens", "0")
             if not text.isascii() or not text.isdigit():
                 raise ValueError(f"prompt_num_tokens {text[:32]!r} is not a number")
             asked = msgspec.convert(
-                {"id": "", "model": http.query.get("model", ""), "prompt_num_tokens": int(text),
+                {"model": http.query.get("model", ""), "prompt_num_tokens": int(text),
                  "scheduling_mode": http.query.get("scheduling_mode", "neutral"),
                  "scheduling_stage": http.query.get("scheduling_stage", "")},
-                SchedulingRequest,
+                Question,
             )  # fmt: skip
         try:
             decisions = self._dispatcher.decide(self._request(asked), asked.stages)

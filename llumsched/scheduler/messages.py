@@ -16,6 +16,8 @@ MAX_BODY_BYTES = 16 << 20
 """Of one call. The token ids of a prompt of a million take half of it."""
 
 Name = Annotated[str, Meta(max_length=1024)]
+RequestId = Annotated[str, Meta(min_length=1, max_length=1024)]
+"""Not empty: requests without one would all be the same, each a retry of the one before."""
 Count = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 T = TypeVar("T")
@@ -39,7 +41,7 @@ class LLMInstance(Struct):
 
 
 class SchedulingRequest(Struct, omit_defaults=True):
-    id: Name
+    id: RequestId
     model: Name = ""
     gateway_id: Name = ""
     scheduling_mode: Literal["neutral", "pd_batch", "pd_staged"] = "neutral"
@@ -71,10 +73,16 @@ class SchedulingRequest(Struct, omit_defaults=True):
             raise ValueError(f"prompt_token_ids: {error}") from error
 
 
+class Question(SchedulingRequest):
+    """Where a request would go: one in particular, or any such."""
+
+    id: Name = ""
+
+
 class Report(Struct):
     """Of one request, by its gateway (lite mode)."""
 
-    id: Name
+    id: RequestId
     instance_id: Name
     kind: Literal["state_update", "prefill_done"] = "state_update"
     model: Name = ""

@@ -66,7 +66,6 @@ class Exchanges:
         self._tokens = tokens
         self._ids = RequestIds()
         self.num_in_flight = 0
-        self.num_waiting = 0
         self.running: dict[Exchange, Placed] = {}
         self.idle = asyncio.Event()
         """Nothing is in flight."""
@@ -225,18 +224,13 @@ class Exchange:
                 self._around.placement.release(placed, completed=completed)
 
     async def _place(self) -> Placed:
-        around = self._around
         started_s = time.monotonic()
-        if around.num_waiting >= self._config.max_queue_size:
-            raise errors.Overloaded("Too many requests wait for an instance.", retry_after_s=1)
-        around.num_waiting += 1
         suffix = f"-r{self._num_attempts}" if self._num_attempts else ""
         try:
             ids = self._counted.token_ids if self._config.forward_tokens else None
             asked = Asked(self._own_id + suffix, self._body.model, self._counted.num_tokens, ids)
-            placed = await around.placement.place(asked, self._excluded)
+            placed = await self._around.placement.place(asked, self._excluded)
         finally:
-            around.num_waiting -= 1
             self._record.schedule_s += time.monotonic() - started_s
         self._record.instance = str(placed.backend)
         self._record.queue_s += placed.waited_s

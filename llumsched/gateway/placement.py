@@ -35,8 +35,11 @@ class Placed:
 
 
 class Placement(Protocol):
+    num_waiting: int
+    """Requests for which no instance was free when they asked first."""
+
     async def place(self, asked: Asked, excluded: Collection[Backend] = ()) -> Placed:
-        """Raises UnknownModel, or NoInstance after a bounded wait."""
+        """Raises UnknownModel, NoInstance after a bounded wait, or Overloaded if too many wait already."""
         ...
 
     def begun(self, placed: Placed) -> None:
@@ -63,6 +66,7 @@ class RoundRobin:
 
     def __init__(self, backends: Backends) -> None:
         self._backends = backends
+        self.num_waiting = 0
 
     async def place(self, asked: Asked, excluded: Collection[Backend] = ()) -> Placed:
         backend = self._backends.next_for(asked.model, excluded)

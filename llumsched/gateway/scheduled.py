@@ -36,24 +36,26 @@ class Scheduled:
         started_s = time.monotonic()
         try:
             return await self._place(asked, excluded, started_s)
-        except NoEndpoint:
+        except NoEndpoint as error:
+            reason = error
             if self.num_waiting >= self._config.max_queue_size:
                 raise Overloaded("Too many requests wait for an instance.", retry_after_s=1) from None
         self.num_waiting += 1
         try:
-            return await self._wait_for_place(asked, excluded, started_s)
+            return await self._wait_for_place(asked, excluded, started_s, reason)
         finally:
             self.num_waiting -= 1
 
-    async def _wait_for_place(self, asked: Asked, excluded: Collection[Backend], started_s: float) -> Placed:
+    async def _wait_for_place(
+        self, asked: Asked, excluded: Collection[Backend], started_s: float, reason: NoEndpoint
+    ) -> Placed:
         pause_s = self._config.wait_scheduling_retry_interval_s
-        reason = ""
         while time.monotonic() + pause_s <= started_s + self._config.wait_scheduling_timeout_s:
             await asyncio.sleep(pause_s)
             try:
                 return await self._place(asked, excluded, started_s)
             except NoEndpoint as error:
-                reason = str(error)
+                reason = error
         raise NoInstance(f"No instance takes requests now: {reason}", retry_after_s=pause_s)
 
     async def _place(self, asked: Asked, excluded: Collection[Backend], started_s: float) -> Placed:

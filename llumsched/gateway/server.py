@@ -128,7 +128,7 @@ class Gateway:
         return _text(200, "OK")
 
     async def show_metrics(self, request: web.BaseRequest) -> web.StreamResponse:
-        self.metrics.observe_load(self.exchanges.num_in_flight, self.exchanges.num_waiting)
+        self.metrics.observe_load(self.exchanges.num_in_flight, self.placement.num_waiting)
         return web.Response(body=self.metrics.text(), headers={"Content-Type": self.metrics.content_type})
 
 

@@ -138,9 +138,21 @@ async def test_waiting_for_an_instance_is_bounded_in_time_and_number() -> None:
         assert sorted(reply.status for reply in replies) == [429] * 3 + [503] * 3
         assert all(reply.headers["Retry-After"] == "1" for reply in replies)
         waiting = asyncio.create_task(it.post(COMPLETIONS, BODY))
-        await until(lambda: it.gateway.exchanges.num_waiting)
+        await until(lambda: it.gateway.placement.num_waiting)
         scheduler.status = 200
         assert (await waiting).status == 200
+
+
+@pytest.mark.asyncio
+async def test_a_burst_that_an_idle_cluster_takes_does_not_wait() -> None:
+    """However many ask the scheduler at the same time."""
+    async with scheduled(max_queue_size=2, schedule_timeout_s=30.0) as (it, scheduler):
+        scheduler.may_place = asyncio.Event()
+        burst = [asyncio.create_task(it.post(COMPLETIONS, BODY)) for _ in range(10)]
+        await until(lambda: len(scheduler.of("/schedule")) == 10 or any(one.done() for one in burst))
+        assert b"gateway_pending_requests 0.0" in (await it.get("/metrics")).content
+        scheduler.may_place.set()
+        assert {reply.status for reply in await asyncio.gather(*burst)} == {200}
 
 
 @pytest.mark.asyncio

@@ -101,7 +101,8 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
 def _ledger(config: SchedulerConfig, view: View) -> Ledger:
     if config.policy.mode is Mode.LITE:
         return RealtimeState(time.monotonic, view, gateway_ttl_s=config.gateway_ttl_s, state_ttl_s=config.state_ttl_s)
-    return Account(time.monotonic, config.account_staleness_s if config.account else 0.0)
+    staleness_s = config.account_staleness_s if config.account else 0.0
+    return Account(time.monotonic, staleness_s, is_blind=lambda: not view.connected)
 
 
 def _reschedule(

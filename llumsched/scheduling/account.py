@@ -9,7 +9,8 @@ A request is in the account of its instance from its dispatch until the first of
     it is dispatched again under the same id and for the same stage: a retry, which replaces the placement;
     its instance left, or came back as a new life;
     its time is over: a request that was aborted on its way never arrives. Time alone does it: no status is needed, so
-    that an idle instance, which has none to send, does not keep it.
+    that an idle instance, which has none to send, does not keep it. While no status can come, as the CMS is lost,
+    nothing is over: what was sent meanwhile is all that is known to have changed.
 
 A request that moves between instances is in the status of its source, and with it out of the account, before it can
 move. A retry at the same instance within the time in which the engine remembers the first try is taken for found at
@@ -30,6 +31,7 @@ from llumsched.scheduling.in_flight import InFlight, counters_of
 from llumsched.scheduling.load import Counters, InferType
 
 _NAME_CHARACTERS: Final = 128
+_MOST_OVERDUE: Final = 100_000
 
 
 @dataclass(slots=True, eq=False)
@@ -43,14 +45,18 @@ class _Record:
 
 
 class Account:
-    """Observes a view. One event loop; `clock` in seconds, monotonic. `staleness_s` 0: nothing is counted."""
+    """Observes a view. One event loop; `clock` in seconds, monotonic. `staleness_s` 0: nothing is counted. `is_blind`:
+    whether no status can come now."""
 
-    def __init__(self, clock: Callable[[], float], staleness_s: float) -> None:
+    def __init__(
+        self, clock: Callable[[], float], staleness_s: float, is_blind: Callable[[], bool] = lambda: False
+    ) -> None:
         self.in_flight = InFlight()
         self.num_expired = 0
         """Requests that neither arrived nor were released in time."""
         self._clock = clock
         self._staleness_s = staleness_s
+        self._is_blind = is_blind
         self._of_request: dict[str, dict[InferType, _Record]] = {}
         self._of_instance: dict[str, dict[tuple[str, InferType], _Record]] = {}
         self._by_age: deque[_Record] = deque()
@@ -86,8 +92,12 @@ class Account:
     def expire(self) -> None:
         """Drop those whose time is over. To be called now and then, whether or not anything happens."""
         now_s = self._clock()
-        while self._by_age and (not self._by_age[0].kept or self._by_age[0].deadline_s <= now_s):
-            record = self._by_age.popleft()
+        most_overdue = _MOST_OVERDUE if self._is_blind() else 0
+        while self._by_age:
+            record = self._by_age[0]
+            if record.kept and (record.deadline_s > now_s or len(self._by_age) <= most_overdue):
+                return
+            self._by_age.popleft()
             if record.kept:
                 self.num_expired += 1
                 self._drop(record)

@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from llumsched.cms.view import View
 from llumsched.scheduling.account import Account
 from llumsched.scheduling.in_flight import counters_of
-from llumsched.scheduling.load import Counters, InferType
+from llumsched.scheduling.load import Counters, InferType, Load
+from llumsched.scheduling.metrics import METRICS
 from tests.llumsched import scheduling_cases as cases
 
 STALE_S = 10.0
@@ -145,3 +146,44 @@ def test_a_long_name_is_known_by_its_beginning() -> None:
     account.dispatched("r" * 200, "a", InferType.NEUTRAL, 7)
     cases.put(view, "a", 2, recent_waiting_requests=["r" * 128])
     assert not account.in_flight.counters
+
+
+@pytest.mark.parametrize("shown_by_source", [True, False])
+def test_a_request_that_moves_is_counted_once_where_it_is(shown_by_source: bool) -> None:
+    view, account = View(lambda: 0.0), Account(lambda: 0.0, STALE_S)
+    view.observe(account)
+    for name in "ab":
+        cases.put(view, name)
+
+    def loads() -> tuple[float, float]:
+        a, b = (METRICS["num_requests"].value(Load(view[name], account.in_flight.of(name))) for name in "ab")
+        return a, b
+
+    account.dispatched("r", "a", InferType.NEUTRAL, 7)
+    assert loads() == (1, 0)
+    if shown_by_source:
+        cases.put(view, "a", 2, num_waiting_requests=1, waiting_requests=["r"], recent_waiting_requests=["r"])
+        assert loads() == (1, 0)
+    cases.put(view, "a", 3, recent_waiting_requests=["r"])  # it arrived, and is gone
+    assert loads() == (0, 0)
+    cases.put(view, "b", 2, num_running_requests=1)
+    assert loads() == (0, 1)
+    assert not len(account)
+
+
+def test_nothing_is_over_while_no_status_can_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, blind = 0.0, True
+    account = Account(lambda: now, STALE_S, lambda: blind)
+    for number in range(5):
+        account.dispatched(f"r{number}", "a", InferType.NEUTRAL, 7)
+    now = 3 * STALE_S
+    account.expire()
+    assert account.in_flight.of("a").num_requests == 5
+    monkeypatch.setattr("llumsched.scheduling.account._MOST_OVERDUE", 3)
+    account.expire()
+    assert account.in_flight.of("a").num_requests == 3
+    account.dispatched("new", "a", InferType.NEUTRAL, 7)
+    blind = False
+    account.expire()
+    assert account.in_flight.of("a").num_requests == 1
+    assert account.num_expired == 5

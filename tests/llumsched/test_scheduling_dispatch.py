@@ -25,7 +25,7 @@ class Cluster:
     def __init__(self, policy: Policy, *names: str, **fields: object) -> None:
         self.now = 0.0
         self.view = View(lambda: self.now)
-        self.account = Account(lambda: self.now, 10.0)
+        self.account = Account(lambda: self.now, 10.0, lambda: not self.view.connected)
         self.dispatcher = Dispatcher(self.view, policy, self.account, lambda: self.now, random.Random(0))
         for name in names:
             cases.put(self.view, name, **fields)
@@ -61,6 +61,20 @@ def test_instances_that_compute_no_prompt_are_balanced_by_what_they_hold() -> No
 def test_a_burst_between_two_statuses_is_spread() -> None:
     cluster = Cluster(full(), *"abcd")
     assert Counter(cluster.place(f"r{n}")[0] for n in range(40)) == dict.fromkeys("abcd", 10)
+
+
+def test_a_long_outage_of_the_cms_forgets_nothing_that_was_sent() -> None:
+    cluster, placed = Cluster(full(), "a"), Counter[str]()
+    cases.put(cluster.view, "b", num_uncomputed_tokens_all_waiting_prefills=600)
+    cluster.view.connected = False
+    for number in range(40):
+        cluster.now += 3
+        cluster.account.expire()
+        placed.update(cluster.place(f"r{number}", 100))
+    assert placed == {"a": 23, "b": 17}
+    cluster.view.connected = True
+    cluster.account.expire()
+    assert len(cluster.account) == 4  # of the last ten seconds
 
 
 def test_a_newcomer_leaves_its_node_in_service() -> None:

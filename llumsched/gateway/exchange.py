@@ -223,12 +223,21 @@ class Exchange:
                 self._around.running.pop(self, None)
                 self._around.placement.release(placed, completed=completed)
 
+    @property
+    def _counted_so_far(self) -> Counted:
+        """What an engine gets as its prompt."""
+        if self._out is None or not self._transcript.token_ids:
+            return self._counted
+        tokens = (*(self._transcript.prompt_ids or ()), *self._transcript.token_ids)
+        return Counted(len(tokens), tokens)
+
     async def _place(self) -> Placed:
         started_s = time.monotonic()
         suffix = f"-r{self._num_attempts}" if self._num_attempts else ""
         try:
-            ids = self._counted.token_ids if self._config.forward_tokens else None
-            asked = Asked(self._own_id + suffix, self._body.model, self._counted.num_tokens, ids)
+            counted = self._counted_so_far
+            ids = counted.token_ids if self._config.forward_tokens else None
+            asked = Asked(self._own_id + suffix, self._body.model, counted.num_tokens, ids)
             placed = await self._around.placement.place(asked, self._excluded)
         finally:
             self._record.schedule_s += time.monotonic() - started_s

@@ -131,6 +131,17 @@ async def test_a_retry_releases_the_first_place_and_excludes_it() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_continuation_is_placed_by_all_of_its_tokens() -> None:
+    async with scheduled(forward_tokens=True) as (it, scheduler):
+        it.engines.fail_at = 3
+        reply = await it.post(COMPLETIONS, BODY | {"stream": True, "return_token_ids": True})
+        delivered = [event["choices"][0]["token_ids"][0] for event in reply.events[:3]]
+        first, second = scheduler.of("/schedule")
+        assert (first["prompt_num_tokens"], first["prompt_token_ids"]) == (5, BODY["prompt"])
+        assert (second["prompt_num_tokens"], second["prompt_token_ids"]) == (8, BODY["prompt"] + delivered)
+
+
+@pytest.mark.asyncio
 async def test_waiting_for_an_instance_is_bounded_in_time_and_number() -> None:
     async with scheduled(wait_scheduling_timeout_s=0.5, max_queue_size=3) as (it, scheduler):
         scheduler.status = 429

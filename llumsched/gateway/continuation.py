@@ -138,10 +138,12 @@ class Transcript:
     """All whose text has come."""
     again: list[int] = field(default_factory=list)
     """Came after them, without a text; to be generated again."""
-    num_events: int = 0
+    num_texts: int = 0
     is_finished: bool = False
     is_done: bool = False
     has_usage: bool = False
+    usage: tuple[int, int] = (0, 0)
+    """Prompt and completion tokens, as told at its end, if they were."""
     is_parsed: bool = False
 
     def take(self, events: EventStream) -> None:
@@ -151,9 +153,12 @@ class Transcript:
             self.head = head if isinstance(head, dict) else {}
         if self.prompt_ids is None:
             self.prompt_ids = events.prompt_ids
+        if events.has_usage:
+            num_prompt, num_completion = events.usage
+            self.usage = num_prompt - len(self.token_ids), num_completion + len(self.token_ids)
         self.token_ids += events.token_ids
         del self.again[: len(events.token_ids)]
-        self.num_events += events.num_events
+        self.num_texts += events.num_texts
         self.is_finished = self.is_finished or events.is_finished
         self.is_done = events.is_done
         self.has_usage = self.has_usage or events.has_usage

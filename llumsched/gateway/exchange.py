@@ -339,11 +339,11 @@ class Exchange:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and output, so far; events stand for tokens that are not told."""
+        """Of prompt and output, so far; parts of the answer stand for tokens that are not told."""
         events = self._events
         num_output = len(self._transcript.token_ids)
         if events is not None:
-            num_output += len(events.token_ids) or events.num_events
+            num_output += len(events.token_ids) or events.num_texts
         return self._record.num_input_tokens + num_output
 
     async def _end(self, last: bytes = b"") -> web.StreamResponse:
@@ -352,8 +352,9 @@ class Exchange:
             self._transcript.take(self._events)
             self._events = None
         transcript = self._transcript
-        self._record.num_input_tokens = len(transcript.prompt_ids or ()) or self._record.num_input_tokens
-        self._record.num_output_tokens = len(transcript.token_ids) or transcript.num_events
+        num_input, num_output = transcript.usage
+        self._record.num_input_tokens = num_input or len(transcript.prompt_ids or ()) or self._record.num_input_tokens
+        self._record.num_output_tokens = num_output or len(transcript.token_ids) or transcript.num_texts
         with suppress(ConnectionError):
             if last:
                 await self._out.write(last)

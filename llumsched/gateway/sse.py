@@ -19,6 +19,7 @@ import msgspec
 _IDS = re.compile(rb'"(prompt_)?token_ids":\s*\[([0-9,\s]*)\]')
 _NULL_IDS = {b"": b'"token_ids":null', b"prompt_": b'"prompt_token_ids":null'}
 _MARKS = re.compile(rb'"(finish_reason|reasoning|reasoning_content)":\s*"|"(tool_calls)":\s*\[\s*[^]\s]')
+_TEXT = re.compile(rb'"(?:text|content|reasoning|reasoning_content|arguments)":\s*"(?!")')
 _FAILED = re.compile(rb'^data:\s*\{\s*"error":', re.MULTILINE)
 _NO_CHOICES = re.compile(rb'"choices":\s*\[\s*\]')
 _DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
@@ -30,7 +31,7 @@ class EventStream:
     """Cuts what was read into whole events and keeps what a continuation needs to know of them."""
 
     __slots__ = ("_keeps_ids", "_rest", "_wants_ids", "failure", "first", "has_usage", "is_done", "is_finished",
-                 "is_parsed", "num_events", "prompt_ids", "token_ids")  # fmt: skip
+                 "is_parsed", "num_texts", "prompt_ids", "token_ids", "usage")  # fmt: skip
 
     def __init__(self, *, wants_ids: bool = False, keeps_ids: bool = False) -> None:
         self._wants_ids = wants_ids
@@ -42,11 +43,14 @@ class EventStream:
         """The first event, as it came."""
         self.prompt_ids: list[int] | None = None
         self.token_ids: list[int] = []
-        self.num_events = 0
+        self.num_texts = 0
+        """Parts of the answer, which stand for tokens as long as no ids tell them."""
         self.is_finished = False
         """A finish reason has come: of a stream of several choices, that of one of them."""
         self.has_usage = False
         """The event that tells the usage after the last choice has come."""
+        self.usage = (0, 0)
+        """Prompt and completion tokens that it tells."""
         self.is_done = False
         """The stream's end mark has come."""
         self.is_parsed = False
@@ -69,12 +73,14 @@ class EventStream:
             self.failure, data = data[failed.start() :], data[: failed.start()]
         if not self.first:
             self.first = data[: _end_of_first(data)]
-        self.num_events += data.count(b"data:")
+        if not self.token_ids:
+            self.num_texts += len(_TEXT.findall(data))
         if mark := _MARKS.search(data):
             self._take_marks(data, mark)
         if self.is_finished:
             self.is_done = data.rstrip().endswith(b"[DONE]")
-            self.has_usage = self.has_usage or _NO_CHOICES.search(data) is not None
+            if _NO_CHOICES.search(data):
+                self.has_usage, self.usage = True, usage_of(data)
         if self._wants_ids:
             return _IDS.sub(self._take_ids, data)
         return data
@@ -159,6 +165,6 @@ _USAGE = re.compile(rb'"(prompt|completion)_tokens":\s*([0-9]+)')
 
 
 def usage_of(body: bytes) -> tuple[int, int]:
-    """Prompt and completion tokens that an answer in one piece tells; 0 if it does not."""
+    """Prompt and completion tokens that the end of an answer tells; 0 if it does not."""
     found = {name: int(number) for name, number in _USAGE.findall(body[-4096:])}
     return found.get(b"prompt", 0), found.get(b"completion", 0)

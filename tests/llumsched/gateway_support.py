@@ -8,7 +8,7 @@ import gc
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -17,6 +17,7 @@ from aiohttp import web
 from benchmarks.mock_api import Mock
 from llumlet.types import Address
 from llumsched.gateway.config import AccessLog, Config
+from llumsched.gateway.exchange import INFERENCE_PATHS
 from llumsched.gateway.server import Gateway
 
 DEADLINE_S = 60
@@ -90,6 +91,24 @@ async def until(condition: Callable[[], object]) -> None:
             return
         await asyncio.sleep(0.01)
     raise AssertionError("it never came true")
+
+
+@dataclass
+class Scripted(Mock):
+    """Answers with these events, and its connection breaks."""
+
+    script: list[bytes] = field(default_factory=list)
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.path not in INFERENCE_PATHS:
+            return await super().answer(request)
+        await request.read()
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"".join(self.script))
+        assert request.transport is not None
+        request.transport.close()
+        return response
 
 
 @asynccontextmanager

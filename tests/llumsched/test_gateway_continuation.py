@@ -18,7 +18,7 @@ from benchmarks.mock_api import VOCABULARY, Detokenizer, Mock, bytes_of, next_to
 from llumsched.gateway.body import Body
 from llumsched.gateway.continuation import CannotContinue, Transcript, plan, refusal
 from llumsched.gateway.sse import DONE, EventStream, event, is_clients_fault
-from tests.llumsched.gateway_support import DEADLINE_S, Cluster, Reply, cluster, until
+from tests.llumsched.gateway_support import DEADLINE_S, Cluster, Reply, Scripted, cluster, until
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -280,6 +280,7 @@ async def test_new_streams_at_a_hung_engine_core_are_no_sign_of_life() -> None:
         for stream in streams:
             stream.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
+        await it.until_idle()
 
 
 class _Counting(Mock):
@@ -378,24 +379,6 @@ async def test_what_cannot_be_exact_ends_with_a_clear_error(wishes: dict[str, An
         assert len(it.engines.seen or []) == 1
 
 
-@dataclass
-class _Scripted(Mock):
-    """Answers with these events, and its connection breaks."""
-
-    script: list[bytes] = field(default_factory=list)
-
-    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        if request.path not in BODIES:
-            return await super().answer(request)
-        await request.read()
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        await response.write(b"".join(self.script))
-        assert request.transport is not None
-        request.transport.close()
-        return response
-
-
 def _choice(index: int, text: str, finish_reason: str | None = None) -> bytes:
     choice = {"index": index, "text": text, "finish_reason": finish_reason}
     return event({"id": "x", "object": "text_completion", "choices": [choice]})
@@ -408,7 +391,7 @@ USAGE = {"prompt_tokens": 3, "total_tokens": 8, "completion_tokens": 5}
 @pytest.mark.parametrize("wishes", [{"n": 2}, {"prompt": ["a", "b"]}, {"prompt": [[1, 2], [3]]}])
 async def test_a_stream_is_complete_when_all_of_its_choices_are(wishes: dict[str, Any]) -> None:
     begun = [_choice(0, "a", "stop"), _choice(1, "b")]
-    async with cluster(mock=(engines := _Scripted(script=begun))) as it:
+    async with cluster(mock=(engines := Scripted(script=begun))) as it:
         reply = await it.post(COMPLETIONS, BODIES[COMPLETIONS] | wishes)
         assert "could not be continued: it has several" in _error(reply)["message"]
         engines.script = [*begun, _choice(1, "c", "stop")]
@@ -422,7 +405,7 @@ async def test_a_stream_is_complete_when_all_of_its_choices_are(wishes: dict[str
 @pytest.mark.asyncio
 @pytest.mark.parametrize("wishes", [{}, {"n": 2}])
 async def test_a_connection_that_breaks_behind_the_end_mark_is_no_loss(wishes: dict[str, Any]) -> None:
-    async with cluster(mock=_Scripted(script=[_choice(0, "a", "stop"), DONE])) as it:
+    async with cluster(mock=Scripted(script=[_choice(0, "a", "stop"), DONE])) as it:
         reply = await it.post(COMPLETIONS, BODIES[COMPLETIONS] | wishes)
         assert (reply.text, len(reply.events)) == ("a", 1)
 

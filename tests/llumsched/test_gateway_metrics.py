@@ -11,9 +11,11 @@ from aiohttp import web
 
 from benchmarks.mock_api import Mock
 from llumsched.gateway.config import AccessLog
-from tests.llumsched.gateway_support import Cluster, cluster
+from llumsched.gateway.sse import DONE, event
+from tests.llumsched.gateway_support import Cluster, Scripted, cluster
 
 COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "mock", "prompt": "one two three", "max_tokens": 4}
 
 
@@ -62,6 +64,26 @@ async def test_continuations_are_counted_by_the_same_label() -> None:
         it.engines.cut_at = 300
         await it.post(COMPLETIONS, BODY | {"stream": True, "temperature": 0})
         assert b'request_continuation_total{model="mock",outcome="continued"} 1.0' in (await it.get("/metrics")).content
+
+
+def _chat(**delta: str) -> bytes:
+    return event({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+
+
+FINISH = event({"choices": [{"index": 0, "delta": {"content": ""}, "finish_reason": "stop"}]})
+USAGE = event({"choices": [], "usage": {"prompt_tokens": 3, "total_tokens": 10, "completion_tokens": 7}})
+SPOKEN = [_chat(role="assistant", content=""), _chat(reasoning="hm"), _chat(content="data: data:"), FINISH]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("events", "num_tokens"), [(SPOKEN, 2), ([*SPOKEN, USAGE], 7)])
+async def test_output_tokens_that_no_ids_tell_are_those_of_the_usage_or_the_events_with_a_text(
+    events: list[bytes], num_tokens: int
+) -> None:
+    async with cluster(num_engines=1, mock=Scripted(script=[*events, DONE])) as it:
+        await it.post(CHAT, {"model": "mock", "messages": [], "stream": True, "n": 2})
+        counted = (await it.get("/metrics")).content.decode()
+        assert re.findall(r"request_output_tokens_total{.*} (.*)", counted) == [f"{num_tokens}.0"]
 
 
 @pytest.mark.asyncio

@@ -204,6 +204,7 @@ async def test_a_killed_engine_loses_no_stream(cluster: Cluster, expected: list[
             assert stream.finish_reason == "length"
         late = await (await begin(client)).result()
         assert late.token_ids == expected
+        assert {stream.text for stream in streams} == {late.text}
     cluster.replace(victim)
 
 

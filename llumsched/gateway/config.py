@@ -67,6 +67,8 @@ class Config:
     chat_template: str = ""
 
     max_body_bytes: int = 64 << 20
+    client_timeout_s: float = 60.0
+    """Without a byte from a client that sends its request, or taken by one that gets its answer."""
     shutdown_timeout_s: float = 30.0
     """How long streams may go on after SIGTERM."""
     access_log: AccessLog = AccessLog.LINE

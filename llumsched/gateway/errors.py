@@ -4,6 +4,7 @@
 GatewayError                       status and kind of the answer
   InvalidRequest            400
   UnknownModel              404
+  RequestTimedOut           408    its client stopped in the middle of it
   RequestTooLarge           413
   Overloaded                429    with Retry-After
   NoInstance                503    with Retry-After
@@ -34,6 +35,11 @@ class InvalidRequest(GatewayError):
 class UnknownModel(GatewayError):
     status = 404
     kind = "NotFoundError"
+
+
+class RequestTimedOut(GatewayError):
+    status = 408
+    kind = "RequestTimeoutError"
 
 
 class RequestTooLarge(GatewayError):

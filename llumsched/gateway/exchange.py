@@ -81,7 +81,7 @@ class Exchanges:
             if self.num_in_flight > self.config.max_requests:
                 record.id, own_id = self._ids.take(request.headers.get("X-Request-Id"))
                 raise errors.Overloaded("Too many requests are in flight.", retry_after_s=1)
-            body, problem = await _receive(request)
+            body, problem = await _receive(request, self.config.client_timeout_s)
             wish = body.head.request_id if body else None
             record.id, own_id = self._ids.take(request.headers.get("X-Request-Id"), wish)
             if body is None:
@@ -113,16 +113,30 @@ class Exchanges:
             self._access_log.ended(record)
 
 
-async def _receive(request: web.BaseRequest) -> tuple[Body | None, GatewayError | None]:
+async def _receive(request: web.BaseRequest, timeout_s: float) -> tuple[Body | None, GatewayError | None]:
     try:
         if request.headers.get("Expect", "").lower() == "100-continue":
             assert request.transport is not None
             request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        return Body.read(await request.read()), None
-    except web.HTTPRequestEntityTooLarge as error:
-        return None, errors.RequestTooLarge(f"The body is too large: {error.text}")
+        return Body.read(await _read(request, timeout_s)), None
     except GatewayError as error:
         return None, error
+
+
+async def _read(request: web.BaseRequest, timeout_s: float) -> bytes:
+    """The body. Raises RequestTooLarge, and RequestTimedOut if nothing more of it comes for `timeout_s`."""
+    loop = asyncio.get_running_loop()
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            while part := await request.content.readany():
+                body += part
+                if len(body) > request.client_max_size:
+                    raise errors.RequestTooLarge(f"The body has more than {request.client_max_size} bytes.")
+                limit.reschedule(loop.time() + timeout_s)
+    except TimeoutError:
+        raise errors.RequestTimedOut(f"Nothing more of the body came for {timeout_s:g} s.") from None
+    return bytes(body)
 
 
 def _is_event_stream(answer: Connection) -> bool:

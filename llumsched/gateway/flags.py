@@ -93,6 +93,12 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "--port": ("port", _count(0, 65535), "PORT", "0: any free one"),
         "--workers": ("workers", _count(1, MOST_WORKERS), "N", "processes that share the port"),
         "--max-body-bytes": ("max_body_bytes", _count(1), "BYTES", "largest request"),
+        "--client-timeout": (
+            "client_timeout_s",
+            _positive_seconds,
+            "TIME",
+            "without a byte of a client's request, or taken by it of its answer",
+        ),
         "--shutdown-timeout": ("shutdown_timeout_s", _seconds, "TIME", "how long streams may go on after SIGTERM"),
         "--access-log": ("access_log", _access_log, "FORM", "off, line or json"),
     },

@@ -52,11 +52,11 @@ class Gateway:
         self.exchanges = Exchanges(
             config, self.backends, self.placement, self.upstream, self.metrics, self.access_log, self._tokens
         )
-        watch = Watch(config, self.backends, self.upstream)
+        self._server = web.Server(self._answer, request_factory=self._request, handler_cancellation=True)
+        watch = Watch(config, self.backends, self.upstream, self._server)
         self._tasks = [asyncio.create_task(self._keep_models()), asyncio.create_task(watch.run())]
         if not config.full_mode and config.requests_report_duration_s:
             self._tasks.append(asyncio.create_task(self._keep_reporting()))
-        self._server = web.Server(self._answer, request_factory=self._request, handler_cancellation=True)
         listening = _listen(config.host, config.port, shared=config.workers > 1)
         self.port = listening.getsockname()[1]
         self._listener = await self._loop.create_server(self._server, sock=listening, backlog=_BACKLOG)

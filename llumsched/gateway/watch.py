@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices engines that neither answer nor go away.
+"""Notices engines that neither answer nor go away, and clients that neither take their answers nor go away.
 
 Looks at all answers that are waited for, once in a while; no answer has a timer of its own. Given up is
 
 * an answer that is silent for `stall_s` while its instance fails its health check twice in a row,
 * all answers of an instance that has sent no token for `engine_stall_s`, if it was in the middle of some stream, or
   else if its engine core turns out to stand still: it hangs behind an API server that is well,
-* an answer that is silent for longer than its own limit.
+* an answer that is silent for longer than its own limit,
+* the connection of a client that takes nothing of what waits for it for `client_timeout_s`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, NamedTuple
+
+from aiohttp import web
 
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.config import Config
@@ -25,20 +28,31 @@ _log = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 1.0
 
 
+class _Untaken(NamedTuple):
+    """What is written to a client and has not left."""
+
+    num_bytes: int
+    since_s: float
+
+
 class Watch:
-    def __init__(self, config: Config, backends: Backends, upstream: Upstream) -> None:
+    def __init__(self, config: Config, backends: Backends, upstream: Upstream, server: web.Server) -> None:
         self._config = config
         self._backends = backends
         self._upstream = upstream
+        self._server = server
+        self._untaken: dict[asyncio.Transport, _Untaken] = {}
         self._health_probes: dict[Backend, asyncio.Task[None]] = {}
         self._engine_probes: dict[Backend, asyncio.Task[None]] = {}
-        self._pause_s = min(_LONGEST_PAUSE_S, config.stall_s / 4, config.engine_stall_s / 4)
+        shortest_s = min(config.stall_s, config.engine_stall_s, config.client_timeout_s)
+        self._pause_s = min(_LONGEST_PAUSE_S, shortest_s / 4)
 
     async def run(self) -> None:
         try:
             while True:
                 await asyncio.sleep(self._pause_s)
                 self._look(time.monotonic())
+                self._look_at_clients(time.monotonic())
                 self._upstream.sweep()
         finally:
             probes = [*self._health_probes.values(), *self._engine_probes.values()]
@@ -66,6 +80,21 @@ class Watch:
                 self._stalled(backend, f"sent nothing on any stream for {config.engine_stall_s:g} s")
             elif calls:
                 _start(self._engine_probes, backend, self._probe_engine)
+
+    def _look_at_clients(self, now_s: float) -> None:
+        untaken = {}
+        for connection in self._server.connections:
+            transport = connection.transport
+            if transport is None or not (num_bytes := transport.get_write_buffer_size()):
+                continue
+            before = self._untaken.get(transport)
+            if before is None or before.num_bytes != num_bytes:
+                untaken[transport] = _Untaken(num_bytes, now_s)
+            elif now_s - before.since_s <= self._config.client_timeout_s:
+                untaken[transport] = before
+            else:
+                transport.abort()
+        self._untaken = untaken
 
     async def _probe_health(self, backend: Backend) -> None:
         for _ in range(2):

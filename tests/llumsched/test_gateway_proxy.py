@@ -9,13 +9,14 @@ import logging
 from typing import Any
 
 import pytest
+from aiohttp import web
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.mock_api import Mock
 from llumsched.gateway.body import Body
 from llumsched.gateway.errors import InvalidRequest
-from tests.llumsched.gateway_support import cluster, until
+from tests.llumsched.gateway_support import DEADLINE_S, cluster, until
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -198,6 +199,73 @@ async def test_clients_that_leave_take_their_requests_with_them(caplog: pytest.L
             await it.until_idle()
         assert it.engines.num_dropped == 2
         assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def _post(body: bytes) -> bytes:
+    return b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (COMPLETIONS.encode(), len(body)) + body
+
+
+@pytest.mark.asyncio
+async def test_clients_that_stop_in_the_middle_of_a_request_do_not_stay_in_flight() -> None:
+    async with cluster(client_timeout_s=0.3, max_requests=1) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.gateway.port)
+        writer.write(_post(json.dumps(PROMPTS[COMPLETIONS]).encode())[:-1])
+        async with asyncio.timeout(DEADLINE_S):
+            assert (await reader.readline()).split()[1] == b"408"
+        await it.until_idle()
+        assert (await it.post(COMPLETIONS, PROMPTS[COMPLETIONS])).status == 200
+        writer.close()
+
+
+@pytest.mark.asyncio
+async def test_a_request_may_come_slowly() -> None:
+    async with cluster(client_timeout_s=2.0) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.gateway.port)
+        request = _post(json.dumps(PROMPTS[COMPLETIONS]).encode())
+        writer.write(request[:-5])
+        for last in request[-5:]:
+            await asyncio.sleep(0.6)
+            writer.write(bytes([last]))
+        async with asyncio.timeout(DEADLINE_S):
+            assert (await reader.readline()).split()[1] == b"200"
+        writer.close()
+
+
+class _Endless(Mock):
+    """More than any socket's buffers hold."""
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.path != COMPLETIONS:
+            return await super().answer(request)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        event = b'data: {"choices":[{"index":0,"text":"%b"}]}\n\n' % (b"x" * (1 << 18))
+        while True:
+            await response.write(event)
+
+
+@pytest.mark.asyncio
+async def test_clients_that_take_nothing_of_their_stream_lose_it() -> None:
+    async with cluster(num_engines=1, mock=_Endless(), client_timeout_s=0.5) as it:
+        _, writer = await asyncio.open_connection("127.0.0.1", it.gateway.port, limit=1)
+        writer.write(_post(b'{"model": "mock", "prompt": "x", "stream": true}'))
+        await until(lambda: it.gateway.upstream.calls)
+        await it.until_idle()
+        assert b'request_total{model="mock",status_code="499"} 1.0' in (await it.get("/metrics")).content
+        writer.close()
+
+
+@pytest.mark.asyncio
+async def test_a_stream_may_be_read_slowly() -> None:
+    async with cluster(num_engines=1, mock=_Endless(), client_timeout_s=1.0) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.gateway.port, limit=1 << 20)
+        writer.write(_post(b'{"model": "mock", "prompt": "x", "stream": true}'))
+        for _ in range(15):
+            await reader.readexactly(1 << 20)
+            await asyncio.sleep(0.2)
+        assert it.gateway.exchanges.num_in_flight == 1
+        writer.close()
+        await it.until_idle()
 
 
 def _without_time(content: bytes) -> list[Any]:

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CMS inside a scheduler process: instances report to it over gRPC, and others may watch what it knows.
 
-An instance has one stream, which ends a former one of the same life. It is read no faster than `MAX_REPORTS_PER_S`:
-one that floods fills the windows of its own connection, and waits. Loopback only, unless there are complete
-credentials, as for a llumlet.
+An instance has one stream, which ends a former one of the same life. It is read no faster than its allowance: one that
+floods fills the windows of its own connection, and waits. Loopback only, unless there are complete credentials, as for
+a llumlet.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from typing import Any, Final
 from weakref import WeakSet
 
@@ -21,18 +20,25 @@ from llumlet.credentials import NONE, Credentials
 from llumlet.proto.llumlet_pb2_grpc import CmsServicer, add_CmsServicer_to_server
 from llumlet.report_links import EOF
 from llumlet.server import bind, new_server
-from llumlet.types import Address, InstanceReport, InstanceStatus, ReportTaken, ViewChange, WatchRequest
+from llumlet.types import (
+    Address,
+    InstanceMetadata,
+    InstanceReport,
+    InstanceStatus,
+    ReportTaken,
+    ViewChange,
+    WatchRequest,
+)
+from llumsched.cms.allowance import Allowance
 from llumsched.cms.intake import MAX_INSTANCES, Intake, Refused
 from llumsched.cms.store import PATIENCE, Patience
-from llumsched.cms.validation import MAX_REPORT_BYTES
+from llumsched.cms.validation import MAX_ID_CHARACTERS, MAX_REPORT_BYTES
 from llumsched.cms.view import View
 from llumsched.cms.watchers import Watcher
 
 logger = logging.getLogger(__name__)
 Context = aio.ServicerContext[Any, Any]
 
-MAX_REPORTS_PER_S: Final = 1000.0
-"""Of one stream; five times what a reporter sends at most."""
 MAX_WATCHERS: Final = 64
 FIRST_REPORT_S: Final = 5.0
 """From the begin of a stream to its metadata."""
@@ -101,13 +107,18 @@ class _Servicer(CmsServicer):
         self._intake = intake
         self._streams: dict[tuple[str, str], asyncio.Task[Any]] = {}
         self._replaced: WeakSet[asyncio.Task[Any]] = WeakSet()
+        self._refused: dict[str, str] = {}
+        """What was wrong with the reports of an instance, or of a host that named none: said once."""
         self._watchers = 0
 
     async def Report(self, reports: object, context: Context) -> None:
+        who = context.peer().rpartition(":")[0]
         try:
-            await self._report(context)
+            metadata = await self._first(context)
+            who = metadata.instance_id[:MAX_ID_CHARACTERS]
+            await self._report(metadata, context)
         except Refused as refusal:
-            logger.warning("A report of %s is refused: %s", context.peer(), refusal)
+            self._refuse(who, str(refusal))
             code = grpc.StatusCode.FAILED_PRECONDITION if refusal.hopeless else grpc.StatusCode.INVALID_ARGUMENT
             await context.abort(code, str(refusal)[:1000])
         except asyncio.CancelledError:
@@ -118,7 +129,13 @@ class _Servicer(CmsServicer):
             me.uncancel()
             await context.abort(grpc.StatusCode.ABORTED, "the instance has begun another stream")
 
-    async def _report(self, context: Context) -> None:
+    def _refuse(self, who: str, why: str) -> None:
+        """A reporter comes back as long as its instance lives."""
+        if self._refused.get(who) != why and len(self._refused) < MAX_INSTANCES:
+            self._refused[who] = why
+            logger.warning("A report of %r is refused: %s", who, why)
+
+    async def _first(self, context: Context) -> InstanceMetadata:
         try:
             async with asyncio.timeout(FIRST_REPORT_S):
                 first: InstanceReport = await context.read()
@@ -126,8 +143,11 @@ class _Servicer(CmsServicer):
             raise Refused("the metadata did not come") from None
         if first is EOF or first.WhichOneof("report") != "metadata":
             raise Refused("the first report must be the metadata")
-        self._intake.metadata(first.metadata)
-        life = first.metadata.instance_id, first.metadata.incarnation
+        return first.metadata
+
+    async def _report(self, metadata: InstanceMetadata, context: Context) -> None:
+        self._intake.metadata(metadata)
+        life = metadata.instance_id, metadata.incarnation
         me = asyncio.current_task()
         assert me is not None
         former = self._streams.get(life)
@@ -144,8 +164,7 @@ class _Servicer(CmsServicer):
                 self._intake.cut(*life)
 
     async def _follow(self, context: Context, instance_id: str, incarnation: str) -> None:
-        allowance_s, before_s = 1.0, time.monotonic()
-        cost_s = 1 / MAX_REPORTS_PER_S
+        allowance = Allowance()
         while (report := await context.read()) is not EOF:
             match report.WhichOneof("report"):
                 case "status":
@@ -160,14 +179,13 @@ class _Servicer(CmsServicer):
                     await context.write(_TAKEN)
                 case _:
                     raise Refused("a report is empty")
-            now_s = time.monotonic()
-            allowance_s = min(1.0, allowance_s + now_s - before_s) - cost_s
-            before_s = now_s
-            if allowance_s < 0:
-                await asyncio.sleep(-allowance_s)
+            wait_s = allowance.spend(report)
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
 
     def _take(self, status: InstanceStatus, instance_id: str, incarnation: str) -> None:
         if self._intake.status(status, instance_id, incarnation):
+            self._refused.pop(instance_id, None)
             return
         if not self._intake.lives(instance_id, incarnation):
             # Silent for too long, left, or replaced: who lives begins anew with its metadata.

@@ -18,9 +18,9 @@ from llumlet.types import InstanceMetadata, InstanceStatus
 MAX_ID_CHARACTERS: Final = 256
 """Of an instance or a life: they are keys, labels of metrics, and logged."""
 MAX_TEXT_CHARACTERS: Final = 4096
-MAX_LIST: Final = 65536
-"""Requests of one instance, and names that it serves."""
-MAX_REPORT_BYTES: Final = 4 << 20
+MAX_LIST: Final = 4096
+"""Requests in each list of an instance, and names that it serves."""
+MAX_REPORT_BYTES: Final = 2 << 20
 
 _FLOATS = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
 _INTEGERS = (FieldDescriptor.CPPTYPE_INT32, FieldDescriptor.CPPTYPE_INT64)

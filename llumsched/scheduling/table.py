@@ -10,6 +10,7 @@ It observes a view, after what keeps `in_flight`: an instance's counters are set
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection
 
 import numpy as np
@@ -38,9 +39,10 @@ class Table:
         self._capacity = np.empty(_FIRST_SIZE)
         self._unschedulable = np.empty(_FIRST_SIZE, np.bool_)
         self._reported = np.empty(_FIRST_SIZE, np.bool_)
-        self._by_place: dict[object, Mask] = {}
-        """Masks that change only with members and metadata, by what they are of."""
-        self._models: set[str] | None = None
+        self._by_place: dict[object, tuple[Mask, Callable[[Instance], bool]]] = {}
+        """Masks that change only with members and metadata, by what they are of, and what they say of an instance."""
+        self._models: Counter[str] = Counter()
+        """How many serve it."""
         self._order: Order | None = None
         self._groups: dict[f.GroupFilter, tuple[bytes, Mask]] = {}
         in_flight.on_change(self._account_changed)
@@ -53,6 +55,7 @@ class Table:
         self._instances.append(instance)
         if row == len(self._received_s):
             self._resize(2 * row)
+        self._models.update(_models_of(instance))
         self._members_changed()
         self._write(row)
 
@@ -60,11 +63,13 @@ class Table:
         row = self._rows[instance.id]
         known, self._instances[row] = self._instances[row], instance
         if known.metadata is not instance.metadata:
-            self._members_changed()
+            self._metadata_changed(row, known)
         self._write(row)
 
     def left(self, instance: Instance) -> None:
-        row, last = self._rows.pop(instance.id), self._instances.pop()
+        row = self._rows.pop(instance.id)
+        self._serve_no_more(self._instances[row])
+        last = self._instances.pop()
         self._members_changed()
         if row < len(self._instances):
             self._instances[row] = last
@@ -160,22 +165,35 @@ class Table:
     # Masks of members and metadata
 
     def _members_changed(self) -> None:
-        self._order = self._models = None
+        self._order = None
         self._by_place.clear()
         self._groups.clear()
 
+    def _metadata_changed(self, row: int, before: Instance) -> None:
+        instance = self._instances[row]
+        self._models.update(_models_of(instance))
+        self._serve_no_more(before)
+        for key, (mask, refused) in self._by_place.items():
+            # A decision may still hold the old one.
+            mask = mask.copy()
+            mask[row] = refused(instance)
+            self._by_place[key] = mask, refused
+        self._groups.clear()
+
+    def _serve_no_more(self, instance: Instance) -> None:
+        for model in _models_of(instance):
+            self._models[model] -= 1
+            if not self._models[model]:
+                del self._models[model]
+                self._by_place.pop(("model", model), None)
+
     def _place(self, key: object, refused: Callable[[Instance], bool]) -> Mask:
-        mask = self._by_place.get(key)
-        if mask is None:
-            mask = np.array([refused(instance) for instance in self._instances], np.bool_)
-            self._by_place[key] = mask
-        return mask
+        if key not in self._by_place:
+            self._by_place[key] = np.array([refused(instance) for instance in self._instances], np.bool_), refused
+        return self._by_place[key][0]
 
     def _not_serving(self, model: str) -> Mask:
-        if self._models is None:
-            names = ((*i.metadata.served_models,) or (i.metadata.model,) for i in self._instances)
-            self._models = {"", *(name for some in names for name in some)}
-        if model not in self._models:  # and is not kept: clients make up names
+        if model and model not in self._models:  # and is not kept: clients make up names
             return np.ones(len(self), np.bool_)
         return self._place(("model", model), lambda instance: not f.serves(instance, model))
 
@@ -186,3 +204,8 @@ class Table:
         rows = [self._rows[instance_id] for instance_id in ids if instance_id in self._rows]
         mask[rows] = True
         return mask
+
+
+def _models_of(instance: Instance) -> set[str]:
+    metadata = instance.metadata
+    return set(metadata.served_models) or {metadata.model}

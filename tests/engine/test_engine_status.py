@@ -12,8 +12,10 @@ from unittest import mock
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
-from llumlet.types import Health
+from llumlet.types import Health, InstanceReport
+from llumsched.cms.validation import MAX_LIST, MAX_REPORT_BYTES
 from tests.engine.rig import BLOCK_SIZE, Rig
+from vllm_llumnix.engine.load import MAX_NAMES
 from vllm_llumnix.engine.metadata import node_id, unit_id
 from vllm_llumnix.engine.status import StatusSource
 from vllm_llumnix.errors import Reason
@@ -43,6 +45,15 @@ def source(rig: Rig) -> StatusSource:
         slots=Slots(Limits(max_requests=3, max_tokens=100), capacity, Reason.DESTINATION_BUSY),
     )
     return StatusSource(bypass, kvconn, departures, arrivals)
+
+
+def test_the_longest_names_fit_a_report(rig: Rig, source: StatusSource) -> None:
+    for number in range(MAX_NAMES + 5):
+        # Four bytes each.
+        rig.port.load.received(rig.request(f"{number:04d}" + "\U0001f999" * 200))
+    status = source.now()
+    assert len(status.waiting_requests) == len(status.recent_waiting_requests) == MAX_NAMES <= MAX_LIST
+    assert MAX_NAMES * 2 * 4 * 100 < InstanceReport(status=status).ByteSize() < MAX_REPORT_BYTES
 
 
 def test_an_idle_engine(rig: Rig, source: StatusSource) -> None:

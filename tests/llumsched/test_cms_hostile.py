@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ from llumlet.credentials import NONE, Credentials
 from llumlet.proto.llumlet_pb2_grpc import CmsStub
 from llumlet.tasks import end
 from llumlet.types import InstanceMetadata, InstanceReport, InstanceStatus, WatchRequest
+from llumsched.cms import allowance as allowance_module
 from llumsched.cms import embedded as embedded_module
 from llumsched.cms import intake as intake_module
 from llumsched.cms import watchers as watchers_module
 from llumsched.cms.embedded import EmbeddedStore
 from llumsched.cms.store import open_store, store_faults
 from llumsched.cms.validation import MAX_LIST, MAX_REPORT_BYTES
-from llumsched.cms.view import View
+from llumsched.cms.view import Instance, View
 from llumsched.cms.watch import WatchStore
 from llumsched.cms.watchers import Watcher
 from llumsched.testing import SimulatedCluster
@@ -47,6 +48,20 @@ def metadata(**fields: Any) -> InstanceMetadata:
 
 def status(**fields: Any) -> InstanceStatus:
     return InstanceStatus(**({"instance_id": "a", "incarnation": "1", "timestamp_ms": 1, "update_id": 1} | fields))
+
+
+class Changes:
+    """How many of one instance."""
+
+    def __init__(self, instance_id: str) -> None:
+        self.instance_id, self.number = instance_id, 0
+
+    def appeared(self, instance: Instance) -> None: ...
+
+    def left(self, instance: Instance) -> None: ...
+
+    def changed(self, instance: Instance) -> None:
+        self.number += instance.id == self.instance_id
 
 
 async def begin(stub: Any, **fields: Any) -> Any:
@@ -164,17 +179,40 @@ async def test_who_has_left_stays_away(store: EmbeddedStore, stub: Any) -> None:
     assert not store.view
 
 
+@pytest.mark.parametrize(
+    ("limit", "per_s", "report"),
+    [
+        ("MAX_REPORTS_PER_S", 50.0, lambda number: InstanceReport(status=status(update_id=number))),
+        (
+            "MAX_BYTES_PER_S",
+            50_000.0,
+            lambda number: InstanceReport(status=status(update_id=number, waiting_requests=["r" * 1000])),
+        ),
+        ("MAX_METADATA_PER_S", 50.0, lambda number: InstanceReport(metadata=metadata(model=f"m{number}"))),
+    ],
+    ids=["many", "large", "metadata"],
+)
 async def test_a_flood_is_slowed_and_disturbs_nobody(
-    store: EmbeddedStore, stub: Any, monkeypatch: pytest.MonkeyPatch
+    store: EmbeddedStore,
+    stub: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
+    per_s: float,
+    report: Callable[[int], InstanceReport],
 ) -> None:
-    monkeypatch.setattr(embedded_module, "MAX_REPORTS_PER_S", 50.0)
-    flood, seconds = await begin(stub), 1.5
+    monkeypatch.setattr(allowance_module, limit, per_s)
+    flood, seconds, taken = await begin(stub), 1.5, Changes("a")
+    store.view.observe(taken)
 
     async def write() -> None:
-        for update_id in range(1, 1 << 30):
-            await flood.write(InstanceReport(status=status(update_id=update_id)))
+        for number in range(1, 1 << 30):
+            await flood.write(report(number))
 
-    writing = asyncio.create_task(write())
+    async def read() -> None:
+        while await flood.read() is not aio.EOF:
+            pass
+
+    flooding = [asyncio.create_task(write()), asyncio.create_task(read())]
     async with SimulatedCluster(1, str(store.address)) as cluster:
         await until(lambda: "sim-0" in store.view)
         await asyncio.sleep(seconds)
@@ -182,11 +220,48 @@ async def test_a_flood_is_slowed_and_disturbs_nobody(
         await until(
             lambda: (seen := store.view["sim-0"].status) is not None and seen.update_id == cluster[0].engine.update_id
         )
-        taken = store.view["a"].status
-    await end(writing)
-    assert taken is not None
+        number = taken.number
+    await end(*flooding)
     # A second's worth at once, then the rate; how long it went on depends on the machine, not by much.
-    assert 50 <= taken.update_id < 50 * (seconds + 10)
+    assert 40 <= number < 50 * (seconds + 10)
+
+
+async def test_what_a_report_costs_is_counted_in_time() -> None:
+    now = [0.0]
+    allowance = allowance_module.Allowance(lambda: now[0])
+    names = [f"{number:036d}" for number in range(4000)]
+    large, small = (InstanceReport(status=status(waiting_requests=some)) for some in (names, []))
+    assert allowance.spend(small) == pytest.approx(-1 + 1 / allowance_module.MAX_REPORTS_PER_S)
+    waits = []
+    for _ in range(100):
+        waits.append(max(0.0, allowance.spend(large)))
+        now[0] += waits[-1]
+    assert waits[0] == 0
+    assert waits[-1] == pytest.approx(1 / 20, rel=0.1)
+    described = [allowance.spend(InstanceReport(metadata=metadata())) for _ in range(2)]
+    assert described[1] - described[0] == pytest.approx(1 / allowance_module.MAX_METADATA_PER_S)
+
+
+async def test_a_refusal_is_said_once(store: EmbeddedStore, stub: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async def refuse(**fields: Any) -> None:
+        call = await begin(stub)
+        await call.write(InstanceReport(status=status(**fields)))
+        assert (await ending(call))[0] == grpc.StatusCode.INVALID_ARGUMENT
+
+    for _ in range(3):
+        await refuse(num_running_requests=-4)
+    assert caplog.text.count("A report of 'a' is refused: num_running_requests is -4") == 1
+    await refuse(num_running_requests=-5)
+    good = await begin(stub)
+    await good.write(InstanceReport(status=status()))
+    await until(lambda: store.view["a"].status is not None)
+    await refuse(num_running_requests=-5)
+    assert caplog.text.count("num_running_requests is -5") == 2
+    for _ in range(2):
+        nameless = stub.Report()
+        await nameless.write(InstanceReport(status=status()))
+        await ending(nameless)
+    assert caplog.text.count("the first report must be the metadata") == 1
 
 
 async def test_there_are_only_so_many(store: EmbeddedStore, stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:

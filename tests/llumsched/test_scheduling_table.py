@@ -6,10 +6,12 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llumsched.cms.view import View
+from llumsched.scheduling import filters
 from llumsched.scheduling.explain import explain
 from llumsched.scheduling.filters import apply
 from llumsched.scheduling.in_flight import InFlight, counters_of
@@ -143,3 +145,34 @@ def test_metrics_of_the_request_and_filters_of_others_are_asked_each_time() -> N
         decision = run(stage, table, Context(0.0, Request("r", "m", tokens)), Draw(random.Random(0)))
         assert decision.row is not None
         assert table.load(decision.row).instance.id == best
+
+
+def test_other_metadata_of_one_has_no_other_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter is loaded: with a thousand instances, to look at all of them takes as long as thirty decisions."""
+    view, asked = View(), list[str]()
+    table = Table(InFlight(), [])
+    view.observe(table)
+    for name in "cba":
+        cases.put(view, name)
+    serves = filters.serves
+    monkeypatch.setattr(filters, "serves", lambda one, model: asked.append(one.id) or serves(one, model))
+    order = table.order
+    stage = [filters.InferTypeFilter(InferType.NEUTRAL), filters.ModelFilter()]
+
+    def refused(model: str) -> list[list[bool]]:
+        context = Context(0.0, Request("r", model, 10))
+        return [table.refused(one, context).tolist() for one in stage]
+
+    before = refused("m")
+    assert before == [[False] * 3, [False] * 3]
+    assert refused("x") == [[False] * 3, [True] * 3]
+    assert asked == ["c", "b", "a"]
+    view.put_metadata(cases.metadata("b", served_models=["x"], instance_type="decode"))
+    assert refused("m") == [[False, True, False], [False, True, False]]
+    assert asked == ["c", "b", "a", "b"]
+    assert refused("x") == [[False, True, False], [True, False, True]]
+    assert table.order is order
+    for name in ("c", "b"):
+        view.remove(name)
+    assert refused("m") == [[False], [False]]
+    assert refused("x") == [[False], [True]]

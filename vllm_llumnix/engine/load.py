@@ -29,10 +29,10 @@ from typing import NamedTuple, Protocol
 
 RECENT_SECONDS = 10.0
 """How long the id of a request that has arrived is shown, whatever has become of it."""
-MAX_NAMES = 10_000
-"""In each of the two lists."""
+MAX_NAMES = 2000
+"""In each of the two lists: a scheduler needs to see a name once, and thousands do not arrive between two reports."""
 MAX_NAME_CHARACTERS = 128
-"""Clients choose names; the lists must fit a message."""
+"""Clients choose names; both lists must fit a report (`llumsched.cms.validation`), of any characters."""
 TOKENS_SECONDS = 0.1
 """A change that is only tokens of running requests is made known when the last was so long ago. It adds a fraction of a
 percent to what a scheduler knows, and to tell it costs 0.3 to 0.8 ms of CPU in the engine's process."""

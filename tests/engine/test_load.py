@@ -204,21 +204,73 @@ def test_a_step_that_ends_requests_is_seen_whole(rig: Rig) -> None:
     for index in range(3):
         rig.add(f"r{index}", num_prompt=40, max_tokens=4, first=5 + index)
     rig.turns(rig.depth + 1)
-    seen: list[Load] = []
-    free_request = rig.scheduler._free_request
+    load, seen = rig.port.load, list[Load]()
+    free_request, blocks = rig.scheduler._free_request, rig.free_blocks
+    late = rig.request("late", num_prompt=100, first=50)
 
     def look(*args: object, **kwargs: object) -> object:
         answer = free_request(*args, **kwargs)
-        seen.append(rig.port.load.snapshot().load)
+        if not load.snapshot().waiting:
+            load.received(late)
+        snapshot = load.snapshot()
+        assert snapshot.waiting == ("late",)
+        assert snapshot.recent[-1] == "late"
+        assert (snapshot.load.num_waiting, snapshot.load.waiting_prefill_tokens) == (1, 100)
+        assert snapshot.num_free_blocks == blocks
+        seen.append(snapshot.load)
         return answer
 
     rig.scheduler._free_request = look
-    rig.port.load.on_change = lambda: seen.append(rig.port.load.snapshot().load)
+    load.on_change = lambda: seen.append(load.snapshot().load)
     while rig.scheduler.requests:
         rig.turn()
-    assert {load.running_to_decode for load in seen} <= {0, 3}
+    assert {each.running_to_decode for each in seen} <= {0, 3}
+    assert seen[-1].num_waiting == 1
+    load.settled("late")
     assert seen[-1] == Load()
-    assert all(load.running_to_decode_tokens >= 40 * load.running_to_decode for load in seen)
+    assert all(each.running_to_decode_tokens >= 40 * each.running_to_decode for each in seen)
+
+
+def test_what_changes_just_when_a_step_has_been_gone_through_is_told() -> None:
+    class Racing(LoadCounters):
+        """The step is over as soon as somebody outside of the lock has seen that it is not."""
+
+        racing, before = False, None
+
+        @property
+        def _before(self) -> Load | None:  # type: ignore[override]
+            seen = self.before
+            if self.racing:
+                self.racing = False
+                self.computed([], (), exact)
+            return seen
+
+        @_before.setter
+        def _before(self, value: Load | None) -> None:
+            self.before = value  # type: ignore[assignment]
+
+        def _tell(self) -> None:
+            self.racing = self.before is not None
+            super()._tell()
+
+    now, told = [100.0], list[tuple[str, ...]]()
+    load = Racing(lambda _: 0, lambda: 0, lambda request: request.request_id, clock=lambda: now[0])
+    load.touch()
+    load.on_change = lambda: told.append(load.snapshot().recent)
+    exact = load.computing()
+    load.received(_Request("a"))
+    assert told == [("a",)]
+
+
+def test_a_request_that_was_queued_behind_our_back_is_counted(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    request = rig.request("a", num_prompt=40, max_tokens=3)
+    rig.scheduler.requests["a"] = request
+    rig.scheduler.waiting.add_request(request)
+    while rig.scheduler.requests:
+        rig.turn()
+        assert_right(rig)
+    assert rig.port.load.snapshot().load == Load()
+    assert caplog.text.count("request a runs and was not seen to be queued") == 1
 
 
 def test_names_are_shown_once(rig: Rig) -> None:

@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import enum
 import itertools
+import operator
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 RECENT_SECONDS = 10.0
@@ -38,7 +38,7 @@ TOKENS_SECONDS = 0.1
 percent to what a scheduler knows, and to tell it costs 0.3 to 0.8 ms of CPU in the engine's process."""
 
 
-_new_tokens = attrgetter("new_token_ids")
+_new_tokens = operator.attrgetter("new_token_ids")
 _NONE: frozenset[str] = frozenset()
 
 
@@ -92,7 +92,10 @@ class Load(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """The load at one moment. `waiting` and `recent` are names of requests, each once, oldest first."""
+    """The load at one moment. `waiting` and `recent` are names of requests, each once, oldest first.
+
+    While what a step has produced is gone through, the sums and the free blocks are those before the step, and what
+    has been received since: who is named as recent is counted."""
 
     version: int
     """Grows with every change."""
@@ -170,8 +173,8 @@ class LoadCounters:
         self._num_decodes = 0
         self._decode_tokens = 0
         self._before: Load | None = None
-        """While what a step has produced is gone through: the sums before. Tokens may be taken off with their request
-        that have not been added yet."""
+        """While what a step has produced is gone through: the sums before, and what is received meanwhile. Tokens may
+        be taken off with their request that have not been added yet."""
         self._entries: dict[str, _Entry] = {}
         self._received: set[str] = set()
         """Not queued yet."""
@@ -201,6 +204,8 @@ class LoadCounters:
                 self._received.add(request.request_id)
                 self._recent.append((self._clock(), entry.name))
                 self._count(entry)
+                if self._before is not None:
+                    self._before = _sum(self._before, entry.shared_at, entry.share or ())
                 self._version += 1
         self._tell()
 
@@ -241,6 +246,10 @@ class LoadCounters:
             self._put(self._entries.get(request.request_id) or self._enter(request), Place.LOADING)
         self._tell()
 
+    def strangers_among(self, request_ids: Iterable[str]) -> list[str]:
+        """Those of which nothing has been told."""
+        return [request_id for request_id in request_ids if request_id not in self._entries]
+
     def scheduled(self, started: Collection[str], step: Collection[str]) -> None:
         """A step over the requests `step` begins; `started` were not running before."""
         with self._lock:
@@ -273,7 +282,8 @@ class LoadCounters:
             self._before = None
             self._note_blocks()
             self._version += 1
-        if exact or self._untold or self._clock() - self._told_at >= TOKENS_SECONDS:
+            untold, self._untold = self._untold, False
+        if exact or untold or self._clock() - self._told_at >= TOKENS_SECONDS:
             self._tell()
 
     def moving(self, request_id: str, moving: bool) -> None:
@@ -409,15 +419,18 @@ class LoadCounters:
         return Load._make(sums)
 
     def _note_blocks(self) -> None:
-        self._num_free_blocks = self._free_blocks()
+        if self._before is None:
+            self._num_free_blocks = self._free_blocks()
 
     # Without the lock
 
     def _tell(self) -> None:
         if self._before is not None:
-            self._untold = True
-            return
-        self._untold = False
+            with self._lock:
+                # Else the step has been gone through just now, and nobody was told of this.
+                if self._before is not None:
+                    self._untold = True
+                    return
         self._told_at = self._clock()
         self.on_change()
 
@@ -429,6 +442,11 @@ def recount(requests: Iterable[tuple[Place, Countable, int, bool]]) -> Load:
         for field, number in enumerate(share_of(place, request, cached_tokens, moving=moving), place):
             sums[field] += number
     return Load._make(sums)
+
+
+def _sum(load: Load, field: int, share: tuple[int, ...]) -> Load:
+    end = field + len(share)
+    return Load._make((*load[:field], *map(operator.add, load[field:end], share), *load[end:]))
 
 
 def _nobody() -> None:

@@ -8,6 +8,7 @@ every place where a request changes its place. What only we do to its queues is 
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from vllm.v1.engine import EngineCoreRequestType
@@ -16,6 +17,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_llumnix.engine.load import LoadCounters
 from vllm_llumnix.engine.request_state import residence_of
 from vllm_llumnix.ids import gateway_id
+
+logger = logging.getLogger("vllm.llumnix")
 
 
 def counters_of(scheduler: Any) -> LoadCounters:
@@ -99,6 +102,10 @@ def _follow_steps(scheduler: Any, load: LoadCounters) -> None:
         output = stock_schedule(*args, **kwargs)
         started = [new.req_id for new in output.scheduled_new_reqs]
         started += output.scheduled_cached_reqs.resumed_req_ids
+        for request_id in load.strangers_among(started):
+            # vLLM has no such way: whatever found one must not end the engine, nor have its load forgotten.
+            logger.error("llumlet: request %s runs and was not seen to be queued", request_id)
+            load.queued(scheduler.requests[request_id])
         load.scheduled(started, output.num_scheduled_tokens)
         return output
 

@@ -156,6 +156,7 @@ class _Feed:
         self._delayed = False
         self._metadata_due = False
         self._retry_s = FIRST_RETRY_S
+        self._began_s = 0.0
 
     def wake(self) -> None:
         """There is something new to be said, now or when the pushes are far enough apart."""
@@ -190,13 +191,14 @@ class _Feed:
 
     async def run(self) -> None:
         while not self._left.is_set():
+            self._began_s = time.monotonic()
             try:
                 await self._session()
             except LinkLost as loss:
-                self._lost(logging.WARNING, str(loss))
+                self._lost(str(loss))
             except Exception:
                 logger.exception("The report to %s failed", self.link.name)
-                self._lost(logging.WARNING, "see above")
+                self._lost("see above")
             finally:
                 self.connected = self._in_flight = False
                 await self.link.close()
@@ -213,7 +215,7 @@ class _Feed:
                 await self._bounded(self.link.describe(self._reporter.metadata_now()))
             await self._bounded(self.link.push(self._reporter.status_now(), self._reporter.metadata_now))
             if not self.connected:
-                self.connected, self._retry_s = True, FIRST_RETRY_S
+                self.connected = True
                 logger.info("Reporting to %s", self.link.name)
             await self._dirty.wait()
         await self._bounded(self.link.leave())
@@ -231,10 +233,12 @@ class _Feed:
             async with asyncio.timeout(pause_s):
                 await self._left.wait()
 
-    def _lost(self, level: int, why: str) -> None:
-        """Said once per outage."""
-        first = self.connected or self._retry_s == FIRST_RETRY_S
-        logger.log(level if first else logging.DEBUG, "The CMS at %s does not listen: %s", self.link.name, why)
+    def _lost(self, why: str) -> None:
+        """Said once per outage; a store that takes a report and then refuses it is away, too."""
+        if self.connected and time.monotonic() - self._began_s > LAST_RETRY_S:
+            self._retry_s = FIRST_RETRY_S
+        level = logging.WARNING if self._retry_s == FIRST_RETRY_S else logging.DEBUG
+        logger.log(level, "The CMS at %s does not listen: %s", self.link.name, why)
 
 
 def cms_faults(cms: str) -> list[str]:

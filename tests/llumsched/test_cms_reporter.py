@@ -207,6 +207,18 @@ async def test_a_status_that_cannot_be_had(store: EmbeddedStore, caplog: pytest.
     await end(reporter, running)
 
 
+async def test_a_report_that_is_refused_again_and_again_is_said_once(
+    store: EmbeddedStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    load = Load("another")
+    reporter = Reporter(str(store.address), Load("a").metadata, load.status)
+    running = asyncio.create_task(reporter.run())
+    await until(lambda: load.asked > 3)
+    await end(reporter, running)
+    assert caplog.text.count("does not listen") == 1
+    assert "instance_id 'another' is not that of the metadata" in caplog.text
+
+
 async def test_changed_outside_of_a_run_is_harmless(store: EmbeddedStore) -> None:
     load = Load()
     reporter = Reporter(str(store.address), load.metadata, load.status)

@@ -15,6 +15,7 @@ gateways' reports. One that was released a moment ago does not come back.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from llumsched.cms.view import Instance
 from llumsched.scheduling.in_flight import InFlight, counters_of
 from llumsched.scheduling.load import Counters, InferType
 
+_log = logging.getLogger(__name__)
 _RELEASED_FOR_S = 10.0
 _MOST_RELEASED = 100_000
 
@@ -54,8 +56,11 @@ class _State:
 
 @dataclass(slots=True)
 class _Gateway:
+    since_s: float
     heard_s: float
     num_connections: int = 0
+    reports: bool = False
+    """It has sent a report, or kept a connection."""
 
 
 class RealtimeState:
@@ -73,6 +78,7 @@ class RealtimeState:
         self._states: dict[tuple[str, InferType], _State] = {}
         self._gateways: dict[str, _Gateway] = {}
         self._released: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self._has_warned = False
 
     def __len__(self) -> int:
         return len(self._states)
@@ -100,7 +106,7 @@ class RealtimeState:
 
     def reported(self, update: Update) -> str | None:
         """Take what a gateway reports, or say why not."""
-        self._hear(update.gateway_id)
+        self._hear(update.gateway_id).reports = True
         state = self._states.get((update.id, update.infer_type))
         if state is None:
             if (update.id, update.instance_id) in self._released:
@@ -121,7 +127,9 @@ class RealtimeState:
     # From the gateways' keepalive connections
 
     def connected(self, gateway_id: str) -> None:
-        self._hear(gateway_id).num_connections += 1
+        gateway = self._hear(gateway_id)
+        gateway.num_connections += 1
+        gateway.reports = True
 
     def disconnected(self, gateway_id: str) -> None:
         self._hear(gateway_id).num_connections -= 1
@@ -140,6 +148,7 @@ class RealtimeState:
                 self._drop(state)
         for gateway_id in lost:
             del self._gateways[gateway_id]
+        self._warn_of_silent_gateways(now_s)
         while self._released and next(iter(self._released.values())) <= now_s:
             self._released.popitem(last=False)
 
@@ -156,9 +165,26 @@ class RealtimeState:
             self._drop(state)
 
     def _hear(self, gateway_id: str) -> _Gateway:
-        gateway = self._gateways.setdefault(gateway_id, _Gateway(self._clock()))
-        gateway.heard_s = self._clock()
+        now_s = self._clock()
+        gateway = self._gateways.setdefault(gateway_id, _Gateway(now_s, now_s))
+        gateway.heard_s = now_s
         return gateway
+
+    def _warn_of_silent_gateways(self, now_s: float) -> None:
+        """Of one, once: what it places counts long after it is over."""
+        silent = (
+            gateway_id
+            for gateway_id, gateway in self._gateways.items()
+            if not gateway.reports and now_s - gateway.since_s > self._gateway_ttl_s
+        )
+        if not self._has_warned and (gateway_id := next(silent, None)) is not None:
+            self._has_warned = True
+            _log.warning(
+                "gateway %.100r has requests placed and reports none: each counts until %g s after it was placed. This "
+                "scheduler is in lite mode; is the gateway (--enable-full-mode-scheduling)?",
+                gateway_id,
+                self._state_ttl_s,
+            )
 
     def _start(
         self, request_id: str, instance_id: str, infer_type: InferType, num_tokens: int, gateway_id: str

@@ -129,3 +129,23 @@ def test_an_instance_that_leaves_or_restarts_takes_its_requests_along(lite: Lite
     assert (lite.tokens("a"), lite.tokens("b")) == (0, 100)
     lite.view.remove("b")
     assert not lite.state.in_flight.counters
+
+
+def test_a_gateway_that_reports_nothing_is_warned_of_once(lite: Lite, caplog: pytest.LogCaptureFixture) -> None:
+    """As one that is left in full mode does."""
+
+    def serve(seconds: int) -> None:
+        for number in range(seconds // 10):
+            lite.send(f"silent {number}", gateway="silent")
+            lite.send(f"other {number}", gateway="other")
+            lite.report(100, request_id=f"other {number}", gateway="other")
+            lite.wait(10)
+
+    lite.state.connected("idle")
+    serve(30)
+    assert not caplog.records
+    serve(100)
+    assert [record.getMessage()[:60] for record in caplog.records] == [
+        "gateway 'silent' has requests placed and reports none: each "
+    ]
+    lite.state.disconnected("idle")

@@ -56,6 +56,13 @@ def test_the_longest_names_fit_a_report(rig: Rig, source: StatusSource) -> None:
     assert MAX_NAMES * 2 * 4 * 100 < InstanceReport(status=status).ByteSize() < MAX_REPORT_BYTES
 
 
+def test_without_limits_there_is_room(rig: Rig, source: StatusSource) -> None:
+    source._departures.slots = Slots(Limits(), rig.port.capacity_tokens, Reason.SOURCE_BUSY)
+    status = source.now()
+    assert status.num_available_migrate_out_slots == 2**31 - 1
+    assert status.num_available_migrate_out_tokens == rig.port.capacity_tokens
+
+
 def test_an_idle_engine(rig: Rig, source: StatusSource) -> None:
     status = source.now()
     assert (status.instance_id, status.incarnation, status.step_id, status.profiling_id) == ("a", "1", 7, -1)

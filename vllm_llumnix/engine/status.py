@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 WATCH_SECONDS = 0.1
 """Between two looks at what changes without an event: whether the loop still gets on."""
+_MOST = (1 << 31) - 1
+"""That the field holds."""
 HEALTHS = {wire.Health.OK: Health.OK, wire.Health.SUSPECT: Health.SUSPECT, wire.Health.HUNG: Health.HUNG}
 
 
@@ -128,6 +130,7 @@ class StatusSource:
 
 
 def _available(slots: Slots, capacity: int) -> tuple[int, int]:
-    """Requests and tokens for which there is room; what no limit leaves available is the whole cache."""
-    tokens = slots.available_tokens
-    return slots.available_requests or 0, capacity if tokens is None else tokens
+    """Requests and tokens for which there is room; what no limit leaves available is as many as can be said, and the
+    whole cache."""
+    requests, tokens = slots.available_requests, slots.available_tokens
+    return _MOST if requests is None else requests, capacity if tokens is None else tokens

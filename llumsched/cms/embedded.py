@@ -107,15 +107,15 @@ class _Servicer(CmsServicer):
         self._intake = intake
         self._streams: dict[tuple[str, str], asyncio.Task[Any]] = {}
         self._replaced: WeakSet[asyncio.Task[Any]] = WeakSet()
-        self._refused: dict[str, str] = {}
-        """What was wrong with the reports of an instance, or of a host that named none: said once."""
+        self._refused: dict[tuple[str, str], str] = {}
+        """What was wrong with the reports of a life of an instance, or of a host that named none: said once."""
         self._watchers = 0
 
     async def Report(self, reports: object, context: Context) -> None:
-        who = context.peer().rpartition(":")[0]
+        who = context.peer().rpartition(":")[0], ""
         try:
             metadata = await self._first(context)
-            who = metadata.instance_id[:MAX_ID_CHARACTERS]
+            who = metadata.instance_id[:MAX_ID_CHARACTERS], metadata.incarnation[:MAX_ID_CHARACTERS]
             await self._report(metadata, context)
         except Refused as refusal:
             self._refuse(who, str(refusal))
@@ -129,11 +129,11 @@ class _Servicer(CmsServicer):
             me.uncancel()
             await context.abort(grpc.StatusCode.ABORTED, "the instance has begun another stream")
 
-    def _refuse(self, who: str, why: str) -> None:
+    def _refuse(self, who: tuple[str, str], why: str) -> None:
         """A reporter comes back as long as its instance lives."""
         if self._refused.get(who) != why and len(self._refused) < MAX_INSTANCES:
             self._refused[who] = why
-            logger.warning("A report of %r is refused: %s", who, why)
+            logger.warning("A report of %r is refused: %s", who[0], why)
 
     async def _first(self, context: Context) -> InstanceMetadata:
         try:
@@ -185,7 +185,7 @@ class _Servicer(CmsServicer):
 
     def _take(self, status: InstanceStatus, instance_id: str, incarnation: str) -> None:
         if self._intake.status(status, instance_id, incarnation):
-            self._refused.pop(instance_id, None)
+            self._refused.pop((instance_id, incarnation), None)
             return
         if not self._intake.lives(instance_id, incarnation):
             # Silent for too long, left, or replaced: who lives begins anew with its metadata.

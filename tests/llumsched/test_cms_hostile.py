@@ -264,6 +264,21 @@ async def test_a_refusal_is_said_once(store: EmbeddedStore, stub: Any, caplog: p
     assert caplog.text.count("the first report must be the metadata") == 1
 
 
+async def test_an_old_life_that_comes_back_is_said_once(
+    store: EmbeddedStore, stub: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    new = await begin(stub, incarnation="2", utc_create=6.0)
+    for update_id in (1, 2, 3):
+        old = stub.Report()
+        await old.write(InstanceReport(metadata=metadata()))
+        assert (await ending(old))[0] == grpc.StatusCode.FAILED_PRECONDITION
+        await new.write(InstanceReport(status=status(incarnation="2", update_id=update_id)))
+        await until(
+            lambda wanted=update_id: (seen := store.view["a"].status) is not None and seen.update_id == wanted  # type: ignore[misc]
+        )
+    assert caplog.text.count("A report of 'a' is refused: a later life of the instance has begun") == 1
+
+
 async def test_there_are_only_so_many(store: EmbeddedStore, stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake_module, "MAX_INSTANCES", 2)
     calls = [await begin(stub, instance_id=name) for name in ("a", "b")]

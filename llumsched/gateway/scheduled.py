@@ -60,8 +60,9 @@ class Scheduled:
 
     async def _place(self, asked: Asked, excluded: Collection[Backend], started_s: float) -> Placed:
         """Raises NoEndpoint, UnknownModel, NoInstance."""
+        hung = (backend for backend in self._backends if backend.is_down or backend.is_stalled)
         try:
-            decision = await self._client.schedule(self._request(asked, excluded))
+            decision = await self._client.schedule(self._request(asked, {*excluded, *hung}))
         except (SchedulerAway, NotScheduled):
             return await self._without_scheduler(asked, excluded)
         except UnknownModel:

@@ -142,6 +142,18 @@ async def test_a_continuation_is_placed_by_all_of_its_tokens() -> None:
 
 
 @pytest.mark.asyncio
+async def test_the_scheduler_is_told_which_instances_hang() -> None:
+    """It may see nothing of it, and a hung one that has lost all its requests looks idle."""
+    async with scheduled() as (it, scheduler):
+        for _ in range(2):
+            await it.post(COMPLETIONS, BODY)
+        hung = it.gateway.backends.at(Address("127.0.0.1", it.ports[0]))
+        hung.is_stalled = True
+        await it.post(COMPLETIONS, BODY)
+        assert scheduler.of("/schedule")[-1]["excluded_endpoints"] == [str(hung)]
+
+
+@pytest.mark.asyncio
 async def test_waiting_for_an_instance_is_bounded_in_time_and_number() -> None:
     async with scheduled(wait_scheduling_timeout_s=0.5, max_queue_size=3) as (it, scheduler):
         scheduler.status = 429

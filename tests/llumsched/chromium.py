@@ -64,6 +64,7 @@ class Tab:
             await self.call(f"{domain}.enable")
         await self.show_in(scheme)
         await self.call("Page.navigate", url=url)
+        await self.until("document.readyState == 'complete'")
 
     async def show_in(self, scheme: str) -> None:
         """`light` or `dark`"""

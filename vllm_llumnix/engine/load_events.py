@@ -102,7 +102,7 @@ def _follow_steps(scheduler: Any, load: LoadCounters) -> None:
         output = stock_schedule(*args, **kwargs)
         started = [new.req_id for new in output.scheduled_new_reqs]
         started += output.scheduled_cached_reqs.resumed_req_ids
-        for request_id in load.strangers_among(started):
+        for request_id in load.strangers_among(started) if started else ():
             # vLLM has no such way: whatever found one must not end the engine, nor have its load forgotten.
             logger.error("llumlet: request %s runs and was not seen to be queued", request_id)
             load.queued(scheduler.requests[request_id])

@@ -56,6 +56,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 SURVIVOR = "a"
 WARM_UP_S = 20.0
+SAMPLE_S = 2.0
 SILENCE_S = 6.0
 """Longer than an owner is waited for."""
 NUM_BLOCKS = 700
@@ -103,8 +104,8 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self.differences: list[str] = []
         self.longest_pause = 0.0
-        self.rss: dict[str, list[tuple[float, int]]] = defaultdict(list)
-        """Of the survivor's processes: when, and how many bytes."""
+        self.sizes: dict[str, list[tuple[float, int, int]]] = defaultdict(list)
+        """Of the survivor's processes: when, how many bytes are resident, and how many of these in no other process."""
         self._ill: set[str] = set()
         ports = {name: free_port() for name in "abc"}
         self._specs = {
@@ -295,20 +296,34 @@ class Soak:
 
     async def _measure(self, until: float) -> None:
         while time.monotonic() < until:
-            sizes: Counter[str] = Counter()
+            resident: Counter[str] = Counter()
+            private: Counter[str] = Counter()
             for pid in self.servers[SURVIVOR].pids():
-                sizes[_title(pid)] += psutil.Process(pid).memory_info().rss
-            for title, size in sizes.items():
-                self.rss[title].append((time.monotonic(), size))
-            await asyncio.sleep(2.0)
+                memory = psutil.Process(pid).memory_info()
+                resident[_title(pid)] += memory.rss
+                private[_title(pid)] += memory.rss - memory.shared
+            for title, size in resident.items():
+                self.sizes[title].append((time.monotonic(), size, private[title]))
+            await asyncio.sleep(SAMPLE_S)
 
     def rss_slopes(self) -> dict[str, float]:
         """Of the survivor's processes, in MiB a minute over the last half."""
         slopes = {}
-        for title, points in self.rss.items():
-            seconds, sizes = np.array(points[len(points) // 2 :]).T
+        for title, points in self.sizes.items():
+            seconds, sizes, _ = np.array(points[len(points) // 2 :]).T
             slopes[title] = round(float(np.polyfit(seconds - seconds[0], sizes, 1)[0]) * 60 / MIB, 2)
         return slopes
+
+    def sizes_by_minute(self) -> dict[str, dict[str, list[float]]]:
+        """Of the survivor's processes, in MiB: whether they grow in steps or all the time, and what grows."""
+        every = round(60 / SAMPLE_S)
+        return {
+            title: {
+                "resident": [round(resident / MIB, 1) for _, resident, _ in points[::every]],
+                "private": [round(private / MIB, 1) for _, _, private in points[::every]],
+            }
+            for title, points in self.sizes.items()
+        }
 
     async def footprints(self) -> dict[str, Footprint]:
         """Of every instance, once it is idle."""
@@ -406,6 +421,7 @@ async def _soak(arguments: argparse.Namespace, fleet: Fleet) -> tuple[dict[str, 
         "held": before != after,
         "rss_mib_per_min": round(sum(soak.rss_slopes().values()), 2),
         "rss_mib_per_min_by_process": soak.rss_slopes(),
+        "mib_by_minute": soak.sizes_by_minute(),
     }
     notes = [f"{name}: {change}" for name in before for change in _changes(before[name].names, after[name].names)]
     return row, soak.differences + (notes if row["held"] else [])

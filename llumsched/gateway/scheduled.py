@@ -29,8 +29,8 @@ class Scheduled:
         self._fallback = RoundRobin(backends)
         self.gateway_id = uuid.uuid4().hex
         self.num_waiting = 0
-        self._begun: list[tuple[Address, dict[str, Any]]] = []
-        self._reporting: set[asyncio.Task[None]] = set()
+        self._begun: dict[str, tuple[Address, dict[str, Any]]] = {}
+        """What is to be reported soon, by request."""
 
     async def place(self, asked: Asked, excluded: Collection[Backend] = ()) -> Placed:
         started_s = time.monotonic()
@@ -104,6 +104,7 @@ class Scheduled:
         """In full mode the engine's own status tells of what it took: only the rest is released."""
         decision = placed.decision
         if decision is not None and (not completed or not self._config.full_mode):
+            self._begun.pop(placed.asked.id, None)
             request = self._request(placed.asked) | {"scheduling_result": decision.result}
             self._client.release(decision.scheduler, request)
 
@@ -114,7 +115,7 @@ class Scheduled:
         if not self._begun:
             asyncio.get_running_loop().call_later(_PREFILL_REPORT_S, self._report_begun)
         report = self._report(placed, placed.decision, placed.asked.num_prompt_tokens, "prefill_done")
-        self._begun.append((placed.decision.scheduler, report))
+        self._begun[placed.asked.id] = (placed.decision.scheduler, report)
 
     def report_running(self, running: Iterable[tuple[Placed, int]]) -> None:
         """The requests that run, and how many tokens each has, prompt and output."""
@@ -139,22 +140,19 @@ class Scheduled:
         }
 
     def _report_begun(self) -> None:
-        begun, self._begun = self._begun, []
-        self._send(begun)
+        begun, self._begun = self._begun, {}
+        self._send(begun.values())
 
     def _send(self, reports: Iterable[tuple[Address, dict[str, Any]]]) -> None:
         by_scheduler = defaultdict(list)
         for scheduler, report in reports:
             by_scheduler[scheduler].append(report)
         for scheduler, own in by_scheduler.items():
-            task = asyncio.create_task(self._client.report(scheduler, own))
-            self._reporting.add(task)
-            task.add_done_callback(self._reporting.discard)
+            self._client.report(scheduler, own)
 
     async def learn(self) -> None:
         for address in await self._client.instances():
             self._backends.at(address)
 
     async def close(self) -> None:
-        await asyncio.gather(*self._reporting, return_exceptions=True)
         await self._client.close()

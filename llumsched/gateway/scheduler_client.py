@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -166,15 +166,14 @@ class SchedulerClient:
         return [Address(one.ip, one.api_server_port) for one in found if one.ip and one.api_server_port]
 
     def release(self, scheduler: Address, request: dict[str, Any]) -> None:
-        """Told in the background, in order, three times at most."""
-        self._schedulers[scheduler].release(msgspec.json.encode(request))
+        """Told in the background, in order, three times at most. Reports of it that were not sent yet are void."""
+        self._schedulers[scheduler].release(request)
 
-    async def report(self, scheduler: Address, reports: Sequence[dict[str, Any]]) -> None:
-        """Lost if the scheduler is away: the next one tells it again."""
-        try:
-            await self._schedulers[scheduler].post("/report", msgspec.json.encode(reports), _SHORT)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            _log.debug("a report was lost: %s", error)
+    def report(self, scheduler: Address, reports: Iterable[dict[str, Any]]) -> None:
+        """Told in the background; of a request that waits to be reported, the newest state. Lost if the scheduler is
+        away: the next report tells it again.
+        """
+        self._schedulers[scheduler].report(reports)
 
     async def close(self) -> None:
         """Waits for what is to be released, for a few seconds."""
@@ -187,38 +186,61 @@ class SchedulerClient:
 
 
 class _Scheduler:
-    """One of them."""
+    """One of them. It is told one thing after another: what was said later never arrives earlier."""
 
     def __init__(self, address: Address, session: aiohttp.ClientSession, headers: dict[str, str]) -> None:
         self.address = address
         self._session = session
         self._headers = headers
+        self._reports: dict[str, dict[str, dict[str, Any]]] = {}
+        """The newest of each kind, by request."""
         self._releases: deque[bytes] = deque(maxlen=_MOST_RELEASES)
-        self._releasing: asyncio.Task[None] | None = None
+        self._telling: asyncio.Task[None] | None = None
 
     async def post(self, path: str, body: bytes, limit: aiohttp.ClientTimeout) -> tuple[int, bytes]:
         url = f"http://{self.address}{path}"
         async with self._session.post(url, data=body, headers=self._headers, timeout=limit) as answer:
             return answer.status, await answer.read()
 
-    def release(self, body: bytes) -> None:
-        self._releases.append(body)
-        if self._releasing is None or self._releasing.done():
-            self._releasing = asyncio.create_task(self._release_all())
+    def report(self, reports: Iterable[dict[str, Any]]) -> None:
+        for report in reports:
+            self._reports.setdefault(report["id"], {})[report["kind"]] = report
+        self._tell()
+
+    def release(self, request: dict[str, Any]) -> None:
+        self._reports.pop(request["id"], None)
+        self._releases.append(msgspec.json.encode(request))
+        self._tell()
 
     async def close(self) -> None:
-        if self._releasing is not None:
-            await asyncio.wait([self._releasing], timeout=_CLIENT_TIMEOUT_S)
-            self._releasing.cancel()
-            await asyncio.gather(self._releasing, return_exceptions=True)
+        if self._telling is not None:
+            await asyncio.wait([self._telling], timeout=_CLIENT_TIMEOUT_S)
+            self._telling.cancel()
+            await asyncio.gather(self._telling, return_exceptions=True)
 
-    async def _release_all(self) -> None:
-        while self._releases:
-            body = self._releases.popleft()
-            for pause_s in (_RELEASE_PAUSE_S,) * (_RELEASE_TRIES - 1) + (0.0,):
-                if await self._release(body):
-                    break
-                await asyncio.sleep(pause_s)
+    def _tell(self) -> None:
+        if self._telling is None or self._telling.done():
+            self._telling = asyncio.create_task(self._tell_all())
+
+    async def _tell_all(self) -> None:
+        while self._reports or self._releases:
+            if self._reports:
+                reports, self._reports = self._reports, {}
+                await self._report([report for kinds in reports.values() for report in kinds.values()])
+            if self._releases:
+                await self._release_surely(self._releases.popleft())
+
+    async def _report(self, reports: list[dict[str, Any]]) -> None:
+        try:
+            await self.post("/report", msgspec.json.encode(reports), _SHORT)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            _log.debug("a report was lost: %s", error)
+
+    async def _release_surely(self, body: bytes) -> None:
+        for pause_s in (_RELEASE_PAUSE_S,) * (_RELEASE_TRIES - 1) + (0.0,):
+            if await self._release(body):
+                return
+            await asyncio.sleep(pause_s)
 
     async def _release(self, body: bytes) -> bool:
         try:

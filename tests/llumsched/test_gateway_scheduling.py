@@ -10,14 +10,19 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 
 from benchmarks.mock_api import Mock
 from llumlet.types import Address
+from llumsched.gateway import scheduler_client
+from llumsched.gateway.config import Config
+from llumsched.gateway.scheduled import _PREFILL_REPORT_S
+from llumsched.gateway.scheduler_client import SchedulerClient
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
 from llumsched.scheduling.policy import Mode, load_policy
-from tests.llumsched.gateway_support import Cluster, cluster, engine, until
+from tests.llumsched.gateway_support import DEADLINE_S, Cluster, cluster, engine, until
 
 COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {"model": "mock", "prompt": [1, 2, 3, 4, 5], "max_tokens": 4}
@@ -32,6 +37,8 @@ class MockScheduler:
     hangs: bool = False
     may_place: asyncio.Event | None = None
     """Placements wait for it."""
+    may_be_told: asyncio.Event | None = None
+    """Reports wait for it."""
     calls: list[tuple[str, Any]] = field(default_factory=list)
 
     def of(self, path: str) -> list[Any]:
@@ -44,6 +51,8 @@ class MockScheduler:
             await asyncio.sleep(3600)
         if request.path == "/release":
             return web.Response(status=self.release_status)
+        if request.path == "/report" and self.may_be_told is not None:
+            await self.may_be_told.wait()
         if request.path != "/schedule":
             return web.Response(status=404 if request.path == "/debug/view" else 200)
         if self.status != 200:
@@ -104,19 +113,69 @@ async def test_a_body_that_cannot_be_counted_is_refused_here() -> None:
 async def test_lite_mode_reports_and_releases() -> None:
     settings = {"full_mode": False, "requests_report_duration_s": 0.05, "mock": Mock(interval_s=0.05)}
     async with scheduled(**settings) as (it, scheduler):
-        await it.post(COMPLETIONS, BODY | {"stream": True, "max_tokens": 10}, {"X-Request-Id": "s"})
+
+        def reports(kind: str) -> list[Any]:
+            return [report for batch in scheduler.of("/report") for report in batch if report["kind"] == kind]
+
+        def counts() -> list[int]:
+            return [report["num_tokens"] for report in reports("state_update") if report["id"] == "s"]
+
+        body = BODY | {"stream": True, "max_tokens": 4000}
+        asked = asyncio.create_task(it.post(COMPLETIONS, body, {"X-Request-Id": "s"}))
+        await until(lambda: len(set(counts())) > 4)
+        asked.cancel()
+        await until(lambda: len(scheduler.of("/release")) == 1)
         await it.post(COMPLETIONS, BODY)
         await until(lambda: len(scheduler.of("/release")) == 2)
-        reports = [report for batch in scheduler.of("/report") for report in batch]
-        assert [report["kind"] for report in reports].count("prefill_done") == 1
-        counts = [
-            report["num_tokens"] for report in reports if report["kind"] == "state_update" and report["id"] == "s"
-        ]
-        assert counts == sorted(counts)
-        assert counts[-1] > counts[0] >= 5
-        assert {report["instance_id"] for report in reports} <= {f"engine-{port}" for port in it.ports}
+        (begun,) = reports("prefill_done")
+        assert (begun["id"], begun["num_tokens"]) == ("s", 5)
+        assert counts() == sorted(counts())
+        assert counts()[0] >= 5
+        assert {report["instance_id"] for report in reports("state_update")} <= {f"engine-{port}" for port in it.ports}
         released = scheduler.of("/release")[0]
         assert (released["id"], len(released["scheduling_result"])) == ("s", 1)
+
+
+@pytest.mark.asyncio
+async def test_what_a_scheduler_is_told_does_not_overtake_what_was_told_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits meanwhile is told as it is by then, and not at all if it is over."""
+    monkeypatch.setattr(scheduler_client, "_SHORT", aiohttp.ClientTimeout(DEADLINE_S))
+    scheduler = MockScheduler(may_be_told=(may_be_told := asyncio.Event()))
+    async with engine(scheduler) as (port, _, _), aiohttp.ClientSession() as session:  # type: ignore[arg-type]
+        address = Address("127.0.0.1", port)
+        client = SchedulerClient(Config(scheduler_endpoints=(address,)), session)
+
+        def report(request_id: str, num_tokens: int, kind: str = "state_update") -> dict[str, Any]:
+            told = {"id": request_id, "kind": kind, "num_tokens": num_tokens}
+            client.report(address, [told])
+            return told
+
+        first = report("a", 5)
+        await until(lambda: scheduler.calls)
+        begun = report("a", 5, "prefill_done")
+        report("a", 6)
+        report("over", 9)
+        client.release(address, {"id": "over"})
+        newest = report("a", 7)
+        client.release(address, {"id": "over too"})
+        may_be_told.set()
+        await until(lambda: len(scheduler.of("/release")) == 2)
+        await client.close()
+    assert scheduler.calls == [
+        ("/report", [first]),
+        ("/release", {"id": "over"}),
+        ("/report", [begun, newest]),
+        ("/release", {"id": "over too"}),
+    ]
+
+
+@pytest.mark.asyncio
+async def test_what_is_over_before_its_beginning_was_reported_is_released_only() -> None:
+    async with scheduled(full_mode=False) as (it, scheduler):
+        await it.post(COMPLETIONS, BODY | {"stream": True})
+        await until(lambda: scheduler.of("/release"))
+        await asyncio.sleep(2 * _PREFILL_REPORT_S)
+    assert scheduler.calls[-1][0] == "/release"
 
 
 @pytest.mark.asyncio

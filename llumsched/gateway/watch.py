@@ -8,6 +8,8 @@ Looks at all answers that are waited for, once in a while; no answer has a timer
   else if its engine core turns out to stand still: it hangs behind an API server that is well,
 * an answer that is silent for longer than its own limit,
 * the connection of a client that takes nothing of what waits for it for `client_timeout_s`.
+
+Time in which the gateway itself was stopped, or too busy to look, is nobody's silence.
 """
 
 from __future__ import annotations
@@ -50,15 +52,25 @@ class Watch:
     async def run(self) -> None:
         try:
             while True:
+                due_s = time.monotonic() + self._pause_s
                 await asyncio.sleep(self._pause_s)
-                self._look(time.monotonic())
-                self._look_at_clients(time.monotonic())
+                now_s = time.monotonic()
+                self._forgive(now_s - due_s, now_s)
+                self._look(now_s)
+                self._look_at_clients(now_s)
                 self._upstream.sweep()
         finally:
             probes = [*self._health_probes.values(), *self._engine_probes.values()]
             for probe in probes:
                 probe.cancel()
             await asyncio.gather(*probes, return_exceptions=True)
+
+    def _forgive(self, late_s: float, now_s: float) -> None:
+        """For so long nobody could be heard."""
+        for call in self._upstream.calls:
+            call.moved_s = min(now_s, call.moved_s + late_s)
+        for transport, untaken in self._untaken.items():
+            self._untaken[transport] = untaken._replace(since_s=min(now_s, untaken.since_s + late_s))
 
     def _look(self, now_s: float) -> None:
         config = self._config

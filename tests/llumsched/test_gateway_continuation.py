@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -230,7 +231,7 @@ async def test_a_chat_without_limit_goes_on_to_the_end_of_the_context() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("position", [0, 10, 400, 700])
 async def test_a_hung_engine_is_noticed(position: int) -> None:
-    async with cluster(stall_s=0.2, health_timeout_s=0.2) as it:
+    async with cluster(stall_s=0.2, health_timeout_s=1.0) as it:
         whole = _no_time(_told(await it.post(CHAT, BODIES[CHAT])))
         it.engines.hang_at = position
         assert _no_time(_told(await it.post(CHAT, BODIES[CHAT]))) == whole
@@ -250,7 +251,7 @@ async def test_an_engine_core_that_hangs_behind_a_healthy_server_is_noticed() ->
 @pytest.mark.asyncio
 async def test_a_hung_engine_core_is_noticed_by_requests_that_have_nothing_yet() -> None:
     mock = Mock(seen=[], is_healthy_while_hung=True)
-    async with cluster(mock=mock, stall_s=0.1, engine_stall_s=0.3, models_refresh_s=0.5) as it:
+    async with cluster(mock=mock, stall_s=0.1, engine_stall_s=0.6, models_refresh_s=0.5) as it:
         await it.get("/v1/models")
         it.engines.hung.add(it.ports[0])
         bodies = [BODIES[COMPLETIONS] | {"stream": stream} for stream in (False, False, True, True)]
@@ -320,11 +321,11 @@ class _Queueing(Mock):
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("mock", "num_tokens"),
-    [(Mock(interval_s=0.1), 20), (_Counting(interval_s=0.5), 4), (_WantsKey(interval_s=0.5), 4)],
+    [(Mock(interval_s=0.1), 40), (_Counting(interval_s=1.0), 4), (_WantsKey(interval_s=1.0), 4)],
     ids=["takes more", "counts", "wants a key"],
 )
 async def test_an_engine_that_is_slow_does_not_hang(mock: Mock, num_tokens: int) -> None:
-    async with cluster(num_engines=1, mock=mock, stall_s=0.1, engine_stall_s=0.3) as it:
+    async with cluster(num_engines=1, mock=mock, stall_s=0.1, engine_stall_s=1.2) as it:
         body = BODIES[COMPLETIONS] | {"stream": False, "max_tokens": num_tokens}
         assert (await it.post(COMPLETIONS, body, {"Authorization": "Bearer key"})).status == 200
         assert not next(iter(it.gateway.backends)).is_avoided
@@ -333,10 +334,24 @@ async def test_an_engine_that_is_slow_does_not_hang(mock: Mock, num_tokens: int)
 @pytest.mark.asyncio
 async def test_an_engine_whose_queue_is_long_does_not_hang() -> None:
     """The gateway's own question waits in it, for longer than is waited for its answer."""
-    async with cluster(num_engines=1, mock=_Queueing(interval_s=0.1), stall_s=0.1, engine_stall_s=0.3) as it:
+    async with cluster(num_engines=1, mock=_Queueing(interval_s=0.15), stall_s=0.1, engine_stall_s=1.2) as it:
         body = BODIES[COMPLETIONS] | {"stream": False}
-        replies = await asyncio.gather(*(it.post(COMPLETIONS, body) for _ in range(8)))
+        replies = await asyncio.gather(*(it.post(COMPLETIONS, body) for _ in range(12)))
         assert {reply.status for reply in replies} == {200}
+
+
+@pytest.mark.asyncio
+async def test_a_gateway_that_stands_still_holds_nobody_else_for_silent() -> None:
+    mock = Mock(interval_s=0.05, is_healthy_while_hung=True)
+    async with cluster(num_engines=1, mock=mock, stall_s=0.1, engine_stall_s=0.4, read_timeout_s=0.5) as it:
+        body = BODIES[COMPLETIONS] | {"max_tokens": 30}
+        streams = [asyncio.create_task(it.post(COMPLETIONS, body)) for _ in range(9)]
+        await until(lambda: sum(call.is_stream for call in it.gateway.upstream.calls) == 9)
+        for _ in range(3):
+            time.sleep(0.8)  # noqa: ASYNC251 - nothing runs meanwhile
+            await asyncio.sleep(0.1)
+        assert all(reply.events for reply in await asyncio.gather(*streams))
+        assert not next(iter(it.gateway.backends)).is_avoided
 
 
 @pytest.mark.asyncio

@@ -247,7 +247,7 @@ class FakeAgent:
             self.completed.append(method)
 
 
-async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Wait for `condition`; fails after `seconds`."""
     for _ in range(int(seconds / 0.005)):
         if condition():

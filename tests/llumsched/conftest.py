@@ -97,7 +97,7 @@ async def start(*arguments: str) -> asyncio.subprocess.Process:
 
 async def finish(process: asyncio.subprocess.Process) -> Done:
     try:
-        out, err = await asyncio.wait_for(process.communicate(), 20)
+        out, err = await asyncio.wait_for(process.communicate(), 120)
     finally:
         if process.returncode is None:
             process.kill()

@@ -93,6 +93,12 @@ async def until(condition: Callable[[], object]) -> None:
     raise AssertionError("it never came true")
 
 
+async def turns() -> None:
+    """Enough of the loop's for what is ready by now, and for what follows from it."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
 @dataclass
 class Scripted(Mock):
     """Answers with these events, and its connection breaks."""
@@ -119,9 +125,9 @@ async def engine(mock: Mock) -> AsyncIterator[tuple[int, web.Server[web.BaseRequ
         yield listener.sockets[0].getsockname()[1], server, listener
     finally:
         listener.close()
-        await asyncio.sleep(0.02)  # what was accepted just now becomes a connection
+        await turns()  # what was accepted just now becomes a connection
         await server.shutdown(0)
-        await asyncio.sleep(0.02)  # transports close their sockets on the loop's next turns
+        await turns()  # transports close their sockets
 
 
 @asynccontextmanager
@@ -138,6 +144,7 @@ async def cluster(*, num_engines: int = 2, mock: Mock | None = None, **settings:
             "scheduling_policy": "round-robin",
             "backend_endpoints": tuple(Address("127.0.0.1", port) for port in ports),
             "access_log": AccessLog.OFF,
+            "connect_timeout_s": DEADLINE_S,
             "shutdown_timeout_s": 5.0,
         }
         gateway = await stack.enter_async_context(Gateway(Config(**defaults | settings)))

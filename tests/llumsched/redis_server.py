@@ -37,7 +37,7 @@ class RedisServer:
         self._process = await asyncio.create_subprocess_exec(
             program, *options, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL
         )
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 try:
                     _, writer = await asyncio.open_connection("127.0.0.1", self.port)

@@ -186,7 +186,7 @@ async def test_both_ends_unreachable_are_both_named(llumnix: Llumnix, unused_tcp
 async def test_a_source_that_dies_in_the_middle(source: Instance, destination: Instance) -> None:
     source.agent.go.clear()
     process = await start(*between(source, destination), "--all")
-    await asyncio.wait_for(source.agent.copying.wait(), 10)
+    await asyncio.wait_for(source.agent.copying.wait(), 60)
     await source.server.stop(grace_s=0)
     done = await finish(process)
     assert done.code == 5
@@ -229,7 +229,7 @@ async def interrupted(source: Instance, arguments: list[str]) -> Done:
     process = await start(*arguments)
     stream = process.stdout if "--json" in arguments else process.stderr
     assert stream is not None
-    first = await asyncio.wait_for(stream.readline(), 10)
+    first = await asyncio.wait_for(stream.readline(), 60)
     process.send_signal(signal.SIGINT)
     done = await finish(process)
     if "--json" in arguments:

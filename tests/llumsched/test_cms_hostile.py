@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ async def begin(stub: Any, **fields: Any) -> Any:
 
 
 async def ending(call: Any) -> tuple[grpc.StatusCode, str]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         return await call.code(), await call.details()
 
 
@@ -201,7 +202,8 @@ async def test_a_flood_is_slowed_and_disturbs_nobody(
     report: Callable[[int], InstanceReport],
 ) -> None:
     monkeypatch.setattr(allowance_module, limit, per_s)
-    flood, seconds, taken = await begin(stub), 1.5, Changes("a")
+    began_s = time.monotonic()
+    flood, taken = await begin(stub), Changes("a")
     store.view.observe(taken)
 
     async def write() -> None:
@@ -215,15 +217,15 @@ async def test_a_flood_is_slowed_and_disturbs_nobody(
     flooding = [asyncio.create_task(write()), asyncio.create_task(read())]
     async with SimulatedCluster(1, str(store.address)) as cluster:
         await until(lambda: "sim-0" in store.view)
-        await asyncio.sleep(seconds)
+        await until(lambda: taken.number > 80)
         await cluster[0].submit(30, 4).done()
         await until(
             lambda: (seen := store.view["sim-0"].status) is not None and seen.update_id == cluster[0].engine.update_id
         )
-        number = taken.number
+        number, seconds = taken.number, time.monotonic() - began_s
     await end(*flooding)
-    # A second's worth at once, then the rate; how long it went on depends on the machine, not by much.
-    assert 40 <= number < 50 * (seconds + 10)
+    # A second's worth at once, then the rate.
+    assert number < 50 * (seconds + 1) + 2
 
 
 async def test_what_a_report_costs_is_counted_in_time() -> None:

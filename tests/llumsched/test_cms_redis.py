@@ -38,9 +38,9 @@ async def redis(server: RedisServer) -> AsyncIterator[Any]:
 
 @pytest_asyncio.fixture
 async def store(server: RedisServer) -> AsyncIterator[RedisStore]:
-    following = RedisStore(server.url, patience=Patience(silent_s=3, cut_s=1))
+    following = RedisStore(server.url, patience=Patience(silent_s=6, cut_s=1))
     await following.start()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await following.complete.wait()
     yield following
     await following.close()
@@ -60,7 +60,7 @@ def status(name: str, update_id: int = 1, **fields: Any) -> bytes:
 async def test_the_layout(server: RedisServer, redis: Any) -> None:
     async with SimulatedCluster(1, server.url) as cluster:
         key = "llumnix:instance_metadata:sim-0"
-        for _ in range(500):
+        for _ in range(6000):
             if await redis.exists("llumnix:instance_status:sim-0"):
                 break
             await asyncio.sleep(0.01)
@@ -72,7 +72,7 @@ async def test_the_layout(server: RedisServer, redis: Any) -> None:
 
 async def test_a_leaving_life_does_not_take_the_next_with_it(server: RedisServer, redis: Any) -> None:
     async with SimulatedCluster(1, server.url) as cluster:
-        for _ in range(500):
+        for _ in range(6000):
             if await redis.exists("llumnix:instance_status:sim-0"):
                 break
             await asyncio.sleep(0.01)
@@ -100,7 +100,7 @@ async def test_a_missed_message_is_made_good_by_a_scan(
     await redis.set("llumnix:instance_metadata:x", metadata("x"))
     await redis.set("llumnix:instance_status:x", status("x"))
     await until(lambda: "x" in store.view and store.view["x"].status is not None)
-    await until(lambda: "x" not in store.view, 8)  # it repeats nothing
+    await until(lambda: "x" not in store.view)  # it repeats nothing
 
 
 async def test_rubbish_is_refused_and_said_once(
@@ -128,14 +128,14 @@ async def test_a_server_that_stands_still(store: RedisStore, server: RedisServer
         await until(lambda: "sim-0" in store.view)
         server.signal(signal.SIGSTOP)
         try:
-            await until(lambda: not store.view.connected, 15)
+            await until(lambda: not store.view.connected)
             assert "sim-0" in store.view
             assert store.view.age_s > 0
         finally:
             server.signal(signal.SIGCONT)
-        await until(lambda: store.view.connected, 15)
+        await until(lambda: store.view.connected)
         before = store.view["sim-0"].received_s
-        await until(lambda: store.view["sim-0"].received_s > before, 10)
+        await until(lambda: store.view["sim-0"].received_s > before)
 
 
 async def test_a_wrong_password_is_a_problem_not_a_crash() -> None:

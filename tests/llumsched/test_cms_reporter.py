@@ -72,7 +72,7 @@ async def stuck() -> AsyncIterator[str]:
 
 
 async def end(reporter: Reporter, running: asyncio.Task[None]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await reporter.leave()
         await finished(running)
 
@@ -92,7 +92,7 @@ async def test_changes_are_coalesced_into_the_newest(store: EmbeddedStore) -> No
 
     thread = threading.Thread(target=change)
     thread.start()
-    await until(lambda: seen.statuses[-1].update_id == changes, 20)
+    await until(lambda: seen.statuses[-1].update_id == changes)
     thread.join()
     elapsed_s = time.monotonic() - began
     assert load.asked - pushed_before <= elapsed_s / GrpcLink.min_interval_s + 2
@@ -103,20 +103,20 @@ async def test_changes_are_coalesced_into_the_newest(store: EmbeddedStore) -> No
     assert not store.view
 
 
-async def test_the_first_change_after_a_pause_goes_out_at_once(store: EmbeddedStore) -> None:
+async def test_the_first_change_after_a_pause_goes_out_at_once(
+    store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for no timer that looks now and then."""
+    monkeypatch.setattr(reporter_module, "_TICK_S", 3600.0)
     load, seen = Load(), Seen()
     store.view.observe(seen)
     reporter = Reporter(str(store.address), load.metadata, load.status)
     running = asyncio.create_task(reporter.run())
-    delays = []
     for update_id in range(1, 8):
         await asyncio.sleep(0.05)
-        load.update_id, began = update_id, time.monotonic()
+        load.update_id = update_id
         reporter.changed()
         await until(lambda wanted=update_id: seen.statuses and seen.statuses[-1].update_id == wanted)  # type: ignore[misc]
-        delays.append(time.monotonic() - began)
-    # The fastest, for this machine may be busy: nothing in the way of one waits for a timer of a quarter of a second.
-    assert min(delays) < 0.1
     await end(reporter, running)
 
 
@@ -131,7 +131,7 @@ async def test_the_clock_is_set_back(store: EmbeddedStore, monkeypatch: pytest.M
 async def test_a_stuck_cms_holds_nothing_up(
     store: EmbeddedStore, stuck: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(reporter_module, "PUSH_DEADLINE_S", 0.3)
+    monkeypatch.setattr(reporter_module, "PUSH_DEADLINE_S", 1.0)
     load = Load()
     reporter = Reporter(f"{stuck}, {store.address}", load.metadata, load.status)
     running = asyncio.create_task(reporter.run())
@@ -139,9 +139,11 @@ async def test_a_stuck_cms_holds_nothing_up(
     for _ in range(100):
         load.update_id += 1
         reporter.changed()
-    await until(lambda: (status := store.view["a"].status) is not None and status.update_id == 100)
+    await until(
+        lambda: "a" in store.view and (status := store.view["a"].status) is not None and status.update_id == 100
+    )
     await until(lambda: f"The CMS at {stuck} does not listen" in caplog.text)
-    assert reporter.connected == {stuck: False, str(store.address): True}
+    await until(lambda: reporter.connected == {stuck: False, str(store.address): True})
     await end(reporter, running)
     assert not store.view
 
@@ -160,7 +162,7 @@ async def test_a_cms_that_stops_reading_is_given_up(monkeypatch: pytest.MonkeyPa
     running = asyncio.create_task(reporter.run())
     await until(lambda: reporter.connected[str(store.address)])
     pushed = load.asked
-    for _ in range(400):
+    for _ in range(6000):
         load.update_id += 1
         reporter.changed()
         if not reporter.connected[str(store.address)]:
@@ -181,19 +183,18 @@ async def test_a_cms_that_comes_later(unused_tcp_port: int) -> None:
     await asyncio.sleep(0.5)
     store = EmbeddedStore("127.0.0.1", unused_tcp_port)
     await store.start()
-    await until(lambda: "a" in store.view, 10)
+    await until(lambda: "a" in store.view)
     await end(reporter, running)
     await store.close()
 
 
-async def test_leaving_a_stuck_cms_is_soon_done(stuck: str) -> None:
+async def test_leaving_a_stuck_cms_is_soon_done(stuck: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporter_module, "PUSH_DEADLINE_S", 3600.0)
     load = Load()
     reporter = Reporter(stuck, load.metadata, load.status)
     running = asyncio.create_task(reporter.run())
     await asyncio.sleep(0.1)
-    began = time.monotonic()
     await end(reporter, running)
-    assert time.monotonic() - began < reporter_module.LEAVE_S + 2
 
 
 async def test_a_status_that_cannot_be_had(store: EmbeddedStore, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -18,7 +19,7 @@ from benchmarks.mock_api import Mock
 from llumlet.types import Address
 from llumsched.gateway import scheduler_client
 from llumsched.gateway.config import Config
-from llumsched.gateway.scheduled import _PREFILL_REPORT_S
+from llumsched.gateway.scheduled import _PREFILL_REPORT_S, Scheduled
 from llumsched.gateway.scheduler_client import SchedulerClient
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
 from llumsched.scheduling.policy import Mode, load_policy
@@ -26,6 +27,12 @@ from tests.llumsched.gateway_support import DEADLINE_S, Cluster, cluster, engine
 
 COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {"model": "mock", "prompt": [1, 2, 3, 4, 5], "max_tokens": 4}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it would be after three seconds in which the machine was busy with something else."""
+    monkeypatch.setattr(scheduler_client, "_SHORT", aiohttp.ClientTimeout(DEADLINE_S))
 
 
 @dataclass
@@ -43,6 +50,10 @@ class MockScheduler:
 
     def of(self, path: str) -> list[Any]:
         return [body for called, body in self.calls if called == path]
+
+    @property
+    def reports(self) -> list[Any]:
+        return [report for batch in self.of("/report") for report in batch]
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         body = json.loads(await request.read() or b"null")
@@ -80,6 +91,7 @@ async def scheduled_by(number: int, **settings: Any) -> AsyncIterator[tuple[Clus
             "scheduling_policy": "load-balance",
             "scheduler_endpoints": tuple(Address("127.0.0.1", port) for port, _, _ in servers),
             "backend_endpoints": (),
+            "schedule_timeout_s": DEADLINE_S,
             "wait_scheduling_retry_interval_s": 0.05,
         }
         it = await stack.enter_async_context(cluster(**defaults | settings))
@@ -114,32 +126,28 @@ async def test_lite_mode_reports_and_releases() -> None:
     settings = {"full_mode": False, "requests_report_duration_s": 0.05, "mock": Mock(interval_s=0.05)}
     async with scheduled(**settings) as (it, scheduler):
 
-        def reports(kind: str) -> list[Any]:
-            return [report for batch in scheduler.of("/report") for report in batch if report["kind"] == kind]
-
         def counts() -> list[int]:
-            return [report["num_tokens"] for report in reports("state_update") if report["id"] == "s"]
+            return [report["num_tokens"] for report in scheduler.reports if report["kind"] == "state_update"]
 
         body = BODY | {"stream": True, "max_tokens": 4000}
         asked = asyncio.create_task(it.post(COMPLETIONS, body, {"X-Request-Id": "s"}))
         await until(lambda: len(set(counts())) > 4)
         asked.cancel()
         await until(lambda: len(scheduler.of("/release")) == 1)
-        await it.post(COMPLETIONS, BODY)
-        await until(lambda: len(scheduler.of("/release")) == 2)
-        (begun,) = reports("prefill_done")
-        assert (begun["id"], begun["num_tokens"]) == ("s", 5)
         assert counts() == sorted(counts())
         assert counts()[0] >= 5
-        assert {report["instance_id"] for report in reports("state_update")} <= {f"engine-{port}" for port in it.ports}
+        await it.post(COMPLETIONS, BODY)
+        await until(lambda: len(scheduler.of("/release")) == 2)
+        (begun,) = (report for report in scheduler.reports if report["kind"] == "prefill_done")
+        assert (begun["id"], begun["num_tokens"]) == ("s", 5)
+        assert {report["instance_id"] for report in scheduler.reports} <= {f"engine-{port}" for port in it.ports}
         released = scheduler.of("/release")[0]
         assert (released["id"], len(released["scheduling_result"])) == ("s", 1)
 
 
 @pytest.mark.asyncio
-async def test_what_a_scheduler_is_told_does_not_overtake_what_was_told_before(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_a_scheduler_is_told_does_not_overtake_what_was_told_before() -> None:
     """What waits meanwhile is told as it is by then, and not at all if it is over."""
-    monkeypatch.setattr(scheduler_client, "_SHORT", aiohttp.ClientTimeout(DEADLINE_S))
     scheduler = MockScheduler(may_be_told=(may_be_told := asyncio.Event()))
     async with engine(scheduler) as (port, _, _), aiohttp.ClientSession() as session:  # type: ignore[arg-type]
         address = Address("127.0.0.1", port)
@@ -213,22 +221,30 @@ async def test_the_scheduler_is_told_which_instances_hang() -> None:
 
 
 @pytest.mark.asyncio
-async def test_waiting_for_an_instance_is_bounded_in_time_and_number() -> None:
-    async with scheduled(wait_scheduling_timeout_s=0.5, max_queue_size=3) as (it, scheduler):
+async def test_waiting_for_an_instance_is_bounded_in_number() -> None:
+    async with scheduled(wait_scheduling_timeout_s=DEADLINE_S, max_queue_size=3) as (it, scheduler):
         scheduler.status = 429
-        replies = await asyncio.gather(*(it.post(COMPLETIONS, BODY) for _ in range(6)))
-        assert sorted(reply.status for reply in replies) == [429] * 3 + [503] * 3
-        assert all(reply.headers["Retry-After"] == "1" for reply in replies)
-        waiting = asyncio.create_task(it.post(COMPLETIONS, BODY))
-        await until(lambda: it.gateway.placement.num_waiting)
+        asked = [asyncio.create_task(it.post(COMPLETIONS, BODY)) for _ in range(6)]
+        await until(lambda: sum(one.done() for one in asked) == 3)
+        refused = [one.result() for one in asked if one.done()]
+        assert [(reply.status, reply.headers["Retry-After"]) for reply in refused] == [(429, "1")] * 3
+        assert it.gateway.placement.num_waiting == 3
         scheduler.status = 200
-        assert (await waiting).status == 200
+        assert sorted(reply.status for reply in await asyncio.gather(*asked)) == [200] * 3 + [429] * 3
+
+
+@pytest.mark.asyncio
+async def test_waiting_for_an_instance_is_bounded_in_time() -> None:
+    async with scheduled(wait_scheduling_timeout_s=0.5) as (it, scheduler):
+        scheduler.status = 429
+        reply = await it.post(COMPLETIONS, BODY)
+        assert (reply.status, reply.headers["Retry-After"]) == (503, "1")
 
 
 @pytest.mark.asyncio
 async def test_a_burst_that_an_idle_cluster_takes_does_not_wait() -> None:
     """However many ask the scheduler at the same time."""
-    async with scheduled(max_queue_size=2, schedule_timeout_s=30.0) as (it, scheduler):
+    async with scheduled(max_queue_size=2) as (it, scheduler):
         scheduler.may_place = asyncio.Event()
         burst = [asyncio.create_task(it.post(COMPLETIONS, BODY)) for _ in range(10)]
         await until(lambda: len(scheduler.of("/schedule")) == 10 or any(one.done() for one in burst))
@@ -239,9 +255,12 @@ async def test_a_burst_that_an_idle_cluster_takes_does_not_wait() -> None:
 
 @pytest.mark.asyncio
 async def test_requests_beyond_the_limit_are_refused_at_once() -> None:
-    async with cluster(mock=Mock(interval_s=0.1), max_requests=2) as it:
-        replies = await asyncio.gather(*(it.post(COMPLETIONS, BODY) for _ in range(5)))
-        assert sorted(reply.status for reply in replies) == [200, 200, 429, 429, 429]
+    async with scheduled(max_requests=2) as (it, scheduler):
+        scheduler.may_place = asyncio.Event()
+        asked = [asyncio.create_task(it.post(COMPLETIONS, BODY)) for _ in range(5)]
+        await until(lambda: sum(one.done() for one in asked) == 3)
+        scheduler.may_place.set()
+        assert sorted(reply.status for reply in await asyncio.gather(*asked)) == [200, 200, 429, 429, 429]
         assert (await it.post(COMPLETIONS, BODY)).status == 200
 
 
@@ -255,22 +274,32 @@ async def test_an_unknown_model_is_the_schedulers_to_say() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("trouble", ["hangs", "status"])
-async def test_without_its_scheduler_requests_go_round_what_is_known(trouble: str) -> None:
-    async with scheduled(schedule_timeout_s=0.6) as (it, scheduler):
+async def test_without_its_scheduler_requests_go_round_what_is_known(
+    trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(scheduler_client, "time", SimpleNamespace(monotonic=lambda: now_s))
+    async with scheduled() as (it, scheduler):
         for _ in range(2):
             await it.post(COMPLETIONS, BODY)
         setattr(scheduler, trouble, {"hangs": True, "status": 500}[trouble])
+        _answers_within(it, 0.3)
         for _ in range(6):
             assert (await it.post(COMPLETIONS, BODY)).status == 200
         assert len(scheduler.of("/schedule")) == 3  # it is not asked again by everyone
         assert b'request_fallback_total{model="mock",status_code="200"} 6.0' in (await it.get("/metrics")).content
         setattr(scheduler, trouble, {"hangs": False, "status": 200}[trouble])
-        for _ in range(300):
+        _answers_within(it, DEADLINE_S)
+        now_s += scheduler_client._AWAY_S
+        for _ in range(2):
             assert (await it.post(COMPLETIONS, BODY)).status == 200
-            if len(scheduler.of("/schedule")) > 4:
-                return
-            await asyncio.sleep(0.02)
-        raise AssertionError("it is not asked again")
+        assert len(scheduler.of("/schedule")) == 5
+
+
+def _answers_within(it: Cluster, limit_s: float) -> None:
+    """How long the gateway waits for the scheduler from now on."""
+    assert isinstance(it.gateway.placement, Scheduled)
+    it.gateway.placement._client._timeout_s = limit_s
 
 
 @pytest.mark.asyncio
@@ -290,18 +319,17 @@ async def test_all_who_find_the_first_scheduler_away_ask_the_next() -> None:
 async def test_a_place_is_reported_and_released_where_it_was_given() -> None:
     settings = {"full_mode": False, "requests_report_duration_s": 0.05, "mock": Mock(interval_s=0.05)}
     async with scheduled_by(2, **settings) as (it, (first, second)):
-        body = BODY | {"stream": True, "max_tokens": 20}
+        body = BODY | {"stream": True, "max_tokens": 4000}
         before = asyncio.create_task(it.post(COMPLETIONS, body, {"X-Request-Id": "before"}))
         await until(lambda: it.engines.answering)
         first.status = 500
-        await it.post(COMPLETIONS, body, {"X-Request-Id": "after"})
-        await before
-        for scheduler, own in ((first, "before"), (second, "after")):
+        after = asyncio.create_task(it.post(COMPLETIONS, body, {"X-Request-Id": "after"}))
+        for scheduler, stream, own in ((first, before, "before"), (second, after, "after")):
+            await until(lambda scheduler=scheduler: len({report["kind"] for report in scheduler.reports}) == 2)
+            stream.cancel()
             await until(lambda scheduler=scheduler: scheduler.of("/release"))
             assert [released["id"] for released in scheduler.of("/release")] == [own]
-            reports = [report for batch in scheduler.of("/report") for report in batch]
-            assert {report["kind"] for report in reports} == {"prefill_done", "state_update"}
-            assert {report["id"] for report in reports} == {own}
+            assert {report["id"] for report in scheduler.reports} == {own}
 
 
 @pytest.mark.asyncio
@@ -343,9 +371,10 @@ async def test_a_place_that_comes_when_its_client_has_left_is_released() -> None
 
 @pytest.mark.asyncio
 async def test_a_place_that_comes_too_late_is_released() -> None:
-    async with scheduled(schedule_timeout_s=0.6) as (it, scheduler):
+    async with scheduled() as (it, scheduler):
         await it.post(COMPLETIONS, BODY)
         scheduler.may_place = asyncio.Event()
+        _answers_within(it, 0.6)
         assert (await it.post(COMPLETIONS, BODY, {"X-Request-Id": "late"})).status == 200
         assert not scheduler.of("/release")
         scheduler.may_place.set()
@@ -362,7 +391,8 @@ async def _real(it_engines: Mock, **settings: Any) -> AsyncIterator[tuple[Cluste
         try:
             await until(lambda: len(scheduler.view) == 2)
             address = (Address("127.0.0.1", scheduler.port),)
-            defaults = {"scheduling_policy": "load-balance", "backend_endpoints": (), "full_mode": False}
+            defaults: dict[str, Any] = {"scheduling_policy": "load-balance", "backend_endpoints": ()}
+            defaults |= {"full_mode": False, "schedule_timeout_s": DEADLINE_S}
             async with cluster(
                 num_engines=0, mock=it_engines, scheduler_endpoints=address, **defaults | settings
             ) as it:

@@ -19,12 +19,12 @@ async def test_it_balances_what_reports_to_the_scheduler() -> None:
     config = SchedulerConfig(policy, "127.0.0.1", 0, "listen://127.0.0.1:0", rescheduling=Config())
     running = await serve(config)
     try:
-        async with SimulatedCluster(3, str(running.store.address), model=EngineModel(speed=0.3)) as cluster:
+        async with SimulatedCluster(3, str(running.store.address), model=EngineModel(speed=0.05)) as cluster:
             for number in range(15):
                 cluster[0].submit(200 + number, 1000)
-            await until(lambda: all(len(one.engine.requests) > 2 for one in cluster.instances.values()), 20)
+            await until(lambda: all(len(one.engine.requests) > 2 for one in cluster.instances.values()))
             url = f"http://127.0.0.1:{running.port}"
-            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(5)) as client:
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as client:
                 async with client.get(f"{url}/debug/rescheduling") as answer:
                     shown = await answer.json()
                 async with client.get(f"{url}/metrics") as answer:

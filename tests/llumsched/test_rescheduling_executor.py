@@ -76,7 +76,7 @@ def move(
 async def decoding(world: World, *lengths: int) -> list[SimulatedRequest]:
     """Requests of these lengths on sim-0, all past their prefill."""
     requests = [world.cluster[0].submit(length, 500) for length in lengths]
-    await until(lambda: all(request.output for request in requests), 20)
+    await until(lambda: all(request.output for request in requests))
     world.refresh()
     return requests
 

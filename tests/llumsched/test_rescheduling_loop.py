@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -23,7 +24,7 @@ from tests.llumsched.rescheduling_cluster import instance
 
 pytestmark = pytest.mark.asyncio
 
-MODEL = EngineModel(speed=0.3, num_blocks=1024)
+MODEL = EngineModel(speed=0.1, num_blocks=1024)
 """Of 16,384 tokens; a request decodes for longer than a test lasts."""
 
 
@@ -52,7 +53,7 @@ def used(one: SimulatedInstance) -> float:
 
 async def load(one: SimulatedInstance, num_requests: int, length: int = 300) -> None:
     requests = [one.submit(length + 7 * number, 1000) for number in range(num_requests)]
-    await until(lambda: all(request.output for request in requests), 20)
+    await until(lambda: all(request.output for request in requests))
 
 
 async def test_defaults_even_out_a_skewed_cluster(store: EmbeddedStore) -> None:
@@ -60,7 +61,7 @@ async def test_defaults_even_out_a_skewed_cluster(store: EmbeddedStore) -> None:
         await load(cluster[0], 24)
         assert used(cluster[0]) > 0.5
         async with rescheduling(store.view) as rescheduler:
-            await until(lambda: max(map(used, cluster.instances.values())) < 0.25, 20)
+            await until(lambda: max(map(used, cluster.instances.values())) < 0.25)
         assert all(used(one) > 0.05 for one in cluster.instances.values())
         hops = [len(request.moved_through) for request in cluster[0].requests.values()]
         assert max(hops) == 1, "nobody moves twice"
@@ -73,7 +74,7 @@ async def test_a_new_empty_instance_fills(store: EmbeddedStore) -> None:
         for one in list(cluster.instances.values()):
             await load(one, 16)
         new = await cluster.add()
-        await until(lambda: used(new) > 0.2, 20)
+        await until(lambda: used(new) > 0.2)
 
 
 async def test_an_instance_that_closes_is_emptied_over_all_others(store: EmbeddedStore) -> None:
@@ -81,7 +82,7 @@ async def test_an_instance_that_closes_is_emptied_over_all_others(store: Embedde
         await load(cluster[0], 8, 40)
         cluster[0].agent.schedulable = False
         cluster[0].engine.note_change()
-        await until(lambda: not cluster[0].engine.requests, 20)
+        await until(lambda: not cluster[0].engine.requests)
         assert all(one.engine.requests for one in list(cluster.instances.values())[1:])
         assert {record.move.policy for record in rescheduler.records.moves if record.num_moved} >= {"neutral_failover"}
 
@@ -91,20 +92,20 @@ async def test_a_destination_that_refuses_is_passed_over(store: EmbeddedStore) -
         cluster[1].agent.refusals["reserve"] = Reason.DESTINATION_FULL
         await load(cluster[0], 12)
         async with rescheduling(store.view) as rescheduler:
-            await until(lambda: used(cluster[2]) > 0.1, 20)
+            await until(lambda: used(cluster[2]) > 0.1)
         refused = [record for record in rescheduler.records.moves if record.refusals]
         assert len(refused) == 1, "and then it is left alone"
         assert refused[0].outcome is Outcome.STAYED
 
 
 async def test_a_hanging_source_holds_up_nobody(store: EmbeddedStore) -> None:
-    config = Config(grpc_timeout_s=30.0)
+    config = Config(grpc_timeout_s=300.0)
     async with cluster_of(store, 4) as cluster:
         for number in (0, 1):
             await load(cluster[number], 12)
-        cluster[0].agent.delays["list_requests"] = 30.0
+        cluster[0].agent.delays["list_requests"] = 300.0
         async with rescheduling(store.view, config) as rescheduler:
-            await until(lambda: used(cluster[1]) < 0.25, 10)
+            await until(lambda: used(cluster[1]) < 0.25)
             assert any(record.outcome is Outcome.OPEN for record in rescheduler.records.moves)
 
 
@@ -131,14 +132,14 @@ async def test_the_interval_is_the_upper_bound_and_load_wakes_earlier() -> None:
 
 
 async def test_many_changes_make_few_passes() -> None:
-    view = View()
+    view, began_s = View(), time.monotonic()
     async with rescheduling(view, Config(debounce_ms=50)) as rescheduler:
         for number in range(100):
             one = instance("a", (number % 10) / 10, incarnation="x", update_id=number + 1)
             view.put_metadata(one.metadata)
             view.put_status(one.status)
             await asyncio.sleep(0.002)
-        assert len(rescheduler.records.passes) < 20
+        assert len(rescheduler.records.passes) <= (time.monotonic() - began_s) / 0.05 + 2
 
 
 async def test_a_lost_store_is_not_planned_with() -> None:

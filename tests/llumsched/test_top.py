@@ -29,7 +29,7 @@ from llumsched.top import rows
 from llumsched.top.app import TopApp
 from llumsched.top.source import Snapshot, Source
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 MOVE = {
     "number": 7, "policy": "neutral_load", "source": "sim-0", "destination": "sim-1", "began_s": 0.0,
     "outcome": "stayed", "seconds": 0.25, "num_selected": 2, "num_moved": 1, "moved_tokens": 1234,

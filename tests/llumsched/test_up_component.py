@@ -104,6 +104,6 @@ async def test_asked_to_stop_while_it_starts_it_stops() -> None:
     await asyncio.sleep(0)
     component.ask_to_stop(5.0)
     await start
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert await component.wait_ended() < 0
     assert not component.running

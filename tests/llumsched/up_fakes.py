@@ -77,7 +77,7 @@ def up(journal: Path, ports: list[str], options: list[str]) -> int:
 
     names = ["scheduler", "gateway", *(f"engine-{i}" for i in range(len(ports) - 2))]
     scheduler, gateway, *engines = map(spec, names, ports)
-    plan = Plan(scheduler, gateway, tuple(engines), url(ports[1]), MODEL, "all of it is ready", drain_s=30.0)
+    plan = Plan(scheduler, gateway, tuple(engines), url(ports[1]), MODEL, "all of it is ready", drain_s=600.0)
     screen = Screen(sys.stdout, names, colour=False)
 
     async def run() -> int:

@@ -77,7 +77,7 @@ async def _process(*arguments: str) -> Any:
     port = free_port()
     process = await start("gateway", "--host", "127.0.0.1", "--port", str(port), *arguments)
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
-        deadline_s = time.monotonic() + 40
+        deadline_s = time.monotonic() + 120
         while True:
             try:
                 async with client.get("/healthz") as answer:

@@ -19,6 +19,7 @@ from llumsched.gateway.connection import Connection, State
 from llumsched.gateway.errors import StreamLost
 from llumsched.gateway.sse import EventStream
 from llumsched.gateway.upstream import Upstream, request_head
+from tests.llumsched.gateway_support import turns
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX-A: b\r\n\r\n"
 ANSWERS = {
@@ -188,7 +189,7 @@ async def _server(answer: Callable[[asyncio.StreamWriter, int], None]) -> AsyncI
         server.close()
         for writer in writers:
             writer.close()
-        await asyncio.sleep(0.02)  # transports close their sockets on the loop's next turns
+        await turns()  # transports close their sockets
 
 
 @pytest.mark.asyncio

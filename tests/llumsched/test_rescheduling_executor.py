@@ -199,12 +199,13 @@ async def test_source_that_is_gone_or_refuses_fails_and_is_avoided(world: World)
 async def test_calls_to_one_source_are_limited(world: World) -> None:
     world.executor.config = replace(world.config, connection_pool_size=2)
     agent = world.cluster[0].agent
-    agent.delays["migrate"] = 0.2
+    agent.delays["migrate"] = 5.0
     await decoding(world, 30)
     world.executor.start([move(value=1) for _ in range(5)])
     await until(lambda: agent.calls.count("migrate") == 2)
     await asyncio.sleep(0.1)
     assert agent.calls.count("migrate") == 2
+    agent.delays["migrate"] = 0.0
     await until(lambda: world.executor.num_open == 0)
     assert agent.calls.count("migrate") == 5
 

@@ -151,7 +151,7 @@ async def test_keepalive_and_gauges(scheduler: RunningScheduler) -> None:
 async def test_engines_come_and_go() -> None:
     engine = Engine("m")
     await engine.start()
-    backends = Backends([engine.address], interval_s=0.01, timeout_s=1.0)
+    backends = Backends([engine.address], interval_s=0.01, timeout_s=60.0)
     await backends.start()
     try:
         (instance,) = backends.view.values()
@@ -175,7 +175,7 @@ async def test_engines_come_and_go() -> None:
 async def asked(engine: Engine, **settings: Any) -> list[str]:
     """The models that one round of questions finds."""
     await engine.start()
-    backends = Backends([engine.address], **settings)
+    backends = Backends([engine.address], timeout_s=60.0, **settings)
     try:
         await backends.start()
         return [model for instance in backends.view.values() for model in instance.metadata.served_models]
@@ -213,7 +213,7 @@ async def test_why_an_engine_is_not_used_is_said_once(
     engine = Engine()
     engine.status, engine.body = status, body
     await engine.start()
-    backends = Backends([engine.address], interval_s=0.001)
+    backends = Backends([engine.address], interval_s=0.001, timeout_s=60.0)
     await backends.start()
     try:
         await until(lambda: backends._backends[0].num_failures > 8)

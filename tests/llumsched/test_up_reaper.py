@@ -50,7 +50,7 @@ OWNER = textwrap.dedent(
 )
 
 
-def eventually(holds: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+def eventually(holds: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while not holds():
         if time.monotonic() > deadline:

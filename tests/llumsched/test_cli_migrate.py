@@ -198,7 +198,7 @@ async def test_watching_ends_at_its_timeout_but_the_moves_go_on(
     llumnix: Llumnix, source: Instance, destination: Instance
 ) -> None:
     source.agent.go.clear()
-    flags = ["--request", "chat-zzz", "--timeout", "1"]
+    flags = ["--request", "chat-zzz", "--timeout", "6"]
     done = await llumnix(*between(source, destination), *flags)
     assert done.code == 4
     assert "no answer before the deadline" in done.err

@@ -63,8 +63,8 @@ class Intake:
             logger.info("Instance %s has been started anew", known.id)
         elif known is None:
             logger.info("Instance %s has appeared", metadata.instance_id)
-        self.heard(metadata.instance_id)  # first: who is in the view has a deadline, even if an observer raises
         self._view.put_metadata(metadata)
+        self.heard(metadata.instance_id)
 
     def status(self, status: InstanceStatus, instance_id: str, incarnation: str, age_s: float = 0.0) -> bool:
         """False for a status that comes too late, or of an instance that is not there. Raises Refused."""
@@ -108,10 +108,7 @@ class Intake:
         self._swept_s = self._clock()
         while True:
             await asyncio.sleep(SWEEP_S)
-            try:
-                self.sweep()
-            except Exception:
-                logger.exception("A sweep failed")
+            self.sweep()
 
     def sweep(self) -> None:
         """Remove who fell silent. A sweep that comes late says that this process was held up, and heard nobody."""

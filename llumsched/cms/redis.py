@@ -74,7 +74,7 @@ class RedisStore:
                     await self._follow(client)
             except (RedisError, OSError) as error:
                 self._lost(str(error) or type(error).__name__)
-            except Exception as error:  # noqa: BLE001 - of an observer, say: a view that nobody feeds must not look alive
+            except Exception as error:  # noqa: BLE001 - whatever it is: a view that nobody feeds must not look alive
                 self._lost(f"{type(error).__name__}: {error}", error)
             await asyncio.sleep(self._retry_s * random.uniform(0.5, 1.5))
             self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)

@@ -7,12 +7,15 @@ observes it. Nothing here waits for the network: what is known may be old, and s
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from llumlet.types import Address, InstanceMetadata, InstanceStatus
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,8 @@ class View(Mapping[str, Instance]):
         self._clock = clock
         self._instances: dict[str, Instance] = {}
         self._observers: list[Observer] = []
+        self._faults: set[tuple[str, type[Exception]]] = set()
+        """Of observers, said once."""
         self.heard_s = clock()
         self.connected = True
         """Whether the store can be reached now, as far as is known."""
@@ -88,7 +93,7 @@ class View(Mapping[str, Instance]):
     def observe(self, observer: Observer) -> Callable[[], None]:
         """Tell `observer` of all instances there are, and of every change until the answer is called."""
         for instance in list(self._instances.values()):
-            observer.appeared(instance)
+            self._tell(observer.appeared, instance)
         self._observers.append(observer)
         return lambda: self._observers.remove(observer)
 
@@ -121,15 +126,22 @@ class View(Mapping[str, Instance]):
         gone = self._instances.pop(instance_id, None)
         if gone is not None:
             for observer in list(self._observers):
-                observer.left(gone)
+                self._tell(observer.left, gone)
 
     def _keep(self, instance: Instance, *, appeared: bool = False) -> None:
         self._instances[instance.id] = instance
         for observer in list(self._observers):
-            if appeared:
-                observer.appeared(instance)
-            else:
-                observer.changed(instance)
+            self._tell(observer.appeared if appeared else observer.changed, instance)
+
+    def _tell(self, hear: Callable[[Instance], None], instance: Instance) -> None:
+        """An observer that raises keeps neither the others from hearing of it, nor the store from going on."""
+        try:
+            hear(instance)
+        except Exception as error:
+            fault = getattr(hear, "__qualname__", repr(hear)), type(error)
+            if fault not in self._faults:
+                self._faults.add(fault)
+                logger.exception("%s of instance %s raised; not said again", fault[0], instance.id)
 
 
 def _without_time(metadata: InstanceMetadata) -> InstanceMetadata:

@@ -86,10 +86,7 @@ class Backends:
     async def _keep_asking(self, session: aiohttp.ClientSession, backend: _Backend) -> None:
         while True:
             await asyncio.sleep(self._interval_s)
-            try:
-                await self._ask(session, backend)
-            except Exception:  # noqa: BLE001 - of an observer, say
-                _log.exception("engine %s could not be asked", backend.address)
+            await self._ask(session, backend)
 
     async def _ask(self, session: aiohttp.ClientSession, backend: _Backend) -> None:
         try:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from llumlet.types import InstanceMetadata, InstanceStatus
 from llumsched.cms.view import Instance, View
 
@@ -22,6 +24,11 @@ class Heard:
 
     def left(self, instance: Instance) -> None:
         self._note("left", instance)
+
+
+class Deaf(Heard):
+    def _note(self, event: str, instance: Instance) -> None:
+        raise RuntimeError(f"of the test: {event}")
 
 
 def metadata(incarnation: str = "first", **fields: object) -> InstanceMetadata:
@@ -84,3 +91,17 @@ def test_a_status_without_an_instance_is_not_taken() -> None:
     view = View()
     assert not view.put_status(status(1))
     assert not view
+
+
+def test_an_observer_that_raises_is_said_once_and_keeps_nobody_from_hearing(caplog: pytest.LogCaptureFixture) -> None:
+    view, heard = View(), Heard()
+    view.observe(Deaf())
+    view.observe(heard)
+    view.put_metadata(metadata())
+    for update_id in range(3):
+        assert view.put_status(status(update_id))
+    view.remove("a")
+    assert [event for event, *_ in heard.events] == ["appeared", "changed", "changed", "changed", "left"]
+    assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == [
+        f"of the test: {event}" for event in ("appeared", "changed", "left")
+    ]

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real scheduler, which is the CMS too, and a real gateway around engines, for tests and benchmarks.
-
-Engines are started with `--llumlet-cms` and the address of `cms`; they may outlive the two.
-"""
+"""Real schedulers and a real gateway around engines, for tests and benchmarks. Engines may outlive them."""
 
 from __future__ import annotations
 
@@ -22,35 +19,37 @@ READY_SECONDS = 60.0
 
 
 class Control:
-    """Both run when it is made; `async with`, or `stop`, ends them."""
+    """All run when it is made; `async with`, or `stop`, ends them."""
 
     def __init__(
         self,
         logs: Path,
-        cms_port: int,
+        cms: str = "",
         *,
         model: Path | None = None,
-        scheduler: Sequence[str] = (),
+        schedulers: Sequence[Sequence[str]] = ((),),
         gateway: Sequence[str] = (),
         name: str = "",
     ) -> None:
-        """`model` is a directory with the tokenizer; `scheduler` and `gateway` are further arguments of theirs."""
-        scheduler_port, gateway_port = free_port(), free_port()
-        self.cms = f"127.0.0.1:{cms_port}"
-        self.scheduler_url = f"http://127.0.0.1:{scheduler_port}"
+        """`cms`: what the schedulers have as --cms, none in lite mode. `model` is a directory with the tokenizer;
+        `schedulers` and `gateway` are further arguments of each."""
+        addresses = [f"127.0.0.1:{free_port()}" for _ in schedulers]
+        gateway_port = free_port()
         self.gateway_url = f"http://127.0.0.1:{gateway_port}"
         tokenizer = [] if model is None else ["--tokenizer-path", f"{SERVED_NAME}={model}"]
-        commands = {
-            "scheduler": ["--port", str(scheduler_port), "--cms", f"listen://{self.cms}", *scheduler],
-            "gateway": ["--port", str(gateway_port), "--scheduler-endpoints", f"127.0.0.1:{scheduler_port}",
-                        *tokenizer, *gateway],
-        }  # fmt: skip
-        self._commands = [
-            Command.start(
-                part, [sys.executable, "-P", "-m", "llumsched.cli", part, *arguments], logs / f"{name}{part}.log"
-            )
-            for part, arguments in commands.items()
-        ]
+
+        def start(part: str, *arguments: str, log: str = "") -> Command:
+            command = [sys.executable, "-P", "-m", "llumsched.cli", part, *arguments]
+            return Command.start(part, command, logs / f"{name}{log or part}.log")
+
+        self.schedulers: list[Command] = []
+        """In the order in which the gateway asks them."""
+        for number, (address, arguments) in enumerate(zip(addresses, schedulers, strict=True)):
+            where = ["--port", address.rpartition(":")[2], *(["--cms", cms] if cms else [])]
+            self.schedulers.append(start("scheduler", *where, *arguments, log=f"scheduler{number or ''}"))
+        listen = ["--port", str(gateway_port), "--scheduler-endpoints", ",".join(addresses)]
+        self._gateway = start("gateway", *listen, *tokenizer, *gateway)
+        self._urls = [f"http://{address}" for address in addresses]
 
     async def __aenter__(self) -> Self:
         return self
@@ -61,8 +60,14 @@ class Control:
         await asyncio.to_thread(self.stop)
 
     def stop(self) -> None:
-        for command in reversed(self._commands):
+        for command in (self._gateway, *self.schedulers):
             command.stop()
+
+    @property
+    def scheduler_url(self) -> str:
+        """Of the first that lives."""
+        alive = (url for url, command in zip(self._urls, self.schedulers, strict=True) if command.alive())
+        return next(alive)
 
     async def knows(self, num_instances: int) -> None:
         """Until the scheduler knows of just so many instances that take requests, and the gateway of their model."""

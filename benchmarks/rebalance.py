@@ -124,7 +124,8 @@ async def preemptions(engines: Sequence[Server]) -> int:
 async def run(case: Case, outcome: Outcome, engines: Sequence[Server], cms_port: int, logs: Path,
               requests: Sequence[Arrival]) -> None:  # fmt: skip
     before = await preemptions(engines)
-    async with Control(logs, cms_port, scheduler=case.scheduler_arguments, name=f"{case.dispatch}-") as control:
+    cms = f"listen://127.0.0.1:{cms_port}"
+    async with Control(logs, cms, schedulers=[case.scheduler_arguments], name=f"{case.dispatch}-") as control:
         await control.knows(len(engines))
         for ttft_s, stream in await play(control.gateway_url, requests):
             outcome.ttft_ms.append(ttft_s * 1e3)

@@ -15,7 +15,7 @@ import os
 import signal
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,8 @@ class Cluster:
     def __init__(self, fleet: Fleet, model: Path, logs: Path) -> None:
         self._fleet = fleet
         self._model = model
-        cms_port = free_port()
-        self.cms = f"127.0.0.1:{cms_port}"
-        self.control = Control(logs, cms_port, model=model, scheduler=RESCHEDULING)
+        self.cms = f"127.0.0.1:{free_port()}"
+        self.control = Control(logs, f"listen://{self.cms}", model=model, schedulers=[RESCHEDULING])
         try:
             self.engines = self.add(2)
         except BaseException:
@@ -115,10 +114,10 @@ async def four_streams(cluster: Cluster) -> AsyncIterator[tuple[Client, list[Str
         yield client, streams, await home_of(cluster, streams[0])
 
 
-async def homes(cluster: Cluster, streams: list[Stream]) -> Counter[str]:
+async def homes(engines: Sequence[Server], streams: list[Stream]) -> Counter[str]:
     """How many of the streams each engine has."""
     found: Counter[str] = Counter()
-    for engine in cluster.engines:
+    for engine in engines:
         listed = await requests(engine)
         found[engine.name] = sum(any(stream.is_engine_id(info.request_id) for stream in streams) for info in listed)
     return found
@@ -137,7 +136,7 @@ async def test_requests_are_spread(cluster: Cluster, expected: list[int]) -> Non
         streams = [await begin(client) for _ in range(6)]
         for stream in streams:
             await stream.wait_for(AT)
-        assert sorted((await homes(cluster, streams)).values()) == [3, 3]
+        assert sorted((await homes(cluster.engines, streams)).values()) == [3, 3]
         for stream in streams:
             assert (await stream.result()).token_ids == expected
 
@@ -169,7 +168,7 @@ async def test_a_hot_engine_is_relieved(cluster: Cluster, expected: list[int]) -
     async with Client(hot.base_url) as client:
         streams = [await begin(client, 1200) for _ in range(6)]
         async with asyncio.timeout(SECONDS):
-            while (await homes(cluster, streams))[cold.name] < 2:
+            while (await homes(cluster.engines, streams))[cold.name] < 2:
                 assert not any(stream.done for stream in streams), "too late"
                 await asyncio.sleep(0.3)
         for stream in streams:
@@ -242,7 +241,7 @@ async def test_a_new_engine_fills(cluster: Cluster) -> None:
                 for index, stream in enumerate(streams):
                     if stream.done:
                         streams[index] = await begin(client, 2000)
-                filled = starting.done() and (await homes(cluster, streams))[cluster.engines[1].name] > 0
+                filled = starting.done() and (await homes(cluster.engines, streams))[cluster.engines[1].name] > 0
         await starting
         for stream in streams:
             await stream.disconnect()

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cluster whose parts share a Redis: two schedulers, a rescheduler of its own, two engines."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from benchmarks.client import Client, Stream
+from benchmarks.cluster import Control
+from benchmarks.harness import Command, Fleet, Server, ServerSpec
+from tests.integration.test_cluster import AT, LENGTH, NUM_BLOCKS, PROMPT, SECONDS, begin, homes
+from tests.llumsched.redis_server import RedisServer
+from tests.support.conservation import wait_idle
+from tests.support.failures import failure
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    redis: RedisServer
+    engines: Sequence[Server]
+    control: Control
+    expected: list[int]
+    """The tokens of an undisturbed stream."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(model_dir: Path, log_dir: Path) -> AsyncIterator[Cluster]:
+    logs = log_dir / "redis"
+    async with RedisServer() as redis:
+        flags = ("--dtype", "float32", "--llumlet-cms", redis.url)
+        spec = ServerSpec(model_dir, max_model_len=4096, num_kv_blocks=NUM_BLOCKS, flags=flags)
+        specs = [dataclasses.replace(spec, name=name, instance_id=name) for name in ("ra", "rb")]
+        with Fleet(logs) as fleet:
+            async with Control(logs, redis.url, model=model_dir, schedulers=[(), ()]) as control:
+                rescheduler = ["rescheduler", "--standalone-rescheduling-mode", "--cms", redis.url]
+                beside = Command.start(
+                    "rescheduler", [sys.executable, "-P", "-m", "llumsched.cli", *rescheduler], logs / "rescheduler.log"
+                )
+                try:
+                    engines = await asyncio.to_thread(fleet.start, *specs)
+                    async with Client(engines[0].base_url) as client:
+                        stream = await (await client.complete(PROMPT, LENGTH, ignore_eos=True)).result()
+                    yield Cluster(redis, engines, control, stream.token_ids)
+                finally:
+                    await asyncio.to_thread(beside.stop)
+
+
+async def is_spread(cluster: Cluster, streams: list[Stream]) -> bool:
+    found = await homes(cluster.engines, streams)
+    return sorted(found.values()) == [len(streams) / 2] * 2
+
+
+async def test_a_hot_engine_is_relieved(cluster: Cluster) -> None:
+    """By the rescheduler, which nobody tells of these streams but the engines' own reports."""
+    await cluster.control.knows(2)
+    hot, cold = cluster.engines
+    async with Client(hot.base_url) as client:
+        streams = [await begin(client, 1200) for _ in range(6)]
+        async with asyncio.timeout(SECONDS):
+            while (await homes(cluster.engines, streams))[cold.name] < 2:
+                assert not any(stream.done for stream in streams), "too late"
+                await asyncio.sleep(0.3)
+        for stream in streams:
+            assert (await stream.result()).token_ids[:LENGTH] == cluster.expected
+    for engine in cluster.engines:
+        await wait_idle(engine)
+
+
+@failure("the Redis of a cluster stands still", "decoding", "streams go on; new ones by the last view")
+async def test_a_redis_that_stands_still_is_missed_by_nobody(cluster: Cluster) -> None:
+    await cluster.control.knows(2)
+    cluster.redis.signal(signal.SIGSTOP)
+    try:
+        async with Client(cluster.control.gateway_url) as client:
+            streams = [await begin(client) for _ in range(4)]
+            for stream in streams:
+                await stream.wait_for(AT)
+            assert await is_spread(cluster, streams)
+            for stream in streams:
+                assert (await stream.result()).token_ids == cluster.expected
+    finally:
+        cluster.redis.signal(signal.SIGCONT)
+
+
+@failure("one of two schedulers is killed", "decoding", "streams go on; the other one places new ones")
+async def test_the_other_scheduler_knows_as_much(cluster: Cluster) -> None:
+    await cluster.control.knows(2)
+    async with Client(cluster.control.gateway_url) as client:
+        streams = [await begin(client) for _ in range(4)]
+        for stream in streams:
+            await stream.wait_for(AT)
+        for pid in cluster.control.schedulers[0].pids():
+            os.kill(pid, signal.SIGKILL)
+        streams += [await begin(client) for _ in range(2)]
+        for stream in streams:
+            await stream.wait_for(AT)
+        assert await is_spread(cluster, streams)
+        for stream in streams:
+            assert (await stream.result()).token_ids == cluster.expected
+    await cluster.control.knows(2)

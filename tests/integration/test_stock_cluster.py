@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stock vLLM behind the scheduler and the gateway: lite mode."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import time
+from pathlib import Path
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.client import Client
+from benchmarks.cluster import Control
+from benchmarks.harness import Fleet, ServerSpec
+from tests.integration.test_cluster import AT, LENGTH, PROMPT, SECONDS, begin
+from tests.support.failures import failure
+
+pytestmark = pytest.mark.asyncio
+
+LITE = "--enable-full-mode-scheduling=false"
+LOADS = ("instance_lrs_total_requests", "instance_lrs_total_tokens")
+
+
+async def values(url: str, *names: str) -> list[float]:
+    """Of Prometheus metrics, each the sum of its samples."""
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics", raise_for_status=True) as answer:
+        families = list(text_string_to_metric_families(await answer.text()))
+    samples = [one for family in families for one in family.samples]
+    return [sum(one.value for one in samples if one.name == name) for name in names]
+
+
+@failure("all of an instance of stock vLLM is killed", "decoding", "continued by the gateway")
+async def test_stock_engines(model_dir: Path, tmp_path: Path) -> None:
+    """Requests are spread, a killed instance loses none of them, and in the end the scheduler counts none."""
+    spec = ServerSpec(model_dir, llumlet=False, max_model_len=4096, flags=("--dtype", "float32"))
+    with Fleet(tmp_path) as fleet:
+        engines = await asyncio.to_thread(fleet.start, *(dataclasses.replace(spec, name=name) for name in "xy"))
+        survivor, victim = engines
+        backends = ",".join(f"127.0.0.1:{engine.port}" for engine in engines)
+        lite = [LITE, "--llm-backend-endpoints", backends]
+        async with (
+            Control(tmp_path, model=model_dir, schedulers=[lite], gateway=[LITE]) as control,
+            Client(control.gateway_url) as client,
+            Client(survivor.base_url) as direct,
+        ):
+            expected = (await (await direct.complete(PROMPT, LENGTH, ignore_eos=True)).result()).token_ids
+            await control.knows(2)
+            streams = [await begin(client) for _ in range(4)]
+            for stream in streams:
+                await stream.wait_for(AT)
+            assert [await values(engine.base_url, "vllm:num_requests_running") for engine in engines] == [[2], [2]]
+            assert (await values(control.scheduler_url, *LOADS))[0] == 4
+
+            for pid in victim.pids():
+                os.kill(pid, signal.SIGKILL)
+            for stream in streams:
+                assert (await stream.result()).token_ids == expected
+                assert stream.usage is not None
+                assert stream.usage["completion_tokens"] == LENGTH
+                assert stream.finish_reason == "length"
+            await control.knows(1)
+            assert (await (await begin(client)).result()).token_ids == expected
+            deadline = time.monotonic() + SECONDS
+            while (counted := await values(control.scheduler_url, *LOADS)) != [0, 0]:
+                assert time.monotonic() < deadline, counted
+                await asyncio.sleep(0.1)

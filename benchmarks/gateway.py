@@ -9,8 +9,10 @@ which write what vLLM writes at once: 32 tokens, in one piece or as 32 events. A
 in every round, in an order that is reversed in the next (ABBA), so that what else the machine does falls on all alike.
 
 The load is closed: --concurrency connections, each of which asks again when it has its answer. A client that does next
-to nothing reads the answers. p50 and p99 are of the whole request. The routers run with their defaults but for round
-robin and quiet logs; ours asks for token ids, so that it could continue the streams, and the others do not.
+to nothing reads the answers. p50 and p99 are of the whole request; CPU is that of the target's own processes, for each
+request: it says what the target would do on cores of its own, for engines, client and target share this machine. The
+routers run with their defaults but for round robin and quiet logs; ours asks for token ids, so that it could continue
+the streams, and the others do not.
 """
 
 from __future__ import annotations
@@ -32,8 +34,10 @@ from typing import Any, cast
 
 import uvloop
 
+from benchmarks.harness import cpu_seconds
 from benchmarks.progress import saying
 from benchmarks.stats import quantile
+from llumsched.up import reaper
 from llumsched.up.ports import free_ports
 
 _START_S = 60.0
@@ -48,6 +52,13 @@ class Target:
     """None: nothing to start."""
     latencies_s: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
     elapsed_s: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
+    cpu_s: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
+    pid: int | None = None
+
+    def cpu_seconds(self) -> float:
+        """Of all its processes so far."""
+        pids = [] if self.pid is None else [self.pid, *reaper.descendants(self.pid)]
+        return sum(cpu_seconds(pid) for pid in pids)
 
 
 class _Connection(asyncio.Protocol):
@@ -131,8 +142,8 @@ async def measure(port: int, *, stream: bool, seconds: float, concurrency: int) 
 
 
 @contextlib.contextmanager
-def running(command: list[str], port: int, path: str) -> Iterator[None]:
-    """The process, from when it answers 200 until the block ends."""
+def running(command: list[str], port: int, path: str) -> Iterator[int]:
+    """The process's pid, from when it answers 200 until the block ends."""
     log = open(f"/tmp/gateway-bench-{port}.log", "wb")  # noqa: SIM115 (closed below)
     process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"RUST_LOG": "error"})
     try:
@@ -141,7 +152,7 @@ def running(command: list[str], port: int, path: str) -> Iterator[None]:
             if process.poll() is not None or time.monotonic() > deadline_s:
                 raise RuntimeError(f"{' '.join(command)} did not start; see {log.name}")
             time.sleep(0.2)
-        yield
+        yield process.pid
     finally:
         process.terminate()
         try:
@@ -193,6 +204,7 @@ def _row(target: Target, stream: bool) -> dict[str, Any]:
         "rps": round(len(latencies) / target.elapsed_s[stream], 1),
         "p50_ms": round(quantile(latencies, 0.5) * 1e3, 3),
         "p99_ms": round(quantile(latencies, 0.99) * 1e3, 3),
+        "cpu_us": round(target.cpu_s[stream] / len(latencies) * 1e6, 1),
     }
 
 
@@ -207,7 +219,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         for target in found:
             if target.command:
                 say(f"starting {target.name}")
-                stack.enter_context(running(target.command, target.port, "/v1/models"))
+                target.pid = stack.enter_context(running(target.command, target.port, "/v1/models"))
         for name in missing:
             print(f"{name}: not installed, not measured", file=sys.stderr)
         for number in range(args.rounds + 1):  # the first only warms up
@@ -216,12 +228,14 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 for stream in (False, True):
                     say(f"round {number} of {args.rounds}: {target.name} x{target.workers}")
                     seconds = args.seconds if number else min(1.0, args.seconds)
+                    cpu_before_s = target.cpu_seconds()
                     latencies, elapsed_s = uvloop.run(
                         measure(target.port, stream=stream, seconds=seconds, concurrency=args.concurrency)
                     )
                     if number:
                         target.latencies_s[stream] += latencies
                         target.elapsed_s[stream] += elapsed_s
+                        target.cpu_s[stream] += target.cpu_seconds() - cpu_before_s
     return [_row(target, stream) for stream in (False, True) for target in found]
 
 
@@ -235,11 +249,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="append the lines to this file, too")
     args = parser.parse_args()
     rows = run(args)
-    print(f"{'':16} {'workers':>7} {'stream':>6} {'requests/s':>10} {'p50 ms':>8} {'p99 ms':>8}")
+    print(f"{'':16} {'workers':>7} {'stream':>6} {'requests/s':>10} {'p50 ms':>8} {'p99 ms':>8} {'CPU us':>7}")
     for row in rows:
         print(
             f"{row['target']:16} {row['workers']:7} {row['stream']!s:>6} {row['rps']:10.0f} "
-            f"{row['p50_ms']:8.2f} {row['p99_ms']:8.2f}"
+            f"{row['p50_ms']:8.2f} {row['p99_ms']:8.2f} {row['cpu_us']:7.0f}"
         )
     lines = [json.dumps(row) for row in rows]
     print("\n".join(lines))

@@ -252,7 +252,7 @@ class Server(Command):
         """User and system time of all the server's processes so far, including those it has waited
         for.
         """
-        return sum(_cpu_seconds(pid) for pid in self.pids())
+        return sum(cpu_seconds(pid) for pid in self.pids())
 
     def process(self, title: str) -> int:
         """The pid of the server's only process whose title holds `title`, such as `EngineCore` or
@@ -392,7 +392,8 @@ def _direct() -> urllib.request.OpenerDirector:
     return urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def _cpu_seconds(pid: int) -> float:
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far, and of the children it has waited for; 0 if there is none."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

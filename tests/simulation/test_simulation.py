@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.timeout(LONGEST_S + 60)
 def test_random_schedules(random_schedules: Beside) -> None:
     lines = random_schedules.lines(LONGEST_S)
-    assert lines[-1] == f"{NUM_SCHEDULES} schedules, 0 violations"
+    assert lines[-1] == f"{NUM_SCHEDULES} schedules, 0 violations", "\n".join(lines[-20:])
     # They reach what they are meant to reach.
     reached = {what: int(count) for count, what in re.findall(r"(\d+) (\w+)", lines[-2])}
     for common in ("moved", "stayed", "gone", "replays", "streams"):

@@ -4,46 +4,38 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import subprocess
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.harness import Command
+
 ROOT = Path(__file__).parents[2]
-LAST = '{ echo 19 > /proc/self/autogroup; } 2> /dev/null; exec nice -n 19 "$0" "$@"'
+LAST = 'cd "$0"; { echo 19 > /proc/self/autogroup; } 2> /dev/null; exec nice -n 19 "$@"'
 """A session of its own: where the kernel groups processes by session, niceness counts only among those of one."""
 
 
 class Beside:
-    """A program of this project that runs from the beginning. Its lines and its exit code are asked for by a test."""
+    """A program of this project that runs from the beginning, as long as it needs or this process lives."""
 
-    def __init__(self, command: Sequence[str]) -> None:
-        self._process = subprocess.Popen(
-            ["sh", "-c", LAST, *command],
-            cwd=ROOT,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    def __init__(self, command: Command) -> None:
+        self._command = command
 
     def lines(self, timeout_s: float) -> list[str]:
-        """All that it has printed, when it has ended. Fails if it did."""
-        printed, _ = self._process.communicate(timeout=timeout_s)
-        assert self._process.returncode == 0, printed[-4000:]
-        return printed.splitlines()
-
-    def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
+        """All that it has printed, when it has ended."""
+        deadline = time.monotonic() + timeout_s
+        while self._command.alive():
+            assert time.monotonic() < deadline, f"it still runs after {timeout_s:g} s:\n{self._command.log_text()}"
+            time.sleep(0.2)
+        return self._command.log_text().splitlines()
 
 
 @contextlib.contextmanager
 def beside(command: Sequence[str]) -> Iterator[Beside]:
-    running = Beside(command)
-    try:
-        yield running
-    finally:
-        running.end()
+    with tempfile.TemporaryDirectory(prefix="llx-") as directory:
+        running = Command.start("beside", ["sh", "-c", LAST, str(ROOT), *command], Path(directory) / "log")
+        try:
+            yield Beside(running)
+        finally:
+            running.stop(grace_s=0)

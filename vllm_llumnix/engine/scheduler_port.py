@@ -20,6 +20,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from vllm import __version_tuple__
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import Request, RequestStatus
@@ -29,6 +30,8 @@ from vllm_llumnix.engine.request_state import why_not_now
 from vllm_llumnix.errors import Reason, Refused
 from vllm_llumnix.migration.ledger import audit
 
+_COUNTS_FROZEN = __version_tuple__ >= (0, 33)
+"""The scheduler counts the LoRA adapters of all running requests; before, of those that it schedules in the step."""
 _NEVER = 1 << 60
 """A step number that is never reached: a request with this `next_decode_eligible_step` is skipped by the scheduler."""
 
@@ -420,15 +423,13 @@ class SchedulerPort:
     def _hold_adapters(self) -> None:
         """Keep places for the adapters of requests that are expected, and of those that are frozen.
 
-        The scheduler counts the adapters of what it schedules, against a limit that it reads at every step. It must not
-        give away the place of a frozen request: that may go on, and more adapters than the limit end the engine.
+        The scheduler counts the adapters of its batch, against a limit that it reads at every step. It must not give
+        away the place of a frozen request: that may go on, and more adapters than the limit end the engine.
         """
-        scheduler = self.scheduler
-        frozen = [request for request in scheduler.running if request.request_id in self._frozen]
-        held = _adapters([*frozen, *self._expected()])
-        if held:
-            held -= _adapters(request for request in scheduler.running if request.request_id not in self._frozen)
-        scheduler.lora_config.max_loras = self._max_adapters - len(held)
+        running = self.scheduler.running
+        counted = running if _COUNTS_FROZEN else [one for one in running if one.request_id not in self._frozen]
+        held = _adapters([*running, *self._expected()]) - _adapters(counted)
+        self.scheduler.lora_config.max_loras = self._max_adapters - len(held)
 
     def _expected(self) -> list[Request]:
         """The reserved requests that will be in the batch as soon as they are admitted."""

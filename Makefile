@@ -18,7 +18,11 @@ ARGS ?=
 LIBRARIES := libibverbs1 librdmacm1 libnuma1 liburing2 libcurl4
 PROGRAMS := redis-server chromium
 
-.PHONY: demo test test-full simulate lint docs proto install clean help
+# A vLLM without a CPU build, and the tests that it decides about.
+NEXT := 0.33.0
+NEXT_TESTS := tests/engine tests/frontend tests/shells tests/exactness tests/integration
+
+.PHONY: demo test test-full test-next simulate lint docs proto install clean help
 
 demo: install ## two engines, one request moved between them mid-stream, a report
 	@$(PY) -m examples.demo
@@ -31,6 +35,9 @@ simulate: install ## a million random schedules of the protocol; ARGS="--schedul
 
 test-full: install $(STAMPS)/libraries ## the suite and the larger product of moves on real engines
 	@$(PY) -m pytest -m "full or not full" $(ARGS)
+
+test-next: install $(STAMPS)/libraries $(STAMPS)/vllm-$(NEXT) ## on another vLLM, over the CPU kernels of the installed one
+	@PYTHONPATH=$(CURDIR)/$(VENV)/vllm-$(NEXT) $(PY) -m pytest $(or $(ARGS),$(NEXT_TESTS))
 
 lint: install $(STAMPS)/lint ## ruff (lint and format) and mypy
 	@$(PY) -m ruff check
@@ -91,6 +98,12 @@ $(STAMPS)/libraries: $(STAMPS)/dependencies Makefile
 	  apt-get update -qq && apt-get install -y -qq --no-install-recommends $(LIBRARIES) $(PROGRAMS) >/dev/null; \
 	  there; \
 	fi
+	@touch $@
+
+$(STAMPS)/vllm-$(NEXT): $(STAMPS)/package tests/support/other_vllm.py
+	@echo "== vLLM $(NEXT), 300 MB"
+	@rm -rf $(VENV)/vllm-$(NEXT)
+	@$(PY) -m tests.support.other_vllm $(NEXT) $(VENV)/vllm-$(NEXT)
 	@touch $@
 
 $(STAMPS)/lint: $(STAMPS)/venv requirements/lint.txt

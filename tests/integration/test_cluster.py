@@ -130,6 +130,30 @@ async def home_of(cluster: Cluster, stream: Stream) -> Server:
     raise AssertionError("no engine has the stream")
 
 
+async def assert_relieved(engines: Sequence[Server], expected: list[int]) -> None:
+    """All streams begin at one of two engines, past the gateway; the rescheduler moves some of them."""
+    hot, cold = engines
+    async with Client(hot.base_url) as client:
+        streams = [await begin(client, 1200) for _ in range(6)]
+        async with asyncio.timeout(SECONDS):
+            while (await homes(engines, streams))[cold.name] < 2:
+                assert not any(stream.done for stream in streams), "too late"
+                await asyncio.sleep(0.3)
+        for stream in streams:
+            assert (await stream.result()).token_ids[:LENGTH] == expected
+    for engine in engines:
+        await wait_idle(engine)
+
+
+async def assert_whole(streams: Sequence[Stream], expected: list[int]) -> None:
+    """Each ends as if it had never changed its engine."""
+    for stream in streams:
+        assert (await stream.result()).token_ids == expected
+        assert stream.usage is not None
+        assert stream.usage["completion_tokens"] == LENGTH
+        assert stream.finish_reason == "length"
+
+
 async def test_requests_are_spread(cluster: Cluster, expected: list[int]) -> None:
     await cluster.control.knows(2)
     async with Client(cluster.gateway_url) as client:
@@ -162,19 +186,8 @@ async def test_what_the_client_sees_is_the_engines(cluster: Cluster) -> None:
 
 
 async def test_a_hot_engine_is_relieved(cluster: Cluster, expected: list[int]) -> None:
-    """All streams begin at one engine, past the gateway; the rescheduler moves some of them."""
     await cluster.control.knows(2)
-    hot, cold = cluster.engines
-    async with Client(hot.base_url) as client:
-        streams = [await begin(client, 1200) for _ in range(6)]
-        async with asyncio.timeout(SECONDS):
-            while (await homes(cluster.engines, streams))[cold.name] < 2:
-                assert not any(stream.done for stream in streams), "too late"
-                await asyncio.sleep(0.3)
-        for stream in streams:
-            assert (await stream.result()).token_ids[:LENGTH] == expected
-    for engine in cluster.engines:
-        await wait_idle(engine)
+    await assert_relieved(cluster.engines, expected)
 
 
 @failure("an instance is drained while the gateway has streams there", "decoding", "moved away; new ones go elsewhere")
@@ -196,11 +209,7 @@ async def test_a_killed_engine_loses_no_stream(cluster: Cluster, expected: list[
     async with four_streams(cluster) as (client, streams, victim):
         for pid in victim.pids() if what == "instance" else [victim.process("EngineCore")]:
             os.kill(pid, signal.SIGKILL)
-        for stream in streams:
-            assert (await stream.result()).token_ids == expected
-            assert stream.usage is not None
-            assert stream.usage["completion_tokens"] == LENGTH
-            assert stream.finish_reason == "length"
+        await assert_whole(streams, expected)
         late = await (await begin(client)).result()
         assert late.token_ids == expected
         assert {stream.text for stream in streams} == {late.text}

@@ -17,9 +17,8 @@ import pytest_asyncio
 from benchmarks.client import Client, Stream
 from benchmarks.cluster import Control
 from benchmarks.harness import Command, Fleet, Server, ServerSpec
-from tests.integration.test_cluster import AT, LENGTH, NUM_BLOCKS, PROMPT, SECONDS, begin, homes
+from tests.integration.test_cluster import AT, LENGTH, NUM_BLOCKS, PROMPT, assert_relieved, begin, homes
 from tests.llumsched.redis_server import RedisServer
-from tests.support.conservation import wait_idle
 from tests.support.failures import failure
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -64,17 +63,7 @@ async def is_spread(cluster: Cluster, streams: list[Stream]) -> bool:
 async def test_a_hot_engine_is_relieved(cluster: Cluster) -> None:
     """By the rescheduler, which nobody tells of these streams but the engines' own reports."""
     await cluster.control.knows(2)
-    hot, cold = cluster.engines
-    async with Client(hot.base_url) as client:
-        streams = [await begin(client, 1200) for _ in range(6)]
-        async with asyncio.timeout(SECONDS):
-            while (await homes(cluster.engines, streams))[cold.name] < 2:
-                assert not any(stream.done for stream in streams), "too late"
-                await asyncio.sleep(0.3)
-        for stream in streams:
-            assert (await stream.result()).token_ids[:LENGTH] == cluster.expected
-    for engine in cluster.engines:
-        await wait_idle(engine)
+    await assert_relieved(cluster.engines, cluster.expected)
 
 
 @failure("the Redis of a cluster stands still", "decoding", "streams go on; new ones by the last view")

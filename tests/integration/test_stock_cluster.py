@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.client import Client
 from benchmarks.cluster import Control
 from benchmarks.harness import Fleet, ServerSpec
-from tests.integration.test_cluster import AT, LENGTH, PROMPT, SECONDS, begin
+from tests.integration.test_cluster import AT, LENGTH, PROMPT, SECONDS, assert_whole, begin
 from tests.support.failures import failure
 
 pytestmark = pytest.mark.asyncio
@@ -58,11 +58,7 @@ async def test_stock_engines(model_dir: Path, tmp_path: Path) -> None:
 
             for pid in victim.pids():
                 os.kill(pid, signal.SIGKILL)
-            for stream in streams:
-                assert (await stream.result()).token_ids == expected
-                assert stream.usage is not None
-                assert stream.usage["completion_tokens"] == LENGTH
-                assert stream.finish_reason == "length"
+            await assert_whole(streams, expected)
             await control.knows(1)
             assert (await (await begin(client)).result()).token_ids == expected
             deadline = time.monotonic() + SECONDS

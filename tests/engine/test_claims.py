@@ -160,6 +160,25 @@ async def test_a_claim_that_nobody_ends_runs_out(engine: Engine, monkeypatch: py
     assert not engine.claims.end(taken[0].claim_id), "what was read after the lease is not to be trusted"
 
 
+async def test_a_claim_that_comes_twice(engine: Engine) -> None:
+    """It is one claim, until it is ended."""
+    free = engine.rig.free_blocks
+    engine.rig.add("a")
+    engine.turns(8)
+    taken = []
+
+    def claim() -> None:
+        taken.extend(engine.claims.take("a", TAKEN) for _ in range(2))
+        assert engine.claims.end(taken[0].claim_id)
+        assert not engine.claims.end(taken[1].claim_id)
+        assert refused(engine, "a") is Reason.ALREADY_MIGRATING
+
+    engine.meanwhile = claim
+    engine.turns(3)
+    assert taken[0] == taken[1]
+    assert engine.rig.free_blocks == free
+
+
 async def test_only_in_a_model_step(engine: Engine) -> None:
     engine.rig.add("a")
     engine.turns(8)

@@ -51,6 +51,9 @@ class Claimed:
 @dataclasses.dataclass(eq=False, slots=True)
 class _Claim:
     request: Request
+    epoch: Epoch
+    """Under which the request goes on."""
+    answer: Claimed
     over: bool = False
     """Nobody reads the blocks any more; the loop still has to end the request."""
     pin: Pin | None = None
@@ -97,19 +100,24 @@ class Claims:
     def take(self, request_id: str, epoch: Epoch) -> Claimed:
         """The request is over here; its blocks are kept until `end`, or for `LEASE_SECONDS`.
 
+        Again, under the same epoch, it is the same claim: a call may come twice, and the second one first.
         Raises Refused when the loop is not in a model step, or the request's state cannot be relied upon.
         """
         with self._lock:
             if not self._in_model:
                 raise Refused(Reason.SOURCE_BUSY, "its loop is not in a model step")
-            claim = _Claim(self._find(request_id, epoch))
-            computed = claim.request.num_computed_tokens - claim.request.num_in_flight_tokens
+            for claim in self._waiting:
+                if claim.request.request_id == request_id and claim.epoch == epoch and not claim.over:
+                    return claim.answer
+            request = self._find(request_id, epoch)
+            computed = request.num_computed_tokens - request.num_in_flight_tokens
             claimed = Claimed(
                 claim_id=f"{request_id}#{next(self._numbers)}",
                 computed_tokens=computed,
-                block_ids=self._port.block_ids(claim.request)[: -(-computed // self._port.block_size)],
-                output_token_ids=list(claim.request.output_token_ids),
+                block_ids=self._port.block_ids(request)[: -(-computed // self._port.block_size)],
+                output_token_ids=list(request.output_token_ids),
             )
+            claim = _Claim(request, epoch, claimed)
             self._waiting.append(claim)
         self._claims[claimed.claim_id] = claim
         claim.lease = asyncio.get_running_loop().call_later(LEASE_SECONDS, self.end, claimed.claim_id)

@@ -18,6 +18,11 @@ from llumsched.up.ports import free_port
 READY_SECONDS = 60.0
 
 
+def start(part: str, *arguments: str, log: Path) -> Command:
+    """One part of a cluster, as `llumnix PART ARGUMENTS` does."""
+    return Command.start(part, [sys.executable, "-P", "-m", "llumsched.cli", part, *arguments], log)
+
+
 class Control:
     """All run when it is made; `async with`, or `stop`, ends them."""
 
@@ -37,18 +42,14 @@ class Control:
         gateway_port = free_port()
         self.gateway_url = f"http://127.0.0.1:{gateway_port}"
         tokenizer = [] if model is None else ["--tokenizer-path", f"{SERVED_NAME}={model}"]
-
-        def start(part: str, *arguments: str, log: str = "") -> Command:
-            command = [sys.executable, "-P", "-m", "llumsched.cli", part, *arguments]
-            return Command.start(part, command, logs / f"{name}{log or part}.log")
-
         self.schedulers: list[Command] = []
         """In the order in which the gateway asks them."""
         for number, (address, arguments) in enumerate(zip(addresses, schedulers, strict=True)):
             where = ["--port", address.rpartition(":")[2], *(["--cms", cms] if cms else [])]
-            self.schedulers.append(start("scheduler", *where, *arguments, log=f"scheduler{number or ''}"))
+            log = logs / f"{name}scheduler{number or ''}.log"
+            self.schedulers.append(start("scheduler", *where, *arguments, log=log))
         listen = ["--port", str(gateway_port), "--scheduler-endpoints", ",".join(addresses)]
-        self._gateway = start("gateway", *listen, *tokenizer, *gateway)
+        self._gateway = start("gateway", *listen, *tokenizer, *gateway, log=logs / f"{name}gateway.log")
         self._urls = [f"http://{address}" for address in addresses]
 
     async def __aenter__(self) -> Self:

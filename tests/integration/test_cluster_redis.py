@@ -7,7 +7,6 @@ import asyncio
 import dataclasses
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -15,8 +14,8 @@ import pytest
 import pytest_asyncio
 
 from benchmarks.client import Client, Stream
-from benchmarks.cluster import Control
-from benchmarks.harness import Command, Fleet, Server, ServerSpec
+from benchmarks.cluster import Control, start
+from benchmarks.harness import Fleet, Server, ServerSpec
 from tests.integration.test_cluster import AT, LENGTH, NUM_BLOCKS, PROMPT, assert_relieved, begin, homes
 from tests.llumsched.redis_server import RedisServer
 from tests.support.failures import failure
@@ -42,9 +41,8 @@ async def cluster(model_dir: Path, log_dir: Path) -> AsyncIterator[Cluster]:
         specs = [dataclasses.replace(spec, name=name, instance_id=name) for name in ("ra", "rb")]
         with Fleet(logs) as fleet:
             async with Control(logs, redis.url, model=model_dir, schedulers=[(), ()]) as control:
-                rescheduler = ["rescheduler", "--standalone-rescheduling-mode", "--cms", redis.url]
-                beside = Command.start(
-                    "rescheduler", [sys.executable, "-P", "-m", "llumsched.cli", *rescheduler], logs / "rescheduler.log"
+                beside = start(
+                    "rescheduler", "--standalone-rescheduling-mode", "--cms", redis.url, log=logs / "rescheduler.log"
                 )
                 try:
                     engines = await asyncio.to_thread(fleet.start, *specs)

@@ -426,9 +426,11 @@ class SchedulerPort:
         The scheduler counts the adapters of its batch, against a limit that it reads at every step. It must not give
         away the place of a frozen request: that may go on, and more adapters than the limit end the engine.
         """
-        running = self.scheduler.running
-        counted = running if _COUNTS_FROZEN else [one for one in running if one.request_id not in self._frozen]
-        held = _adapters([*running, *self._expected()]) - _adapters(counted)
+        held: set[int] = set()
+        if self._frozen or self._with_slot:
+            running = self.scheduler.running
+            counted = running if _COUNTS_FROZEN else [one for one in running if one.request_id not in self._frozen]
+            held = _adapters([*running, *self._expected()]) - _adapters(counted)
         self.scheduler.lora_config.max_loras = self._max_adapters - len(held)
 
     def _expected(self) -> list[Request]:

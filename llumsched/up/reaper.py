@@ -36,7 +36,6 @@ import sys
 import time
 
 ORPHAN_GRACE_S = 3.0
-POLL_S = 0.05
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -91,27 +90,14 @@ def reap() -> None:
     """Collect adopted descendants that have ended. The command itself is collected through its
     Popen object.
     """
-    for pid, ppid in _zombies():
-        if ppid == os.getpid() and pid != _command_pid:
-            try:
-                os.waitpid(pid, os.WNOHANG)
-            except ChildProcessError:
-                continue
-
-
-def _zombies() -> list[tuple[int, int]]:
-    zombies = []
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
+    while True:
         try:
-            with open(f"/proc/{name}/stat", "rb") as stat:
-                state, ppid = stat.read().rpartition(b")")[2].split()[:2]
-        except OSError:
-            continue
-        if state == b"Z":
-            zombies.append((int(name), int(ppid)))
-    return zombies
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if ended is None or ended.si_pid == _command_pid:
+            return
+        os.waitpid(ended.si_pid, 0)
 
 
 _command_pid = 0
@@ -130,6 +116,7 @@ def supervise(command: list[str]) -> int:
         # The owner decides when to stop, through stdin; a Ctrl-C in the terminal reaches the owner
         # as well.
         signal.signal(number, signal.SIG_IGN)
+    wake = _woken_by_children()
     child = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -144,11 +131,14 @@ def supervise(command: list[str]) -> int:
     buffer = b""
     watching = True
     while child.poll() is None:
-        if deadline is not None and time.monotonic() >= deadline:
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
             break
-        ready = select.select([0] if watching else [], [], [], POLL_S)[0]
-        reap()
-        if not ready:
+        ready = select.select([0, wake] if watching else [wake], [], [], left)[0]
+        if wake in ready:
+            os.read(wake, 4096)
+            reap()
+        if 0 not in ready:
             continue
         received = os.read(0, 4096)
         buffer += received
@@ -168,6 +158,14 @@ def supervise(command: list[str]) -> int:
             child.send_signal(signal.SIGCONT)
     kill_tree(os.getpid())
     return child.wait()
+
+
+def _woken_by_children() -> int:
+    """A file descriptor that can be read when a child has ended: between two events this process sleeps."""
+    wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    return wake
 
 
 def _restore_and_bind() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from llumsched.up import reaper
@@ -145,4 +147,21 @@ def test_an_interrupt_of_the_terminal_does_not_reach_the_reaper() -> None:
             process.send_signal(number)
         time.sleep(0.2)
         assert process.poll() is None
+        process.communicate(b"stop 60\n", timeout=120)
+
+
+def test_it_sleeps_until_something_ends() -> None:
+    def switches() -> int:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        return int(re.search(r"^voluntary_ctxt_switches:\s+(\d+)", status, re.MULTILINE)[1])  # type: ignore[index]
+
+    with start(supervised("sh", "-c", "(sleep 0.3 &); exec sleep 600")) as process:
+        assert process.stdout is not None
+        command = psutil.Process(int(process.stdout.readline().split()[1]))
+        reaping = psutil.Process(process.pid)
+        assert eventually(lambda: len(reaping.children()) == 2), "it adopts the orphan"
+        assert eventually(lambda: reaping.children() == [command]), "and collects it"
+        before = switches()
+        time.sleep(0.5)
+        assert switches() == before
         process.communicate(b"stop 60\n", timeout=120)

@@ -103,7 +103,8 @@ def reap() -> None:
 _command_pid = 0
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """In a child that is about to execute its command: when the thread that forked it ends, it is killed."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
@@ -171,7 +172,7 @@ def _woken_by_children() -> int:
 def _restore_and_bind() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    _die_with_parent()
+    die_with_parent()
 
 
 def _report(line: str) -> None:

@@ -27,8 +27,8 @@ from tests.support.conservation import wait_idle
 
 PROMPT = list(range(100, 260))
 TALK = [{"role": "user", "content": "tell me a long story about " + "ba de fi go ku " * 12}]
-LENGTH = 190
-FIRST_MOVE, BETWEEN_MOVES = 30, 30
+LENGTH = 150
+FIRST_MOVE, BETWEEN_MOVES = 25, 25
 """Output tokens before the first move, and before each further one."""
 MAX_VOID = 3
 

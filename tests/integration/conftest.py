@@ -25,7 +25,7 @@ _fleets: list[Fleet] = []
 
 
 class Engines(NamedTuple):
-    """Three equal instances with their llumlets on."""
+    """Three instances with their llumlets on. `c` takes many steps for a long prompt."""
 
     a: Server
     b: Server
@@ -40,7 +40,10 @@ def log_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def engines(model_dir: Path, log_dir: Path, request: pytest.FixtureRequest) -> Iterator[Engines]:
     with _fleet(log_dir / "session", request) as fleet:
-        specs = [ServerSpec(model_dir, name=name, instance_id=name) for name in Engines._fields]
+        flags = {"c": ("--max-num-batched-tokens", "256")}
+        specs = [
+            ServerSpec(model_dir, name=name, instance_id=name, flags=flags.get(name, ())) for name in Engines._fields
+        ]
         yield Engines(*fleet.start(*specs))
 
 

@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`llumnix` against real engines, and a server without the llumlet."""
+"""`llumnix` against real engines."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sys
-import urllib.request
 from typing import Any
 
-import psutil
 import pytest
 
 from benchmarks.client import Client
-from benchmarks.harness import Server
 from tests.integration.conftest import Engines
 
 
@@ -62,18 +59,3 @@ async def test_request_that_is_not_there(engines: Engines) -> None:
     code, text = await llumnix("migrate", "--from", at_a, "--to", at_b, "--request", "nobody")
     assert code != 0
     assert "nobody" in text
-
-
-def listening(server: Server, title: str) -> list[int]:
-    process = psutil.Process(server.process(title))
-    return [c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-
-
-def test_without_the_flag_nothing_of_ours_runs(engines: Engines, start_server: Any) -> None:
-    stock = start_server(name="stock", llumlet=False)
-    assert stock.generate(list(range(100, 140)), 5)
-    assert listening(stock, "EngineCore") == []
-    assert len(listening(engines.a, "EngineCore")) == 1, "with the flag, the llumlet listens"
-    assert "llumlet" not in stock.log_text()
-    with urllib.request.urlopen(f"{stock.base_url}/health", timeout=10) as answer:
-        assert answer.status == 200

@@ -88,7 +88,8 @@ def expected(stage: Stage) -> dict[str, Stream]:
 
     async def run() -> dict[str, Stream]:
         async with Client(stage.haven.base_url) as client:
-            return {name: await (await begin(client, name)).result() for name in set(SAMPLINGS)}
+            streams = {name: await begin(client, name) for name in set(SAMPLINGS)}
+            return {name: await stream.result() for name, stream in streams.items()}
 
     return asyncio.run(run())
 

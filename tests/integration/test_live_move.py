@@ -165,14 +165,13 @@ async def test_long_context_is_copied_in_rounds(engines: Engines, conserved: obj
     assert moved.token_ids == expected.token_ids
 
 
-async def test_arrives_while_a_long_prompt_is_processed(engines: Engines, start_server: Any) -> None:
+async def test_arrives_while_a_long_prompt_is_processed(engines: Engines, conserved: object) -> None:
     """A chunked prefill takes the whole token budget of each step; the newcomer gets its token all the same."""
-    busy = start_server(name="busy", flags=("--max-num-batched-tokens", "256"))
-    async with Client(engines.a.base_url) as client, Client(busy.base_url) as other:
+    async with Client(engines.a.base_url) as client, Client(engines.c.base_url) as other:
         stream = await start(client, GREEDY, length=3000)
         await stream.wait_for(40)
         prefill = await start(other, GREEDY, [100 + index * 11 % 900 for index in range(8000)], 4)
-        move = await move_stream(engines.a, busy, stream)
+        move = await move_stream(engines.a, engines.c, stream)
         arrived = move.context_tokens - len(PROMPT)
         await stream.wait_for(arrived + 5)
         assert not prefill.token_ids, "the newcomer waited for the prefill"

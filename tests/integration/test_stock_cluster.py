@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stock vLLM behind the scheduler and the gateway: lite mode."""
+"""Stock vLLM, with this package installed: alone, and behind the scheduler and the gateway in lite mode."""
 
 from __future__ import annotations
 
@@ -8,22 +8,42 @@ import dataclasses
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.client import Client
 from benchmarks.cluster import Control
-from benchmarks.harness import Fleet, ServerSpec
+from benchmarks.harness import Fleet, Server, ServerSpec
 from tests.integration.test_cluster import AT, LENGTH, PROMPT, SECONDS, assert_whole, begin
 from tests.support.failures import failure
 
-pytestmark = pytest.mark.asyncio
-
 LITE = "--enable-full-mode-scheduling=false"
 LOADS = ("instance_lrs_total_requests", "instance_lrs_total_tokens")
+
+
+@pytest.fixture(scope="module")
+def stock(model_dir: Path, log_dir: Path) -> Iterator[list[Server]]:
+    """Two; the second may be killed."""
+    spec = ServerSpec(model_dir, llumlet=False, max_model_len=4096, flags=("--dtype", "float32"))
+    with Fleet(log_dir / "stock") as fleet:
+        yield fleet.start(*(dataclasses.replace(spec, name=name) for name in ("survivor", "victim")))
+
+
+def listening(process: psutil.Process) -> list[int]:
+    return [c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+
+
+def test_without_the_flag_nothing_of_ours_runs(stock: list[Server]) -> None:
+    server = stock[0]
+    assert server.generate(list(range(100, 140)), 5)
+    assert listening(psutil.Process(server.pid)) == [server.port]
+    assert listening(psutil.Process(server.process("EngineCore"))) == []
+    assert "llumlet" not in server.log_text()
 
 
 async def values(url: str, *names: str) -> list[float]:
@@ -35,33 +55,30 @@ async def values(url: str, *names: str) -> list[float]:
 
 
 @failure("all of an instance of stock vLLM is killed", "decoding", "continued by the gateway")
-async def test_stock_engines(model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.asyncio
+async def test_stock_engines(stock: list[Server], model_dir: Path, tmp_path: Path) -> None:
     """Requests are spread, a killed instance loses none of them, and in the end the scheduler counts none."""
-    spec = ServerSpec(model_dir, llumlet=False, max_model_len=4096, flags=("--dtype", "float32"))
-    with Fleet(tmp_path) as fleet:
-        engines = await asyncio.to_thread(fleet.start, *(dataclasses.replace(spec, name=name) for name in "xy"))
-        survivor, victim = engines
-        backends = ",".join(f"127.0.0.1:{engine.port}" for engine in engines)
-        lite = [LITE, "--llm-backend-endpoints", backends]
-        async with (
-            Control(tmp_path, model=model_dir, schedulers=[lite], gateway=[LITE]) as control,
-            Client(control.gateway_url) as client,
-            Client(survivor.base_url) as direct,
-        ):
-            expected = (await (await direct.complete(PROMPT, LENGTH, ignore_eos=True)).result()).token_ids
-            await control.knows(2)
-            streams = [await begin(client) for _ in range(4)]
-            for stream in streams:
-                await stream.wait_for(AT)
-            assert [await values(engine.base_url, "vllm:num_requests_running") for engine in engines] == [[2], [2]]
-            assert (await values(control.scheduler_url, *LOADS))[0] == 4
+    survivor, victim = stock
+    lite = [LITE, "--llm-backend-endpoints", ",".join(f"127.0.0.1:{engine.port}" for engine in stock)]
+    async with (
+        Control(tmp_path, model=model_dir, schedulers=[lite], gateway=[LITE]) as control,
+        Client(control.gateway_url) as client,
+        Client(survivor.base_url) as direct,
+    ):
+        expected = (await (await direct.complete(PROMPT, LENGTH, ignore_eos=True)).result()).token_ids
+        await control.knows(2)
+        streams = [await begin(client) for _ in range(4)]
+        for stream in streams:
+            await stream.wait_for(AT)
+        assert [await values(engine.base_url, "vllm:num_requests_running") for engine in stock] == [[2], [2]]
+        assert (await values(control.scheduler_url, *LOADS))[0] == 4
 
-            for pid in victim.pids():
-                os.kill(pid, signal.SIGKILL)
-            await assert_whole(streams, expected)
-            await control.knows(1)
-            assert (await (await begin(client)).result()).token_ids == expected
-            deadline = time.monotonic() + SECONDS
-            while (counted := await values(control.scheduler_url, *LOADS)) != [0, 0]:
-                assert time.monotonic() < deadline, counted
-                await asyncio.sleep(0.1)
+        for pid in victim.pids():
+            os.kill(pid, signal.SIGKILL)
+        await assert_whole(streams, expected)
+        await control.knows(1)
+        assert (await (await begin(client)).result()).token_ids == expected
+        deadline = time.monotonic() + SECONDS
+        while (counted := await values(control.scheduler_url, *LOADS)) != [0, 0]:
+            assert time.monotonic() < deadline, counted
+            await asyncio.sleep(0.1)

@@ -37,7 +37,9 @@ def test_one_command_serves_and_leaves_nothing(model_dir: Path, tmp_path: Path) 
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
     out = tmp_path / "up.log"
     with out.open("wb") as log:
-        up = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        up = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=environment, preexec_fn=reaper.die_with_parent
+        )
     try:
         deadline = time.monotonic() + READY_S
         while "2 engines are ready" not in out.read_text():

@@ -179,7 +179,7 @@ class BlockServer:
                 request.capability, request.blocks, lambda: _cut(connection), patience_s=GRANT_SECONDS
             )
             with reading as current:
-                send_frame(connection, BlockAnswer())
+                send_frame(connection, BlockAnswer(), more=True)
                 while span.left and not current.revoked:
                     span.send(connection, SEND_BYTES)
         except (TransferFailed, ValueError) as error:

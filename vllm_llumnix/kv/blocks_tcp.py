@@ -76,9 +76,10 @@ class Span:
 
 
 def send_from(connection: socket.socket, *buffers: memoryview) -> int:
-    """One call's worth; returns the bytes sent. Raises OSError."""
-    # OpenSSL takes one buffer at a time.
-    return connection.send(buffers[0]) if isinstance(connection, ssl.SSLSocket) else connection.sendmsg(buffers)
+    """One call's worth; returns the bytes sent. A frame follows: the end of these bytes may wait for it. Raises OSError."""
+    if isinstance(connection, ssl.SSLSocket):
+        return connection.send(buffers[0])  # OpenSSL takes one buffer at a time
+    return connection.sendmsg(buffers, (), socket.MSG_MORE)
 
 
 def receive_into(connection: socket.socket, *buffers: memoryview) -> int:
@@ -95,10 +96,11 @@ def receive_into(connection: socket.socket, *buffers: memoryview) -> int:
     return received
 
 
-def send_frame(connection: socket.socket, message: msgspec.Struct) -> None:
-    """Raises OSError."""
+def send_frame(connection: socket.socket, message: msgspec.Struct, more: bool = False) -> None:
+    """`more`: blocks follow at once, and the frame may wait for them: its peer then wakes up once. Raises OSError."""
     data = msgspec.msgpack.encode(message)
-    connection.sendall(_LENGTH.pack(len(data)) + data)
+    flags = socket.MSG_MORE if more and not isinstance(connection, ssl.SSLSocket) else 0
+    connection.sendall(_LENGTH.pack(len(data)) + data, flags)
 
 
 def receive_frame(

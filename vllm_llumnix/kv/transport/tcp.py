@@ -54,23 +54,25 @@ class TcpTransport:
             raise ValueError(f"{len(src_blocks)} source blocks for {len(set(dst_blocks))} destination blocks")
         layers_outermost = self._memory.layers_outermost
         parts = list(self._parts(len(src_blocks)))
-        spans = [self._memory.transfer(dst_blocks[part], layers_outermost) for part in parts]
+        asked: list[socket.socket] = []
         streams: list[_Stream] = []
         try:
-            for part, span in zip(parts, spans, strict=True):
-                stream = _Stream(self.connections.take(peer), span)
-                streams.append(stream)
-                request = BlockRequest(peer.nonce, capability, src_blocks[part], layers_outermost, final)
-                send(stream.connection, request)
+            for part in parts:
+                asked.append(self.connections.take(peer))
+                send(asked[-1], BlockRequest(peer.nonce, capability, src_blocks[part], layers_outermost, final))
+            # Planned while the source does the same.
+            for connection, part in zip(asked, parts, strict=True):
+                streams.append(_Stream(connection, self._memory.transfer(dst_blocks[part], layers_outermost)))
             yield from _receive_all(streams, chunk_bytes)
         except OSError as error:
             raise TransferFailed(f"{peer.tcp}: {error}") from error
         finally:
-            for stream in streams:
-                if stream.done:
-                    self.connections.keep(peer, stream.connection)
+            done = {stream.connection for stream in streams if stream.done}
+            for connection in asked:
+                if connection in done:
+                    self.connections.keep(peer, connection)
                 else:
-                    stream.connection.close()
+                    connection.close()
 
     def tidy(self) -> None:
         self.connections.tidy()

@@ -76,7 +76,7 @@ class Span:
 
 
 def send_from(connection: socket.socket, *buffers: memoryview) -> int:
-    """One call's worth; returns the bytes sent. A frame follows: the end of these bytes may wait for it. Raises OSError."""
+    """One call's worth; returns the bytes sent. Their end may wait for the frame that follows. Raises OSError."""
     if isinstance(connection, ssl.SSLSocket):
         return connection.send(buffers[0])  # OpenSSL takes one buffer at a time
     return connection.sendmsg(buffers, (), socket.MSG_MORE)

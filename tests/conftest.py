@@ -51,7 +51,7 @@ def no_process_left_behind() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def simulation(no_process_left_behind: None, request: pytest.FixtureRequest) -> Iterator[Beside | None]:
     """Plays random schedules from the beginning of a run on if one of its tests asks for them: they take minutes of all
-    cores, and engines that start leave as much idle."""
+    cores, and most tests leave as much idle. Not those with engines: there it stands still."""
     wanted = any("random_schedules" in getattr(item, "fixturenames", ()) for item in request.session.items)
     with contextlib.ExitStack() as stack:
         command = (sys.executable, "-m", "tests.simulation", "--schedules", str(NUM_SCHEDULES))

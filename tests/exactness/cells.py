@@ -25,9 +25,9 @@ _SCHEMA = {
 _CHOICES = ["".join(chr(97 + (start + step * step) % 26) for step in range(260)) for start in range(3)]
 GUIDED: dict[str, dict[str, Any]] = {
     "json, in a string": {"structured_outputs": {"json": _SCHEMA}},
-    "regex, in a number": {"structured_outputs": {"regex": "[0-9]{110,130}"}},
+    "regex, in a number": {"structured_outputs": {"regex": "[0-9]{100,120}"}},
     "choice": {"structured_outputs": {"choice": _CHOICES}},
-    "grammar": {"structured_outputs": {"grammar": 'root ::= item{55,60} "."\nitem ::= [a-z] [0-9]'}},
+    "grammar": {"structured_outputs": {"grammar": 'root ::= item{50,55} "."\nitem ::= [a-z] [0-9]'}},
 }
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {},

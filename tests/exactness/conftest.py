@@ -12,8 +12,16 @@ import pytest
 from benchmarks.harness import Fleet, Server, ServerSpec
 from benchmarks.model import PRESETS, build
 from tests.exactness.cells import Configuration
+from tests.support.beside import Beside, paused
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="package", autouse=True)
+def engines_alone(simulation: Beside | None) -> Iterator[None]:
+    """Engines need all cores."""
+    with paused(simulation):
+        yield
 
 
 @pytest.fixture(scope="package")

@@ -27,7 +27,7 @@ from tests.support.conservation import wait_idle
 
 PROMPT = list(range(100, 260))
 TALK = [{"role": "user", "content": "tell me a long story about " + "ba de fi go ku " * 12}]
-LENGTH = 150
+LENGTH = 130
 FIRST_MOVE, BETWEEN_MOVES = 25, 25
 """Output tokens before the first move, and before each further one."""
 MAX_VOID = 3

@@ -17,6 +17,7 @@ import pytest
 import pytest_asyncio
 
 from benchmarks.harness import Fleet, Server, ServerSpec
+from tests.support.beside import Beside, paused
 from tests.support.conservation import Holdings, assert_conserved, wait_idle
 
 StartServer = Callable[..., Server]
@@ -30,6 +31,13 @@ class Engines(NamedTuple):
     a: Server
     b: Server
     c: Server
+
+
+@pytest.fixture(scope="package", autouse=True)
+def engines_alone(simulation: Beside | None) -> Iterator[None]:
+    """Engines need all cores."""
+    with paused(simulation):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An instance is asked to end, by SIGTERM or by `llumnix drain`, while it serves.
+"""An instance is asked to end, by SIGTERM or by `llumnix drain`, while it serves; or the engine of several API servers
+ends.
 
 `haven` takes the requests; the instance that ends is a new one in every story. In float32, so that the tokens can be
 compared with those of an undisturbed run whatever company a request has.
@@ -22,7 +23,7 @@ from benchmarks.client import Client, Stream, StreamFailed
 from benchmarks.harness import Fleet, Server, ServerSpec, free_port
 from benchmarks.moves import move_stream
 from tests.integration.test_command_line import lines, llumnix
-from tests.integration.test_lost_owner import PROMPT, assert_goes_on
+from tests.integration.test_lost_owner import KILLED_S, PROMPT, assert_goes_on, ends, engine_of
 from tests.integration.test_lost_owner import SAMPLINGS as PARAMETERS
 from tests.llumlet.fake_agent import until
 from tests.support.conservation import assert_conserved, wait_idle
@@ -42,38 +43,53 @@ class Stage:
     def __init__(self, fleet: Fleet, model: Path) -> None:
         self._fleet = fleet
         self._model = model
-        port = free_port()
-        self._peers = f"127.0.0.1:{port}"
-        haven = self.spec("haven", "--llumlet-port", str(port))
+        self._port = free_port()
+        haven = self._spec("haven", "--llumlet-port", str(self._port))
         self.haven, *self._leavers = fleet.start(haven, self._leaver(), self._leaver())
         self._alone: list[Server] = []
         self._twins: list[Server] = []
 
     def leaver(self) -> Server:
         """A new one that knows `haven`, and has time."""
+        if not self._leavers:
+            self._leavers = self._fleet.start(self._leaver())
         return self._leavers.pop()
 
     def alone(self) -> Server:
-        """A new one that knows of no others."""
+        """A new one that knows of no others, and takes nothing of theirs."""
         if not self._alone:
-            self._alone = self._fleet.start(self.spec("alone"), self.spec("alone2"))
+            self._alone = self._fleet.start(self._lonely(), self._lonely())
         return self._alone.pop()
+
+    def rebuffed(self) -> tuple[Server, Server]:
+        """A new one that has time and knows only the other, which takes nothing."""
+        if not self._alone:
+            self._alone = self._fleet.start(self._lonely(), self._lonely())
+        other = self._alone[-1]
+        assert other.llumlet is not None
+        rebuffed, twin = self._fleet.start(self._leaver(port=other.llumlet.port), self._twin())
+        self._twins.append(twin)
+        return rebuffed, other
 
     def twin(self) -> Server:
         """A new one with two API servers, that knows `haven`, and has time."""
         if not self._twins:
-            self._twins = self._fleet.start(*(self._leaver("--api-server-count", "2") for _ in range(2)))
+            self._twins = self._fleet.start(self._twin(), self._twin())
         return self._twins.pop()
 
-    def start(self, *specs: ServerSpec) -> list[Server]:
-        return self._fleet.start(*specs)
+    def _leaver(self, *flags: str, port: int | None = None) -> ServerSpec:
+        peer = f"127.0.0.1:{port or self._port}"
+        return self._spec("leaver", "--llumlet-peers", peer, "--llumlet-drain-seconds", "600", *flags)
 
-    def spec(self, name: str, *flags: str) -> ServerSpec:
+    def _twin(self) -> ServerSpec:
+        return self._leaver("--api-server-count", "2")
+
+    def _lonely(self) -> ServerSpec:
+        return self._spec("alone", "--llumlet-max-migrations-in", "0")
+
+    def _spec(self, name: str, *flags: str) -> ServerSpec:
+        name = f"{name}{uuid.uuid4().hex[:6]}"
         return ServerSpec(self._model, name=name, instance_id=name, flags=("--dtype", "float32", *flags))
-
-    def _leaver(self, *flags: str) -> ServerSpec:
-        name = f"leaver{uuid.uuid4().hex[:6]}"
-        return self.spec(name, "--llumlet-peers", self._peers, "--llumlet-drain-seconds", "600", *flags)
 
 
 @pytest.fixture(scope="module")
@@ -151,11 +167,7 @@ async def test_the_command_shows_progress_and_says_where_to(stage: Stage, expect
 
 @failure("SIGTERM, and no peer takes anything", "serving", "its streams run to their end here, then it ends")
 async def test_without_room_elsewhere_streams_end_here(stage: Stage, expected: dict[str, Stream]) -> None:
-    port = free_port()
-    full, leaver = stage.start(
-        stage.spec("full", "--llumlet-max-migrations-in", "0", "--llumlet-port", str(port)),
-        stage.spec("stays", "--llumlet-peers", f"127.0.0.1:{port}", "--llumlet-drain-seconds", "600"),
-    )
+    leaver, full = stage.rebuffed()
     async with Client(leaver.base_url) as client:
         stream = await begin(client, "greedy")
         await stream.wait_for(AT)
@@ -233,6 +245,27 @@ async def test_several_api_servers(stage: Stage, expected: dict[str, Stream], as
         assert await exit_code(leaver) == 0
     assert leaver.log_text().count("llumlet: drained in") == 2
     await assert_conserved(before)
+
+
+@failure(
+    "kill -9 of the engine behind several API servers",
+    "not moving",
+    "each API server replays its own streams on a peer; all of them end after their last stream",
+)
+async def test_the_engine_of_several_api_servers_is_killed(stage: Stage, expected: dict[str, Stream]) -> None:
+    """Streams of both outlive it, moved or not."""
+    twin = stage.twin()
+    async with Client(twin.base_url) as client:
+        streams = [await begin(client, "greedy") for _ in range(6)]
+        for stream in streams:
+            await stream.wait_for(AT)
+        for stream in streams[:2]:
+            assert (await move_stream(twin, stage.haven, stream)).live
+        engine_of(twin).kill()
+        for stream in streams:
+            assert_goes_on(await stream.result(), expected["greedy"], KILLED_S)
+    await ends(twin)
+    await wait_idle(stage.haven)
 
 
 async def until_refusing(client: Client, timeout_s: float = 10.0) -> None:

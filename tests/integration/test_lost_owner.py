@@ -34,7 +34,7 @@ from tests.support.failures import failure
 pytestmark = pytest.mark.asyncio
 
 PROMPT = [100 + index * 7 % 900 for index in range(200)]
-LENGTH = 500
+LENGTH = 300
 AT = 40
 """Tokens that have arrived when the story begins."""
 KILLED_S = 4.0

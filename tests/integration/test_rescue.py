@@ -33,7 +33,7 @@ pytestmark = pytest.mark.asyncio
 LENGTH = 400
 AT = 40
 """Tokens that have arrived when the victim begins to hang."""
-HANG_S = 12.0
+HANG_S = 10.0
 """Longer than a rescue takes."""
 HANGS: dict[str, dict[str, Any]] = {
     "worker": {"point": "worker.model", "action": "hold"},

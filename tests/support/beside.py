@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +24,18 @@ class Beside:
     def __init__(self, command: Command) -> None:
         self._command = command
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """It takes nothing until the block ends."""
+        stopped: set[int] = set()
+        while more := set(self._command.pids()) - stopped:
+            _signal(more, signal.SIGSTOP)
+            stopped |= more
+        try:
+            yield
+        finally:
+            _signal(stopped, signal.SIGCONT)
+
     def lines(self, timeout_s: float) -> list[str]:
         """All that it has printed, when it has ended."""
         deadline = time.monotonic() + timeout_s
@@ -29,6 +43,18 @@ class Beside:
             assert time.monotonic() < deadline, f"it still runs after {timeout_s:g} s:\n{self._command.log_text()}"
             time.sleep(0.2)
         return self._command.log_text().splitlines()
+
+
+def _signal(pids: set[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+@contextlib.contextmanager
+def paused(running: Beside | None) -> Iterator[None]:
+    with running.paused() if running is not None else contextlib.nullcontext():
+        yield
 
 
 @contextlib.contextmanager

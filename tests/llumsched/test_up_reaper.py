@@ -155,7 +155,7 @@ def test_it_sleeps_until_something_ends() -> None:
         status = Path(f"/proc/{process.pid}/status").read_text()
         return int(re.search(r"^voluntary_ctxt_switches:\s+(\d+)", status, re.MULTILINE)[1])  # type: ignore[index]
 
-    with start(supervised("sh", "-c", "(sleep 0.3 &); exec sleep 600")) as process:
+    with start(supervised("sh", "-c", "(sleep 2 &); exec sleep 600")) as process:
         assert process.stdout is not None
         command = psutil.Process(int(process.stdout.readline().split()[1]))
         reaping = psutil.Process(process.pid)

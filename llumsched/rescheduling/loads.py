@@ -26,14 +26,18 @@ def measure(config: Config, counters_of: CountersOf = no_account) -> Measure:
     """Raises KeyError for a metric that does not exist: `metric_faults` says so before."""
     known = all_metrics()
     metrics = {infer_type: known[config.target(infer_type).metric] for infer_type in INFER_TYPES}
-    of = {infer_type: metric.of for infer_type, metric in metrics.items()}
-    neutral, worst = metrics["neutral"].of, metrics["neutral"].worst
+    neutral = metrics["neutral"]
 
     def load_of(instance: Instance) -> float:
         """`Metric.value`, without its detours: a pass asks for every instance of the cluster."""
         metadata = instance.metadata
-        load = of.get(metadata.instance_type, neutral)(Load(instance, counters_of(metadata.instance_id)))
-        return worst if math.isnan(load) else load
+        metric = metrics.get(metadata.instance_type, neutral)
+        load = Load(instance, counters_of(metadata.instance_id))
+        try:
+            number = float(metric.of(load))
+        except Exception:  # noqa: BLE001 - whatever a foreign metric raises
+            number = math.nan
+        return metric.value(load) if math.isnan(number) else number
 
     return load_of
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from llumlet.types import InstanceMetadata, InstanceStatus
@@ -48,3 +49,12 @@ def put(view: View, instance_id: str, update_id: int = 1, **fields: Any) -> None
     of_status = {name: value for name, value in fields.items() if name not in FIELDS or name == "incarnation"}
     view.put_metadata(metadata(instance_id, **of_metadata))
     assert view.put_status(status(instance_id, update_id, **of_status))
+
+
+def distribution(place: Path, entry_points: str, source: str, module: str = "tiny_extension") -> None:
+    """A tiny one, as pip leaves it in site-packages."""
+    (place / f"{module}.py").write_text(source)
+    info = place / f"{module}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(entry_points)

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from llumsched.rescheduling.config import Config, Domain, LoadTarget, Scope
 from llumsched.rescheduling.history import History
+from llumsched.rescheduling.loads import measure
 from llumsched.rescheduling.moves import ALL, Order, Rule, Selection
 from tests.llumsched.rescheduling_cluster import CAPACITY, balancing, instance, pairs, planned
+from tests.llumsched.scheduling_cases import distribution
 
 TOKENS_1024 = Selection(Rule.TOKEN, Order.SR, 1024)
 SLOTS = {"max_migrations_out": 4, "max_migrations_in": 4}
@@ -45,6 +49,22 @@ def test_a_threshold_of_one_balances_only_what_is_full() -> None:
     cluster = [instance("a", 0.95), instance("b")]
     assert pairs(planned(cluster, balancing(threshold=1.0))) == []
     assert pairs(planned([instance("a", 1.0), instance("b")], balancing(threshold=1.0))) == [("a", "b")]
+
+
+def test_an_instance_that_a_foreign_metric_cannot_measure_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distribution(
+        tmp_path,
+        "[llumnix.metrics]\nfilled = filling_extension:FILLED\n",
+        "from llumsched.scheduling.metrics import Metric\n"
+        "FILLED = Metric('filled', True, lambda load: 1 / (1 - load.status.num_used_gpu_tokens / 90_000))\n",
+        "filling_extension",
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = Config(policies=("neutral_load",), neutral=LoadTarget(metric="filled"))
+    cluster = [instance("hot", 0.8), instance("empty"), instance("raises", 0.9)]
+    assert pairs(planned(cluster, config, measure=measure(config))) == [("hot", "empty")]
 
 
 def test_difference_below_the_threshold_is_left() -> None:

@@ -96,17 +96,8 @@ def test_a_metric_of_the_request() -> None:
     assert metric.value(LOAD) == 0
 
 
-def distribution(place: Path, entry_points: str, source: str, module: str = "tiny_extension") -> None:
-    """A tiny one, as pip leaves it in site-packages."""
-    (place / f"{module}.py").write_text(source)
-    info = place / f"{module}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(entry_points)
-
-
 def test_metrics_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    distribution(
+    cases.distribution(
         tmp_path,
         "[llumnix.metrics]\nfree_blocks = tiny_extension:FREE\n",
         "from llumsched.scheduling.metrics import Metric\n"
@@ -118,7 +109,7 @@ def test_metrics_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_faults_of_installed_packages_are_all_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    distribution(
+    cases.distribution(
         tmp_path,
         "[llumnix.metrics]\nnum_requests = broken_extension:MINE\nnone = broken_extension:NONE\n"
         "gone = no_such_module_at_all:X\nother = broken_extension:MINE\n",

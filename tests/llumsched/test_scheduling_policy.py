@@ -23,7 +23,6 @@ from llumsched.scheduling.policy import (
 )
 from llumsched.scheduling.selectors import Draw, MetricBasedSelector, Order, RoundRobinSelector
 from tests.llumsched import scheduling_cases as cases
-from tests.llumsched.test_scheduling_metrics import distribution
 
 
 def described(policy: Policy, infer_type: InferType) -> tuple[list[str], list[str], str]:
@@ -211,7 +210,7 @@ def test_no_such_policy(tmp_path: Path) -> None:
 
 
 def test_filters_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    distribution(
+    cases.distribution(
         tmp_path,
         "[llumnix.filters]\nnotNamed = tiny_filters:NotNamed\n",
         """
@@ -248,7 +247,7 @@ def test_a_filter_of_an_installed_package_that_is_none(
     source: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     module = f"no_filter_{request.node.callspec.indices['source']}"
-    distribution(tmp_path, f"[llumnix.filters]\nmine = {module}:F\n", source, module)
+    cases.distribution(tmp_path, f"[llumnix.filters]\nmine = {module}:F\n", source, module)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(PolicyError, match=said):
         parse_policy("full: {neutral: {filters: [mine], selector: roundRobinSelector}}", "test", Mode.FULL, Overrides())

@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 
 import uvloop
@@ -23,6 +23,9 @@ from llumsched.gateway.config import Config
 _WATCH_S = 0.2
 _COLLECT_AFTER = 20_000
 """New objects before Python looks for cycles; at its default of 700 that is at every few requests."""
+_SHORT_LIFE_S = 10.0
+"""A worker that dies younger is likely to die again: from the second in a row on, the next one in its place waits."""
+_LONGEST_PAUSE_S = 30.0
 _CANNOT_SERVE = 71
 """Exit code of a worker that could not begin; Python's own, for an exception that nobody caught, is 1."""
 _METRICS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
@@ -67,6 +70,45 @@ def _child(config: Config) -> None:
     sys.exit(_CANNOT_SERVE if _work(config) else 0)
 
 
+class Worker:
+    """A place for a process. One that dies is followed by another: at once, but where one after another does not live
+    long, after 1 s, 2 s, 4 s and so on."""
+
+    def __init__(self, start: Callable[[], BaseProcess], now: Callable[[], float] = time.monotonic) -> None:
+        self._start = start
+        self._now = now
+        self._num_short = 0
+        """Lives in a row that were short."""
+        self._due_s = 0.0
+        """When the next one starts, while `process` is dead."""
+        self._is_dead = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self.process = self._start()
+        self._started_s = self._now()
+        self._is_dead = False
+
+    def look(self) -> int | None:
+        """The exit code of a process that has ended, once. Starts the next one when it is time."""
+        if self._is_dead:
+            if self._now() >= self._due_s:
+                self._begin()
+            return None
+        code = self.process.exitcode
+        if code is not None:
+            is_short = self._now() - self._started_s < _SHORT_LIFE_S
+            self._num_short = self._num_short + 1 if is_short else 0
+            self._due_s = self._now() + self.pause_s
+            self._is_dead = True
+        return code
+
+    @property
+    def pause_s(self) -> float:
+        """Before the one after this."""
+        return min(2.0 ** min(self._num_short - 2, 10), _LONGEST_PAUSE_S) if self._num_short > 1 else 0.0
+
+
 def _supervise(config: Config) -> int:
     """Starts the workers, and starts those anew that die. A worker that cannot even listen ends all."""
     context = multiprocessing.get_context("spawn")
@@ -82,19 +124,19 @@ def _supervise(config: Config) -> int:
         return process
 
     with _handling(stop):
-        processes = [start() for _ in range(config.workers)]
+        workers = [Worker(start) for _ in range(config.workers)]
         code = 0
         while not stopping:
             time.sleep(_WATCH_S)
-            for index, process in enumerate(processes):
-                if process.exitcode is None:
-                    continue
-                if process.exitcode == _CANNOT_SERVE:
+            for worker in workers:
+                exit_code = worker.look()
+                if exit_code == _CANNOT_SERVE:
                     stopping, code = True, 1
-                else:
-                    mark_process_dead(process.pid)  # type: ignore[no-untyped-call]
-                    print(f"llumnix gateway: a worker died ({process.exitcode}); another starts", file=sys.stderr)
-                    processes[index] = start()
+                elif exit_code is not None:
+                    mark_process_dead(worker.process.pid)  # type: ignore[no-untyped-call]
+                    then = f"another starts in {worker.pause_s:g} s" if worker.pause_s else "another starts"
+                    print(f"llumnix gateway: a worker died ({exit_code}); {then}", file=sys.stderr)
+        processes = [worker.process for worker in workers]
         for process in processes:
             if process.is_alive():
                 process.terminate()

@@ -11,6 +11,7 @@ import socket
 import time
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -131,6 +132,28 @@ def test_a_worker_that_crashes_is_replaced(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(workers, "_child", _crash_twice)
     assert workers.run(Config(host=str(tmp_path / "starts"), workers=2, shutdown_timeout_s=0)) == 0
     assert (tmp_path / "starts").stat().st_size > 2
+
+
+def test_workers_that_crash_again_and_again_are_not_started_without_end() -> None:
+    clock, started = [0.0], []
+
+    def start() -> SimpleNamespace:
+        started.append(SimpleNamespace(exitcode=None))
+        return started[-1]
+
+    worker = workers.Worker(start, lambda: clock[0])  # type: ignore[arg-type]
+    pauses = []
+    for lived_s in (1, 1, 1, 1, 1, 1, 1, 1, 60, 1, 1):
+        clock[0] += lived_s
+        assert worker.look() is None, "it lives"
+        started[-1].exitcode = 1
+        died_s, num_started = clock[0], len(started)
+        assert worker.look() == 1
+        while len(started) == num_started:
+            assert worker.look() is None, "told once"
+            clock[0] += 0.5
+        pauses.append(clock[0] - 0.5 - died_s)
+    assert pauses == [0, 1, 2, 4, 8, 16, 30, 30, 0, 0, 1]
 
 
 @pytest.mark.asyncio

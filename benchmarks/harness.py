@@ -328,7 +328,7 @@ class Server(Command):
 
 
 class Fleet:
-    """Servers that are stopped together. A context manager; `start` may be called repeatedly."""
+    """Servers that are stopped together. A context manager; `start` and `launch` may be called repeatedly."""
 
     def __init__(self, log_dir: Path | None = None, progress: _Progress | None = None) -> None:
         self.log_dir = log_dir if log_dir is not None else Path(tempfile.mkdtemp(prefix="llumnix-logs-"))
@@ -349,18 +349,23 @@ class Fleet:
 
     def start(self, *specs: ServerSpec, timeout_s: float = START_TIMEOUT_S) -> list[Server]:
         """Start one server per spec, all at once, and wait for all of them."""
-        started = []
+        started = self.launch(*specs)
+        for server in started:
+            server.wait_ready(timeout_s, self._progress)
+        return started
+
+    def launch(self, *specs: ServerSpec) -> list[Server]:
+        """Start their processes and return at once: `wait_ready` is the caller's."""
+        launched = []
         for spec in specs:
             log = self.log_dir / f"{self._started:02d}-{spec.name or 'server'}.log"
             if spec.core is None and len(_CORES) <= FEW_CORES:
                 spec = dataclasses.replace(spec, core=_CORES[self._started % len(_CORES)])
             self._started += 1
             server = Server.launch(spec, log)
-            started.append(server)
+            launched.append(server)
             self.servers.append(server)
-        for server in started:
-            server.wait_ready(timeout_s, self._progress)
-        return started
+        return launched
 
     def stop(self, *servers: Server) -> None:
         for server in servers:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real engines for the integration tests.
 
-Three engines of the small model run for the whole session (`engines`); a test that needs another
+Two engines of the small model run for the whole session (`engines`); a test that needs another
 kind starts it with `start_server` and it ends with the test. `conserved` makes a test fail if any
-of the three holds anything afterwards that it did not hold before.
+of them holds anything afterwards that it did not hold before.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ _fleets: list[Fleet] = []
 
 
 class Engines(NamedTuple):
-    """Three instances with their llumlets on. `c` takes many steps for a long prompt."""
+    """Two instances with their llumlets on."""
 
     a: Server
     b: Server
-    c: Server
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -48,10 +47,7 @@ def log_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def engines(model_dir: Path, log_dir: Path, request: pytest.FixtureRequest) -> Iterator[Engines]:
     with _fleet(log_dir / "session", request) as fleet:
-        flags = {"c": ("--max-num-batched-tokens", "256")}
-        specs = [
-            ServerSpec(model_dir, name=name, instance_id=name, flags=flags.get(name, ())) for name in Engines._fields
-        ]
+        specs = [ServerSpec(model_dir, name=name, instance_id=name) for name in Engines._fields]
         yield Engines(*fleet.start(*specs))
 
 
@@ -73,7 +69,7 @@ def start_server(model_dir: Path, tmp_path: Path, request: pytest.FixtureRequest
 
 @pytest_asyncio.fixture
 async def conserved(engines: Engines) -> AsyncIterator[dict[Server, Holdings]]:
-    """What the three engines hold while idle before the test; checked again after it."""
+    """What the engines hold while idle before the test; checked again after it."""
     before = {server: await wait_idle(server) for server in engines}
     yield before
     await assert_conserved(before)

@@ -13,13 +13,14 @@ import asyncio
 import contextlib
 import itertools
 import uuid
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from benchmarks.client import Client, Stream
-from benchmarks.harness import Server
+from benchmarks.harness import Fleet, Server, ServerSpec
 from benchmarks.moves import Move, move_stream
 from tests.integration.conftest import Engines
 
@@ -33,12 +34,27 @@ PENALISED: dict[str, Any] = SEEDED | {"frequency_penalty": 0.4, "presence_penalt
 ROUTES = {"there": "ab", "there_and_back": "aba", "three_hops": "abca"}
 
 
+class Three(NamedTuple):
+    """`c` takes many steps for a long prompt."""
+
+    a: Server
+    b: Server
+    c: Server
+
+
+@pytest.fixture(scope="module")
+def engines(engines: Engines, model_dir: Path, log_dir: Path) -> Iterator[Three]:
+    spec = ServerSpec(model_dir, name="c", instance_id="c", flags=("--max-num-batched-tokens", "256"))
+    with Fleet(log_dir / "third") as fleet:
+        yield Three(*engines, *fleet.start(spec))
+
+
 async def start(client: Client, parameters: dict[str, Any], prompt: list[int] = PROMPT, length: int = LENGTH) -> Stream:
     """A stream that shares no cached block with any other."""
     return await client.complete(prompt, length, cache_salt=uuid.uuid4().hex, **parameters)
 
 
-async def run_moved(engines: Engines, route: str, parameters: dict[str, Any]) -> tuple[Stream, list[Move]]:
+async def run_moved(engines: Three, route: str, parameters: dict[str, Any]) -> tuple[Stream, list[Move]]:
     """Stream from the first engine of `route`, moving to each next one as tokens come."""
     path = [getattr(engines, name) for name in route]
     async with Client(path[0].base_url) as client:
@@ -79,9 +95,7 @@ def assert_live(moves: list[Move]) -> None:
 
 @pytest.mark.parametrize("route", ROUTES.values(), ids=ROUTES.keys())
 @pytest.mark.parametrize("parameters", [GREEDY, SEEDED, PENALISED], ids=["greedy", "seeded", "penalised"])
-async def test_tokens_are_identical(
-    engines: Engines, conserved: object, route: str, parameters: dict[str, Any]
-) -> None:
+async def test_tokens_are_identical(engines: Three, conserved: object, route: str, parameters: dict[str, Any]) -> None:
     async with company(*(getattr(engines, name) for name in sorted(set(route)))):
         expected = await run_unmoved(engines.a, parameters)
         moved, moves = await run_moved(engines, route, parameters)
@@ -96,7 +110,7 @@ async def test_tokens_are_identical(
         assert moves[1].hit_tokens > 0, "back home, its own blocks are still cached"
 
 
-async def test_two_requests_cross(engines: Engines, conserved: object) -> None:
+async def test_two_requests_cross(engines: Three, conserved: object) -> None:
     """One goes from A to B while another goes from B to A."""
     expected = await asyncio.gather(run_unmoved(engines.a, GREEDY), run_unmoved(engines.b, SEEDED))
     async with Client(engines.a.base_url) as client_a, Client(engines.b.base_url) as client_b:
@@ -112,7 +126,7 @@ async def test_two_requests_cross(engines: Engines, conserved: object) -> None:
         assert result.token_ids[:known] == alone.token_ids[:known]
 
 
-async def test_stop_string_found_after_a_move(engines: Engines, conserved: object) -> None:
+async def test_stop_string_found_after_a_move(engines: Three, conserved: object) -> None:
     """The API server finds the stop string; the engine that owns the request is told to stop."""
     free = await run_unmoved(engines.a, GREEDY)
     half = len(free.text) // 2
@@ -132,7 +146,7 @@ def flat(events: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return [row for event in events for row in zip(*(event[field] for field in fields), strict=True)]
 
 
-async def test_logprobs_are_identical(engines: Engines, conserved: object) -> None:
+async def test_logprobs_are_identical(engines: Three, conserved: object) -> None:
     parameters = GREEDY | {"logprobs": 3}
     expected = await run_unmoved(engines.a, parameters)
     moved, moves = await run_moved(engines, "aba", parameters)
@@ -141,7 +155,7 @@ async def test_logprobs_are_identical(engines: Engines, conserved: object) -> No
     assert flat(moved.logprobs) == flat(expected.logprobs)
 
 
-async def test_guided_decoding_goes_on_in_the_middle_of_the_pattern(engines: Engines, conserved: object) -> None:
+async def test_guided_decoding_goes_on_in_the_middle_of_the_pattern(engines: Three, conserved: object) -> None:
     pattern = "([a-z]{3,9} ){150,160}end"
     parameters = {"temperature": 1.0, "seed": 3, "structured_outputs": {"regex": pattern}}
     expected = await run_unmoved(engines.a, parameters)
@@ -151,7 +165,7 @@ async def test_guided_decoding_goes_on_in_the_middle_of_the_pattern(engines: Eng
     assert moved.token_ids == expected.token_ids
 
 
-async def test_long_context_is_copied_in_rounds(engines: Engines, conserved: object) -> None:
+async def test_long_context_is_copied_in_rounds(engines: Three, conserved: object) -> None:
     prompt = [100 + index * 7 % 900 for index in range(3000)]
     async with Client(engines.a.base_url) as client:
         expected = await (await start(client, GREEDY, prompt, 400)).result()
@@ -165,7 +179,7 @@ async def test_long_context_is_copied_in_rounds(engines: Engines, conserved: obj
     assert moved.token_ids == expected.token_ids
 
 
-async def test_arrives_while_a_long_prompt_is_processed(engines: Engines, conserved: object) -> None:
+async def test_arrives_while_a_long_prompt_is_processed(engines: Three, conserved: object) -> None:
     """A chunked prefill takes the whole token budget of each step; the newcomer gets its token all the same."""
     async with Client(engines.a.base_url) as client, Client(engines.c.base_url) as other:
         stream = await start(client, GREEDY, length=3000)
@@ -180,7 +194,7 @@ async def test_arrives_while_a_long_prompt_is_processed(engines: Engines, conser
     assert_live([move])
 
 
-async def test_metrics_of_the_front_end_stay_right(engines: Engines, conserved: object) -> None:
+async def test_metrics_of_the_front_end_stay_right(engines: Three, conserved: object) -> None:
     """Tokens, time to first token and inter-token gaps are counted once, at the origin."""
     before = await _counters(engines.a)
     moved, moves = await run_moved(engines, "ab", GREEDY)

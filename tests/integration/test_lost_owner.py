@@ -65,9 +65,9 @@ class Cast:
         self._model = model
         self._directory = directory
         self._port = free_port()
-        self._haven, victim = fleet.start(self._haven_spec(), self._victim())
+        self._haven, *self._living = fleet.start(self._haven_spec(), self._victim())
         self._given_up: Server | None = None
-        self._living = [victim]
+        self._starting: list[Server] = []
         self._dead: list[Server] = []
 
     @property
@@ -80,8 +80,9 @@ class Cast:
 
     def alone(self) -> Server:
         """`haven`, when no other one is left. It need not survive."""
-        self._fleet.stop(*self._living)
+        self._fleet.stop(*self._living, *self._starting)
         self._living.clear()
+        self._starting.clear()
         self._given_up = self.haven
         return self._given_up
 
@@ -89,8 +90,15 @@ class Cast:
         """So many that live."""
         self._bury()
         if len(self._living) < count:
-            self._living += self._fleet.start(self._victim(), self._victim())
+            self.prepare()
+        self._living += [server.wait_ready() for server in self._starting]
+        self._starting.clear()
         return self._living[:count]
+
+    def prepare(self) -> None:
+        """Two more start while something else goes on; the next story waits for them."""
+        if not self._starting:
+            self._starting = self._fleet.launch(self._victim(), self._victim())
 
     def victim(self) -> Server:
         return self.victims(1)[0]
@@ -365,6 +373,7 @@ async def test_the_own_engine_stops_and_wakes_up(stage: Cast, expected: dict[str
 async def test_two_instances_are_silent_for_long(stage: Cast, expected: dict[str, Stream]) -> None:
     """Longer than an engine waits for API servers other than its own."""
     stories = zip(stage.victims(2), (engine_of, api_server_of), strict=True)
+    stage.prepare()
     await asyncio.gather(*(_is_silent_for_long(victim, part, expected["greedy"]) for victim, part in stories))
     await wait_idle(stage.haven)
 
@@ -385,6 +394,28 @@ async def _is_silent_for_long(victim: Server, part: Story, expected: Stream) -> 
         async with asyncio.timeout(30.0):
             while not await stays():
                 pass
+    await wait_idle(victim)
+
+
+@failure(
+    "SIGSTOP of the destination's engine, later SIGCONT",
+    "Commit has arrived",
+    "frozen for 3.5 s, 6 s if everything was to be copied, then settled by the origin's fence: goes on at the source",
+)
+@pytest.mark.parametrize("method", IN_DOUBT_S)
+async def test_the_destination_stops_during_the_move(stage: Cast, expected: dict[str, Stream], method: str) -> None:
+    """Nobody but the source sees it: the owner that the origin knows is well."""
+    victim = stage.victim()
+    async with Client(stage.haven.base_url) as client:
+        stream = await begin(client, "seeded")
+        await stream.wait_for(AT)
+        with stage.stopping_at(victim, "destination.commit_received"):
+            move = await move_stream(stage.haven, victim, stream, method=method, force=True)
+            assert engine_of(victim).status() == psutil.STATUS_STOPPED, "the fault was not reached"
+            assert (move.phase, move.reason) == ("stayed", "deadline")
+            await stream.wait_for(len(stream.token_ids) + AT)
+        assert_goes_on(await stream.result(), expected["seeded"], IN_DOUBT_S[method])
+    await wait_idle(stage.haven, timeout_s=40.0)
     await wait_idle(victim)
 
 
@@ -444,28 +475,6 @@ async def test_the_destination_is_killed_during_the_move(stage: Cast, expected: 
         assert_goes_on(await stream.result(), expected["seeded"], STOPPED_S)
     assert not _has_engine(victim), "the fault was not reached"
     await wait_idle(stage.haven)
-
-
-@failure(
-    "SIGSTOP of the destination's engine, later SIGCONT",
-    "Commit has arrived",
-    "frozen for 3.5 s, 6 s if everything was to be copied, then settled by the origin's fence: goes on at the source",
-)
-@pytest.mark.parametrize("method", IN_DOUBT_S)
-async def test_the_destination_stops_during_the_move(stage: Cast, expected: dict[str, Stream], method: str) -> None:
-    """Nobody but the source sees it: the owner that the origin knows is well."""
-    victim = stage.victim()
-    async with Client(stage.haven.base_url) as client:
-        stream = await begin(client, "seeded")
-        await stream.wait_for(AT)
-        with stage.stopping_at(victim, "destination.commit_received"):
-            move = await move_stream(stage.haven, victim, stream, method=method, force=True)
-            assert engine_of(victim).status() == psutil.STATUS_STOPPED, "the fault was not reached"
-            assert (move.phase, move.reason) == ("stayed", "deadline")
-            await stream.wait_for(len(stream.token_ids) + AT)
-        assert_goes_on(await stream.result(), expected["seeded"], IN_DOUBT_S[method])
-    await wait_idle(stage.haven, timeout_s=40.0)
-    await wait_idle(victim)
 
 
 @failure(

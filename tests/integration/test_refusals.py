@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,9 @@ from benchmarks.moves import Move, migrate, move_stream
 from llumlet.client import LlumletClient
 from llumlet.errors import LlumletError
 from llumlet.types import AbortRequest, AbortResponse, MigrateRequest, Reason
+from tests.exactness.test_matrix import held_by
 from tests.integration.conftest import Engines
+from tests.integration.test_command_line import llumnix
 from tests.support.conservation import wait_idle
 from tests.support.failures import failure
 
@@ -40,6 +43,17 @@ class Odd(NamedTuple):
     """35 blocks, two batch slots, 1024 tokens a request; can be paused."""
     slow: Server
     """A megabyte a second, and 300 tokens at a time."""
+
+
+class Strange(NamedTuple):
+    """Instances that are not alike."""
+
+    weights: Server
+    """Of another model."""
+    blocks: Server
+    """Of another block size."""
+    connector: Server
+    """With a KV connector. Not the offloading one, which does not start on CPUs."""
 
 
 async def stays_and_goes_on(source: Server, destination: Server, prompt: list[int] = PROMPT, length: int = 400) -> Move:
@@ -96,26 +110,6 @@ async def test_destination_without_blocks(engines: Engines, conserved: object, o
         await hog.disconnect()
     assert (move.reason, "batch slot" in move.detail) == ("destination_full", False)
     await wait_idle(odd.small)
-
-
-@failure(
-    "the destination has another model",
-    "reserving",
-    "incompatible_engine: goes on at the source",
-)
-async def test_another_model_and_another_block_size(
-    engines: Engines, conserved: object, model_dir: Path, tmp_path: Path
-) -> None:
-    weights = build(dataclasses.replace(PRESETS["tiny"], seed=99))
-    with Fleet(tmp_path / "servers") as fleet:
-        others = fleet.start(
-            ServerSpec(weights, name="weights", instance_id="weights"),
-            ServerSpec(model_dir, name="blocks64", instance_id="blocks64", block_size=64),
-        )
-        for other in others:
-            move = await stays_and_goes_on(engines.a, other)
-            assert move.reason == "incompatible_engine"
-            await wait_idle(other)
 
 
 async def test_unknown_request(engines: Engines, conserved: object) -> None:
@@ -294,3 +288,51 @@ async def test_destination_without_a_slot_and_paused(engines: Engines, conserved
         assert (await move_stream(engines.a, odd.small, stream)).moved
         await stream.disconnect()
     await wait_idle(odd.small)
+
+
+@pytest.fixture(scope="module")
+def strange(model_dir: Path, log_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Strange]:
+    connector = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path_factory.mktemp("kv"))},
+    }
+    specs = Strange(
+        weights=ServerSpec(build(dataclasses.replace(PRESETS["tiny"], seed=99))),
+        blocks=ServerSpec(model_dir, block_size=64),
+        connector=ServerSpec(model_dir, flags=("--kv-transfer-config", json.dumps(connector))),
+    )
+    named = [dataclasses.replace(spec, name=name, instance_id=name) for name, spec in specs._asdict().items()]
+    with Fleet(log_dir / "strange") as fleet:
+        yield Strange(*fleet.start(*named))
+
+
+@failure(
+    "the destination has another model",
+    "reserving",
+    "incompatible_engine: goes on at the source",
+)
+async def test_another_model_and_another_block_size(engines: Engines, conserved: object, strange: Strange) -> None:
+    for other in (strange.weights, strange.blocks):
+        move = await stays_and_goes_on(engines.a, other)
+        assert move.reason == "incompatible_engine"
+        await wait_idle(other)
+
+
+async def test_another_kv_connector(engines: Engines, conserved: object, strange: Strange) -> None:
+    """Said in the answer of `Migrate` and in `llumnix ps`."""
+    source, why = strange.connector, "another KV connector is configured (--kv-transfer-config)"
+    async with Client(source.base_url) as client:
+        expected = await (await client.complete(PROMPT, 200, **GREEDY, cache_salt="unmoved")).result()
+        stream = await client.complete(PROMPT, 600, **GREEDY, cache_salt="moved")
+        held = await held_by(source, stream, 20)
+        code, shown = await llumnix("ps", "--llumlet", str(source.llumlet), "--json")
+        with pytest.raises(LlumletError) as refusal:
+            await move_stream(source, engines.b, stream)
+        result = await stream.result()
+    assert (refusal.value.reason, refusal.value.detail) == (Reason.NOT_PORTABLE, why)
+    assert not held.movable
+    assert (code, why in shown) == (0, True), shown
+    assert len(result.token_ids) == 600
+    assert result.token_ids[:200] == expected.token_ids
+    await wait_idle(source)

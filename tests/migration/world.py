@@ -819,11 +819,12 @@ class World:
 
     def owners(self, request_id: str = REQUEST) -> list[str]:
         """Engines that may emit something the gate would take."""
-        here = ((name, engine.requests.get(request_id)) for name, engine in self.engines.items())
         return [
             name
-            for name, request in here
-            if request is not None and not request.frozen and not self._is_barred(request_id, request.epoch)
+            for name, engine in self.engines.items()
+            if (request := engine.requests.get(request_id)) is not None
+            and not request.frozen
+            and not self._is_barred(request_id, request.epoch)
         ]
 
     def _is_barred(self, request_id: str, epoch: Epoch) -> bool:
@@ -843,8 +844,11 @@ class World:
         return faults + self._several_owners()
 
     def _several_owners(self) -> list[str]:
-        owners = {request_id: self.owners(request_id) for request_id in self.clients}
-        return [f"{names} own request {request_id}" for request_id, names in owners.items() if len(names) > 1]
+        return [
+            f"{names} own request {request_id}"
+            for request_id in self.clients
+            if len(names := self.owners(request_id)) > 1
+        ]
 
     def left_at_rest(self) -> list[str]:
         """What must not be left when everything has come to its end."""

@@ -3,10 +3,11 @@
 
     python -m benchmarks.gpu_check --json gpu.json
 
-Three parts, each with what it needs: the block copy kernels against the torch reference (a GPU), KV memory of another
-process mapped and read (a GPU), and two real engines on this one GPU between which streams move, exactness and
-downtime (vLLM for CUDA as well). A part that cannot run says why and is `unrun`; one that gives a wrong byte or token,
-or breaks, is `wrong`. The report is one JSON object; exit code 0 only if every part ran and was right.
+Four parts, each with what it needs: the block copy kernels against the torch reference (a GPU), the seal of what RDMA
+brings against that of a processor (a GPU), KV memory of another process mapped and read (a GPU), and two real engines
+on this one GPU between which streams move, exactness and downtime (vLLM for CUDA as well). A part that cannot run says
+why and is `unrun`; one that gives a wrong byte or token, or breaks, is `wrong`. The report is one JSON object; exit
+code 0 only if every part ran and was right.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from vllm_llumnix.kv.kernels import Backend
 from vllm_llumnix.kv.layout import BlockLayout, TensorRegion
 from vllm_llumnix.kv.messages import PeerMemory
 from vllm_llumnix.kv.process import NoncePage, allow_readers, describe_memory
+from vllm_llumnix.kv.seal import Multilinear, new_key
+from vllm_llumnix.kv.staging import SLOT_BYTES
 from vllm_llumnix.kv.transport.local_cuda import LocalCudaTransport
 
 Part = dict[str, Any]
@@ -53,6 +56,8 @@ TIMES = 10
 SMS = (4, 8, 16, 32)
 LENGTHS = (256, 2048, 7000)
 MOVES = 6
+SEALED = (300_001, SLOT_BYTES)
+PARTS = ("kernels", "seals", "ipc", "engines")
 
 
 def layout_of(page_bytes: int, num_blocks: int, blocks_outermost: bool, base: int = 0) -> BlockLayout:
@@ -108,6 +113,23 @@ def check_kernels(device: torch.device, backends: tuple[Backend, ...]) -> Part:
                         row = {"backend": backend, "max_sms": max_sms, "mib": size >> 20}
                         speeds.append(row | {"gb_s": gb_s(size, copy, device)})
     return {"verdict": "wrong" if wrong else "right", "wrong": wrong, "missing": missing, "speeds": speeds}
+
+
+def check_seals(device: torch.device) -> Part:
+    """`GpuStagingArea` has the GPU seal what lies in a buffer."""
+    wrong, speeds = [], []
+    key = new_key()
+    for size in SEALED:
+        data = random_bytes(size, device, seed=size)
+        one, other = Multilinear(key), Multilinear(key)
+        seal = one.seal(size, data)
+        if seal != other.seal(size, data.cpu()):
+            wrong.append(f"{size} bytes")
+        data[size // 2] ^= 1
+        if one.is_intact(size, data, seal):
+            wrong.append(f"{size} bytes, one of them changed")
+        speeds.append({"bytes": size, "gb_s": gb_s(size, functools.partial(one.seal, 0, data), device)})
+    return {"verdict": "wrong" if wrong else "right", "wrong": wrong, "speeds": speeds}
 
 
 def serve_memory() -> None:
@@ -231,6 +253,8 @@ def main(arguments: list[str] | None = None) -> int:
     with saying("kernels") as say:
         backends: tuple[Backend, ...] = ("cuda", "triton", "torch")
         report["kernels"] = carried_out(lambda: check_kernels(torch.device("cuda"), backends), no_gpu)
+        say("seals")
+        report["seals"] = carried_out(lambda: check_seals(torch.device("cuda")), no_gpu)
         say("memory of another process")
         report["ipc"] = carried_out(check_ipc, no_gpu)
         say("engines")
@@ -240,7 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(line)
     if options.json is not None:
         options.json.write_text(f"{line}\n")
-    return 0 if all(report[part]["verdict"] == "right" for part in ("kernels", "ipc", "engines")) else 1
+    return 0 if all(report[part]["verdict"] == "right" for part in PARTS) else 1
 
 
 if __name__ == "__main__":

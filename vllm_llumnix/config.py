@@ -41,7 +41,7 @@ MOONCAKE_PROTOCOLS = ("tcp", "rdma")
 END_SECONDS = 5
 """What several API servers and their engine have for their end after a drain, before their parent kills them."""
 _INSTANCE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
-_MOONCAKE_FIELDS = ("mooncake_protocol", "mooncake_devices", "mooncake_interface")
+_MOONCAKE_FIELDS = ("mooncake_protocol", "mooncake_devices", "mooncake_gpu_direct", "mooncake_interface")
 _RATE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
@@ -72,6 +72,7 @@ class LlumletConfig:
     stall_budget_ms: float = 200.0
     mooncake_protocol: str = "tcp"
     mooncake_devices: str = ""
+    mooncake_gpu_direct: bool = True
     mooncake_interface: str = ""
     bandwidth_limit: Limit = UNLIMITED
     bandwidth_limit_local: Limit = UNLIMITED
@@ -111,6 +112,7 @@ class LlumletConfig:
                 host=address_of_interface(interface) if interface else reachable_host(self.host),
                 protocol=self.mooncake_protocol,
                 devices=self.mooncake_devices,
+                gpu_direct=self.mooncake_gpu_direct,
                 required=self.transport == "mooncake",
                 max_in=self.max_migrations_in,
                 max_out=self.max_migrations_out,
@@ -215,6 +217,12 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULTS.mooncake_devices,
         metavar="NAME,...",
         help="RDMA devices that Mooncake may use, such as mlx5_0. Default: all.",
+    )
+    add(
+        "--llumlet-mooncake-gpu-direct",
+        action=argparse.BooleanOptionalAction,
+        default=_DEFAULTS.mooncake_gpu_direct,
+        help="Let RDMA devices read and write buffers on the GPU, where they can, instead of in main memory.",
     )
     add(
         "--llumlet-mooncake-interface",

@@ -37,9 +37,17 @@ def test_a_wrong_byte_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (part["verdict"], len(part["wrong"])) == ("wrong", 6)
 
 
+def test_seals(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = gpu_check.check_seals(torch.device("cpu"))
+    assert (part["verdict"], len(part["speeds"])) == ("right", len(gpu_check.SEALED))
+    monkeypatch.setattr(gpu_check.Multilinear, "seal", lambda *_: b"the same")
+    part = gpu_check.check_seals(torch.device("cpu"))
+    assert part["wrong"] == [f"{size} bytes, one of them changed" for size in gpu_check.SEALED]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main([]) == 1
     report = json.loads(capsys.readouterr().out)
-    assert [report[part]["verdict"] for part in ("kernels", "ipc", "engines")] == ["unrun"] * 3
+    assert [report[part]["verdict"] for part in gpu_check.PARTS] == ["unrun"] * 4
     assert report["gpu"] is None

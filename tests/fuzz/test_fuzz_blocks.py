@@ -8,7 +8,7 @@ import ctypes
 import socket
 import struct
 import time
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -20,7 +20,7 @@ from vllm_llumnix.kv import block_server
 from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES, Grants
 from vllm_llumnix.kv.memory import HostMemory
-from vllm_llumnix.kv.messages import DEPTH, KEY_BYTES
+from vllm_llumnix.kv.messages import DEPTH, KEY_BYTES, SealKind
 from vllm_llumnix.kv.staging import StagingArea
 
 NONCE, CAPABILITY = bytes(32), bytes(range(CAPABILITY_BYTES))
@@ -39,6 +39,7 @@ requests = st.fixed_dictionaries(
         "slot": st.integers(-1, DEPTH) | values,
         "key": st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES) | values,
         "number": st.integers(-1, 2**32) | values,
+        "kind": st.sampled_from(get_args(SealKind)) | values,
     }
 )
 

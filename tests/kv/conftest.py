@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 import pytest_asyncio
+import torch
 
-from tests.kv.fakes import FakeWorker, Memory, SourceProcess, packed, source_process
+from tests.kv.fakes import FakeEvent, FakeStream, FakeWorker, Memory, SourceProcess, packed, source_process
 from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.worker import start_mover, stop_mover
@@ -45,3 +47,14 @@ async def client(info: MoverInfo) -> AsyncIterator[MoverClient]:
     client = MoverClient(info)
     yield client
     client.close()
+
+
+@pytest.fixture
+def gpu_in_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA streams that are none, and a GPU whose memory is ours: see `on_gpu`."""
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(stream))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(device))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **more: empty(*size, **more))

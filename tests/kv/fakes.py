@@ -20,12 +20,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from vllm_llumnix.kv import messages
 from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.grants import Grants
 from vllm_llumnix.kv.layout import BlockLayout, TensorRegion
-from vllm_llumnix.kv.memory import HostMemory
+from vllm_llumnix.kv.memory import CudaMemory, HostMemory
 from vllm_llumnix.kv.messages import CudaShare, PeerMemory
 from vllm_llumnix.kv.mooncake import MooncakeEngine
 from vllm_llumnix.kv.process import NoncePage, describe_memory
@@ -229,6 +230,32 @@ def kv_cache_config(memory: Memory) -> Any:
         kv_cache_groups=[group],
         kv_cache_tensors=tensors,
     )
+
+
+class FakeStream:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.synchronized = 0
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
+
+
+class FakeEvent:
+    """Done when it is asked for the third time."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def record(self, stream: FakeStream) -> None:
+        assert isinstance(stream, FakeStream)
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.asked > 2
+
+
+def on_gpu(memory: Memory) -> CudaMemory:
+    return CudaMemory(memory.blocks, torch.from_numpy(memory.bytes).untyped_storage())
 
 
 def _serve() -> None:

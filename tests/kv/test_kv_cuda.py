@@ -7,7 +7,6 @@ What this cannot show is whether CUDA does what the code takes it to do: see `be
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import weakref
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kv.fakes import FakeWorker, Memory, describe, packed, shared, source_process, until
+from tests.kv.fakes import FakeStream, FakeWorker, Memory, describe, on_gpu, packed, shared, source_process, until
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
 from vllm_llumnix.kv import memory as kv_memory
 from vllm_llumnix.kv import mover
@@ -29,7 +28,7 @@ from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.cuda_share import require_plausible
 from vllm_llumnix.kv.endpoint import PrivateDirectory
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES, Grants
-from vllm_llumnix.kv.memory import CudaMemory, HostMemory
+from vllm_llumnix.kv.memory import HostMemory
 from vllm_llumnix.kv.messages import CudaShare, MoverInfo, PeerMemory
 from vllm_llumnix.kv.mover import Mover
 from vllm_llumnix.kv.process import NoncePage, describe_memory
@@ -38,44 +37,10 @@ from vllm_llumnix.kv.transport.local_cuda import LocalCudaTransport
 from vllm_llumnix.kv.transport.tcp import TcpTransport
 from vllm_llumnix.kv.worker import start_mover, stop_mover
 
+pytestmark = pytest.mark.usefixtures("gpu_in_main_memory")
+
 CAPABILITY = bytes(CAPABILITY_BYTES)
 SHAPES = [(3, 4096), (1, 512)]
-
-
-class FakeStream:
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.synchronized = 0
-
-    def synchronize(self) -> None:
-        self.synchronized += 1
-
-
-class FakeEvent:
-    """Done when it is asked for the third time."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    def record(self, stream: FakeStream) -> None:
-        assert isinstance(stream, FakeStream)
-
-    def query(self) -> bool:
-        self.asked += 1
-        return self.asked > 2
-
-
-@pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(stream))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(device))
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **more: empty(*size, **more))
-
-
-def on_gpu(memory: Memory) -> CudaMemory:
-    return CudaMemory(memory.blocks, torch.from_numpy(memory.bytes).untyped_storage())
 
 
 @pytest.fixture

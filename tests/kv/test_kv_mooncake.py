@@ -13,27 +13,30 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
 import pytest
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from tests.kv.fakes import ROOT, FakeWorker, Memory, describe, packed, source_process, until
+from tests.kv.fakes import ROOT, FakeWorker, Memory, describe, on_gpu, packed, source_process, until
 from tests.support.authority import Authority, credential_files, token_file
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
 from vllm_llumnix.kv import block_server, block_stage
+from vllm_llumnix.kv import worker as kv_worker
 from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.blocks_tcp import receive_frame, send_frame
 from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES, Grants
-from vllm_llumnix.kv.memory import HostMemory
-from vllm_llumnix.kv.messages import DEPTH, MoverInfo, PeerMemory, StageRequest, decode_stage_answer
+from vllm_llumnix.kv.memory import BlockMemory, HostMemory
+from vllm_llumnix.kv.messages import DEPTH, MoverInfo, PeerMemory, SealKind, StageRequest, decode_stage_answer
 from vllm_llumnix.kv.mooncake import MooncakeEngine
 from vllm_llumnix.kv.process import NoncePage
-from vllm_llumnix.kv.seal import Sealer, new_key
+from vllm_llumnix.kv.seal import Gmac, Multilinear, Sealer, new_key, sealer
 from vllm_llumnix.kv.settings import MooncakeSettings, WorkerSettings
-from vllm_llumnix.kv.staging import StagingArea
+from vllm_llumnix.kv.staging import GpuStagingArea, StagingArea
 from vllm_llumnix.kv.transport import mooncake
 from vllm_llumnix.kv.transport.connections import Connections
 from vllm_llumnix.kv.transport.mooncake import MooncakeTransport
@@ -62,18 +65,31 @@ class Clock:
         return self.now
 
 
+def staged(memory: Memory, gpu: bool, **area: int) -> tuple[BlockMemory, StagingArea]:
+    if not gpu:
+        return HostMemory(memory.blocks), StagingArea(memory.blocks, **area)
+    cuda = on_gpu(memory)
+    return cuda, GpuStagingArea(cuda, **area)
+
+
 class Source:
-    def __init__(self, engine: MooncakeEngine, memory: Memory, tls: WorkerSettings | None = None, **area: int) -> None:
+    def __init__(
+        self,
+        engine: MooncakeEngine,
+        memory: Memory,
+        tls: WorkerSettings | None = None,
+        *,
+        gpu: bool = False,
+        **area: int,
+    ) -> None:
         self._engine = engine
         self.memory = memory
         self.grants = Grants()
-        self.area = StagingArea(memory.blocks, **area)
+        blocks, self.area = staged(memory, gpu, **area)
         engine.register(self.area.address, self.area.num_bytes)
         self._nonce = NoncePage()
         context = tls_context(tls, server_side=True) if tls else None
-        self.server = BlockServer(
-            HostMemory(memory.blocks), self._nonce.value, self.grants, "127.0.0.1", context, self.area
-        )
+        self.server = BlockServer(blocks, self._nonce.value, self.grants, "127.0.0.1", context, self.area)
         self.server.start()
         self.peer = describe(memory, self._nonce, tcp=f"127.0.0.1:{self.server.port}", mooncake=engine.segment)
 
@@ -91,12 +107,13 @@ class Reader:
         tls: WorkerSettings | None = None,
         *,
         exposed: bool = False,
+        gpu: bool = False,
         **area: int,
     ) -> None:
         self.memory = memory
-        self.area = StagingArea(memory.blocks, **area)
+        blocks, self.area = staged(memory, gpu, **area)
         connections = Connections(tls_context(tls, server_side=False) if tls else None)
-        self.transport = MooncakeTransport(HostMemory(memory.blocks), engine, self.area, connections, exposed=exposed)
+        self.transport = MooncakeTransport(blocks, engine, self.area, connections, exposed=exposed)
 
     def pull(
         self,
@@ -169,6 +186,27 @@ def test_blocks_arrive_and_nothing_else_changes(
         assert here.block(block) == (there.block(moved[block]) if block in moved else before.block(block))
 
 
+@pytest.mark.usefixtures("gpu_in_main_memory")
+@pytest.mark.parametrize("slot_blocks", [1, 3, 100])
+@pytest.mark.parametrize(("there", "here"), [(True, True), (True, False), (False, True)], ids=["both", "from", "to"])
+def test_buffers_on_gpus(
+    there: bool, here: bool, slot_blocks: int, engines: list[MooncakeEngine], closing: list[Any]
+) -> None:
+    """What a network card does between them, Mooncake does over TCP."""
+    shapes = [(3, 4096), (1, 512)]
+    memories = [Memory(layout, shapes, seed=seed) for layout, seed in (("LBHNC", 1), ("BLHNC", 2))]
+    area = {"slot_bytes": slot_blocks * memories[0].blocks.bytes_per_block, "area_bytes": 1}
+    source = Source(engines[0], memories[0], gpu=there, **area)
+    reader = Reader(engines[1], memories[1], exposed=True, gpu=here, **area)
+    closing += [source, reader.transport]
+    source.grants.allow(CAPABILITY, range(32))
+    assert sum(reader.pull(source.peer, [5, 0, 31, 7, 8], [1, 2, 3, 30, 0]))
+    for theirs, ours in zip([5, 0, 31, 7, 8], [1, 2, 3, 30, 0], strict=True):
+        assert memories[1].block(ours) == memories[0].block(theirs)
+    until(lambda: source.area.num_free * source.area.slot_bytes == source.area.num_bytes)
+    assert not any(ctypes.string_at(source.area.address, source.area.num_bytes))
+
+
 def test_a_turn_is_a_chunk(pair: tuple[Source, Reader]) -> None:
     """So that a low limit does not let whole buffers pass; a block at least, and a buffer at most."""
     source, reader = pair
@@ -215,22 +253,29 @@ def test_what_was_staged_is_wiped(pair: tuple[Source, Reader]) -> None:
     assert not any(ctypes.string_at(source.area.address, source.area.num_bytes))
 
 
+@pytest.mark.usefixtures("gpu_in_main_memory")
+@pytest.mark.parametrize("gpu", [False, True], ids=["main memory", "gpu"])
 @pytest.mark.parametrize("where", ["source", "destination"])
-def test_a_changed_byte(where: str, pair: tuple[Source, Reader], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_byte(
+    where: str, gpu: bool, engines: list[MooncakeEngine], closing: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Somebody writes to a buffer while it is on its way."""
-    source, reader = pair
+    source = Source(engines[0], Memory(shapes=BIG, seed=1, num_blocks=64), gpu=gpu)
+    reader = Reader(engines[1], Memory(shapes=BIG, seed=2, num_blocks=64), gpu=gpu)
+    closing += [source, reader.transport]
     source.grants.allow(CAPABILITY, range(64))
     before = Memory(shapes=BIG, seed=2, num_blocks=64)
-    stock = Sealer.seal if where == "source" else Sealer.is_intact
+    kind = type(sealer(source.area.seal, new_key()))
+    stock = kind.seal if where == "source" else kind.is_intact
 
-    def meddle(sealer: Sealer, number: int, data: Any, *rest: Any) -> Any:
+    def meddle(it: Sealer, number: int, data: Any, *rest: Any) -> Any:
         if number == 2:
             area = source.area if where == "source" else reader.area
             for slot in range(DEPTH):
                 ctypes.c_ubyte.from_address(area.address + slot * area.slot_bytes + 100).value ^= 1
-        return stock(sealer, number, data, *rest)
+        return stock(it, number, data, *rest)
 
-    monkeypatch.setattr(Sealer, stock.__name__, meddle)
+    monkeypatch.setattr(kind, stock.__name__, meddle)
     with pytest.raises(TransferFailed, match="not what was to be read"):
         list(reader.pull(source.peer, list(range(64)), list(range(64))))
     for block in range(64):
@@ -248,16 +293,16 @@ def test_a_write_between_the_check_and_the_use(
     reader = Reader(engines[1], Memory(shapes=BIG, seed=2, num_blocks=64), exposed=exposed)
     closing += [source, reader.transport]
     source.grants.allow(CAPABILITY, range(64))
-    stock, last = Sealer.is_intact, source.memory.bytes.nbytes // reader.area.slot_bytes - 1
+    stock, last = Gmac.is_intact, source.memory.bytes.nbytes // reader.area.slot_bytes - 1
 
-    def meddle(sealer: Sealer, number: int, data: Any, seal: bytes) -> bool:
-        intact = stock(sealer, number, data, seal)
+    def meddle(it: Sealer, number: int, data: Any, seal: bytes) -> bool:
+        intact = stock(it, number, data, seal)
         # Then no other is on its way.
         for slot in range(DEPTH if number == last else 0):
             ctypes.c_ubyte.from_address(reader.area.address + slot * reader.area.slot_bytes + 100).value ^= 1
         return intact
 
-    monkeypatch.setattr(Sealer, "is_intact", meddle)
+    monkeypatch.setattr(Gmac, "is_intact", meddle)
     assert sum(reader.pull(source.peer, list(range(64)), list(range(64)))) == source.memory.bytes.nbytes
     assert np.array_equal(source.memory.bytes, reader.memory.bytes) is exposed
 
@@ -324,17 +369,17 @@ OVER_IPV6 = """
 import os
 from vllm_llumnix.kv.layout import BlockLayout
 from vllm_llumnix.kv.mooncake import MooncakeEngine
-from vllm_llumnix.kv.staging import StagingArea, bytes_of
+from vllm_llumnix.kv.staging import StagingArea
 
 engine = MooncakeEngine("::1", "tcp")
 area = StagingArea(BlockLayout(0, 0, 0, (), ""), slot_bytes=4096)
 engine.register(area.address, area.num_bytes)
 here, there = area.take(2)
-bytes_of(there, 4096).fill(7)
+there.memory[:4096] = 7
 read = engine.begin_read(engine.segment, here, there.address, 4096)
 while read.poll() is None:
     pass
-print(engine.segment, read.poll(), bytes_of(here, 4096).sum() // 4096, flush=True)
+print(engine.segment, read.poll(), int(here.memory[:4096].sum()) // 4096, flush=True)
 os._exit(0)
 """
 
@@ -517,16 +562,96 @@ def test_a_segment_that_cannot_be_read(pair: tuple[Source, Reader], monkeypatch:
     until(lambda: reader.all_free, 20)
 
 
-def test_seals() -> None:
-    data = np.arange(100, dtype=np.uint8)
-    sealer, twin = (Sealer(key) for key in [new_key()] * 2)
-    seal = sealer.seal(7, data)
+@pytest.mark.parametrize("num_bytes", [100, 65536, 200_001])
+@pytest.mark.parametrize("kind", get_args(SealKind))
+def test_seals(kind: SealKind, num_bytes: int) -> None:
+    data = torch.arange(num_bytes).to(torch.uint8)
+    key = new_key()
+    one, twin = sealer(kind, key), sealer(kind, key)
+    seal = one.seal(7, data)
     assert twin.is_intact(7, data, seal)
     assert not twin.is_intact(8, data, seal)
-    assert not Sealer(new_key()).is_intact(7, data, seal)
+    assert not sealer(kind, new_key()).is_intact(7, data, seal)
     assert not twin.is_intact(7, data, b"")
-    data[50] ^= 1
-    assert not twin.is_intact(7, data, seal)
+    for place in (0, 50, num_bytes - 1):
+        data[place] ^= 1
+        assert not twin.is_intact(7, data, seal)
+        data[place] ^= 1
+    assert twin.is_intact(7, data, seal)
+
+
+def test_the_seal_of_a_gpu_is_the_formula() -> None:
+    """Of Lemire and Kaser, in whole numbers."""
+    random = np.random.default_rng(5)
+    data = random.integers(0, 256, 150_000, dtype=np.uint8)
+    key, number = bytes(range(16)), 3
+
+    def keys(purpose: int, count: int) -> list[int]:
+        start = (purpose << 64).to_bytes(16, "big")
+        stream = Cipher(algorithms.AES(key), modes.CTR(start)).encryptor().update(bytes(16 * count))
+        return [int.from_bytes(stream[8 * i : 8 * i + 8], "little") for i in range(2 * count)]
+
+    def hashed(words: list[int], keys: list[int]) -> int:
+        total = keys[0] + sum(word * key for word, key in zip(words, keys[1:], strict=True))
+        return signed(total % 2**64 >> 32)
+
+    def signed(word: int) -> int:
+        return word - 2**32 if word >= 2**31 else word
+
+    padded = data.tobytes().ljust(3 * 65536, b"\0")
+    words = [int.from_bytes(padded[i : i + 4], "little", signed=True) for i in range(0, len(padded), 4)]
+    pieces = [words[i : i + 16384] for i in range(0, len(words), 16384)]
+    of_pieces, of_words, fresh = keys(0, 16385), keys(1, 6), keys(2 + number, 1)
+    hashes = [hashed(piece, of_pieces[tag * 16385 :][:16385]) for tag in (0, 1) for piece in pieces]
+    tags = [hashed(hashes, [fresh[tag], *of_words[tag * 6 :][:6]]) for tag in (0, 1)]
+    expected = b"".join(tag.to_bytes(4, "little", signed=True) for tag in tags)
+    assert Multilinear(key).seal(number, torch.from_numpy(data)) == expected
+
+
+class FakeEngine:
+    """Registers no memory of a GPU, or any; a network card is not here."""
+
+    segment = "127.0.0.1:1"
+
+    def __init__(self, obstacle: int) -> None:
+        self.registered: list[int] = []
+        self._obstacle = obstacle
+
+    def register(self, address: int, num_bytes: int) -> None:
+        self._obstacle -= 1
+        if self._obstacle == 0:
+            raise TransportUnavailable("Bad address")
+        self.registered.append(address)
+
+    def unregister(self, address: int) -> None:
+        self.registered.remove(address)
+
+
+@pytest.mark.usefixtures("gpu_in_main_memory")
+@pytest.mark.parametrize(
+    ("protocol", "gpu_direct", "obstacle", "expected"),
+    [
+        ("rdma", True, 0, GpuStagingArea),
+        ("rdma", True, 1, StagingArea),
+        ("rdma", True, 2, StagingArea),
+        ("rdma", False, 0, StagingArea),
+        ("tcp", True, 0, StagingArea),
+    ],
+)
+def test_which_buffers(
+    protocol: str, gpu_direct: bool, obstacle: int, expected: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the GPU over RDMA, if that can reach it, and both areas or none."""
+    engine = FakeEngine(obstacle)
+    monkeypatch.setattr(kv_worker, "MooncakeEngine", lambda *_: engine)
+    wanted = MooncakeSettings(
+        host="127.0.0.1", protocol=protocol, gpu_direct=gpu_direct, required=True, max_in=1, max_out=1
+    )
+    mooncake = kv_worker._mooncake(on_gpu(Memory()), WorkerSettings(instance="x", mooncake=wanted))
+    assert mooncake is not None
+    assert [type(area) for area in (mooncake.outgoing, mooncake.incoming)] == [expected] * 2
+    areas = [mooncake.outgoing, mooncake.incoming] if protocol == "rdma" else [mooncake.outgoing]
+    assert engine.registered == [area.address for area in areas]
 
 
 @pytest.mark.asyncio

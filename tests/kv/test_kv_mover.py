@@ -102,7 +102,7 @@ class TestPull:
         assert await policy() == os.SCHED_OTHER
         background = await started(client, source, 1)
         assert await policy() == os.SCHED_BATCH
-        final = client.pull(2, source.peer, ALL, ALL, deadline_s=20, limit=Limit(bytes_per_s=2 * SLOW), final=True)
+        final = client.pull(2, source.peer, ALL, ALL, deadline_s=20, limit=Limit(bytes_per_s=SLOW / 2), final=True)
         urgent = asyncio.create_task(final)
         await asyncio.sleep(0)
         assert await policy() == os.SCHED_OTHER

@@ -8,15 +8,12 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Final
 
-import numpy as np
-import torch
-
 from vllm_llumnix.errors import TransferFailed
 from vllm_llumnix.kv.grants import Grants
 from vllm_llumnix.kv.memory import BlockMemory
 from vllm_llumnix.kv.messages import DEPTH, StageAnswer, StageRequest
-from vllm_llumnix.kv.seal import Sealer
-from vllm_llumnix.kv.staging import Slot, StagingArea, bytes_of
+from vllm_llumnix.kv.seal import new_key, sealer
+from vllm_llumnix.kv.staging import Slot, StagingArea
 
 PATIENCE_SECONDS: Final = 4.0
 """How long a pull waits for the buffers of others; it gives up itself only a little later."""
@@ -29,7 +26,7 @@ class Stage:
     """
 
     def __init__(self, memory: BlockMemory, area: StagingArea, grants: Grants, grant_seconds: float) -> None:
-        self._memory = memory
+        self._blocks = area.blocks_of(memory)
         self._area = area
         self._grants = grants
         self._grant_seconds = grant_seconds
@@ -37,7 +34,10 @@ class Stage:
         self._used: dict[Slot, int] = {}
         """How many bytes of them are filled, at the most."""
         self._readings: defaultdict[Slot, contextlib.ExitStack] = defaultdict(contextlib.ExitStack)
-        self._private = torch.empty(area.slot_bytes, dtype=torch.uint8)
+        self._private = area.private()
+        self._sealed_with = area.seal, new_key()
+        """In the pull that is under way."""
+        self._sealer = sealer(*self._sealed_with)
 
     @property
     def holds_buffers(self) -> bool:
@@ -45,7 +45,7 @@ class Stage:
 
     def fill(self, request: StageRequest, cut: Callable[[], None]) -> StageAnswer:
         """`cut` ends the connection, and has to make its thread `clear` soon."""
-        num_bytes = len(request.blocks) * self._memory.layout.bytes_per_block
+        num_bytes = len(request.blocks) * self._blocks.layout.bytes_per_block
         if num_bytes > self._area.slot_bytes:
             return StageAnswer(f"{num_bytes} bytes do not fit a buffer of {self._area.slot_bytes}")
         try:
@@ -57,10 +57,10 @@ class Stage:
                     self._grants.reading(request.capability, request.blocks, cut, self._grant_seconds)
                 )
                 # Not gathered in place: what lies there can be changed by anybody before it is sealed.
-                self._memory.gather(request.blocks, self._private)
-                private = self._private[:num_bytes].numpy()
+                self._blocks.gather(request.blocks, self._private)
+                private = self._private[:num_bytes]
                 self._used[slot] = max(num_bytes, self._used.get(slot, 0))
-                np.copyto(bytes_of(slot, num_bytes), private)
+                self._area.copy(private, slot.memory[:num_bytes])
                 # What was there before is on its way no more.
                 self._readings[slot].close()
                 self._readings[slot] = reading.pop_all()
@@ -68,14 +68,18 @@ class Stage:
             if not self._used:
                 self.clear()
             return StageAnswer(str(error))
-        return StageAnswer(address=slot.address, seal=Sealer(request.key).seal(request.number, private))
+        if (request.kind, request.key) != self._sealed_with:
+            self._sealed_with = request.kind, request.key
+            self._sealer = sealer(*self._sealed_with)
+        with self._area.at_work():
+            seal = self._sealer.seal(request.number, private)
+        return StageAnswer(address=slot.address, seal=seal)
 
     def clear(self) -> None:
         """The peer reads nothing more, and nobody else shall."""
         slots, self._slots = self._slots, []
         for slot, num_bytes in self._used.items():
-            # By this thread alone: torch would wake a pool of its own, beside the model's.
-            bytes_of(slot, num_bytes).fill(0)
+            self._area.wipe(slot.memory[:num_bytes])
         self._used.clear()
         for reading in self._readings.values():
             reading.close()

@@ -7,10 +7,11 @@ their own and by few SMs, and cross to main memory in one piece.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
 import torch
@@ -32,20 +33,24 @@ class Transfer(Protocol):
     def receive(self, connection: socket.socket, max_bytes: int) -> int: ...
 
 
-class BlockMemory(Protocol):
-    """The KV memory of one worker. Thread-safe; every call returns when the bytes are there."""
+class Blocks(Protocol):
+    """Blocks of the KV memory of one worker. Thread-safe; every call returns when the bytes are there."""
 
     layout: BlockLayout
+
+    def gather(self, block_ids: Sequence[int], buffer: torch.Tensor) -> None:
+        """Blocks into the start of a row of bytes, in the order of `kernels`."""
+
+    def scatter(self, block_ids: Sequence[int], buffer: torch.Tensor) -> None:
+        """And back."""
+
+
+class BlockMemory(Blocks, Protocol):
+    """To and from rows of bytes in main memory, and sockets."""
 
     @property
     def layers_outermost(self) -> bool:
         """The order in which blocks are received with the least effort."""
-
-    def gather(self, block_ids: Sequence[int], buffer: torch.Tensor) -> None:
-        """Blocks into the start of a row of bytes in main memory, in the order of `kernels`."""
-
-    def scatter(self, block_ids: Sequence[int], buffer: torch.Tensor) -> None:
-        """And back."""
 
     def transfer(self, block_ids: Sequence[int], layers_outermost: bool) -> Transfer:
         """To be sent from here, or received. Raises ValueError for blocks that the layout does not have."""
@@ -89,20 +94,25 @@ class CudaMemory:
 
     def gather(self, block_ids: Sequence[int], buffer: torch.Tensor) -> None:
         for ids, part in self._parts(block_ids, buffer):
-            with self._lock, torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            with self.at_work():
                 kernels.gather(self.storage, self.layout, ids, self._scratch)
                 part.copy_(self._scratch[: len(part)], non_blocking=True)
-                self._stream.synchronize()
 
     def scatter(self, block_ids: Sequence[int], buffer: torch.Tensor) -> None:
         for ids, part in self._parts(block_ids, buffer):
-            with self._lock, torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            with self.at_work():
                 self._scratch[: len(part)].copy_(part, non_blocking=True)
                 kernels.scatter(self.storage, self.layout, ids, self._scratch)
-                self._stream.synchronize()
 
     def transfer(self, block_ids: Sequence[int], layers_outermost: bool) -> Transfer:
         return _Bounced(self, block_ids, layers_outermost)
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """What is enqueued within goes to this memory's stream, and is done afterwards."""
+        with self._lock, torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            yield
+            self._stream.synchronize()
 
     def _parts(self, block_ids: Sequence[int], buffer: torch.Tensor) -> list[tuple[Sequence[int], torch.Tensor]]:
         step, size = self.scratch_blocks, self.layout.bytes_per_block
@@ -110,6 +120,22 @@ class CudaMemory:
             (block_ids[at : at + step], buffer[at * size : min(at + step, len(block_ids)) * size])
             for at in range(0, len(block_ids), step)
         ]
+
+
+class OnDevice:
+    """Blocks to and from rows of bytes on the GPU itself: implements `Blocks`."""
+
+    def __init__(self, memory: CudaMemory) -> None:
+        self.layout = memory.layout
+        self._memory = memory
+
+    def gather(self, block_ids: Sequence[int], buffer: torch.Tensor) -> None:
+        with self._memory.at_work():
+            kernels.gather(self._memory.storage, self.layout, block_ids, buffer)
+
+    def scatter(self, block_ids: Sequence[int], buffer: torch.Tensor) -> None:
+        with self._memory.at_work():
+            kernels.scatter(self._memory.storage, self.layout, block_ids, buffer)
 
 
 class _Bounced:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
@@ -15,6 +15,9 @@ NONCE_BYTES = 32
 KEY_BYTES = 16
 DEPTH = 4
 """Buffers of one pull over Mooncake: while one is on its way, others are filled and emptied."""
+
+SealKind: TypeAlias = Literal["gmac", "multilinear"]
+"""See `seal`: for bytes in main memory, and on a GPU."""
 
 _BlockId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 _Pid: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
@@ -196,7 +199,7 @@ class BlockAnswer(msgspec.Struct, frozen=True):
 class StageRequest(msgspec.Struct, frozen=True, tag="stage"):
     """Put these blocks, in the order of `kernels.gather`, where Mooncake can read them.
 
-    slot: into which of the connection's buffers; the peer reads it no more. key, number: what to
+    slot: into which of the connection's buffers; the peer reads it no more. key, number, kind: what to
     seal the bytes with. final: a stream waits for them. Without blocks, not answered: the peer reads none of the
     buffers any more.
     """
@@ -208,6 +211,7 @@ class StageRequest(msgspec.Struct, frozen=True, tag="stage"):
     key: Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
     number: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
     final: bool = False
+    kind: SealKind = "gmac"
 
 
 class StageAnswer(msgspec.Struct, frozen=True):

@@ -24,13 +24,14 @@ UNLIMITED = Limit()
 
 class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """host: the address that peers' Mooncake connects to. devices: RDMA devices to be used, separated by commas; all
-    by default. required: whether a worker without Mooncake must not start. max_in, max_out: how many moves there are
-    buffers for.
+    by default. gpu_direct: whether they may read and write memory of a GPU. required: whether a worker without Mooncake
+    must not start. max_in, max_out: how many moves there are buffers for.
     """
 
     host: str
     protocol: str
     devices: str = ""
+    gpu_direct: bool = True
     required: bool
     max_in: int
     max_out: int

@@ -7,6 +7,7 @@ are gathered into a buffer of a `StagingArea` and scattered from one, and nothin
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 from collections.abc import Callable
@@ -14,18 +15,20 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from vllm_llumnix.errors import TransferFailed
 from vllm_llumnix.kv.layout import BlockLayout
-from vllm_llumnix.kv.messages import DEPTH
+from vllm_llumnix.kv.memory import BlockMemory, Blocks, CudaMemory, OnDevice
+from vllm_llumnix.kv.messages import DEPTH, SealKind
 
 SLOT_BYTES: Final = 4 << 20
 """What is said and waited for between buffers takes as long as 1 MiB: `benchmarks/transport.py` moved 0.95 GB/s in
 buffers of 512 KiB, 1.4 of 2 MiB, 1.8 of 4 MiB, over loopback."""
 AREA_BYTES: Final = 512 << 20
 """At most, unless it is for the least number of pulls. What is not used is touched by RDMA only, which pins it."""
+GPU_AREA_BYTES: Final = 64 << 20
+"""The same on a GPU, of which vLLM leaves a tenth."""
 MIN_PULLS: Final = 2
 NUM_PULLS: Final = 4
 """An engine's default."""
@@ -40,9 +43,12 @@ class Slot:
 
 
 class StagingArea:
-    """Thread-safe. `slot_bytes` hold a block at least; there are buffers for `num_pulls` at a time, or for as many as
-    `area_bytes` hold: further ones wait.
+    """In main memory. Thread-safe. `slot_bytes` hold a block at least; there are buffers for `num_pulls` at a time, or
+    for as many as `area_bytes` hold: further ones wait.
     """
+
+    seal: SealKind = "gmac"
+    """What bytes here are best sealed with."""
 
     def __init__(
         self,
@@ -54,7 +60,7 @@ class StagingArea:
         self.slot_bytes = -(-max(slot_bytes, layout.bytes_per_block) // mmap.PAGESIZE) * mmap.PAGESIZE
         num_slots = DEPTH * max(MIN_PULLS, min(num_pulls, area_bytes // (DEPTH * self.slot_bytes)))
         self.num_bytes = num_slots * self.slot_bytes
-        self._bytes = torch.frombuffer(mmap.mmap(-1, self.num_bytes), dtype=torch.uint8)
+        self._bytes = self._zeros(self.num_bytes)
         self.address = self._bytes.data_ptr()
         slots = self._bytes.split(self.slot_bytes)
         self._free = [Slot(memory, memory.data_ptr()) for memory in slots]
@@ -87,6 +93,28 @@ class StagingArea:
         with self._changed:
             self._quarantined.append((slot, is_over))
 
+    def blocks_of(self, memory: BlockMemory) -> Blocks:
+        """What gathers into buffers here, and scatters from them."""
+        return memory
+
+    def private(self) -> torch.Tensor:
+        """A further buffer, which nobody else reaches."""
+        return self._zeros(self.slot_bytes)
+
+    def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        # By this thread alone: torch would wake a pool of its own, beside the model's.
+        np.copyto(destination.numpy(), source.numpy())
+
+    def wipe(self, content: torch.Tensor) -> None:
+        content.numpy().fill(0)
+
+    def at_work(self) -> contextlib.AbstractContextManager[None]:
+        """For whoever computes with the content of buffers."""
+        return contextlib.nullcontext()
+
+    def _zeros(self, num_bytes: int) -> torch.Tensor:
+        return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+
     def _there_are(self, count: int) -> bool:
         if len(self._free) < count:
             over = [entry for entry in self._quarantined if entry[1]()]
@@ -95,7 +123,38 @@ class StagingArea:
         return len(self._free) >= count
 
 
-def bytes_of(slot: Slot, num_bytes: int) -> npt.NDArray[np.uint8]:
-    """The first of them, without a copy."""
-    row: npt.NDArray[np.uint8] = slot.memory[:num_bytes].numpy()
-    return row
+class GpuStagingArea(StagingArea):
+    """On the GPU, where a network card reads and writes it (GPUDirect RDMA): nothing goes through main memory.
+
+    Unproven: it has not run on one. A card's writes that a kernel does not see yet would break the seal, no more.
+    """
+
+    seal = "multilinear"
+
+    def __init__(
+        self,
+        memory: CudaMemory,
+        num_pulls: int = NUM_PULLS,
+        slot_bytes: int = SLOT_BYTES,
+        area_bytes: int = GPU_AREA_BYTES,
+    ) -> None:
+        self._memory = memory
+        super().__init__(memory.layout, num_pulls, slot_bytes, area_bytes)
+
+    def blocks_of(self, memory: BlockMemory) -> Blocks:
+        return OnDevice(self._memory)
+
+    def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        with self.at_work():
+            destination.copy_(source)
+
+    def wipe(self, content: torch.Tensor) -> None:
+        with self.at_work():
+            content.zero_()
+
+    def at_work(self) -> contextlib.AbstractContextManager[None]:
+        return self._memory.at_work()
+
+    def _zeros(self, num_bytes: int) -> torch.Tensor:
+        with self.at_work():
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=self._memory.device)

@@ -10,10 +10,12 @@ import ssl
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
+import torch
 
 from vllm_llumnix import faults
 from vllm_llumnix.errors import TransportUnavailable
@@ -29,8 +31,8 @@ from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.mooncake import MooncakeEngine
 from vllm_llumnix.kv.mover import Mover
 from vllm_llumnix.kv.process import NoncePage, allow_readers, describe_memory
-from vllm_llumnix.kv.settings import WorkerSettings
-from vllm_llumnix.kv.staging import StagingArea
+from vllm_llumnix.kv.settings import MooncakeSettings, WorkerSettings
+from vllm_llumnix.kv.staging import GpuStagingArea, StagingArea
 from vllm_llumnix.kv.transport.base import Transport
 from vllm_llumnix.kv.transport.connections import Connections
 from vllm_llumnix.kv.transport.local import LocalTransport
@@ -86,22 +88,22 @@ def start_mover(worker: Any, packed_settings: bytes) -> bytes:
         missing = dict.fromkeys(settings.transports, unavailable)
         logger.warning("KV blocks of this worker cannot be moved: %s", unavailable)
     else:
+        memory: BlockMemory = HostMemory(layout)
+        if device == "cuda":
+            memory = CudaMemory(layout, storage_of(worker.model_runner))
         try:
-            mooncake = _beside_the_model(lambda: _mooncake(layout, settings))
+            mooncake = _beside_the_model(lambda: _mooncake(memory, settings))
         except TransportUnavailable as error:
             if settings.mooncake is None or settings.mooncake.required:
                 raise
             missing["mooncake"] = str(error)
             logger.info("no transport mooncake: %s", error)
-        memory: BlockMemory = HostMemory(layout)
-        if device == "cuda":
-            memory = CudaMemory(layout, storage_of(worker.model_runner))
-            if "local" in settings.transports:
-                try:
-                    shared = share(storage_of(worker.model_runner))
-                except TransportUnavailable as error:
-                    missing["local"] = str(error)
-                    logger.warning("no transport local: %s", error)
+        if device == "cuda" and "local" in settings.transports:
+            try:
+                shared = share(storage_of(worker.model_runner))
+            except TransportUnavailable as error:
+                missing["local"] = str(error)
+                logger.warning("no transport local: %s", error)
         names = [name for name in settings.transports if name not in missing]
         transports = [_transport(name, memory, settings, mooncake) for name in names]
         if settings.allow_readers and "local" in names:
@@ -171,18 +173,36 @@ def _transport(name: str, memory: BlockMemory, settings: WorkerSettings, mooncak
     raise ValueError(f"no transport {name!r}")
 
 
-def _mooncake(layout: BlockLayout, settings: WorkerSettings) -> _Mooncake | None:
+def _mooncake(memory: BlockMemory, settings: WorkerSettings) -> _Mooncake | None:
     """None if it is not to be used. Raises TransportUnavailable."""
     wanted = settings.mooncake
     if wanted is None:
         return None
     engine = MooncakeEngine(wanted.host, wanted.protocol, wanted.devices)
-    outgoing, incoming = StagingArea(layout, wanted.max_out), StagingArea(layout, wanted.max_in)
+    if wanted.protocol == "rdma" and wanted.gpu_direct and isinstance(memory, CudaMemory):
+        try:
+            mooncake = _staged(engine, partial(GpuStagingArea, memory), wanted)
+        except (TransportUnavailable, torch.OutOfMemoryError) as error:
+            logger.warning("mooncake goes through main memory: no buffers on the GPU: %s", error)
+        else:
+            logger.info("mooncake reads and writes buffers on the GPU")
+            return mooncake
+    return _staged(engine, partial(StagingArea, memory.layout), wanted)
+
+
+def _staged(engine: MooncakeEngine, area: Callable[[int], StagingArea], wanted: MooncakeSettings) -> _Mooncake:
+    """`area` makes one for so many moves. Raises TransportUnavailable."""
+    outgoing, incoming = area(wanted.max_out), area(wanted.max_in)
+    exposed = wanted.protocol != "tcp"
     engine.register(outgoing.address, outgoing.num_bytes)
-    if wanted.protocol != "tcp":
+    if exposed:
         # A network card writes only where it may; over TCP the process itself writes, and nobody else shall.
-        engine.register(incoming.address, incoming.num_bytes)
-    return _Mooncake(engine, outgoing, incoming, exposed=wanted.protocol != "tcp")
+        try:
+            engine.register(incoming.address, incoming.num_bytes)
+        except TransportUnavailable:
+            engine.unregister(outgoing.address)
+            raise
+    return _Mooncake(engine, outgoing, incoming, exposed)
 
 
 def tls_context(settings: WorkerSettings, *, server_side: bool) -> ssl.SSLContext | None:
@@ -242,8 +262,6 @@ def _layout_or_reason(model_runner: Any, device: str) -> tuple[BlockLayout, str 
 
 def _permit_amx() -> None:
     """Ask the kernel for AMX tiles: without, a first forward pass of few tokens dies of SIGILL."""
-    import torch
-
     if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
         logger.warning("the kernel does not permit AMX tiles; vLLM's CPU kernels may crash")
 
@@ -254,8 +272,6 @@ def _isa(worker: Any, device: str) -> str:
         layers = worker.vllm_config.compilation_config.static_forward_context.values()
         return "+".join(sorted({layer.isa for layer in layers if getattr(layer, "isa", None)})) or "none"
     if device == "cuda":
-        import torch
-
         return "cuda-{}.{}".format(*torch.cuda.get_device_capability(worker.device))
     return device
 
@@ -277,8 +293,6 @@ def fingerprint(model: Any) -> str:
 
 def _sampled(parameter: Any) -> bytes:
     """Evenly spaced elements of a tensor, whatever its strides and device."""
-    import torch
-
     count = min(parameter.numel(), max(1, SAMPLED_BYTES // parameter.element_size()))
     if count == 0:
         return b""

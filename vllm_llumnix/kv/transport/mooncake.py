@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from typing import Final
 
-import numpy as np
 import torch
 
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
@@ -24,8 +23,8 @@ from vllm_llumnix.kv.layout import require_same_pages
 from vllm_llumnix.kv.memory import BlockMemory
 from vllm_llumnix.kv.messages import DEPTH, PeerMemory, StageRequest, decode_stage_answer
 from vllm_llumnix.kv.mooncake import MooncakeEngine, Read
-from vllm_llumnix.kv.seal import Sealer, new_key
-from vllm_llumnix.kv.staging import Slot, StagingArea, bytes_of
+from vllm_llumnix.kv.seal import new_key, sealer
+from vllm_llumnix.kv.staging import Slot, StagingArea
 from vllm_llumnix.kv.transport.base import STALL_SECONDS, TURN_SECONDS
 from vllm_llumnix.kv.transport.connections import Connections, readable, receive, require_served, send
 from vllm_llumnix.kv.transport.segments import Segments
@@ -56,8 +55,8 @@ class MooncakeTransport:
         exposed: bool = False,
     ) -> None:
         """`exposed`: others can write to `area` at any time, as with RDMA, and not Mooncake's own reads only."""
-        self._memory = memory
-        self._private = torch.empty(area.slot_bytes, dtype=torch.uint8) if exposed else None
+        self._blocks = area.blocks_of(memory)
+        self._private = area.private() if exposed else None
         self._engine = engine
         self._area = area
         self.connections = connections
@@ -65,7 +64,7 @@ class MooncakeTransport:
 
     def probe(self, peer: PeerMemory) -> None:
         segment = _segment_of(peer)
-        self.connections.probe(self._memory.layout, peer)
+        self.connections.probe(self._blocks.layout, peer)
         self.segments.require_reachable(segment)
 
     def pull(
@@ -77,7 +76,7 @@ class MooncakeTransport:
         capability: bytes = b"",
         final: bool = False,
     ) -> Iterator[int]:
-        require_same_pages(self._memory.layout, peer.layout)
+        require_same_pages(self._blocks.layout, peer.layout)
         if len(src_blocks) != len(dst_blocks) or len(set(dst_blocks)) != len(dst_blocks):
             raise ValueError(f"{len(src_blocks)} source blocks for {len(set(dst_blocks))} destination blocks")
         segment = _segment_of(peer)
@@ -112,8 +111,7 @@ class MooncakeTransport:
         if self._private is None:
             return slot.memory[:num_bytes]
         content = self._private[:num_bytes]
-        # By this thread alone: torch would wake a pool of its own, beside the model's.
-        np.copyto(content.numpy(), bytes_of(slot, num_bytes))
+        self._area.copy(slot.memory[:num_bytes], content)
         return content
 
     def tidy(self) -> None:
@@ -149,8 +147,8 @@ class _Pull:
         self._capability = capability
         self._final = final
         self._key = new_key()
-        self._sealer = Sealer(self._key)
-        layout = transport._memory.layout
+        self._sealer = sealer(transport._area.seal, self._key)
+        layout = transport._blocks.layout
         step = max(1, min(chunk_bytes, transport._area.slot_bytes) // layout.bytes_per_block)
         self._parts = [
             (src_blocks[at : at + step], dst_blocks[at : at + step]) for at in range(0, len(src_blocks), step)
@@ -236,9 +234,11 @@ class _Pull:
             raise _ReadFailed(f"Mooncake could not read from {self._segment}")
         transport, num_bytes = self._transport, self._num_bytes(number)
         content = transport.settled(self._slots[number % DEPTH], num_bytes)
-        if not self._sealer.is_intact(number, content.numpy(), seal):
+        with transport._area.at_work():
+            intact = self._sealer.is_intact(number, content, seal)
+        if not intact:
             raise _ReadFailed(f"what Mooncake read from {self._segment} is not what was to be read")
-        transport._memory.scatter(self._parts[number][1], content)
+        transport._blocks.scatter(self._parts[number][1], content)
         self._finished += 1
         return num_bytes
 
@@ -250,10 +250,19 @@ class _Pull:
         self._connection = None
 
     def _question(self, blocks: list[int], number: int) -> StageRequest:
-        return StageRequest(self._peer.nonce, self._capability, blocks, number % DEPTH, self._key, number, self._final)
+        return StageRequest(
+            nonce=self._peer.nonce,
+            capability=self._capability,
+            blocks=blocks,
+            slot=number % DEPTH,
+            key=self._key,
+            number=number,
+            final=self._final,
+            kind=self._transport._area.seal,
+        )
 
     def _num_bytes(self, number: int) -> int:
-        return len(self._parts[number][0]) * self._transport._memory.layout.bytes_per_block
+        return len(self._parts[number][0]) * self._transport._blocks.layout.bytes_per_block
 
 
 def _is_over(read: Read) -> bool:

@@ -185,6 +185,12 @@ class FakeWorker:
             model=self.model,
         )
 
+    def sleep(self, level: int = 1) -> None:
+        """vLLM's sleep mode."""
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Its end."""
+
 
 def packed(**settings: Any) -> bytes:
     """What an engine called `here` tells its workers."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,12 @@ from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.cuda_share import require_plausible
 from vllm_llumnix.kv.endpoint import PrivateDirectory
-from vllm_llumnix.kv.grants import CAPABILITY_BYTES, Grants
+from vllm_llumnix.kv.grants import ASLEEP, CAPABILITY_BYTES, Grants
 from vllm_llumnix.kv.memory import HostMemory
-from vllm_llumnix.kv.messages import CudaShare, MoverInfo, PeerMemory
+from vllm_llumnix.kv.messages import CudaShare, MoverInfo, PeerMemory, PullReport
 from vllm_llumnix.kv.mover import Mover
 from vllm_llumnix.kv.process import NoncePage, describe_memory
+from vllm_llumnix.kv.settings import UNLIMITED, Limit
 from vllm_llumnix.kv.transport import local_cuda
 from vllm_llumnix.kv.transport.local_cuda import LocalCudaTransport
 from vllm_llumnix.kv.transport.tcp import TcpTransport
@@ -288,3 +289,77 @@ async def test_local_alone_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None
     assert found == "no transport 'local': sleep mode's allocator"
     client.close()
     stop_mover(worker)
+
+
+class Sleeper(FakeWorker):
+    """With vLLM's sleep mode: the KV memory is not to be touched while `gone`."""
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__(memory, device="cuda")
+        self.gone = False
+
+    def sleep(self, level: int = 1) -> None:
+        self.gone = True
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        self.gone |= "kv_cache" in tags
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.gone &= tags is not None and "kv_cache" not in tags
+
+
+@pytest.mark.parametrize("how", ["sleep", "discard"])
+@pytest.mark.asyncio
+async def test_sleep_mode(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies end before the memory goes, none begins until it is back, and what was granted before is not any more."""
+    monkeypatch.setattr(kv_memory, "SCRATCH_BYTES", 1)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
+    shapes = [(4, 4096)]
+    memory, other = Memory(shapes=shapes, seed=2), Memory(shapes=shapes, seed=3)
+    worker = Sleeper(memory)
+    info = msgspec.msgpack.decode(start_mover(worker, packed(transports=("tcp",))), type=MoverInfo)
+    client, reader = MoverClient(info), TcpTransport(on_gpu(other))
+    everything = list(range(memory.num_blocks))
+
+    def read(blocks: list[int]) -> int:
+        return sum(reader.pull(info.memory, blocks, blocks, 1000, CAPABILITY))
+
+    def pull(job: int, limit: Limit) -> Coroutine[Any, Any, PullReport]:
+        ids = everything
+        return client.pull(
+            job, source.peer, ids, ids, transport="tcp", deadline_s=20, capability=CAPABILITY, limit=limit
+        )
+
+    try:
+        with source_process(CAPABILITY, seed=1, shapes=shapes) as source:
+            await client.grant(CAPABILITY, everything)
+            assert await asyncio.to_thread(read, [1])
+            before = memory.bytes.copy()
+            slow = asyncio.create_task(pull(1, Limit(bytes_per_s=50_000)))
+            await asyncio.to_thread(until, lambda: not np.array_equal(memory.bytes, before))
+            if how == "sleep":
+                worker.sleep(level=1)
+            else:
+                worker.discard(("weights",))
+                assert not worker.gone
+                worker.discard(("kv_cache",))
+            assert worker.gone
+            asleep = memory.bytes.copy()
+            assert (await slow).error == ASLEEP
+            assert (await pull(2, UNLIMITED)).error == ASLEEP
+            with pytest.raises(TransferFailed, match=ASLEEP):
+                await asyncio.to_thread(read, [1])
+            worker.wake_up(["weights"])
+            assert (await pull(3, UNLIMITED)).error == ASLEEP
+            assert np.array_equal(memory.bytes, asleep)
+            worker.wake_up(["kv_cache"])
+            with pytest.raises(TransferFailed, match="not granted"):
+                await asyncio.to_thread(read, [1])
+            assert (await pull(4, UNLIMITED)).error is None
+            await client.grant(CAPABILITY, everything)
+            assert await asyncio.to_thread(read, everything)
+            assert np.array_equal(other.bytes, memory.bytes)
+    finally:
+        reader.close()
+        client.close()
+        stop_mover(worker)

@@ -15,6 +15,7 @@ from vllm_llumnix.errors import TransferFailed
 
 CAPABILITY_BYTES = 32
 NOT_GRANTED = "these blocks are not granted (any more)"
+ASLEEP = "the engine sleeps: its KV memory is not there"
 
 
 class Reading:
@@ -34,6 +35,7 @@ class Grants:
         self._changed = threading.Condition()
         self._blocks: dict[bytes, set[int]] = {}
         self._readings: dict[bytes, set[Reading]] = {}
+        self._suspended = False
 
     def allow(self, capability: bytes, blocks: Sequence[int]) -> None:
         """These blocks, and those granted before."""
@@ -50,6 +52,17 @@ class Grants:
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._readings.get(capability))
 
+    def suspend(self) -> None:
+        """Revoke all grants, and let nothing be read until `resume`."""
+        with self._changed:
+            self._suspended = True
+            for capability in [*self._blocks, *self._readings]:
+                self.revoke(capability)
+
+    def resume(self) -> None:
+        with self._changed:
+            self._suspended = False
+
     @contextlib.contextmanager
     def reading(
         self, capability: bytes, blocks: Sequence[int], cut: Callable[[], None], patience_s: float
@@ -57,7 +70,7 @@ class Grants:
         """While it lasts, `revoke` waits for it; it calls `cut`, after which it has to end soon.
 
         A grant may overtake the peer's question or be overtaken by it: one that is not there is waited for.
-        Raises TransferFailed if these blocks are not granted.
+        Raises TransferFailed if these blocks are not granted, or suspended.
         """
         reading = Reading(cut)
 
@@ -65,6 +78,8 @@ class Grants:
             return reading.revoked or self._blocks.get(capability, set()).issuperset(blocks)
 
         with self._changed:
+            if self._suspended:
+                raise TransferFailed(ASLEEP)
             under_way = self._readings.setdefault(capability, set())
             if any(other.revoked for other in under_way):  # `revoke` waits, perhaps for the caller itself
                 raise TransferFailed(NOT_GRANTED)

@@ -36,7 +36,7 @@ from vllm_llumnix import faults
 from vllm_llumnix.errors import LlumnixError, TransportError
 from vllm_llumnix.kv import messages
 from vllm_llumnix.kv.endpoint import PrivateDirectory
-from vllm_llumnix.kv.grants import Grants
+from vllm_llumnix.kv.grants import ASLEEP, Grants
 from vllm_llumnix.kv.layout import BlockLayout
 from vllm_llumnix.kv.messages import (
     Grant,
@@ -94,8 +94,8 @@ class _Job:
 class Mover:
     """The thread and its socket.
 
-    `start` and `close` belong to the thread that made it, everything else to the mover's, which runs where the one that
-    calls `start` may.
+    `start`, `suspend`, `resume` and `close` belong to the thread that made it, everything else to the mover's, which
+    runs where the one that calls `start` may.
 
     missing: why transports that somebody may ask for are not there. layout: our own memory, which a
     `corrupt` fault writes to. grants: what peers may be sent, for those who send it.
@@ -124,6 +124,9 @@ class Mover:
         self._socket.bind(self.endpoint)
         self._wake = os.eventfd(0)
         self._closing = False
+        self._suspended = False
+        self._idle = threading.Event()
+        """Since `suspend`."""
         self._polite = False
         self._tidy_at = time.monotonic() + TIDY_SECONDS
         self._probers = ThreadPoolExecutor(
@@ -135,6 +138,19 @@ class Mover:
         self._poller.register(self._wake, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, name="llumnix-mover", daemon=True)
         self._thread.start()
+
+    def suspend(self) -> None:
+        """Returns when no block is copied any more, or sent to a peer; none is until `resume`."""
+        self._suspended = True
+        self._idle.clear()
+        os.eventfd_write(self._wake, 1)
+        while not self._idle.wait(1.0) and self._thread.is_alive():
+            pass
+        self.grants.suspend()
+
+    def resume(self) -> None:
+        self.grants.resume()
+        self._suspended = False
 
     def close(self) -> None:
         """End the thread, after the chunk it is copying and the probes that wait, and remove the endpoint."""
@@ -167,6 +183,8 @@ class Mover:
                 return True
             if any(source == self._wake for source, _ in ready):
                 self._report_probed()
+            if self._suspended:
+                self._rest()
             if ready:
                 self._receive_all()
             self._give_up_late()
@@ -202,6 +220,11 @@ class Mover:
     def _delay(self) -> float:
         """Seconds until one of the jobs may go on."""
         return min(job.pace.delay() for job in self._jobs.values())
+
+    def _rest(self) -> None:
+        for key in list(self._jobs):
+            self._report(key, ASLEEP)
+        self._idle.set()
 
     def _receive_all(self) -> None:
         while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
@@ -246,7 +269,9 @@ class Mover:
             deadline=time.monotonic() + pull.deadline_s,
             total=len(pull.dst_blocks) * self.layout.bytes_per_block,
         )
-        if self._transport(pull.transport) is None:
+        if self._suspended:
+            self._report(key, ASLEEP)
+        elif self._transport(pull.transport) is None:
             self._report(key, self._why_missing(pull.transport))
 
     def _begin_probe(self, identity: bytes, probe: Probe) -> None:

@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SAMPLED_BYTES = 4096
+KV_TAG = "kv_cache"
+"""What vLLM's sleep mode calls the KV memory."""
 
 
 class _Running(NamedTuple):
@@ -121,6 +123,8 @@ def start_mover(worker: Any, packed_settings: bytes) -> bytes:
         grants=grants,
     )
     _beside_the_model(mover.start)
+    if device == "cuda":
+        _watch_sleep(worker)
     if faults.armed("worker.model"):
         _arm(worker)
     _running = _Running(mover, nonce, server, mooncake)
@@ -147,7 +151,7 @@ def start_mover(worker: Any, packed_settings: bytes) -> bytes:
 
 
 def stop_mover(worker: Any) -> None:
-    """End the mover, if one runs, for sleep and shutdown. Peers that still read will fail."""
+    """End the mover, if one runs, for shutdown. Peers that still read will fail."""
     global _running
     if _running is not None:
         running, _running = _running, None
@@ -157,6 +161,39 @@ def stop_mover(worker: Any) -> None:
         running.mover.close()
         if running.mooncake is not None:
             running.mooncake.engine.close()
+
+
+def _watch_sleep(worker: Any) -> None:
+    """While vLLM's sleep mode has taken the KV memory away nobody touches it: on a GPU that would end the worker."""
+    stock_sleep, stock_discard, stock_wake_up = worker.sleep, getattr(worker, "discard", None), worker.wake_up
+
+    def sleep(level: int = 1) -> None:
+        _suspend()
+        stock_sleep(level)
+
+    def discard(tags: tuple[str, ...]) -> None:
+        if KV_TAG in tags:
+            _suspend()
+        stock_discard(tags)
+
+    def wake_up(tags: list[str] | None = None) -> None:
+        stock_wake_up(tags)
+        if tags is None or KV_TAG in tags:
+            _resume()
+
+    worker.sleep, worker.wake_up = sleep, wake_up
+    if stock_discard is not None:
+        worker.discard = discard
+
+
+def _suspend() -> None:
+    if _running is not None:
+        _running.mover.suspend()
+
+
+def _resume() -> None:
+    if _running is not None:
+        _running.mover.resume()
 
 
 def _transport(name: str, memory: BlockMemory, settings: WorkerSettings, mooncake: _Mooncake | None) -> Transport:

@@ -69,8 +69,9 @@ def _add_cms(group: Any) -> None:
     group.add_argument("--cms-redis-username", metavar="NAME")
     group.add_argument("--cms-redis-password", metavar="TEXT")
     group.add_argument(
-        "--llm-backend-endpoints", default="", metavar="HOST:PORT,…",
-        help=f"lite mode: the engines' API servers. If they have an --api-key: {API_KEY_VARIABLE} in the environment",
+        "--llm-backend-endpoints", default="", metavar="HOST:PORT[=TYPE],…",
+        help=f"lite mode: the engines' API servers, and what each is there for: {', '.join(InferType)} (default "
+        f"{InferType.NEUTRAL}). If they have an --api-key: {API_KEY_VARIABLE} in the environment",
     )  # fmt: skip
     group.add_argument(
         "--insecure", action="store_true", help="listen beyond this machine without complete credentials"
@@ -143,7 +144,7 @@ class _Reader:
             "account_staleness_s": self._seconds("--request-local-account-staleness-seconds", "account_staleness_s"),
             "gateway_ttl_s": self._seconds("--gateway-ttl-seconds", "gateway_ttl_s"),
             "state_ttl_s": self._seconds("--request-state-ttl-seconds", "state_ttl_s"),
-            "backend_endpoints": tuple(endpoints),
+            "backend_endpoints": endpoints,
             "backend_api_key": os.environ.get(API_KEY_VARIABLE, ""),
             "insecure": args.insecure,
         }
@@ -227,12 +228,18 @@ class _Reader:
         user, password = (quote(text or "", safe="") for text in (args.cms_redis_username, args.cms_redis_password))
         return f"redis://{user}:{password}@{address}" if user or password else f"redis://{address}"
 
-    def _endpoints(self, text: str) -> list[Address]:
-        found: list[Address] = []
+    def _endpoints(self, text: str) -> dict[Address, InferType]:
+        found: dict[Address, InferType] = {}
         for part in filter(None, map(str.strip, text.split(","))):
-            addresses, fault = arguments.address("--llm-backend-endpoints", part.removeprefix("http://"))
-            found += addresses
+            endpoint, _, kind = part.removeprefix("http://").partition("=")
+            addresses, fault = arguments.address(flag := "--llm-backend-endpoints", endpoint)
             self.faults += fault
+            if (kind := kind or InferType.NEUTRAL) not in set(InferType):
+                self.faults.append(f"{flag} {part!r}: {kind!r} is none of {', '.join(InferType)}")
+                continue
+            for address in addresses:
+                if found.setdefault(address, InferType(kind)) != kind:
+                    self.faults.append(f"{flag} {endpoint}: both {found[address]} and {kind}")
         return found
 
     def _switch(self, flag: str) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,6 +20,7 @@ import msgspec
 from llumlet.types import Address, InstanceMetadata, InstanceStatus
 from llumsched.cms.view import View
 from llumsched.scheduler.messages import decode
+from llumsched.scheduling.load import InferType
 
 _log = logging.getLogger(__name__)
 _TRIES: Final = 3
@@ -42,6 +43,7 @@ class _Models(msgspec.Struct):
 @dataclass(slots=True)
 class _Backend:
     address: Address
+    infer_type: InferType
     num_lives: int = 0
     num_failures: int = _TRIES
     num_answers: int = 0
@@ -54,15 +56,20 @@ class _Backend:
 
 
 class Backends:
-    """Feeds a view, as a store does. `api_key`: of the engines, if they want one."""
+    """Feeds a view, as a store does. `endpoints`: and what each engine is there for. `api_key`: if they want one."""
 
     def __init__(
-        self, endpoints: Iterable[Address], *, api_key: str = "", interval_s: float = 1.0, timeout_s: float = 2.0
+        self,
+        endpoints: Mapping[Address, InferType],
+        *,
+        api_key: str = "",
+        interval_s: float = 1.0,
+        timeout_s: float = 2.0,
     ) -> None:
         self.view = View()
         self.problem = ""
         self.complete = asyncio.Event()
-        self._backends = [_Backend(address) for address in dict.fromkeys(endpoints)]
+        self._backends = [_Backend(address, infer_type) for address, infer_type in endpoints.items()]
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self._tasks: list[asyncio.Task[None]] = []
@@ -107,7 +114,7 @@ class Backends:
             InstanceMetadata(
                 instance_id=backend.instance_id,
                 incarnation=str(backend.num_lives),
-                instance_type="neutral",
+                instance_type=backend.infer_type,
                 ip=backend.address.host,
                 api_server_port=backend.address.port,
                 model=models[0].id,

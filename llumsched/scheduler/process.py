@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Final
@@ -24,6 +25,7 @@ from llumsched.scheduler.api import Api
 from llumsched.scheduler.backends import Backends
 from llumsched.scheduling.account import Account
 from llumsched.scheduling.dispatch import Dispatcher, Ledger
+from llumsched.scheduling.load import InferType
 from llumsched.scheduling.lrs import RealtimeState
 from llumsched.scheduling.policy import Mode, Policy
 
@@ -47,7 +49,7 @@ class SchedulerConfig:
     account_staleness_s: float = 10.0
     account: bool = True
     """Off, and requests on their way count nothing."""
-    backend_endpoints: tuple[Address, ...] = ()
+    backend_endpoints: Mapping[Address, InferType] = field(default_factory=dict)
     """Lite mode."""
     backend_api_key: str = field(default="", repr=False)
     """Lite mode: what the engines want to be asked with."""

@@ -22,6 +22,7 @@ from llumsched.gateway.config import Config
 from llumsched.gateway.scheduled import _PREFILL_REPORT_S, Scheduled
 from llumsched.gateway.scheduler_client import SchedulerClient
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
+from llumsched.scheduling.load import InferType
 from llumsched.scheduling.policy import Mode, load_policy
 from tests.llumsched.gateway_support import DEADLINE_S, Cluster, cluster, engine, until
 
@@ -384,7 +385,7 @@ async def test_a_place_that_comes_too_late_is_released() -> None:
 @asynccontextmanager
 async def _real(it_engines: Mock, **settings: Any) -> AsyncIterator[tuple[Cluster, RunningScheduler]]:
     async with engine(it_engines) as (one, _, _), engine(it_engines) as (other, _, _):
-        endpoints = (Address("127.0.0.1", one), Address("127.0.0.1", other))
+        endpoints = {Address("127.0.0.1", port): InferType.NEUTRAL for port in (one, other)}
         policy = load_policy("load-balance", Mode.LITE)
         config = SchedulerConfig(policy, host="127.0.0.1", port=0, backend_endpoints=endpoints)
         scheduler = await serve(config)

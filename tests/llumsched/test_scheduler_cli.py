@@ -85,10 +85,16 @@ def test_what_the_rescheduler_reads_as_well_may_change_nothing_in_the_policy(tmp
 
 def test_lite_mode_needs_no_further_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
-    found = config("--enable-full-mode-scheduling=false", "--llm-backend-endpoints", "10.0.0.1:8000,http://b:8001")
+    endpoints = "10.0.0.1:8000,http://b:8001,c:8002=prefill,[::1]:8003=decode,10.0.0.1:8000"
+    found = config("--enable-full-mode-scheduling=false", "--llm-backend-endpoints", endpoints)
     assert found.backend_api_key == "secret"
     assert found.policy.mode is Mode.LITE
-    assert found.backend_endpoints == (Address("10.0.0.1", 8000), Address("b", 8001))
+    assert found.backend_endpoints == {
+        Address("10.0.0.1", 8000): "neutral",
+        Address("b", 8001): "neutral",
+        Address("c", 8002): "prefill",
+        Address("::1", 8003): "decode",
+    }
 
 
 @pytest.mark.parametrize(
@@ -102,6 +108,9 @@ def test_lite_mode_needs_no_further_switch(monkeypatch: pytest.MonkeyPatch) -> N
          ["--enable-full-mode-scheduling=false needs --llm-backend-endpoints",
           "--cms is of no use in lite mode", "rescheduling needs full mode"]),
         (["--llm-backend-endpoints=a:1"], ["--llm-backend-endpoints is of no use without"]),
+        (["--enable-full-mode-scheduling=false", "--llm-backend-endpoints=a:1=decoder,b:2=decode,b:2,c"],
+         ["--llm-backend-endpoints 'a:1=decoder': 'decoder' is none of neutral, prefill, decode",
+          "--llm-backend-endpoints b:2: both decode and neutral", "--llm-backend-endpoints 'c' is not HOST:PORT"]),
         (["--cms=nowhere", "--cms-listen=127.0.0.1:1"], ["--cms and --cms-listen: one of them", "'nowhere' is not"]),
         (["--dispatch-decode-load-metric=lod", "--dispatch-decode-load-threshold=much"],
          ["metric 'lod' is unknown; known: ", "--dispatch-decode-load-threshold 'much' is not a number"]),

@@ -17,6 +17,7 @@ from aiohttp import web
 from llumlet.types import Address
 from llumsched.scheduler.backends import Backends
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
+from llumsched.scheduling.load import InferType
 from llumsched.scheduling.policy import Mode, load_policy
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
@@ -77,7 +78,7 @@ async def engines() -> AsyncIterator[list[Engine]]:
 @pytest_asyncio.fixture
 async def scheduler(engines: list[Engine]) -> AsyncIterator[RunningScheduler]:
     policy = load_policy("load-balance", Mode.LITE)
-    endpoints = tuple(engine.address for engine in engines)
+    endpoints = {engine.address: InferType.NEUTRAL for engine in engines}
     running = await serve(SchedulerConfig(policy, host="127.0.0.1", port=0, backend_endpoints=endpoints))
     yield running
     await running.close()
@@ -122,6 +123,20 @@ async def test_models(scheduler: RunningScheduler, engines: list[Engine]) -> Non
     assert (await post(scheduler, "/schedule", {"id": "x", "model": "unheard"}))[0] == 404
 
 
+async def test_what_an_engine_is_there_for(engines: list[Engine]) -> None:
+    types = dict(zip((engine.address for engine in engines[:2]), (InferType.PREFILL, InferType.DECODE), strict=True))
+    policy = load_policy("load-balance", Mode.LITE)
+    running = await serve(SchedulerConfig(policy, host="127.0.0.1", port=0, backend_endpoints=types))
+    try:
+        _, answer = await post(running, "/schedule", {"id": "r", "model": "m", "scheduling_mode": "pd_batch"})
+        placed = {part["infer_type"]: part["endpoint"]["port"] for part in answer["scheduling_result"]}
+        assert placed == {infer_type: address.port for address, infer_type in types.items()}
+        status, answer = await post(running, "/schedule", {"id": "s", "model": "m"})
+        assert (status, "neutral" in answer) == (429, True)
+    finally:
+        await running.close()
+
+
 async def test_keepalive_and_gauges(scheduler: RunningScheduler) -> None:
     base = f"http://127.0.0.1:{scheduler.port}"
     async with aiohttp.ClientSession() as session:
@@ -151,7 +166,7 @@ async def test_keepalive_and_gauges(scheduler: RunningScheduler) -> None:
 async def test_engines_come_and_go() -> None:
     engine = Engine("m")
     await engine.start()
-    backends = Backends([engine.address], interval_s=0.01, timeout_s=60.0)
+    backends = Backends({engine.address: InferType.NEUTRAL}, interval_s=0.01, timeout_s=60.0)
     await backends.start()
     try:
         (instance,) = backends.view.values()
@@ -175,7 +190,7 @@ async def test_engines_come_and_go() -> None:
 async def asked(engine: Engine, **settings: Any) -> list[str]:
     """The models that one round of questions finds."""
     await engine.start()
-    backends = Backends([engine.address], timeout_s=60.0, **settings)
+    backends = Backends({engine.address: InferType.NEUTRAL}, timeout_s=60.0, **settings)
     try:
         await backends.start()
         return [model for instance in backends.view.values() for model in instance.metadata.served_models]
@@ -213,7 +228,7 @@ async def test_why_an_engine_is_not_used_is_said_once(
     engine = Engine()
     engine.status, engine.body = status, body
     await engine.start()
-    backends = Backends([engine.address], interval_s=0.001, timeout_s=60.0)
+    backends = Backends({engine.address: InferType.NEUTRAL}, interval_s=0.001, timeout_s=60.0)
     await backends.start()
     try:
         await until(lambda: backends._backends[0].num_failures > 8)

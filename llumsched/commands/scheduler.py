@@ -229,17 +229,19 @@ class _Reader:
         return f"redis://{user}:{password}@{address}" if user or password else f"redis://{address}"
 
     def _endpoints(self, text: str) -> dict[Address, InferType]:
-        found: dict[Address, InferType] = {}
+        flag, found = "--llm-backend-endpoints", dict[Address, InferType]()
         for part in filter(None, map(str.strip, text.split(","))):
             endpoint, _, kind = part.removeprefix("http://").partition("=")
-            addresses, fault = arguments.address(flag := "--llm-backend-endpoints", endpoint)
+            addresses, fault = arguments.address(flag, endpoint)
             self.faults += fault
-            if (kind := kind or InferType.NEUTRAL) not in set(InferType):
+            try:
+                infer_type = InferType(kind or InferType.NEUTRAL)
+            except ValueError:
                 self.faults.append(f"{flag} {part!r}: {kind!r} is none of {', '.join(InferType)}")
                 continue
             for address in addresses:
-                if found.setdefault(address, InferType(kind)) != kind:
-                    self.faults.append(f"{flag} {endpoint}: both {found[address]} and {kind}")
+                if found.setdefault(address, infer_type) != infer_type:
+                    self.faults.append(f"{flag} {endpoint}: both {found[address]} and {infer_type}")
         return found
 
     def _switch(self, flag: str) -> bool:

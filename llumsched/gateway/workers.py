@@ -79,19 +79,18 @@ class Worker:
         self._now = now
         self._num_short = 0
         """Lives in a row that were short."""
-        self._due_s = 0.0
-        """When the next one starts, while `process` is dead."""
-        self._is_dead = False
+        self._due_s: float | None = None
+        """When the next one starts, if `process` is dead."""
         self._begin()
 
     def _begin(self) -> None:
         self.process = self._start()
         self._started_s = self._now()
-        self._is_dead = False
+        self._due_s = None
 
     def look(self) -> int | None:
         """The exit code of a process that has ended, once. Starts the next one when it is time."""
-        if self._is_dead:
+        if self._due_s is not None:
             if self._now() >= self._due_s:
                 self._begin()
             return None
@@ -100,7 +99,6 @@ class Worker:
             is_short = self._now() - self._started_s < _SHORT_LIFE_S
             self._num_short = self._num_short + 1 if is_short else 0
             self._due_s = self._now() + self.pause_s
-            self._is_dead = True
         return code
 
     @property

@@ -279,7 +279,8 @@ async def test_destination_without_a_slot_and_paused(engines: Engines, conserved
         # Deeper levels of sleep pause first, and do not exist on CPUs.
         for stop, go_on in (("/pause?mode=keep", "/resume"), ("/sleep?level=0&mode=keep", "/wake_up")):
             async with operator.post(stop, raise_for_status=True):
-                move = await stays_and_goes_on(engines.a, odd.small, length=200)
+                pass
+            move = await stays_and_goes_on(engines.a, odd.small, length=200)
             assert move.reason == "destination_paused"
             async with operator.post(go_on, raise_for_status=True):
                 pass

@@ -349,6 +349,7 @@ async def test_sleep_mode(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
             assert (await pull(2, UNLIMITED)).error == ASLEEP
             with pytest.raises(TransferFailed, match=ASLEEP):
                 await asyncio.to_thread(read, [1])
+            await client.grant(CAPABILITY, everything)
             worker.wake_up(["weights"])
             assert (await pull(3, UNLIMITED)).error == ASLEEP
             assert np.array_equal(memory.bytes, asleep)

@@ -38,8 +38,10 @@ class Grants:
         self._suspended = False
 
     def allow(self, capability: bytes, blocks: Sequence[int]) -> None:
-        """These blocks, and those granted before."""
+        """These blocks, and those granted before. While suspended, nothing: what is in them goes."""
         with self._changed:
+            if self._suspended:
+                return
             self._blocks.setdefault(capability, set()).update(blocks)
             self._changed.notify_all()
 

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.engine.rig import BLOCK_SIZE, Rig
+from vllm_llumnix.engine.attach import _watch_sleep
 from vllm_llumnix.engine.request_state import why_not_now
 from vllm_llumnix.errors import Reason, Refused
 
@@ -159,6 +162,31 @@ def test_reservation_is_given_back_whole(rig: Rig) -> None:
     rig.port.cancel_reservation(request)
     rig.port.cancel_reservation(request)
     assert (rig.free_blocks, rig.scheduler.max_num_active_reqs) == (free, slots)
+
+
+@pytest.mark.parametrize("how", ["sleep", "discard"])
+def test_what_was_copied_before_sleep_is_no_cache(rig: Rig, how: str) -> None:
+    executor = SimpleNamespace(sleep=lambda level: None, discard=lambda tags: None)
+    _watch_sleep(executor, rig.port)
+    before, queued, later = (rig.request(name) for name in ("before", "queued", "later"))
+    rig.port.reserve(before, use_prefix_cache=False)
+    rig.port.reserve(queued, use_prefix_cache=False, queued=True)
+    executor.discard(("weights",))
+    rig.port.grow(before, 100)
+    if how == "sleep":
+        executor.sleep(1)
+    else:
+        executor.discard(("kv_cache",))
+    rig.port.reserve(later, use_prefix_cache=False)
+    for use in (partial(rig.port.grow, before, 200), partial(rig.port.admit, before, before.num_tokens - 1)):
+        with pytest.raises(Refused, match="slept") as refusal:
+            use()
+        assert refusal.value.reason is Reason.DESTINATION_PAUSED
+    rig.port.admit(later, later.num_tokens - 1)
+    rig.port.grow(queued, 100)
+    rig.port.cancel_reservation(before)
+    rig.port.reserve(before, use_prefix_cache=False)
+    rig.port.admit(before, before.num_tokens - 1)
 
 
 @pytest.mark.parametrize("runner_v2", [False, True], ids=["v1", "v2"])

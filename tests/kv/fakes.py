@@ -188,6 +188,9 @@ class FakeWorker:
     def sleep(self, level: int = 1) -> None:
         """vLLM's sleep mode."""
 
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """Of a part."""
+
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Its end."""
 

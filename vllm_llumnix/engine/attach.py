@@ -22,7 +22,7 @@ from vllm_llumnix.engine.request_state import digest_of
 from vllm_llumnix.engine.scheduler_port import SchedulerPort
 from vllm_llumnix.errors import ConfigError, PatchError
 from vllm_llumnix.kv.messages import MoverInfo
-from vllm_llumnix.kv.worker import start_mover
+from vllm_llumnix.kv.worker import KV_TAG, start_mover
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -63,6 +63,7 @@ def attach(engine: Any) -> KVConnection:
     bypass.start(kvconn)
     _stop_with(engine, bypass)
     _watch_adapters(engine, bypass)
+    _watch_sleep(engine.model_executor, port)
     # Utilities are attributes of the engine that its API server may call.
     engine.llumlet_drain = bypass.report_drain
     engine.llumlet_moves = bypass.report_moves
@@ -81,6 +82,22 @@ def _stop_with(engine: Any, bypass: Bypass) -> None:
         stock()
 
     engine.shutdown = shutdown
+
+
+def _watch_sleep(executor: Any, port: SchedulerPort) -> None:
+    """Requests on their way here must not go on with blocks that lost their content. See also `kv.worker`."""
+    stock_sleep, stock_discard = executor.sleep, executor.discard
+
+    def sleep(level: int = 1) -> None:
+        port.empty_reservations()
+        stock_sleep(level)
+
+    def discard(tags: tuple[str, ...]) -> None:
+        if KV_TAG in tags:
+            port.empty_reservations()
+        stock_discard(tags)
+
+    executor.sleep, executor.discard = sleep, discard
 
 
 def _watch_adapters(engine: Any, bypass: Bypass) -> None:

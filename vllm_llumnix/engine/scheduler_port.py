@@ -81,6 +81,8 @@ class SchedulerPort:
         self._frozen: dict[str, Request] = {}
         self._parked: dict[str, Request] = {}
         self._reserved: dict[str, Request] = {}
+        self._emptied: set[str] = set()
+        """Those of them whose blocks have lost their content."""
         self._with_slot: set[str] = set()
         self._newcomers: dict[str, Request] = {}
         self._stock_threshold: tuple[int, bool] | None = None
@@ -262,8 +264,19 @@ class SchedulerPort:
         self._reserved[request.request_id] = request
         return hit_tokens // self.block_size, self.block_ids(request)
 
+    def empty_reservations(self) -> None:
+        """The KV memory goes: what was copied into reserved blocks is no cache when it is back."""
+        self._emptied = set(self._with_slot)
+
+    def _require_content(self, request: Request) -> None:
+        if request.request_id in self._emptied:
+            raise Refused(Reason.DESTINATION_PAUSED, "the destination slept, and what was copied there is gone")
+
     def grow(self, request: Request, num_tokens: int) -> list[int]:
-        """Extend a reservation to `num_tokens` tokens and the next. Raises Refused(destination_full)."""
+        """Extend a reservation to `num_tokens` tokens and the next. Raises Refused(destination_full |
+        destination_paused).
+        """
+        self._require_content(request)
         if request.request_id not in self._with_slot:
             self._check_slot(request)
         if not self._extend(request, num_tokens):
@@ -282,12 +295,15 @@ class SchedulerPort:
         scheduler = self.scheduler
         if scheduler.pause_state == PauseState.PAUSED_ALL:
             raise Refused(Reason.DESTINATION_PAUSED, "the destination's scheduler is paused")
+        if computed_tokens:
+            self._require_content(request)
         if computed_tokens and not self._extend(request, request.num_tokens):
             raise Refused(Reason.DESTINATION_FULL, "the destination has no block left for the next token")
         request.events.clear()
         request.status = RequestStatus.WAITING
         self._give_slot_back(request)
         del self._reserved[request.request_id]
+        self._emptied.discard(request.request_id)
         scheduler.requests[request.request_id] = request
         if computed_tokens:
             request.num_computed_tokens = computed_tokens
@@ -306,6 +322,7 @@ class SchedulerPort:
     def cancel_reservation(self, request: Request) -> None:
         """Give a reservation back. No mover may still write its blocks."""
         if self._reserved.pop(request.request_id, None) is not None:
+            self._emptied.discard(request.request_id)
             self.kv_cache_manager.free(request)
             self._give_slot_back(request)
 

@@ -165,7 +165,7 @@ def stop_mover(worker: Any) -> None:
 
 def _watch_sleep(worker: Any) -> None:
     """While vLLM's sleep mode has taken the KV memory away nobody touches it: on a GPU that would end the worker."""
-    stock_sleep, stock_discard, stock_wake_up = worker.sleep, getattr(worker, "discard", None), worker.wake_up
+    stock_sleep, stock_discard, stock_wake_up = worker.sleep, worker.discard, worker.wake_up
 
     def sleep(level: int = 1) -> None:
         _suspend()
@@ -181,9 +181,7 @@ def _watch_sleep(worker: Any) -> None:
         if tags is None or KV_TAG in tags:
             _resume()
 
-    worker.sleep, worker.wake_up = sleep, wake_up
-    if stock_discard is not None:
-        worker.discard = discard
+    worker.sleep, worker.discard, worker.wake_up = sleep, discard, wake_up
 
 
 def _suspend() -> None:

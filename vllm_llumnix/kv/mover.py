@@ -183,10 +183,10 @@ class Mover:
                 return True
             if any(source == self._wake for source, _ in ready):
                 self._report_probed()
-            if self._suspended:
-                self._rest()
             if ready:
                 self._receive_all()
+            if self._suspended:
+                self._rest()
             self._give_up_late()
             self._tidy()
             if self._jobs and (delay := self._delay()) < SLEPT_SECONDS:
@@ -269,9 +269,7 @@ class Mover:
             deadline=time.monotonic() + pull.deadline_s,
             total=len(pull.dst_blocks) * self.layout.bytes_per_block,
         )
-        if self._suspended:
-            self._report(key, ASLEEP)
-        elif self._transport(pull.transport) is None:
+        if self._transport(pull.transport) is None:
             self._report(key, self._why_missing(pull.transport))
 
     def _begin_probe(self, identity: bytes, probe: Probe) -> None:

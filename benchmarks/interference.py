@@ -3,11 +3,13 @@
 
     python -m benchmarks.interference --minutes 25 --json interference.jsonl
     python -m benchmarks.interference --cases 1024:8:none,25% 32768:1:1.25G --transport tcp
+    python -m benchmarks.interference --cases 1024:2:none --every 1 --minutes 5
 
 Two instances, on each some neighbours that stay. Other streams move, in lanes of two that change places for ever, both
 at the same time: half of the moves go there and half come back, and each instance keeps its load. (Of an odd number of
 moves at once, one lane moves its streams one after the other. Between the two, one instance has a stream more; so gaps
-are counted only while the first is on its way.)
+are counted only while the first is on its way.) A lane moves again as soon as it has moved, or every so many seconds
+(`--every`).
 
 Costs are the inter-token gaps of the neighbours, as their clients see them, p50 and p99 of each window of a second.
 Windows come in blocks, quiet, moves, moves, quiet, so that drift cancels; a block of quiet windows next to each is the
@@ -214,10 +216,11 @@ async def company(pair: Pair, case: Case, neighbours: int) -> AsyncIterator[Comp
 class Traffic:
     """Makes the moves of a case, and keeps what came of them until it is asked."""
 
-    def __init__(self, mover: Mover, pair: Pair, least_bytes: int) -> None:
+    def __init__(self, mover: Mover, pair: Pair, least_bytes: int, every_s: float = 0.0) -> None:
         self._mover = mover
         self._pair = pair
         self._least_bytes = least_bytes
+        self._every_s = every_s
         self._moves: list[Move] = []
         self._refusals: list[str] = []
         self._balanced: list[Span] = []
@@ -231,8 +234,9 @@ class Traffic:
 
     async def flow(self, lane: Lane, until: float) -> None:
         """The lane's streams change places, until it is time. Raises MoveFailed."""
-        while time.monotonic() < until:
+        while (began := time.monotonic()) < until:
             await self.swap(lane)
+            await asyncio.sleep(min(began + self._every_s, until) - time.monotonic())
 
     async def swap(self, lane: Lane) -> None:
         one, other = self._pair
@@ -289,7 +293,7 @@ def gaps_in(streams: Sequence[Stream], spans: Sequence[Span]) -> list[float]:
     ]
 
 
-async def measure(pair: Pair, case: Case, neighbours: int, until: float) -> dict[str, Any]:
+async def measure(pair: Pair, case: Case, neighbours: int, every_s: float, until: float) -> dict[str, Any]:
     """The row of a case. Streams are made anew when they are half as long again as at first, or might end too soon."""
     ours: list[list[Window]] = []
     control: list[list[Window]] = []
@@ -299,7 +303,7 @@ async def measure(pair: Pair, case: Case, neighbours: int, until: float) -> dict
         return len(ours) < MIN_BLOCKS or time.monotonic() < until
 
     async with Mover(pair) as mover:
-        traffic = Traffic(mover, pair, case.context * model_for(case.context).kv_bytes_per_token)
+        traffic = Traffic(mover, pair, case.context * model_for(case.context).kv_bytes_per_token, every_s)
         while wanted():
             async with company(pair, case, neighbours) as present:
                 await window(present, traffic, WINDOW_SECONDS / 2, moving=True)  # for what only the first moves do
@@ -311,12 +315,14 @@ async def measure(pair: Pair, case: Case, neighbours: int, until: float) -> dict
                     room = min(BLOCK_TOKENS - longest * 5 // 4, case.context // 2)
                     if present.grown > room or not wanted():
                         break
-    return result(case, ours, control)
+    return result(case, every_s, ours, control)
 
 
-def result(case: Case, ours: Sequence[Sequence[Window]], control: Sequence[Sequence[Window]]) -> dict[str, Any]:
+def result(
+    case: Case, every_s: float, ours: Sequence[Sequence[Window]], control: Sequence[Sequence[Window]]
+) -> dict[str, Any]:
     """The JSON object. Ratios are of gaps with moves over gaps without."""
-    row = case.as_json()
+    row = case.as_json() | {"every_s": every_s}
     for name in ("p50", "p99"):
         pick = [[getattr(window, name) for window in block] for block in ours]
         pick_control = [[getattr(window, name) for window in block] for block in control]
@@ -334,6 +340,7 @@ def result(case: Case, ours: Sequence[Sequence[Window]], control: Sequence[Seque
     return row | {
         "itl_p50_ms": round(1e3 * quantile([window.p50 for block in ours for window in (block[0], block[3])], 0.5), 3),
         "moves": len(moves),
+        "moves_per_s": round(len(moves) / moving_seconds, 2),
         "refused": dict(Counter(reason for window in windows for reason in window.refusals)),
         "transport": ",".join(sorted({move.transport for move in moves})),
         "copied_gb_s": round(sum(move.copied_bytes for move in moves) / moving_seconds / 1e9, 3),
@@ -348,7 +355,7 @@ def is_good(row: dict[str, Any]) -> bool:
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(title="Neighbours' inter-token gaps with moves, over without")
-    headings = ("at once", "limit", "context", "p50", "95 %", "A/A", "p99", "95 %", "A/A", "moves", "GB/s", "p50 is")
+    headings = ("at once", "limit", "context", "p50", "95 %", "A/A", "p99", "95 %", "A/A", "a second", "GB/s", "p50 is")
     for heading in headings:
         table.add_column(heading, justify="right")
     for row in rows:
@@ -359,7 +366,7 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
         for name in ("p50", "p99"):
             low, high = row[f"itl_{name}_bounds"]
             cells += [f"{row[f'itl_{name}_ratio']:.3f}", f"{low:.3f} to {high:.3f}", f"{row[f'aa_{name}_ratio']:.3f}"]
-        table.add_row(*cells, str(row["moves"]), f"{row['copied_gb_s']:.2f}", row["p50_verdict"])
+        table.add_row(*cells, f"{row['moves_per_s']:.1f}", f"{row['copied_gb_s']:.2f}", row["p50_verdict"])
     table.caption = f"p50 at most {BAR - 1:.0%} longer is within the bar"
     return table
 
@@ -381,7 +388,7 @@ def run(options: argparse.Namespace, write: Callable[[dict[str, Any]], None]) ->
                 now = time.monotonic()
                 until = now + (ends - now - starting_s) / cases_left
                 try:
-                    row = asyncio.run(measure((one, other), case, options.neighbours, until))
+                    row = asyncio.run(measure((one, other), case, options.neighbours, options.every, until))
                 except (MoveFailed, StreamFailed) as error:
                     row = case.as_json() | {"failed": str(error)}
                 write(row)
@@ -413,10 +420,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     add("--minutes", type=float, default=24, help="for all of them")
     add("--neighbours", type=int, default=2, help="streams that stay, on each instance")
+    add("--every", type=float, default=0.0, metavar="SECONDS", help="between the moves of a lane; default: none")
     add("--transport", choices=TRANSPORTS, default="auto", help="how blocks travel")
     add("--json", type=Path, metavar="FILE")
     add("--logs", type=Path, metavar="DIR", help="where the servers' logs go")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if not 0 <= options.every <= WINDOW_SECONDS:
+        parser.error(f"--every {options.every:g}: 0 to {WINDOW_SECONDS:g} s, so that there are moves in every window")
+    if options.every and any(count % 2 for groups in options.cases for group in groups for count in group.at_once):
+        parser.error("--every: an odd number at once is measured only while it moves, so pauses would not count")
+    return options
 
 
 def main(arguments: list[str] | None = None) -> int:

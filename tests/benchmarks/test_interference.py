@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Self, cast
 
 import pytest
@@ -82,6 +83,14 @@ def test_cases_that_cannot_be(text: str, capsys: pytest.CaptureFixture[str]) -> 
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("case", "every"), [("1024:2:none", "-1"), ("1024:2:none", "2"), ("1024:1,2:none", "0.5")])
+def test_pauses_that_cannot_be(case: str, every: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--cases", case, "--every", every])
+    assert "--every" in capsys.readouterr().err
+    assert parse(["--cases", "1024:2:none", "--every", "0.5"]).every == 0.5
+
+
 class Journey(NamedTuple):
     source: str
     destination: str
@@ -146,6 +155,25 @@ async def test_lanes(at_once: int) -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(("every_s", "swaps"), [(0.02, 5), (0.05, 2), (1.0, 1)])
+async def test_pauses_are_between_beginnings(every_s: float, swaps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += max(0.0, seconds)
+
+    mover = FakeMover()
+    monkeypatch.setattr(interference, "time", SimpleNamespace(monotonic=lambda: now))
+    traffic = Traffic(cast(Mover, mover), (A, B), least_bytes=32 * MIB, every_s=every_s)
+    lane = Lane({A: Stream("a", "cmpl"), B: Stream("b", "cmpl")}, together=True)
+    monkeypatch.setattr(interference, "asyncio", SimpleNamespace(sleep=sleep, gather=asyncio.gather))
+    await traffic.flow(lane, until=0.1)
+    assert len(mover.made) == 2 * swaps
+    assert now == pytest.approx(0.1)
+
+
+@pytest.mark.asyncio
 async def test_a_refused_move_is_tried_again_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interference, "RETRY_SECONDS", 0)
     full = MoveFailed("stayed: destination_full, 9 blocks", "destination_full")
@@ -181,7 +209,7 @@ def blocks(factor: float, seed: int, **moving: Any) -> list[list[Window]]:
 
 
 def test_moves_that_cost_nothing() -> None:
-    row = result(Case(2, "25%", 1024), blocks(1.0, 1), blocks(1.0, 2))
+    row = result(Case(2, "25%", 1024), 0.0, blocks(1.0, 1), blocks(1.0, 2))
     assert row["itl_p50_ratio"] == pytest.approx(1.0, abs=0.005)
     assert row["p50_verdict"] in ("within", "not distinguishable")
     assert {"bench", "moves_at_once", "limit", "itl_p50_ratio", "itl_p99_ratio", "aa_p50_ratio"} <= row.keys()
@@ -190,7 +218,7 @@ def test_moves_that_cost_nothing() -> None:
 
 
 def test_five_percent_are_found() -> None:
-    row = result(Case(1, "none", 1024), blocks(1.05, 1), blocks(1.0, 2))
+    row = result(Case(1, "none", 1024), 0.0, blocks(1.05, 1), blocks(1.0, 2))
     assert row["itl_p50_ratio"] == pytest.approx(1.05, abs=0.005)
     assert row["itl_p99_ratio"] == pytest.approx(1.05**2, abs=0.005)
     assert row["aa_p50_ratio"] == pytest.approx(1.0, abs=0.005)
@@ -202,9 +230,10 @@ def test_five_percent_are_found() -> None:
 def test_the_rate_is_that_of_the_time_it_took() -> None:
     """A window lasts until its last move is settled."""
     moving = {"moves": (moved(copied_bytes=10**9), moved(copied_bytes=10**9)), "seconds": 4.0, "refusals": ("full",)}
-    row = result(Case(2, "none", 1024), blocks(1.0, 1, **moving), blocks(1.0, 2))
+    row = result(Case(2, "none", 1024), 0.5, blocks(1.0, 1, **moving), blocks(1.0, 2))
     assert row["copied_gb_s"] == pytest.approx(0.5)
     assert (row["moves"], row["refused"], row["transport"], row["blocks"]) == (24, {"full": 12}, "local", 6)
+    assert (row["moves_per_s"], row["every_s"]) == (0.5, 0.5)
 
 
 class FakeFleet:
@@ -231,11 +260,11 @@ def test_rows_are_written_as_they_come(
     file = tmp_path / "rows.jsonl"
     before: list[int] = []
 
-    async def measure(pair: Any, case: Case, neighbours: int, until: float) -> dict[str, Any]:
+    async def measure(pair: Any, case: Case, neighbours: int, every_s: float, until: float) -> dict[str, Any]:
         before.append(len(file.read_text().splitlines()))
         if case.at_once == 2:
             raise MoveFailed("stayed: destination_full")
-        return result(case, blocks(1.0, 1), blocks(1.0, 2))
+        return result(case, every_s, blocks(1.0, 1), blocks(1.0, 2))
 
     monkeypatch.setattr(interference, "Fleet", FakeFleet)
     monkeypatch.setattr(interference, "build", lambda model: Path("model"))

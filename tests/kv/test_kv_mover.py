@@ -22,7 +22,7 @@ from vllm_llumnix import faults
 from vllm_llumnix.errors import TransferFailed
 from vllm_llumnix.kv import messages, worker
 from vllm_llumnix.kv.client import MoverClient
-from vllm_llumnix.kv.grants import CAPABILITY_BYTES
+from vllm_llumnix.kv.grants import ASLEEP, CAPABILITY_BYTES
 from vllm_llumnix.kv.memory import HostMemory
 from vllm_llumnix.kv.messages import MoverInfo, PullReport, Rejected
 from vllm_llumnix.kv.mover import corrupt
@@ -233,6 +233,21 @@ class TestStop:
         assert not running.done()
         await client.stop(1)
         assert (await running).error == "stopped"
+
+    async def test_nothing_is_copied_while_the_memory_is_away(
+        self, client: MoverClient, source: SourceProcess, memory: Memory
+    ) -> None:
+        assert worker._running is not None
+        mover = worker._running.mover
+        pull = await started(client, source, 1)
+        await asyncio.to_thread(mover.suspend)
+        asleep = memory.bytes.copy()
+        assert (await pull).error == ASLEEP
+        assert await client.pull(2, source.peer, ALL, ALL, deadline_s=5) == PullReport(2, 0, 0.0, ASLEEP)
+        assert np.array_equal(asleep, memory.bytes)
+        mover.resume()
+        assert (await client.pull(3, source.peer, ALL, ALL, deadline_s=5)).error is None
+        assert not np.array_equal(asleep, memory.bytes)
 
     async def test_a_pull_that_is_not_running(self, client: MoverClient) -> None:
         await client.stop(17)

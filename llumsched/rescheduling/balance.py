@@ -2,8 +2,8 @@
 """Policies `decode_load` and `neutral_load`: from the hottest to the coldest, as long as it pays.
 
 `metricBalanceSelector`: sources by load, highest first, and destinations, lowest first, are paired one by one until a
-destination is no lower than its source. A pair that is not to be used (it cools down, or refused lately) gives way to
-the source's next destination.
+destination is no lower than its source. A pair that is not to be used (it cools down, or refused lately, or the
+destination has no room, or it does not pay) gives way to the source's next destination.
 
 What a move is worth: it lowers Σ load² by 2·x·(difference - x), where x is the load that changes place; that
 counts for `horizon_s`. What it costs, in the same unit: while bytes are copied both ends hold them, and for the stall
@@ -12,7 +12,9 @@ the moved requests do nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -23,7 +25,9 @@ from llumsched.rescheduling.moves import AS_NEEDED, Move, Order, Rule, Selection
 from llumsched.rescheduling.snapshot import Column
 
 _TRIES_PER_MOVE = 4
-"""Pairs that are weighed for each move that a pass may still make: when the hottest do not pay, others hardly do."""
+"""Sources that are looked at for each move that a pass may make: when the hottest do not pay, others hardly do."""
+_DESTINATIONS_PER_SOURCE = 4
+"""Of those that may be used: when the coldest do not pay, others hardly do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +86,14 @@ def _pair(draft: Draft, policy: str, aim: _Aim, able_sources: Mask, able_destina
         if draft.history.source_avoided(draft.snapshot.ids[source], draft.now_s):
             draft.refused["source_avoided"] += 1
             continue
-        destination = _first_permitted(draft, source, coldest)
-        if destination is None or draft.load[destination] >= draft.load[source]:
-            continue
-        move, fault = weigh(draft, policy, source, destination, scale, aim.mean)
-        if move is None:
+        for destination in islice(_permitted(draft, source, coldest), _DESTINATIONS_PER_SOURCE):
+            move, fault = weigh(draft, policy, source, destination, scale, aim.mean)
+            if move is not None:
+                draft.choose(source, destination, move)
+                break
             draft.refused[fault] += 1
-        else:
-            draft.choose(source, destination, move)
+            if fault == "below_threshold":
+                break  # with others the difference is smaller still
 
 
 def _sorted(keys: Column, mask: Mask) -> list[int]:
@@ -98,20 +102,23 @@ def _sorted(keys: Column, mask: Mask) -> list[int]:
     return ordered
 
 
-def _first_permitted(draft: Draft, source: int, coldest: list[int]) -> int | None:
-    ids = draft.snapshot.ids
+def _permitted(draft: Draft, source: int, coldest: list[int]) -> Iterator[int]:
+    """Destinations below the source with which it may be paired and that have room for a request, coldest first."""
+    ids, request_tokens = draft.snapshot.ids, _mean_tokens(draft, source)
     for destination in coldest:
         if destination == source or destination in draft.sources or destination in draft.chosen:
             continue
         if draft.load[destination] >= draft.load[source]:
-            return destination
+            return
         reason = draft.history.obstacle(ids[source], ids[destination], draft.now_s)
         if (source, destination) in draft.pairs:
             reason = "move_open"
-        if not reason:
-            return destination
-        draft.refused[reason] += 1
-    return None
+        elif not reason and request_tokens > draft.free_tokens[destination]:
+            reason = "no_room"
+        if reason:
+            draft.refused[reason] += 1
+        else:
+            yield destination
 
 
 def weigh(
@@ -158,11 +165,8 @@ def _most(draft: Draft, source: int, destination: int, difference: float) -> flo
 def _expected(draft: Draft, selection: Selection, source: int, destination: int) -> tuple[float, float]:
     """Tokens and requests that the source will choose. At least one request of average length: if none fits the budget,
     the source takes the first one alone."""
-    snapshot = draft.snapshot
-    running, tokens = float(snapshot.running[source]), float(snapshot.running_tokens[source])
-    if _takes_waiting(selection.order) and snapshot.waiting[source] > 0:
-        running, tokens = float(snapshot.waiting[source]), float(snapshot.waiting_tokens[source])
-    mean = max(tokens / max(running, 1.0), 1.0)
+    snapshot, mean = draft.snapshot, _mean_tokens(draft, source)
+    number, tokens = _candidates(draft, source)
     match selection.rule:
         case Rule.NUM_REQ:
             budget = tokens if selection.value < 0 else selection.value * mean
@@ -171,5 +175,19 @@ def _expected(draft: Draft, selection: Selection, source: int, destination: int)
         case Rule.TOKEN:
             budget = selection.value
     slots = float(min(draft.out_slots[source], draft.in_slots[destination]))
-    requests = min(max(budget // mean, 1.0), slots, max(running, 1.0))
+    requests = min(max(budget // mean, 1.0), slots, max(number, 1.0))
     return requests * mean, requests
+
+
+def _candidates(draft: Draft, source: int) -> tuple[float, float]:
+    """Requests from among which the source chooses, and their tokens."""
+    snapshot = draft.snapshot
+    if _takes_waiting(draft.config.selection.order) and snapshot.waiting[source] > 0:
+        return float(snapshot.waiting[source]), float(snapshot.waiting_tokens[source])
+    return float(snapshot.running[source]), float(snapshot.running_tokens[source])
+
+
+def _mean_tokens(draft: Draft, source: int) -> float:
+    """Of a request that moves."""
+    number, tokens = _candidates(draft, source)
+    return max(tokens / max(number, 1.0), 1.0)

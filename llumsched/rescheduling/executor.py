@@ -134,7 +134,7 @@ class Executor:
         finally:
             source.named.difference_update(request.request_ids)
             source.num_calls -= 1
-            await self._disconnect(instance.llumlet, source)
+            await self._disconnect_gone()
 
     async def _name_requests(
         self, record: MoveRecord, source: _Source, instance: Instance, request: MigrateRequest
@@ -185,7 +185,7 @@ class Executor:
     def _progress(self, record: MoveRecord, progress: MoveProgress) -> None:
         move, now_s = record.move, self.clock()
         phase = word(MovePhase, progress.phase)
-        name = progress.external_request_id or progress.request_id
+        name = record.name_of(progress.request_id, progress.external_request_id)
         if record.requests.get(name) == phase:
             return
         record.requests[name] = phase
@@ -246,10 +246,11 @@ class Executor:
             known = self._sources[address] = _Source(LlumletClient(address, credentials=self.credentials), places)
         return known
 
-    async def _disconnect(self, address: Address, source: _Source) -> None:
+    async def _disconnect_gone(self) -> None:
         """A connection is kept for the next call while its instance is there."""
-        gone = all(instance.llumlet != address for instance in self.view.values())
-        if gone and source.num_calls == 0 and self._sources.pop(address, None) is source:
+        present = {instance.llumlet for instance in self.view.values()}
+        idle = [address for address, source in self._sources.items() if not source.num_calls]
+        for source in [self._sources.pop(address) for address in idle if address not in present]:
             await source.client.close()
 
 

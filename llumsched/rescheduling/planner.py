@@ -2,7 +2,8 @@
 """One pass: all policies over one snapshot. Pure: nothing is called, kept or written elsewhere.
 
 Failover comes before balancing, whatever the order of the configuration: sick instances do not wait, and what they need
-of a pass's moves is theirs. An instance is never source and destination of one pass, nor of moves that are under way.
+of a pass's moves is theirs. An instance is never source and destination of one pass, nor of moves that are under way
+unless it falls sick meanwhile.
 """
 
 from __future__ import annotations

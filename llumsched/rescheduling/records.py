@@ -54,10 +54,19 @@ class MoveRecord:
     moved_tokens: int = 0
     copied_bytes: int = 0
     requests: dict[str, str] = field(default_factory=dict)
-    """Phase of each request, by the client's id."""
+    """Phase of each request, by `name_of`."""
+    names: dict[str, str] = field(default_factory=dict)
+    """By the engine's id."""
     refusals: Counter[str] = field(default_factory=Counter)
     """Requests that stayed, by reason."""
     error: str = ""
+
+    def name_of(self, request_id: str, external_id: str) -> str:
+        """The client's id; the engine's for further choices of the same request, which share the client's."""
+        name = self.names.get(request_id)
+        if name is None:
+            name = self.names[request_id] = request_id if external_id in self.requests else external_id or request_id
+        return name
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types only."""

@@ -113,6 +113,26 @@ async def test_requests_that_came_lately_stay(world: World) -> None:
     assert (first.owner, mine.owner, second.owner) == ("sim-1", "sim-2", "sim-0")
 
 
+async def test_choices_of_one_request_move_on_their_own(world: World) -> None:
+    """vLLM gives all of them the client's id."""
+    parts = await decoding(world, 30, 60)
+    for part in parts:
+        part.external_id = "client"
+    [record] = await world.run(move())
+    assert record.num_moved == 2
+    assert record.moved_tokens >= 90
+    assert record.requests == {"client": "moved", parts[1].request_id: "moved"}
+    assert world.history.cooling_requests("sim-1", world.now_s) == {part.request_id for part in parts}
+
+
+async def test_no_connection_is_kept_to_a_source_that_left(world: World) -> None:
+    await decoding(world, 30, 60)
+    await world.run(move())
+    world.view.remove("sim-0")
+    await world.run(move("sim-1", "sim-2", value=1))
+    assert list(world.executor._sources) == [world.view["sim-1"].llumlet]
+
+
 async def test_limit_leaves_out_what_would_make_it_worse(world: World) -> None:
     await decoding(world, 900)
     [record] = await world.run(move(rule="TOKEN", value=300, limit_tokens=600.0))

@@ -67,6 +67,20 @@ def test_an_instance_that_a_foreign_metric_cannot_measure_is_left_out(
     assert pairs(planned(cluster, config, measure=measure(config))) == [("hot", "empty")]
 
 
+def test_a_destination_without_room_gives_way_to_the_next() -> None:
+    """It would be the coldest in every pass, and its source would wait for ever."""
+    small = instance("small", num_total_gpu_tokens=3000)
+    hot = instance("hot", 0.9, num_running_requests=20, scheduler_running_to_decode_requests_num=20)
+    made = planned([hot, small, instance("c", 0.1)], Config(policies=("neutral_load",)))
+    assert pairs(made) == [("hot", "c")]
+    [result] = made.results
+    assert result.refused == {"no_room": 1}
+    config = Config(policies=("neutral_load",), neutral=LoadTarget(metric="decode_batch_size"))
+    full = instance("full", 0.999, num_running_requests=1, scheduler_running_to_decode_requests_num=1)
+    empty = instance("c", 0.01, num_running_requests=2, scheduler_running_to_decode_requests_num=2)
+    assert pairs(planned([hot, full, empty], config, measure=measure(config))) == [("hot", "c")]
+
+
 def test_difference_below_the_threshold_is_left() -> None:
     cluster = [instance("a", 0.6), instance("b", 0.3)]
     made = planned(cluster, balancing(balance_threshold=0.4))

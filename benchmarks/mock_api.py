@@ -210,7 +210,7 @@ class _Answer:
         self._document = document
         self._prompt = prompt_tokens(document)
         self._created = int(time.time())
-        self._wants_ids = bool(document.get("return_token_ids"))
+        self._wants_ids = document.get("return_token_ids") in (True, "true")  # as lenient as pydantic
         self._options = document.get("stream_options") or {}
         self._tokens_per_event = tokens_per_event
 

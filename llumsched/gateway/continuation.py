@@ -139,6 +139,7 @@ class Transcript:
     again: list[int] = field(default_factory=list)
     """Came after them, without a text; to be generated again."""
     num_texts: int = 0
+    has_text: bool = False
     is_finished: bool = False
     is_done: bool = False
     has_usage: bool = False
@@ -159,6 +160,7 @@ class Transcript:
         self.token_ids += events.token_ids
         del self.again[: len(events.token_ids)]
         self.num_texts += events.num_texts
+        self.has_text = self.has_text or events.has_text
         self.is_finished = self.is_finished or events.is_finished
         self.is_done = events.is_done
         self.has_usage = self.has_usage or events.has_usage
@@ -169,6 +171,19 @@ class Transcript:
         if len(self.again) == _MOST_AGAIN:
             raise CannotContinue("its last characters are not whole")
         self.again.insert(0, self.token_ids.pop())
+
+    @property
+    def is_withheld(self) -> bool:
+        """There are tokens of whole characters, but a parser made no text of them: they may begin reasoning or a tool
+        call. Only a parser that sees all of them knows."""
+        return self.is_chat and not self.has_text and bool(self.token_ids)
+
+    def forget_tokens(self) -> None:
+        """The client has nothing of them, and gets the whole answer anew. Raises CannotContinue if it has their ids."""
+        if self.keeps_ids:
+            raise CannotContinue("the engine had begun reasoning or a tool call, or given tokens without a text")
+        self.token_ids.clear()
+        self.again.clear()
 
     def last_tokens(self, model: str) -> bytes:
         """The request for `DETOKENIZE` whose answer tells whether they end a character."""
@@ -218,7 +233,7 @@ def _remaining(document: dict[str, Any], transcript: Transcript, max_model_len: 
     else:
         limit = document.get("max_tokens", _DEFAULT_MAX_TOKENS)
     if limit is not None:
-        max_tokens = limit - num_delivered
+        max_tokens = _number(limit) - num_delivered
     elif max_model_len is not None:
         max_tokens = max_model_len - len(prompt)
     else:
@@ -228,8 +243,16 @@ def _remaining(document: dict[str, Any], transcript: Transcript, max_model_len: 
     content = {name: value for name, value in document.items() if name not in _REPLACED}
     content |= {"prompt": prompt, "max_tokens": max_tokens, "stream": True, "return_token_ids": True}
     if min_tokens := document.get("min_tokens"):
-        content["min_tokens"] = max(0, min_tokens - num_delivered)
+        content["min_tokens"] = max(0, _number(min_tokens) - num_delivered)
     return content
+
+
+def _number(value: Any) -> int:
+    """As engines take it, which read "20" as 20. Raises CannotContinue."""
+    try:
+        return int(value)
+    except (TypeError, ValueError, OverflowError):
+        raise CannotContinue("its limits of tokens are no numbers") from None
 
 
 def _again(transcript: Transcript) -> Callable[[dict[str, Any]], dict[str, Any] | None]:

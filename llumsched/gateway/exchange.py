@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from llumsched.gateway import continuation, errors, sse
 from llumsched.gateway.access_log import AccessLogger
@@ -136,6 +137,8 @@ async def _read(request: web.BaseRequest, timeout_s: float) -> bytes:
                 limit.reschedule(loop.time() + timeout_s)
     except TimeoutError:
         raise errors.RequestTimedOut(f"Nothing more of the body came for {timeout_s:g} s.") from None
+    except (web.RequestPayloadError, HttpProcessingError) as error:
+        raise errors.InvalidRequest(f"The body cannot be read: {error}") from None
     return bytes(body)
 
 
@@ -186,7 +189,7 @@ class Exchange:
         """Once the client has got the beginning of a stream."""
         self._events: sse.EventStream | None = None
         wants_ids = self._is_continuable
-        self._transcript = Transcript("chat" in request.path, keeps_ids=body.head.return_token_ids is True)
+        self._transcript = Transcript("chat" in request.path, keeps_ids=body.head.return_token_ids not in (None, False))
         self._path = request.path
         self._content = body.with_token_ids() if wants_ids else body.content
         self._wants_ids = wants_ids
@@ -203,6 +206,7 @@ class Exchange:
             and self._body.is_streamed
             and head.n in (None, 1)
             and not (head.echo or head.tools)
+            and isinstance(head.return_token_ids, bool | None)  # or the engine reads into it what it will
             and head.include_reasoning is not False
             and self._request.headers.get(NO_CONTINUATION_HEADER, "").lower() != "off"
         )
@@ -288,7 +292,10 @@ class Exchange:
         transcript = self._transcript
         while transcript.token_ids and await self._ends_within_character(placed):
             transcript.take_back()
-        if transcript.again:
+        if transcript.is_withheld:
+            transcript.forget_tokens()
+            self._plan_continuation()
+        elif transcript.again:
             self._plan_continuation()
 
     async def _ends_within_character(self, placed: Placed) -> bool:

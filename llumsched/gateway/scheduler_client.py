@@ -27,7 +27,9 @@ _AWAY_S: Final = 1.0
 """After a failure the scheduler is left alone for so long; then one request tries it again."""
 _RELEASE_TRIES: Final = 3
 _RELEASE_PAUSE_S: Final = 0.5
-_MOST_RELEASES: Final = 10_000
+_RELEASES_AT_ONCE: Final = 256
+_MOST_RELEASES: Final = 100_000
+"""Waiting to be told: some 30 MB. The scheduler forgets what it is not told by itself, much later."""
 _CLIENT_TIMEOUT_S: Final = 3.0
 _LATE_S: Final = 30.0
 """An answer to a request for a place may still come for so long after nobody waits for it any more."""
@@ -185,6 +187,10 @@ class SchedulerClient:
         await asyncio.gather(*(scheduler.close() for scheduler in self._in_turn))
 
 
+_RELEASED: Final = ("id", "model", "gateway_id", "scheduling_result")
+"""Of a request, what its release says."""
+
+
 class _Scheduler:
     """One of them. It is told one thing after another: what was said later never arrives earlier."""
 
@@ -194,7 +200,8 @@ class _Scheduler:
         self._headers = headers
         self._reports: dict[str, dict[str, dict[str, Any]]] = {}
         """The newest of each kind, by request."""
-        self._releases: deque[bytes] = deque(maxlen=_MOST_RELEASES)
+        self._releases: deque[bytes] = deque()
+        self._num_dropped = 0
         self._telling: asyncio.Task[None] | None = None
 
     async def post(self, path: str, body: bytes, limit: aiohttp.ClientTimeout) -> tuple[int, bytes]:
@@ -209,7 +216,10 @@ class _Scheduler:
 
     def release(self, request: dict[str, Any]) -> None:
         self._reports.pop(request["id"], None)
-        self._releases.append(msgspec.json.encode(request))
+        if len(self._releases) < _MOST_RELEASES:
+            self._releases.append(msgspec.json.encode({name: request[name] for name in _RELEASED if name in request}))
+        else:
+            self._num_dropped += 1
         self._tell()
 
     async def close(self) -> None:
@@ -228,7 +238,11 @@ class _Scheduler:
                 reports, self._reports = self._reports, {}
                 await self._report([report for kinds in reports.values() for report in kinds.values()])
             if self._releases:
-                await self._release_surely(self._releases.popleft())
+                batch = [self._releases.popleft() for _ in range(min(len(self._releases), _RELEASES_AT_ONCE))]
+                await self._release_surely(batch[0] if len(batch) == 1 else b"[" + b",".join(batch) + b"]")
+        if self._num_dropped:
+            _log.warning("%s was not told of %d requests that ended: too many waited", self.address, self._num_dropped)
+            self._num_dropped = 0
 
     async def _report(self, reports: list[dict[str, Any]]) -> None:
         try:

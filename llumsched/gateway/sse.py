@@ -30,8 +30,8 @@ DONE = b"data: [DONE]\n\n"
 class EventStream:
     """Cuts what was read into whole events and keeps what a continuation needs to know of them."""
 
-    __slots__ = ("_keeps_ids", "_rest", "_wants_ids", "failure", "first", "has_usage", "is_done", "is_finished",
-                 "is_parsed", "num_texts", "prompt_ids", "token_ids", "usage")  # fmt: skip
+    __slots__ = ("_keeps_ids", "_rest", "_wants_ids", "failure", "first", "has_text", "has_usage", "is_done",
+                 "is_finished", "is_parsed", "num_texts", "prompt_ids", "token_ids", "usage")  # fmt: skip
 
     def __init__(self, *, wants_ids: bool = False, keeps_ids: bool = False) -> None:
         self._wants_ids = wants_ids
@@ -45,6 +45,8 @@ class EventStream:
         self.token_ids: list[int] = []
         self.num_texts = 0
         """Parts of the answer, which stand for tokens as long as no ids tell them."""
+        self.has_text = False
+        """Text of the answer has come, of whatever kind."""
         self.is_finished = False
         """A finish reason has come: of a stream of several choices, that of one of them."""
         self.has_usage = False
@@ -75,6 +77,7 @@ class EventStream:
             self.first = data[: _end_of_first(data)]
         if not self.token_ids:
             self.num_texts += len(_TEXT.findall(data))
+        self.has_text = self.has_text or _TEXT.search(data) is not None
         if mark := _MARKS.search(data):
             self._take_marks(data, mark)
         if self.is_finished:

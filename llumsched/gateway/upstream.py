@@ -30,6 +30,8 @@ _NOT_RETURNED = (
 )
 _MOST_IDLE_S = 4.0
 """uvicorn closes connections after five seconds; one that it is about to close is not used any more."""
+_CLOSED_UNREAD_S = 1.0
+"""An idle connection that closes within this time did so before the request came, which is sent once more."""
 
 
 def new_session(connect_timeout_s: float) -> aiohttp.ClientSession:
@@ -107,18 +109,19 @@ class Call:
     async def __aenter__(self) -> Connection:
         self._upstream.calls.add(self)
         try:
-            while True:
-                connection = self._connection = await self._upstream.connect(self.backend)
-                was_used = connection.idle_since_s > 0
-                connection.send(self._request)
-                try:
-                    await connection.head()
-                except StreamLost:
-                    if was_used and not connection.has_answered:
-                        continue  # the engine closed it just now
+            connection = self._connection = await self._upstream.connect(self.backend)
+            was_used, sent_s = connection.idle_since_s > 0, time.monotonic()
+            connection.send(self._request)
+            try:
+                await connection.head()
+            except StreamLost:
+                if not was_used or connection.has_answered or time.monotonic() - sent_s > _CLOSED_UNREAD_S:
                     raise
-                self.moved_s = time.monotonic()  # an API server sends a stream's head on its own
-                return connection
+                connection = self._connection = await self._upstream.connect(self.backend, anew=True)
+                connection.send(self._request)
+                await connection.head()
+            self.moved_s = time.monotonic()  # an API server sends a stream's head on its own
+            return connection
         except BaseException as error:
             self._end()
             self._explain(error)
@@ -154,8 +157,8 @@ class Upstream:
     ) -> Call:
         return Call(self, backend, request_head(backend, path, client, request_id, len(body)) + body)
 
-    async def connect(self, backend: Backend) -> Connection:
-        idle = self._idle.get(backend)
+    async def connect(self, backend: Backend, *, anew: bool = False) -> Connection:
+        idle = None if anew else self._idle.get(backend)
         while idle:
             connection = idle.pop()
             if connection.state is State.IDLE and time.monotonic() - connection.idle_since_s < _MOST_IDLE_S:

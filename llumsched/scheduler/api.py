@@ -3,7 +3,7 @@
 
 POST /schedule         200 the request with its `scheduling_result`; 404 nobody serves the model; 429 nobody takes
                        it now; 400 the JSON is wrong, the prompt fits nowhere, or nothing is known of any instance
-POST /release          200, as often as one likes; 400 the JSON is wrong or names no result
+POST /release          one or an array: 200, as often as one likes; 400 the JSON is wrong or names no result
 POST /report           200; lite mode, from gateways
 GET  /keepalive        WebSocket, lite mode: while it stands the gateway lives
 GET  /healthz          200
@@ -91,10 +91,15 @@ class Api:
         return _json(asked)
 
     async def release(self, http: web.Request) -> web.Response:
-        asked = decode(await http.read(), SchedulingRequest)
-        if not asked.scheduling_result:
+        body = await http.read()
+        if body.lstrip().startswith(b"["):
+            ended = decode(body, list[SchedulingRequest])
+        else:
+            ended = [decode(body, SchedulingRequest)]
+        if not all(one.scheduling_result for one in ended):
             raise ValueError("scheduling_result is missing or empty")
-        self._dispatcher.release(asked.id, {instance.id for instance in asked.scheduling_result})
+        for one in ended:
+            self._dispatcher.release(one.id, {instance.id for instance in one.scheduling_result or ()})
         return web.Response()
 
     async def report(self, http: web.Request) -> web.Response:

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from benchmarks.rebalance import CASES, LONG, SHORT, Case, Outcome, arrivals, table_of
+from benchmarks.rebalance import CASES, LONG, SHORT, Case, Outcome, arrivals, rate_for, table_of
 
 
 def test_every_second_request_is_long_and_all_cases_get_the_same() -> None:
@@ -17,6 +17,20 @@ def test_every_second_request_is_long_and_all_cases_get_the_same() -> None:
     assert [(len(one.prompt), one.num_output) for one in requests[:4]] == [LONG, SHORT, LONG, SHORT]
     assert all(before.at_s < after.at_s <= 60 for before, after in itertools.pairwise(requests))
     assert len(requests) == pytest.approx(300, rel=0.2)
+
+
+@pytest.mark.parametrize("gap_s", [0.005, 0.02])
+@pytest.mark.parametrize("load", [0.5, 1.2])
+def test_as_many_requests_as_fill_a_kv_cache(load: float, gap_s: float) -> None:
+    """However fast the engines are: tokens held at a time, by the requests themselves."""
+    capacity, seconds = 6400, 5000.0
+    num_prompt, num_output = LONG
+    held = sum(
+        num_output * gap_s * (num_prompt + num_output / 2)
+        for one in arrivals(rate_for(load, capacity, gap_s), seconds, seed=1)
+        if one.num_output == num_output
+    )
+    assert held / seconds / capacity == pytest.approx(load, rel=0.1)
 
 
 def test_a_row() -> None:

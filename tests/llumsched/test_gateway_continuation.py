@@ -425,6 +425,56 @@ async def test_a_connection_that_breaks_behind_the_end_mark_is_no_loss(wishes: d
         assert (reply.text, len(reply.events)) == ("a", 1)
 
 
+@dataclass
+class Breaking(Scripted):
+    """The first answer breaks off, the others are the mock's."""
+
+    has_broken: bool = False
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.path in BODIES and not self.has_broken:
+            self.has_broken = True
+            return await super().answer(request)
+        return await Mock.answer(self, request)
+
+
+@pytest.mark.asyncio
+async def test_tokens_that_a_parser_withholds_are_not_continued_as_text() -> None:
+    """Reasoning begins with a token that has no text: what follows it belongs to the other engine's parser."""
+    head = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "mock"}
+    delta = {"index": 0, "logprobs": None, "finish_reason": None}
+    begun = [
+        event(head | {"choices": [delta | {"delta": {"role": "assistant"}}], "prompt_token_ids": [1, 2, 3]}),
+        event(head | {"choices": [delta | {"delta": {}, "token_ids": [11]}]}),
+    ]
+    async with cluster(mock=(engines := Breaking(seen=[], script=begun))) as it:
+        reply = await it.post(CHAT, BODIES[CHAT])
+        assert [seen["path"] for seen in engines.seen or []] == [CHAT]
+        whole = await it.post(CHAT, BODIES[CHAT])
+        assert _told(reply)["finish_reasons"] == ["length"]
+        assert reply.text == whole.text
+        assert {event["id"] for event in reply.events} == {"x"}
+        engines.has_broken = False
+        reply = await it.post(CHAT, BODIES[CHAT] | {"return_token_ids": True})
+        assert "could not be continued: the engine had begun reasoning" in _error(reply)["message"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("limit", "is_continued"), [("20", True), (20.0, True), ("many", False), ([20], False)])
+async def test_limits_are_read_as_engines_read_them(limit: object, is_continued: bool) -> None:
+    begun = event(
+        {"id": "x", "choices": [{"index": 0, "text": " a", "finish_reason": None, "token_ids": [11],
+                                 "prompt_token_ids": [1, 2]}]}
+    )  # fmt: skip
+    async with cluster(mock=(engines := Breaking(seen=[], script=[begun]))) as it:
+        reply = await it.post(COMPLETIONS, BODIES[COMPLETIONS] | {"max_tokens": limit})
+        if is_continued:
+            assert json.loads((engines.seen or [])[-1]["content"])["max_tokens"] == 19
+            assert len(reply.events) > 1
+        else:
+            assert "its limits of tokens are no numbers" in _error(reply)["message"]
+
+
 @pytest.mark.asyncio
 async def test_what_an_engine_reads_and_the_gateway_does_not_ends_with_a_clear_error() -> None:
     body = json.dumps(BODIES[COMPLETIONS]).encode().replace(b'"temperature": 0', b'"temperature": 1e999')

@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gzip
+import itertools
 import json
 import logging
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.mock_api import Mock
+from llumlet.types import Address
 from llumsched.gateway.body import Body
 from llumsched.gateway.errors import InvalidRequest
 from tests.llumsched.gateway_support import DEADLINE_S, cluster, until
@@ -112,6 +117,75 @@ async def test_an_oversized_body_is_refused() -> None:
         assert reply.status == 413
         assert not it.engines.seen
         assert (await it.post(COMPLETIONS, PROMPTS[COMPLETIONS])).status == 200
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b'{"model": "mock"}' * 100)[:-20]], ids=["other", "cut"])
+async def test_a_body_that_cannot_be_decompressed_is_refused(content: bytes) -> None:
+    async with cluster(num_engines=1) as it:
+        reply = await it.post(COMPLETIONS, content, {"Content-Encoding": "gzip"})
+        assert reply.status == 400
+        assert "The body cannot be read" in reply.json["error"]["message"]
+        reply = await it.post(
+            COMPLETIONS, gzip.compress(json.dumps(PROMPTS[COMPLETIONS]).encode()), {"Content-Encoding": "gzip"}
+        )
+        assert reply.status == 200
+        assert len(it.engines.seen or ()) == 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("wish", [True, False, None, 1, 0, "true", "false"])
+async def test_token_ids_come_as_the_engine_reads_the_wish(wish: object) -> None:
+    body = PROMPTS[COMPLETIONS] | {"stream": True, "return_token_ids": wish}
+    async with cluster(num_engines=1) as it:
+        direct = f"http://127.0.0.1:{it.ports[0]}{COMPLETIONS}"
+        async with it.client.post(direct, json=body) as answer:
+            whole = [event async for event in answer.content if event.startswith(b"data: {")]
+        reply = await it.post(COMPLETIONS, body)
+        wanted = [json.loads(event[5:])["choices"][0].get("token_ids") for event in whole]
+        assert [event["choices"][0].get("token_ids") for event in reply.events] == wanted
+        assert all(wanted) == bool(wish and wish != "false")
+
+
+@dataclass
+class Closing:
+    """An engine that answers the first request on a connection, and closes at the second, this much later."""
+
+    after_s: float
+    taken: list[str] = field(default_factory=list)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError), contextlib.closing(writer):
+            for number in itertools.count():
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                fields = dict(line.split(": ", 1) for line in head.splitlines() if ": " in line)
+                await reader.readexactly(int(fields.get("content-length", 0)))
+                body = b'{"data": [{"id": "mock"}]}'
+                if head.startswith("post"):
+                    self.taken.append(fields["x-request-id"])
+                    if number and self.taken[-1].startswith("second"):
+                        await asyncio.sleep(self.after_s)
+                        return
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n")
+                writer.write(b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("after_s", "status", "times"), [(0.0, 200, 2), (0.3, 502, 1)])
+async def test_a_request_is_sent_again_once_and_only_if_the_connection_was_closed_before(
+    after_s: float, status: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two idle connections: a second one that is about to close would be as good as none."""
+    monkeypatch.setattr("llumsched.gateway.upstream._CLOSED_UNREAD_S", 0.1)
+    engine = Closing(after_s)
+    server = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
+    address = Address("127.0.0.1", server.sockets[0].getsockname()[1])
+    async with server, cluster(num_engines=0, backend_endpoints=(address,), retry_max_count=0) as it:
+        firsts = (it.post(COMPLETIONS, PROMPTS[COMPLETIONS], {"X-Request-Id": f"first-{n}"}) for n in range(3))
+        assert [reply.status for reply in await asyncio.gather(*firsts)] == [200] * 3
+        reply = await it.post(COMPLETIONS, PROMPTS[COMPLETIONS], {"X-Request-Id": "second"})
+        assert reply.status == status
+        assert engine.taken.count("second") == times
 
 
 @pytest.mark.asyncio

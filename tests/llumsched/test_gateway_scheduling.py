@@ -50,7 +50,11 @@ class MockScheduler:
     calls: list[tuple[str, Any]] = field(default_factory=list)
 
     def of(self, path: str) -> list[Any]:
-        return [body for called, body in self.calls if called == path]
+        """The bodies; of releases that were told at once, each."""
+        bodies = [body for called, body in self.calls if called == path]
+        if path == "/release":
+            return [one for body in bodies for one in (body if isinstance(body, list) else [body])]
+        return bodies
 
     @property
     def reports(self) -> list[Any]:
@@ -172,10 +176,33 @@ async def test_what_a_scheduler_is_told_does_not_overtake_what_was_told_before()
         await client.close()
     assert scheduler.calls == [
         ("/report", [first]),
-        ("/release", {"id": "over"}),
+        ("/release", [{"id": "over"}, {"id": "over too"}]),
         ("/report", [begun, newest]),
-        ("/release", {"id": "over too"}),
     ]
+
+
+@pytest.mark.asyncio
+async def test_ends_are_told_together_and_none_is_left_out_in_silence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """More come in a second than could be told one after the other."""
+    scheduler = MockScheduler(may_be_told=(may_be_told := asyncio.Event()))
+    async with engine(scheduler) as (port, _, _), aiohttp.ClientSession() as session:  # type: ignore[arg-type]
+        address = Address("127.0.0.1", port)
+        client = SchedulerClient(Config(scheduler_endpoints=(address,)), session)
+        client.report(address, [{"id": "a", "kind": "state_update"}])
+        await until(lambda: scheduler.calls)
+        ended = [str(number) for number in range(1000)]
+        for request_id in ended:
+            client.release(address, {"id": request_id, "prompt_token_ids": [1] * 100})
+        monkeypatch.setattr("llumsched.gateway.scheduler_client._MOST_RELEASES", len(ended))
+        client.release(address, {"id": "one too many"})
+        may_be_told.set()
+        await until(lambda: len(scheduler.of("/release")) == len(ended))
+        await client.close()
+    assert scheduler.of("/release") == [{"id": request_id} for request_id in ended]
+    assert len(scheduler.calls) == 5
+    assert "not told of 1 requests" in caplog.text
 
 
 @pytest.mark.asyncio

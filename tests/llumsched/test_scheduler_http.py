@@ -72,6 +72,20 @@ async def test_what_is_on_its_way_counts(client: Client) -> None:
     assert await client.schedule("r4", prompt_num_tokens=10) == "b"
 
 
+async def test_several_are_released_at_once(client: Client) -> None:
+    for name in ("r", "s"):
+        await client.schedule(name, prompt_num_tokens=10)
+    place = {"id": "a", "endpoint": {"host": "x", "port": 1}}
+    bodies = [{"id": name, "scheduling_result": [place | {"id": at}]} for name, at in (("r", "a"), ("s", "b"))]
+    status, text = await client.post("/release", [*bodies, {"id": "t"}])
+    assert (status, "scheduling_result is missing or empty" in text) == (400, True)
+    in_flight = client.running.dispatcher.ledger.in_flight
+    assert in_flight.of("a").num_tokens == 10, "nothing of a wrong call is done"
+    assert await client.post("/release", bodies) == (200, "")
+    assert (in_flight.of("a").num_tokens, in_flight.of("b").num_tokens) == (0, 0)
+    assert await client.post("/release", []) == (200, "")
+
+
 async def test_a_second_try_goes_elsewhere_whatever_it_says_of_the_first(client: Client) -> None:
     assert await client.schedule("r", prompt_num_tokens=10) == "a"
     body = {"id": "r", "gateway_id": "g", "scheduling_result": [{"id": "a", "endpoint": {"host": "x", "port": 1}}]}

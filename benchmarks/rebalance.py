@@ -7,12 +7,16 @@ Two real engines with small KV caches behind a real gateway and scheduler. Reque
 one is long, so that round robin sends all long ones to the same engine. The same requests, at the same times, with
 dispatch by round robin and by load, without and with rescheduling (its defaults), in the order A B C D D C B A. By the
 client's clock: time to the first token, and time between tokens, p99 over all requests of a case.
+
+How many requests come follows from how fast the engines are here, which is measured first: so many that the long ones,
+spread evenly, need half of `--load` of each KV cache. Above 1 there is no room for all of them in one of the two.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -39,6 +43,9 @@ LONG = (400, 700)
 SHORT = (60, 40)
 TOKEN_IDS = range(100, 1000)
 END_SECONDS = 300.0
+PROBE_SECONDS = 12.0
+WARM_SECONDS = 3.0
+"""Of them, which do not count."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +67,38 @@ class Arrival:
     at_s: float
     prompt: list[int]
     num_output: int
+
+
+async def rate_for(load: float, engines: Sequence[Server], blocks: int) -> float:
+    """Requests a second at which long ones, spread evenly, need `load` / 2 of each KV cache: as many as come to an end
+    while just so many run (Little's law), with the short ones and the prefills between them."""
+    num_prompt, num_output = LONG
+    running = max(1, round(load / 2 * blocks * engines[0].spec.block_size / (num_prompt + num_output / 2)))
+    streams: list[Stream] = []
+
+    async def keep_busy(client: Client, seed: int) -> None:
+        chance = random.Random(seed)
+        length = LONG[0], chance.randrange(1, num_output)  # not all of them begin together for ever
+        while True:
+            for long, (prompt, output) in ((True, length), (False, SHORT)):
+                stream = await client.complete(chance.choices(TOKEN_IDS, k=prompt), output, ignore_eos=True)
+                if long:
+                    streams.append(stream)
+                await stream.result(END_SECONDS)
+            length = LONG
+
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(Client(engine.base_url)) for engine in engines]
+        tasks = [asyncio.create_task(keep_busy(client, seed)) for client in clients for seed in range(running)]
+        ended, _ = await asyncio.wait(tasks, timeout=PROBE_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for task in ended:
+            task.result()
+        times = sorted(at for stream in streams for at in stream.times)
+    begins = times[0] + WARM_SECONDS
+    return 2 * sum(at > begins for at in times) / (times[-1] - begins) / num_output
 
 
 def arrivals(rate: float, seconds: float, seed: int) -> list[Arrival]:
@@ -138,13 +177,16 @@ async def run(case: Case, outcome: Outcome, engines: Sequence[Server], cms_port:
 async def compare(options: argparse.Namespace, engines: Sequence[Server], cms_port: int, logs: Path,
                   say: Say) -> list[dict[str, Any]]:  # fmt: skip
     outcomes = {case: Outcome() for case in CASES}
-    requests = arrivals(options.rate, options.seconds, options.seed)
+    say("measuring how fast they are")
+    rate = await rate_for(options.load, engines, options.blocks)
+    say(f"{rate:.2f} requests will come a second")
+    requests = arrivals(rate, options.seconds, options.seed)
     order = [case for round_ in range(options.rounds) for case in (CASES if round_ % 2 == 0 else CASES[::-1])]
     for number, case in enumerate(order, start=1):
         moves = "with" if case.rescheduling else "without"
         say(f"{number} of {len(order)}: {len(requests)} requests, {case.dispatch}, {moves} rescheduling")
         await run(case, outcomes[case], engines, cms_port, logs, requests)
-    return [outcome.row(case) for case, outcome in outcomes.items()]
+    return [outcome.row(case) | {"rate": round(rate, 3)} for case, outcome in outcomes.items()]
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
@@ -166,7 +208,7 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--rate", type=float, default=1.3, help="requests per second")
+    add("--load", type=float, default=1.2, help="of one KV cache, by all long requests")
     add("--seconds", type=float, default=40.0, help="in which requests come, of each case in each round")
     add("--rounds", type=int, default=2)
     add("--blocks", type=int, default=200, help="of 32 tokens, of each engine's KV cache")

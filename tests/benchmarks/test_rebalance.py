@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+from types import SimpleNamespace
+from typing import Self, cast
 
 import pytest
 
+from benchmarks import rebalance
+from benchmarks.harness import Server
 from benchmarks.rebalance import CASES, LONG, SHORT, Case, Outcome, arrivals, rate_for, table_of
 
 
@@ -19,18 +24,53 @@ def test_every_second_request_is_long_and_all_cases_get_the_same() -> None:
     assert len(requests) == pytest.approx(300, rel=0.2)
 
 
-@pytest.mark.parametrize("gap_s", [0.005, 0.02])
-@pytest.mark.parametrize("load", [0.5, 1.2])
-def test_as_many_requests_as_fill_a_kv_cache(load: float, gap_s: float) -> None:
-    """However fast the engines are: tokens held at a time, by the requests themselves."""
-    capacity, seconds = 6400, 5000.0
-    num_prompt, num_output = LONG
-    held = sum(
-        num_output * gap_s * (num_prompt + num_output / 2)
-        for one in arrivals(rate_for(load, capacity, gap_s), seconds, seed=1)
-        if one.num_output == num_output
-    )
-    assert held / seconds / capacity == pytest.approx(load, rel=0.1)
+class FakeClient:
+    """Every request runs alone and gives a token in `GAP_S`. As that of the benchmark, as far as it is used."""
+
+    GAP_S = 0.001
+    most = running = 0
+
+    def __init__(self, url: str) -> None:
+        del url
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def complete(self, prompt: list[int], num_output: int, *, ignore_eos: bool) -> SimpleNamespace:
+        del prompt, ignore_eos
+        times: list[float] = []
+
+        async def result(timeout_s: float) -> None:
+            del timeout_s
+            FakeClient.running += 1
+            FakeClient.most = max(FakeClient.most, FakeClient.running)
+            began = asyncio.get_running_loop().time()
+            try:
+                for number in range(1, num_output + 1):
+                    await asyncio.sleep(began + number * self.GAP_S - asyncio.get_running_loop().time())
+                    times.append(asyncio.get_running_loop().time())
+            finally:
+                FakeClient.running -= 1
+
+        return SimpleNamespace(times=times, result=result)
+
+
+@pytest.mark.asyncio
+async def test_as_many_requests_come_as_fill_the_kv_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However fast the engines are: by Little's law as many run as ran when their speed was measured."""
+    monkeypatch.setattr(rebalance, "Client", FakeClient)
+    monkeypatch.setattr(rebalance, "PROBE_SECONDS", 1.0)
+    monkeypatch.setattr(rebalance, "WARM_SECONDS", 0.2)
+    engine = cast(Server, SimpleNamespace(base_url="", spec=SimpleNamespace(block_size=32)))
+    rate = await rate_for(1.2, [engine, engine], blocks=200)
+    running = 2 * round(0.6 * 200 * 32 / (LONG[0] + LONG[1] / 2))
+    assert FakeClient.most == running
+    assert FakeClient.running == 0
+    seconds_of_a_long_one = LONG[1] * FakeClient.GAP_S
+    assert rate / 2 * seconds_of_a_long_one == pytest.approx(running, rel=0.25)
 
 
 def test_a_row() -> None:

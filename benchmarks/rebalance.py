@@ -208,7 +208,7 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--load", type=float, default=1.2, help="of one KV cache, by all long requests")
+    add("--load", type=float, default=0.9, help="of one KV cache, by all long requests")
     add("--seconds", type=float, default=40.0, help="in which requests come, of each case in each round")
     add("--rounds", type=int, default=2)
     add("--blocks", type=int, default=200, help="of 32 tokens, of each engine's KV cache")

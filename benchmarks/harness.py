@@ -181,7 +181,6 @@ class Command:
             assert stdin is not None
             with contextlib.suppress(BrokenPipeError):
                 stdin.write(f"stop {grace_s}\n".encode())
-                stdin.flush()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
@@ -216,6 +215,7 @@ def _spawn(
     with log.open("wb") as log_file:
         return subprocess.Popen(
             [*below, "--", *command],
+            bufsize=0,  # an order that the reaper no longer takes must not come up again when its pipe is closed
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log_file,

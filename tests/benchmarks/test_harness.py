@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import textwrap
@@ -38,6 +39,16 @@ STAND_IN = textwrap.dedent(
     print("INFO llumlet: instance i-1 listening on 127.0.0.1:4321", flush=True)
     port = int(sys.argv[sys.argv.index("--port") + 1])
     http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    """
+)
+
+DEAF_REAPER = textwrap.dedent(
+    """
+    import os, sys, time
+    os.close(0)
+    os.rmdir(sys.argv[sys.argv.index("--scratch") + 1])
+    os.write(1, b"pid 1\\n")
+    time.sleep(0.5)
     """
 )
 
@@ -110,3 +121,20 @@ def test_a_server_that_is_late_is_given_up(tmp_path: Path, monkeypatch: pytest.M
     server.stop(grace_s=1)
     assert time.monotonic() - started < 5
     assert not set(reaper.descendants(os.getpid())) & {server.pid, server.reaper_pid}
+
+
+def test_a_command_whose_reaper_is_about_to_end_is_stopped_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It no longer reads, and has not ended yet: the order to stop finds a broken pipe."""
+    program = tmp_path / "reaper.py"
+    program.write_text(DEAF_REAPER)
+    monkeypatch.setattr(reaper, "__file__", str(program))
+    command = harness.Command.start("one", ["true"], tmp_path / "one.log")
+    process = command._process
+    assert command.alive()
+    command.stop()
+    assert process.returncode == 0
+    for pipe in (process.stdin, process.stdout):
+        assert isinstance(pipe, io.IOBase)
+        assert pipe.closed

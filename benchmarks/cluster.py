@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -65,22 +66,28 @@ class Control:
             command.stop()
 
     @property
+    def _urls_alive(self) -> list[str]:
+        return [url for url, command in zip(self._urls, self.schedulers, strict=True) if command.alive()]
+
+    @property
     def scheduler_url(self) -> str:
         """Of the first that lives."""
-        alive = (url for url, command in zip(self._urls, self.schedulers, strict=True) if command.alive())
-        return next(alive)
+        return self._urls_alive[0]
 
     async def knows(self, num_instances: int) -> None:
-        """Until the scheduler knows of just so many instances that take requests, and the gateway of their model."""
+        """Until every scheduler that lives knows of just so many instances that take requests, each by a report later
+        than this call, and the gateway of their model."""
+        asked_ms = time.time() * 1e3
         async with aiohttp.ClientSession() as session, asyncio.timeout(READY_SECONDS):
             while True:
                 try:
-                    instances = (await _get(session, f"{self.scheduler_url}/debug/view"))["instances"].values()
+                    views = [await _get(session, f"{url}/debug/view") for url in self._urls_alive]
                     models = (await _get(session, f"{self.gateway_url}/v1/models"))["data"]
                 except aiohttp.ClientError:
-                    instances, models = [], []
-                taking = sum(1 for one in instances if one["status"] and one["status"]["schedulable"])
-                if taking == num_instances and (models or not num_instances):
+                    views, models = [], []
+                reported_ms = [_reported_ms(view) for view in views]
+                are_known = all(len(each) == num_instances and min(each) > asked_ms for each in reported_ms)
+                if views and models and are_known:
                     return
                 await asyncio.sleep(0.2)
 
@@ -88,6 +95,12 @@ class Control:
         """The last passes and moves of the rescheduler, as JSON has them."""
         async with aiohttp.ClientSession() as session:
             return await _get(session, f"{self.scheduler_url}/debug/rescheduling")
+
+
+def _reported_ms(view: dict[str, Any]) -> list[int]:
+    """When each instance that takes requests said so last, by its clock."""
+    statuses = [instance["status"] for instance in view["instances"].values()]
+    return [int(status["timestamp_ms"]) for status in statuses if status and status["schedulable"]]
 
 
 async def _get(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:

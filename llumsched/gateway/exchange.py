@@ -101,7 +101,7 @@ class Exchanges:
             record.status = error.status
             return failure(error, record.id)
         except asyncio.CancelledError:
-            record.status = _CLIENT_GONE
+            record.status = record.status or _CLIENT_GONE
             raise
         finally:
             self.num_in_flight -= 1
@@ -188,6 +188,8 @@ class Exchange:
         self._out: web.StreamResponse | None = None
         """Once the client has got the beginning of a stream."""
         self._events: sse.EventStream | None = None
+        self._is_delivered = False
+        """The client was sent the last event of its stream."""
         wants_ids = self._is_continuable
         self._transcript = Transcript("chat" in request.path, keeps_ids=body.head.return_token_ids not in (None, False))
         self._path = request.path
@@ -228,8 +230,11 @@ class Exchange:
                 completed = response.status == 200
                 return response
             except _ClientGone:
-                self._record.status = _CLIENT_GONE
+                completed = self._client_left()
                 return self._out or web.Response(status=_CLIENT_GONE)
+            except asyncio.CancelledError:
+                completed = self._client_left()
+                raise
             except StreamLost as lost:
                 ended = await self._after(lost, placed.backend)
                 if ended is not None:
@@ -329,6 +334,7 @@ class Exchange:
                 chunk = sse.rewrite(chunk, self._change)
             if chunk:
                 await self._write(chunk, answer, call)
+            self._is_delivered = events.is_done
             if events.failure:
                 if sse.is_clients_fault(events.failure):
                     return await self._pass_failure(events.failure, answer, call)
@@ -369,6 +375,20 @@ class Exchange:
 
     async def _end(self, last: bytes = b"") -> web.StreamResponse:
         assert self._out is not None
+        self._count_output()
+        with suppress(ConnectionError):
+            if last:
+                await self._out.write(last)
+            await self._out.write_eof()
+        return self._out
+
+    def _client_left(self) -> bool:
+        """Whether it had everything: some do not wait for the end of the connection's answer."""
+        self._count_output()
+        self._record.status = self._record.status or (200 if self._is_delivered else _CLIENT_GONE)
+        return self._is_delivered
+
+    def _count_output(self) -> None:
         if self._events is not None:
             self._transcript.take(self._events)
             self._events = None
@@ -376,11 +396,6 @@ class Exchange:
         num_input, num_output = transcript.usage
         self._record.num_input_tokens = num_input or len(transcript.prompt_ids or ()) or self._record.num_input_tokens
         self._record.num_output_tokens = num_output or len(transcript.token_ids) or transcript.num_texts
-        with suppress(ConnectionError):
-            if last:
-                await self._out.write(last)
-            await self._out.write_eof()
-        return self._out
 
     async def _end_with(self, error: GatewayError) -> web.StreamResponse:
         """An error in a stream that has begun: the client sees it, and that it is the end."""

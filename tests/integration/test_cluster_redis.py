@@ -58,6 +58,13 @@ async def is_spread(cluster: Cluster, streams: list[Stream]) -> bool:
     return sorted(found.values()) == [len(streams) / 2] * 2
 
 
+async def begun(client: Client) -> Stream:
+    """One that its engine has reported."""
+    stream = await begin(client)
+    await stream.wait_for(AT)
+    return stream
+
+
 async def test_a_hot_engine_is_relieved(cluster: Cluster) -> None:
     """By the rescheduler, which nobody tells of these streams but the engines' own reports."""
     await cluster.control.knows(2)
@@ -84,14 +91,10 @@ async def test_a_redis_that_stands_still_is_missed_by_nobody(cluster: Cluster) -
 async def test_the_other_scheduler_knows_as_much(cluster: Cluster) -> None:
     await cluster.control.knows(2)
     async with Client(cluster.control.gateway_url) as client:
-        streams = [await begin(client) for _ in range(4)]
-        for stream in streams:
-            await stream.wait_for(AT)
+        streams = [await begun(client) for _ in range(4)]
         for pid in cluster.control.schedulers[0].pids():
             os.kill(pid, signal.SIGKILL)
-        streams += [await begin(client) for _ in range(2)]
-        for stream in streams:
-            await stream.wait_for(AT)
+        streams += [await begun(client) for _ in range(2)]
         assert await is_spread(cluster, streams)
         for stream in streams:
             assert (await stream.result()).token_ids == cluster.expected

@@ -18,13 +18,15 @@ from aiohttp import web
 from benchmarks.mock_api import Mock
 from llumlet.types import Address
 from llumsched.gateway import scheduler_client
+from llumsched.gateway.access_log import AccessLogger
 from llumsched.gateway.config import Config
+from llumsched.gateway.metrics import Record
 from llumsched.gateway.scheduled import _PREFILL_REPORT_S, Scheduled
 from llumsched.gateway.scheduler_client import SchedulerClient
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
 from llumsched.scheduling.load import InferType
 from llumsched.scheduling.policy import Mode, load_policy
-from tests.llumsched.gateway_support import DEADLINE_S, Cluster, cluster, engine, until
+from tests.llumsched.gateway_support import DEADLINE_S, Cluster, cluster, engine, turns, until
 
 COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {"model": "mock", "prompt": [1, 2, 3, 4, 5], "max_tokens": 4}
@@ -381,6 +383,27 @@ async def test_a_client_that_leaves_is_released() -> None:
         asked.cancel()
         await until(lambda: scheduler.of("/release"))
         await it.until_idle()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("last", "status", "num_tokens"), [(b"[DONE]", 200, 4), (b"data:", 499, 1)])
+async def test_a_client_that_leaves_after_the_last_event_had_everything(
+    monkeypatch: pytest.MonkeyPatch, last: bytes, status: int, num_tokens: int
+) -> None:
+    """The engine ends the connection's answer a while after it; some clients do not wait for that."""
+    ended: list[Record] = []
+    monkeypatch.setattr(AccessLogger, "ended", lambda _, record: ended.append(record))
+    body = BODY | {"stream": True, "return_token_ids": True}
+    async with scheduled(mock=Mock(interval_s=0.3)) as (it, scheduler):
+        async with asyncio.timeout(DEADLINE_S), it.client.post(it.url + COMPLETIONS, json=body) as answer:
+            async for line in answer.content:
+                if last in line:
+                    break
+            answer.close()
+        await it.until_idle()
+        assert [(record.status, record.num_output_tokens) for record in ended] == [(status, num_tokens)]
+        await turns()
+        await until(lambda: len(scheduler.of("/release")) == (status == 499))
 
 
 @pytest.mark.asyncio

@@ -34,7 +34,10 @@ def source(rig: Rig) -> StatusSource:
     """Of an engine of which all but the scheduler is made up."""
     capacity = rig.port.capacity_tokens
     bypass = SimpleNamespace(
-        identity=SimpleNamespace(instance="a", incarnation="1"), takes_requests=True, num_adopted=2, num_rescued=1
+        identity=SimpleNamespace(instance="a", incarnation="1", kv_unsupported=None),
+        takes_requests=True,
+        num_adopted=2,
+        num_rescued=1,
     )
     progress = SimpleNamespace(health=wire.Health.OK, stalled_seconds=0.0)
     kvconn = SimpleNamespace(port=rig.port, progress=progress, steps=7)

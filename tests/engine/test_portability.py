@@ -22,6 +22,7 @@ from tests.exactness import test_lora, test_matrix, test_together
 from tests.integration import test_any_state
 from vllm_llumnix.engine.portability import (
     DOCUMENT,
+    KV_REFUSED_ENGINES,
     MARK,
     MOVED,
     REFUSED_ENGINES,
@@ -30,6 +31,7 @@ from vllm_llumnix.engine.portability import (
     custom_logits_processors,
     render,
     why_engine_unsupported,
+    why_kv_unsupported,
     why_not_portable,
 )
 from vllm_llumnix.engine.request_state import Residence, settle_in
@@ -130,10 +132,13 @@ def _sampling_mask(engine: Any) -> None:
     engine.vllm_config.model_config.return_sampling_mask = True
 
 
-UNSUPPORTED: dict[str, Callable[[Any], None]] = {
+KV_UNSUPPORTED: dict[str, Callable[[Any], None]] = {
     "not exactly one KV cache group": _one_more_group,
     "a KV cache of another kind than full attention or MLA": _state_space_layers,
     "another KV connector is configured (--kv-transfer-config)": _connector,
+}
+
+UNSUPPORTED: dict[str, Callable[[Any], None]] = {
     "encoder-decoder models are not supported": _encoder,
     "custom logits processors without the mark `llumnix_portable = True`": _silent_processor,
     "routed experts in the output": _routed_experts,
@@ -153,11 +158,27 @@ def test_refused_engines(engine: Any, reason: str) -> None:
     assert why_engine_unsupported(engine) is None
     UNSUPPORTED[reason](engine)
     assert why_engine_unsupported(engine) == reason
+    assert why_kv_unsupported(engine, []) is None
+
+
+@pytest.mark.parametrize("reason", KV_UNSUPPORTED)
+def test_engines_whose_tokens_move(engine: Any, reason: str) -> None:
+    assert why_kv_unsupported(engine, []) is None
+    KV_UNSUPPORTED[reason](engine)
+    assert why_kv_unsupported(engine, []) == reason
+    assert why_engine_unsupported(engine) is None
+
+
+def test_a_worker_whose_memory_cannot_be_read(engine: Any) -> None:
+    movers = [SimpleNamespace(memory=SimpleNamespace(unavailable=why)) for why in (None, "it is scattered")]
+    assert why_kv_unsupported(engine, movers[:1]) is None
+    assert why_kv_unsupported(engine, movers) == "it is scattered"
 
 
 def test_every_refusal_is_tested() -> None:
     assert {reason for reason, _, _ in REFUSED} == {row.reason for row in REFUSED_REQUESTS}
     assert UNSUPPORTED.keys() == {row.reason for row in REFUSED_ENGINES}
+    assert KV_UNSUPPORTED.keys() == {row.reason for row in KV_REFUSED_ENGINES}
 
 
 # Custom logits processors

@@ -23,7 +23,7 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine import core as vllm_core
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.engine.utils import EngineZmqAddresses
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 from tests.shells.model import BLOCK_SIZE, NUM_BLOCKS, FakeExecutor
 from vllm_llumnix.engine.agent import LlumletAgent
@@ -32,19 +32,22 @@ from vllm_llumnix.engine.kvconn import KVConnection
 NO_MESSAGE = b"\xff"
 """A request type that vLLM does not know: its input thread ends on it."""
 JOIN_SECONDS = 10.0
+WINDOW = 4 * BLOCK_SIZE
 
 
 class Engine(EngineCoreProc):
     """One engine, as its client in `tests.frontend.fakes` expects it: its sockets are in `directory`.
 
-    `start` runs the loop; `stop_loop` and then `stop_sockets` end every thread.
+    `start` runs the loop; `stop_loop` and then `stop_sockets` end every thread. A `hybrid` has a second group of
+    layers, which see the last `WINDOW` tokens; the model reads the first group only.
     """
 
     model_executor: FakeExecutor
     kvconn: KVConnection
 
-    def __init__(self, config: VllmConfig, directory: Path) -> None:
+    def __init__(self, config: VllmConfig, directory: Path, *, hybrid: bool = False) -> None:
         self._directory = directory
+        self._hybrid = hybrid
         with (
             # Of the process, which is not this engine's alone.
             mock.patch.object(vllm_core, "freeze_gc_heap"),
@@ -75,11 +78,14 @@ class Engine(EngineCoreProc):
 
     def _initialize_kv_caches(self, vllm_config: VllmConfig) -> KVCacheConfig:
         vllm_config.cache_config.num_gpu_blocks = NUM_BLOCKS
-        spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=4, dtype=torch.float32)
+        page: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 4, "dtype": torch.float32}
+        groups = [KVCacheGroupSpec(["layer.0"], FullAttentionSpec(**page))]
+        if self._hybrid:
+            groups.append(KVCacheGroupSpec(["layer.1"], SlidingWindowSpec(**page, sliding_window=WINDOW)))
         return KVCacheConfig(
             num_blocks=NUM_BLOCKS,
             kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["layer.0"], spec)],
+            kv_cache_groups=groups,
             hash_block_size=BLOCK_SIZE,
         )
 

@@ -72,7 +72,7 @@ class Adoptions:
             raise Refused(Reason.HANDOVER_OPEN, "a former life of the request was still here; it is ended now")
         request.client_index = self._relay.client_index(residence.origin)
         fetched = None
-        if asked.HasField("holder"):
+        if asked.HasField("holder") and identity.kv_unsupported is None:
             fetched = await self._rescue.fetch(request, epoch, asked.holder)
         try:
             self._relay.welcome(request_id, residence)

@@ -290,6 +290,8 @@ class LlumletAgent:
     async def claim(self, request: ClaimRequest) -> ClaimResponse:
         if request.incarnation != self.identity.incarnation:
             raise refusal(Refused(Reason.WRONG_INSTANCE, "this is another life of the engine"))
+        if self.identity.kv_stays is not None:
+            raise refusal(Refused(Reason.NOT_PORTABLE, self.identity.kv_stays))
         try:
             claimed = self.kvconn.claims.take(request.request_id, Epoch(request.epoch.term, request.epoch.hop))
         except Refused as error:
@@ -370,8 +372,8 @@ class LlumletAgent:
         same_address = (request.dst_engine_ip, request.dst_engine_port) == tuple(self.bypass.address)
         if request.dst_engine_id == self.identity.instance or same_address:
             raise refusal(Refused(Reason.SAME_INSTANCE, "source and destination are the same instance"))
-        if self.identity.unsupported is not None:
-            raise refusal(Refused(Reason.NOT_PORTABLE, self.identity.unsupported))
+        if self.identity.kv_stays is not None:
+            raise refusal(Refused(Reason.NOT_PORTABLE, self.identity.kv_stays))
 
     def _check_drain(self, request: DrainRequest) -> None:
         here, num_ranks = self.identity.instance, self.bypass.config.num_ranks

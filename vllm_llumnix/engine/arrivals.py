@@ -462,8 +462,8 @@ class Arrivals:
         if move is None:
             if request.dst_engine_id != identity.instance:
                 _refuse(Reason.WRONG_INSTANCE, f"this is {identity.instance}, not {request.dst_engine_id}")
-            if identity.unsupported is not None:
-                _refuse(Reason.NOT_PORTABLE, f"at the destination: {identity.unsupported}")
+            if identity.kv_stays is not None:
+                _refuse(Reason.NOT_PORTABLE, f"at the destination: {identity.kv_stays}")
             if not self.bypass.takes_requests:
                 _refuse(Reason.SHUTTING_DOWN, "the destination is shutting down")
             try:

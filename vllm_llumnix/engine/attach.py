@@ -17,7 +17,7 @@ from vllm_llumnix.engine.bypass import Bypass
 from vllm_llumnix.engine.identity import EngineIdentity
 from vllm_llumnix.engine.kvconn import KVConnection
 from vllm_llumnix.engine.load_events import follow_engine
-from vllm_llumnix.engine.portability import custom_logits_processors, why_engine_unsupported
+from vllm_llumnix.engine.portability import custom_logits_processors, why_engine_unsupported, why_kv_unsupported
 from vllm_llumnix.engine.request_state import digest_of
 from vllm_llumnix.engine.scheduler_port import SchedulerPort
 from vllm_llumnix.errors import ConfigError, PatchError
@@ -49,6 +49,7 @@ def attach(engine: Any) -> KVConnection:
         incarnation=uuid.uuid4().hex,
         digest=digest_of(engine_facts(engine, movers)),
         unsupported=why_engine_unsupported(engine),
+        kv_unsupported=why_kv_unsupported(engine, movers),
         device=engine.vllm_config.device_config.device_type,
         model_runner_v2=bool(engine.scheduler.use_v2_model_runner),
         spec_decode=engine.vllm_config.speculative_config is not None,
@@ -70,6 +71,8 @@ def attach(engine: Any) -> KVConnection:
     logger.info("llumlet: instance %s listening on %s", config.instance_id, bypass.address)
     if identity.unsupported:
         logger.warning("llumlet: this engine's requests cannot be moved: %s", identity.unsupported)
+    elif identity.kv_unsupported:
+        logger.warning("llumlet: requests leave this engine without their KV cache: %s", identity.kv_unsupported)
     return kvconn
 
 

@@ -72,6 +72,17 @@ class Bypass:
         """Whether new requests and moves may come; not when the engine is on its way out."""
         return bool(self.engine.is_running()) and not self.draining
 
+    def stop_carrying_kv(self, reason: str) -> None:
+        """From now on requests leave and come with their tokens alone, for the first reason given. Bypass thread.
+
+        Moves that are on their way end as their copies do.
+        """
+        if self.identity.kv_unsupported is None:
+            self.identity.kv_unsupported = reason
+            logger.warning("llumlet: requests leave this engine without their KV cache: %s", reason)
+            if self._agent is not None:
+                self._agent.kvconn.port.load.touch()
+
     def start(self, kvconn: KVConnection) -> None:
         """Raises what kept the llumlet from listening."""
         self._thread = threading.Thread(target=self._run, args=(kvconn,), name="llumnix-bypass", daemon=True)

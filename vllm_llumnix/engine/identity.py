@@ -6,18 +6,25 @@ from __future__ import annotations
 import dataclasses
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class EngineIdentity:
-    """Fixed for the life of an engine process.
+    """Fixed for the life of an engine process, but for `kv_unsupported`: see `Bypass.stop_carrying_kv`.
 
     `incarnation` is new at every start: an engine that came back under its old id knows nothing of older migrations.
-    `digest` names everything two engines must have in common. `unsupported` says why no request here can be moved.
+    `digest` names everything two engines must have in common. `unsupported` says why no request here can be moved or
+    started again at all, `kv_unsupported` why it cannot bring its KV cache along: its tokens it always can.
     """
 
     instance: str
     incarnation: str
     digest: str
     unsupported: str | None
+    kv_unsupported: str | None
     device: str
     model_runner_v2: bool
     spec_decode: bool
+
+    @property
+    def kv_stays(self) -> str | None:
+        """Why a request that has a KV cache cannot be carried with it; None if it can."""
+        return self.unsupported or self.kv_unsupported

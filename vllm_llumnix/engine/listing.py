@@ -43,8 +43,8 @@ class Listing:
     def why_not(self, request: Request) -> tuple[Reason, str] | None:
         """Why a move of this request could not begin now; None if it could."""
         identity = self._bypass.identity
-        if identity.unsupported is not None:
-            return Reason.NOT_PORTABLE, identity.unsupported
+        if identity.kv_stays is not None:
+            return Reason.NOT_PORTABLE, identity.kv_stays
         portable = why_not_portable(
             request,
             model_runner_v2=identity.model_runner_v2,

@@ -84,5 +84,6 @@ def metadata_of(bypass: Bypass, adapters: Adapters, address: Address) -> Instanc
         stall_budget_ms=config.stall_budget_ms,
         exact=config.exact,
         compatibility_digest=bypass.identity.digest,
+        unsupported=bypass.identity.unsupported or "",
         served_models=dict.fromkeys([*(config.served_models or (model.model,)), *adapters.names]),
     )

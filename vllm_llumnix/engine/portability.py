@@ -12,14 +12,17 @@ from __future__ import annotations
 import dataclasses
 import enum
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import Request
 
 from vllm_llumnix.engine.request_state import residence_of
+
+if TYPE_CHECKING:
+    from vllm_llumnix.kv.messages import MoverInfo
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "portability.md"
 
@@ -77,10 +80,12 @@ class RefusedRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RefusedEngine:
-    """An engine none of whose requests move. `applies` gets vLLM's `EngineCore`."""
+    """An engine whose requests do not move, or not with their KV cache. `applies` gets vLLM's `EngineCore`; it may rely
+    on every row above its own not having applied."""
 
     reason: str
     applies: Callable[[Any], bool]
+    because: str
 
 
 _ALL_CARRIED = "all KV bytes and the sampler's state are carried"
@@ -190,22 +195,47 @@ def _unmarked_logits_processor(engine: Any) -> bool:
 
 
 REFUSED_ENGINES = (
-    RefusedEngine("not exactly one KV cache group", lambda engine: len(_kv_cache_groups(engine)) != 1),
-    RefusedEngine("a KV cache of another kind than full attention or MLA", _other_than_full_attention),
     RefusedEngine(
-        "another KV connector is configured (--kv-transfer-config)",
-        lambda engine: engine.scheduler.connector is not None,
+        "encoder-decoder models are not supported",
+        lambda engine: engine.vllm_config.model_config.is_encoder_decoder,
+        "what the encoder was given is no token",
     ),
     RefusedEngine(
-        "encoder-decoder models are not supported", lambda engine: engine.vllm_config.model_config.is_encoder_decoder
+        f"custom logits processors without the mark `{MARK} = True`",
+        _unmarked_logits_processor,
+        "nobody knows what they remember, nor whether a peer's are the same",
     ),
-    RefusedEngine(f"custom logits processors without the mark `{MARK} = True`", _unmarked_logits_processor),
     RefusedEngine(
         "routed experts in the output",
         lambda engine: engine.vllm_config.aux_output_config.enable_return_routed_experts,
+        "the relay does not carry them to the API server",
     ),
-    RefusedEngine("sampling masks in the output", lambda engine: engine.vllm_config.model_config.return_sampling_mask),
+    RefusedEngine(
+        "sampling masks in the output",
+        lambda engine: engine.vllm_config.model_config.return_sampling_mask,
+        "the relay does not carry them to the API server",
+    ),
 )
+"""Engines none of whose requests can go on elsewhere."""
+
+KV_REFUSED_ENGINES = (
+    RefusedEngine(
+        "not exactly one KV cache group",
+        lambda engine: len(_kv_cache_groups(engine)) != 1,
+        "hybrids: sliding windows (Gemma 3, gpt-oss), state spaces and linear attention (Qwen3-Next, Nemotron-H)",
+    ),
+    RefusedEngine(
+        "a KV cache of another kind than full attention or MLA",
+        _other_than_full_attention,
+        "state spaces, sliding windows in every layer",
+    ),
+    RefusedEngine(
+        "another KV connector is configured (--kv-transfer-config)",
+        lambda engine: engine.scheduler.connector is not None,
+        "it has blocks of its own to fetch and to keep: prefill/decode disaggregation, CPU offloading, LMCache",
+    ),
+)
+"""Engines whose KV cache stays where it is. A worker whose memory no transport reads has a reason of its own."""
 
 
 def why_not_portable(request: Request, *, model_runner_v2: bool, device: str, spec_decode: bool) -> str | None:
@@ -217,6 +247,12 @@ def why_not_portable(request: Request, *, model_runner_v2: bool, device: str, sp
 def why_engine_unsupported(engine: Any) -> str | None:
     """Why no request of this engine can be moved; None if they can."""
     return next((row.reason for row in REFUSED_ENGINES if row.applies(engine)), None)
+
+
+def why_kv_unsupported(engine: Any, movers: Iterable[MoverInfo]) -> str | None:
+    """Why requests of this engine cannot bring their KV cache along; None if they can."""
+    reason = next((row.reason for row in KV_REFUSED_ENGINES if row.applies(engine)), None)
+    return reason or next(filter(None, (mover.memory.unavailable for mover in movers)), None)
 
 
 _INTRODUCTION = """\
@@ -236,6 +272,18 @@ vLLM's kernels give other last bits for another number of rows.
 
 `tests/exactness` moves each kind between real engines and holds it to its class.
 """
+
+_TOKENS_ALONE = """\
+## Engines whose requests go on with their tokens alone
+
+What cannot be carried with its KV cache is carried with its tokens: the engine that goes on with a request computes its
+prompt and output again, in one prefill, and its sampler is where it was. Such a request is exact in fp32, as every one
+whose KV cache was computed in another batch. A request of a lost engine is started again so.
+"""
+
+_UNREADABLE = """\
+| KV memory that no transport reads | layouts that scatter a page, several allocations, mixed element types, pages in \
+host memory beside a GPU, devices other than CPU and CUDA |"""
 
 _THE_MARK = f"""\
 
@@ -262,8 +310,11 @@ def render() -> str:
     lines = [_INTRODUCTION, "## Requests", "", "| request | class | because |", "|---|---|---|"]
     lines += [f"| {row.kind} | {row.exactness} | {row.because} |" for row in MOVED]
     lines += [f"| {row.reason} | {Exactness.REFUSED} | |" for row in REFUSED_REQUESTS]
-    lines += ["", "## Engines whose requests are refused", ""]
-    lines += [f"- {row.reason}" for row in REFUSED_ENGINES]
+    lines += ["", "## Engines whose requests are refused", "", "| engine | because |", "|---|---|"]
+    lines += [f"| {row.reason} | {row.because} |" for row in REFUSED_ENGINES]
+    lines += ["", _TOKENS_ALONE, "| engine | such as |", "|---|---|"]
+    lines += [f"| {row.reason} | {row.because} |" for row in KV_REFUSED_ENGINES]
+    lines += [_UNREADABLE]
     return "\n".join([*lines, _THE_MARK])
 
 

@@ -67,6 +67,7 @@ class StatusSource:
             num_adopted=self._bypass.num_adopted,
             num_rescued=self._bypass.num_rescued,
             num_preemptions=snapshot.num_preemptions,
+            kv_unsupported=identity.kv_unsupported or "",
         )
         self._add_load(status, snapshot)
         self._add_moves(status)

@@ -27,11 +27,12 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from benchmarks.model import cache_root
 from llumsched.up import reaper
 from llumsched.up.ports import free_port
+from tests.support.v2_on_cpu import stand_in_gpu
 
 SERVED_NAME = "model"
 LAUNCHER: Sequence[str] = (str(Path(sys.executable).with_name("vllm")), "serve")
@@ -93,6 +94,10 @@ class ServerSpec:
     bandwidth_limit: int | None = None
     flags: tuple[str, ...] = ()
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    runner: Literal["", "v2"] = ""
+    """"v2": vLLM's V2 model runner with asynchronous scheduling, as on a GPU, with Triton's interpreter in the GPU's
+    place (`tests/support/v2_on_cpu`); "": what vLLM chooses here.
+    """
     core: int | None = None
     """The CPU core for all of its processes; None: any. An engine and its worker wait for each other by spinning, for
     a second beyond the last message too. On one core the spinning one makes way for the working one; spread over all
@@ -123,8 +128,8 @@ class ServerSpec:
         """This process's environment without settings of vLLM's or ours, plus what a CPU engine
         needs.
         """
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "LLUMNIX_"))}
-        return kept | {
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "LLUMNIX_", "TRITON_"))}
+        environment = kept | {
             "VLLM_CPU_KVCACHE_SPACE": str(self.kv_cache_gib),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
@@ -140,6 +145,10 @@ class ServerSpec:
             "TORCHINDUCTOR_CACHE_DIR": str(cache_root() / "kernels"),
             **self.env,
         }
+        if self.runner == "v2":
+            paths = [str(stand_in_gpu.PATH), *filter(None, [environment.get("PYTHONPATH")])]
+            environment |= stand_in_gpu.ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}
+        return environment
 
 
 class Command:

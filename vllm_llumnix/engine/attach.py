@@ -69,6 +69,7 @@ def attach(engine: Any) -> KVConnection:
     engine.llumlet_drain = bypass.report_drain
     engine.llumlet_moves = bypass.report_moves
     logger.info("llumlet: instance %s listening on %s", config.instance_id, bypass.address)
+    logger.info("llumlet: this engine has %s", what_runs(engine))
     if identity.unsupported:
         logger.warning("llumlet: this engine's requests cannot be moved: %s", identity.unsupported)
     elif identity.kv_unsupported:
@@ -137,6 +138,19 @@ def _check_workers(engine: Any) -> None:
 def _digest_of_worker(worker: Any) -> str | None:
     """Runs in the worker."""
     return hooks.ready_digest()
+
+
+def what_runs(engine: Any) -> str:
+    """The runner and the scheduler that are there, whatever flags and fallbacks led to them."""
+    runners = sorted(set(engine.model_executor.collective_rpc(_runner_of_worker)))
+    depth = 1 if engine.batch_queue is None else engine.batch_queue_size
+    return f"{', '.join(runners)} behind {type(engine.scheduler).__qualname__}, steps in flight: {depth}"
+
+
+def _runner_of_worker(worker: Any) -> str:
+    """Runs in the worker."""
+    runner = type(getattr(worker, "worker", worker).model_runner)
+    return f"{runner.__module__}.{runner.__qualname__}"
 
 
 def _compile_logprobs(worker: Any) -> None:

@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,15 @@ from rich.table import Table
 
 from vllm_llumnix import __version__, doctor
 from vllm_llumnix.errors import PatchError
-from vllm_llumnix.patching import disk
+from vllm_llumnix.patching import contract, disk, rebase
 from vllm_llumnix.patching.installed import FileState, Installed, examine, find_vllm
-from vllm_llumnix.patching.series import Patch, Series, available, load, root
+from vllm_llumnix.patching.release import Release, installed_release, open_release
+from vllm_llumnix.patching.series import Patch, Series, available, directory_of, load, root
+from vllm_llumnix.patching.state import Held, holds
 
 _EPILOG = """exit codes:
   0  done; check, doctor: nothing stands against --enable-llumlet
-  1  the series does not fit, or a check failed: the output says what to do
+  1  the series does not fit, or a check failed: the output says what to do; rebase: nothing is written
   2  the command line is wrong
 """
 
@@ -57,10 +60,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _add(commands, "doctor", "check everything that --enable-llumlet needs", _doctor)
+    _adapting(_add(commands, "doctor", "check everything that --enable-llumlet needs", _doctor))
     patch = commands.add_parser("patch", help="the patch series", description="The patch series against vLLM.")
     verbs = patch.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _add(verbs, "check", "compare the installed vLLM with its series", _check, on_vllm=True)
+    _adapting(_add(verbs, "check", "compare the installed vLLM with its series and contract", _check, on_vllm=True))
     show = _add(verbs, "show", "list the patches, or print one", _show)
     show.add_argument("name", nargs="?", metavar="PATCH", help="name of a patch, or its number")
     show.add_argument("--for", dest="version", metavar="VERSION", help="version of vLLM; default: the installed one")
@@ -68,7 +71,23 @@ def _parser() -> argparse.ArgumentParser:
     _add(verbs, "revert", "restore vLLM's files on disk", _revert, on_vllm=True)
     export = _add(verbs, "export", "write patched copies of vLLM's files, and one diff", _export, on_vllm=True)
     export.add_argument("target", type=Path, metavar="DIR", help="directory to write to")
+    signed = _add(verbs, "contract", "list the functions that differ from the contract", _contract, on_vllm=True)
+    signed.add_argument("--write", action="store_true", help="take them, as they are, into the contract of the series")
+    again = _add(verbs, "rebase", "write the series again, for another release of vLLM", _rebase)
+    again.add_argument("release", type=Path, metavar="WHEEL", help="a wheel of vLLM, or a directory that holds `vllm`")
+    again.add_argument("--series", type=Path, metavar="DIR", help="the series to start from; default: the newest")
+    again.add_argument("--into", type=Path, metavar="DIR", help="where to write; default: beside the others")
+    again.add_argument(
+        "--before",
+        type=Path,
+        metavar="WHEEL",
+        help="the vLLM of that series; default: the installed one, if it fits",
+    )
     return parser
+
+
+def _adapting(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--adapt", action="store_true", help="as an instance started with --llumlet-adapt")
 
 
 def _add(
@@ -91,18 +110,20 @@ def _add(
 
 def _check(args: argparse.Namespace) -> ExitCode:
     found = _found(args)
+    held = None
     if found.problem is None and found.series is not None and found.root is not None:
         # The hashes say that the files are right; this says it of the series.
         for path in found.series.files:
-            found.series.patched(path, (found.root / path).read_bytes())
+            found.patched(path, (found.root / path).read_bytes())
+        held = holds(found)
     if args.json:
-        _print_json(_as_json(found))
+        _print_json(_as_json(found, held))
     else:
         console = Console(highlight=False)
         if found.files:
             console.print(_files_table(found))
-        console.print(_verdict(found), soft_wrap=True, markup=False)
-    return ExitCode.PROBLEM if found.problem else ExitCode.OK
+        console.print(_verdict(found, held), soft_wrap=True, markup=False)
+    return ExitCode.PROBLEM if found.problem or (held and held.problem) else ExitCode.OK
 
 
 def _show(args: argparse.Namespace) -> ExitCode:
@@ -135,6 +156,45 @@ def _export(args: argparse.Namespace) -> ExitCode:
     return _report(args, [str(path) for path in disk.export(_found(args), args.target)], "wrote", "")
 
 
+def _contract(args: argparse.Namespace) -> ExitCode:
+    found = _found(args)
+    release = installed_release(found)
+    assert found.series is not None
+    assert found.root is not None
+    directory = directory_of(found.series.version)
+    if args.write:
+        written = directory / contract.FILE
+        written.write_text(contract.of(release, found.series.version))
+        return _report(args, [str(written)], "wrote", "")
+    differences = contract.compare(contract.load(directory), found.root, found.series.files)
+    if args.json:
+        _print_json({"contract": found.series.version, "differences": [asdict(one) for one in differences]})
+    else:
+        print("\n".join(f"{one}{'; refuses' * one.refuses}" for one in differences) or "nothing differs")
+    return ExitCode.PROBLEM if differences else ExitCode.OK
+
+
+def _rebase(args: argparse.Namespace) -> ExitCode:
+    release = open_release(args.release)
+    source = rebase.require_series(args.series or directory_of(available()[-1]))
+    target = args.into or directory_of(release.version)
+    report = rebase.rebase(source, release, target, _before(args, source))
+    if args.json:
+        _print_json(asdict(report) | {"written": report.written and str(report.written)})
+    else:
+        print("\n".join(rebase.describe(report, source)))
+    return ExitCode.OK if report.written else ExitCode.PROBLEM
+
+
+def _before(args: argparse.Namespace, source: Path) -> Release | None:
+    """The files that the series was made for, if they are at hand."""
+    if args.before is not None:
+        return open_release(args.before)
+    found = examine(find_vllm())
+    fits = found.problem is None and found.series is not None
+    return installed_release(found) if fits and found.series.version == contract.load(source).version else None
+
+
 def _report(args: argparse.Namespace, paths: list[str], verb: str, nothing: str) -> ExitCode:
     if args.json:
         _print_json({verb: paths})
@@ -146,14 +206,13 @@ def _report(args: argparse.Namespace, paths: list[str], verb: str, nothing: str)
 def _found(args: argparse.Namespace) -> Installed:
     if args.vllm is not None and not (args.vllm / "__init__.py").is_file():
         raise PatchError(f"{args.vllm} is not the directory of the package vllm")
-    return examine(args.vllm or find_vllm())
+    return examine(args.vllm or find_vllm(), adapt=getattr(args, "adapt", False))
 
 
 def _series_for(version: str | None) -> Series:
     if version is None:
         found = examine(find_vllm())
-        version = found.version if found.series is not None else available()[-1]
-    assert version is not None
+        return found.series if found.series is not None else load(available()[-1])
     return load(version)
 
 
@@ -164,12 +223,16 @@ def _named(series: Series, name: str) -> Patch:
     raise PatchError(f"there is no patch {name!r} for vLLM {series.version}: see `vllm-llumnix patch show`")
 
 
-def _verdict(found: Installed) -> str:
-    if found.problem or found.series is None:
-        return f"vLLM {found.version or '-'}: not usable with --enable-llumlet. {found.problem}"
+def _verdict(found: Installed, held: Held | None) -> str:
+    problem = found.problem or (held and held.problem)
+    if problem or found.series is None:
+        return f"vLLM {found.version or '-'}: not usable with --enable-llumlet. {problem}"
     how = "patched on disk" if found.on_disk else "patched in memory when it is imported"
+    if found.adapted:
+        how = f"patched, adapted: {', '.join(sorted(found.adapted))}; only with --llumlet-adapt"
     count = f"{len(found.series.patches)} patches in {len(found.files)} files"
-    return f"vLLM {found.version}: {count} fit without fuzz, series {found.series.digest}; {how}"
+    verdict = f"vLLM {found.version}: {count} fit without fuzz, series {found.digest}; {how}"
+    return "\n".join([verdict, *(f"warning: {one}" for one in held.differences)] if held else [verdict])
 
 
 def _files_table(found: Installed) -> Table:
@@ -191,14 +254,16 @@ def _patches_table(series: Series) -> Table:
     return table
 
 
-def _as_json(found: Installed) -> dict[str, Any]:
+def _as_json(found: Installed, held: Held | None) -> dict[str, Any]:
     return {
         "version": found.version,
         "root": None if found.root is None else str(found.root),
-        "digest": found.series.digest if found.series is not None else None,
+        "digest": found.digest if found.problem is None else None,
+        "series": found.series.version if found.series is not None else None,
         "files": found.files,
         "on_disk": found.on_disk,
-        "problem": found.problem,
+        "differences": [asdict(one) for one in held.differences] if held else [],
+        "problem": found.problem or (held and held.problem),
     }
 
 
@@ -219,7 +284,7 @@ def _print_json(value: dict[str, Any]) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> ExitCode:
-    checks = doctor.examine_all()
+    checks = doctor.examine_all(adapt=args.adapt)
     failed = [check for check in checks if check.problem]
     if args.json:
         _print_json({"ok": not failed, "checks": [check.as_json() for check in checks]})

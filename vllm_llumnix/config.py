@@ -85,6 +85,8 @@ class LlumletConfig:
     tls_key: str = ""
     tls_ca: str = ""
     token_file: str = ""
+    adapt: bool = False
+    """Read by `patching.installed` as well, before vLLM is imported."""
 
     def credentials(self) -> Credentials:
         """Read anew by each process: the contents are not handed down. Raises CredentialsError."""
@@ -332,6 +334,14 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         default=False,
         help="Allow an address other than loopback although nothing is authenticated or encrypted.",
+    )
+    add(
+        "--llumlet-adapt",
+        action="store_true",
+        default=False,
+        help="Run with a vLLM that differs from the release that the patches are made for, if they go into its files "
+        "word for word and the functions that the llumlet relies on are the same. On the command line only: it is "
+        "needed before a configuration file is read. Peers must have the same files.",
     )
     credential_files.add_arguments(group)
 

@@ -9,11 +9,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from vllm_llumnix.config import KNOWN_VARIABLES
 from vllm_llumnix.kv.mooncake import why_not_installed
 from vllm_llumnix.patching.installed import examine, find_vllm
+from vllm_llumnix.patching.state import holds
 
 _MODULES = ("grpc", "grpc_health", "grpc_reflection", "google.protobuf", "msgspec", "numpy", "zmq", "torch")
 _START_TIMEOUT_S = 60
@@ -31,9 +33,18 @@ class Check:
         return asdict(self)
 
 
-def examine_all() -> list[Check]:
-    """All checks, in the order in which their problems are best solved."""
-    checks: tuple[Callable[[], Check], ...] = (python, modules, vllm, hook, variables, local_transport, mooncake)
+def examine_all(*, adapt: bool = False) -> list[Check]:
+    """All checks, in the order in which their problems are best solved. `adapt`: for `--llumlet-adapt`."""
+    checks: tuple[Callable[[], Check], ...] = (
+        python,
+        modules,
+        partial(vllm, adapt=adapt),
+        partial(functions, adapt=adapt),
+        hook,
+        variables,
+        local_transport,
+        mooncake,
+    )
     return [check() for check in checks]
 
 
@@ -56,11 +67,26 @@ def _exists(name: str) -> bool:
         return False
 
 
-def vllm() -> Check:
-    found = examine(find_vllm())
+def vllm(*, adapt: bool = False) -> Check:
+    found = examine(find_vllm(), adapt=adapt)
     if found.problem or found.series is None:
         return Check("vLLM", found.version or "not usable", found.problem or "")
-    return Check("vLLM", f"{found.version}, patch series {found.series.digest}")
+    made_for = "" if found.version == found.series.version else f", made for {found.series.version}"
+    how = f"; patched, adapted: {', '.join(sorted(found.adapted))}" if found.adapted else ""
+    return Check("vLLM", f"{found.version}, patch series {found.digest}{made_for}{how}")
+
+
+def functions(*, adapt: bool = False) -> Check:
+    """Whether vLLM's functions that the engine side counts on are those of the series' release."""
+    name = "vLLM's functions"
+    found = examine(find_vllm(), adapt=adapt)
+    if found.problem or found.series is None:
+        return Check(name, "unknown: no patch series fits")
+    held = holds(found)
+    if held.differences or held.problem:
+        differing = "; ".join(map(str, held.differences)) or "unknown"
+        return Check(name, f"not as in {found.series.version}: {differing}", held.problem or "")
+    return Check(name, f"as in {found.series.version}")
 
 
 def hook() -> Check:

@@ -39,6 +39,8 @@ def resolve_args(args: argparse.Namespace) -> None:
 
     Called once or more for the same namespace. Exits with one message that names every fault.
     """
+    import logging
+
     from vllm_llumnix import config
     from vllm_llumnix.errors import ConfigError
     from vllm_llumnix.patching import importer
@@ -47,9 +49,12 @@ def resolve_args(args: argparse.Namespace) -> None:
         return
     try:
         resolved = config.config_from_args(args)
-        problem = importer.state().problem
-        if resolved is not None and problem:
-            raise ConfigError([f"--enable-llumlet: {problem}"])
+        if resolved is not None:
+            state = importer.state()
+            if state.problem:
+                raise ConfigError([f"--enable-llumlet: {state.problem}"])
+            for remark in state.remarks:
+                logging.getLogger("vllm.llumnix").warning("llumlet: %s", remark)
     except ConfigError as error:
         print("vllm: error:", "\n  ".join(error.faults), file=sys.stderr)
         raise SystemExit(2) from None

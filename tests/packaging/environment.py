@@ -11,7 +11,8 @@ import sysconfig
 import venv
 from pathlib import Path
 
-from vllm_llumnix.patching.series import Series
+from vllm_llumnix.patching import contract
+from vllm_llumnix.patching.series import Series, directory_of
 
 ROOT = Path(__file__).resolve().parents[2]
 OUR_SITE = Path(sysconfig.get_path("purelib"))
@@ -112,18 +113,19 @@ class Environment:
 
 
 def copy_patched_files(series: Series, target: Path) -> Path:
-    """A directory with those files of the installed vLLM that the series patches, and no more than they need.
+    """A directory with those files of the installed vLLM that the series patches or relies on, and what they need.
 
     Quick to import, and yet the released text of every one of them.
     """
     package = target / "vllm"
-    for path in [*series.files, "vllm/_version.py"]:
+    relied_on = contract.load(directory_of(series.version)).files
+    for path in {*series.files, *relied_on, "vllm/_version.py"}:
         copy = target / path
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(OUR_SITE / path, copy)
         for parent in copy.relative_to(package).parents:
             init = package / parent / "__init__.py"
-            if str(init.relative_to(target)) not in series.files:
+            if str(init.relative_to(target)) not in {*series.files, *relied_on}:
                 init.touch()
     (package / "__init__.py").write_text("from vllm._version import __version__\n")
     (package / "logger.py").write_text(

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from vllm_llumnix.patching import contract
 from vllm_llumnix.patching import series as series_module
 from vllm_llumnix.patching.disk import original
 from vllm_llumnix.patching.installed import examine, find_vllm
+from vllm_llumnix.patching.release import Release, installed_release, open_release
 from vllm_llumnix.patching.series import HEADER_FIELDS, Series, available, load, sha256, unified_diff
 
 DATA = Path(__file__).parent / "data"
@@ -45,7 +47,7 @@ def originals() -> Originals:
 
 @pytest.fixture
 def vllm_033(tmp_path: Path) -> Path:
-    """The directory of a package `vllm` 0.33.0 that holds the files of the series only. It cannot be imported."""
+    """The directory of a package `vllm` 0.33.0 that holds the files of series and contract only. Not to be imported."""
     stored = DATA / "v0.33.0"
     package = tmp_path / "site-packages" / "vllm"
     package.mkdir(parents=True)
@@ -57,6 +59,17 @@ def vllm_033(tmp_path: Path) -> Path:
     return package
 
 
+@pytest.fixture
+def release(series: Series, tmp_path: Path, request: pytest.FixtureRequest) -> Release:
+    """The release that each series is for: its stored files, or the installed ones."""
+    if (DATA / f"v{series.version}").is_dir():
+        return open_release(request.getfixturevalue("vllm_033"))
+    found = examine(find_vllm())
+    if found.version is None or found.version.partition("+")[0] != series.version:
+        pytest.skip(f"vLLM {series.version} is not installed")
+    return installed_release(found)
+
+
 MINI_BEFORE = {
     "vllm/one.py": "def answer():\n    value = 1\n    return value\n",
     "vllm/sub/__init__.py": "NAME = 'stock'\n",
@@ -65,6 +78,20 @@ MINI_AFTER = {
     "vllm/one.py": "def answer():\n    value = 1\n    value = 1 / (value - 1)\n    return value\n",
     "vllm/sub/__init__.py": "NAME = 'patched'\n",
 }
+
+
+MINI_OTHER = """\
+NAME = 'other'
+
+
+class Pool:
+    def touch(self):
+        # Comments do not count.
+        return 1
+
+    def size(self):
+        return 2
+"""
 
 
 @dataclass(frozen=True)
@@ -80,7 +107,7 @@ class Miniature:
 
 @pytest.fixture
 def miniature(tmp_path: Path) -> Miniature:
-    """A package `vllm` of two listed modules and an unlisted one."""
+    """A package `vllm` of two listed modules and an unlisted one, which has two functions that are relied on."""
     mini = Miniature(tmp_path / "site", tmp_path / "patches")
     directory = mini.patches / "v9.9.9"
     directory.mkdir(parents=True)
@@ -89,7 +116,7 @@ def miniature(tmp_path: Path) -> Miniature:
         **MINI_BEFORE,
         "vllm/__init__.py": "from ._version import __version__\n",
         "vllm/_version.py": "__version__ = version = '9.9.9'\n",
-        "vllm/other.py": "NAME = 'other'\n",
+        "vllm/other.py": MINI_OTHER,
     }.items():
         mini.file(path).write_text(text)
     header = "".join(f"{field}: text\n" for field in HEADER_FIELDS)
@@ -98,6 +125,9 @@ def miniature(tmp_path: Path) -> Miniature:
     (directory / "series").write_text("0001-all.patch\n")
     hashes = [f"{sha256(MINI_BEFORE[path])}  {sha256(MINI_AFTER[path])}  {path}\n" for path in MINI_BEFORE]
     (directory / "BASE").write_text("vllm 9.9.9\n" + "".join(hashes))
+    functions = contract.digests(MINI_OTHER.encode())
+    lines = [f"{functions['Pool.touch']} refuses  Pool.touch\n", f"{functions['Pool.size']} warns    Pool.size\n"]
+    (directory / "CONTRACT").write_text(f"vllm 9.9.9\n{sha256(MINI_OTHER)}  vllm/other.py\n{''.join(lines)}")
     return mini
 
 

@@ -51,6 +51,29 @@ def test_neither_offset_nor_fuzz(text: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("zero\n" + BEFORE, 1),
+        (BEFORE + "five\n", 1),
+        ("two\nthree\n" + BEFORE, 1),
+        (BEFORE.replace("three", "3"), 0),
+        (BEFORE.replace("two", "two "), 0),
+        (BEFORE + BEFORE, 2),
+        (BEFORE + "one\n" + BEFORE, 2),
+        ("", 0),
+    ],
+)
+def test_by_text(text: str, count: int) -> None:
+    """Wherever it is, but word for word, and once."""
+    (change,) = parse(DIFF, "x.patch")
+    result, misfits = change.apply_by_text(text)
+    if count == 1:
+        assert (result, misfits) == (text.replace(BEFORE, AFTER), [])
+    else:
+        assert (result, misfits) == (text, [(change.hunks[0], count)])
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "no change in it"),

@@ -26,7 +26,8 @@ def use_series():
 use_series()
 def state():
     now = importer.state()
-    return {{"version": now.version, "digest": now.digest, "applied": sorted(now.applied), "problem": now.problem}}
+    return {{"version": now.version, "digest": now.digest, "applied": sorted(now.applied), "problem": now.problem,
+        "remarks": now.remarks}}
 """
 LISTED = ["vllm.one", "vllm.sub"]
 
@@ -55,8 +56,8 @@ print(json.dumps({"before": before, "after": state(), "name": vllm.sub.NAME, "ot
 """,
     )
     digest = result["before"]["digest"]
-    assert result["before"] == {"version": "9.9.9", "digest": digest, "applied": [], "problem": None}
-    assert result["after"] == {"version": "9.9.9", "digest": digest, "applied": LISTED, "problem": None}
+    assert result["before"] == {"version": "9.9.9", "digest": digest, "applied": [], "problem": None, "remarks": []}
+    assert result["after"] == {"version": "9.9.9", "digest": digest, "applied": LISTED, "problem": None, "remarks": []}
     assert (result["name"], result["other"], result["finders"]) == ("patched", "other", 1)
     assert result["marks"] == [digest, digest, False]
 
@@ -88,19 +89,21 @@ def test_no_bytecode_of_patched_text(miniature: Miniature) -> None:
     assert run(miniature, "importer.install()\nimport vllm.sub\nprint(json.dumps(vllm.sub.NAME))") == "patched"
 
 
-def test_an_altered_file_stays_as_it_is(miniature: Miniature) -> None:
+def test_beside_an_altered_file_everything_stays_as_it_is(miniature: Miniature) -> None:
+    """A patch may need another one's: vLLM without the llumlet must not get half of them."""
     miniature.file("vllm/sub/__init__.py").write_text("NAME = 'mine'\n")
     result = run(
         miniature,
         "importer.install()\nimport vllm.sub, vllm.one\nprint(json.dumps({'name': vllm.sub.NAME, **state()}))",
     )
-    assert (result["name"], result["digest"], result["applied"]) == ("mine", None, ["vllm.one"])
+    assert (result["name"], result["digest"], result["applied"]) == ("mine", None, [])
     assert "vLLM 9.9.9" in result["problem"]
     assert str(miniature.file("vllm/sub/__init__.py")) in result["problem"]
 
 
-def test_an_unknown_version_stays_as_it_is(miniature: Miniature) -> None:
+def test_a_release_without_a_series_stays_as_it_is(miniature: Miniature) -> None:
     miniature.file("vllm/_version.py").write_text("__version__ = version = '8.0.0'\n")
+    miniature.file("vllm/one.py").write_text("NAME = 'new'\n")
     result = run(
         miniature, "importer.install()\nimport vllm.sub\nprint(json.dumps({'name': vllm.sub.NAME, **state()}))"
     )
@@ -108,7 +111,60 @@ def test_an_unknown_version_stays_as_it_is(miniature: Miniature) -> None:
     assert "no patch series for vLLM 8.0.0" in result["problem"]
 
 
-@pytest.mark.parametrize("path", ["vllm/_version.py", "vllm/one.py"])
+def test_another_version_with_the_same_files_is_patched(miniature: Miniature) -> None:
+    miniature.file("vllm/_version.py").write_text("__version__ = version = '9.9.10.dev3'\n")
+    result = run(miniature, "importer.install()\nimport vllm.one, vllm.sub\nprint(json.dumps(state()))")
+    assert (result["version"], result["applied"], result["problem"]) == ("9.9.10.dev3", LISTED, None)
+
+
+ADAPTED = """
+importer.install()
+import vllm.one, vllm.sub, inspect
+print(json.dumps({'source': inspect.getsource(vllm.one), **state()}))
+"""
+
+
+@pytest.mark.parametrize("flag", ["--llumlet-adapt", "--llumlet_adapt"])
+def test_an_altered_file_is_adapted_to_when_asked(
+    miniature: Miniature, monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    """By the flag in the process that parses it, by the configuration in those that it starts; with one digest."""
+    one = miniature.file("vllm/one.py")
+    one.write_text("import os\n" + one.read_text())
+    parent = run(miniature, f"sys.argv += ['--enable-llumlet', {flag!r}]\n" + ADAPTED)
+    assert (parent["applied"], parent["problem"]) == (LISTED, None)
+    assert parent["source"] == "import os\n" + MINI_AFTER["vllm/one.py"]
+    assert parent["remarks"] == [
+        "patched, adapted: in vLLM 9.9.9 not as released in 9.9.9: vllm/one.py",
+    ]
+    monkeypatch.setenv("LLUMNIX_LLUMLET", '{"instance_id": "a", "adapt": true}')
+    assert run(miniature, ADAPTED) == parent
+    monkeypatch.setenv("LLUMNIX_LLUMLET", '{"instance_id": "a"}')
+    refused = run(miniature, ADAPTED)
+    assert (refused["applied"], refused["digest"]) == ([], None)
+    assert "see whether --llumlet-adapt takes them" in refused["problem"]
+
+
+def test_a_function_that_differs_is_named_and_one_of_the_short_list_refused(miniature: Miniature) -> None:
+    """Also where all patched files are as released."""
+    code = "importer.install()\nimport vllm.one, vllm.sub\nprint(json.dumps(state()))"
+    other = miniature.file("vllm/other.py")
+    other.write_text(other.read_text().replace("# Comments do not count.", "# None."))
+    quiet = run(miniature, code)
+    assert (quiet["problem"], quiet["remarks"]) == (None, [])
+    other.write_text(other.read_text().replace("return 2", "return 3"))
+    warned = run(miniature, code)
+    assert (warned["problem"], warned["digest"]) == (None, quiet["digest"])
+    assert warned["remarks"] == [
+        "Pool.size (vllm/other.py) differs from vLLM 9.9.9, on which the llumlet relies",
+    ]
+    other.write_text(other.read_text().replace("return 1", "return 3"))
+    refused = run(miniature, code)
+    assert (refused["digest"], refused["applied"]) == (None, LISTED)
+    assert "Pool.touch (vllm/other.py) differs: install vLLM 9.9.9 as released" in refused["problem"]
+
+
+@pytest.mark.parametrize("path", ["vllm/sub/__init__.py", "vllm/one.py"])
 def test_the_flag_is_refused_with_a_reason(miniature: Miniature, path: str) -> None:
     """Also where the parser is not patched and does not know the flag."""
     miniature.file(path).write_text("__version__ = version = '8.0.0'\n")
@@ -137,6 +193,13 @@ def test_a_damaged_series_does_no_harm(miniature: Miniature, name: str) -> None:
     assert "reinstall vllm-llumnix" in result["problem"]
 
 
+def test_a_damaged_contract_is_refused(miniature: Miniature) -> None:
+    (miniature.patches / "v9.9.9" / "CONTRACT").write_text("vllm 9.9.9\nnonsense\n")
+    result = run(miniature, "importer.install()\nimport vllm.one, vllm.sub\nprint(json.dumps(state()))")
+    assert result["digest"] is None
+    assert "CONTRACT is damaged (neither a file nor a function: 'nonsense'): reinstall" in result["problem"]
+
+
 def test_a_series_that_gives_another_result_does_no_harm(miniature: Miniature) -> None:
     patch = miniature.patches / "v9.9.9" / "0001-all.patch"
     patch.write_text(patch.read_text().replace("NAME = 'patched'", "NAME = 'wrong'"))
@@ -163,7 +226,7 @@ def test_patched_on_disk_needs_no_hook(miniature: Miniature) -> None:
         miniature.file(path).write_text(text)
     for install in ("", "importer.install()\n"):
         result = run(miniature, f"{install}import vllm.one, vllm.sub\nprint(json.dumps(state()))")
-        assert result == {"version": "9.9.9", "digest": digest, "applied": LISTED, "problem": None}
+        assert result == {"version": "9.9.9", "digest": digest, "applied": LISTED, "problem": None, "remarks": []}
 
 
 def test_half_patched_on_disk(miniature: Miniature) -> None:

@@ -206,3 +206,15 @@ def test_a_discarded_draw_is_taken_back(num_kept: int) -> None:
     runner = SimpleNamespace(requests={"r": request}, input_batch=SimpleNamespace(req_ids=["r"]))
     hooks.undo_draw(runner, 0, generator)
     assert draws(generator, 1) == expected[num_kept:]
+
+
+def test_remarks_are_warnings_at_the_start(
+    llumlet_off: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    remark = "Scheduler.schedule differs"
+    now = dataclasses.replace(importer.state(), remarks=(remark,))
+    monkeypatch.setattr(importer, "state", lambda: now)
+    args = argparse.Namespace(enable_llumlet=True, llumlet_instance_id="a", middleware=[])
+    monkeypatch.setenv(hooks.CONFIG_VARIABLE, "")  # `resolve_args` sets it for the children: taken back at the end
+    hooks.resolve_args(args)
+    assert [(record.levelname, record.message) for record in caplog.records] == [("WARNING", f"llumlet: {remark}")]

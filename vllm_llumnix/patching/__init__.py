@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The patch series against vLLM, and how it gets in.
 
-    diff.py      unified diffs: parsed, and applied without fuzz or offset
-    series.py    one series, `patches/v<version>/{BASE,series,*.patch}`, and its digest
-    installed.py the installed vLLM compared with its series
-    importer.py  the series applied in memory while vLLM's modules are imported; loader.py, state.py: its parts
-    disk.py      the series applied to, and taken from, files on disk
-    rebase.py    a series written again for another release
-    docs.py      `docs/patches.md` from the headers of the patches
+    diff.py       unified diffs: parsed, and applied without fuzz or offset, or by their text
+    series.py     one series, `patches/v<version>/{BASE,series,*.patch,CONTRACT}`, and its digest
+    relied_on.py  the functions of vLLM that the engine side counts on
+    contract.py   the hashes of these in one release
+    installed.py  the installed vLLM compared with every series
+    importer.py   the series applied in memory while vLLM's modules are imported; loader.py, state.py: its parts
+    disk.py       the series applied to, and taken from, files on disk
+    release.py    the files of a wheel, a directory or an installation
+    rebase.py     a series and its contract written again for another release, and what there is to read in that
+    docs.py       `docs/patches.md` from the headers of the patches
 
-A series is made for one release of vLLM and for exactly these bytes: `BASE` holds a hash of each file before and after
-it. Anything else is left as it is, and `--enable-llumlet` says so.
+A series is made for exactly these bytes: `BASE` holds a hash of each file before and after it. It serves every vLLM
+that has them, whatever its version. Anything else is left as it is, unless `--llumlet-adapt` was given and it fits word
+for word, and `--enable-llumlet` says so.
 """

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unified diffs, applied exactly: every line of context must be where the hunk says, or nothing is changed."""
+"""Unified diffs, applied exactly: every line of context must be where the hunk says, or nothing is changed.
+
+`apply_by_text` is for files other than the one that a diff was made for: every line of context must be there as it is,
+once, wherever that may be.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +60,23 @@ class FileDiff:
             result += hunk.after
             position = start + len(hunk.before)
         return "\n".join(result + lines[position:])
+
+    def apply_by_text(self, text: str) -> tuple[str, list[tuple[Hunk, int]]]:
+        """The text of the changed file, and the hunks that do not fit: how often each one's lines are there, not once.
+
+        Line numbers do not count; there is no fuzz.
+        """
+        misfits: list[tuple[Hunk, int]] = []
+        lines = text.split("\n")
+        for hunk in self.hunks:
+            length = len(hunk.before)
+            heads = (at for at, line in enumerate(lines) if hunk.before[:1] == (line,))
+            starts = [at for at in heads if tuple(lines[at : at + length]) == hunk.before]
+            if len(starts) == 1:
+                lines[starts[0] : starts[0] + length] = hunk.after
+            else:
+                misfits.append((hunk, len(starts)))
+        return "\n".join(lines), misfits
 
 
 def parse(text: str, name: str) -> tuple[FileDiff, ...]:

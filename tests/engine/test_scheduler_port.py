@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,6 +65,36 @@ def test_frozen_request_emits_its_last_token_and_then_nothing(rig: Rig) -> None:
     assert frozen is not None
     assert frozen.computed_tokens == request.num_tokens - 1
     rig.port.unpin(frozen.pin)
+
+
+@pytest.mark.parametrize("turns_frozen", range(5))
+def test_a_pipeline_keeps_its_cadence(turns_frozen: int, model_dir: Path) -> None:
+    """A stage that is not the last gets a sampled token as many steps later as there are stages: a request that was
+    decoded before would go on from the token before the last."""
+    stages = 3
+    rig = Rig(model_dir, asynchronous=True, runner_v2=True)
+    scheduler, rig.depth = rig.scheduler, stages + 1
+    scheduler.pp_size = scheduler.decode_stagger = stages
+    request = rig.add("a")
+    decoded = []
+
+    def turn() -> None:
+        rig.turn()
+        if "a" in rig.scheduled():
+            decoded.append(scheduler.current_step)
+
+    while len(decoded) < 4:
+        turn()
+    rig.port.freeze(request)
+    for _ in range(turns_frozen):
+        turn()
+    # Twice is once.
+    rig.port.unfreeze(request)
+    rig.port.unfreeze(request)
+    while len(decoded) < 7:
+        turn()
+    gaps = [after - before for before, after in itertools.pairwise(decoded)]
+    assert gaps == [stages] * 3 + [max(stages, turns_frozen + 1)] + [stages] * 2
 
 
 def test_unfrozen_request_goes_on_where_it_stopped(rig: Rig) -> None:

@@ -6,7 +6,9 @@ Who owns a block during a move (S source, D destination; `[from, to)` are block 
     S, round k      [copied, frontier)   scheduler, plus one reference of ours (a pin) until the round's result is in
     S, frozen       [0, end)             scheduler, plus a pin on every block until the hand-over is settled
     D, reserved     [0, hits)            prefix cache hits: shared, referenced by the reservation
-                    [hits, reserved)     ours alone; unknown to the scheduler's queues, unhashed
+                    [hits, reserved)     ours alone; unknown to the scheduler's queues, unhashed. A step in flight may
+                                         still write them, for a request that has just lost them: whoever asks for
+                                         blocks is answered behind that step (`KVConnection.call_for_blocks`)
     D, admitted     [0, end)             scheduler; hashes of full blocks are published at this moment, not before
     D, abandoned    as reserved, until every mover has reported that it no longer writes; only then freed
 
@@ -79,6 +81,9 @@ class SchedulerPort:
         self.block_pool = scheduler.kv_cache_manager.block_pool
         self.block_size: int = scheduler.block_size
         self._frozen: dict[str, Request] = {}
+        self._eligible: dict[str, int] = {}
+        """`next_decode_eligible_step` of frozen requests as vLLM had set it: with a pipeline, a stage gets a sampled
+        token some steps later, and the request must not be decoded before."""
         self._parked: dict[str, Request] = {}
         self._reserved: dict[str, Request] = {}
         self._emptied: set[str] = set()
@@ -91,11 +96,6 @@ class SchedulerPort:
             # The scheduler's alone: workers in this process read vLLM's.
             scheduler.lora_config = copy.copy(scheduler.lora_config)
             self._max_adapters: int = scheduler.lora_config.max_loras
-
-    def free_after_steps(self) -> None:
-        """For an engine that schedules a step while another is in flight, which may still write a slot of a block that
-        was freed: blocks come back to the pool only after that step, so that no reservation receives one of them."""
-        self.scheduler.defer_block_free = True
 
     @property
     def num_blocks(self) -> int:
@@ -153,6 +153,7 @@ class SchedulerPort:
         A running one keeps its slot and its blocks, and a step in flight still emits its token; a queued one leaves the
         queue until `unfreeze`.
         """
+        self._eligible.setdefault(request.request_id, request.next_decode_eligible_step)
         request.next_decode_eligible_step = _NEVER
         self._frozen[request.request_id] = request
         if request.status == RequestStatus.RUNNING:
@@ -176,14 +177,15 @@ class SchedulerPort:
         )
 
     def unfreeze(self, request: Request) -> None:
-        """Let the request run again, from where it was frozen."""
-        request.next_decode_eligible_step = 0
+        """Let the request run again, from where it was frozen, and no sooner than vLLM would have let it."""
+        request.next_decode_eligible_step = self._eligible.pop(request.request_id, request.next_decode_eligible_step)
         self._frozen.pop(request.request_id, None)
         if self._parked.pop(request.request_id, None) is not None:
             self._queue_again(request)
 
     def forget(self, request: Request) -> None:
         """vLLM has finished a frozen request by itself."""
+        self._eligible.pop(request.request_id, None)
         self._frozen.pop(request.request_id, None)
         self._parked.pop(request.request_id, None)
 

@@ -63,8 +63,6 @@ class Rig:
         self.scheduler, self.block_hasher = new_scheduler(model, asynchronous, num_blocks, **flags)
         self.scheduler.use_v2_model_runner = runner_v2
         self.port = SchedulerPort(self.scheduler)
-        if asynchronous:
-            self.port.free_after_steps()
         self.runner = FakeRunner()
         self.depth = 2 if asynchronous else 1
         self._in_flight: deque[tuple[SchedulerOutput, frozenset[str]]] = deque()

@@ -220,24 +220,6 @@ def test_what_was_copied_before_sleep_is_no_cache(rig: Rig, how: str) -> None:
     rig.port.admit(before, before.num_tokens - 1)
 
 
-@pytest.mark.parametrize("runner_v2", [False, True], ids=["v1", "v2"])
-def test_no_reservation_of_blocks_that_a_step_in_flight_may_write(runner_v2: bool, model_dir: Path) -> None:
-    rig = Rig(model_dir, asynchronous=True, runner_v2=runner_v2)
-    request = rig.add("a", num_prompt=100)
-    rig.turns(4)
-    free, written = rig.free_blocks, set(rig.port.block_ids(request))
-    rig.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
-    assert rig.free_blocks == free
-    # Every block that there is.
-    _, blocks = rig.port.reserve(rig.request("b", num_prompt=free * BLOCK_SIZE - 1), use_prefix_cache=False)
-    assert len(blocks) == free
-    assert not written.intersection(blocks)
-    rig.drain_one()
-    assert rig.free_blocks == len(written)
-    _, blocks = rig.port.reserve(rig.request("c", num_prompt=len(written) * BLOCK_SIZE - 1), use_prefix_cache=False)
-    assert set(blocks) == written
-
-
 def test_reserve_preempts_nobody(rig: Rig) -> None:
     running = rig.add("b", num_prompt=200)
     rig.turns(3)

@@ -41,7 +41,8 @@ async def test_without_faults(scenario: str, outcome: str, asynchronous: bool, m
     async def problems() -> list[str]:
         async with cluster_of(model_dir, asynchronous=asynchronous) as cluster:
             for instance in cluster.instances.values():
-                assert instance.engine.scheduler.defer_block_free is asynchronous
+                assert (instance.engine.batch_queue is not None) is asynchronous
+                assert not instance.engine.scheduler.defer_block_free, "each preemption would drain the pipeline"
             stream = await company(cluster, num_others=3)
             found = [] if await PLAY[scenario](cluster, stream) == outcome else [str(cluster.last_report)]
             found += await cluster.verdict(stream)

@@ -240,8 +240,8 @@ class IncomingMove:
                 raise Refused(Reason.NOT_PORTABLE, problem)
             # Connect to the origin now, not when its client waits for the first token from here.
             arrivals.relay.client_index(self.residence.origin)
-            hit_blocks, self._block_ids = await arrivals.kvconn.call_behind_outputs(
-                arrivals.reserve_on_loop, self.request, offer.method == Mode.WAITING
+            hit_blocks, self._block_ids = await arrivals.kvconn.call_for_blocks(
+                arrivals.reserve_on_loop, self.request, offer.method == Mode.WAITING, behind_outputs=True
             )
         except MigrationError as error:
             self.feed(on.ReserveFailed(error.reason, error.detail))
@@ -258,7 +258,7 @@ class IncomingMove:
     async def _grow(self, num_tokens: int) -> None:
         kvconn = self.arrivals.kvconn
         try:
-            self._block_ids = await kvconn.call(kvconn.port.grow, self.request, num_tokens)
+            self._block_ids = await kvconn.call_for_blocks(kvconn.port.grow, self.request, num_tokens)
         except MigrationError as error:
             self.feed(on.GrowFailed(error.reason, error.detail))
             return

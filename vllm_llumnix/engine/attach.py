@@ -55,8 +55,6 @@ def attach(engine: Any) -> KVConnection:
         spec_decode=engine.vllm_config.speculative_config is not None,
     )
     port = SchedulerPort(engine.scheduler)
-    if engine.batch_queue is not None:
-        port.free_after_steps()
     follow_engine(engine, port.load)
     bypass = Bypass(config, identity, movers, engine)
     kvconn = KVConnection(engine, port, bypass)

@@ -80,6 +80,8 @@ class KVConnection:
         """Relays of our own front-end; the engine's relay has met them, and keeps to them."""
         self._audit_due = False
         self._commands: deque[Callable[[], None]] = deque()
+        self._fences: deque[tuple[list[Any], Callable[[], None]]] = deque()
+        """Batches in flight, and what is answered when none of them is any more."""
         self._departures: dict[str, Departure] = {}
         self._aborted: deque[str] = deque(maxlen=4096)
         self._behind_outputs: deque[Callable[[], None]] = deque()
@@ -91,6 +93,8 @@ class KVConnection:
         self.steps += 1
         self.progress.step()
         faults.hit("loop.step")
+        if self._fences:
+            self._pass_fences()
         commands = self._commands
         while commands:
             commands.popleft()()
@@ -110,7 +114,7 @@ class KVConnection:
 
         They are while a step in flight still has to drain, and while data-parallel peers step together.
         """
-        if self._commands:
+        if self._commands or self._fences:
             return True
         engine = self.engine
         asleep = self.port.only_frozen() and not (engine.batch_queue or engine.engines_running or self._is_draining())
@@ -270,19 +274,44 @@ class KVConnection:
 
     def call(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         """Run `function` on the loop, before its next step; await the result on the bypass thread's event loop."""
-        return self._call(function, args, lambda answer: answer())
+        return self._call(function, args, _at_once)
 
     def call_behind_outputs(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         """As `call`, but the result comes behind the outputs of all steps before: they have been posted to `bypass`.
 
         Outputs name a request, not which of its lives here they are of.
         """
+        return self._call(function, args, self._queue)
 
-        def queue(answer: Callable[[], None]) -> None:
-            self._behind_outputs.append(answer)
-            self.engine.output_queue.put_nowait((NO_CLIENT, EngineCoreOutputs()))
+    def call_for_blocks(
+        self, function: Callable[..., T], *args: Any, behind_outputs: bool = False
+    ) -> asyncio.Future[T]:
+        """As `call`, of what takes blocks out of the pool to be written by others than the model.
 
-        return self._call(function, args, queue)
+        With several batches in flight vLLM gives the blocks of a request back while a step still writes them: whoever
+        gets them next through the model writes them behind that step. Movers do not wait for the model, so the result
+        comes when all steps that were in flight as the blocks were taken have been processed. Later ones know of no
+        former owner. `behind_outputs` as in `call_behind_outputs`.
+        """
+        return self._call(function, args, functools.partial(self._fence, self._queue if behind_outputs else _at_once))
+
+    def _fence(self, deliver: Callable[[Callable[[], None]], None], answer: Callable[[], None]) -> None:
+        in_flight = list(self.engine.batch_queue or ())
+        if in_flight:
+            self._fences.append((in_flight, functools.partial(deliver, answer)))
+        else:
+            deliver(answer)
+
+    def _pass_fences(self) -> None:
+        """Batches leave the queue in order, and have been processed when they have."""
+        in_flight = {id(batch) for batch in self.engine.batch_queue}
+        while self._fences and in_flight.isdisjoint(map(id, self._fences[0][0])):
+            self._fences.popleft()[1]()
+
+    def _queue(self, answer: Callable[[], None]) -> None:
+        """Have the output thread answer, behind the outputs that are on their way."""
+        self._behind_outputs.append(answer)
+        self.engine.output_queue.put_nowait((NO_CLIENT, EngineCoreOutputs()))
 
     def _call(
         self, function: Callable[..., T], args: tuple[Any, ...], deliver: Callable[[Callable[[], None]], None]
@@ -317,3 +346,7 @@ class KVConnection:
     def kick(self) -> None:
         """Make an idle loop turn."""
         self.engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+
+def _at_once(answer: Callable[[], None]) -> None:
+    answer()

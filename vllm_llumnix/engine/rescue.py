@@ -99,7 +99,7 @@ class Rescue:
             self._arrivals.require_reachable(rank)
         transport = await self._movers.probe(memory)
         block_size = self._kvconn.port.block_size
-        hits, block_ids = await self._kvconn.call(self._arrivals.reserve_on_loop, request, False)
+        hits, block_ids = await self._kvconn.call_for_blocks(self._arrivals.reserve_on_loop, request, False)
         last = -(-computed // block_size)
         copied = await self._pull(request, memory, list(claim.block_ids[hits:last]), block_ids[hits:last], transport)
         return Fetched(max(computed, hits * block_size), copied)

@@ -9,6 +9,7 @@ import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -313,6 +314,24 @@ def test_every_change_is_told_and_tokens_now_and_then(rig: Rig) -> None:
     before = len(told)
     rig.scheduler.set_pause_state(rig.scheduler.pause_state)
     assert len(told) == before + 1
+
+
+@pytest.mark.parametrize("error", [KeyError("gone"), AssertionError(), AttributeError("ref_cnt"), IndexError()])
+def test_a_look_up_that_fails_costs_no_request(rig: Rig, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop changes the cache while the input thread looks; vLLM answers an exception there with an error."""
+    rig.add("first", num_prompt=10 * BLOCK_SIZE, max_tokens=2)
+    rig.turns(8)
+    (manager,) = rig.port.kv_cache_manager.coordinator.single_type_managers
+    request = rig.request("second", num_prompt=10 * BLOCK_SIZE + 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(manager, "find_longest_cache_hit", Mock(side_effect=error))
+        rig.port.load.received(request)
+        assert manager.find_longest_cache_hit.called
+    assert rig.port.load.snapshot().load.waiting_prefill_tokens == request.num_tokens, "all of it is work"
+    rig.scheduler.add_request(request)
+    rig.turns(3)
+    assert request.num_output_tokens
+    assert_right(rig)
 
 
 @pytest.mark.parametrize(

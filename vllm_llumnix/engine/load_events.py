@@ -133,8 +133,11 @@ def _prefix_cache_of(scheduler: Any) -> Any:
         try:
             # One token has to be computed in any case, for its logits.
             return int(find(request.block_hashes, request.num_tokens - 1)[1])
-        except (RuntimeError, StopIteration):
-            # On the input thread: the loop has taken away the entry that was being looked at.
+        except Exception:
+            # On the input thread, where it would fail the client's request; the loop changes what is looked at.
+            # It only reads, also with several kinds of cache: that many tokens more count as work, until the scheduler
+            # looks for itself.
+            logger.debug("llumlet: the prefix cache changed during a look-up", exc_info=True)
             return 0
 
     return look_up

@@ -15,10 +15,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import RequestStatus
 
+from tests.engine.loop import new_loop
 from tests.engine.rig import BLOCK_SIZE, Rig
 from vllm_llumnix.engine import claims as claims_module
 from vllm_llumnix.engine.claims import Claims
@@ -249,3 +251,24 @@ async def test_the_loop_is_timed_as_well(engine: Engine) -> None:
     engine.turn()
     assert seen[0] >= 1.5
     assert engine.kvconn.progress.health is Health.OK
+
+
+@pytest.mark.parametrize("runner_v2", [False, True], ids=["v1", "v2"])
+async def test_a_paused_loop_that_waits_for_the_last_batch(runner_v2: bool, model_dir: Path) -> None:
+    """It gives the model nothing new; stuck it is all the same, and its requests are unfinished."""
+    loop = new_loop(model_dir, runner_v2=runner_v2)
+    free = loop.rig.free_blocks
+    request = loop.rig.add("a")
+    loop.turns(8)
+    loop.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert loop.batch_queue
+    assert not loop.scheduler.has_requests()
+    taken = []
+    loop.worker.before = lambda _: taken.append(loop.kvconn.claims.take("a", TAKEN))
+    assert not loop.turn(), "what it computed is somebody else's"
+    assert taken[0].computed_tokens == request.num_tokens - 1
+    with pytest.raises(Refused, match="not in a model step"):
+        loop.kvconn.claims.take("a", TAKEN)
+    assert loop.kvconn.claims.end(taken[0].claim_id)
+    loop.turn()
+    assert loop.rig.free_blocks == free

@@ -28,14 +28,28 @@ def progress(clock: Clock) -> Progress:
 
 def turn(progress: Progress, clock: Clock, tokens: int, seconds: float) -> None:
     """One step of the loop that takes `seconds`."""
+    batch = object()
     progress.step()
-    progress.execute(tokens)
+    progress.execute(batch, tokens)
     clock.now += seconds
+    progress.returned(batch)
+
+
+def limit(progress: Progress, tokens: int) -> float:
+    """For a batch of so many tokens. It says nothing of what one takes."""
+    with progress.busy("nothing"):
+        progress.execute("asked", tokens)
+    found = progress.limit_seconds
+    progress.returned("asked")
+    return found
 
 
 def test_a_decode_step_that_hangs(progress: Progress, clock: Clock) -> None:
     for _ in range(50):
         turn(progress, clock, 4, 0.01)
+    progress.step()
+    progress.execute("hangs", 4)
+    clock.now += 0.01
     seen = []
     for _ in range(10):
         clock.now += 0.5
@@ -49,7 +63,7 @@ def test_a_long_prefill_is_no_hang(progress: Progress, clock: Clock) -> None:
     for _ in range(30):
         turn(progress, clock, 1000, 0.5)
     progress.step()
-    progress.execute(8000)
+    progress.execute("long", 8000)
     clock.now += 4 * PATIENCE_FACTOR * 0.95
     assert progress.health is Health.OK
     clock.now += 4 * PATIENCE_FACTOR * 0.1
@@ -64,12 +78,7 @@ def test_one_stall_changes_little(clock: Clock, tokens: int) -> None:
         progress = Progress(clock)
         for step in ((1000, 0.05),) * 50 + ((8, 0.02),) * 200 + steps + ((8, 0.02),):
             turn(progress, clock, *step)
-        progress.step()
-        found = []
-        for given in (8, 48, 4000):
-            progress.execute(given)
-            found.append(progress.limit_seconds)
-        return found
+        return [limit(progress, given) for given in (8, 48, 4000)]
 
     pairs = zip(limits_after(), limits_after((tokens, 60.0)), strict=True)
     assert all(disturbed < 3 * undisturbed for undisturbed, disturbed in pairs)
@@ -82,16 +91,15 @@ def test_a_machine_that_has_become_slower_is_believed_after_some_steps(
     for _ in range(50):
         turn(progress, clock, tokens, usual)
     steps = 0
-    while progress.limit_seconds < 20 * usual:
-        assert steps < 10, progress.limit_seconds
+    while limit(progress, tokens) < 20 * usual:
+        assert steps < 10
         turn(progress, clock, tokens, 20 * usual)
         steps += 1
     assert steps > 1
 
 
 def test_before_the_first_prefill_a_slow_machine_is_assumed(progress: Progress) -> None:
-    progress.execute(4000)
-    assert progress.limit_seconds == pytest.approx(PATIENCE_FACTOR * 4000 * FIRST_SECONDS_PER_TOKEN)
+    assert limit(progress, 4000) == pytest.approx(PATIENCE_FACTOR * 4000 * FIRST_SECONDS_PER_TOKEN)
 
 
 def test_whoever_sleeps_does_not_hang(progress: Progress, clock: Clock) -> None:
@@ -102,3 +110,99 @@ def test_whoever_sleeps_does_not_hang(progress: Progress, clock: Clock) -> None:
     progress.step()
     clock.now += 1
     assert progress.stalled_seconds == pytest.approx(1)
+
+
+def test_busy_is_not_hung(clock: Clock) -> None:
+    """Streams stay for as long as the call may take, and no longer; nothing new comes."""
+    progress = Progress(clock, utility_seconds=60)
+    progress.sleep()
+    clock.now += 100
+    seen = []
+    with progress.busy("add_lora"):
+        for _ in range(8):
+            seen.append((progress.health, progress.busy_with))
+            clock.now += 10
+    assert seen == [(Health.OK, "add_lora")] + [(Health.SUSPECT, "add_lora")] * 6 + [(Health.HUNG, "add_lora")]
+    assert (progress.health, progress.busy_with) == (Health.OK, "")
+    progress.step()
+    clock.now += 4.6
+    assert progress.health is Health.HUNG, "a step has its own limit again"
+
+
+def test_a_call_that_fails(progress: Progress) -> None:
+    with pytest.raises(ValueError, match="no such adapter"), progress.busy("add_lora"):
+        raise ValueError("no such adapter")
+    assert progress.busy_with == ""
+
+
+def test_what_a_batch_took_beside_a_call_is_not_believed(progress: Progress, clock: Clock) -> None:
+    for _ in range(50):
+        turn(progress, clock, 1000, 0.5)
+    progress.execute("beside", 1000)
+    with progress.busy("reset_prefix_cache"):
+        clock.now += 20
+    progress.returned("beside")
+    assert limit(progress, 8000) == pytest.approx(PATIENCE_FACTOR * 4, rel=0.01)
+
+
+PREFILL, DECODE = 2000, 8
+SECONDS = {PREFILL: 4.0, DECODE: 0.05}
+"""What the model takes for a batch."""
+
+
+class Pipeline:
+    """A model of `stages`, each at one batch at a time; the loop keeps `depth` batches in flight."""
+
+    def __init__(self, progress: Progress, clock: Clock, depth: int, stages: int = 1) -> None:
+        self.progress = progress
+        self.clock = clock
+        self.depth = depth
+        self.free_at = [0.0] * stages
+        self.in_flight: list[tuple[object, float]] = []
+        self.waits: list[tuple[float, float]] = []
+        """How long the loop waited, and how long it might have before it were suspect."""
+
+    def turn(self, tokens: int) -> None:
+        self.progress.step()
+        batch, at = object(), self.clock.now
+        self.progress.execute(batch, tokens)
+        for stage, free_at in enumerate(self.free_at):
+            at = self.free_at[stage] = max(at, free_at) + SECONDS[tokens] / len(self.free_at)
+        self.in_flight.append((batch, at))
+        if len(self.in_flight) == self.depth:
+            batch, done_at = self.in_flight.pop(0)
+            self.waits.append((done_at - self.clock.now, self.progress.limit_seconds))
+            self.clock.now = max(self.clock.now, done_at) + 0.001
+            self.progress.returned(batch)
+
+
+@pytest.mark.parametrize(("depth", "stages"), [(1, 1), (2, 1), (2, 2), (3, 2), (5, 4)])
+@pytest.mark.parametrize("every", [2, 3, 7])
+def test_each_kind_of_batch_is_learnt_from_its_own(
+    depth: int, stages: int, every: int, progress: Progress, clock: Clock
+) -> None:
+    """Prefills behind decodes and decodes behind prefills, with several batches in flight."""
+    pipeline = Pipeline(progress, clock, depth, stages)
+    for number in range(300):
+        pipeline.turn(DECODE if number % every else PREFILL)
+    # One that starts in an empty pipeline takes all stages; in a full one they come at the pace of one stage.
+    assert SECONDS[PREFILL] / stages * 0.7 < PREFILL * progress._seconds_per_token < SECONDS[PREFILL] * 1.3
+    assert progress._step_seconds < 3 * SECONDS[DECODE]
+
+
+@pytest.mark.parametrize(("depth", "stages"), [(1, 1), (2, 1), (2, 2), (3, 2), (5, 4)])
+def test_a_long_prefill_behind_decodes_is_no_hang(
+    depth: int, stages: int, progress: Progress, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = Pipeline(progress, clock, depth, stages)
+    for number in range(200):
+        pipeline.turn(DECODE if number % 5 else PREFILL)
+    # 16,000 tokens at once, which the model has never seen: 32 s.
+    monkeypatch.setitem(SECONDS, 8 * PREFILL, 8 * SECONDS[PREFILL])
+    pipeline.waits.clear()
+    for tokens in (DECODE, DECODE, DECODE, 8 * PREFILL, *[DECODE] * 8):
+        pipeline.turn(tokens)
+    longest = max(waited for waited, _ in pipeline.waits)
+    assert longest > 8 * SECONDS[PREFILL] / stages * 0.9
+    assert all(waited < limit for waited, limit in pipeline.waits), "suspect"
+    assert progress.limit_seconds < PATIENCE_FACTOR * SECONDS[PREFILL], "decodes again"

@@ -69,12 +69,12 @@ class Departure:
 class KVConnection:
     """One per engine. See the module docstring for which thread calls what."""
 
-    def __init__(self, engine: Any, port: SchedulerPort, bypass: Bypass) -> None:
+    def __init__(self, engine: Any, port: SchedulerPort, bypass: Bypass, progress: Progress | None = None) -> None:
         self.engine = engine
         self.port = port
         self.bypass = bypass
         self.steps = 0
-        self.progress = Progress()
+        self.progress = progress or Progress()
         self.claims = Claims(self)
         self._origins: set[str] = set()
         """Relays of our own front-end; the engine's relay has met them, and keeps to them."""
@@ -128,14 +128,14 @@ class KVConnection:
     def watch_model(self) -> None:
         """See the engine give its model a batch, and turn to what the model made of it. Called once.
 
-        Steps and executors are attributes of the engine; so this needs no patch.
+        Steps, executors and the scheduler's methods are attributes; so this needs no patch.
         """
-        engine, progress, claims = self.engine, self.progress, self.claims
-        execute = engine.model_executor.execute_model
+        engine, scheduler, progress, claims = self.engine, self.port.scheduler, self.progress, self.claims
+        execute, update = engine.model_executor.execute_model, scheduler.update_from_output
         process_aborts, step = engine._process_aborts_queue, engine.step_fn
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            progress.execute(scheduler_output.total_num_scheduled_tokens)
+            progress.execute(scheduler_output, scheduler_output.total_num_scheduled_tokens)
             claims.model_begins()
             faults.hit("loop.model")
             return execute(scheduler_output, *args, **kwargs)
@@ -145,7 +145,14 @@ class KVConnection:
             claims.model_ended()
             process_aborts()
 
+        def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
+            progress.returned(scheduler_output)
+            return update(scheduler_output, model_runner_output)
+
         def step_fn() -> Any:
+            if engine.batch_queue and not scheduler.has_requests():
+                # A paused scheduler: nothing is scheduled, and the step only waits for what is in flight.
+                claims.model_begins()
             # With several batches in flight a step may end without having waited for the model.
             try:
                 return step()
@@ -155,6 +162,7 @@ class KVConnection:
         engine.model_executor.execute_model = execute_model
         engine._process_aborts_queue = process_aborts_queue
         engine.step_fn = step_fn
+        scheduler.update_from_output = update_from_output
 
     def load_adapter(self, request: Request) -> None:
         """Loop thread: have the LoRA adapter of a request that comes here loaded now, if the workers do not hold it.
@@ -168,8 +176,9 @@ class KVConnection:
         if adapter is None or adapter.lora_int_id in self.port.running_adapters():
             return
         try:
-            # Past the engine's own `add_lora`, from which adapters are learnt.
-            self.engine.model_executor.add_lora(adapter)
+            with self.progress.busy("add_lora"):
+                # Past the engine's own, from which adapters are learnt.
+                self.engine.model_executor.add_lora(adapter)
         except Exception as error:
             logger.exception("llumlet: adapter %s cannot be loaded", adapter.lora_name)
             problem = f"adapter {adapter.lora_name!r} cannot be loaded here: {type(error).__name__}"

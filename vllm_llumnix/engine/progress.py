@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the engine's loop gets on, judged from another thread.
 
-The loop says when a step begins, what the model is given, and when it goes to sleep; a few attribute writes each. A
-hang is told from a long step by what the step was expected to take:
+The loop says when a step begins, which batch the model is given and which it has returned, and when it goes to sleep; a
+few attribute writes each. A hang is told from a long step by what the step was expected to take:
 
-    limit  = max(1.5 s, 8 x (usual step + tokens x usual seconds per token))
+    limit  = max(1.5 s, 8 x (usual step + tokens x usual seconds per token)), of the largest batch in flight
     OK       less than `limit` since the loop last moved, or asleep
     SUSPECT  more than that
     HUNG     3 s more
+
+What a call of the engine's utilities takes (loading an adapter, writing a profile, new weights) nobody can expect.
+While one runs, the engine is busy with it, and it does not hang before `utility_seconds` are over.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from vllm_llumnix.migration.wire import Health
 
@@ -31,14 +37,30 @@ SLOWER = 2.0
 a machine that has become slower says so with every step, and the limit follows by a fifth each time."""
 
 
+@dataclasses.dataclass(eq=False, slots=True)
+class _Batch:
+    scheduled: Any
+    """Of which the address is the key: it must live as long."""
+    tokens: int
+    began: float
+    disturbed: bool = False
+    """The loop did something else meanwhile: how long the batch took is not known."""
+
+
 class Progress:
     """Written by the loop thread, read by any other."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, utility_seconds: float = 300.0) -> None:
         self._clock = clock
+        self._utility_seconds = utility_seconds
         self._moved_at = clock()
         self._asleep = False
+        self._busy_with = ""
+        self._in_flight: dict[int, _Batch] = {}
+        self._returned_at = 0.0
+        """When the model had done its last batch, and could begin the next."""
         self._tokens = 0
+        """Of the largest batch in flight."""
         self._step_seconds = 0.0
         self._seconds_per_token = FIRST_SECONDS_PER_TOKEN
 
@@ -46,21 +68,45 @@ class Progress:
 
     def step(self) -> None:
         """The loop begins a turn: whatever it was doing is done."""
-        now = self._clock()
-        if tokens := self._tokens:
-            self._learn(tokens, min(now - self._moved_at, self._longest_believed))
-            self._tokens = 0
-        self._moved_at = now
+        self._moved_at = self._clock()
         self._asleep = False
 
-    def execute(self, num_tokens: int) -> None:
-        """The model is given `num_tokens` tokens."""
-        self._moved_at = self._clock()
-        self._tokens = num_tokens
+    def execute(self, scheduled: Any, num_tokens: int) -> None:
+        """The model is given a batch of `num_tokens` tokens: `scheduled`, vLLM's SchedulerOutput, as in `returned`.
+        Others may be in flight; it gets to this one when they have returned."""
+        now = self._moved_at = self._clock()
+        self._in_flight[id(scheduled)] = _Batch(scheduled, num_tokens, now)
+        self._tokens = max(self._tokens, num_tokens)
+
+    def returned(self, scheduled: Any) -> None:
+        """The model has returned what it made of the batch."""
+        now = self._moved_at = self._clock()
+        batch = self._in_flight.pop(id(scheduled), None)
+        if batch is None:
+            return
+        if batch.tokens and not batch.disturbed:
+            seconds = now - max(batch.began, self._returned_at)
+            self._learn(batch.tokens, min(seconds, self._longest_believed(batch.tokens)))
+        self._returned_at = now
+        self._tokens = max((other.tokens for other in self._in_flight.values()), default=0)
 
     def sleep(self) -> None:
         """There is no work; the next step comes when there is."""
         self._asleep = True
+
+    @contextlib.contextmanager
+    def busy(self, method: str) -> Iterator[None]:
+        """The loop runs `method` of the engine, in no step and for as long as it takes."""
+        self._moved_at = self._clock()
+        self._asleep = False
+        self._busy_with = method
+        try:
+            yield
+        finally:
+            self._busy_with = ""
+            self._moved_at = self._clock()
+            for batch in self._in_flight.values():
+                batch.disturbed = True
 
     def _learn(self, tokens: int, seconds: float) -> None:
         if tokens < PREFILL_TOKENS:
@@ -68,21 +114,19 @@ class Progress:
         else:
             self._seconds_per_token += (1 - MEMORY) * (seconds / tokens - self._seconds_per_token)
 
-    @property
-    def _longest_believed(self) -> float:
+    def _longest_believed(self, tokens: int) -> float:
         """What a step counts as at most. Up to the second of these the limit is `PATIENCE_SECONDS` in any case."""
-        return max(SLOWER * self._expected_seconds, PATIENCE_SECONDS / PATIENCE_FACTOR)
+        return max(SLOWER * self._expected_seconds(tokens), PATIENCE_SECONDS / PATIENCE_FACTOR)
 
     # Any thread
 
-    @property
-    def _expected_seconds(self) -> float:
-        return self._step_seconds + self._tokens * self._seconds_per_token
+    def _expected_seconds(self, tokens: int) -> float:
+        return self._step_seconds + tokens * self._seconds_per_token
 
     @property
     def limit_seconds(self) -> float:
         """How long the loop may take before it is suspect."""
-        return max(PATIENCE_SECONDS, PATIENCE_FACTOR * self._expected_seconds)
+        return max(PATIENCE_SECONDS, PATIENCE_FACTOR * self._expected_seconds(self._tokens))
 
     @property
     def stalled_seconds(self) -> float:
@@ -90,8 +134,15 @@ class Progress:
         return 0.0 if self._asleep else self._clock() - self._moved_at
 
     @property
+    def busy_with(self) -> str:
+        """The method of the engine that the loop runs; empty if none."""
+        return self._busy_with
+
+    @property
     def health(self) -> Health:
-        late = self.stalled_seconds - self.limit_seconds
+        busy, stalled = self._busy_with, self.stalled_seconds
+        late = stalled - self.limit_seconds
         if late <= 0:
             return Health.OK
-        return Health.SUSPECT if late <= RESCUE_SECONDS else Health.HUNG
+        hung = stalled > self._utility_seconds if busy else late > RESCUE_SECONDS
+        return Health.HUNG if hung else Health.SUSPECT

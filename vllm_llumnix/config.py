@@ -81,6 +81,7 @@ class LlumletConfig:
     insecure: bool = False
     peers: tuple[str, ...] = ()
     drain_seconds: float = 25.0
+    utility_seconds: float = 300.0
     tls_cert: str = ""
     tls_key: str = ""
     tls_ca: str = ""
@@ -330,6 +331,14 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         "peers. The default fits the 30 seconds that Kubernetes gives; raise both for longer streams. 0: end at once.",
     )
     add(
+        "--llumlet-utility-seconds",
+        type=float,
+        default=_DEFAULTS.utility_seconds,
+        metavar="SECONDS",
+        help="How long the engine's loop may be busy with one call, such as loading an adapter, writing a profile or "
+        "new weights, before it counts as hung and its streams go on elsewhere. It gets no new requests meanwhile.",
+    )
+    add(
         "--llumlet-insecure",
         action="store_true",
         default=False,
@@ -469,6 +478,8 @@ def _faults(config: LlumletConfig) -> list[str]:
         faults.append("--llumlet-lease-seconds must be at least 1")
     if not 0 <= config.drain_seconds < float("inf"):
         faults.append("--llumlet-drain-seconds must not be negative or infinite")
+    if not config.utility_seconds >= 1:
+        faults.append("--llumlet-utility-seconds must be at least 1")
     if not config.stall_budget_ms > 0:
         faults.append("--llumlet-stall-budget-ms must be positive")
     faults += _mooncake_faults(config)

@@ -99,5 +99,6 @@ def _row(address: str, status: InstanceStatus, metadata: InstanceMetadata) -> li
 
 def _state(status: InstanceStatus) -> str:
     if status.health in (Health.SUSPECT, Health.HUNG):
-        return f"{word(Health, status.health)}, {status.loop_age_ms / 1e3:.1f} s"
+        busy = f" in {status.busy_with}" if status.busy_with else ""
+        return f"{word(Health, status.health)}, {status.loop_age_ms / 1e3:.1f} s{busy}"
     return "schedulable" if status.schedulable else "closed"

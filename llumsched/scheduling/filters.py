@@ -154,7 +154,8 @@ def unschedulable(instance: Instance) -> str | None:
     if status is None:
         return "has not reported its status yet"
     if status.health in _NOT_WELL:
-        return f"{word(Health, status.health)}: its loop has not moved for {status.loop_age_ms / 1e3:.1f} s"
+        doing = f"has been busy with {status.busy_with}" if status.busy_with else "has not moved"
+        return f"{word(Health, status.health)}: its loop {doing} for {status.loop_age_ms / 1e3:.1f} s"
     return None if status.schedulable else "takes no new requests"
 
 

@@ -69,6 +69,7 @@ def test_all_faults_are_listed_at_once() -> None:
             *("--enable-llumlet", "--llumlet-host", "0.0.0.0", "--llumlet-port", "70000"),
             *("--llumlet-instance-id", "a b", "--llumlet-lease-seconds", "0", "--llumlet-max-migrations-in", "-1"),
             *("--llumlet-stall-budget-ms", "-3", "--llumlet-drain-seconds", "-1"),
+            *("--llumlet-utility-seconds", "0"),
             *("--llumlet-transport", "mooncake", "--llumlet-mooncake-interface", "nosuch0"),
             LLUMNIX_TYPO="1",
             VLLM_USE_RUST_FRONTEND="1",
@@ -83,11 +84,12 @@ def test_all_faults_are_listed_at_once() -> None:
         "budget",
         "nosuch0",
         "drain",
+        "utility",
         "TYPO",
         "Rust",
     ):
         assert word in text
-    assert len(refusal.value.faults) == 10
+    assert len(refusal.value.faults) == 11
 
 
 def test_stores_that_are_told() -> None:

@@ -39,7 +39,7 @@ def source(rig: Rig) -> StatusSource:
         num_adopted=2,
         num_rescued=1,
     )
-    progress = SimpleNamespace(health=wire.Health.OK, stalled_seconds=0.0)
+    progress = SimpleNamespace(health=wire.Health.OK, stalled_seconds=0.0, busy_with="")
     kvconn = SimpleNamespace(port=rig.port, progress=progress, steps=7)
     departures = SimpleNamespace(moves={}, slots=Slots(Limits(max_requests=4), capacity, Reason.SOURCE_BUSY))
     arrivals = SimpleNamespace(

@@ -3,18 +3,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from llumlet.types import Health, InstanceStatus
 from tests.shells.cells import company, goes_on, moves, too_late, wakes_up
 from tests.shells.circumstances import hanging
-from tests.shells.cluster import cluster_of, retold
+from tests.shells.cluster import Cluster, cluster_of, retold
 from tests.shells.marks import MARKS
 from tests.support.failures import failure
 
 pytestmark = MARKS
+
+BUSY_SECONDS = 2.5
+"""Three times what a hang is waited for here."""
 
 
 @failure(
@@ -72,6 +78,49 @@ async def test_outside_of_a_step(model_dir: Path) -> list[str]:
         finally:
             loop_goes_on.set()
         return await cluster.verdict(stream)
+
+
+@failure(
+    "the loop is busy with a call of the engine's utilities, of whatever length",
+    "streams run",
+    "suspect, and sent nothing new; its streams stay",
+)
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@retold
+async def test_busy_with_a_utility(asynchronous: bool, model_dir: Path) -> list[str]:
+    async with cluster_of(model_dir, asynchronous=asynchronous) as cluster:
+        stream = await company(cluster)
+        health = await busy(cluster)
+        assert (health.health, health.busy_with, health.schedulable) == (Health.SUSPECT, "compact", False)
+        await stream.reaches(len(stream.tokens) + 20)
+        assert not stream.at.client._replay.replayed
+        assert cluster["A"].engine.agent.status.now().busy_with == ""
+        return await cluster.verdict(stream)
+
+
+@failure("the loop is busy with one call for longer than --llumlet-utility-seconds", "streams run", "replayed")
+@retold
+async def test_busy_for_too_long(model_dir: Path) -> list[str]:
+    async with cluster_of(model_dir) as cluster:
+        stream = await company(cluster)
+        cluster["A"].engine.kvconn.progress._utility_seconds = 0.9
+        call = asyncio.create_task(busy(cluster))
+        assert await goes_on(cluster, stream) == "computed again"
+        assert (await call).health == Health.HUNG
+        return await cluster.verdict(stream)
+
+
+async def busy(cluster: Cluster) -> InstanceStatus:
+    """A method of the engine takes much longer than a hang is waited for. Returns the status shortly before its end."""
+    engine, client = cluster["A"].engine, cluster["A"].client
+    engine.compact = lambda: time.sleep(BUSY_SECONDS)
+    call = asyncio.create_task(client._call_utility_async("compact", engine=client.core_engine))
+    ends = time.monotonic() + BUSY_SECONDS
+    while time.monotonic() < ends - 0.2:
+        await asyncio.sleep(0.02)
+        status = engine.agent.status.now()
+    await call
+    return status
 
 
 @failure("the KV cache is read for longer than it is kept", "the loop goes on meanwhile", "computed again")

@@ -18,6 +18,7 @@ from vllm_llumnix.engine.identity import EngineIdentity
 from vllm_llumnix.engine.kvconn import KVConnection
 from vllm_llumnix.engine.load_events import follow_engine
 from vllm_llumnix.engine.portability import custom_logits_processors, why_engine_unsupported, why_kv_unsupported
+from vllm_llumnix.engine.progress import Progress
 from vllm_llumnix.engine.request_state import digest_of
 from vllm_llumnix.engine.scheduler_port import SchedulerPort
 from vllm_llumnix.errors import ConfigError, PatchError
@@ -55,9 +56,10 @@ def attach(engine: Any) -> KVConnection:
         spec_decode=engine.vllm_config.speculative_config is not None,
     )
     port = SchedulerPort(engine.scheduler)
-    follow_engine(engine, port.load)
+    progress = Progress(utility_seconds=config.utility_seconds)
+    follow_engine(engine, port.load, progress)
     bypass = Bypass(config, identity, movers, engine)
-    kvconn = KVConnection(engine, port, bypass)
+    kvconn = KVConnection(engine, port, bypass, progress)
     kvconn.watch_model()
     bypass.start(kvconn)
     _stop_with(engine, bypass)

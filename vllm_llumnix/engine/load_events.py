@@ -15,6 +15,7 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_llumnix.engine.load import LoadCounters
+from vllm_llumnix.engine.progress import Progress
 from vllm_llumnix.engine.request_state import residence_of
 from vllm_llumnix.ids import gateway_id
 
@@ -37,11 +38,17 @@ def counters_of(scheduler: Any) -> LoadCounters:
     return load
 
 
-def follow_engine(engine: Any, load: LoadCounters) -> None:
-    """See which of the received requests the loop turns away before its scheduler hears of them."""
+def follow_engine(engine: Any, load: LoadCounters, progress: Progress) -> None:
+    """See which of the received requests the loop turns away before its scheduler hears of them, and which calls of the
+    engine's utilities keep it from stepping."""
     stock = engine._handle_client_request
 
     def handle_client_request(request_type: EngineCoreRequestType, request: Any) -> None:
+        if request_type == EngineCoreRequestType.UTILITY:
+            _, _, method, _ = request
+            with progress.busy(method):
+                stock(request_type, request)
+            return
         stock(request_type, request)
         if request_type == EngineCoreRequestType.ADD:
             load.settled(request[0].request_id)

@@ -82,8 +82,8 @@ class SchedulerPort:
         self.block_size: int = scheduler.block_size
         self._frozen: dict[str, Request] = {}
         self._eligible: dict[str, int] = {}
-        """Their `next_decode_eligible_step` as vLLM had set it: with a pipeline, a stage gets a sampled token steps after
-        it was computed, and the request must not be decoded before."""
+        """`next_decode_eligible_step` of frozen requests as vLLM had set it: with a pipeline, a stage gets a sampled
+        token some steps later, and the request must not be decoded before."""
         self._parked: dict[str, Request] = {}
         self._reserved: dict[str, Request] = {}
         self._emptied: set[str] = set()

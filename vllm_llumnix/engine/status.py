@@ -64,6 +64,7 @@ class StatusSource:
             profiling_id=-1,
             loop_age_ms=progress.stalled_seconds * 1e3,
             health=HEALTHS[health],
+            busy_with=progress.busy_with,
             num_adopted=self._bypass.num_adopted,
             num_rescued=self._bypass.num_rescued,
             num_preemptions=snapshot.num_preemptions,

@@ -285,6 +285,16 @@ _UNREADABLE = """\
 | KV memory that no transport reads | layouts that scatter a page, several allocations, mixed element types, pages in \
 host memory beside a GPU, devices other than CPU and CUDA |"""
 
+_DRAFTS = """
+## Drafts
+
+The KV cache of a draft model (EAGLE, MTP) lies in the same blocks as the target's and moves along. The V2 runner says
+that a step is done when its tokens are there, before it proposes the next drafts: what the draft model writes for the
+last step may be missing from the copy, and what it still writes for a request that has ended may fall into a block
+that was copied since. Only pages of the draft's own layers are concerned, and drafts only propose: tokens and log
+probabilities are the target's, and what may be lost is the acceptance of a draft. (By reading: no GPU has run this.)
+"""
+
 _THE_MARK = f"""\
 
 ## Custom logits processors
@@ -315,7 +325,7 @@ def render() -> str:
     lines += ["", _TOKENS_ALONE, "| engine | such as |", "|---|---|"]
     lines += [f"| {row.reason} | {row.because} |" for row in KV_REFUSED_ENGINES]
     lines += [_UNREADABLE]
-    return "\n".join([*lines, _THE_MARK])
+    return "\n".join([*lines, _DRAFTS + _THE_MARK])
 
 
 if __name__ == "__main__":

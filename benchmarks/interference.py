@@ -121,6 +121,7 @@ class Group:
         most = max(self.at_once)
         flags = ["--no-enable-prefix-caching", "--llumlet-transport", transport]
         flags += ["--llumlet-max-migrations-in", str(most), "--llumlet-max-migrations-out", str(most)]
+        flags += ["--llumlet-max-migration-kv-ratio-in", "1", "--llumlet-max-migration-kv-ratio-out", "1"]
         if self.limit != NO_LIMIT:
             flags += ["--llumlet-bandwidth-limit", self.limit, "--llumlet-bandwidth-limit-local", self.limit]
         return ServerSpec(

@@ -66,8 +66,8 @@ class LlumletConfig:
     max_migrations_out: int = 4
     max_migration_tokens_in: int | None = None
     max_migration_tokens_out: int | None = None
-    max_migration_kv_ratio_in: float | None = None
-    max_migration_kv_ratio_out: float | None = None
+    max_migration_kv_ratio_in: float = 0.25
+    max_migration_kv_ratio_out: float = 0.25
     lease_seconds: float = 30.0
     stall_budget_ms: float = 200.0
     mooncake_protocol: str = "tcp"
@@ -260,9 +260,10 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         add(
             f"--llumlet-max-migration-kv-ratio-{direction}",
             type=float,
-            default=None,
+            default=getattr(_DEFAULTS, f"max_migration_kv_ratio_{direction}"),
             metavar="SHARE",
-            help="The same as a share of this instance's KV cache, above 0 and at most 1. Default: no limit.",
+            help="The same as a share of this instance's KV cache, above 0 and at most 1: so much of it can moves "
+            "keep from the instance's own requests, or one longer request that goes alone.",
         )
     add(
         "--llumlet-lease-seconds",
@@ -472,7 +473,7 @@ def _faults(config: LlumletConfig) -> list[str]:
         if tokens is not None and tokens < 1:
             faults.append(f"--llumlet-max-migration-tokens-{direction} must be positive")
         ratio = getattr(config, f"max_migration_kv_ratio_{direction}")
-        if ratio is not None and not 0 < ratio <= 1:
+        if not 0 < ratio <= 1:
             faults.append(f"--llumlet-max-migration-kv-ratio-{direction} must be above 0 and at most 1")
     if not config.lease_seconds >= 1:
         faults.append("--llumlet-lease-seconds must be at least 1")

@@ -37,6 +37,15 @@ def test_defaults() -> None:
     assert on.instance_id
 
 
+def test_a_move_keeps_little_of_the_cache_from_others() -> None:
+    """Unless it is asked to: a longer request goes alone."""
+    usual, wide = read("--enable-llumlet"), read("--enable-llumlet", "--llumlet-max-migration-kv-ratio-in", "1")
+    assert usual is not None
+    assert wide is not None
+    assert (usual.max_migration_kv_ratio_in, usual.max_migration_kv_ratio_out) == (0.25, 0.25)
+    assert (wide.max_migration_kv_ratio_in, wide.max_migration_kv_ratio_out) == (1, 0.25)
+
+
 def test_two_instances_get_two_names() -> None:
     one, other = read("--enable-llumlet"), read("--enable-llumlet")
     assert one is not None

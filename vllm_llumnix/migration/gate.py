@@ -154,8 +154,8 @@ class Gate:
         return raised
 
     def _bar(self, since: Epoch, until: Epoch) -> None:
-        """Ranges that touch are one. Past `MAX_BARRED`, which takes a peer that makes epochs up, a range begins where the
-        one before it does, if nobody was adopted between the two."""
+        """Ranges that touch are one. Past `MAX_BARRED`, which takes a peer that makes epochs up, a range swallows the
+        one before it, if nobody was adopted between the two."""
         kept = []
         for first, last in self._barred:
             if last < since or until < first:

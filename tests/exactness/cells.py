@@ -35,7 +35,8 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "top-p, top-k, min-p": _SEEDED | {"top_p": 0.95, "top_k": 200, "min_p": 0.0001},
     "penalties": _SEEDED | {"frequency_penalty": 0.4, "presence_penalty": 0.3, "repetition_penalty": 1.2},
     "logit_bias": {"logit_bias": {str(token): 4.0 for token in range(200, 260)}},
-    "min_tokens": {"min_tokens": 120, "stop_token_ids": list(range(3, 500))},
+    # More than 128 with the end of the sequence end an engine with the V2 runner, and without this project, too.
+    "min_tokens": {"min_tokens": 120, "stop_token_ids": list(range(100, 220))},
     "bad_words": {"bad_words": ["a", "e", "ba", "do"]},
     "allowed_token_ids": {"allowed_token_ids": list(range(100, 600))},
     "stop strings": {"stop": ["never in the text"]},

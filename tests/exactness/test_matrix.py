@@ -14,7 +14,7 @@ import random
 import time
 import uuid
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -27,9 +27,17 @@ from tests.support.conservation import wait_idle
 
 PROMPT = list(range(100, 260))
 TALK = [{"role": "user", "content": "tell me a long story about " + "ba de fi go ku " * 12}]
-LENGTH = 130
-FIRST_MOVE, BETWEEN_MOVES = 25, 25
-"""Output tokens before the first move, and before each further one."""
+
+
+class Pace(NamedTuple):
+    """Output tokens: of the whole answer, before the first move, and before each further one."""
+
+    length: int
+    first: int
+    between: int
+
+
+PACE = Pace(130, 25, 25)
 MAX_VOID = 3
 
 COVER = covering(all_cells())
@@ -72,25 +80,27 @@ def test_few_cells_are_void() -> None:
     assert len(_void) <= MAX_VOID, "\n".join(_void)
 
 
-async def run(path: list[Server], cell: Cell) -> tuple[Stream, list[Move]]:
+async def run(path: list[Server], cell: Cell, pace: Pace = PACE) -> tuple[Stream, list[Move]]:
     """One run of the cell along `path`, under a salt of its own."""
     salt = uuid.uuid4().hex
-    parameters = body(cell) | {"cache_salt": salt}
+    parameters = body(cell, pace.length) | {"cache_salt": salt}
     async with contextlib.AsyncExitStack() as stack:
         client, *others = [await stack.enter_async_context(Client(server.base_url)) for server in path]
         if cell["prefix"] == "cached" and others:
             await (await ask(others[0], cell, {"cache_salt": salt}, 1)).result()
-        stream = await ask(client, cell, parameters, LENGTH)
+        stream = await ask(client, cell, parameters, pace.length)
         moves = []
         for hop, (source, destination) in enumerate(itertools.pairwise(path)):
-            held = await held_by(source, stream, FIRST_MOVE + hop * BETWEEN_MOVES)
+            held = await held_by(source, stream, pace.first + hop * pace.between)
             moves += await migrate(source, destination, request_ids=[held.request_id])
         return await stream.result(), moves
 
 
-def body(cell: Cell) -> dict[str, Any]:
+def body(cell: Cell, length: int) -> dict[str, Any]:
     """The fields of the request, without prompt and salt."""
     parameters = {"ignore_eos": True, **SAMPLING[cell["sampling"]]}
+    if "min_tokens" in parameters:
+        parameters["min_tokens"] = length - 10
     if "structured_outputs" in parameters:
         del parameters["ignore_eos"]
     chat = cell["endpoint"] == "chat"

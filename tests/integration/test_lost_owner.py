@@ -112,7 +112,7 @@ class Cast:
         return self._dead[-1]
 
     def _bury(self) -> None:
-        for server in [server for server in self._living if not _has_engine(server)]:
+        for server in [server for server in self._living if not has_engine(server)]:
             self._fleet.stop(server)
             self._living.remove(server)
             self._dead.append(server)
@@ -193,7 +193,7 @@ def api_server_of(server: Server) -> psutil.Process:
     return psutil.Process(server.pid)
 
 
-def _has_engine(server: Server) -> bool:
+def has_engine(server: Server) -> bool:
     with contextlib.suppress(Exception):
         return engine_of(server).is_running()
     return False
@@ -444,7 +444,7 @@ async def test_the_source_is_killed_during_the_move(stage: Cast, expected: dict[
         with contextlib.suppress(LlumletCallFailed):
             await move_stream(victim, stage.haven, stream)
         assert_goes_on(await stream.result(), expected["seeded"], KILLED_S)
-    assert not _has_engine(victim), "the fault was not reached"
+    assert not has_engine(victim), "the fault was not reached"
     await ends(victim)
     await wait_idle(stage.haven, timeout_s=40.0)
 
@@ -473,7 +473,7 @@ async def test_the_destination_is_killed_during_the_move(stage: Cast, expected: 
         await stream.wait_for(AT)
         await move_stream(stage.haven, victim, stream)
         assert_goes_on(await stream.result(), expected["seeded"], STOPPED_S)
-    assert not _has_engine(victim), "the fault was not reached"
+    assert not has_engine(victim), "the fault was not reached"
     await wait_idle(stage.haven)
 
 

@@ -69,7 +69,12 @@ async def wait_idle(server: Server, timeout_s: float = 15.0) -> Holdings:
 
 
 async def assert_conserved(before: dict[Server, Holdings], timeout_s: float = 15.0) -> None:
-    """Every server of `before` is idle again and holds exactly what it held then."""
+    """Every server of `before` is idle again and holds exactly what it held then.
+
+    With asynchronous scheduling, blocks of a request that ended come back when the steps in flight are through.
+    """
     for server, held_before in before.items():
-        held = await wait_idle(server, timeout_s)
-        assert held == held_before, f"{server.name} has changed:\nbefore {held_before}\nafter  {held}"
+        deadline = time.monotonic() + timeout_s
+        while (held := await wait_idle(server, timeout_s)) != held_before:
+            assert time.monotonic() < deadline, f"{server.name} has changed:\nbefore {held_before}\nafter  {held}"
+            await asyncio.sleep(0.05)

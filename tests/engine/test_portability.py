@@ -20,6 +20,9 @@ from vllm.v1.request import Request
 from tests.engine.rig import Rig
 from tests.exactness import test_lora, test_matrix, test_together
 from tests.integration import test_any_state
+from tests.runner_v2 import cells as runner_v2_cells
+from tests.runner_v2 import test_kinds as runner_v2_kinds
+from tests.runner_v2 import test_states as runner_v2_states
 from vllm_llumnix.engine.portability import (
     DOCUMENT,
     KV_REFUSED_ENGINES,
@@ -27,6 +30,7 @@ from vllm_llumnix.engine.portability import (
     MOVED,
     REFUSED_ENGINES,
     REFUSED_REQUESTS,
+    Evidence,
     Exactness,
     custom_logits_processors,
     render,
@@ -274,6 +278,29 @@ SHOWN: dict[str, list[Shown]] = {
     "a preempted request": [test_any_state.test_preempted],
     "a request in its prefill, or waiting": [test_any_state.test_half_prefilled, test_any_state.test_waiting],
 }
+
+
+SHOWN_ON_V2: dict[str, list[Shown]] = {
+    **{
+        kind: [it for it in shown if isinstance(it, tuple)]
+        for kind, shown in SHOWN.items()
+        if kind != "custom logits processors, all with the mark `llumnix_portable = True`"
+    },
+    "n above 1": [runner_v2_kinds.test_children_move_to_different_engines],
+    "a preempted request": [runner_v2_states.test_preempted],
+    "a request in its prefill, or waiting": [runner_v2_states.test_half_prefilled, runner_v2_states.test_waiting],
+}
+
+
+def test_every_kind_that_moves_is_shown_to_on_v2() -> None:
+    """What is said to be measured there, is, with log probabilities where they are to be the same."""
+    measured = {row.kind for row in MOVED if row.v2 is Evidence.MEASURED}
+    assert {kind for kind, shown in SHOWN_ON_V2.items() if shown} == measured
+    cells = [(value, cell) for cell in runner_v2_cells.COVER for value in cell.items()]
+    for row in MOVED:
+        for value in SHOWN_ON_V2.get(row.kind, ()):
+            if isinstance(value, tuple):
+                assert any(value == it and cell["logprobs"] != "none" for it, cell in cells), value
 
 
 def test_every_kind_that_moves_is_shown_to() -> None:

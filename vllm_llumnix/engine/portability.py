@@ -38,6 +38,18 @@ class Exactness(enum.StrEnum):
     REFUSED = "refused"
 
 
+class Evidence(enum.StrEnum):
+    """How a row is known to hold on the engines that tests run: those with vLLM's V1 runner on CPUs (`v1`), and those
+    with its V2 runner and asynchronous scheduling, which is what GPUs run, with Triton's interpreter in their place
+    (`v2`)."""
+
+    MEASURED = "measured"
+    BY_READING = "by reading"
+    REFUSED = "refused"
+    OTHER = "not this runner"
+    """The row is about another one."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moved:
     """A kind of request that moves, and what decides its class."""
@@ -45,6 +57,8 @@ class Moved:
     kind: str
     exactness: Exactness
     because: str
+    v1: Evidence = Evidence.MEASURED
+    v2: Evidence = Evidence.MEASURED
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,6 +90,8 @@ class RefusedRequest:
 
     reason: str
     applies: Callable[[Subject], bool]
+    v1: Evidence = Evidence.REFUSED
+    v2: Evidence = Evidence.REFUSED
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,12 +140,14 @@ MOVED = (
         "a LoRA adapter, to an engine that has it",
         Exactness.BIT_EXACT,
         "the destination's own of that name, if its contents are the same; else `lora_not_available`",
+        v2=Evidence.BY_READING,
     ),
     Moved("priority, cache_salt", Exactness.BIT_EXACT, _ALL_CARRIED),
     Moved(
         f"custom logits processors, all with the mark `{MARK} = True`",
         Exactness.BIT_EXACT,
         "the destination has the same ones, and gives them the tokens so far",
+        v2=Evidence.BY_READING,
     ),
     Moved(
         "a prefix-cache hit at the destination",
@@ -155,16 +173,23 @@ REFUSED_REQUESTS = (
     ),
     RefusedRequest("extra arguments for custom logits processors", lambda it: bool(it.params.extra_args)),
     RefusedRequest(
-        "a thinking token budget", lambda it: it.params.thinking_token_budget is not None and not it.model_runner_v2
+        "a thinking token budget",
+        lambda it: it.params.thinking_token_budget is not None and not it.model_runner_v2,
+        v2=Evidence.BY_READING,
     ),
     RefusedRequest("trace replay", lambda it: it.params.trace_decode_token_ids is not None),
     RefusedRequest("repetition detection", lambda it: it.params.repetition_detection is not None),
     RefusedRequest("watermarking", lambda it: bool(it.params.watermarking)),
     RefusedRequest(
-        "a seed with speculative decoding", lambda it: it.seeded and it.spec_decode and not it.model_runner_v2
+        "a seed with speculative decoding",
+        lambda it: it.seeded and it.spec_decode and not it.model_runner_v2,
+        v2=Evidence.BY_READING,
     ),
     RefusedRequest(
-        "a seed on the V1 GPU runner", lambda it: it.seeded and it.device != "cpu" and not it.model_runner_v2
+        "a seed on the V1 GPU runner",
+        lambda it: it.seeded and it.device != "cpu" and not it.model_runner_v2,
+        v1=Evidence.OTHER,
+        v2=Evidence.OTHER,
     ),
 )
 
@@ -270,7 +295,15 @@ vLLM's kernels give other last bits for another number of rows.
 - **refused**: `Migrate` answers `not_portable` with the reason, `llumnix ps` shows it, and the request goes on where it
   is.
 
-`tests/exactness` moves each kind between real engines and holds it to its class.
+`tests/exactness` and `tests/runner_v2` move each kind between real engines and hold it to its class. Two columns say on
+which engines: vLLM's V1 runner with synchronous scheduling, its choice on a CPU; and the V2 runner with asynchronous
+scheduling, its choice on a GPU, here with Triton's interpreter in the GPU's place (`tests/support/v2_on_cpu`), in
+float32 with log probabilities compared to the last digit. What a GPU's own kernels do is measured by neither
+(`benchmarks/gpu_check.py`).
+
+- **measured**: on such engines, by those tests.
+- **by reading**: follows from vLLM's code; no test shows it.
+- **not this runner**: the row is about another one.
 """
 
 _TOKENS_ALONE = """\
@@ -317,9 +350,10 @@ for the latest of them only where `--logits-processors` names a class.
 
 def render() -> str:
     """The text of docs/portability.md."""
-    lines = [_INTRODUCTION, "## Requests", "", "| request | class | because |", "|---|---|---|"]
-    lines += [f"| {row.kind} | {row.exactness} | {row.because} |" for row in MOVED]
-    lines += [f"| {row.reason} | {Exactness.REFUSED} | |" for row in REFUSED_REQUESTS]
+    runners = "V1 on CPU | V2, asynchronous"
+    lines = [_INTRODUCTION, "## Requests", "", f"| request | class | {runners} | because |", "|---|---|---|---|---|"]
+    lines += [f"| {row.kind} | {row.exactness} | {row.v1} | {row.v2} | {row.because} |" for row in MOVED]
+    lines += [f"| {row.reason} | {Exactness.REFUSED} | {row.v1} | {row.v2} | |" for row in REFUSED_REQUESTS]
     lines += ["", "## Engines whose requests are refused", "", "| engine | because |", "|---|---|"]
     lines += [f"| {row.reason} | {row.because} |" for row in REFUSED_ENGINES]
     lines += ["", _TOKENS_ALONE, "| engine | such as |", "|---|---|"]

@@ -14,7 +14,8 @@ inter-token gap it is compared with comes from the same streams at the same leng
 moves; excess = stall - gap. A stream starts with a prompt of the wanted length and is moved back
 and forth a few times, so the length stays within some tens of tokens. The servers' prefix caches
 are off: a copy copies everything and a recomputation recomputes everything. The destination is
-idle.
+idle. `--runner v2` measures vLLM's V2 runner with asynchronous scheduling, as on a GPU, by means of
+Triton's interpreter: each token takes several times as long there.
 
 One JSON object per method and length: times in ms, `mode` as the servers report it,
 `largest_gap_ms` over everything from the call to the settlement (what copying costs the source's
@@ -34,7 +35,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.progress import (
@@ -48,7 +49,7 @@ from rich.progress import (
 from rich.table import Table
 
 from benchmarks.client import Client, Stream, StreamFailed
-from benchmarks.harness import Fleet, Server, ServerSpec
+from benchmarks.harness import Fleet, Runner, Server, ServerSpec
 from benchmarks.model import PRESETS, build
 from benchmarks.mover import MoveFailed, Mover
 from benchmarks.moves import HANDOVER_GAPS, Move, Stall, stall_of_move
@@ -105,13 +106,14 @@ class Cell:
     def excess_ms(self) -> float:
         return median(sample.stall.excess * 1e3 for sample in self.samples)
 
-    def as_json(self, link_gb_s: float | None) -> dict[str, Any]:
+    def as_json(self, link_gb_s: float | None, runner: Runner = "") -> dict[str, Any]:
         moves = [sample.move for sample in self.samples]
         result: dict[str, Any] = {
             "method": self.method,
             "context_tokens": self.length,
             "moves": len(self.samples),
             "link_gb_s": link_gb_s,
+            "runner": runner,
             "destination": "idle",
             "failures": self.failures,
         }
@@ -281,10 +283,11 @@ def plot(cells: Sequence[Cell], link_gb_s: float | None, path: Path) -> bool:
     return True
 
 
-def server(preset: str, link_gb_s: float | None, transport: str) -> ServerSpec:
+def server(preset: str, link_gb_s: float | None, transport: str, runner: Runner = "") -> ServerSpec:
     model = PRESETS[preset]
     return ServerSpec(
         build(model),
+        runner=runner,
         max_model_len=model.max_position,
         bandwidth_limit=int(link_gb_s * 1e9) if link_gb_s else None,
         kv_cache_gib=2,
@@ -298,7 +301,7 @@ def run(options: argparse.Namespace, say_to: Console) -> list[Cell]:
     cells = [Cell(method, length) for length in options.lengths for method in options.methods]
     with Fleet(options.logs) as fleet:
         with saying("building the model") as say:
-            spec = server(options.preset, options.link, options.transport)
+            spec = server(options.preset, options.link, options.transport, options.runner)
             say("starting two vLLM servers")
             names = ("a", "b")
             servers = fleet.start(*(dataclasses.replace(spec, name=n, instance_id=n) for n in names))
@@ -356,6 +359,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--transport", choices=TRANSPORTS, default="auto", help="how blocks travel")
     add("--json", type=Path, metavar="FILE", help="write one JSON object per method and length")
     add("--plot", type=Path, metavar="PNG", help="default: beside the JSON file")
+    add(
+        "--runner",
+        choices=get_args(Runner),
+        default="",
+        help="v2: the V2 runner with asynchronous scheduling, interpreted",
+    )
     add("--preset", choices=sorted(PRESETS), default="bench", help="which model")
     add("--trace", action="store_true", help="show one move of each method and length in full")
     add("--logs", type=Path, metavar="DIR", help="where the servers' logs go")
@@ -384,7 +393,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(trace(cell))
     for failure in sorted({f"{c.method}: {text}" for c in cells for text in c.failures}):
         progress.print(f"not moved: {failure}", highlight=False)
-    lines = [json.dumps(cell.as_json(options.link)) for cell in cells]
+    lines = [json.dumps(cell.as_json(options.link, options.runner)) for cell in cells]
     if options.json is not None:
         options.json.write_text("".join(f"{line}\n" for line in lines))
     if options.plot is not None and measured:

@@ -54,6 +54,7 @@ _STAGES = (
     ("Initializing a V1 LLM engine", "starting the worker"),
 )
 _Progress = Callable[[str], None]
+Runner = Literal["", "v2"]
 
 
 class ServerDied(RuntimeError):
@@ -94,7 +95,7 @@ class ServerSpec:
     bandwidth_limit: int | None = None
     flags: tuple[str, ...] = ()
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    runner: Literal["", "v2"] = ""
+    runner: Runner = ""
     """"v2": vLLM's V2 model runner with asynchronous scheduling, as on a GPU, with Triton's interpreter in the GPU's
     place (`tests/support/v2_on_cpu`); "": what vLLM chooses here.
     """

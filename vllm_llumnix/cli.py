@@ -19,9 +19,11 @@ from vllm_llumnix import __version__, doctor
 from vllm_llumnix.errors import PatchError
 from vllm_llumnix.patching import contract, disk, rebase
 from vllm_llumnix.patching.installed import FileState, Installed, examine, find_vllm
-from vllm_llumnix.patching.release import Release, installed_release, open_release
+from vllm_llumnix.patching.release import Release, installed_release, open_release, reader_of
+from vllm_llumnix.patching.seam import absent
 from vllm_llumnix.patching.series import Patch, Series, available, directory_of, load, root
 from vllm_llumnix.patching.state import Held, holds
+from vllm_llumnix.seams import ALL
 
 _EPILOG = """exit codes:
   0  done; check, doctor: nothing stands against --enable-llumlet
@@ -73,6 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("target", type=Path, metavar="DIR", help="directory to write to")
     signed = _add(verbs, "contract", "list the functions that differ from the contract", _contract, on_vllm=True)
     signed.add_argument("--write", action="store_true", help="take them, as they are, into the contract of the series")
+    seams = _add(verbs, "seams", "list what is wrapped or set in vLLM at run time, and whether it is there", _seams)
+    seams.add_argument("release", type=Path, nargs="?", metavar="WHEEL", help="default: the installed vLLM")
     again = _add(verbs, "rebase", "write the series again, for another release of vLLM", _rebase)
     again.add_argument("release", type=Path, metavar="WHEEL", help="a wheel of vLLM, or a directory that holds `vllm`")
     again.add_argument("--series", type=Path, metavar="DIR", help="the series to start from; default: the newest")
@@ -174,6 +178,27 @@ def _contract(args: argparse.Namespace) -> ExitCode:
     return ExitCode.PROBLEM if differences else ExitCode.OK
 
 
+def _seams(args: argparse.Namespace) -> ExitCode:
+    if args.release is not None:
+        release = open_release(args.release)
+        missing = absent(ALL, lambda path: release.text_or_nothing(path).encode())
+    else:
+        found = examine(find_vllm())
+        if found.root is None:
+            raise PatchError(found.problem or "there is no vLLM")
+        missing = absent(ALL, reader_of(found.root))
+    if args.json:
+        _print_json({"seams": [asdict(row) | {"missing": row in missing} for row in ALL]})
+    else:
+        table = Table("attribute", "in", "process", "how", "why")
+        for row in ALL:
+            style = "red" if row in missing else "green"
+            table.add_row(f"[{style}]{row.name}[/]", row.path, row.process, str(row.kind), row.why)
+        Console(highlight=False).print(table)
+        print("\n".join(f"missing: {row.name} ({row.path})" for row in missing) or f"all {len(ALL)} are there")
+    return ExitCode.PROBLEM if missing else ExitCode.OK
+
+
 def _rebase(args: argparse.Namespace) -> ExitCode:
     release = open_release(args.release)
     source = rebase.require_series(args.series or directory_of(available()[-1]))
@@ -183,6 +208,8 @@ def _rebase(args: argparse.Namespace) -> ExitCode:
         _print_json(asdict(report) | {"written": report.written and str(report.written)})
     else:
         print("\n".join(rebase.describe(report, source)))
+        for row in absent(ALL, lambda path: release.text_or_nothing(path).encode()):
+            print(f"missing: {row.name} ({row.path}), {row.kind} at run time: {row.why}")
     return ExitCode.OK if report.written else ExitCode.PROBLEM
 
 

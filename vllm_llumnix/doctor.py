@@ -15,7 +15,10 @@ from typing import Any
 from vllm_llumnix.config import KNOWN_VARIABLES
 from vllm_llumnix.kv.mooncake import why_not_installed
 from vllm_llumnix.patching.installed import examine, find_vllm
+from vllm_llumnix.patching.release import reader_of
+from vllm_llumnix.patching.seam import absent
 from vllm_llumnix.patching.state import holds
+from vllm_llumnix.seams import ALL
 
 _MODULES = ("grpc", "grpc_health", "grpc_reflection", "google.protobuf", "msgspec", "numpy", "zmq", "torch")
 _START_TIMEOUT_S = 60
@@ -40,6 +43,7 @@ def examine_all(*, adapt: bool = False) -> list[Check]:
         modules,
         partial(vllm, adapt=adapt),
         partial(functions, adapt=adapt),
+        seams,
         hook,
         variables,
         local_transport,
@@ -87,6 +91,18 @@ def functions(*, adapt: bool = False) -> Check:
         differing = "; ".join(map(str, held.differences)) or "unknown"
         return Check(name, f"not as in {found.series.version}: {differing}", held.problem or "")
     return Check(name, f"as in {found.series.version}")
+
+
+def seams() -> Check:
+    """Whether vLLM has what is wrapped or set in it at run time; an engine looks again when it starts."""
+    name, found = "vLLM's attributes", examine(find_vllm())
+    if found.root is None:
+        return Check(name, "unknown: there is no vLLM")
+    missing = absent(ALL, reader_of(found.root))
+    if missing:
+        names = ", ".join(row.name for row in missing)
+        return Check(name, f"missing: {names}", "install a vLLM that a patch series fits, or follow docs/upgrading.md")
+    return Check(name, f"all {len(ALL)} that are wrapped or set are there (`vllm-llumnix patch seams`)")
 
 
 def hook() -> Check:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep the files of a release that the tests compare series and contract with.
+"""Keep the files of a release that the tests compare series, contract and seams with.
 
 python -m tests.patching.store WHEEL      # or a directory that holds `vllm`
 """
@@ -13,12 +13,13 @@ from pathlib import Path
 from vllm_llumnix.patching.release import Release, open_release
 from vllm_llumnix.patching.relied_on import RELIED_ON
 from vllm_llumnix.patching.series import load
+from vllm_llumnix.seams import ALL
 
 
 def store(release: Release, data: Path) -> list[Path]:
     """Write them below `data`; the series for this release has to be there already. Raises PatchError."""
     version = release.version.partition("+")[0]
-    paths = {"vllm/_version.py", *load(version).files, *(row.path for row in RELIED_ON)}
+    paths = {"vllm/_version.py", *load(version).files, *(row.path for row in RELIED_ON), *(row.path for row in ALL)}
     written = []
     for path in sorted(paths):
         file = data / f"v{version}" / f"{path}.gz"

@@ -13,6 +13,7 @@ from vllm_llumnix import doctor
 from vllm_llumnix.cli import ExitCode, main
 from vllm_llumnix.patching.installed import examine
 from vllm_llumnix.patching.series import load, root
+from vllm_llumnix.seams import ALL
 
 Output = pytest.CaptureFixture[str]
 
@@ -138,3 +139,25 @@ def test_hook_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     interpreter.chmod(0o755)
     monkeypatch.setattr(doctor.sys, "executable", str(interpreter))
     assert "vllm-llumnix.pth is missing" in doctor.hook().problem
+
+
+def test_seams(vllm_033: Path, capsys: Output) -> None:
+    assert main(["patch", "seams", "--json", str(vllm_033)]) == ExitCode.OK
+    listed = json.loads(capsys.readouterr().out)["seams"]
+    assert [row["attribute"] for row in listed] == [row.attribute for row in ALL]
+    scheduler = vllm_033 / "v1/core/sched/scheduler.py"
+    scheduler.write_text(scheduler.read_text().replace("_enqueue_waiting_request", "_queue"))
+    assert main(["patch", "seams", "--json", str(vllm_033)]) == ExitCode.PROBLEM
+    listed = json.loads(capsys.readouterr().out)["seams"]
+    assert [row["attribute"] for row in listed if row["missing"]] == ["_enqueue_waiting_request"]
+    assert main(["patch", "seams", str(vllm_033)]) == ExitCode.PROBLEM
+    missing = "missing: Scheduler._enqueue_waiting_request (vllm/v1/core/sched/scheduler.py)"
+    assert f"{missing}\n" in capsys.readouterr().out
+    assert main(["patch", "rebase", str(vllm_033), "--series", str(root() / "v0.33.0")]) == ExitCode.PROBLEM
+    assert f"{missing}, wrapped at run time: load: a request is queued\n" in capsys.readouterr().out
+
+
+def test_seams_of_the_installed_vllm(capsys: Output) -> None:
+    assert main(["patch", "seams"]) == ExitCode.OK
+    assert f"all {len(ALL)} are there\n" in capsys.readouterr().out
+    assert not doctor.seams().problem

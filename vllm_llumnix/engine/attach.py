@@ -21,8 +21,10 @@ from vllm_llumnix.engine.portability import custom_logits_processors, why_engine
 from vllm_llumnix.engine.progress import Progress
 from vllm_llumnix.engine.request_state import digest_of
 from vllm_llumnix.engine.scheduler_port import SchedulerPort
+from vllm_llumnix.engine.seams import SEAMS, require
 from vllm_llumnix.errors import ConfigError, PatchError
 from vllm_llumnix.kv.messages import MoverInfo
+from vllm_llumnix.kv.seams import SEAMS as KV_SEAMS
 from vllm_llumnix.kv.worker import KV_TAG, start_mover
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ def attach(engine: Any) -> KVConnection:
     if config is None:
         raise ConfigError([f"{llumlet_config.CONFIG_VARIABLE} is not set"])
     config = config.for_rank(engine.engine_index)
+    require(engine)
     _check_workers(engine)
     engine.model_executor.collective_rpc(_compile_logprobs)
     settings = msgspec.msgpack.encode(config.worker_settings())
@@ -66,8 +69,8 @@ def attach(engine: Any) -> KVConnection:
     _watch_adapters(engine, bypass)
     _watch_sleep(engine.model_executor, port)
     # Utilities are attributes of the engine that its API server may call.
-    engine.llumlet_drain = bypass.report_drain
-    engine.llumlet_moves = bypass.report_moves
+    SEAMS.wrap(engine, "EngineCore.llumlet_drain", bypass.report_drain)
+    SEAMS.wrap(engine, "EngineCore.llumlet_moves", bypass.report_moves)
     logger.info("llumlet: instance %s listening on %s", config.instance_id, bypass.address)
     logger.info("llumlet: this engine has %s", what_runs(engine))
     if identity.unsupported:
@@ -85,7 +88,7 @@ def _stop_with(engine: Any, bypass: Bypass) -> None:
         bypass.stop()
         stock()
 
-    engine.shutdown = shutdown
+    SEAMS.wrap(engine, "EngineCore.shutdown", shutdown)
 
 
 def _watch_sleep(executor: Any, port: SchedulerPort) -> None:
@@ -101,7 +104,8 @@ def _watch_sleep(executor: Any, port: SchedulerPort) -> None:
             port.empty_reservations()
         stock_discard(tags)
 
-    executor.sleep, executor.discard = sleep, discard
+    SEAMS.wrap(executor, "Executor.sleep", sleep)
+    SEAMS.wrap(executor, "Executor.discard", discard)
 
 
 def _watch_adapters(engine: Any, bypass: Bypass) -> None:
@@ -121,23 +125,31 @@ def _watch_adapters(engine: Any, bypass: Bypass) -> None:
         removed: bool = stock_remove(lora_id)
         return removed
 
-    engine.add_lora, engine.remove_lora = add_lora, remove_lora
+    SEAMS.wrap(engine, "EngineCore.add_lora", add_lora)
+    SEAMS.wrap(engine, "EngineCore.remove_lora", remove_lora)
 
 
 def _check_workers(engine: Any) -> None:
-    """Raises PatchError unless every worker runs the same patch series as this process."""
+    """Raises PatchError unless every worker runs the same patch series as this process, and has what it wraps there."""
     ours = hooks.ready_digest()
-    theirs = engine.model_executor.collective_rpc(_digest_of_worker)
+    answers = engine.model_executor.collective_rpc(_examine_worker)
+    theirs = [digest for digest, _ in answers]
     if any(digest != ours for digest in theirs):
         raise PatchError(
             f"the workers run patch series {theirs}, the engine {ours}: "
             "install one version of vllm-llumnix for all processes and restart"
         )
+    if problems := [problem for _, problem in answers if problem is not None]:
+        raise PatchError(problems[0])
 
 
-def _digest_of_worker(worker: Any) -> str | None:
-    """Runs in the worker."""
-    return hooks.ready_digest()
+def _examine_worker(worker: Any) -> tuple[str | None, str | None]:
+    """Runs in the worker: the digest of its series, and what stands against it."""
+    try:
+        KV_SEAMS.require({"Worker": getattr(worker, "worker", worker)})
+    except PatchError as error:
+        return hooks.ready_digest(), str(error)
+    return hooks.ready_digest(), None
 
 
 def what_runs(engine: Any) -> str:

@@ -14,6 +14,7 @@ from vllm.v1.request import Request
 
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.engine.request_state import Residence, build_request, check_tokens, settle_in
+from vllm_llumnix.engine.seams import SEAMS
 from vllm_llumnix.errors import Reason, Refused
 from vllm_llumnix.reach import Reach
 from vllm_llumnix.request_wire import RequestState, decode_state
@@ -109,4 +110,4 @@ class RequestBuilder:
             with lock:
                 stock(request)
 
-        self._grammars.grammar_init = grammar_init
+        SEAMS.wrap(self._grammars, "StructuredOutputManager.grammar_init", grammar_init)

@@ -29,6 +29,7 @@ from vllm_llumnix.engine.claims import Claims
 from vllm_llumnix.engine.progress import Progress
 from vllm_llumnix.engine.request_state import residence_from, settle_in
 from vllm_llumnix.engine.scheduler_port import SchedulerPort
+from vllm_llumnix.engine.seams import SEAMS
 from vllm_llumnix.errors import Reason, Refused
 
 if TYPE_CHECKING:
@@ -159,10 +160,10 @@ class KVConnection:
             finally:
                 claims.model_ended()
 
-        engine.model_executor.execute_model = execute_model
-        engine._process_aborts_queue = process_aborts_queue
-        engine.step_fn = step_fn
-        scheduler.update_from_output = update_from_output
+        SEAMS.wrap(engine.model_executor, "Executor.execute_model", execute_model)
+        SEAMS.wrap(engine, "EngineCore._process_aborts_queue", process_aborts_queue)
+        SEAMS.wrap(engine, "EngineCore.step_fn", step_fn)
+        SEAMS.wrap(scheduler, "Scheduler.update_from_output", update_from_output)
 
     def load_adapter(self, request: Request) -> None:
         """Loop thread: have the LoRA adapter of a request that comes here loaded now, if the workers do not hold it.

@@ -17,6 +17,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_llumnix.engine.load import LoadCounters
 from vllm_llumnix.engine.progress import Progress
 from vllm_llumnix.engine.request_state import residence_of
+from vllm_llumnix.engine.seams import SEAMS
 from vllm_llumnix.ids import gateway_id
 
 logger = logging.getLogger("vllm.llumnix")
@@ -53,7 +54,7 @@ def follow_engine(engine: Any, load: LoadCounters, progress: Progress) -> None:
         if request_type == EngineCoreRequestType.ADD:
             load.settled(request[0].request_id)
 
-    engine._handle_client_request = handle_client_request
+    SEAMS.wrap(engine, "EngineCoreProc._handle_client_request", handle_client_request)
 
 
 def _follow_requests(scheduler: Any, load: LoadCounters) -> None:
@@ -82,11 +83,11 @@ def _follow_requests(scheduler: Any, load: LoadCounters) -> None:
         set_pause_state(state)
         load.touch()
 
-    scheduler._enqueue_waiting_request = enqueue_waiting_request
-    scheduler._update_request_as_session = update_request_as_session
-    scheduler._preempt_request = preempt_request
-    scheduler._free_request = free_request
-    scheduler.set_pause_state = pause
+    SEAMS.wrap(scheduler, "Scheduler._enqueue_waiting_request", enqueue_waiting_request)
+    SEAMS.wrap(scheduler, "Scheduler._update_request_as_session", update_request_as_session)
+    SEAMS.wrap(scheduler, "Scheduler._preempt_request", preempt_request)
+    SEAMS.wrap(scheduler, "Scheduler._free_request", free_request)
+    SEAMS.wrap(scheduler, "Scheduler.set_pause_state", pause)
     if scheduler.connector is not None:
         _follow_transfers(scheduler, load)
 
@@ -99,7 +100,7 @@ def _follow_transfers(scheduler: Any, load: LoadCounters) -> None:
         if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
             load.loading(request)
 
-    scheduler._set_kv_fetch_stage = set_kv_fetch_stage
+    SEAMS.wrap(scheduler, "Scheduler._set_kv_fetch_stage", set_kv_fetch_stage)
 
 
 def _follow_steps(scheduler: Any, load: LoadCounters) -> None:
@@ -122,7 +123,8 @@ def _follow_steps(scheduler: Any, load: LoadCounters) -> None:
         load.computed([some.outputs for some in outputs.values()], scheduler_output.num_scheduled_tokens, exact)
         return outputs
 
-    scheduler.schedule, scheduler.update_from_output = schedule, update_from_output
+    SEAMS.wrap(scheduler, "Scheduler.schedule", schedule)
+    SEAMS.wrap(scheduler, "Scheduler.update_from_output", update_from_output)
 
 
 def _prefix_cache_of(scheduler: Any) -> Any:

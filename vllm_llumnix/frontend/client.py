@@ -42,6 +42,7 @@ from vllm_llumnix.frontend.owners import PROBE_SECONDS, Owner, Owners
 from vllm_llumnix.frontend.peers import Peers
 from vllm_llumnix.frontend.relay import Complaints, Receive, Relay
 from vllm_llumnix.frontend.replay import Replay, why_not
+from vllm_llumnix.frontend.seams import SEAMS
 from vllm_llumnix.frontend.streams import Orphan, Stream, Streams
 from vllm_llumnix.ids import Epoch
 from vllm_llumnix.migration import wire
@@ -440,7 +441,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
                 if (client := reference()) is not None and not resources.engine_dead:
                     client._engine_died()
 
-        resources.validate_alive = validate_alive
+        SEAMS.wrap(resources, "BackgroundResources.validate_alive", validate_alive)
 
     def _engine_died(self) -> None:
         """Any thread."""

@@ -31,6 +31,7 @@ from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.mooncake import MooncakeEngine
 from vllm_llumnix.kv.mover import Mover
 from vllm_llumnix.kv.process import NoncePage, allow_readers, describe_memory
+from vllm_llumnix.kv.seams import SEAMS
 from vllm_llumnix.kv.settings import MooncakeSettings, WorkerSettings
 from vllm_llumnix.kv.staging import GpuStagingArea, StagingArea
 from vllm_llumnix.kv.transport.base import Transport
@@ -181,7 +182,9 @@ def _watch_sleep(worker: Any) -> None:
         if tags is None or KV_TAG in tags:
             _resume()
 
-    worker.sleep, worker.discard, worker.wake_up = sleep, discard, wake_up
+    SEAMS.wrap(worker, "Worker.sleep", sleep)
+    SEAMS.wrap(worker, "Worker.discard", discard)
+    SEAMS.wrap(worker, "Worker.wake_up", wake_up)
 
 
 def _suspend() -> None:
@@ -261,7 +264,7 @@ def _arm(worker: Any) -> None:
         faults.hit("worker.model")
         return execute(*args, **kwargs)
 
-    worker.execute_model = execute_model
+    SEAMS.wrap(worker, "Worker.execute_model", execute_model)
 
 
 def _beside_the_model(start: Callable[[], T]) -> T:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`docs/patches.md`, made from the headers of the newest series: `python -m vllm_llumnix.patching.docs`."""
+"""`docs/patches.md`, made from the headers of the newest series and the tables of seams:
+
+python -m vllm_llumnix.patching.docs
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from pathlib import Path
 
 from vllm_llumnix.patching.relied_on import RELIED_ON
 from vllm_llumnix.patching.series import HEADER_FIELDS, Patch, Series, available, load
+from vllm_llumnix.seams import ALL
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "patches.md"
 
@@ -36,6 +40,7 @@ named in a warning; one of the short list, or one that is gone, ends the start. 
     vllm-llumnix patch apply         # patch the files on disk instead (images); `revert` takes it back
     vllm-llumnix patch export DIR    # patched copies of vLLM's files, and the series as one diff
     vllm-llumnix patch contract      # the functions that differ from the contract
+    vllm-llumnix patch seams         # what is wrapped or set at run time, and whether this vLLM has it
     vllm-llumnix patch rebase WHEEL  # the series for another release, and what there is to read in that
 """
 
@@ -46,6 +51,7 @@ def render() -> str:
     num_refusing = sum(row.refuses for row in RELIED_ON)
     introduction = _INTRODUCTION.format(num_functions=len(RELIED_ON), num_refusing=num_refusing)
     parts = [introduction, _versions(series), _overview(series[-1])]
+    parts += [_seams()]
     parts += [_section(number, patch) for number, patch in enumerate(series[-1].patches, 1)]
     return "\n".join(parts)
 
@@ -62,6 +68,22 @@ def _overview(series: Series) -> str:
     lines = ["## Overview", "", "| patch | what | process | added lines |", "|---|---|---|---|"]
     for patch in series.patches:
         cells = (f"`{patch.name}`", patch.header["Subject"], patch.header["Process"], str(patch.num_added))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def _seams() -> str:
+    lines = [
+        "## At run time",
+        "",
+        f"Beside the patches, {len(ALL)} attributes of vLLM's objects are wrapped or set when the llumlet is on. An",
+        "engine that lacks one of them does not start; `vllm-llumnix patch seams` looks without starting one.",
+        "",
+        "| attribute | process | how | why | until | test |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in ALL:
+        cells = (f"`{row.name}`", row.process, row.kind, row.why, row.remove_when, f"`{row.test}`")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 

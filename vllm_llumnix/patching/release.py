@@ -34,6 +34,18 @@ class Release:
             return ""
 
 
+def reader_of(root: Path) -> Callable[[str], bytes]:
+    """Reads files below the directory that holds the package; nothing for those that are not there."""
+
+    def read(path: str) -> bytes:
+        try:
+            return (root / path).read_bytes()
+        except OSError:
+            return b""
+
+    return read
+
+
 def open_release(where: Path) -> Release:
     """A wheel, the directory of the package `vllm`, or one that holds it. Raises PatchError for anything else."""
     if where.is_dir():

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine side wraps or sets in vLLM at run time, and why. See `patching.seam`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_llumnix.patching.seam import Kind, Seam, Seams
+
+_CORE = "vllm/v1/engine/core.py"
+_SCHEDULER = "vllm/v1/core/sched/scheduler.py"
+_EXECUTOR = "vllm/v1/executor/abstract.py"
+_REQUEST = "vllm/v1/request.py"
+_LOAD = "vLLM tells of the requests and tokens that it adds, starts and finishes"
+_MOVES = "vLLM can take a request out of a batch and put it into another engine's"
+_LOAD_TEST = "tests/engine/test_load.py"
+_PORT_TEST = "tests/engine/test_scheduler_port.py"
+
+
+def _core(attribute: str, kind: Kind, why: str, remove_when: str, test: str, owner: str = "EngineCore") -> Seam:
+    return Seam(_CORE, owner, attribute, kind, why, "core", remove_when, test)
+
+
+def _scheduler(attribute: str, kind: Kind, why: str, remove_when: str, test: str) -> Seam:
+    return Seam(_SCHEDULER, "Scheduler", attribute, kind, why, "core", remove_when, test)
+
+
+def _executor(attribute: str, why: str, remove_when: str, test: str) -> Seam:
+    return Seam(_EXECUTOR, "Executor", attribute, Kind.WRAPPED, why, "core", remove_when, test)
+
+
+def _request(attribute: str, kind: Kind, why: str, test: str = _PORT_TEST) -> Seam:
+    return Seam(_REQUEST, "Request", attribute, kind, why, "core", _MOVES, test)
+
+
+SEAMS = Seams(
+    # The engine
+    _core(
+        "shutdown",
+        Kind.WRAPPED,
+        "the bypass thread ends before the engine takes down what it uses",
+        "vLLM calls back when an engine ends",
+        "tests/integration/test_drain.py",
+    ),
+    _core(
+        "_handle_client_request",
+        Kind.WRAPPED,
+        "requests that the loop turns away are not counted as load; a long utility call is no hang",
+        _LOAD,
+        "tests/engine/test_engine_status.py",
+        owner="EngineCoreProc",
+    ),
+    _core(
+        "_process_aborts_queue",
+        Kind.WRAPPED,
+        "the first thing after the model has returned: claims on a stuck engine's requests are settled there",
+        "vLLM calls back around the model",
+        "tests/engine/test_claims.py",
+    ),
+    _core(
+        "step_fn",
+        Kind.WRAPPED,
+        "with several batches in flight a step may end without having waited for the model",
+        "vLLM calls back around the model",
+        "tests/engine/test_claims.py",
+    ),
+    _core(
+        "add_lora",
+        Kind.WRAPPED,
+        "the front-end's adapters become known: requests that arrive name them",
+        "an engine can be asked for its adapters by name",
+        "tests/engine/test_adapters.py",
+    ),
+    _core(
+        "remove_lora",
+        Kind.WRAPPED,
+        "an adapter that was removed is not offered any more",
+        "an engine can be asked for its adapters by name",
+        "tests/engine/test_adapters.py",
+    ),
+    _core(
+        "llumlet_drain",
+        Kind.ADDED,
+        "a utility: API servers tell how their drain stands",
+        "vLLM lets an extension add utilities",
+        "tests/integration/test_drain.py",
+    ),
+    _core(
+        "llumlet_moves",
+        Kind.ADDED,
+        "a utility: API servers ask for settled moves, for their metrics",
+        "vLLM lets an extension add utilities",
+        "tests/integration/test_metrics.py",
+    ),
+    # The executor
+    _executor(
+        "execute_model",
+        "the loop is known to be in a model step, since when, and for how many tokens: what tells a hang",
+        "vLLM calls back around the model",
+        "tests/engine/test_progress.py",
+    ),
+    _executor(
+        "sleep",
+        "reserved blocks lose their content with the KV memory",
+        "vLLM calls back when the KV memory goes",
+        _PORT_TEST,
+    ),
+    _executor(
+        "discard",
+        "reserved blocks lose their content with the KV memory",
+        "vLLM calls back when the KV memory goes",
+        _PORT_TEST,
+    ),
+    # The scheduler's methods
+    _scheduler("schedule", Kind.WRAPPED, "load: what starts, and how many tokens", _LOAD, _LOAD_TEST),
+    _scheduler(
+        "update_from_output",
+        Kind.WRAPPED,
+        "load: what was computed; and how long its batch took",
+        _LOAD,
+        _LOAD_TEST,
+    ),
+    _scheduler("_enqueue_waiting_request", Kind.WRAPPED, "load: a request is queued", _LOAD, _LOAD_TEST),
+    _scheduler("_update_request_as_session", Kind.WRAPPED, "load: a session gets more input", _LOAD, _LOAD_TEST),
+    _scheduler("_preempt_request", Kind.WRAPPED, "load: a request is preempted", _LOAD, _LOAD_TEST),
+    _scheduler("_free_request", Kind.WRAPPED, "load: a request leaves", _LOAD, _LOAD_TEST),
+    _scheduler("_set_kv_fetch_stage", Kind.WRAPPED, "load: a request's KV is on its way", _LOAD, _LOAD_TEST),
+    _scheduler("set_pause_state", Kind.WRAPPED, "status: the scheduler is paused", _LOAD, _LOAD_TEST),
+    # What the scheduler reads at every step
+    _scheduler("max_num_active_reqs", Kind.SET, "a reservation holds a batch slot", _MOVES, _PORT_TEST),
+    _scheduler(
+        "lora_config",
+        Kind.SET,
+        "a copy of its own: workers in the same process read vLLM's",
+        _MOVES,
+        "tests/engine/test_adapter_places.py",
+    ),
+    Seam(
+        "vllm/config/lora.py",
+        "LoRAConfig",
+        "max_loras",
+        Kind.SET,
+        "expected and frozen requests hold places for their adapters; in the scheduler's copy",
+        "core",
+        _MOVES,
+        "tests/engine/test_adapter_places.py",
+    ),
+    Seam(
+        "vllm/config/scheduler.py",
+        "SchedulerConfig",
+        "long_prefill_token_threshold",
+        Kind.SET,
+        "chunked prefills leave a newcomer its token, for one step",
+        "core",
+        _MOVES,
+        _PORT_TEST,
+    ),
+    _scheduler(
+        "adaptive_long_prefill_threshold",
+        Kind.SET,
+        "chunked prefills leave a newcomer its token, for one step",
+        _MOVES,
+        _PORT_TEST,
+    ),
+    # Requests
+    _request("next_decode_eligible_step", Kind.SET, "freezes a request: it is not scheduled"),
+    _request("status", Kind.SET, "a request that comes waits to be scheduled"),
+    _request("num_computed_tokens", Kind.SET, "the KV cache of a request that comes is in place"),
+    _request("client_index", Kind.SET, "outputs of a request from elsewhere take the relay"),
+    _request("prefill_stats", Kind.SET, "the front-end had them from the engine that did the prefill"),
+    _request("num_preemptions", Kind.SET, "counted over all engines"),
+    _request("llumlet_residence", Kind.ADDED, "what this engine remembers of a request hangs on it, and dies with it"),
+    # Grammars
+    Seam(
+        "vllm/v1/structured_output/__init__.py",
+        "StructuredOutputManager",
+        "grammar_init",
+        Kind.WRAPPED,
+        "vLLM calls it on one thread, the requests that come here on another",
+        "core",
+        "grammar_init can be called by several threads",
+        "tests/exactness/test_matrix.py",
+    ),
+)
+
+
+def require(engine: Any) -> None:
+    """Before anything of this engine is touched: raises PatchError naming what it does not have."""
+    scheduler = engine.scheduler
+    SEAMS.require(
+        {
+            "EngineCore": engine,
+            "EngineCoreProc": engine,
+            "Executor": engine.model_executor,
+            "Scheduler": scheduler,
+            "SchedulerConfig": scheduler.scheduler_config,
+            "LoRAConfig": scheduler.lora_config,
+            "StructuredOutputManager": engine.structured_output_manager,
+        }
+    )

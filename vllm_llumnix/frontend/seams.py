@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is set in vLLM's engine client at run time, and why; the client's methods are overridden in a subclass. See
+`patching.seam`.
+"""
+
+from __future__ import annotations
+
+from vllm_llumnix.patching.seam import Kind, Seam, Seams
+
+_CLIENT = "vllm/v1/engine/core_client.py"
+_TEST = "tests/frontend/test_frontend_lifetime.py"
+_OUTLIVES = "vLLM lets an API server outlive its engine"
+
+SEAMS = Seams(
+    Seam(
+        _CLIENT,
+        "BackgroundResources",
+        "validate_alive",
+        Kind.REPLACED,
+        "vLLM's receive task ends when the engine says that it is dying; ours goes on with what the relay brings",
+        "api",
+        _OUTLIVES,
+        _TEST,
+    ),
+    Seam(
+        _CLIENT,
+        "BackgroundResources",
+        "engine_dead",
+        Kind.SET,
+        "vLLM refuses new requests and reports itself unhealthy, while streams go on",
+        "api",
+        _OUTLIVES,
+        _TEST,
+    ),
+)

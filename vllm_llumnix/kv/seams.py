@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrapped in a vLLM worker at run time, and why. See `patching.seam`."""
+
+from __future__ import annotations
+
+from vllm_llumnix.patching.seam import Kind, Seam, Seams
+
+
+def _worker(attribute: str, why: str, remove_when: str, test: str) -> Seam:
+    return Seam("vllm/v1/worker/gpu_worker.py", "Worker", attribute, Kind.WRAPPED, why, "worker", remove_when, test)
+
+
+_SLEEP = "vLLM calls back when the KV memory goes and comes"
+_TEST = "tests/kv/test_kv_cuda.py"
+
+SEAMS = Seams(
+    _worker(
+        "sleep", "nobody reads or writes KV memory that sleep mode has taken away", _SLEEP, "tests/kv/test_kv_cuda.py"
+    ),
+    _worker("discard", "as sleep, for the KV memory alone", _SLEEP, _TEST),
+    _worker("wake_up", "the KV memory is back", _SLEEP, _TEST),
+    _worker(
+        "execute_model",
+        "a test makes the model hang; not wrapped without LLUMNIX_FAULTS",
+        "never: it is for tests",
+        "tests/integration/test_rescue.py",
+    ),
+)

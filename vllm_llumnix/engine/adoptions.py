@@ -110,7 +110,7 @@ class Adoptions:
 
     def _add_on_loop(self, request: Request, fetched: Fetched | None) -> None:
         if fetched is not None:
-            self._kvconn.port.admit(request, fetched.computed_tokens)
+            self._kvconn.admit(request, fetched.computed_tokens)
             return
         scheduler = self._bypass.engine.scheduler
         if request.request_id in scheduler.requests or self._kvconn.port.is_reserved(request.request_id):
@@ -118,3 +118,4 @@ class Adoptions:
         self._kvconn.load_adapter(request)
         request.status = RequestStatus.WAITING
         scheduler.add_request(request)
+        self._kvconn.wake_group()

@@ -344,7 +344,7 @@ class IncomingMove:
     def _admit_on_loop(self, computed_tokens: int) -> None:
         if not self._admission.claim():
             raise Refused(Reason.BARRED, "revoked")
-        self.arrivals.kvconn.port.admit(self.request, computed_tokens)
+        self.arrivals.kvconn.admit(self.request, computed_tokens)
 
     # Answers
 

@@ -22,6 +22,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
+from vllm.v1.engine.core import DPEngineCoreProc
 from vllm.v1.request import Request
 
 from vllm_llumnix import faults
@@ -77,6 +78,8 @@ class KVConnection:
         self.steps = 0
         self.progress = progress or Progress()
         self.claims = Claims(self)
+        self._in_lockstep = isinstance(engine, DPEngineCoreProc)
+        """A data-parallel rank of a mixture of experts: no rank computes anything unless all do."""
         self._origins: set[str] = set()
         """Relays of our own front-end; the engine's relay has met them, and keeps to them."""
         self._audit_due = False
@@ -185,6 +188,26 @@ class KVConnection:
             problem = f"adapter {adapter.lora_name!r} cannot be loaded here: {type(error).__name__}"
             raise Refused(Reason.LORA_NOT_AVAILABLE, problem) from error
 
+    def admit(self, request: Request, computed_tokens: int) -> None:
+        """Loop thread: hand an expected request to the scheduler. Raises Refused, see `SchedulerPort.admit`."""
+        if self._in_lockstep and computed_tokens and self.port.paused and not self.engine.engines_running:
+            # Paused schedulers go on with requests that have KV, but these ranks have agreed to stand still.
+            raise Refused(Reason.DESTINATION_PAUSED, "the destination's data-parallel ranks are paused")
+        self.port.admit(request, computed_tokens)
+        self.wake_group()
+
+    def wake_group(self) -> None:
+        """Loop thread: a request has entered past vLLM's front door. Ranks that step together start together.
+
+        What `DPEngineCoreProc.add_request` does for a request that finds its group idle: alone, this rank would wait in
+        the first forward pass for ranks that sleep.
+        """
+        engine = self.engine
+        if not self._in_lockstep or not engine.has_coordinator or engine.engines_running or self.port.paused:
+            return
+        engine.engines_running = True
+        engine.output_queue.put_nowait((-1, EngineCoreOutputs(start_wave=engine.current_wave)))
+
     def _is_draining(self) -> bool:
         return any(departure.freezing for departure in self._departures.values())
 
@@ -236,6 +259,8 @@ class KVConnection:
     def _step_idly(self) -> bool:
         """Loop thread: one forward pass without a request. False, and nothing done, unless the engine is idle."""
         engine = self.engine
+        if self._in_lockstep:
+            return False  # the other ranks take no part: this one would wait for them, and they for it ever after
         if self.port.paused or self.port.has_runnable() or engine.batch_queue or engine.engines_running:
             return False
         engine.execute_dummy_batch()

@@ -320,13 +320,27 @@ def fingerprint(model: Any) -> str:
     Made of the names, shapes and types of all parameters, and of up to 4 KiB of each. Equal for
     workers that loaded the same weights in the same way. vLLM's CPU build moves the weights of
     linear layers into packed buffers and leaves empty parameters; there the embeddings and norms
-    speak for the model.
+    speak for the model. They do, too, where data-parallel ranks share the experts out or
+    experts change places: every rank holds others, and the KV cache knows nothing of them.
     """
-    digest = 0
+    digest, scattered = 0, _scattered_experts(model)
     for name, parameter in sorted(model.named_parameters()):
+        if id(parameter) in scattered:
+            continue
         digest = zlib.crc32(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode(), digest)
         digest = zlib.crc32(_sampled(parameter), digest)
     return f"{digest:08x}"
+
+
+def _scattered_experts(model: Any) -> set[int]:
+    """The ids of parameters of experts that do not lie where they lie in a peer of the same model and settings."""
+    scattered = set[int]()
+    for module in model.modules():
+        if any(cls.__name__ == "RoutedExperts" for cls in type(module).__mro__):
+            parallel = module.moe_config.moe_parallel_config
+            if parallel.dp_size > 1 or parallel.enable_eplb:
+                scattered.update(map(id, module.parameters()))
+    return scattered
 
 
 def _sampled(parameter: Any) -> bytes:

@@ -53,6 +53,11 @@ async def test_an_idle_engine(rig: Rig) -> None:
     assert await Loop(rig).warm_up() == WARM_STEPS
 
 
+async def test_adapters_stay_loaded(model_dir: Path) -> None:
+    """vLLM's dummy batch ends by removing every LoRA adapter from the workers."""
+    assert await Loop(Rig(model_dir, enable_lora=True)).warm_up() == 0
+
+
 async def test_a_frozen_request_is_no_work(rig: Rig) -> None:
     request = rig.add("a")
     rig.turns(5)

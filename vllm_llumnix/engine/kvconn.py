@@ -263,6 +263,8 @@ class KVConnection:
             return False  # the other ranks take no part: this one would wait for them, and they for it ever after
         if self.port.paused or self.port.has_runnable() or engine.batch_queue or engine.engines_running:
             return False
+        if self.port.scheduler.lora_config is not None:
+            return False  # vLLM's pass without a request ends by removing all adapters, that of the newcomer too
         engine.execute_dummy_batch()
         return True
 

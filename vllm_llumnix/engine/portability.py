@@ -315,7 +315,7 @@ whose KV cache was computed in another batch. A request of a lost engine is star
 """
 
 _UNREADABLE = """\
-| KV memory that no transport reads | layouts that scatter a page, several allocations, mixed element types, pages in \
+| KV memory that no transport reads | layouts that scatter a page, several allocations, pages in \
 host memory beside a GPU, devices other than CPU and CUDA |"""
 
 _DRAFTS = """

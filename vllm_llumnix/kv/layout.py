@@ -30,21 +30,24 @@ ADDRESS_SPACE = 2**63
 
 
 class TensorRegion(msgspec.Struct, frozen=True):
-    """Layers of equal shape, at equal distances. All fields but `num_layers` are in bytes."""
+    """Layers of equal shape, at equal distances. All fields but `num_layers` are in bytes.
+
+    `element_bytes` is the size of one cache element, the smallest where layers have different ones.
+    """
 
     offset: int
     num_layers: int
     layer_stride: int
     block_stride: int
     page_bytes: int
+    element_bytes: int = 2
 
 
 class BlockLayout(msgspec.Struct, frozen=True):
     """The KV memory of one worker: `num_blocks` blocks, `storage_bytes` bytes from `base` on.
 
-    `layout` is vLLM's name of the dimension order, such as LBHNC; `element_bytes` is the size of
-    one cache element. Raises ValueError (`msgspec.ValidationError` when decoded) if a page would
-    lie outside the storage.
+    `layout` is vLLM's name of the dimension order, such as LBHNC. Raises ValueError
+    (`msgspec.ValidationError` when decoded) if a page would lie outside the storage.
     """
 
     base: int
@@ -52,15 +55,14 @@ class BlockLayout(msgspec.Struct, frozen=True):
     num_blocks: int
     regions: tuple[TensorRegion, ...]
     layout: str
-    element_bytes: int = 2
 
     def __post_init__(self) -> None:
-        if self.base < 0 or self.storage_bytes < 0 or self.num_blocks < 0 or self.element_bytes < 1:
+        if self.base < 0 or self.storage_bytes < 0 or self.num_blocks < 0:
             raise ValueError("negative base, size or number of blocks")
         if self.base + self.storage_bytes > ADDRESS_SPACE:
             raise ValueError("the storage does not fit the address space")
         for region in self.regions:
-            if region.num_layers < 1 or region.page_bytes < 1 or self.num_blocks < 1:
+            if min(region.num_layers, region.page_bytes, region.element_bytes, self.num_blocks) < 1:
                 raise ValueError("a region without layers, blocks or bytes")
             if min(region.offset, region.layer_stride, region.block_stride) < 0:
                 raise ValueError("a region with a negative offset or stride")
@@ -82,9 +84,9 @@ class BlockLayout(msgspec.Struct, frozen=True):
         """The order of dimensions within a page, which layouts must share for bytes to fit."""
         return self.layout.replace("L", "").replace("B", "")
 
-    def page_address(self, block: int, layer: int) -> tuple[int, int]:
-        """(address, bytes) of one page; `layer` counts through the regions. Raises ValueError out
-        of range.
+    def page(self, block: int, layer: int) -> tuple[int, TensorRegion]:
+        """The address of one page, and what it is a page of; `layer` counts through the regions.
+        Raises ValueError out of range.
         """
         if not 0 <= block < self.num_blocks:
             raise ValueError(f"block {block} is not one of {self.num_blocks}")
@@ -92,9 +94,14 @@ class BlockLayout(msgspec.Struct, frozen=True):
         for region in self.regions:
             if 0 <= index < region.num_layers:
                 within = region.offset + index * region.layer_stride + block * region.block_stride
-                return self.base + within, region.page_bytes
+                return self.base + within, region
             index -= region.num_layers
         raise ValueError(f"layer {layer} is not one of {self.num_layers}")
+
+    def page_address(self, block: int, layer: int) -> tuple[int, int]:
+        """(address, bytes) of one page, as `page`."""
+        address, region = self.page(block, layer)
+        return address, region.page_bytes
 
     @property
     def layers_outermost(self) -> bool:
@@ -154,12 +161,12 @@ def require_same_pages(ours: BlockLayout, theirs: BlockLayout) -> None:
     """Raise ValueError unless page `i` of a block means the same bytes on both sides."""
     if ours.interior != theirs.interior:
         raise ValueError(f"KV cache layouts differ: {ours.layout} and {theirs.layout}")
-    if ours.element_bytes != theirs.element_bytes:
-        raise ValueError(f"KV cache elements differ: {ours.element_bytes} and {theirs.element_bytes} bytes")
-    ours_shape = [(region.num_layers, region.page_bytes) for region in ours.regions]
-    theirs_shape = [(region.num_layers, region.page_bytes) for region in theirs.regions]
+    ours_shape, theirs_shape = (
+        [(region.num_layers, region.page_bytes, region.element_bytes) for region in layout.regions]
+        for layout in (ours, theirs)
+    )
     if ours_shape != theirs_shape:
-        raise ValueError(f"KV cache pages differ: (layers, bytes) {ours_shape} and {theirs_shape}")
+        raise ValueError(f"KV cache pages differ: (layers, bytes, of an element) {ours_shape} and {theirs_shape}")
 
 
 def _checked(layout: BlockLayout, block_ids: Sequence[int]) -> Ids:

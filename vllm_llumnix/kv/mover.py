@@ -403,8 +403,8 @@ def corrupt(layout: BlockLayout, blocks: Sequence[int], spec: dict[str, Any]) ->
     are inverted, so that the element changes its sign and its order of magnitude.
     """
     which = {"first": 0, "middle": len(blocks) // 2, "last": -1}[spec["which"]]
-    address, page_bytes = layout.page_address(blocks[which], spec["layer"])
-    offset = spec.get("offset", layout.element_bytes - 1)
-    if not 0 <= offset < page_bytes:
-        raise ValueError(f"a page has {page_bytes} bytes, not {offset}")
+    address, region = layout.page(blocks[which], spec["layer"])
+    offset = spec.get("offset", region.element_bytes - 1)
+    if not 0 <= offset < region.page_bytes:
+        raise ValueError(f"a page has {region.page_bytes} bytes, not {offset}")
     ctypes.c_ubyte.from_address(address + offset).value ^= 0xFF

@@ -42,18 +42,15 @@ def layout_of(model_runner: Any) -> BlockLayout:
                 layer_stride=tensor.layer_stride,
                 block_stride=tensor.block_stride,
                 page_bytes=page_bytes,
+                element_bytes=min(int(spec_of[layer].dtype.itemsize) for layer in tensor.layers),
             )
         )
-    element_bytes = {int(spec.dtype.itemsize) for spec in spec_of.values()}
-    if len(element_bytes) != 1:
-        raise TransportUnavailable("the KV cache mixes element types")
     return BlockLayout(
         base=storage.data_ptr(),
         storage_bytes=storage.nbytes(),
         num_blocks=config.num_blocks,
         regions=tuple(regions),
         layout=config.kv_cache_layout,
-        element_bytes=element_bytes.pop(),
     )
 
 

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from vllm_llumnix.patching.relied_on import RELIED_ON
 from vllm_llumnix.patching.series import Series, directory_of
 
 Output = pytest.CaptureFixture[str]
+V1 = "vllm/v1"
 PACKAGE = Path(contract.__file__).resolve().parents[1]
 
 
@@ -158,3 +161,47 @@ def test_a_contract_is_written_again(miniature_series: Miniature, monkeypatch: p
     signed = contract.load(directory_of("9.9.9"))
     assert [(f.name, f.refuses) for f in signed.functions] == [("Scheduler.schedule", True)]
     assert main(["patch", "contract", "--vllm", str(miniature_series.file("vllm"))]) == ExitCode.OK
+
+
+CLASSES = {
+    **dict.fromkeys(("scheduler",), (f"{V1}/core/sched/scheduler.py", "Scheduler")),
+    **dict.fromkeys(("engine", "_engine"), (f"{V1}/engine/core.py", None)),
+    **dict.fromkeys(("model_executor", "executor"), (f"{V1}/executor/abstract.py", "Executor")),
+    **dict.fromkeys(("kv_cache_manager", "manager"), (f"{V1}/core/kv_cache_manager.py", "KVCacheManager")),
+    **dict.fromkeys(("block_pool", "pool"), (f"{V1}/core/block_pool.py", "BlockPool")),
+    **dict.fromkeys(("_grammars",), (f"{V1}/structured_output/__init__.py", "StructuredOutputManager")),
+    **dict.fromkeys(("request",), (f"{V1}/request.py", "Request")),
+    **dict.fromkeys(("worker",), (f"{V1}/worker/gpu_worker.py", "Worker")),
+}
+"""What our code calls vLLM's objects, and where their classes are; None: any class of the file."""
+CLIENTS = f"{V1}/engine/core_client.py"
+
+
+def uses(path: Path) -> set[tuple[str, str]]:
+    """Attributes of vLLM's objects that a module reads: the file of the object's class, and the attribute."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value).split(".")[-1]
+            if owner in CLASSES:
+                found.add((CLASSES[owner][0], node.attr))
+            if path.name == "client.py" and path.parent.name == "frontend" and owner in ("self", "super()", "client"):
+                found.add((CLIENTS, node.attr))
+    return found
+
+
+def methods(read: Callable[[str], bytes], path: str) -> set[str]:
+    """Names of the methods and properties of the classes in `path` that our code has objects of."""
+    owners = {owner for where, owner in CLASSES.values() if where == path}
+    names = (name.split(".") for name in contract.digests(read(path)) if "." in name)
+    return {method for owner, method in names if owners in (set(), {None}) or owner in owners}
+
+
+def test_every_method_that_is_used_is_in_the_contract(series: Series, release: Release) -> None:
+    listed = {(row.path, row.name.split(".")[-1]) for row in RELIED_ON}
+    modules = [path for part in ("engine", "frontend", "kv") for path in sorted((PACKAGE / part).rglob("*.py"))]
+    there = {path: methods(release.read, path) for path in {CLIENTS, *(where for where, _ in CLASSES.values())}}
+    used = {one for module in modules for one in uses(module) if one[1] in there[one[0]]}
+    assert len(used) > 40
+    missing = sorted(used - listed - {(CLIENTS, "__init__")})
+    assert not missing, f"add them to RELIED_ON, then: vllm-llumnix patch contract --write, for each release: {missing}"

@@ -68,6 +68,8 @@ RELIED_ON: tuple[Reliance, ...] = (
         "Scheduler",
     ),
     *_of(_SCHEDULER, "engine/adoptions.py", "add_request", "Scheduler"),
+    *_of(_SCHEDULER, "engine/kvconn.py", "has_requests", "Scheduler"),
+    *_of(_SCHEDULER, "engine/status.py", "pause_state", "Scheduler"),
     *_of(_SCHEDULER, "engine/scheduler_port.py", "_inflight_prefill_reserved_blocks", "Scheduler"),
     *_of(_QUEUES, "engine/scheduler_port.py", "FCFSRequestQueue PriorityRequestQueue"),
     # Blocks: reserved, pinned, published, given back.
@@ -85,6 +87,7 @@ RELIED_ON: tuple[Reliance, ...] = (
     *_of(_CACHE_PARTS, "engine/scheduler_port.py", "get_all_free_blocks", "FreeKVCacheBlockQueue"),
     # A request, and what travels of it.
     *_of(_REQUEST, "engine/request_state.py", "__init__ append_output_token_ids is_finished", "Request"),
+    *_of(_REQUEST, "engine/request_state.py", "num_tokens num_output_tokens use_structured_output", "Request"),
     *_of(_REQUEST, "engine/request_state.py", "RequestStatus"),
     *_of(
         _MESSAGES,
@@ -107,14 +110,15 @@ RELIED_ON: tuple[Reliance, ...] = (
     *_of(_CORE, "engine/kvconn.py", "run_busy_loop _handle_client_request add_request", "DPEngineCoreProc"),
     *_of(_CORE, "engine/attach.py", "shutdown add_lora remove_lora", "EngineCore"),
     *_of(_CORE, "engine/agent.py", "abort_requests", "EngineCore"),
-    *_of(_EXECUTOR, "engine/attach.py", "sleep discard add_lora", "Executor"),
+    *_of(_EXECUTOR, "engine/attach.py", "sleep discard add_lora collective_rpc", "Executor"),
+    *_of(_EXECUTOR, "engine/kvconn.py", "execute_model", "Executor"),
     *_of(_GRAMMARS, "engine/builder.py", "grammar_init accept_tokens", "StructuredOutputManager"),
     # Workers: how a request with a history enters the batch, and when the KV memory goes away.
     *_of(_V1_RUNNER, "engine/scheduler_port.py", "_update_states", "GPUModelRunner"),
     *_of(_V1_BATCH, "engine/scheduler_port.py", "add_request", "InputBatch"),
     *_of(_V2_RUNNER, "engine/scheduler_port.py", "add_requests", "GPUModelRunner"),
     *_of(_V2_STATES, "engine/scheduler_port.py", "add_request", "RequestState"),
-    *_of(_WORKER, "kv/worker.py", "sleep discard wake_up", "Worker"),
+    *_of(_WORKER, "kv/worker.py", "sleep discard wake_up execute_model", "Worker"),
     # The API server's client.
     *_of(
         _CLIENT,

@@ -92,6 +92,14 @@ SEAMS = Seams(
         "vLLM lets an extension add utilities",
         "tests/integration/test_metrics.py",
     ),
+    _core(
+        "engines_running",
+        Kind.SET,
+        "data-parallel ranks that step together start together for a request that comes from elsewhere",
+        "a request can be given to an engine whose history is known",
+        "tests/engine/test_lockstep.py",
+        owner="EngineCoreProc",
+    ),
     # The executor
     _executor(
         "execute_model",

@@ -58,6 +58,7 @@ class Move:
     hit_tokens: int
     epoch: tuple[int, int]
     transport: str
+    tokens_alone: str
     phase_ms: dict[str, float]
     phases: tuple[tuple[str, float], ...]
     asked_at: float
@@ -102,7 +103,8 @@ async def migrate(
     stall_budget_ms: float | None = None,
     deadline_s: float = 120.0,
 ) -> list[Move]:
-    """Move requests and wait until every one is settled.
+    """Move requests and wait until every one is settled. With method `auto`, what cannot bring its KV cache along goes
+    without.
 
     Give the engine's `request_ids`, or a `rule` such as `("NUM_REQ", "SR", 1)`. `force` moves even
     where the stall budget would refuse. Raises LlumletError if the source refuses the call,
@@ -143,7 +145,7 @@ async def migrate_through(
         dst_engine_ip=destination.host,
         dst_engine_port=destination.port,
         request_ids=request_ids,
-        method=method.upper(),
+        method=Mode.MODE_UNSPECIFIED if method == "auto" else method.upper(),
         force=force,
         trigger_policy="benchmark",
     )
@@ -187,6 +189,7 @@ def _move(events: list[tuple[MoveProgress, float]], asked_at: float) -> Move:
         hit_tokens=last.hit_tokens,
         epoch=(last.epoch.term, last.epoch.hop),
         transport=last.transport,
+        tokens_alone=last.tokens_alone,
         phase_ms=dict(last.phase_ms),
         phases=tuple((word(MovePhase, event.phase), at) for event, at in events),
         asked_at=asked_at,

@@ -19,7 +19,9 @@ HINTS: Final[dict[Reason, str]] = {
     Reason.HANDOVER_OPEN: "Its last move is being closed. " + _LATER,
     Reason.NOT_STARTED: "It has produced no token yet. " + _LATER,
     Reason.PREFILL_RUNNING: "Its prompt is being computed. " + _LATER,
-    Reason.NOT_PORTABLE: "This kind of request cannot be moved exactly, so it is not moved.",
+    Reason.NOT_PORTABLE: (
+        "It cannot be moved so that it goes on exactly. If it is only its KV cache that cannot: --method recompute."
+    ),
     Reason.INVALID_REQUEST: "The message has faults; are both sides of the same version?",
     Reason.LORA_NOT_AVAILABLE: "Load the adapter at the destination under the same name.",
     Reason.INCOMPATIBLE_ENGINE: (

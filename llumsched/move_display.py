@@ -142,7 +142,8 @@ class TextDisplay:
         others = {"stayed": summary.stayed, "gone": summary.gone, "lost": summary.lost}
         rest = "".join(f", {number} {name}" for name, number in others.items() if number)
         seconds = summary.total_ms / 1000
-        screen.print(f"moved {summary.moved} of {summary.selected} in {seconds:.2f} s{rest}")
+        recomputed = f" ({summary.recomputed} computed again there)" if summary.recomputed else ""
+        screen.print(f"moved {summary.moved} of {summary.selected}{recomputed} in {seconds:.2f} s{rest}")
 
     def failed(self, failure: LlumletCallFailed) -> None:
         self._print_moves()
@@ -168,6 +169,8 @@ class TextDisplay:
         for move in self._moves.values():
             if move.detail:
                 output.console().print(output.clean(f"{move.request_id}: {move.detail}"))
+            if move.tokens_alone and move.phase == MovePhase.MOVED:
+                output.console().print(output.clean(f"{move.request_id}: without its KV cache: {move.tokens_alone}"))
         for reason in explained:
             hint = HINTS.get(reason, "See the log of the source.")
             output.console().print(Text(f"{reason_word(reason)}: {hint}", style="dim"))

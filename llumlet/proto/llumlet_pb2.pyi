@@ -216,7 +216,7 @@ class MigrateEvent(_message.Message):
     def __init__(self, progress: _Optional[_Union[MoveProgress, _Mapping[str, object]]] = ..., summary: _Optional[_Union[MoveSummary, _Mapping[str, object]]] = ...) -> None: ...
 
 class MoveProgress(_message.Message):
-    __slots__ = ("migration_id", "request_id", "external_request_id", "phase", "reason", "detail", "mode", "rounds", "copied_bytes", "recomputed_tokens", "context_tokens", "hit_tokens", "epoch", "transport", "phase_ms")
+    __slots__ = ("migration_id", "request_id", "external_request_id", "phase", "reason", "detail", "mode", "rounds", "copied_bytes", "recomputed_tokens", "context_tokens", "hit_tokens", "epoch", "transport", "phase_ms", "tokens_alone")
     class PhaseMsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -239,6 +239,7 @@ class MoveProgress(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     PHASE_MS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_ALONE_FIELD_NUMBER: _ClassVar[int]
     migration_id: str
     request_id: str
     external_request_id: str
@@ -254,23 +255,26 @@ class MoveProgress(_message.Message):
     epoch: Epoch
     transport: str
     phase_ms: _containers.ScalarMap[str, float]
-    def __init__(self, migration_id: _Optional[str] = ..., request_id: _Optional[str] = ..., external_request_id: _Optional[str] = ..., phase: _Optional[_Union[MovePhase, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., detail: _Optional[str] = ..., mode: _Optional[_Union[Mode, str]] = ..., rounds: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping[str, object]]] = ..., transport: _Optional[str] = ..., phase_ms: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    tokens_alone: str
+    def __init__(self, migration_id: _Optional[str] = ..., request_id: _Optional[str] = ..., external_request_id: _Optional[str] = ..., phase: _Optional[_Union[MovePhase, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., detail: _Optional[str] = ..., mode: _Optional[_Union[Mode, str]] = ..., rounds: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping[str, object]]] = ..., transport: _Optional[str] = ..., phase_ms: _Optional[_Mapping[str, float]] = ..., tokens_alone: _Optional[str] = ...) -> None: ...
 
 class MoveSummary(_message.Message):
-    __slots__ = ("selected", "moved", "stayed", "gone", "lost", "total_ms")
+    __slots__ = ("selected", "moved", "stayed", "gone", "lost", "total_ms", "recomputed")
     SELECTED_FIELD_NUMBER: _ClassVar[int]
     MOVED_FIELD_NUMBER: _ClassVar[int]
     STAYED_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     TOTAL_MS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
     selected: int
     moved: int
     stayed: int
     gone: int
     lost: int
     total_ms: float
-    def __init__(self, selected: _Optional[int] = ..., moved: _Optional[int] = ..., stayed: _Optional[int] = ..., gone: _Optional[int] = ..., lost: _Optional[int] = ..., total_ms: _Optional[float] = ...) -> None: ...
+    recomputed: int
+    def __init__(self, selected: _Optional[int] = ..., moved: _Optional[int] = ..., stayed: _Optional[int] = ..., gone: _Optional[int] = ..., lost: _Optional[int] = ..., total_ms: _Optional[float] = ..., recomputed: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("engine_id", "destinations", "timeout_s")
@@ -283,7 +287,7 @@ class DrainRequest(_message.Message):
     def __init__(self, engine_id: _Optional[str] = ..., destinations: _Optional[_Iterable[str]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class DrainProgress(_message.Message):
-    __slots__ = ("elapsed_s", "timeout_s", "num_streams", "num_requests", "num_moving", "num_moved", "refusals", "done", "num_cut")
+    __slots__ = ("elapsed_s", "timeout_s", "num_streams", "num_requests", "num_moving", "num_moved", "refusals", "done", "num_cut", "num_recomputed")
     class RefusalsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -300,6 +304,7 @@ class DrainProgress(_message.Message):
     REFUSALS_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     NUM_CUT_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
     elapsed_s: float
     timeout_s: float
     num_streams: int
@@ -309,7 +314,8 @@ class DrainProgress(_message.Message):
     refusals: _containers.ScalarMap[str, int]
     done: bool
     num_cut: int
-    def __init__(self, elapsed_s: _Optional[float] = ..., timeout_s: _Optional[float] = ..., num_streams: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_moving: _Optional[int] = ..., num_moved: _Optional[int] = ..., refusals: _Optional[_Mapping[str, int]] = ..., done: _Optional[bool] = ..., num_cut: _Optional[int] = ...) -> None: ...
+    num_recomputed: int
+    def __init__(self, elapsed_s: _Optional[float] = ..., timeout_s: _Optional[float] = ..., num_streams: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_moving: _Optional[int] = ..., num_moved: _Optional[int] = ..., refusals: _Optional[_Mapping[str, int]] = ..., done: _Optional[bool] = ..., num_cut: _Optional[int] = ..., num_recomputed: _Optional[int] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_ids",)
@@ -574,7 +580,7 @@ class ListRequestsResponse(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., requests: _Optional[_Iterable[_Union[RequestInfo, _Mapping[str, object]]]] = ...) -> None: ...
 
 class RequestInfo(_message.Message):
-    __slots__ = ("request_id", "external_request_id", "phase", "status", "prompt_tokens", "output_tokens", "computed_tokens", "num_blocks", "origin", "epoch", "movable", "reason", "detail", "priority", "arrival_time", "move")
+    __slots__ = ("request_id", "external_request_id", "phase", "status", "prompt_tokens", "output_tokens", "computed_tokens", "num_blocks", "origin", "epoch", "movable", "reason", "detail", "priority", "arrival_time", "move", "moves_as")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PHASE_UNSPECIFIED: _ClassVar[RequestInfo.Phase]
@@ -607,6 +613,7 @@ class RequestInfo(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     ARRIVAL_TIME_FIELD_NUMBER: _ClassVar[int]
     MOVE_FIELD_NUMBER: _ClassVar[int]
+    MOVES_AS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     external_request_id: str
     phase: RequestInfo.Phase
@@ -623,7 +630,8 @@ class RequestInfo(_message.Message):
     priority: int
     arrival_time: float
     move: MoveInfo
-    def __init__(self, request_id: _Optional[str] = ..., external_request_id: _Optional[str] = ..., phase: _Optional[_Union[RequestInfo.Phase, str]] = ..., status: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., origin: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping[str, object]]] = ..., movable: _Optional[bool] = ..., reason: _Optional[_Union[Reason, str]] = ..., detail: _Optional[str] = ..., priority: _Optional[int] = ..., arrival_time: _Optional[float] = ..., move: _Optional[_Union[MoveInfo, _Mapping[str, object]]] = ...) -> None: ...
+    moves_as: Mode
+    def __init__(self, request_id: _Optional[str] = ..., external_request_id: _Optional[str] = ..., phase: _Optional[_Union[RequestInfo.Phase, str]] = ..., status: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., origin: _Optional[str] = ..., epoch: _Optional[_Union[Epoch, _Mapping[str, object]]] = ..., movable: _Optional[bool] = ..., reason: _Optional[_Union[Reason, str]] = ..., detail: _Optional[str] = ..., priority: _Optional[int] = ..., arrival_time: _Optional[float] = ..., move: _Optional[_Union[MoveInfo, _Mapping[str, object]]] = ..., moves_as: _Optional[_Union[Mode, str]] = ...) -> None: ...
 
 class MoveInfo(_message.Message):
     __slots__ = ("migration_id", "direction", "phase", "peer_instance_id", "peer_address", "transport")
@@ -714,7 +722,7 @@ class Handover(_message.Message):
     def __init__(self, migration_id: _Optional[str] = ..., request_id: _Optional[str] = ..., src_incarnation: _Optional[str] = ..., dst_incarnation: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("handover", "src_engine_id", "dst_engine_id", "src_address", "request_state", "source_memory", "num_blocks", "method")
+    __slots__ = ("handover", "src_engine_id", "dst_engine_id", "src_address", "request_state", "source_memory", "num_blocks", "method", "tokens_will_do")
     HANDOVER_FIELD_NUMBER: _ClassVar[int]
     SRC_ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     DST_ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -723,6 +731,7 @@ class ReserveRequest(_message.Message):
     SOURCE_MEMORY_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_WILL_DO_FIELD_NUMBER: _ClassVar[int]
     handover: Handover
     src_engine_id: str
     dst_engine_id: str
@@ -731,19 +740,22 @@ class ReserveRequest(_message.Message):
     source_memory: bytes
     num_blocks: int
     method: Mode
-    def __init__(self, handover: _Optional[_Union[Handover, _Mapping[str, object]]] = ..., src_engine_id: _Optional[str] = ..., dst_engine_id: _Optional[str] = ..., src_address: _Optional[str] = ..., request_state: _Optional[bytes] = ..., source_memory: _Optional[bytes] = ..., num_blocks: _Optional[int] = ..., method: _Optional[_Union[Mode, str]] = ...) -> None: ...
+    tokens_will_do: bool
+    def __init__(self, handover: _Optional[_Union[Handover, _Mapping[str, object]]] = ..., src_engine_id: _Optional[str] = ..., dst_engine_id: _Optional[str] = ..., src_address: _Optional[str] = ..., request_state: _Optional[bytes] = ..., source_memory: _Optional[bytes] = ..., num_blocks: _Optional[int] = ..., method: _Optional[_Union[Mode, str]] = ..., tokens_will_do: _Optional[bool] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
-    __slots__ = ("hit_blocks", "lease_s", "dst_incarnation", "transport")
+    __slots__ = ("hit_blocks", "lease_s", "dst_incarnation", "transport", "tokens_alone")
     HIT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     DST_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_ALONE_FIELD_NUMBER: _ClassVar[int]
     hit_blocks: int
     lease_s: float
     dst_incarnation: str
     transport: str
-    def __init__(self, hit_blocks: _Optional[int] = ..., lease_s: _Optional[float] = ..., dst_incarnation: _Optional[str] = ..., transport: _Optional[str] = ...) -> None: ...
+    tokens_alone: str
+    def __init__(self, hit_blocks: _Optional[int] = ..., lease_s: _Optional[float] = ..., dst_incarnation: _Optional[str] = ..., transport: _Optional[str] = ..., tokens_alone: _Optional[str] = ...) -> None: ...
 
 class CopyRoundRequest(_message.Message):
     __slots__ = ("handover", "round", "from_block", "to_block", "num_tokens", "block_ids", "new_token_ids")

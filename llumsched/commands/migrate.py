@@ -18,7 +18,7 @@ from llumsched.fan_out import ask_all
 from llumsched.move_display import JsonDisplay, MoveDisplay, TextDisplay
 from llumsched.request_ids import find
 
-DESCRIPTION = """Move running requests, with their KV cache, from one instance to another.
+DESCRIPTION = """Move running requests, with their KV cache if it can be carried, from one instance to another.
 
 Say which: --request ID (repeatable), or --all, or a rule:
   --rule NUM_REQ --order SR --value 2       the two shortest running requests
@@ -30,7 +30,12 @@ FCWSR first waiting, then the shortest running.
 A request that does not move goes on where it was. The moves go on if this command is interrupted.
 With --json: an object per event, `"event"` is progress, summary or error, the summary last."""
 
-_METHODS = {"live": Mode.LIVE, "blocking": Mode.BLOCKING, "recompute": Mode.RECOMPUTE}
+_METHODS = {
+    "auto": Mode.MODE_UNSPECIFIED,
+    "live": Mode.LIVE,
+    "blocking": Mode.BLOCKING,
+    "recompute": Mode.RECOMPUTE,
+}
 _TRIGGER = "manual"
 
 
@@ -49,9 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how")
     how.add_argument(
         "--method",
-        default="live",
+        default="auto",
         metavar="METHOD",
-        help="live (default): copy while it decodes; blocking: stop, copy, go on; recompute: no copy",
+        help="live: copy while it decodes; blocking: stop, copy, go on; recompute: no copy; "
+        "auto (default): live, and what cannot bring its KV cache goes without a copy",
     )
     how.add_argument("--force", action="store_true", help="move even if the stall exceeds its budget")
     how.add_argument(

@@ -10,6 +10,7 @@ import time
 from llumlet.client import LlumletClient
 from llumlet.types import (
     ListRequestsResponse,
+    Mode,
     MoveInfo,
     MovePhase,
     RequestInfo,
@@ -21,6 +22,9 @@ from llumsched.commands import arguments, instances
 from llumsched.fan_out import Answer, report_failures
 
 DESCRIPTION = """List the requests of instances.
+
+MOVABLE says how a request would go elsewhere now: live, with its KV cache; recompute, with its tokens
+alone, its KV cache computed again there; waiting, with nothing to carry. Or why it would not.
 
 With --json: one object per instance, with its requests, or with the error."""
 
@@ -86,9 +90,16 @@ def _row(request: RequestInfo) -> list[str]:
         output.duration(time.time() - request.arrival_time) if request.arrival_time else "",
         f"{request.epoch.term}.{request.epoch.hop}",
         request.origin,
-        "yes" if request.movable else reason_word(request.reason) or "no",
+        _movable(request),
         _move(request.move) if request.HasField("move") else "",
     ]
+
+
+def _movable(request: RequestInfo) -> str:
+    """The mode in which it would arrive, or why it would not."""
+    if request.movable:
+        return word(Mode, request.moves_as) if request.moves_as else "yes"
+    return reason_word(request.reason) or "no"
 
 
 def _move(move: MoveInfo) -> str:

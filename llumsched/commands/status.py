@@ -15,7 +15,8 @@ from llumsched.fan_out import Answer, report_failures
 DESCRIPTION = """Show the load and the settings of instances.
 
 BLOCKS are KV blocks in use / in all; HELD are those of moves: pinned for a move out + reserved for
-a move in + draining after a copy that is being stopped. OUT and IN are moves now / at most.
+a move in + draining after a copy that is being stopped. OUT and IN are moves now / at most. MOVES says what
+requests bring along: live, their KV cache; recompute, their tokens alone; or none move.
 With --json: one object per instance, with its status and metadata, or with the error."""
 
 _COLUMNS = (
@@ -31,6 +32,7 @@ _COLUMNS = (
     ">HELD",
     ">OUT",
     ">IN",
+    "MOVES",
     "TRANSPORTS",
     "VERSION",
 )
@@ -92,6 +94,7 @@ def _row(address: str, status: InstanceStatus, metadata: InstanceMetadata) -> li
         "+".join(map(str, held)) if any(held) else "0",
         f"{status.num_migrate_out_reqs}/{metadata.max_migrations_out}",
         f"{status.num_migrate_in_reqs}/{metadata.max_migrations_in}",
+        "none" if metadata.unsupported else "recompute" if status.kv_unsupported else "live",
         ",".join(metadata.transports),
         metadata.version,
     ]

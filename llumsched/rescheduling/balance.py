@@ -7,7 +7,8 @@ destination has no room, or it does not pay) gives way to the source's next dest
 
 What a move is worth: it lowers Σ load² by 2·x·(difference - x), where x is the load that changes place; that
 counts for `horizon_s`. What it costs, in the same unit: while bytes are copied both ends hold them, and for the stall
-the moved requests do nothing.
+the moved requests do nothing. A prefill is never worth it: requests that cannot bring their KV cache along stay where
+they are, unless they wait.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ def balance(draft: Draft, policy: str, infer_type: str) -> tuple[int, int]:
     """Adds moves to the draft. Returns how many instances could have been sources and destinations."""
     snapshot, target = draft.snapshot, draft.config.target(infer_type)
     able = (snapshot.infer_types == infer_type) & ~snapshot.failing & np.isfinite(draft.load)
-    waiting = _takes_waiting(draft.config.selection.order)
-    able_sources = able & (draft.out_slots >= 1) & ((snapshot.running > 0) | (waiting & (snapshot.waiting > 0)))
-    able_destinations = able & (draft.in_slots >= 1)
+    waiting = snapshot.moves & _takes_waiting(draft.config.selection.order)
+    movable = (snapshot.carries_kv & (snapshot.running > 0)) | (waiting & (snapshot.waiting > 0))
+    able_sources = able & (draft.out_slots >= 1) & movable
+    able_destinations = able & (draft.in_slots >= 1) & (snapshot.carries_kv | waiting)
     if target.threshold > 0 and draft.config.scope is Scope.CLUSTER:
         able_sources &= draft.load >= target.threshold
         able_destinations &= draft.load < target.threshold

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from llumlet.types import RequestInfo
+from llumlet.types import Mode, RequestInfo
 from llumsched.rescheduling.moves import ALL, Move, Order, Rule
 
 
@@ -18,7 +18,7 @@ def choose(
 ) -> list[RequestInfo]:
     """`requests` in the order of the source's queues; `total_tokens` is the size of its KV cache."""
     selection = move.selection
-    movable = [request for request in requests if request.movable and request.request_id not in cooling]
+    movable = [request for request in requests if _loses_nothing(request) and request.request_id not in cooling]
     ordered = _in_order(movable, selection.order)
     if selection.rule is Rule.NUM_REQ and selection.value == ALL:
         return ordered + [request for request in movable if request not in ordered]
@@ -31,6 +31,11 @@ def choose(
             budget -= cost
             taken.append(request)
     return taken or [request for request in ordered if num_tokens(request) < most][:1]
+
+
+def _loses_nothing(request: RequestInfo) -> bool:
+    """Whether it can be moved, and with the KV cache that it has."""
+    return request.movable and (request.moves_as != Mode.RECOMPUTE or request.phase in _WAITING)
 
 
 def num_tokens(request: RequestInfo) -> int:

@@ -142,7 +142,7 @@ class Executor:
         """Replace the rule by names where the source's own choice would not do. False: there is nothing to move."""
         move = record.move
         cooling = self.history.cooling_requests(move.source, self.clock())
-        if move.policy.endswith("_failover") or (move.limit_tokens is None and not cooling):
+        if move.is_failover or (move.limit_tokens is None and not cooling):
             return True
         total_tokens = instance.status.num_total_gpu_tokens if instance.status else 0
         listed = await source.client.list_requests(deadline_s=self.config.grpc_timeout_s)
@@ -194,7 +194,7 @@ class Executor:
             record.moved_tokens += progress.context_tokens
             record.copied_bytes += progress.copied_bytes
             self.history.copied(progress.copied_bytes, progress.phase_ms.get("copying", 0.0) / 1000)
-            if not move.policy.endswith("_failover"):
+            if not move.is_failover:
                 self.history.moved(move.destination, progress.request_id, now_s)
         elif progress.phase == MovePhase.LOST:
             self.history.link_failed(move.source, move.destination, now_s)

@@ -21,7 +21,7 @@ def fail_over(draft: Draft, policy: str, infer_type: str) -> tuple[int, int]:
     """Adds moves to the draft. Returns how many sources and destinations there were."""
     snapshot = draft.snapshot
     of_type = snapshot.infer_types == infer_type
-    holding = (snapshot.running + snapshot.waiting > 0) & (draft.out_slots >= 1) & snapshot.reachable
+    holding = (snapshot.running + snapshot.waiting > 0) & (draft.out_slots >= 1) & snapshot.reachable & snapshot.moves
     sources = np.flatnonzero(of_type & snapshot.failing & holding).tolist()
     destinations = of_type & ~snapshot.failing & (draft.in_slots >= 1)
     for turn, source in enumerate(sources):

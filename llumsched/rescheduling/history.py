@@ -105,7 +105,7 @@ class History:
     def began(self, number: int, move: Move, now_s: float) -> None:
         self._unsettled[number] = _Unsettled(move, None, {move.source, move.destination})
         self._rest(move, now_s)
-        if move.policy.endswith("_failover"):
+        if move.is_failover:
             self._dealt[move.source] += 1
 
     def sized(self, number: int, tokens: float, requests: float) -> None:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from llumlet.types import MigrateRequest
+from llumlet.types import MigrateRequest, Mode
 from llumsched.cms.view import Instance
 from llumsched.rescheduling.moves import Move, Rule
 
 
 def migrate_request(move: Move, destination: Instance) -> MigrateRequest:
+    """A failover takes what cannot bring its KV cache along as well: another prefill is better than an end. To balance,
+    it is not worth one."""
     selection, llumlet = move.selection, destination.llumlet
     request = MigrateRequest(
         src_engine_id=move.source,
@@ -18,6 +20,7 @@ def migrate_request(move: Move, destination: Instance) -> MigrateRequest:
         migration_type=str(selection.rule),
         migration_req_policy=str(selection.order),
         trigger_policy=move.policy,
+        method=Mode.MODE_UNSPECIFIED if move.is_failover else Mode.LIVE,
     )
     match selection.rule:
         case Rule.NUM_REQ:

@@ -63,3 +63,7 @@ class Move:
     cost: float = 0.0
     limit_tokens: float | None = None
     """More than this would make it worse: the requests are then chosen here, by name, from the source's list."""
+
+    @property
+    def is_failover(self) -> bool:
+        return self.policy.endswith("_failover")

@@ -41,6 +41,10 @@ class Snapshot:
     """Sick, or in a failure domain with one that is."""
     reachable: Mask
     """Its loop turns, as far as is known, so it can be asked for moves."""
+    moves: Mask
+    """Its requests can go elsewhere at all."""
+    carries_kv: Mask
+    """… and bring their KV cache along; if not, those that have one cost a prefill."""
     running: Column
     """Requests that could move with a KV cache, those on their way excluded."""
     running_tokens: Column
@@ -92,11 +96,14 @@ class Camera:
             sick,
             failing(self._domain, sick, roster.nodes, roster.failing_units),
             health != Health.HUNG,
+            roster.moves,
+            roster.moves & ~np.array(list(map(_KV_UNSUPPORTED, known)), dtype=np.bool_),
             *[*as_they_are, total, total - used, *roster.limits],
         )
 
 
 _ID = attrgetter("metadata.instance_id")
+_KV_UNSUPPORTED = attrgetter("status.kv_unsupported")
 _INTO_OTHERS = ("schedulable", "health", "num_total_gpu_tokens", "num_used_gpu_tokens")
 _AS_THEY_ARE = (  # in the order of Snapshot
     "scheduler_running_to_decode_requests_num",
@@ -122,6 +129,7 @@ class _Roster:
         self.nodes = codes_of([data.node_id for data in metadata])
         self.units = codes_of([data.unit_id for data in metadata])
         self.failing_units = codes_of([data.unit_id if data.data_parallel_size > 1 else "" for data in metadata])
+        self.moves = np.array([not data.unsupported for data in metadata], dtype=np.bool_)
         self.limits = _table([_limits(data) for data in metadata], 4)
 
 

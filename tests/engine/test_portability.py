@@ -61,6 +61,15 @@ def request(
     return made
 
 
+def begun(*, num_computed: int = 0, **parameters: Any) -> Request:
+    """In its prefill, or else with a token put out (and preempted, say)."""
+    made = request(**parameters)
+    made.num_computed_tokens = num_computed
+    if not num_computed:
+        made.append_output_token_ids(7)
+    return made
+
+
 IMAGE = MultiModalFeatureSpec(None, "image", "some-image", PlaceholderRange(offset=0, length=2))
 
 REFUSED: list[tuple[str, Request, dict[str, Any]]] = [
@@ -72,7 +81,7 @@ REFUSED: list[tuple[str, Request, dict[str, Any]]] = [
     ("KV transfer parameters", request(extra_args={"kv_transfer_params": {"x": 1}}), CPU),
     ("KV transfer parameters", request(extra_args={"ec_transfer_params": {"x": 1}}), CPU),
     ("extra arguments for custom logits processors", request(extra_args={"mine": 1}), CPU),
-    ("a thinking token budget", request(thinking_token_budget=9), CPU),
+    ("a thinking token budget on the V1 runner, once it has begun", begun(thinking_token_budget=9), CPU),
     ("trace replay", request(trace_decode_token_ids=[1, 2]), CPU),
     (
         "repetition detection",
@@ -80,8 +89,9 @@ REFUSED: list[tuple[str, Request, dict[str, Any]]] = [
         CPU,
     ),
     ("watermarking", request(watermarking=True), CPU),
-    ("a seed with speculative decoding", request(seed=1), CPU | SPEC_DECODE),
-    ("a seed on the V1 GPU runner", request(seed=1), CUDA),
+    ("a seed with speculative decoding on the V1 runner, once it has begun", begun(seed=1), CPU | SPEC_DECODE),
+    ("a seed on the V1 GPU runner, once it has begun", begun(seed=1), CUDA),
+    ("a seed on the V1 GPU runner, once it has begun", begun(num_computed=2, seed=1), CUDA),
 ]
 
 
@@ -96,10 +106,14 @@ def test_refused_requests(reason: str, asked: Request, engine: dict[str, Any]) -
         (request(), CPU),
         (request(seed=1, temperature=1.0), CPU),
         (request(more={"lora_request": LoRARequest("adapter", 1, "/adapter")}), CPU),
-        (request(thinking_token_budget=9), CUDA | V2),
-        (request(seed=1), CUDA | V2),
-        (request(seed=1), CUDA | V2 | SPEC_DECODE),
-        (request(seed=1, temperature=0.0), CUDA),
+        (begun(thinking_token_budget=9), CUDA | V2),
+        (begun(seed=1), CUDA | V2),
+        (begun(seed=1), CUDA | V2 | SPEC_DECODE),
+        (begun(seed=1, temperature=0.0), CUDA),
+        # They wait.
+        (request(thinking_token_budget=9), CPU),
+        (request(seed=1), CUDA),
+        (request(seed=1), CPU | SPEC_DECODE),
     ],
 )
 def test_requests_that_move(asked: Request, engine: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from benchmarks.model import PRESETS, build
 from benchmarks.moves import Move, migrate, move_stream
 from llumlet.client import LlumletClient
 from llumlet.errors import LlumletError
-from llumlet.types import AbortRequest, AbortResponse, MigrateRequest, Reason
+from llumlet.types import AbortRequest, AbortResponse, MigrateRequest, Mode, Reason
 from tests.exactness.test_matrix import held_by
 from tests.integration.conftest import Engines
 from tests.integration.test_command_line import llumnix
@@ -322,19 +322,29 @@ async def test_another_model_and_another_block_size(engines: Engines, conserved:
 
 
 async def test_another_kv_connector(engines: Engines, conserved: object, strange: Strange) -> None:
-    """Said in the answer of `Migrate` and in `llumnix ps`."""
+    """Its KV cache stays where it is; said in the answer of `Migrate` and in `llumnix ps`. Its tokens move."""
     source, why = strange.connector, "another KV connector is configured (--kv-transfer-config)"
     async with Client(source.base_url) as client:
         expected = await (await client.complete(PROMPT, 200, **GREEDY, cache_salt="unmoved")).result()
         stream = await client.complete(PROMPT, 6000, **GREEDY, cache_salt="moved")
         held = await held_by(source, stream, 20)
         code, shown = await llumnix("ps", "--llumlet", str(source.llumlet), "--json")
-        with pytest.raises(LlumletError) as refusal:
-            await move_stream(source, engines.b, stream)
+        refused = await move_stream(source, engines.b, stream)
         await stream.wait_for(max(len(stream.token_ids) + 50, 200))
+        moves = [await move_stream(source, engines.b, stream, method="auto")]
+        await stream.wait_for(len(stream.token_ids) + 50)
         await stream.disconnect()
-    assert (refusal.value.reason, refusal.value.detail) == (Reason.NOT_PORTABLE, why)
-    assert not held.movable
+    # Another one: of one that comes back, vLLM's example connector counts what is cached beyond the prompt as negative.
+    async with Client(engines.b.base_url) as client:
+        other = await client.complete([*PROMPT, 7], 6000, **GREEDY)
+        await held_by(engines.b, other, 20)
+        moves.append(await move_stream(engines.b, source, other, method="auto"))
+        await other.wait_for(len(other.token_ids) + 50)
+        await other.disconnect()
+    assert (refused.phase, refused.reason, refused.detail) == ("stayed", "not_portable", why)
+    assert (held.movable, held.moves_as) == (True, Mode.RECOMPUTE)
     assert (code, why in shown) == (0, True), shown
     assert stream.token_ids[:200] == expected.token_ids
+    assert [(move.phase, move.mode) for move in moves] == [("moved", "recompute")] * 2, moves
+    assert [move.tokens_alone for move in moves] == [why, f"at the destination: {why}"]
     await wait_idle(source)

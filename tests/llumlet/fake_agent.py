@@ -51,7 +51,8 @@ Outcome = tuple[MovePhase, Reason, str]
 
 
 class FakeAgent:
-    """`failures` and `delays` are by method name; `outcomes` by request id (default: MOVED).
+    """`failures` and `delays` are by method name; `outcomes` by request id (default: MOVED), as is `tokens_alone`: why
+    the request leaves its KV cache behind.
 
     A move waits in COPYING until `go` is set, which it is at first. `calls` is what was asked.
     """
@@ -62,6 +63,8 @@ class FakeAgent:
         self.failures: dict[str, BaseException] = {}
         self.delays: dict[str, float] = {}
         self.outcomes: dict[str, Outcome] = {}
+        self.tokens_alone: dict[str, str] = {}
+        self.kv_unsupported = ""
         self.calls: list[tuple[str, Any]] = []
         self.completed: list[str] = []
         self.moved: list[str] = []
@@ -84,7 +87,8 @@ class FakeAgent:
             outcome = await self._move(request_id, request, report)
             counts[MovePhase.Name(outcome).lower()] += 1
         self.completed.append("migrate")
-        return MoveSummary(selected=len(ids), total_ms=12.5, **counts)
+        recomputed = sum(request_id in self.tokens_alone for request_id in self.moved)
+        return MoveSummary(selected=len(ids), total_ms=12.5, recomputed=recomputed, **counts)
 
     async def _move(self, request_id: str, request: MigrateRequest, report: Report) -> MovePhase:
         info = next((info for info in self.requests if info.request_id == request_id), RequestInfo())
@@ -95,8 +99,7 @@ class FakeAgent:
                 request_id=request_id,
                 external_request_id=info.external_request_id,
                 phase=phase,
-                mode=request.method or Mode.LIVE,
-                **more,
+                **({"mode": request.method or Mode.LIVE} | more),
             )
 
         report(progress(MovePhase.SELECTED))
@@ -105,6 +108,7 @@ class FakeAgent:
         await self.go.wait()
         default = (MovePhase.MOVED, Reason.REASON_NONE, "")
         phase, reason, detail = self.outcomes.get(request_id, default)
+        tokens_alone = self.tokens_alone.get(request_id, "")
         report(
             progress(
                 phase,
@@ -118,6 +122,8 @@ class FakeAgent:
                 epoch=Epoch(hop=1),
                 transport="local",
                 phase_ms={"copying": 40.25, "pull": 9.5, "reserving": 1.5},
+                tokens_alone=tokens_alone,
+                mode=Mode.RECOMPUTE if tokens_alone else request.method or Mode.LIVE,
             )
         )
         if phase == MovePhase.MOVED:
@@ -172,6 +178,7 @@ class FakeAgent:
             num_pinned_blocks=4,
             num_migrate_out_reqs=1,
             incarnation="i-1",
+            kv_unsupported=self.kv_unsupported,
             health=self.health,
             loop_age_ms=5400 if self.health == Health.HUNG else 3,
         )
@@ -269,6 +276,7 @@ def request_info(request_id: str = "cmpl-7-0a1b2c3d", **more: Any) -> RequestInf
         "num_blocks": 4,
         "origin": "tcp://127.0.0.1:7001",
         "movable": True,
+        "moves_as": Mode.LIVE,
         "arrival_time": time.time() - 3,
     }
     return RequestInfo(**(fields | more))

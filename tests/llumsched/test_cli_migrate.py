@@ -34,7 +34,7 @@ async def test_one_request_moves(llumnix: Llumnix, source: Instance, destination
     assert (request.src_engine_id, request.dst_engine_id) == ("fake-a", "fake-b")
     assert f"{request.dst_engine_ip}:{request.dst_engine_port}" == destination.address
     assert list(request.request_ids) == ["cmpl-abc123-0a1b2c3d"]
-    assert request.method == Mode.LIVE
+    assert request.method == Mode.MODE_UNSPECIFIED
     assert not request.force
     assert not request.HasField("stall_budget_ms")
     assert request.trigger_policy == "manual"
@@ -77,6 +77,7 @@ async def test_json_has_an_object_per_event_and_the_summary_last(
         "gone": 0,
         "lost": 0,
         "total_ms": 12.5,
+        "recomputed": 0,
         "exit_code": 0,
     }
 
@@ -115,6 +116,23 @@ async def test_a_request_that_stays_is_explained(llumnix: Llumnix, source: Insta
     assert stayed["reason"] == "destination_full"
     assert stayed["detail"] == "wanted 12 blocks, free 3"
     assert done.lines[-1]["exit_code"] == 1
+
+
+async def test_what_goes_without_its_kv_cache_is_told(
+    llumnix: Llumnix, source: Instance, destination: Instance
+) -> None:
+    source.agent.tokens_alone["cmpl-abc123-0a1b2c3d"] = "not exactly one KV cache group"
+    done = await llumnix(*between(source, destination), "--all")
+    assert done.code == 0
+    assert "cmpl-abc123-0a1b2c3d: without its KV cache: not exactly one KV cache group" in done.out
+    assert "moved 3 of 3 (1 computed again there) in 0.01 s" in done.out
+    *_, moved, summary = [
+        line
+        for line in (await llumnix(*between(source, destination), "--all", "--json")).lines
+        if (line.get("phase") == "moved" and line["tokens_alone"]) or line["event"] == "summary"
+    ]
+    assert (moved["mode"], moved["tokens_alone"]) == ("recompute", "not exactly one KV cache group")
+    assert summary["recomputed"] > 0
 
 
 @pytest.mark.parametrize("phase", [MovePhase.GONE, MovePhase.LOST])

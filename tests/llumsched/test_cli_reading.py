@@ -8,7 +8,7 @@ import asyncio
 import pytest
 
 from llumlet.errors import LlumletError
-from llumlet.types import Health, Reason
+from llumlet.types import Health, Mode, Reason
 from tests.llumlet.fake_agent import moving_request_info, request_info
 from tests.llumsched.conftest import Instance, Llumnix
 
@@ -24,10 +24,28 @@ async def test_ps_shows_a_row_per_request(llumnix: Llumnix, source: Instance) ->
     assert len(rows) == 4
     assert rows[0].split() == [
         *("fake-a", "cmpl-abc123-0a1b2c3d", "decode", "100", "7", "4"),
-        *(rows[0].split()[6], "0.0", "tcp://127.0.0.1:7001", "yes"),
+        *(rows[0].split()[6], "0.0", "tcp://127.0.0.1:7001", "live"),
     ]
     assert "already_migrating" in rows[3]
     assert rows[3].rstrip().endswith("→ fake-b copying local")
+
+
+async def test_what_leaves_its_kv_cache_behind(llumnix: Llumnix, source: Instance) -> None:
+    source.agent.kv_unsupported = "not exactly one KV cache group"
+    source.agent.requests[:] = [
+        request_info("cmpl-one-11111111", moves_as=Mode.RECOMPUTE, detail=source.agent.kv_unsupported),
+        request_info("cmpl-two-22222222", moves_as=Mode.WAITING),
+    ]
+    done = await llumnix("ps", "--llumlet", source.address)
+    assert [row.split()[-1] for row in done.out.splitlines()[1:]] == ["recompute", "waiting"]
+    (document,) = (await llumnix("ps", "--llumlet", source.address, "--json")).lines
+    first, second = document["requests"]
+    assert (first["movable"], first["moves_as"], first["detail"]) == (True, "recompute", source.agent.kv_unsupported)
+    assert (second["movable"], second["moves_as"], second["detail"]) == (True, "waiting", "")
+    done = await llumnix("status", "--llumlet", source.address)
+    assert done.out.splitlines()[1].split()[-3] == "recompute"
+    (document,) = (await llumnix("status", "--llumlet", source.address, "--json")).lines
+    assert document["status"]["kv_unsupported"] == source.agent.kv_unsupported
 
 
 async def test_ps_json(llumnix: Llumnix, source: Instance) -> None:
@@ -125,7 +143,7 @@ async def test_status_shows_a_row_per_instance(llumnix: Llumnix, source: Instanc
     _, *rows = (row.split() for row in done.out.splitlines())
     assert rows[0] == [
         *("fake-a", "neutral", source.address, "tiny-llama", "schedulable", "3", "0"),
-        *("25/100", "25%", "4+0+0", "1/3", "0/2", "local,tcp", "0.1.0"),
+        *("25/100", "25%", "4+0+0", "1/3", "0/2", "live", "local,tcp", "0.1.0"),
     ]
     assert rows[1][:3] == ["fake-b", "neutral", destination.address]
 

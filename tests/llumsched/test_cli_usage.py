@@ -38,7 +38,7 @@ def test_everything_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) ->
         "--order 'BIGGEST' is not one of LCR, FCR, LR, SR, FCW, FCWSR",
         "--rule 'MOST' is not one of NUM_REQ, TOKEN, RATIO",
         "--value 'x' is not a number",
-        "--method 'teleport' is not one of live, blocking, recompute",
+        "--method 'teleport' is not one of auto, live, blocking, recompute",
         "--stall-budget-ms must not be negative",
         "--timeout 'soon' is not a number",
     ]

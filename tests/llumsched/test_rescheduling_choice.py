@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llumlet.types import RequestInfo
+from llumlet.types import Mode, RequestInfo
 from llumsched.rescheduling.choice import choose
 from llumsched.rescheduling.moves import Move, Order, Rule, Selection
 from vllm_llumnix.migration import selection as llumlet
@@ -38,3 +38,19 @@ def test_it_is_the_same(rows: list[tuple[int, bool, bool]], rule: tuple[Rule, fl
         assert sorted(ours) == sorted(theirs)
     else:
         assert ours == theirs
+
+
+def test_a_prefill_is_not_worth_it() -> None:
+    """What cannot bring its KV cache along is left, unless it has none; a preempted one has to be computed anyway."""
+    infos = [
+        RequestInfo(
+            request_id="hybrid", phase=RequestInfo.DECODE, prompt_tokens=9, movable=True, moves_as=Mode.RECOMPUTE
+        ),
+        RequestInfo(request_id="plain", phase=RequestInfo.DECODE, prompt_tokens=8, movable=True, moves_as=Mode.LIVE),
+        RequestInfo(
+            request_id="gone", phase=RequestInfo.PREEMPTED, prompt_tokens=7, movable=True, moves_as=Mode.RECOMPUTE
+        ),
+        RequestInfo(request_id="new", phase=RequestInfo.WAITING, prompt_tokens=6, movable=True, moves_as=Mode.WAITING),
+    ]
+    move = Move("neutral_load", "a", "b", Selection(Rule.NUM_REQ, Order.LCR, -1.0), 0.0)
+    assert [info.request_id for info in choose(infos, move, CAPACITY, ())] == ["plain", "gone", "new"]

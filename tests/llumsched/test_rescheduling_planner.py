@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from llumlet.types import Mode
 from llumsched.rescheduling.config import Config, Domain, LoadTarget, Scope
 from llumsched.rescheduling.history import History
 from llumsched.rescheduling.loads import measure
-from llumsched.rescheduling.moves import ALL, Order, Rule, Selection
+from llumsched.rescheduling.message import migrate_request
+from llumsched.rescheduling.moves import ALL, Move, Order, Rule, Selection
 from tests.llumsched.rescheduling_cluster import CAPACITY, balancing, instance, pairs, planned
 from tests.llumsched.scheduling_cases import distribution
 
@@ -388,3 +390,37 @@ def test_history_keeps_nothing_for_ever() -> None:
     history.forget_expired(1e4)
     left = {name: value for name, value in vars(history).items() if isinstance(value, dict) and value}
     assert left == {}
+
+
+WITHOUT_KV = {"kv_unsupported": "not exactly one KV cache group"}
+WAITING = {"num_waiting_requests": 4, "num_uncomputed_tokens_all_waiting_prefills": 8_000}
+
+
+def test_what_costs_a_prefill_is_moved_from_what_fails_and_not_to_balance() -> None:
+    cluster = [instance("a", 0.9, **WITHOUT_KV), instance("b", 0.1, **WITHOUT_KV)]
+    assert pairs(planned(cluster, balancing())) == []
+    failing = [instance("a", 0.9, schedulable=False, **WITHOUT_KV), instance("b", 0.1, **WITHOUT_KV)]
+    assert pairs(planned(failing, Config(policies=FAILOVERS))) == [("a", "b")]
+
+
+def test_what_waits_is_moved_to_balance_as_well() -> None:
+    cluster = [instance("a", 0.9, **WITHOUT_KV, **WAITING), instance("b", 0.1, **WITHOUT_KV)]
+    first_come = Selection(Rule.NUM_REQ, Order.FCW, 2)
+    assert pairs(planned(cluster, balancing(selection=first_come))) == [("a", "b")]
+
+
+def test_a_destination_that_takes_no_kv_cache_is_none_to_balance_with() -> None:
+    cluster = [instance("a", 0.9), instance("b", 0.1, **WITHOUT_KV), instance("c", 0.2)]
+    assert pairs(planned(cluster, balancing())) == [("a", "c")]
+
+
+def test_what_cannot_go_elsewhere_at_all_is_left() -> None:
+    marked = {"unsupported": "custom logits processors without the mark"}
+    cluster = [instance("a", 0.9, schedulable=False, **marked), instance("b", 0.1, **marked)]
+    assert pairs(planned(cluster, Config(policies=FAILOVERS))) == []
+
+
+@pytest.mark.parametrize(("policy", "method"), [("neutral_load", Mode.LIVE), ("decode_failover", 0)])
+def test_only_a_failover_takes_what_costs_a_prefill(policy: str, method: Mode) -> None:
+    move = Move(policy, "a", "b", Selection(Rule.NUM_REQ, Order.SR, 1.0), 100.0)
+    assert migrate_request(move, instance("b")).method == method

@@ -279,6 +279,18 @@ def test_stall_is_estimated_from_the_rate_that_was_measured() -> None:
             assert "400 ms" in machine.outcome.detail
 
 
+def test_a_destination_that_takes_tokens_alone() -> None:
+    """Said with its answer to Reserve: no round, nothing to read, and no more time for the last copy."""
+    machine = source_in(source.State.RESERVING)
+    machine.leave_kv()
+    machine.on(ev.Reserved(0, 30.0, "D1"))
+    assert machine.state is source.State.FREEZING
+    assert machine.on(ev.Frozen(310, 309, 0, 10))[0] == do.SendCommit(Epoch(0, 1), 10, 0, 0, 0)
+    late = source_in(source.State.PINNING)
+    with pytest.raises(LocalProtocolError):
+        late.leave_kv()
+
+
 def test_short_request_needs_no_round() -> None:
     machine = make_source()
     for event in (ev.Start(), ev.Reserved(0, 30.0, "D1"), ev.Snapshot(1, 40)):

@@ -72,8 +72,8 @@ def no_pins(patch: Patch) -> None:
     """Nothing holds the frozen request's blocks."""
     stock = SchedulerPort.drained
 
-    def drained(self: SchedulerPort, *args: Any) -> FrozenRequest | None:
-        frozen = stock(self, *args)
+    def drained(self: SchedulerPort, *args: Any, **kwargs: Any) -> FrozenRequest | None:
+        frozen = stock(self, *args, **kwargs)
         if frozen is None:
             return None
         self.unpin(frozen.pin)

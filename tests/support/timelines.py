@@ -43,6 +43,7 @@ def move(index: int, asked_at: float, settled_at: float, **changes: Any) -> Move
         hit_tokens=0,
         epoch=(0, 1),
         transport="local",
+        tokens_alone="",
         phase_ms={"copying": 5.0, "committing": 2.0},
         phases=(("moved", settled_at),),
         asked_at=asked_at,

@@ -69,7 +69,7 @@ from vllm_llumnix.errors import MigrationError, Reason, Refused, TransportError
 from vllm_llumnix.ids import Epoch
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES
 from vllm_llumnix.migration import wire
-from vllm_llumnix.migration.source import Method, Plan
+from vllm_llumnix.migration.source import Plan
 from vllm_llumnix.relay_keys import RelayKeys
 
 if TYPE_CHECKING:
@@ -78,7 +78,6 @@ if TYPE_CHECKING:
 
 CALL_SECONDS = 10.0
 """Deadline of a call to a peer in which no bytes move, and of a question to an origin."""
-METHODS = {Mode.LIVE: Method.LIVE, Mode.BLOCKING: Method.BLOCKING, Mode.RECOMPUTE: Method.RECOMPUTE}
 
 
 class LlumletAgent:
@@ -158,8 +157,7 @@ class LlumletAgent:
         self._check_migrate(request)
         address = Address(request.dst_engine_ip, request.dst_engine_port)
         client = self.departures.client(address)
-        mode = request.method or Mode.LIVE
-        destination = Destination(request.dst_engine_id, address, client, mode)
+        destination = Destination(request.dst_engine_id, address, client)
         selected = self._select(request)
         moves = []
         refused: dict[str, MigrationError] = {}
@@ -169,7 +167,7 @@ class LlumletAgent:
             except MigrationError as error:
                 refused[request_id] = error
         for request_id, error in refused.items():
-            stayed = _stayed(request_id, mode, error)
+            stayed = _stayed(request_id, request.method or Mode.LIVE, error)
             self.departures.records.add(stayed)
             report(stayed)
         outcomes = await asyncio.gather(*(move.done for move in moves))
@@ -181,6 +179,7 @@ class LlumletAgent:
             gone=count[MovePhase.GONE],
             lost=count[MovePhase.LOST],
             total_ms=(time.monotonic() - began) * 1e3,
+            recomputed=sum(1 for outcome in outcomes if is_recomputed(outcome)),
         )
 
     async def migrate_in(self, request: MigrateInRequest, report: Report) -> MoveSummary:
@@ -372,8 +371,8 @@ class LlumletAgent:
         same_address = (request.dst_engine_ip, request.dst_engine_port) == tuple(self.bypass.address)
         if request.dst_engine_id == self.identity.instance or same_address:
             raise refusal(Refused(Reason.SAME_INSTANCE, "source and destination are the same instance"))
-        if self.identity.kv_stays is not None:
-            raise refusal(Refused(Reason.NOT_PORTABLE, self.identity.kv_stays))
+        if self.identity.unsupported is not None:
+            raise refusal(Refused(Reason.NOT_PORTABLE, self.identity.unsupported))
 
     def _check_drain(self, request: DrainRequest) -> None:
         here, num_ranks = self.identity.instance, self.bypass.config.num_ranks
@@ -407,22 +406,26 @@ class LlumletAgent:
         residence = residence_of(request)
         if request_id in self.departures.moves:
             raise Refused(Reason.ALREADY_MIGRATING, f"{request_id} is on its way already")
-        if (problem := self.listing.why_not(request)) is not None:
-            raise Refused(*problem)
+        way = self.listing.way(request, asked.method)
         assert residence is not None
         budget_ms = asked.stall_budget_ms if asked.HasField("stall_budget_ms") else self.config.stall_budget_ms
         plan = Plan(
-            method=METHODS[destination.mode],
+            method=way.method,
             epoch_next=residence.claim_next_epoch(),
             bytes_per_block=self.bypass.bytes_per_block,
             stall_budget_s=budget_ms / 1e3,
             force=asked.force,
             round_s=self.config.lease_seconds,
         )
-        return self.departures.begin(request, residence, destination, plan, report)
+        return self.departures.begin(request, residence, destination, plan, way, report)
 
 
 _OUTCOMES = (MovePhase.MOVED, MovePhase.STAYED, MovePhase.GONE, MovePhase.LOST)
+
+
+def is_recomputed(outcome: MoveProgress) -> bool:
+    """Whether the request went without a KV cache and had computed something."""
+    return outcome.phase == MovePhase.MOVED and outcome.mode == Mode.RECOMPUTE
 
 
 def _stayed(request_id: str, mode: Mode, error: MigrationError) -> MoveProgress:

@@ -36,9 +36,9 @@ from vllm_llumnix import faults
 from vllm_llumnix.engine.builder import RequestBuilder
 from vllm_llumnix.engine.kvconn import KVConnection
 from vllm_llumnix.engine.memory import Movers, SourceMemory, decode_memory
-from vllm_llumnix.engine.portability import why_not_portable
 from vllm_llumnix.engine.relay import Relay
 from vllm_llumnix.engine.request_state import Residence, repeat_from
+from vllm_llumnix.engine.way import why_request_not_portable
 from vllm_llumnix.errors import LocalProtocolError, MigrationError, Reason, Refused, TransportError
 from vllm_llumnix.ids import Epoch, MigrationId
 from vllm_llumnix.kv.messages import PeerMemory
@@ -92,6 +92,8 @@ class IncomingMove:
         self.request: Request | None = None
         self.residence: Residence | None = None
         self.transport = ""
+        self.tokens_alone = ""
+        """Why the KV cache cannot be brought here, if the request may come without."""
         self.began = time.monotonic()
         self.phase_ms: dict[str, float] = {}
         self.copied_bytes = 0
@@ -230,9 +232,8 @@ class IncomingMove:
                     Reason.INCOMPATIBLE_ENGINE,
                     "model, weights, vLLM version, KV layout, data types or parallel sizes differ",
                 )
-            for rank in self._memory.ranks:
-                arrivals.require_reachable(rank)
-            self.transport = await arrivals.movers.probe(self._memory)
+            if offer.method != Mode.RECOMPUTE:
+                self.tokens_alone = await self._choose_transport(self._memory, offer)
             self.request, self.residence = await arrivals.builder.build(offer.request_state)
             if self.request.request_id != self.request_id:
                 raise Refused(Reason.INVALID_REQUEST, "the request state names another request")
@@ -255,8 +256,26 @@ class IncomingMove:
         faults.hit("destination.reserved")
         self.feed(on.BlocksReserved(hit_blocks, len(self._block_ids)))
 
+    async def _choose_transport(self, memory: SourceMemory, offer: ReserveRequest) -> str:
+        """Why there is none, if the request may come without its KV cache. Raises Refused, TransportError if not."""
+        arrivals = self.arrivals
+        if (reason := arrivals.bypass.identity.kv_unsupported) is not None:
+            return f"at the destination: {reason}"
+        for rank in memory.ranks:
+            arrivals.require_reachable(rank)
+        try:
+            self.transport = await arrivals.movers.probe(memory)
+        except (Refused, TransportError) as error:
+            if offer.tokens_will_do or offer.method == Mode.WAITING:
+                return str(error)
+            raise
+        return ""
+
     async def _grow(self, num_tokens: int) -> None:
         kvconn = self.arrivals.kvconn
+        if self.tokens_alone:
+            self.feed(on.GrowFailed(Reason.NOT_PORTABLE, self.tokens_alone))
+            return
         try:
             self._block_ids = await kvconn.call_for_blocks(kvconn.port.grow, self.request, num_tokens)
         except MigrationError as error:
@@ -354,6 +373,7 @@ class IncomingMove:
             lease_s=effect.lease_s,
             dst_incarnation=self.arrivals.bypass.identity.incarnation,
             transport=self.transport,
+            tokens_alone=self.tokens_alone,
         )
 
     def _round_response(self, effect: do.AnswerRound) -> CopyRoundResponse:
@@ -462,8 +482,9 @@ class Arrivals:
         if move is None:
             if request.dst_engine_id != identity.instance:
                 _refuse(Reason.WRONG_INSTANCE, f"this is {identity.instance}, not {request.dst_engine_id}")
-            if identity.kv_stays is not None:
-                _refuse(Reason.NOT_PORTABLE, f"at the destination: {identity.kv_stays}")
+            brings_kv = request.method not in (Mode.RECOMPUTE, Mode.WAITING) and not request.tokens_will_do
+            if problem := identity.unsupported or (brings_kv and identity.kv_unsupported):
+                _refuse(Reason.NOT_PORTABLE, f"at the destination: {problem}")
             if not self.bypass.takes_requests:
                 _refuse(Reason.SHUTTING_DOWN, "the destination is shutting down")
             try:
@@ -585,13 +606,7 @@ class Arrivals:
                 raise Refused(Reason.ADDRESS_REFUSED, problem)
 
     def why_not_portable(self, request: Request) -> str | None:
-        identity = self.bypass.identity
-        return why_not_portable(
-            request,
-            model_runner_v2=identity.model_runner_v2,
-            device=identity.device,
-            spec_decode=identity.spec_decode,
-        )
+        return why_request_not_portable(request, self.bypass.identity)
 
     def reserve_on_loop(self, request: Request, queued: bool) -> tuple[int, list[int]]:
         port = self.kvconn.port

@@ -44,6 +44,7 @@ from vllm_llumnix.engine.records import MoveRecords
 from vllm_llumnix.engine.relay import OriginUnreachable, Relay
 from vllm_llumnix.engine.request_state import Residence, state_of, why_not_now
 from vllm_llumnix.engine.scheduler_port import Frontier, FrozenRequest, Pin, SchedulerPort
+from vllm_llumnix.engine.way import MODES, Way, has_kv, why_request_not_portable
 from vllm_llumnix.errors import LocalProtocolError, MigrationError, Reason, Refused, TransportError
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES
 from vllm_llumnix.migration import effects as do
@@ -51,7 +52,7 @@ from vllm_llumnix.migration import events as on
 from vllm_llumnix.migration import wire
 from vllm_llumnix.migration.events import Call, Gone
 from vllm_llumnix.migration.limits import Limits, Slots
-from vllm_llumnix.migration.source import Outcome, Plan, Source, State
+from vllm_llumnix.migration.source import Method, Outcome, Plan, Source, State
 from vllm_llumnix.request_wire import RequestState, encode
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class OutgoingMove:
         residence: Residence,
         to: Destination,
         plan: Plan,
+        way: Way,
         report: Report,
     ) -> None:
         self.departures = departures
@@ -113,10 +115,12 @@ class OutgoingMove:
             request_id=request.request_id,
             external_request_id=residence.external_request_id,
             phase=MovePhase.SELECTED,
-            mode=to.mode,
+            mode=MODES[plan.method],
+            tokens_alone=way.tokens_alone,
             context_tokens=request.num_tokens,
         )
         self.done: asyncio.Future[MoveProgress] = asyncio.get_running_loop().create_future()
+        self._insists = way.insists
         self._report = report
         self._kvconn: KVConnection = departures.kvconn
         self._port: SchedulerPort = departures.kvconn.port
@@ -170,7 +174,8 @@ class OutgoingMove:
             case do.SendRound():
                 self._spawn(self._round(effect))
             case do.Freeze():
-                self._spawn(self._freeze(call(self._freeze_on_loop)))
+                stays_with_kv = self._insists and self.machine.plan.method is Method.RECOMPUTE
+                self._spawn(self._freeze(call(self._freeze_on_loop, stays_with_kv)))
             case do.SendCommit():
                 self._spawn(self._commit(effect))
             case do.SendWithdraw():
@@ -221,13 +226,18 @@ class OutgoingMove:
             request_state=encode(state),
             source_memory=source.memory(self._capability),
             num_blocks=-(-self.request.num_tokens // self._port.block_size) + 1,
-            method=Mode.WAITING if self._queued else self.to.mode,
+            method=Mode.WAITING if self._queued else self.progress.mode,
+            tokens_will_do=not self._insists,
         )
         answer = await self._ask(Call.RESERVE, self.to.client.reserve, request)
         if answer is not None:
             self._destination_incarnation = answer.dst_incarnation
             self.progress.hit_tokens = answer.hit_blocks * self._port.block_size
             self.progress.transport = answer.transport
+            copies = self.machine.plan.method is not Method.RECOMPUTE
+            if answer.tokens_alone and copies and self.machine.state is State.RESERVING:
+                self.machine.leave_kv()
+                self.progress.mode, self.progress.tokens_alone = Mode.RECOMPUTE, answer.tokens_alone
             self.feed(on.Reserved(answer.hit_blocks, answer.lease_s, answer.dst_incarnation))
 
     async def _with_adapter(self, state: RequestState) -> RequestState:
@@ -406,13 +416,18 @@ class OutgoingMove:
         self._pins.append(frontier.pin)
         return frontier
 
-    def _freeze_on_loop(self) -> None:
+    def _freeze_on_loop(self, stays_with_kv: bool) -> None:
         if (problem := why_not_now(self.request)) is not None:
             raise Refused(*problem)
+        if (why := why_request_not_portable(self.request, self.departures.identity)) is not None:
+            raise Refused(Reason.NOT_PORTABLE, why)
+        if stays_with_kv and has_kv(self.request):
+            raise Refused(Reason.NOT_PORTABLE, f"it began meanwhile: {self.progress.tokens_alone}")
         self._kvconn.freeze(self._departure)
 
     def _drained_on_loop(self) -> bool:
-        frozen = self._port.drained(self.request, self._known_output)
+        with_kv = self.machine.plan.method is not Method.RECOMPUTE
+        frozen = self._port.drained(self.request, self._known_output, with_kv=with_kv)
         if frozen is None:
             return False
         self._pins.append(frozen.pin)
@@ -447,6 +462,7 @@ class OutgoingMove:
         self.progress.context_tokens = frozen.num_tokens
         if not frozen.computed_tokens:
             self.progress.mode = Mode.RECOMPUTE if self.request.num_output_tokens else Mode.WAITING
+            self.progress.tokens_alone = ""
         self.feed(
             on.Frozen(
                 num_tokens=frozen.num_tokens,
@@ -534,13 +550,12 @@ class OutgoingMove:
 
 
 class Destination:
-    """Where a request goes: the peer's llumlet, and how."""
+    """Where a request goes: the peer's llumlet."""
 
-    def __init__(self, instance: str, address: Address, client: LlumletClient, mode: Mode) -> None:
+    def __init__(self, instance: str, address: Address, client: LlumletClient) -> None:
         self.instance = instance
         self.address = address
         self.client = client
-        self.mode = mode
 
 
 class Departures:
@@ -597,10 +612,10 @@ class Departures:
         return client
 
     def begin(
-        self, request: Request, residence: Residence, to: Destination, plan: Plan, report: Report
+        self, request: Request, residence: Residence, to: Destination, plan: Plan, way: Way, report: Report
     ) -> OutgoingMove:
         """Raises Refused(source_busy) when as much is on its way as may be."""
-        move = OutgoingMove(self, request, residence, to, plan, report)
+        move = OutgoingMove(self, request, residence, to, plan, way, report)
         self.slots.take(move.migration_id, request.num_tokens)
         self.moves[request.request_id] = move
         self.kvconn.port.load.touch()

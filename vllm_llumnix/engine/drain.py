@@ -49,6 +49,8 @@ class Drain:
         self._given: Counter[str] = Counter()
         """Requests by the destination that has them, or is about to."""
         self._num_moved = 0
+        self._num_recomputed = 0
+        """Of them, with their tokens alone."""
         self._stayed: Counter[str] = Counter()
         """Refused attempts by reason."""
         self._not_before: dict[tuple[str, str], float] = {}
@@ -111,6 +113,7 @@ class Drain:
             num_requests=len(self._agent.bypass.engine.scheduler.requests),
             num_moving=len(self._agent.departures.moves),
             num_moved=self._num_moved,
+            num_recomputed=self._num_recomputed,
             refusals=self._stayed,
             done=self.ended,
             num_cut=sum(self._num_cut.values()),
@@ -149,7 +152,7 @@ class Drain:
                 await asyncio.sleep(RETRY_SECONDS)
             else:
                 if found.instance_id != self._agent.identity.instance:
-                    self._destinations[str(address)] = Destination(found.instance_id, address, client, Mode.LIVE)
+                    self._destinations[str(address)] = Destination(found.instance_id, address, client)
                 return
 
     def _movable(self) -> list[str]:
@@ -167,7 +170,7 @@ class Drain:
         if not willing:
             return
         name = min(willing, key=lambda name: (self._given[name], name))
-        # Nothing is gained by a request that stays: a longer stall is better than an end.
+        # Nothing is gained by a request that stays: a longer stall, or a prefill, is better than an end.
         asked = MigrateRequest(trigger_policy="drain", force=True)
         try:
             move = self._agent.begin_move(request_id, self._destinations[name], asked, lambda _: None)
@@ -179,6 +182,7 @@ class Drain:
     def _settled(self, request_id: str, name: str, outcome: MoveProgress) -> None:
         if outcome.phase == MovePhase.MOVED:
             self._num_moved += 1
+            self._num_recomputed += outcome.mode == Mode.RECOMPUTE
             return
         self._given[name] -= 1
         if outcome.phase == MovePhase.STAYED:

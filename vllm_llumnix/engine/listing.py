@@ -13,14 +13,15 @@ from llumlet.types import (
     MigrateRequest,
     MigrationReqPolicy,
     MigrationType,
+    Mode,
     MoveInfo,
     MovePhase,
     RequestInfo,
     parse_reason,
 )
-from vllm_llumnix.engine.portability import why_not_portable
 from vllm_llumnix.engine.request_state import residence_of, why_not_now
-from vllm_llumnix.errors import Reason
+from vllm_llumnix.engine.way import Way, has_kv, mode_of, way_of
+from vllm_llumnix.errors import Reason, Refused
 from vllm_llumnix.ids import HOME, RequestId
 from vllm_llumnix.migration.selection import Candidate, parse_rule, select
 
@@ -40,25 +41,25 @@ class Listing:
         self._departures = departures
         self._scheduler = bypass.engine.scheduler
 
-    def why_not(self, request: Request) -> tuple[Reason, str] | None:
-        """Why a move of this request could not begin now; None if it could."""
-        identity = self._bypass.identity
-        if identity.kv_stays is not None:
-            return Reason.NOT_PORTABLE, identity.kv_stays
-        portable = why_not_portable(
-            request,
-            model_runner_v2=identity.model_runner_v2,
-            device=identity.device,
-            spec_decode=identity.spec_decode,
-        )
-        if portable is not None:
-            return Reason.NOT_PORTABLE, portable
+    def way(self, request: Request, asked: Mode) -> Way:
+        """How this request would go if its move began now. Raises Refused."""
+        way = way_of(request, self._bypass.identity, asked)
         residence = residence_of(request)
         if residence is not None and residence.handover_open:
-            return Reason.HANDOVER_OPEN, "its source has not closed the last hand-over yet"
+            raise Refused(Reason.HANDOVER_OPEN, "its source has not closed the last hand-over yet")
         if residence is not None and residence.epoch != HOME and residence.next_index == residence.base:
-            return Reason.NOT_STARTED, "it has not produced a token here yet"
-        return why_not_now(request)
+            raise Refused(Reason.NOT_STARTED, "it has not produced a token here yet")
+        if (problem := why_not_now(request)) is not None:
+            raise Refused(*problem)
+        return way
+
+    def why_not(self, request: Request, asked: Mode = Mode.MODE_UNSPECIFIED) -> Refused | None:
+        """Why a move of this request could not begin now; None if it could."""
+        try:
+            self.way(request, asked)
+        except Refused as refused:
+            return refused
+        return None
 
     # Selection
 
@@ -68,9 +69,10 @@ class Listing:
         order = MigrationReqPolicy.Name(asked.migration_req_policy or MigrationReqPolicy.SR)
         value = getattr(asked, asked.WhichOneof("value") or "num_reqs")
         rule = parse_rule(unit, order, value)
-        return [str(request_id) for request_id in select(self._candidates(), rule, self._port.capacity_tokens)]
+        candidates = self._candidates(asked.method)
+        return [str(request_id) for request_id in select(candidates, rule, self._port.capacity_tokens)]
 
-    def _candidates(self) -> list[Candidate]:
+    def _candidates(self, asked: Mode) -> list[Candidate]:
         # `running` is not in order of arrival: newcomers are put at its head.
         running = sorted(self._scheduler.running, key=lambda request: request.arrival_time)
         waiting = list(self._scheduler.waiting)
@@ -80,7 +82,7 @@ class Listing:
                 running=is_running,
                 position=position,
                 num_tokens=request.num_tokens,
-                movable=request.request_id not in self._departures.moves and self.why_not(request) is None,
+                movable=request.request_id not in self._departures.moves and self.why_not(request, asked) is None,
             )
             for is_running, queue in ((True, running), (False, waiting))
             for position, request in enumerate(queue)
@@ -107,13 +109,17 @@ class Listing:
         problem = self.why_not(request)
         move = self._departures.moves.get(request.request_id)
         if move is not None:
-            problem = (Reason.ALREADY_MIGRATING, "it is on its way")
+            problem = Refused(Reason.ALREADY_MIGRATING, "it is on its way")
         info = self._base_info(request)
         info.phase = _phase(request, frozen=move is not None and move.frozen)
         info.num_blocks = len(self._port.block_ids(request))
         info.movable = problem is None
         if problem is not None:
-            info.reason, info.detail = parse_reason(problem[0]), problem[1]
+            info.reason, info.detail = parse_reason(problem.reason), problem.detail
+        else:
+            info.moves_as = mode_of(request, self._bypass.identity)
+            if info.moves_as == Mode.RECOMPUTE and has_kv(request):
+                info.detail = self._bypass.identity.kv_unsupported or ""
         if move is not None:
             info.move.CopyFrom(
                 MoveInfo(

@@ -80,6 +80,11 @@ class Subject:
         return residence is not None and residence.origin is not None
 
     @property
+    def begun(self) -> bool:
+        """Whether the sampler may know it already: of one that waits, there is nothing yet that tokens do not tell."""
+        return bool(self.request.num_computed_tokens or self.request.num_output_tokens)
+
+    @property
     def seeded(self) -> bool:
         return self.params.seed is not None and self.params.temperature > 0
 
@@ -173,21 +178,21 @@ REFUSED_REQUESTS = (
     ),
     RefusedRequest("extra arguments for custom logits processors", lambda it: bool(it.params.extra_args)),
     RefusedRequest(
-        "a thinking token budget",
-        lambda it: it.params.thinking_token_budget is not None and not it.model_runner_v2,
+        "a thinking token budget on the V1 runner, once it has begun",
+        lambda it: it.params.thinking_token_budget is not None and not it.model_runner_v2 and it.begun,
         v2=Evidence.BY_READING,
     ),
     RefusedRequest("trace replay", lambda it: it.params.trace_decode_token_ids is not None),
     RefusedRequest("repetition detection", lambda it: it.params.repetition_detection is not None),
     RefusedRequest("watermarking", lambda it: bool(it.params.watermarking)),
     RefusedRequest(
-        "a seed with speculative decoding",
-        lambda it: it.seeded and it.spec_decode and not it.model_runner_v2,
+        "a seed with speculative decoding on the V1 runner, once it has begun",
+        lambda it: it.seeded and it.spec_decode and not it.model_runner_v2 and it.begun,
         v2=Evidence.BY_READING,
     ),
     RefusedRequest(
-        "a seed on the V1 GPU runner",
-        lambda it: it.seeded and it.device != "cpu" and not it.model_runner_v2,
+        "a seed on the V1 GPU runner, once it has begun",
+        lambda it: it.seeded and it.device != "cpu" and not it.model_runner_v2 and it.begun,
         v1=Evidence.OTHER,
         v2=Evidence.OTHER,
     ),
@@ -292,8 +297,8 @@ vLLM's kernels give other last bits for another number of rows.
   data type.
 - **exact in fp32**: something was computed in another batch, or with another kernel, than without the move. In float32
   the tokens are the same for all practical purposes; in bfloat16 they may part after some dozens.
-- **refused**: `Migrate` answers `not_portable` with the reason, `llumnix ps` shows it, and the request goes on where it
-  is.
+- **refused**: neither its KV cache nor its tokens are enough, whichever engine it runs on. `Migrate` answers
+  `not_portable` with the reason, `llumnix ps` shows it, and the request goes on where it is.
 
 `tests/exactness` and `tests/runner_v2` move each kind between real engines and hold it to its class. Two columns say on
 which engines: vLLM's V1 runner with synchronous scheduling, its choice on a CPU; and the V2 runner with asynchronous
@@ -311,7 +316,14 @@ _TOKENS_ALONE = """\
 
 What cannot be carried with its KV cache is carried with its tokens: the engine that goes on with a request computes its
 prompt and output again, in one prefill, and its sampler is where it was. Such a request is exact in fp32, as every one
-whose KV cache was computed in another batch. A request of a lost engine is started again so.
+whose KV cache was computed in another batch. A request of a lost engine is started again so, and one that waits has
+nothing to leave behind.
+
+`Migrate` does that by itself where no method is named, also where two engines share no transport, and says so: the mode
+of the move is `recompute`, `tokens_alone` has the reason, and the summary counts such moves (`recomputed`). Who names a
+method that copies (`llumnix migrate --method live`) insists: the request stays, `not_portable`. A drain and a failover
+name none; to balance load a prefill is not worth it, and the rescheduler leaves such requests where they run.
+`llumnix ps` shows how each would go: `live`, `recompute`, `waiting`, or why not at all.
 """
 
 _UNREADABLE = """\

@@ -58,7 +58,7 @@ class Frontier:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FrozenRequest:
-    """A request that no step in flight will touch any more; every block is pinned."""
+    """A request that no step in flight will touch any more; every block is pinned, or none if it leaves them behind."""
 
     request: Request
     num_tokens: int
@@ -80,6 +80,7 @@ class SchedulerPort:
         self.kv_cache_manager = scheduler.kv_cache_manager
         self.block_pool = scheduler.kv_cache_manager.block_pool
         self.block_size: int = scheduler.block_size
+        self._num_groups = len(scheduler.kv_cache_config.kv_cache_groups)
         self._frozen: dict[str, Request] = {}
         self._eligible: dict[str, int] = {}
         """`next_decode_eligible_step` of frozen requests as vLLM had set it: with a pipeline, a stage gets a sampled
@@ -161,12 +162,13 @@ class SchedulerPort:
         else:
             self._park(request)
 
-    def drained(self, request: Request, known_output: int) -> FrozenRequest | None:
-        """The frozen request with all its blocks pinned, or None while a step in flight still works on it."""
+    def drained(self, request: Request, known_output: int, *, with_kv: bool = True) -> FrozenRequest | None:
+        """The frozen request, all its blocks pinned if they are to be copied, or None while a step in flight still
+        works on it."""
         if request.num_in_flight_tokens or request.num_stale_output_tokens:
             return None
         computed = request.num_computed_tokens
-        blocks = self._blocks(request)[: -(-computed // self.block_size)]
+        blocks = self._blocks(request)[: -(-computed // self.block_size)] if with_kv else []
         return FrozenRequest(
             request=request,
             num_tokens=request.num_tokens,
@@ -224,7 +226,8 @@ class SchedulerPort:
         """Hold blocks, a batch slot and a place for its LoRA adapter for a request that may come.
 
         A request that is `queued` at its source has no KV and will queue here too: nothing is held for it, it only has
-        to fit an empty cache. Should it start meanwhile, `grow` holds what its KV needs.
+        to fit an empty cache. Should it start meanwhile, `grow` holds what its KV needs. In a cache of several groups
+        no request's KV arrives: it has to fit what is free, and a slot is held.
 
         Returns the number of blocks that the prefix cache already holds, and the ids of all blocks. Preempts nobody.
         Raises Refused(destination_full | destination_paused | already_migrating).
@@ -239,6 +242,11 @@ class SchedulerPort:
             self._reserved[request.request_id] = request
             return 0, []
         self._check_slot(request)
+        if self._num_groups > 1:
+            self._check_room(request)
+            self._take_slot(request)
+            self._reserved[request.request_id] = request
+            return 0, []
         hit_tokens, hit_blocks = 0, None
         if use_prefix_cache:
             hit_blocks, hit_tokens, _ = self.kv_cache_manager.get_computed_blocks(request)
@@ -424,9 +432,36 @@ class SchedulerPort:
 
     def _check_capacity(self, request: Request) -> None:
         """Raises Refused(destination_full) for a request that an empty KV cache could not hold."""
-        needed, total = -(-self._positions(request.num_tokens) // self.block_size), self.block_pool.num_gpu_blocks - 1
+        needed, total = self._num_blocks_for(request), self.block_pool.num_gpu_blocks - 1
         if needed > total:
             raise Refused(Reason.DESTINATION_FULL, f"{needed} blocks needed, the destination has {total}")
+
+    def _check_room(self, request: Request) -> None:
+        """Raises Refused(destination_full)."""
+        needed, free = self._num_blocks_for(request), self.block_pool.get_num_free_blocks()
+        if needed > free - self.scheduler._inflight_prefill_reserved_blocks():
+            raise Refused(Reason.DESTINATION_FULL, f"{needed} blocks needed, {free} free at the destination")
+
+    def _num_blocks_for(self, request: Request) -> int:
+        """For a whole request that is not here yet. Of several groups of layers, by the rule by which vLLM admits one:
+        a window needs no more than it spans."""
+        positions = self._positions(request.num_tokens)
+        if self._num_groups == 1:
+            return -(-positions // self.block_size)
+        manager = self.kv_cache_manager
+        tokens = min(positions, manager.max_model_len)
+        return int(
+            manager.coordinator.get_num_blocks_to_allocate(
+                request_id=request.request_id,
+                num_tokens=tokens,
+                new_computed_blocks=manager.empty_kv_cache_blocks.blocks,
+                num_encoder_tokens=0,
+                total_computed_tokens=0,
+                num_local_computed_tokens=0,
+                num_tokens_main_model=tokens,
+                apply_admission_cap=True,
+            )
+        )
 
     def _check_slot(self, request: Request) -> None:
         """Raises Refused(destination_full)."""

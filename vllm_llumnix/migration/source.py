@@ -48,7 +48,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from vllm_llumnix.errors import Reason
+from vllm_llumnix.errors import LocalProtocolError, Reason
 from vllm_llumnix.ids import Epoch
 from vllm_llumnix.migration import effects as do
 from vllm_llumnix.migration import events as ev
@@ -163,6 +163,15 @@ class Source(Machine[State]):
             return None
         reason = None if self.state is State.MOVED else self._reason
         return Outcome(self.state, reason, self._detail if reason else "")
+
+    def leave_kv(self) -> None:
+        """The destination has said that it takes the tokens alone: this is a move by recomputation.
+
+        Before its answer is fed. Raises LocalProtocolError later.
+        """
+        if self.state is not State.RESERVING:
+            raise LocalProtocolError(f"the KV cache cannot be left behind while {self.state}")
+        self.plan = msgspec.structs.replace(self.plan, method=Method.RECOMPUTE)
 
     def _deadline(self, state: State) -> float | None:
         plan = self.plan

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a request goes elsewhere: with its KV cache, or with its tokens alone.
+
+What cannot be carried with its KV cache is still carried with its tokens, unless the caller has named a method that
+copies: then it stays. A request that has no KV cache yet has nothing to lose.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from vllm.v1.request import Request
+
+from llumlet.types import Mode
+from vllm_llumnix.engine.identity import EngineIdentity
+from vllm_llumnix.engine.portability import why_not_portable
+from vllm_llumnix.errors import Reason, Refused
+from vllm_llumnix.migration.source import Method
+
+MODES = {Method.LIVE: Mode.LIVE, Method.BLOCKING: Mode.BLOCKING, Method.RECOMPUTE: Mode.RECOMPUTE}
+_METHODS = {mode: method for method, mode in MODES.items()}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Way:
+    """`tokens_alone`: why the KV cache stays behind, empty if it need not. `insists`: the request stays rather than go
+    without the KV cache that it has."""
+
+    method: Method
+    tokens_alone: str = ""
+    insists: bool = False
+
+
+def way_of(request: Request, identity: EngineIdentity, asked: Mode) -> Way:
+    """`asked` is MODE_UNSPECIFIED for "live, if it can be". Raises Refused(not_portable). Any thread."""
+    if identity.unsupported is not None:
+        raise Refused(Reason.NOT_PORTABLE, identity.unsupported)
+    if (problem := why_request_not_portable(request, identity)) is not None:
+        raise Refused(Reason.NOT_PORTABLE, problem)
+    if asked == Mode.RECOMPUTE:
+        return Way(Method.RECOMPUTE)
+    insists = asked != Mode.MODE_UNSPECIFIED
+    if identity.kv_unsupported is None:
+        return Way(_METHODS.get(asked, Method.LIVE), insists=insists)
+    if insists and has_kv(request):
+        raise Refused(Reason.NOT_PORTABLE, identity.kv_unsupported)
+    return Way(Method.RECOMPUTE, identity.kv_unsupported, insists)
+
+
+def mode_of(request: Request, identity: EngineIdentity) -> Mode:
+    """How a request that can be moved would arrive, if nobody asks for anything else."""
+    if not has_kv(request):
+        return Mode.RECOMPUTE if request.num_output_tokens else Mode.WAITING
+    return Mode.LIVE if identity.kv_unsupported is None else Mode.RECOMPUTE
+
+
+def has_kv(request: Request) -> bool:
+    """Whether its KV cache was begun: if not, no step in flight works on it either."""
+    return bool(request.num_computed_tokens)
+
+
+def why_request_not_portable(request: Request, identity: EngineIdentity) -> str | None:
+    return why_not_portable(
+        request,
+        model_runner_v2=identity.model_runner_v2,
+        device=identity.device,
+        spec_decode=identity.spec_decode,
+    )

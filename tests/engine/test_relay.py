@@ -15,8 +15,9 @@ import zmq.asyncio
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
 from vllm_llumnix.engine import relay as relay_module
-from vllm_llumnix.engine.relay import Relay
+from vllm_llumnix.engine.relay import OriginUnreachable, Relay
 from vllm_llumnix.engine.request_state import Residence
+from vllm_llumnix.errors import Refused
 from vllm_llumnix.ids import Epoch
 from vllm_llumnix.migration import wire
 
@@ -49,6 +50,13 @@ class Origin:
                 message = wire.decode_to_origin((await self._socket.recv_multipart())[1])
                 if isinstance(message, kind):
                     return message
+
+    async def hears(self, kind: type[Any]) -> bool:
+        """Whether such a message is among what has arrived."""
+        while await self._socket.poll(0):
+            if isinstance(wire.decode_to_origin((await self._socket.recv_multipart())[1]), kind):
+                return True
+        return False
 
     async def answers(self) -> None:
         """Every heartbeat from now on."""
@@ -129,3 +137,54 @@ async def test_the_engine_keeps_to_its_own_front_end(
     assert released.empty()
     assert relay.residence_of("r") is not None
     assert await origin.receives(wire.Heartbeat)
+
+
+async def test_three_hundred_origins_one_after_the_other(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a request here for a moment: nobody is refused, and of those that have nothing here nothing stays."""
+    monkeypatch.setattr(relay_module, "ORIGIN_SECONDS", 60.0)
+    context = zmq.asyncio.Context()
+    context.set(zmq.MAX_SOCKETS, 4096)
+    own = Origin(context)
+    relay.meet(own.address)
+    origins = [Origin(context) for _ in range(300)]
+    try:
+        for number, origin in enumerate(origins):
+            relay.client_index(origin.address)
+            guest(relay, origin, f"r{number}")
+            relay.farewell(f"r{number}")
+            assert len(relay._origins) <= relay_module.MAX_ORIGINS
+        monkeypatch.setattr(relay_module, "IDLE_SECONDS", 0.1)
+        async with asyncio.timeout(SECONDS):
+            while len(relay._origins) > 1:  # noqa: ASYNC110 - the relay knows nothing of tests
+                await asyncio.sleep(0.02)
+        assert list(relay._origins) == [own.address]
+        assert len(relay._by_index) == 1
+        for origin in (origins[0], origins[-1]):
+            assert (await origin.receives(wire.Parting)).instance == HELLO.instance
+    finally:
+        for origin in [own, *origins]:
+            origin.close()
+        context.term()
+
+
+async def test_only_origins_with_requests_count(relay: Relay, origin: Origin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_module, "MAX_ORIGINS", 2)
+    guest(relay, origin, "r")
+    relay.client_index("tcp://127.0.0.1:1")
+    relay.client_index("tcp://127.0.0.1:2")
+    assert "tcp://127.0.0.1:1" not in relay._origins, "it had nothing here"
+    relay.welcome("s", Residence("tcp://127.0.0.1:2", "s", None, EPOCH))
+    with pytest.raises(Refused, match="destination_busy"):
+        relay.client_index("tcp://127.0.0.1:3")
+    relay.farewell("r")
+    relay.client_index("tcp://127.0.0.1:3")
+
+
+async def test_an_origin_that_is_being_asked_is_kept(
+    relay: Relay, origin: Origin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_module, "IDLE_SECONDS", 0.05)
+    with pytest.raises(OriginUnreachable):
+        await relay.fence(origin.address, "r", EPOCH, 0.5)
+    assert not await origin.hears(wire.Parting)
+    await origin.receives(wire.Parting)

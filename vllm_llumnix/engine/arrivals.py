@@ -346,8 +346,8 @@ class IncomingMove:
         residence.base = residence.next_index = effect.base
         residence.repeat = repeat_from(request)
         residence.handover_open = residence.admitting = True
-        request.client_index = arrivals.relay.client_index(residence.origin)
         try:
+            request.client_index = arrivals.relay.client_index(residence.origin)
             arrivals.relay.welcome(self.request_id, residence)
             await arrivals.kvconn.call(self._admit_on_loop, computed_tokens)
         except MigrationError as error:

@@ -2,9 +2,10 @@
 """Outputs of requests that moved, from this engine to the API servers that hold their streams. Bypass thread only.
 
 One DEALER socket per origin, so that a dead or slow origin holds up nobody else. Sending never waits: what an origin's
-queue does not take is dropped, and the origin, which counts tokens, notices. Heartbeats tell every origin that has ever
-sent a request here how the engine is and which requests it reports. An origin that stops answering them is dead, and so
-are its requests; but for our own front-end, which dies only with the engine: if it is silent it is stopped, or cut off.
+queue does not take is dropped, and the origin, which counts tokens, notices. Heartbeats tell every origin how the
+engine is and which requests it reports. An origin that stops answering them is dead, and so are its requests; but for
+our own front-end, which dies only with the engine: if it is silent it is stopped, or cut off. From an origin of which
+there has been nothing here for a while the engine parts, in so many words, and knows it no more.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable
 
 import zmq
@@ -33,9 +35,13 @@ HEARTBEAT_SECONDS = 0.5
 ORIGIN_SECONDS = 30.0
 """An origin that has answered no heartbeat of so many seconds is dead. Time in which the engine itself was stopped does
 not count: it has sent none."""
+LINGER_MS = 1000
+"""For the last message to an origin."""
 QUEUED_MESSAGES = 100_000
+IDLE_SECONDS = 60.0
+"""How long an origin is kept of which nothing is here: its next request need not connect again."""
 MAX_ORIGINS = 256
-"""Of requests of others, at a time: each is a socket, and a peer can name as many as it likes."""
+"""Of requests of others, at a time: each is a socket, and a peer can name as many as it likes. Idle ones make way."""
 
 
 class OriginUnreachable(Exception):
@@ -70,7 +76,10 @@ class Relay:
     def client_index(self, address: str) -> int:
         """The client index that stands for this origin in the engine. Raises Refused(destination_busy)."""
         if address not in self._origins and len(self._origins) >= MAX_ORIGINS:
-            raise Refused(Reason.DESTINATION_BUSY, f"requests of {MAX_ORIGINS} API servers are here already")
+            idle = min(self._idle_origins(), key=lambda origin: origin.used_at, default=None)
+            if idle is None:
+                raise Refused(Reason.DESTINATION_BUSY, f"requests of {MAX_ORIGINS} API servers are here already")
+            self._part(idle)
         return FOREIGN_CLIENT + self._origin(address).index
 
     def meet(self, address: str) -> None:
@@ -161,7 +170,22 @@ class Relay:
             logger.debug("relay: reporting to the API server at %s", address)
             self._origins[address] = self._by_index[origin.index] = origin
             origin.send(self._hello)
+        origin.used_at = time.monotonic()
         return origin
+
+    def _idle_origins(self) -> list[_Origin]:
+        """Of others, those with no request here and no question open."""
+        used = {origin.address for _, origin in self._guests.values()}.union(address for address, _ in self._questions)
+        return [origin for origin in self._origins.values() if not origin.is_own and origin.address not in used]
+
+    def _part(self, origin: _Origin) -> None:
+        """Nothing of it is here. Late outputs of requests that have ended may be: nobody waits for them."""
+        origin.send(wire.Parting(self._hello.instance, self._hello.incarnation))
+        self._forget(origin, linger_ms=LINGER_MS)
+
+    def _forget(self, origin: _Origin, linger_ms: int = 0) -> None:
+        del self._origins[origin.address], self._by_index[origin.index]
+        origin.close(linger_ms)
 
     def _receive(self, address: str, message: wire.ToEngine) -> None:
         match message:
@@ -172,7 +196,7 @@ class Relay:
                 if question is not None and not question.done():
                     question.set_result(message)
             case wire.HeartbeatAck():
-                self._origin(address).num_unanswered = 0
+                self._origins[address].num_unanswered = 0
                 guests = {request_id: self.residence_of(request_id) for request_id in message.unknown}
                 self._on_release(address, [(request_id, guest.epoch) for request_id, guest in guests.items() if guest])
 
@@ -183,7 +207,13 @@ class Relay:
             guests: dict[_Origin, dict[str, Residence]] = {origin: {} for origin in self._origins.values()}
             for request_id, (residence, origin) in self._guests.items():
                 guests[origin][request_id] = residence
+            idle = set(self._idle_origins())
             for origin, residences in guests.items():
+                if origin not in idle:
+                    origin.used_at = time.monotonic()
+                elif time.monotonic() - origin.used_at > IDLE_SECONDS:
+                    self._part(origin)
+                    continue
                 if origin.is_dead:
                     self._bury(origin, residences)
                     continue
@@ -195,8 +225,7 @@ class Relay:
         requests = [(request_id, residence.epoch) for request_id, residence in residences.items()]
         if requests:
             logger.warning("the API server at %s is gone; ending %d of its requests", origin.address, len(requests))
-        del self._origins[origin.address], self._by_index[origin.index]
-        origin.close()
+        self._forget(origin)
         self._on_release(origin.address, requests)
         for request_id, _ in requests:
             self.farewell(request_id)
@@ -227,6 +256,8 @@ class _Origin:
         """Of the engine's own front-end."""
         self.num_unanswered = 0
         """Heartbeats since its last answer to one."""
+        self.used_at = time.monotonic()
+        """When something of it was here last."""
         self._task = asyncio.create_task(self._read(), name=f"llumnix-relay-{address}")
         self._dropping = False
 
@@ -255,6 +286,6 @@ class _Origin:
                 continue
             self._receive(self.address, message)
 
-    def close(self) -> None:
+    def close(self, linger_ms: int = 0) -> None:
         self._task.cancel()
-        self._socket.close(linger=0)
+        self._socket.close(linger=linger_ms)

@@ -316,6 +316,8 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
             case wire.HandedOver():
                 next_owner = self._owners.expected(message.instance, message.incarnation, message.llumlet)
                 self._streams.hand_over(message, next_owner)
+            case wire.Parting():
+                self._owners.heard(identity, message.instance, message.incarnation).parted = True
             case wire.FenceQuestion():
                 relay.send(identity, self._streams.fence(message, self._owners.at(identity)))
             case wire.Hello():
@@ -340,7 +342,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
         """Called several times a second: probe who is silent, and let orphans go on elsewhere."""
         now = time.monotonic()
         for owner in self._owners.all():
-            silent = now - owner.last_heard > PROBE_SECONDS
+            silent = now - owner.last_heard > PROBE_SECONDS and not owner.parted
             if silent and owner.llumlet and not owner.dead and owner.llumlet not in self._probes:
                 self._probes[owner.llumlet] = asyncio.get_running_loop().create_task(self._probe(owner))
         if not self._home_dead and self._homes_are_dead():

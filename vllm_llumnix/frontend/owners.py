@@ -43,6 +43,8 @@ class Owner:
     dead: str = ""
     """How we know that the process is gone; it does not come back."""
     dead_since: float = 0.0
+    parted: bool = False
+    """It has nothing of ours, has said so, and is silent until it has: that says nothing of how it is."""
 
     def died(self, how: str, now: float) -> None:
         if not self.dead:
@@ -74,7 +76,12 @@ class Owner:
 
     def is_ailing(self, now: float) -> bool:
         """Whether it is known that it makes none."""
-        return not self.takes_requests(now) and now - self.last_heard <= FORGOTTEN_SECONDS
+        silent = now - self.last_heard
+        return not self.parted and not self.takes_requests(now) and silent <= FORGOTTEN_SECONDS
+
+    def may_take_requests(self, now: float) -> bool:
+        """Whether it makes sense to try: it does, or parted from us without ado."""
+        return self.takes_requests(now) or (self.parted and not self.dead)
 
 
 class Owners:
@@ -101,6 +108,7 @@ class Owners:
             owner.identity = identity
         self._by_identity[identity] = owner
         self._by_name.move_to_end(name)
+        owner.parted = False
         owner.last_heard = self._clock()
         return owner
 
@@ -111,6 +119,8 @@ class Owners:
             owner = self._by_name[instance, incarnation] = Owner(
                 instance, incarnation, identity=b"", llumlet=llumlet, last_heard=self._clock()
             )
+        elif owner.parted:
+            owner.parted, owner.last_heard = False, self._clock()
         return owner
 
     def all(self) -> list[Owner]:

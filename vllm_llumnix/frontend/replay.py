@@ -73,7 +73,7 @@ class Replay:
     def targets(self, avoid: Owner | None) -> list[str]:
         """Addresses of llumlets that could take a request: engines that are known to live, then peers that may."""
         now = time.monotonic()
-        living = [owner for owner in self._owners.all() if owner.llumlet and owner.takes_requests(now)]
+        living = [owner for owner in self._owners.all() if owner.llumlet and owner.may_take_requests(now)]
         alive = [owner.llumlet for owner in living]
         ailing = {owner.llumlet for owner in self._owners.all() if owner.is_ailing(now)}.difference(alive)
         peers = [peer for peer in self._peers.addresses if peer not in ailing]

@@ -33,6 +33,9 @@ import dataclasses
 
 from vllm_llumnix.ids import HOME, Epoch
 
+MAX_BARRED = 32
+"""Ranges of barred epochs. A request's honest history has a few: one for each time that an owner was lost."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arrival:
@@ -147,8 +150,24 @@ class Gate:
     def _raise_term(self, since: Epoch) -> Epoch:
         raised = Epoch(self._term + 1, 0)
         self._term += 1
-        self._barred.append((since, raised))
+        self._bar(since, raised)
         return raised
+
+    def _bar(self, since: Epoch, until: Epoch) -> None:
+        """Ranges that touch are one. Past `MAX_BARRED`, which takes a peer that makes epochs up, a range swallows the
+        one before it, if nobody was adopted between the two."""
+        kept = []
+        for first, last in self._barred:
+            if last < since or until < first:
+                kept.append((first, last))
+            else:
+                since, until = min(since, first), max(until, last)
+        if len(kept) >= MAX_BARRED:
+            below = max((barred for barred in kept if barred[1] < since), default=None)
+            if below is not None and not any(below[1] <= epoch < since for epoch in self._bases):
+                kept.remove(below)
+                since = below[0]
+        self._barred = [*kept, (since, until)]
 
     def is_barred(self, epoch: Epoch) -> bool:
         """Whether everything of this epoch is stale."""
@@ -162,7 +181,7 @@ class Gate:
         if known is not None:
             return known == arrival.base
         if arrival.base < self.next_index and epoch > self.highest:
-            self._barred.append((epoch, epoch.next_hop()))
+            self._bar(epoch, epoch.next_hop())
             return False
         self._bases[epoch] = arrival.base
         self._buffer = [early for early in self._buffer if early.first < self._bound(early.epoch)]

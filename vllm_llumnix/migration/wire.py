@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between an engine and the origin API server of a request that moved (the relay), as msgpack.
 
-Engine to origin: `Hello`, `TokenBatch`, `Heartbeat`, `HandedOver`, `FenceQuestion`. Origin to engine: `Release`,
-`FenceAnswer`, `HeartbeatAck`. Structs of our own, not vLLM's: decoding them can neither unpickle anything nor set
-fields of a vLLM object that a peer has no business to set.
+Engine to origin: `Hello`, `TokenBatch`, `Heartbeat`, `HandedOver`, `FenceQuestion`, `Parting`. Origin to engine:
+`Release`, `FenceAnswer`, `HeartbeatAck`. Structs of our own, not vLLM's: decoding them can neither unpickle anything
+nor set fields of a vLLM object that a peer has no business to set.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from vllm_llumnix.ids import Epoch
 
-RELAY_VERSION = 2
+RELAY_VERSION = 3
 MAX_MESSAGE_BYTES = 16 << 20
 """Larger messages are dropped before they are decoded."""
 
@@ -81,7 +81,7 @@ class TokenBatch(msgspec.Struct, frozen=True, tag="tokens"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """Twice a second, to every origin that the engine has ever spoken to. `requests` are those it reports by relay."""
+    """Twice a second, to every origin that it has not parted from. `requests` are those it reports by relay."""
 
     instance: Name
     incarnation: Name
@@ -107,6 +107,14 @@ class FenceQuestion(msgspec.Struct, frozen=True, tag="fence"):
     epoch: Epoch
 
 
+class Parting(msgspec.Struct, frozen=True, tag="parting"):
+    """The engine has had nothing of this origin's for a while and falls silent until it has: that it does says nothing
+    of how it is."""
+
+    instance: Name
+    incarnation: Name
+
+
 class Release(msgspec.Struct, frozen=True, tag="release"):
     """The origin does not want these requests from this sender: they are finished, aborted or owned elsewhere."""
 
@@ -130,7 +138,7 @@ class HeartbeatAck(msgspec.Struct, frozen=True, tag="heartbeat_ack"):
     unknown: list[str]
 
 
-ToOrigin = Hello | TokenBatch | Heartbeat | HandedOver | FenceQuestion
+ToOrigin = Hello | TokenBatch | Heartbeat | HandedOver | FenceQuestion | Parting
 ToEngine = Release | FenceAnswer | HeartbeatAck
 
 _encoder = msgspec.msgpack.Encoder()

@@ -35,8 +35,14 @@ async def test_there_and_back(cast: Cast, uni: Server, sampling: str) -> None:
         uni.process("Worker")
     assert "CPUModelRunner behind AsyncScheduler, steps in flight: 2" in uni.log_text()
     cell: Cell = {
-        "sampling": sampling, "logprobs": "output", "endpoint": "completions", "delivery": "streaming",
-        "route": "aba", "company": "alone", "prefix": "cold", "extras": "none",
+        "sampling": sampling,
+        "logprobs": "output",
+        "endpoint": "completions",
+        "delivery": "streaming",
+        "route": "aba",
+        "company": "alone",
+        "prefix": "cold",
+        "extras": "none",
     }
     for here, there in ((uni, cast.a), (cast.a, uni)):
         unmoved, _ = await run([here], cell, PACE)

@@ -278,6 +278,25 @@ async def test_a_peer_that_was_cut_off_for_long_is_asked_again(
     assert state.output_token_ids == [10]
 
 
+async def test_a_peer_that_has_parted_is_neither_lost_nor_watched(
+    client: Any, engine: FakeEngine, home: FakePeer, rescue: FakePeer, rescuer: FakeAgent
+) -> None:
+    """It has had nothing of this API server's for a while. Its silence says nothing."""
+    await start(client, engine, 10)
+    await rescue.heartbeat()
+    await rescue.send(wire.Parting("rescuer", "1"))
+    await until(lambda: client._owners.named("rescuer").parted)
+    client._owners.named("rescuer").last_heard -= 20.0
+    await asyncio.sleep(3 * WATCH_SECONDS)
+    assert rescuer.calls == [], "nobody asks it whether it is there"
+    await home.send(wire.HandedOver("r", FIRST_HOP, "rescuer", "1", rescue.llumlet))
+    await home.heartbeat()
+    await asyncio.sleep(3 * WATCH_SECONDS)
+    assert rescuer.asked("adopt") == [], "it has just been given the request"
+    client._owners.named("rescuer").parted = True
+    assert rescue.llumlet in client._replay.targets(None)
+
+
 async def test_an_engine_that_hung_takes_its_request_back(
     client: Any, engine: FakeEngine, new_peer: NewPeer, rescuer: FakeAgent
 ) -> None:

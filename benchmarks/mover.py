@@ -83,6 +83,12 @@ class Mover:
             await self._process.wait()
         await self._reading
 
+    @property
+    def pid(self) -> int:
+        """Of the child."""
+        assert self._process is not None
+        return self._process.pid
+
     async def move(
         self, source: Server, destination: Server, stream: Stream, *, method: str = "live", force: bool = False
     ) -> Move:

@@ -23,6 +23,7 @@ from vllm_llumnix.config import LlumletConfig
 from vllm_llumnix.engine.identity import EngineIdentity
 from vllm_llumnix.hosts import reachable_host
 from vllm_llumnix.kv.messages import MoverInfo
+from vllm_llumnix.kv.process import name_thread
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -151,6 +152,7 @@ class Bypass:
             self._agent.arrivals.revoke_youngest()
 
     def _run(self, kvconn: KVConnection) -> None:
+        name_thread("llumnix-bypass")
         asyncio.set_event_loop(self._loop)
         self._loop.set_default_executor(_helpers())
         self._loop.set_exception_handler(_log_exception)
@@ -178,7 +180,8 @@ class Bypass:
 
 def _helpers() -> ThreadPoolExecutor:
     """All threads of it run from the start, so that the number of an instance's threads says whether it leaks any."""
-    pool = ThreadPoolExecutor(NUM_HELPERS, thread_name_prefix="llumnix-helper")
+    name = "llumnix-helper"
+    pool = ThreadPoolExecutor(NUM_HELPERS, thread_name_prefix=name, initializer=name_thread, initargs=(name,))
     together = threading.Barrier(NUM_HELPERS)
     for _ in range(NUM_HELPERS):
         pool.submit(together.wait)

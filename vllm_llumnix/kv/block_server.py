@@ -23,7 +23,7 @@ from vllm_llumnix.kv.blocks_tcp import receive_frame, send_frame
 from vllm_llumnix.kv.grants import Grants
 from vllm_llumnix.kv.memory import BlockMemory
 from vllm_llumnix.kv.messages import BlockAnswer, BlockRequest, StageAnswer, StageRequest, decode_request
-from vllm_llumnix.kv.process import yield_cores
+from vllm_llumnix.kv.process import name_thread, yield_cores
 from vllm_llumnix.kv.staging import StagingArea
 
 logger = logging.getLogger(__name__)
@@ -112,6 +112,7 @@ class BlockServer:
         return True
 
     def _serve(self, accepted: socket.socket) -> None:
+        name_thread("llumnix-blocks")
         connection, stage = accepted, None
         try:
             accepted.settimeout(HANDSHAKE_SECONDS)

@@ -164,6 +164,7 @@ class Mover:
     # The thread
 
     def _run(self) -> None:
+        name_thread("llumnix-mover")
         try:
             while not self._turn():
                 pass

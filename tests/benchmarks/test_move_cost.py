@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of the cost of a move, from windows that never ran, and from threads that did."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from rich.console import Console
+
+from benchmarks.client import StreamFailed
+from benchmarks.harness import Server
+from benchmarks.move_cost import PARTS, Accounts, Block, Window, costs, part_of, result, table_of
+from benchmarks.moves import Move
+from vllm_llumnix.kv.process import name_thread
+
+
+def moves(count: int) -> tuple[Move, ...]:
+    made = SimpleNamespace(copied_bytes=36 << 20, transport="local")
+    return cast(tuple[Move, ...], (made,) * count)
+
+
+def block(speed: float = 1.0) -> Block:
+    """An engine that runs 10 ms a step, and 4 moves of 5 ms of the llumlets and 2 ms of the copy each."""
+
+    def window(steps: int, made: int) -> Window:
+        return Window({"models": 0.010 * steps, "llumlets": 0.005 * made, "copy": 0.002 * made}, steps, moves(made))
+
+    return window(int(100 * speed), 0), window(80, 2), window(90, 2), window(100, 0)
+
+
+@pytest.mark.parametrize("speed", [1.0, 0.5])
+def test_what_runs_without_moves_is_no_cost_however_many_steps_there_were(speed: float) -> None:
+    found = costs(block(speed))
+    assert found["llumlets"] == pytest.approx(5.0)
+    assert found["copy"] == pytest.approx(2.0)
+    assert found["models"] == pytest.approx(0.0, abs=1e-9)
+    assert set(found) == set(PARTS)
+
+
+def test_the_row_says_what_is_neither_copy_nor_llumlet() -> None:
+    row = result([block(), block(0.5), block()], 1024)
+    assert (row["bench"], row["copy_ms"], row["llumlets_ms"], row["rest_ms"], row["moves"]) == (
+        "move_cost",
+        2.0,
+        5.0,
+        0.0,
+        12,
+    )
+    assert row["cpu_ms_per_move"] == 7.0
+    low, high = row["cpu_ms_bounds"]
+    assert low <= row["cpu_ms_per_move"] <= high
+    Console(quiet=True).print(table_of(row))
+
+
+def test_windows_without_moves_or_steps_are_not_divided_by() -> None:
+    quiet, first, second, last = block()
+    with pytest.raises(StreamFailed, match="0 moves"):
+        costs((quiet, quiet, quiet, last))
+    stuck = Window({}, 0)
+    with pytest.raises(StreamFailed, match="0 steps in quiet"):
+        costs((stuck, first, second, stuck))
+
+
+@pytest.mark.parametrize(
+    ("process", "thread", "part"),
+    [
+        ("VLLM::Worker", "llumnix-mover", "copy"),
+        ("VLLM::EngineCore", "llumnix-bypass", "llumlets"),
+        ("VLLM::EngineCore", "llumnix-helper", "llumlets"),
+        ("VLLM::EngineCore", "VLLM::EngineCor", "loops"),
+        ("VLLM::EngineCore", "ZMQbg/IO/0", "libraries"),
+        ("VLLM::Worker", "VLLM::Worker", "models"),
+        ("python vllm serve model", "vllm", "api"),
+    ],
+)
+def test_a_thread_belongs_to_one_part(process: str, thread: str, part: str) -> None:
+    assert part_of(process, thread) == part
+
+
+def test_the_accounts_find_what_a_named_thread_has_run() -> None:
+    done = threading.Event()
+
+    def run() -> None:
+        name_thread("llumnix-bypass")
+        until = time.thread_time() + 0.2
+        while time.thread_time() < until:
+            pass
+        ran.set()
+        done.wait()
+
+    ran = threading.Event()
+    thread = threading.Thread(target=run)
+    thread.start()
+    ran.wait()
+    server: Any = SimpleNamespace(pids=lambda: [os.getpid()])
+    accounts = Accounts(cast(list[Server], [server]), os.getpid())
+    times = accounts.read()
+    done.set()
+    thread.join()
+    assert times["llumlets"] >= 0.19
+    assert times["asker"] >= times["llumlets"]

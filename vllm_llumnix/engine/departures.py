@@ -65,6 +65,9 @@ LOCAL = "local"
 """The one transport for which the source has nothing to do."""
 REVOKE_SECONDS = 1.0
 """How often a mover that does not answer is asked again whether it has stopped."""
+REPORT_SECONDS = 0.1
+"""Between two reports of a move that goes on. Each is a message that the engine's process and the asker's take time for:
+one a phase was more than all that the move itself asks of the llumlet."""
 FORWARDING_ENTRIES = 65_536
 MAX_CLIENTS = 256
 """How many requests that left are remembered, to send late aborts after them."""
@@ -136,6 +139,7 @@ class OutgoingMove:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._phase_began = time.perf_counter()
+        self._reporting: asyncio.TimerHandle | None = None
 
     @property
     def frozen(self) -> bool:
@@ -160,7 +164,8 @@ class OutgoingMove:
             if machine.outcome is not None:
                 self._settled(machine.outcome)
             elif machine.state is not state:
-                self._report_phase(machine.state)
+                self._enter_phase(machine.state)
+                self._report_soon()
 
     # Effects. What touches the loop is handed to it here and now, so that it gets there in the order asked for.
 
@@ -524,12 +529,22 @@ class OutgoingMove:
         if timer is not None:
             timer.cancel()
 
-    def _report_phase(self, phase: State) -> None:
+    def _enter_phase(self, phase: State) -> None:
         now = time.perf_counter()
         before = MovePhase.Name(self.progress.phase).lower()
         self.progress.phase_ms[before] += (now - self._phase_began) * 1e3
         self._phase_began = now
         self.progress.phase = PHASES[phase]
+
+    def _report_soon(self) -> None:
+        """Most moves are over by then, and tell of nothing but their end."""
+        if self._reporting is None:
+            self._reporting = asyncio.get_running_loop().call_later(REPORT_SECONDS, self._report_now)
+
+    def _report_now(self) -> None:
+        if self._reporting is not None:
+            self._reporting.cancel()
+            self._reporting = None
         snapshot = MoveProgress()
         snapshot.CopyFrom(self.progress)
         self._report(snapshot)
@@ -539,7 +554,8 @@ class OutgoingMove:
         self._kvconn.call(self._kvconn.unwatch, self.request.request_id)
         self.progress.reason = parse_reason(outcome.reason or "")
         self.progress.detail = outcome.detail
-        self._report_phase(outcome.state)
+        self._enter_phase(outcome.state)
+        self._report_now()
         self.departures.records.add(self.progress)
         if self._released is None:
             self.departures.forget(self)

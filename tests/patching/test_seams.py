@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -215,6 +216,11 @@ def test_remarks_are_warnings_at_the_start(
     now = dataclasses.replace(importer.state(), remarks=(remark,))
     monkeypatch.setattr(importer, "state", lambda: now)
     args = argparse.Namespace(enable_llumlet=True, llumlet_instance_id="a", middleware=[])
+    # However vLLM has set up its logging by now, which another test's environment decides.
+    logger = logging.getLogger("vllm.llumnix")
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(logger, "propagate", False)
+    caplog.set_level(logging.WARNING, logger.name)
     monkeypatch.setenv(hooks.CONFIG_VARIABLE, "")  # `resolve_args` sets it for the children: taken back at the end
     hooks.resolve_args(args)
     assert [(record.levelname, record.message) for record in caplog.records] == [("WARNING", f"llumlet: {remark}")]

@@ -66,8 +66,8 @@ LOCAL = "local"
 REVOKE_SECONDS = 1.0
 """How often a mover that does not answer is asked again whether it has stopped."""
 REPORT_SECONDS = 0.1
-"""Between two reports of a move that goes on. Each is a message that the engine's process and the asker's take time for:
-one a phase was more than all that the move itself asks of the llumlet."""
+"""Between two reports of a move that goes on. Each is a message that takes time of the engine's process and of the
+asker's: one for each phase was more than all that the move itself asks of the llumlet."""
 FORWARDING_ENTRIES = 65_536
 MAX_CLIENTS = 256
 """How many requests that left are remembered, to send late aborts after them."""

@@ -39,6 +39,7 @@ from vllm_llumnix.engine.portability import (
     why_not_portable,
 )
 from vllm_llumnix.engine.request_state import Residence, settle_in
+from vllm_llumnix.kv.process import boot_id
 
 CPU: dict[str, Any] = {"model_runner_v2": False, "device": "cpu", "spec_decode": False}
 CUDA = CPU | {"device": "cuda"}
@@ -188,9 +189,20 @@ def test_engines_whose_tokens_move(engine: Any, reason: str) -> None:
 
 
 def test_a_worker_whose_memory_cannot_be_read(engine: Any) -> None:
-    movers = [SimpleNamespace(memory=SimpleNamespace(unavailable=why)) for why in (None, "it is scattered")]
+    here = boot_id()
+    movers = [
+        SimpleNamespace(memory=SimpleNamespace(unavailable=why, boot_id=here)) for why in (None, "it is scattered")
+    ]
     assert why_kv_unsupported(engine, movers[:1]) is None
     assert why_kv_unsupported(engine, movers) == "it is scattered"
+
+
+def test_a_worker_on_another_host(engine: Any) -> None:
+    """Its mover cannot be reached, so no copy would begin; tokens need no mover."""
+    movers = [SimpleNamespace(memory=SimpleNamespace(unavailable=None, boot_id=host)) for host in (boot_id(), "other")]
+    assert why_kv_unsupported(engine, movers[:1]) is None
+    assert why_kv_unsupported(engine, movers) == "workers on another host than the engine"
+    assert why_engine_unsupported(engine) is None
 
 
 def test_every_refusal_is_tested() -> None:

@@ -23,6 +23,7 @@ from vllm_llumnix.engine.request_state import residence_of
 
 if TYPE_CHECKING:
     from vllm_llumnix.kv.messages import MoverInfo
+from vllm_llumnix.kv.process import boot_id
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "portability.md"
 
@@ -267,6 +268,8 @@ KV_REFUSED_ENGINES = (
 )
 """Engines whose KV cache stays where it is. A worker whose memory no transport reads has a reason of its own."""
 
+ELSEWHERE = "workers on another host than the engine"
+
 
 def why_not_portable(request: Request, *, model_runner_v2: bool, device: str, spec_decode: bool) -> str | None:
     """Why this request cannot be moved so that it goes on exactly; None if it can."""
@@ -282,6 +285,9 @@ def why_engine_unsupported(engine: Any) -> str | None:
 def why_kv_unsupported(engine: Any, movers: Iterable[MoverInfo]) -> str | None:
     """Why requests of this engine cannot bring their KV cache along; None if they can."""
     reason = next((row.reason for row in KV_REFUSED_ENGINES if row.applies(engine)), None)
+    if reason is None and any(mover.memory.boot_id != boot_id() for mover in movers):
+        # Their movers listen on sockets of that host.
+        reason = ELSEWHERE
     return reason or next(filter(None, (mover.memory.unavailable for mover in movers)), None)
 
 
@@ -370,7 +376,7 @@ def render() -> str:
     lines += [f"| {row.reason} | {row.because} |" for row in REFUSED_ENGINES]
     lines += ["", _TOKENS_ALONE, "| engine | such as |", "|---|---|"]
     lines += [f"| {row.reason} | {row.because} |" for row in KV_REFUSED_ENGINES]
-    lines += [_UNREADABLE]
+    lines += [f"| {ELSEWHERE} | Ray, `--nnodes` |", _UNREADABLE]
     return "\n".join([*lines, _DRAFTS + _THE_MARK])
 
 

@@ -227,11 +227,8 @@ class IncomingMove:
         assert offer is not None
         try:
             self._memory = decode_memory(offer.source_memory)
-            if self._memory.digest != arrivals.bypass.identity.digest:
-                raise Refused(
-                    Reason.INCOMPATIBLE_ENGINE,
-                    "model, weights, vLLM version, KV layout, data types or parallel sizes differ",
-                )
+            bypass = arrivals.bypass
+            self._memory.require_same(bypass.identity.digest, bypass.engine.get_weight_version())
             if offer.method != Mode.RECOMPUTE:
                 self.tokens_alone = await self._choose_transport(self._memory, offer)
             self.request, self.residence = await arrivals.builder.build(offer.request_state)

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import logging
 import uuid
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -179,6 +180,20 @@ def _compile_logprobs(worker: Any) -> None:
         Sampler.gather_logprobs(logprobs, 1, torch.zeros(2, dtype=torch.int64, device=worker.device))
 
 
+_NAMES = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"}
+"""What a model's configuration says of where it came from: the same model may lie under another path."""
+
+
+def text_config_of(model: Any) -> str:
+    """A short name for all that the model's configuration says of how it computes, overrides included.
+
+    Parameters do not tell of rotary embeddings: those are buffers. model: vLLM's `ModelConfig`.
+    """
+    described = {name: value for name, value in model.hf_text_config.to_dict().items() if name not in _NAMES}
+    text = json.dumps(described, sort_keys=True, default=lambda value: type(value).__qualname__)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def engine_facts(engine: Any, movers: list[MoverInfo]) -> dict[str, Any]:
     """What two engines must have in common for KV bytes and sampler state of one to be right in the other."""
     import vllm
@@ -190,16 +205,22 @@ def engine_facts(engine: Any, movers: list[MoverInfo]) -> dict[str, Any]:
         "vllm": vllm.__version__,
         "patches": hooks.ready_digest(),
         # The fingerprint sees what the runner keeps as parameters; on CPU, packed linear layers are not among them.
-        "model": (Path(model.model).name, model.revision),
+        "model": text_config_of(model),
         "weights": [mover.weights for mover in movers],
         "isa": [mover.isa for mover in movers],
         "dtype": str(model.dtype),
         "cache_dtype": str(cache.cache_dtype),
         "block_size": engine.scheduler.block_size,
         "layout": [layout.layout for layout in layouts],
+        "caches": [mover.caches for mover in movers],
         "pages": [[(region.num_layers, region.page_bytes) for region in layout.regions] for layout in layouts],
         "tensor_parallel": parallel.tensor_parallel_size,
         "pipeline_parallel": parallel.pipeline_parallel_size,
+        "context_parallel": (
+            parallel.prefill_context_parallel_size,
+            parallel.decode_context_parallel_size,
+            parallel.cp_kv_cache_interleave_size,
+        ),
         "model_runner_v2": bool(engine.scheduler.use_v2_model_runner),
         "vocab_size": model.get_vocab_size(),
         "quantization": str(model.quantization),

@@ -612,7 +612,9 @@ class Departures:
 
     def memory(self, capability: bytes) -> bytes:
         """Where the KV cache of this engine's workers lies, for a peer that will have blocks granted."""
-        return encode_memory(self.identity.digest, self.bypass.movers, capability)
+        return encode_memory(
+            self.identity.digest, self.bypass.movers, capability, self.bypass.engine.get_weight_version()
+        )
 
     def client(self, address: Address) -> LlumletClient:
         """Every call to another llumlet begins here. Raises LlumletError for an address that is not to be called."""

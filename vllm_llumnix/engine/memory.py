@@ -20,19 +20,34 @@ from vllm_llumnix.migration import wire
 class SourceMemory(msgspec.Struct, frozen=True):
     """What Reserve carries: who offers its memory, what it must have in common with us, and where the bytes are.
 
-    `capability` is the migration's: blocks are granted under it, where they are not simply read.
+    `capability` is the migration's: blocks are granted under it, where they are not simply read. `weight_version` is
+    vLLM's name of the weights that are loaded at this moment: they can be exchanged while an engine runs.
     """
 
     digest: str
     ranks: list[PeerMemory]
     capability: bytes = b""
+    weight_version: str = ""
+
+    def require_same(self, digest: str, weight_version: str) -> None:
+        """Raises Refused(incompatible_engine) unless the bytes mean the same in the engine that is described."""
+        if self.digest != digest:
+            raise Refused(
+                Reason.INCOMPATIBLE_ENGINE,
+                "model, weights, vLLM version, KV layout, data types or parallel sizes differ",
+            )
+        if self.weight_version != weight_version:
+            raise Refused(
+                Reason.INCOMPATIBLE_ENGINE,
+                f"the weights are of version {self.weight_version!r} at the source, {weight_version!r} here",
+            )
 
 
 _decoder = msgspec.msgpack.Decoder(SourceMemory)
 
 
-def encode_memory(digest: str, movers: Sequence[MoverInfo], capability: bytes = b"") -> bytes:
-    return msgspec.msgpack.encode(SourceMemory(digest, [mover.memory for mover in movers], capability))
+def encode_memory(digest: str, movers: Sequence[MoverInfo], capability: bytes = b"", weight_version: str = "") -> bytes:
+    return msgspec.msgpack.encode(SourceMemory(digest, [mover.memory for mover in movers], capability, weight_version))
 
 
 def decode_memory(data: bytes) -> SourceMemory:

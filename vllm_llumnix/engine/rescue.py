@@ -93,8 +93,7 @@ class Rescue:
     async def _fill(self, request: Request, claim: ClaimResponse) -> Fetched:
         computed = self._usable(request, claim)
         memory = decode_memory(claim.source_memory)
-        if memory.digest != self._bypass.identity.digest:
-            raise Refused(Reason.INCOMPATIBLE_ENGINE, "model, weights, vLLM version or settings differ")
+        memory.require_same(self._bypass.identity.digest, self._bypass.engine.get_weight_version())
         for rank in memory.ranks:
             self._arrivals.require_reachable(rank)
         transport = await self._movers.probe(memory)

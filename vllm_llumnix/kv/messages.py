@@ -70,7 +70,7 @@ class MoverInfo(msgspec.Struct, frozen=True):
 
     endpoint: where the mover listens (`ipc://…`, this host and user only). isa: how the attention
     kernels arrange the inside of a page; bytes mean the same only between equal values. weights:
-    fingerprint of the model's parameters.
+    fingerprint of the model's parameters. caches: what each layer keeps of a token, see `vllm_cache`.
     """
 
     rank: int
@@ -79,6 +79,7 @@ class MoverInfo(msgspec.Struct, frozen=True):
     isa: str
     device: str
     weights: str
+    caches: str = ""
 
 
 # Engine to mover. `job` is chosen by the engine and names the answer's question.

@@ -6,6 +6,7 @@ Reads vLLM's objects by attribute and class name: nothing of vLLM is imported.
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 from vllm_llumnix.errors import TransportUnavailable
@@ -52,6 +53,20 @@ def layout_of(model_runner: Any) -> BlockLayout:
         regions=tuple(regions),
         layout=config.kv_cache_layout,
     )
+
+
+def caches_of(model_runner: Any) -> str:
+    """Eight hex digits that tell caches apart whose pages have equal sizes: kind, data type and quantisation of every
+    layer, in their order."""
+    digest = 0
+    for group in model_runner.kv_cache_config.kv_cache_groups:
+        inner = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        for layer in group.layer_names:
+            spec = inner[layer] if inner else group.kv_cache_spec
+            mode = getattr(spec, "kv_quant_mode", None)
+            described = f"{type(spec).__name__} {getattr(spec, 'dtype', None)} {getattr(mode, 'name', mode)}"
+            digest = zlib.crc32(f"{layer} {described}\n".encode(), digest)
+    return f"{digest:08x}"
 
 
 def _attention_specs(config: Any) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from vllm_llumnix.kv.transport.local import LocalTransport
 from vllm_llumnix.kv.transport.local_cuda import LocalCudaTransport
 from vllm_llumnix.kv.transport.mooncake import MooncakeTransport
 from vllm_llumnix.kv.transport.tcp import TcpTransport
-from vllm_llumnix.kv.vllm_cache import layout_of, storage_of
+from vllm_llumnix.kv.vllm_cache import caches_of, layout_of, storage_of
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -147,6 +147,7 @@ def start_mover(worker: Any, packed_settings: bytes) -> bytes:
             isa=_isa(worker, device),
             device=device,
             weights=fingerprint(worker.model_runner.model),
+            caches=caches_of(worker.model_runner),
         )
     )
 

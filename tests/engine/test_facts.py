@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What two engines must have in common, beyond parameters of equal bytes and pages of equal sizes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, UniformTypeKVCacheSpecs
+
+from vllm_llumnix.engine.attach import text_config_of
+from vllm_llumnix.engine.memory import SourceMemory, decode_memory, encode_memory
+from vllm_llumnix.errors import Reason, Refused
+from vllm_llumnix.kv.vllm_cache import caches_of
+
+ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "rope_theta": 10000.0}
+
+
+def config_name(model: Path, **overrides: Any) -> str:
+    arguments = EngineArgs(model=str(model), max_model_len=2048, hf_overrides=overrides)
+    return text_config_of(arguments.create_model_config())
+
+
+def test_another_path_is_the_same_model(model_dir: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(model_dir, tmp_path / "elsewhere"))
+    assert config_name(model_dir) == config_name(copy)
+
+
+@pytest.mark.parametrize("overrides", [{"rope_parameters": ROPE}, {"rms_norm_eps": 1e-5}])
+def test_what_no_parameter_tells(model_dir: Path, overrides: dict[str, Any]) -> None:
+    assert config_name(model_dir, **overrides) == config_name(model_dir, **overrides)
+    assert config_name(model_dir, **overrides) != config_name(model_dir)
+
+
+def caches(**quantised: torch.dtype) -> str:
+    """Of two layers in bfloat16, or as `quantised` says, in pages of equal sizes."""
+    dtypes = {name: quantised.get(name, torch.bfloat16) for name in ("first", "second")}
+    specs = {
+        name: FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=128 // dtype.itemsize, dtype=dtype)
+        for name, dtype in dtypes.items()
+    }
+    assert len({spec.page_size_bytes for spec in specs.values()}) == 1
+    group = KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs))
+    config = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[group])
+    return caches_of(SimpleNamespace(kv_cache_config=config))
+
+
+def test_every_layer_counts() -> None:
+    assert caches() == caches()
+    assert len({caches(), caches(first=torch.uint8), caches(second=torch.uint8)}) == 3
+
+
+def test_weights_that_were_exchanged() -> None:
+    memory = decode_memory(encode_memory("same", [], weight_version="7"))
+    memory.require_same("same", "7")
+    with pytest.raises(Refused, match="of version '7' at the source, '0' here") as refused:
+        memory.require_same("same", "0")
+    assert refused.value.reason is Reason.INCOMPATIBLE_ENGINE
+    with pytest.raises(Refused, match="model, weights"):
+        SourceMemory("other", []).require_same("same", "")

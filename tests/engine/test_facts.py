@@ -12,8 +12,9 @@ import pytest
 import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, UniformTypeKVCacheSpecs
+from vllm.v1.sample.sampler import Sampler
 
-from vllm_llumnix.engine.attach import text_config_of
+from vllm_llumnix.engine.attach import _compile_logprobs, text_config_of
 from vllm_llumnix.engine.memory import SourceMemory, decode_memory, encode_memory
 from vllm_llumnix.errors import Reason, Refused
 from vllm_llumnix.kv.vllm_cache import caches_of
@@ -63,3 +64,15 @@ def test_weights_that_were_exchanged() -> None:
     assert refused.value.reason is Reason.INCOMPATIBLE_ENGINE
     with pytest.raises(Refused, match="model, weights"):
         SourceMemory("other", []).require_same("same", "")
+
+
+def test_a_kernel_that_cannot_be_compiled_is_no_reason_not_to_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr(Sampler, "gather_logprobs", broken)
+    model_config = SimpleNamespace(get_vocab_size=lambda: 8)
+    _compile_logprobs(SimpleNamespace(device="cpu", vllm_config=SimpleNamespace(model_config=model_config)))
+    assert "cannot be compiled now: no C++ compiler" in caplog.text

@@ -40,3 +40,16 @@ def test_experts_count_where_they_stay() -> None:
 def test_experts_that_are_elsewhere_on_every_rank(scattered: dict) -> None:
     assert fingerprint(model(0, **scattered)) == fingerprint(model(1, **scattered))
     assert fingerprint(model(0, **scattered)) != fingerprint(model(0, router=2.0, **scattered))
+
+
+def test_parameters_that_cannot_be_read(caplog: pytest.LogCaptureFixture) -> None:
+    """They are there by name, shape and type: no reason not to start."""
+
+    def with_meta(router: float, rows: int = 2) -> torch.nn.Module:
+        built = model(router=router)
+        built.register_parameter("absent", torch.nn.Parameter(torch.empty(rows, 2, device="meta")))
+        return built
+
+    assert fingerprint(with_meta(1.0)) == fingerprint(with_meta(1.0))
+    assert "the weights of absent are not part of" in caplog.text
+    assert len({fingerprint(with_meta(1.0)), fingerprint(with_meta(2.0)), fingerprint(with_meta(1.0, 3))}) == 3

@@ -175,9 +175,13 @@ def _compile_logprobs(worker: Any) -> None:
     import torch
     from vllm.v1.sample.sampler import Sampler
 
-    with torch.inference_mode():
-        logprobs = torch.zeros(2, worker.vllm_config.model_config.get_vocab_size(), device=worker.device)
-        Sampler.gather_logprobs(logprobs, 1, torch.zeros(2, dtype=torch.int64, device=worker.device))
+    try:
+        with torch.inference_mode():
+            logprobs = torch.zeros(2, worker.vllm_config.model_config.get_vocab_size(), device=worker.device)
+            Sampler.gather_logprobs(logprobs, 1, torch.zeros(2, dtype=torch.int64, device=worker.device))
+    except (RuntimeError, TypeError, OSError) as error:
+        # A compiler that is missing, say. Requests without log probabilities do not need it.
+        logger.warning("llumlet: vLLM's kernel for log probabilities cannot be compiled now: %s", error)
 
 
 _NAMES = {"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"}

@@ -329,7 +329,11 @@ def fingerprint(model: Any) -> str:
         if id(parameter) in scattered:
             continue
         digest = zlib.crc32(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode(), digest)
-        digest = zlib.crc32(_sampled(parameter), digest)
+        try:
+            digest = zlib.crc32(_sampled(parameter), digest)
+        except (RuntimeError, TypeError) as error:
+            # On the meta device, or of a type that this device cannot index: the others speak for the model.
+            logger.warning("the weights of %s are not part of the model's fingerprint: %s", name, error)
     return f"{digest:08x}"
 
 

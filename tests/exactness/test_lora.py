@@ -252,3 +252,17 @@ async def test_its_engine_is_killed(mortal_and_haven: Pair) -> None:
         assert max(result.gaps) < HAVEN_S
     assert await resident(haven) == [1]
     await wait_idle(haven)
+
+
+async def test_a_move_leaves_adapters_where_they_are(pair: Pair) -> None:
+    """B is idle, and has an adapter that the newcomer does not use."""
+    a, b = pair
+    await unmoved(b, "story", length=2)
+    assert await resident(b) == [2]
+    async with Client(a.base_url) as client:
+        stream = await begin(client, None)
+        held = await held_by(a, stream, 30)
+        (move,) = await migrate(a, b, request_ids=[held.request_id])
+        await stream.result()
+    assert move.live, move
+    assert await resident(b) == [2]

@@ -22,6 +22,7 @@ from tests.exactness import test_lora, test_matrix, test_together
 from tests.integration import test_any_state
 from tests.runner_v2 import cells as runner_v2_cells
 from tests.runner_v2 import test_kinds as runner_v2_kinds
+from tests.runner_v2 import test_speculation_and_lora
 from tests.runner_v2 import test_states as runner_v2_states
 from vllm_llumnix.engine.portability import (
     DOCUMENT,
@@ -312,6 +313,7 @@ SHOWN_ON_V2: dict[str, list[Shown]] = {
         for kind, shown in SHOWN.items()
         if kind != "custom logits processors, all with the mark `llumnix_portable = True`"
     },
+    "a LoRA adapter, to an engine that has it": [test_speculation_and_lora.test_seeded_with_an_adapter],
     "n above 1": [runner_v2_kinds.test_children_move_to_different_engines],
     "a preempted request": [runner_v2_states.test_preempted],
     "a request in its prefill, or waiting": [runner_v2_states.test_half_prefilled, runner_v2_states.test_waiting],

@@ -146,7 +146,6 @@ MOVED = (
         "a LoRA adapter, to an engine that has it",
         Exactness.BIT_EXACT,
         "the destination's own of that name, if its contents are the same; else `lora_not_available`",
-        v2=Evidence.BY_READING,
     ),
     Moved("priority, cache_salt", Exactness.BIT_EXACT, _ALL_CARRIED),
     Moved(
@@ -189,7 +188,7 @@ REFUSED_REQUESTS = (
     RefusedRequest(
         "a seed with speculative decoding on the V1 runner, once it has begun",
         lambda it: it.seeded and it.spec_decode and not it.model_runner_v2 and it.begun,
-        v2=Evidence.BY_READING,
+        v2=Evidence.MEASURED,
     ),
     RefusedRequest(
         "a seed on the V1 GPU runner, once it has begun",

@@ -220,6 +220,7 @@ async def test_reserve_is_a_front_door(engines: Engines, offer: ReserveRequest, 
         ("segment elsewhere", {"mooncake": "192.0.2.1:4000"}, Reason.ADDRESS_REFUSED),
     ]:
         ask = named(offer, name)
+        ask.tokens_will_do = False
         ask.source_memory = msgspec.msgpack.encode(memory | {"ranks": [rank | change]})
         assert (await refusal(b.reserve(ask))).reason == reason, name
     await generates(engines.b)

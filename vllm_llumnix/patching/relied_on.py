@@ -110,6 +110,7 @@ RELIED_ON: tuple[Reliance, ...] = (
     *_of(_CORE, "engine/kvconn.py", "run_busy_loop _handle_client_request add_request", "DPEngineCoreProc"),
     *_of(_CORE, "engine/attach.py", "shutdown add_lora remove_lora", "EngineCore"),
     *_of(_CORE, "engine/agent.py", "abort_requests", "EngineCore"),
+    *_of(_CORE, "engine/memory.py", "get_weight_version", "EngineCore"),
     *_of(_EXECUTOR, "engine/attach.py", "sleep discard add_lora collective_rpc", "Executor"),
     *_of(_EXECUTOR, "engine/kvconn.py", "execute_model", "Executor"),
     *_of(_GRAMMARS, "engine/builder.py", "grammar_init accept_tokens", "StructuredOutputManager"),

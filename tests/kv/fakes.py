@@ -185,6 +185,9 @@ class FakeWorker:
             model=self.model,
         )
 
+    def execute_model(self, scheduler_output: Any) -> None:
+        """A step: what the tests compute, they compute elsewhere."""
+
     def sleep(self, level: int = 1) -> None:
         """vLLM's sleep mode."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -35,6 +36,17 @@ def pytest_unconfigure() -> None:
 def model_dir() -> Path:
     """The small test model; built once and cached between runs."""
     return build(PRESETS["tiny"])
+
+
+@pytest.fixture
+def llumlet_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """What the llumlet logs in an engine or API server, from warnings on. In a whole run it depends on the tests before
+    how vLLM has set up its own logging, which is above the llumlet's."""
+    logger = logging.getLogger("vllm.llumnix")
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(logger, "propagate", False)
+    caplog.set_level(logging.WARNING, logger.name)
+    return caplog
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -67,7 +67,7 @@ def test_weights_that_were_exchanged() -> None:
 
 
 def test_a_kernel_that_cannot_be_compiled_is_no_reason_not_to_start(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, llumlet_log: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("no C++ compiler")
@@ -75,4 +75,4 @@ def test_a_kernel_that_cannot_be_compiled_is_no_reason_not_to_start(
     monkeypatch.setattr(Sampler, "gather_logprobs", broken)
     model_config = SimpleNamespace(get_vocab_size=lambda: 8)
     _compile_logprobs(SimpleNamespace(device="cpu", vllm_config=SimpleNamespace(model_config=model_config)))
-    assert "cannot be compiled now: no C++ compiler" in caplog.text
+    assert "cannot be compiled now: no C++ compiler" in llumlet_log.text

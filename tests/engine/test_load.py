@@ -263,7 +263,7 @@ def test_what_changes_just_when_a_step_has_been_gone_through_is_told() -> None:
     assert told == [("a",)]
 
 
-def test_a_request_that_was_queued_behind_our_back_is_counted(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_that_was_queued_behind_our_back_is_counted(rig: Rig, llumlet_log: pytest.LogCaptureFixture) -> None:
     request = rig.request("a", num_prompt=40, max_tokens=3)
     rig.scheduler.requests["a"] = request
     rig.scheduler.waiting.add_request(request)
@@ -271,7 +271,7 @@ def test_a_request_that_was_queued_behind_our_back_is_counted(rig: Rig, caplog: 
         rig.turn()
         assert_right(rig)
     assert rig.port.load.snapshot().load == Load()
-    assert caplog.text.count("request a runs and was not seen to be queued") == 1
+    assert llumlet_log.text.count("request a runs and was not seen to be queued") == 1
 
 
 def test_names_are_shown_once(rig: Rig) -> None:

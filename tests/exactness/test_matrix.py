@@ -136,13 +136,13 @@ async def held_by(server: Server, stream: Stream, num_tokens: int, timeout_s: fl
 
 
 @contextlib.asynccontextmanager
-async def company(servers: set[Server]) -> AsyncIterator[None]:
-    """One other request in the batch of each server, from before until after."""
+async def company(servers: set[Server], length: int = 8100) -> AsyncIterator[None]:
+    """One other request in the batch of each server, from before until after; `length`: what it generates at most."""
     async with contextlib.AsyncExitStack() as stack:
         streams = []
         for server in servers:
             client = await stack.enter_async_context(Client(server.base_url))
-            streams.append(await client.complete(list(range(300, 340)), 8100, ignore_eos=True))
+            streams.append(await client.complete(list(range(300, 340)), length, ignore_eos=True))
         for stream in streams:
             await stream.wait_for(1)
         yield

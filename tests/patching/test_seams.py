@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -210,17 +209,12 @@ def test_a_discarded_draw_is_taken_back(num_kept: int) -> None:
 
 
 def test_remarks_are_warnings_at_the_start(
-    llumlet_off: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    llumlet_off: None, monkeypatch: pytest.MonkeyPatch, llumlet_log: pytest.LogCaptureFixture
 ) -> None:
     remark = "Scheduler.schedule differs"
     now = dataclasses.replace(importer.state(), remarks=(remark,))
     monkeypatch.setattr(importer, "state", lambda: now)
     args = argparse.Namespace(enable_llumlet=True, llumlet_instance_id="a", middleware=[])
-    # However vLLM has set up its logging by now, which another test's environment decides.
-    logger = logging.getLogger("vllm.llumnix")
-    monkeypatch.setattr(logger, "handlers", [caplog.handler])
-    monkeypatch.setattr(logger, "propagate", False)
-    caplog.set_level(logging.WARNING, logger.name)
     monkeypatch.setenv(hooks.CONFIG_VARIABLE, "")  # `resolve_args` sets it for the children: taken back at the end
     hooks.resolve_args(args)
-    assert [(record.levelname, record.message) for record in caplog.records] == [("WARNING", f"llumlet: {remark}")]
+    assert [(record.levelname, record.message) for record in llumlet_log.records] == [("WARNING", f"llumlet: {remark}")]

@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import uuid
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from benchmarks.client import Client
-from benchmarks.harness import Server
 from benchmarks.moves import migrate, requests
 from tests.exactness.cells import SAMPLING, Cell
-from tests.exactness.test_matrix import PROMPT, held_by, outcome, run
+from tests.exactness.test_matrix import PROMPT, company, held_by, outcome, run
 from tests.runner_v2.cells import COVER, OTHERS, PACE, more, pace
 from tests.runner_v2.conftest import MAX_MODEL_LEN, Cast
 from tests.support.conservation import wait_idle
@@ -42,7 +39,7 @@ async def test_moved_as_if_unmoved(cast: Cast, cell: Cell, request: pytest.Fixtu
     path = [servers[letter] for letter in cell["route"]]
     for server in path:
         await wait_idle(server)
-    async with company({*path} if cell["company"] == "neighbours" else set()):
+    async with company({*path} if cell["company"] == "neighbours" else set(), MAX_MODEL_LEN - 60):
         unmoved, _ = await run(path[:1], cell, pace(cell))
         moved, moves = await run(path, cell, pace(cell))
         if outcome(moved) != outcome(unmoved):
@@ -56,22 +53,6 @@ async def test_moved_as_if_unmoved(cast: Cast, cell: Cell, request: pytest.Fixtu
     if cell["prefix"] == "cached":
         assert moves[0].hit_tokens > 0
     assert outcome(moved) == outcome(unmoved)
-
-
-@contextlib.asynccontextmanager
-async def company(servers: set[Server]) -> AsyncIterator[None]:
-    """One other request in the batch of each server, from before until after."""
-    async with contextlib.AsyncExitStack() as stack:
-        streams = []
-        for server in servers:
-            client = await stack.enter_async_context(Client(server.base_url))
-            streams.append(await client.complete(list(range(300, 340)), MAX_MODEL_LEN - 60, ignore_eos=True))
-        for stream in streams:
-            await stream.wait_for(1)
-        yield
-        for stream in streams:
-            assert not stream.done, "the neighbour ended before the test"
-            await stream.disconnect()
 
 
 @pytest.mark.asyncio

@@ -21,7 +21,7 @@ import pytest
 from benchmarks.client import Client, Stream
 from benchmarks.harness import Server
 from benchmarks.moves import Move, migrate, requests
-from llumlet.types import RequestInfo
+from llumlet.types import Reason, RequestInfo
 from tests.exactness.cells import SAMPLING, Cell, Configuration, all_cells, covering, name
 from tests.support.conservation import wait_idle
 
@@ -38,6 +38,8 @@ class Pace(NamedTuple):
 
 
 PACE = Pace(130, 25, 25)
+JUST_ARRIVED = (Reason.HANDOVER_OPEN, Reason.NOT_STARTED)
+"""Why a request cannot move on yet that has moved a moment ago: until its last move is over on either side."""
 MAX_VOID = 3
 
 COVER = covering(all_cells())
@@ -122,11 +124,12 @@ async def ask(client: Client, cell: Cell, parameters: dict[str, Any], length: in
 
 
 async def held_by(server: Server, stream: Stream, num_tokens: int, timeout_s: float = 60.0) -> RequestInfo:
-    """What `server` says of the stream's request once that has `num_tokens` output tokens there."""
+    """What `server` says of the stream's request once that has `num_tokens` output tokens there and may move on."""
     deadline = time.monotonic() + timeout_s
     while True:
         for info in await requests(server):
-            if stream.request_id in info.request_id and info.output_tokens >= num_tokens:
+            is_it = stream.request_id in info.request_id and info.output_tokens >= num_tokens
+            if is_it and info.reason not in JUST_ARRIVED:
                 return info
         if stream.done:
             await stream.result()

@@ -43,7 +43,7 @@ class Pair(NamedTuple):
     b: Server
 
 
-@pytest.fixture(scope="module", params=RUNNERS)
+@pytest.fixture(scope="module", params=[pytest.param("v1", marks=pytest.mark.full), "v2"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     runner: Runner = ""
     flags = ("--dtype", "float32", "--speculative-config", json.dumps(SPECULATION))

@@ -29,7 +29,7 @@ def uni(cast: Cast, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("sampling", ["greedy", "seed"])
+@pytest.mark.parametrize("sampling", ["greedy", pytest.param("seed", marks=pytest.mark.full)])
 async def test_there_and_back(cast: Cast, uni: Server, sampling: str) -> None:
     with pytest.raises(LookupError, match="0 processes called 'Worker'"):
         uni.process("Worker")

@@ -46,7 +46,9 @@ def examine_all(*, adapt: bool = False) -> list[Check]:
         seams,
         hook,
         variables,
+        block_copy,
         local_transport,
+        local_between_gpus,
         mooncake,
     )
     return [check() for check in checks]
@@ -141,6 +143,45 @@ def local_transport() -> Check:
     )
 
 
+def block_copy() -> Check:
+    """What KV blocks would be copied by here: the backends are tried, in a process of their own, as workers do."""
+    name = "block copy"
+    try:
+        child = subprocess.run([sys.executable, "-c", _COPY], capture_output=True, text=True, timeout=_START_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return Check(name, f"unknown: the trial took more than {_START_TIMEOUT_S} s")
+    if child.returncode:
+        last = (child.stderr.strip().splitlines() or [f"exit status {child.returncode}"])[-1]
+        return Check(name, f"unknown: {last}")
+    device, backend, *passed_over = child.stdout.splitlines()
+    reasons = f" (not by {'; '.join(passed_over)})" if passed_over else ""
+    return Check(name, f"by {backend} on {device}{reasons}")
+
+
+def local_between_gpus() -> Check:
+    """Whether an engine that is started here can map the memory of GPUs that other engines run on."""
+    name = "'local' between GPUs"
+    there, visible = _gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not there:
+        return Check(name, "no GPU")
+    seen = len(there) if visible is None else len([part for part in visible.split(",") if part.strip()])
+    if seen < len(there):
+        return Check(
+            name,
+            f"only among {seen} of {len(there)} GPUs (CUDA_VISIBLE_DEVICES={visible}): to others, moves use tcp; "
+            "let each engine see all, its own first (docs/transports.md)",
+        )
+    return Check(name, f"all {seen} GPUs of this host are seen")
+
+
+def _gpus() -> list[str]:
+    """Those that the driver shows, of which a container may see fewer."""
+    try:
+        return os.listdir("/proc/driver/nvidia/gpus")
+    except OSError:
+        return []
+
+
 def mooncake() -> Check:
     """The one transport that is optional."""
     name = "transport 'mooncake'"
@@ -167,6 +208,15 @@ def _read_sibling() -> str | None:
     return (reader.stdout.strip() or reader.stderr.strip()).splitlines()[-1]
 
 
+_COPY = """
+import torch
+from vllm_llumnix.kv import kernels
+from vllm_llumnix.kv.layout import BlockLayout, TensorRegion
+device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+layout = BlockLayout(0, 4 * 65536, 2, (TensorRegion(0, 2, 2 * 65536, 65536, 65536),), "LBHNC")
+choice = kernels.settle(layout, device)
+print(torch.cuda.get_device_name() if device.type == "cuda" else "cpu", choice.backend, *choice.passed_over, sep="\\n")
+"""
 _TARGET = """
 import ctypes, sys
 from vllm_llumnix.kv.process import allow_readers

@@ -74,6 +74,7 @@ def attach(engine: Any) -> KVConnection:
     SEAMS.wrap(engine, "EngineCore.llumlet_moves", bypass.report_moves)
     logger.info("llumlet: instance %s listening on %s", config.instance_id, bypass.address)
     logger.info("llumlet: this engine has %s", what_runs(engine))
+    logger.info("llumlet: KV blocks are copied by %s", what_copies(movers))
     if identity.unsupported:
         logger.warning("llumlet: this engine's requests cannot be moved: %s", identity.unsupported)
     elif identity.kv_unsupported:
@@ -158,6 +159,13 @@ def what_runs(engine: Any) -> str:
     runners = sorted(set(engine.model_executor.collective_rpc(_runner_of_worker)))
     depth = 1 if engine.batch_queue is None else engine.batch_queue_size
     return f"{', '.join(runners)} behind {type(engine.scheduler).__qualname__}, steps in flight: {depth}"
+
+
+def what_copies(movers: list[MoverInfo]) -> str:
+    """The backends that the workers' trials led to, and why others were passed over; each once."""
+    copied_by = sorted({mover.copied_by for mover in movers})
+    reasons = sorted({reason for mover in movers for reason in mover.passed_over})
+    return ", ".join(copied_by) + (f" (not by {'; '.join(reasons)})" if reasons else "")
 
 
 def _runner_of_worker(worker: Any) -> str:

@@ -46,7 +46,9 @@ class Blocks(Protocol):
 
 
 class BlockMemory(Blocks, Protocol):
-    """To and from rows of bytes in main memory, and sockets."""
+    """To and from rows of bytes in main memory, and sockets. `storage` is all of it, a row of bytes where it lies."""
+
+    storage: torch.Tensor
 
     @property
     def layers_outermost(self) -> bool:
@@ -60,17 +62,17 @@ class HostMemory:
     def __init__(self, layout: BlockLayout) -> None:
         self.layout = layout
         memory = (ctypes.c_ubyte * layout.storage_bytes).from_address(layout.base)
-        self._storage = torch.frombuffer(memory, dtype=torch.uint8)
+        self.storage = torch.frombuffer(memory, dtype=torch.uint8)
 
     @property
     def layers_outermost(self) -> bool:
         return self.layout.layers_outermost
 
     def gather(self, block_ids: Sequence[int], buffer: torch.Tensor) -> None:
-        kernels.gather(self._storage, self.layout, block_ids, buffer)
+        kernels.gather(self.storage, self.layout, block_ids, buffer)
 
     def scatter(self, block_ids: Sequence[int], buffer: torch.Tensor) -> None:
-        kernels.scatter(self._storage, self.layout, block_ids, buffer)
+        kernels.scatter(self.storage, self.layout, block_ids, buffer)
 
     def transfer(self, block_ids: Sequence[int], layers_outermost: bool) -> Transfer:
         return Span(self.layout, block_ids, layers_outermost)

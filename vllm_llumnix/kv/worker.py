@@ -20,7 +20,7 @@ import torch
 from vllm_llumnix import faults
 from vllm_llumnix.errors import TransportUnavailable
 from vllm_llumnix.hosts import reachable_host, with_port
-from vllm_llumnix.kv import messages
+from vllm_llumnix.kv import kernels, messages
 from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.cuda_share import share
 from vllm_llumnix.kv.endpoint import PrivateDirectory
@@ -87,13 +87,14 @@ def start_mover(worker: Any, packed_settings: bytes) -> bytes:
     nonce, grants = NoncePage(), Grants()
     transports: list[Transport] = []
     server, mooncake, shared, missing = None, None, None, dict[str, str]()
+    choice = kernels.Choice("torch", ())
     if unavailable is not None:
         missing = dict.fromkeys(settings.transports, unavailable)
         logger.warning("KV blocks of this worker cannot be moved: %s", unavailable)
     else:
-        memory: BlockMemory = HostMemory(layout)
-        if device == "cuda":
-            memory = CudaMemory(layout, storage_of(worker.model_runner))
+        on_gpu = device == "cuda"
+        memory: BlockMemory = CudaMemory(layout, storage_of(worker.model_runner)) if on_gpu else HostMemory(layout)
+        choice = _beside_the_model(partial(kernels.settle, layout, memory.storage.device))
         try:
             mooncake = _beside_the_model(lambda: _mooncake(memory, settings))
         except TransportUnavailable as error:
@@ -148,6 +149,8 @@ def start_mover(worker: Any, packed_settings: bytes) -> bytes:
             device=device,
             weights=fingerprint(worker.model_runner.model),
             caches=caches_of(worker.model_runner),
+            copied_by=choice.backend,
+            passed_over=choice.passed_over,
         )
     )
 

@@ -20,6 +20,8 @@ each: staging in turns is a matter of slicing `block_ids`.
     cuda    cuda (csrc/cuda), triton, torch
     others  torch
 
+`settle` carries each of them out once and takes the first that copies rightly; a worker does so before its first move.
+
 A call on the CPU returns when the bytes are there. On a GPU it returns when the copy is enqueued on torch's current
 stream of that device: `block_ids` may be changed then, the tensors are in use until the stream has got there.
 """
@@ -31,12 +33,12 @@ import importlib
 import logging
 import os
 from collections.abc import Sequence
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
 from vllm_llumnix.errors import ConfigError
-from vllm_llumnix.kv.kernels import native, reference
+from vllm_llumnix.kv.kernels import native, reference, trial
 from vllm_llumnix.kv.kernels.plan import BlockCopy, planned
 from vllm_llumnix.kv.layout import BlockLayout, Ids
 
@@ -50,6 +52,38 @@ MAX_SMS = 8
 """Of a GPU's hundred and more: the others stay with decoding."""
 
 _PREFERRED: dict[str, tuple[Backend, ...]] = {"cpu": ("cpp", "torch"), "cuda": ("cuda", "triton", "torch")}
+
+_settled: dict[torch.device, Backend] = {}
+"""What "auto" means, where it was tried."""
+
+
+class Choice(NamedTuple):
+    """What "auto" is on a device, and why what would have come before it is not."""
+
+    backend: Backend
+    passed_over: tuple[str, ...]
+
+
+def settle(layout: BlockLayout, device: torch.device, max_sms: int = MAX_SMS) -> Choice:
+    """Try the backends on `device` with pages like the layout's; from now on "auto" is the first that is right.
+
+    Compiles whatever copies between `layout` and a buffer need to have compiled. One line in the log if a backend was
+    passed over. `torch` is what the others are held to, and taken if they fail.
+    """
+    passed_over = []
+    for backend in _PREFERRED.get(device.type, ("torch",)):
+        if backend == "torch":
+            break
+        why = obstacle(backend, device.type)
+        if why is None:
+            why = trial.why_not(functools.partial(_carry, backend, NUM_THREADS, max_sms), layout, device)
+        if why is None:
+            break
+        passed_over.append(f"{backend}: {why}")
+    if passed_over:
+        logger.warning("KV blocks on %s are copied by %s (%s)", device, backend, "; ".join(passed_over))
+    _settled[device] = backend
+    return Choice(backend, tuple(passed_over))
 
 
 def gather(
@@ -102,22 +136,26 @@ def _copy(copy: BlockCopy, backend: Backend, num_threads: int, max_sms: int) -> 
         raise ValueError(f"{num_threads} threads, {max_sms} SMs: at least one of each is needed")
     device = copy.storage.device.type
     if backend == "auto":
-        backend = _chosen(device)
+        backend = _settled.get(copy.storage.device) or _chosen(device)
     elif backend not in get_args(Backend):
         raise ConfigError([f"{backend} is none of the block copy backends {', '.join(get_args(Backend))}"])
     elif missing := obstacle(backend, device):
         raise ConfigError([f"block copy backend {backend} on {device}: {missing}"])
     if copy.num_bytes:
-        match backend:
-            case "cpp":
-                native.copy_blocks_cpu(copy, num_threads)
-            case "cuda":
-                native.copy_blocks_cuda(copy, max_sms)
-            case "triton":
-                importlib.import_module("vllm_llumnix.kv.kernels.triton_copy").copy_blocks(copy, max_sms)
-            case _:
-                reference.copy_blocks(copy)
+        _carry(backend, num_threads, max_sms, copy)
     return copy.num_bytes
+
+
+def _carry(backend: Backend, num_threads: int, max_sms: int, copy: BlockCopy) -> None:
+    match backend:
+        case "cpp":
+            native.copy_blocks_cpu(copy, num_threads)
+        case "cuda":
+            native.copy_blocks_cuda(copy, max_sms)
+        case "triton":
+            importlib.import_module("vllm_llumnix.kv.kernels.triton_copy").copy_blocks(copy, max_sms)
+        case _:
+            reference.copy_blocks(copy)
 
 
 @functools.cache

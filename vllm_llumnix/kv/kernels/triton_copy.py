@@ -20,7 +20,8 @@ NUM_WARPS = 8
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# One form for all sizes: for a last round of one block nothing is compiled again, while its client waits.
+@triton.jit(do_not_specialize=["num_pages", "num_layers", "block_words"])  # type: ignore[untyped-decorator]
 def _copy_pages(  # type: ignore[no-untyped-def]
     storage,
     buffer,

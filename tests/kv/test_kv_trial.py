@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A backend that does not copy is found out when a worker starts, and nothing of it reaches a move.
+
+The GPU is main memory, and its backends are fakes with the faults of real ones: no GPU is here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from tests.kv.fakes import FakeWorker, Memory, packed, source_process
+from vllm_llumnix import doctor
+from vllm_llumnix.engine.attach import what_copies
+from vllm_llumnix.kv import kernels
+from vllm_llumnix.kv.client import MoverClient
+from vllm_llumnix.kv.grants import CAPABILITY_BYTES
+from vllm_llumnix.kv.kernels import native, reference, trial
+from vllm_llumnix.kv.kernels.plan import BlockCopy
+from vllm_llumnix.kv.messages import MoverInfo
+from vllm_llumnix.kv.worker import start_mover, stop_mover
+
+CAPABILITY = bytes(CAPABILITY_BYTES)
+CPU = torch.device("cpu")
+SHAPES = [(3, 4096), (1, 512)]
+Fault = Callable[[BlockCopy], None]
+
+
+@pytest.fixture(autouse=True)
+def nothing_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_settled", {})
+
+
+def launch_fails(copy: BlockCopy) -> None:
+    """A library that is newer than the driver: cudaErrorInsufficientDriver."""
+    raise RuntimeError("the block copy was not launched: CUDA error 35\nsecond line")
+
+
+def wrong_byte(copy: BlockCopy) -> None:
+    reference.copy_blocks(copy)
+    row = copy.buffer if copy.to_buffer else copy.storage
+    row[-1 if copy.to_buffer else 0] ^= 1
+
+
+def wrong_alone(copy: BlockCopy) -> None:
+    """Right for several blocks, not for one."""
+    if len(copy.ids) > 1:
+        reference.copy_blocks(copy)
+
+
+def never_compiles(copy: BlockCopy) -> None:
+    raise FileNotFoundError("Failed to find C compiler")
+
+
+FAULTS: list[tuple[Fault, str]] = [
+    (launch_fails, "gather of 2 blocks: RuntimeError: the block copy was not launched: CUDA error 35"),
+    (wrong_byte, "gather of 2 blocks: wrong bytes"),
+    (wrong_alone, "gather of 1 block: wrong bytes"),
+    (never_compiles, "gather of 2 blocks: FileNotFoundError: Failed to find C compiler"),
+]
+
+
+@pytest.fixture(params=FAULTS, ids=lambda fault: fault[0].__name__)
+def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[BlockCopy]]:
+    """`cpp` with a fault: what is said of it, and the copies that were asked of it."""
+    fault, complaint = request.param
+    asked: list[BlockCopy] = []
+
+    def copy_blocks(copy: BlockCopy, _: int) -> None:
+        asked.append(copy)
+        fault(copy)
+
+    monkeypatch.setattr(native, "copy_blocks_cpu", copy_blocks)
+    monkeypatch.setattr(kernels, "obstacle", lambda *_: None)
+    return complaint, asked
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "BLHNC"])
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+def test_what_copies_rightly_is_right(order: str, backend: Any) -> None:
+    if why := kernels.obstacle(backend, "cpu"):
+        pytest.skip(why)
+    layout = Memory(order, SHAPES).blocks
+    assert trial.why_not(lambda copy: kernels._carry(backend, 1, 8, copy), layout, CPU) is None
+
+
+def test_the_next_one_is_taken(broken: tuple[str, list[BlockCopy]], caplog: pytest.LogCaptureFixture) -> None:
+    complaint, asked = broken
+    memory, buffer = Memory(shapes=SHAPES), torch.zeros(1 << 16, dtype=torch.uint8)
+    choice = kernels.settle(memory.blocks, CPU)
+    assert choice == ("torch", (f"cpp: {complaint}",))
+    tried = len(asked)
+    assert tried
+    storage = torch.from_numpy(memory.bytes)
+    size = kernels.gather(storage, memory.blocks, [5], buffer)
+    assert bytes(buffer[:size].numpy()) == b"".join(memory.block(5))
+    assert len(asked) == tried
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line == f"KV blocks on cpu are copied by torch (cpp: {complaint})"
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("gpu_in_main_memory")
+async def test_no_move_meets_a_backend_that_failed(
+    broken: tuple[str, list[BlockCopy]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker on a GPU (its memory and its backend are the CPU's) says what copies, and its first pull uses that."""
+    complaint, asked = broken
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
+    memory = Memory(shapes=SHAPES, seed=2)
+    worker = FakeWorker(memory, device="cuda")
+    settings = packed(transports=("tcp",), directory=str(tmp_path))
+    info = msgspec.msgpack.decode(await asyncio.to_thread(start_mover, worker, settings), type=MoverInfo)
+    client = MoverClient(info)
+    try:
+        assert (info.copied_by, info.passed_over) == ("torch", (f"cpp: {complaint}",))
+        assert what_copies([info, info]) == f"torch (not by cpp: {complaint})"
+        tried = len(asked)
+        with source_process(CAPABILITY, seed=1, shapes=SHAPES) as source:
+            report = await client.pull(1, source.peer, [3], [8], transport="tcp", deadline_s=5, capability=CAPABILITY)
+            assert report.error is None
+            assert memory.block(8) == source.memory.block(3)
+        assert len(asked) == tried
+    finally:
+        client.close()
+        stop_mover(worker)
+
+
+@pytest.mark.parametrize("order", ["LBHNC", "BLHNC"])
+def test_the_trial_has_the_pages_and_the_alignment_of_the_worker(order: str) -> None:
+    layout = Memory(order, [(3, 4104), (1, 520), (2, 16)], num_blocks=33).blocks
+    small = trial.few_blocks(layout)
+    assert small.storage_bytes <= 3 * layout.bytes_per_block
+    for ours, theirs in zip(small.regions, layout.regions, strict=True):
+        assert (ours.num_layers, ours.page_bytes) == (theirs.num_layers, theirs.page_bytes)
+        for field in ("offset", "layer_stride", "block_stride"):
+            assert getattr(ours, field) % 16 == getattr(theirs, field) % 16
+
+
+def test_triton_compiles_one_form_for_all_sizes() -> None:
+    """Without this, a count of 1 or one that 16 divides is another kernel, compiled in the middle of a move."""
+    from vllm_llumnix.kv.kernels import triton_copy
+
+    sizes = {param.name: param.do_not_specialize for param in triton_copy._copy_pages.params}
+    assert all(sizes[name] for name in ("num_pages", "num_layers", "block_words"))
+
+
+@pytest.mark.parametrize(
+    ("there", "visible", "said"),
+    [
+        ([], None, "no GPU"),
+        (["a", "b"], None, "all 2 GPUs of this host are seen"),
+        (["a", "b"], "1,0", "all 2 GPUs of this host are seen"),
+        (["a", "b"], "1", "only among 1 of 2 GPUs"),
+    ],
+)
+def test_doctor_says_between_which_gpus_blocks_are_mapped(
+    there: list[str], visible: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_gpus", lambda: there)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert doctor.local_between_gpus().result.startswith(said)
+
+
+def test_doctor_tries_the_backends() -> None:
+    check = doctor.block_copy()
+    assert check.result.startswith("by ")
+    assert not check.problem

@@ -67,6 +67,16 @@ def gpus(environment: Mapping[str, str]) -> list[str]:
         return []
 
 
+def own_first(names: list[str], index: int, width: int) -> list[str]:
+    """All GPUs in the order in which engine `index`, of engines that take `width` each, shall see them.
+
+    It computes on the first ones. It sees the others because a process can map the memory of a GPU that it sees only,
+    and blocks move between engines that way.
+    """
+    first = index * width
+    return names[first : first + width] + names[:first] + names[first + width :]
+
+
 def _kv_cache_gib(num_engines: int) -> int:
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(_KV_MOST_GIB, int(available * _KV_SHARE / num_engines) >> 30))

@@ -140,8 +140,9 @@ def _engine(config: UpConfig, index: int, port: int, cms: Address, environment: 
         cores = device.cores_of(index, config.num_engines)
         own |= device.cpu_environment(config.num_engines, len(cores), environment)
     elif not config.share_gpus:
-        width = _gpus_per_engine(config.engine_args)
-        own["CUDA_VISIBLE_DEVICES"] = ",".join(device.gpus(environment)[index * width : (index + 1) * width])
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(
+            device.own_first(device.gpus(environment), index, _gpus_per_engine(config.engine_args))
+        )
     engine = f"http://{HOST}:{port}"
     warm_up = {"model": served_name(config), "prompt": list(WARM_UP_PROMPT), "max_tokens": 2}
     return ComponentSpec(

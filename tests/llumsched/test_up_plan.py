@@ -59,10 +59,10 @@ def test_the_served_name_is_the_one_that_is_waited_for_and_shown() -> None:
     assert '"model": "a"' in made.greeting
 
 
-def test_each_engine_has_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_engine_has_its_own_gpus_and_sees_the_others_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpus(monkeypatch, "0", "1", "2", "3")
     made = plan_of(UpConfig("m", 2, engine_args=("-tp", "2"), **ANY_PORTS))
-    assert [engine.environment["CUDA_VISIBLE_DEVICES"] for engine in made.engines] == ["0,1", "2,3"]
+    assert [engine.environment["CUDA_VISIBLE_DEVICES"] for engine in made.engines] == ["0,1,2,3", "2,3,0,1"]
     assert not any(engine.cores for engine in made.engines)
 
 

@@ -13,12 +13,19 @@ import pytest_asyncio
 import torch
 
 from tests.kv.fakes import FakeEvent, FakeStream, FakeWorker, Memory, SourceProcess, packed, source_process
+from vllm_llumnix.kv import kernels
 from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.worker import start_mover, stop_mover
 
 SHAPES = [(4, 65536)]
 """Four layers of 64 KiB, 32 blocks: 8 MiB."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a mover of another test has settled on in this process does not count."""
+    monkeypatch.setattr(kernels, "_settled", {})
 
 
 @pytest.fixture(scope="package")

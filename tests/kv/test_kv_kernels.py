@@ -43,13 +43,6 @@ Shapes = list[tuple[int, int]]
 """(layers, bytes of a page) of each region."""
 
 
-@pytest.fixture(autouse=True)
-def nothing_settled() -> Iterator[None]:
-    """What a mover of another test has settled on in this process does not count here."""
-    with mock.patch.dict(kernels._settled, clear=True):
-        yield
-
-
 class Case(NamedTuple):
     """A copy and the memory it works on. The buffer starts `lead` bytes into an allocation."""
 

@@ -19,6 +19,7 @@ import zmq.asyncio
 
 from tests.kv.fakes import FakeWorker, Memory, SourceProcess, packed, source_process
 from vllm_llumnix import faults
+from vllm_llumnix.engine.attach import what_copies
 from vllm_llumnix.errors import TransferFailed
 from vllm_llumnix.kv import messages, worker
 from vllm_llumnix.kv.client import MoverClient
@@ -446,6 +447,7 @@ class TestStart:
         assert info.isa == "xpu"
         assert info.memory.unavailable is not None
         assert "xpu device" in info.memory.unavailable
+        assert what_copies([info]) == ""
         assert await client.probe(source.peer, "local") == f"no transport 'local': {info.memory.unavailable}"
         report = await client.pull(1, source.peer, [0], [0], deadline_s=5)
         assert report.error == f"no transport 'local': {info.memory.unavailable}"

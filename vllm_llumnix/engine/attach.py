@@ -74,7 +74,8 @@ def attach(engine: Any) -> KVConnection:
     SEAMS.wrap(engine, "EngineCore.llumlet_moves", bypass.report_moves)
     logger.info("llumlet: instance %s listening on %s", config.instance_id, bypass.address)
     logger.info("llumlet: this engine has %s", what_runs(engine))
-    logger.info("llumlet: KV blocks are copied by %s", what_copies(movers))
+    if copies := what_copies(movers):
+        logger.info("llumlet: KV blocks are copied by %s", copies)
     if identity.unsupported:
         logger.warning("llumlet: this engine's requests cannot be moved: %s", identity.unsupported)
     elif identity.kv_unsupported:
@@ -162,8 +163,8 @@ def what_runs(engine: Any) -> str:
 
 
 def what_copies(movers: list[MoverInfo]) -> str:
-    """The backends that the workers' trials led to, and why others were passed over; each once."""
-    copied_by = sorted({mover.copied_by for mover in movers})
+    """The backends that the workers' trials led to, and why others were passed over; each once. Empty if none moves."""
+    copied_by = sorted({mover.copied_by for mover in movers} - {""})
     reasons = sorted({reason for mover in movers for reason in mover.passed_over})
     return ", ".join(copied_by) + (f" (not by {'; '.join(reasons)})" if reasons else "")
 

@@ -71,7 +71,8 @@ class MoverInfo(msgspec.Struct, frozen=True):
     endpoint: where the mover listens (`ipc://…`, this host and user only). isa: how the attention
     kernels arrange the inside of a page; bytes mean the same only between equal values. weights:
     fingerprint of the model's parameters. caches: what each layer keeps of a token, see `vllm_cache`. copied_by: the
-    backend of `kernels` that proved right here; passed_over: what would have come before it, and why it does not.
+    backend of `kernels` that proved right here, empty if no block can be moved; passed_over: what would have come
+    before it, and why it does not.
     """
 
     rank: int

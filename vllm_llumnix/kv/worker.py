@@ -87,7 +87,7 @@ def start_mover(worker: Any, packed_settings: bytes) -> bytes:
     nonce, grants = NoncePage(), Grants()
     transports: list[Transport] = []
     server, mooncake, shared, missing = None, None, None, dict[str, str]()
-    choice = kernels.Choice("torch", ())
+    choice: kernels.Choice | None = None
     if unavailable is not None:
         missing = dict.fromkeys(settings.transports, unavailable)
         logger.warning("KV blocks of this worker cannot be moved: %s", unavailable)
@@ -149,8 +149,8 @@ def start_mover(worker: Any, packed_settings: bytes) -> bytes:
             device=device,
             weights=fingerprint(worker.model_runner.model),
             caches=caches_of(worker.model_runner),
-            copied_by=choice.backend,
-            passed_over=choice.passed_over,
+            copied_by=choice.backend if choice else "",
+            passed_over=choice.passed_over if choice else (),
         )
     )
 

@@ -32,7 +32,7 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
@@ -70,20 +70,16 @@ def settle(layout: BlockLayout, device: torch.device, max_sms: int = MAX_SMS) ->
     Compiles whatever copies between `layout` and a buffer need to have compiled. One line in the log if a backend was
     passed over. `torch` is what the others are held to, and taken if they fail.
     """
-    passed_over = []
-    for backend in _PREFERRED.get(device.type, ("torch",)):
+
+    def why_not(backend: Backend) -> str | None:
         if backend == "torch":
-            break
-        why = obstacle(backend, device.type)
-        if why is None:
-            why = trial.why_not(functools.partial(_carry, backend, NUM_THREADS, max_sms), layout, device)
-        if why is None:
-            break
-        passed_over.append(f"{backend}: {why}")
-    if passed_over:
-        logger.warning("KV blocks on %s are copied by %s (%s)", device, backend, "; ".join(passed_over))
-    _settled[device] = backend
-    return Choice(backend, tuple(passed_over))
+            return None
+        carry = functools.partial(_carry, backend, NUM_THREADS, max_sms)
+        return obstacle(backend, device.type) or trial.why_not(carry, layout, device)
+
+    choice = _first(device, why_not)
+    _settled[device] = choice.backend
+    return choice
 
 
 def gather(
@@ -160,16 +156,21 @@ def _carry(backend: Backend, num_threads: int, max_sms: int, copy: BlockCopy) ->
 
 @functools.cache
 def _chosen(device: str) -> Backend:
-    """The first choice that can be had; one line in the log if others were passed over."""
+    """The first choice that can be had, where none was tried."""
+    return _first(torch.device(device), lambda backend: obstacle(backend, device)).backend
+
+
+def _first(device: torch.device, why_not: Callable[[Backend], str | None]) -> Choice:
+    """The first backend against which nothing is said; one line in the log if others were passed over."""
     passed_over = []
-    for name in _PREFERRED.get(device, ("torch",)):
-        missing = obstacle(name, device)
-        if missing is None:
+    for backend in _PREFERRED.get(device.type, ("torch",)):
+        why = why_not(backend)
+        if why is None:
             break
-        passed_over.append(f"{name}: {missing}")
+        passed_over.append(f"{backend}: {why}")
     if passed_over:
-        logger.warning("KV blocks on %s are copied by %s (%s)", device, name, "; ".join(passed_over))
-    return name
+        logger.warning("KV blocks on %s are copied by %s (%s)", device, backend, "; ".join(passed_over))
+    return Choice(backend, tuple(passed_over))
 
 
 def _interpreting() -> bool:

@@ -31,11 +31,14 @@ Carry = Callable[[BlockCopy], None]
 def why_not(carry: Carry, layout: BlockLayout, device: torch.device) -> str | None:
     """What is wrong with the copies that `carry` makes of pages like the layout's; None if nothing is.
 
-    Takes four blocks of the device's memory for as long as it lasts. Raises torch.OutOfMemoryError.
+    Takes four blocks of the device's memory for as long as it lasts.
     """
     small = few_blocks(layout)
     before = _noise(small.storage_bytes, seed=1), _noise(NUM_BLOCKS * small.bytes_per_block, seed=2)
-    storage, buffer = (torch.empty_like(part, device=device) for part in before)
+    try:
+        storage, buffer = (torch.empty_like(part, device=device) for part in before)
+    except torch.OutOfMemoryError as error:
+        return f"no memory to try it: {_first_line(error)}"
     for ids in TRIALS:
         for to_buffer in (True, False):
             name = f"{'gather' if to_buffer else 'scatter'} of {len(ids)} block{'s' * (len(ids) > 1)}"

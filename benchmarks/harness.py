@@ -27,7 +27,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from typing import IO, Any, Literal, NamedTuple, Protocol, Self
 
 from benchmarks.model import cache_root
 from llumsched.up import reaper
@@ -152,11 +152,24 @@ class ServerSpec:
         return environment
 
 
+class Process(Protocol):
+    """A reaper, as `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def stdin(self) -> IO[bytes] | None: ...
+    @property
+    def stdout(self) -> IO[bytes] | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self) -> int: ...
+
+
 class Command:
     """One command below a reaper, with its output in a log. `pid` is that of the command's own process, the leader of
     its own session; 0 until it is known."""
 
-    def __init__(self, name: str, log: Path, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, name: str, log: Path, process: Process) -> None:
         self.name = name
         self.log = log
         self.pid = 0
@@ -166,7 +179,7 @@ class Command:
     def start(cls, name: str, command: Sequence[str], log: Path) -> Self:
         """Start it in this environment and return when it runs, not when it is ready."""
         log.parent.mkdir(parents=True, exist_ok=True)
-        started = cls(name, log, _spawn(command, log, _scratch(), os.environ))
+        started = cls(name, log, execute(command, log, _scratch(), os.environ))
         started._read_pid()
         return started
 
@@ -217,9 +230,10 @@ def _scratch() -> Path:
     return Path(tempfile.mkdtemp(prefix="llx-", dir="/tmp"))
 
 
-def _spawn(
+def execute(
     command: Sequence[str], log: Path, scratch: Path, environment: Mapping[str, str], core: int | None = None
-) -> subprocess.Popen[bytes]:
+) -> Process:
+    """A reaper, and below it the command in `environment`, on `core` alone if one is named."""
     below = [sys.executable, "-S", "-I", reaper.__file__, "--scratch", str(scratch)]
     below += [] if core is None else ["--cores", str(core)]
     with log.open("wb") as log_file:
@@ -236,10 +250,14 @@ def _spawn(
         )
 
 
+start_server: Callable[[Sequence[str], Path, Path, Mapping[str, str], int | None], Process] = execute
+"""How `vllm serve` is started. Tests, which start it often, put something faster here (`tests/support/warm`)."""
+
+
 class Server(Command):
     """One running `vllm serve`. Made by `launch`; ready after `wait_ready`."""
 
-    def __init__(self, spec: ServerSpec, log: Path, port: int, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, spec: ServerSpec, log: Path, port: int, process: Process) -> None:
         super().__init__(spec.name or log.stem, log, process)
         self.spec = spec
         self.port = port
@@ -252,7 +270,7 @@ class Server(Command):
         port, scratch = free_port(), _scratch()
         log.parent.mkdir(parents=True, exist_ok=True)
         environment = spec.environment(scratch)
-        return cls(spec, log, port, _spawn(spec.command(port), log, scratch, environment, spec.core))
+        return cls(spec, log, port, start_server(spec.command(port), log, scratch, environment, spec.core))
 
     @property
     def base_url(self) -> str:

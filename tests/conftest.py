@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import harness
 from benchmarks.harness import command_line
 from benchmarks.model import PRESETS, build
 from llumsched.up import reaper
+from tests.support import warm
 from tests.support.beside import Beside, beside
 
 # Before anything imports a library that looks for models on the network.
@@ -58,6 +60,16 @@ def no_process_left_behind() -> Iterator[None]:
     # Python's own helpers end with the interpreter.
     left = {pid: name for pid, name in left.items() if "multiprocessing" not in name}
     assert not left, f"processes left behind: {left}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_starts(no_process_left_behind: None) -> Iterator[None]:
+    """Servers are forked from processes that have imported vLLM."""
+    parents = warm.Parents()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness, "start_server", parents.start)
+        yield
+    parents.close()
 
 
 @pytest.fixture(scope="session", autouse=True)

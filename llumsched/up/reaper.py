@@ -35,6 +35,22 @@ import subprocess
 import sys
 import time
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Protocol
+
+    class Child(Protocol):
+        """A started command, as `subprocess.Popen` has it."""
+
+        pid: int
+
+        def poll(self) -> int | None: ...
+        def wait(self) -> int: ...
+        def terminate(self) -> None: ...
+        def send_signal(self, sig: int) -> None: ...
+
+
 ORPHAN_GRACE_S = 3.0
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -108,17 +124,15 @@ def die_with_parent() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def supervise(command: list[str]) -> int:
-    """Run `command` under the contract above; returns its exit code."""
-    global _command_pid
-    if _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+def take_orphans(taken: bool) -> None:
+    """Whether descendants of this process whose parent dies become its children."""
+    if _libc.prctl(PR_SET_CHILD_SUBREAPER, int(taken), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "cannot become a subreaper")
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
-        # The owner decides when to stop, through stdin; a Ctrl-C in the terminal reaches the owner
-        # as well.
-        signal.signal(number, signal.SIG_IGN)
-    wake = _woken_by_children()
-    child = subprocess.Popen(
+
+
+def execute(command: list[str]) -> subprocess.Popen[bytes]:
+    """The command in a session of its own, killed if this process is."""
+    return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr.fileno(),
@@ -126,6 +140,18 @@ def supervise(command: list[str]) -> int:
         restore_signals=True,
         preexec_fn=_restore_and_bind,
     )
+
+
+def supervise(command: list[str], start: Callable[[list[str]], Child] = execute) -> int:
+    """Run `command`, as `start` starts it, under the contract above; returns its exit code."""
+    global _command_pid
+    take_orphans(True)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
+        # The owner decides when to stop, through stdin; a Ctrl-C in the terminal reaches the owner
+        # as well.
+        signal.signal(number, signal.SIG_IGN)
+    wake = _woken_by_children()
+    child = start(command)
     _command_pid = child.pid
     _report(f"pid {child.pid}")
     deadline: float | None = None
@@ -182,7 +208,16 @@ def _report(line: str) -> None:
         return  # The owner is gone; there is nobody to tell.
 
 
-def main() -> int:
+def finish(code: int | None, scratch: str | None) -> None:
+    """What is left to do when the command has ended with `code`, or could not be started (None)."""
+    kill_tree(os.getpid())
+    if scratch:
+        shutil.rmtree(scratch, ignore_errors=True)
+    if code is not None:
+        _report(f"exit {code}")
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description="Run a command that cannot outlive its owner.")
     parser.add_argument("--scratch", help="directory to remove at the end")
     parser.add_argument("--cores", help="CPU cores, by number, with commas between")
@@ -190,15 +225,12 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.cores:
         os.sched_setaffinity(0, {int(core) for core in arguments.cores.split(",")})
+    code = None
     try:
         code = supervise(arguments.command)
     finally:
-        kill_tree(os.getpid())
-        if arguments.scratch:
-            shutil.rmtree(arguments.scratch, ignore_errors=True)
-    _report(f"exit {code}")
-    return 0
+        finish(code, arguments.scratch)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -270,12 +270,13 @@ def _become_child(order: dict[str, Any], fds: Sequence[int]) -> NoReturn:
 
 
 def _import() -> None:
+    # Finds the place of titles by the environment that Python was started with: before anything changes that.
+    setproctitle.getproctitle()
     for name in IMPORTED:
         importlib.import_module(name)
     tasks = os.listdir("/proc/self/task")
     assert len(tasks) == 1, f"importing has started {len(tasks) - 1} threads: they would be missing in forks"
     assert "vllm_llumnix.faults" not in sys.modules, "it reads a variable that each server has for itself"
-    setproctitle.getproctitle()  # finds where the title is from the environment that Python was started with
     gc.collect()
     gc.freeze()
 

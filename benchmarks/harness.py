@@ -174,6 +174,7 @@ class Command:
         self.log = log
         self.pid = 0
         self._process = process
+        self._code: int | None = None
 
     @classmethod
     def start(cls, name: str, command: Sequence[str], log: Path) -> Self:
@@ -196,6 +197,19 @@ class Command:
 
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")
+
+    def exit_code(self) -> int:
+        """How the command has ended by itself, negative for a signal; waits for it. Raises LookupError if its reaper
+        was killed."""
+        if self._code is None:
+            self._read_pid()
+            stdout = self._process.stdout
+            assert stdout is not None
+            word, _, number = stdout.readline().decode().partition(" ")
+            if word != "exit":
+                raise LookupError(f"nobody knows how {self.name} has ended")
+            self._code = int(number)
+        return self._code
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """SIGTERM, then SIGKILL after `grace_s`. Returns when no process of it is left."""

@@ -8,6 +8,7 @@ import faulthandler
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from benchmarks import harness
 from benchmarks.harness import command_line
 from benchmarks.model import PRESETS, build
 from llumsched.up import reaper
-from tests.support import warm
+from tests.support import speed, warm
 from tests.support.beside import Beside, beside
 
 # Before anything imports a library that looks for models on the network.
@@ -27,7 +28,16 @@ END_SECONDS = 60
 """In which Python ends when the last test has; a thread that keeps it is shown and the run fails."""
 
 
+STARTED = time.monotonic()
+LONG_SECONDS = 300
+"""From which on a run says how fast the machine is."""
 NUM_SCHEDULES = 100_000
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What the time of a whole run is to be compared by."""
+    if time.monotonic() - STARTED > LONG_SECONDS:
+        terminalreporter.write_line(speed.measured())
 
 
 def pytest_unconfigure() -> None:

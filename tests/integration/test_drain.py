@@ -114,9 +114,9 @@ async def begin(client: Client, sampling: str) -> Stream:
     return await client.complete(PROMPT, LENGTH, ignore_eos=True, **PARAMETERS[sampling])
 
 
-async def exit_code(server: Server, timeout_s: float = 30.0) -> int | None:
+async def exit_code(server: Server, timeout_s: float = 30.0) -> int:
     await until(lambda: not server.alive(), timeout_s)
-    return server._process.returncode
+    return server.exit_code()
 
 
 @failure(

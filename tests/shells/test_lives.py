@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,15 @@ from tests.shells.circumstances import outputs_held, recorded, replays_only_at
 from tests.shells.cluster import cluster_of, until
 from tests.shells.marks import MARKS
 from tests.shells.network import Kind
+from vllm_llumnix.engine.departures import OutgoingMove
+from vllm_llumnix.engine.kvconn import Departure, KVConnection
 from vllm_llumnix.engine.request_state import residence_of
 from vllm_llumnix.errors import Refused
 from vllm_llumnix.ids import Epoch
 
 pytestmark = MARKS
+
+LATE_SECONDS = 0.05
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
@@ -114,6 +119,34 @@ async def test_a_reservation_that_comes_after_its_move_was_called_off(model_dir:
         with outputs_held(cluster["B"]):
             assert await moves(cluster, stream) == "stayed"
         assert not await cluster.verdict(stream)
+
+
+@pytest.mark.parametrize("look", ["_snapshot_on_loop", "_freeze_on_loop"])
+async def test_a_request_that_ends_before_it_is_looked_at_is_gone(
+    look: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client leaves between the order to pin or freeze it and the loop's turn: nothing stays, whichever of the two
+    things that the loop has to say is heard first."""
+    stock, observe = getattr(OutgoingMove, look), KVConnection._observe
+
+    def leaving_first(move: OutgoingMove, *args: Any) -> Any:
+        request_ids = [move.request.request_id]
+        move.departures.kvconn.note_aborted(request_ids)
+        move.departures.kvconn.engine.abort_requests(request_ids)
+        return stock(move, *args)
+
+    def observing_late(kvconn: KVConnection, departure: Departure) -> None:
+        if departure.request.is_finished():
+            time.sleep(LATE_SECONDS)
+        observe(kvconn, departure)
+
+    monkeypatch.setattr(OutgoingMove, look, leaving_first)
+    monkeypatch.setattr(KVConnection, "_observe", observing_late)
+    async with cluster_of(model_dir) as cluster:
+        stream = await company(cluster)
+        stream.left = True
+        assert await moves(cluster, stream) == "gone"
+        await cluster.leave(stream)
 
 
 async def test_an_id_of_somebody_else_is_left_alone(model_dir: Path) -> None:

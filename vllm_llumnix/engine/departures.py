@@ -256,7 +256,7 @@ class OutgoingMove:
         try:
             self._frontier = frontier = await taken
         except MigrationError as error:
-            self.feed(on.SnapshotFailed(error.reason, error.detail))
+            self._not_taken(error)
             return
         self.feed(on.Snapshot(frontier.frontier_blocks, frontier.num_tokens))
 
@@ -264,6 +264,11 @@ class OutgoingMove:
         try:
             await frozen
         except MigrationError as error:
+            self._not_taken(error)
+
+    def _not_taken(self, error: MigrationError) -> None:
+        # That the request has ended, and how, is what the loop's watch over it says in the same turn (`_gone_on_loop`).
+        if error.reason is not Reason.REQUEST_FINISHED:
             self.feed(on.SnapshotFailed(error.reason, error.detail))
 
     async def _round(self, effect: do.SendRound) -> None:

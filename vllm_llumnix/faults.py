@@ -39,6 +39,7 @@ POINTS = frozenset(
         "destination.commit_received",
         "destination.admitted",
         "mover.pulled",
+        "mover.turn",
         "relay.sent",
     }
 )

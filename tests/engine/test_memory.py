@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
+import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +15,10 @@ import msgspec
 import pytest
 
 from tests.kv.fakes import Memory, SourceProcess, describe, source_process
+from vllm_llumnix.engine import memory as engine_memory
 from vllm_llumnix.engine.memory import Movers, SourceMemory
 from vllm_llumnix.errors import Reason, Refused
+from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.endpoint import PrivateDirectory
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES
 from vllm_llumnix.kv.memory import HostMemory
@@ -35,18 +41,24 @@ def sources() -> Iterator[list[SourceProcess]]:
 
 
 @pytest.fixture
-def infos(tmp_path: Path) -> Iterator[list[MoverInfo]]:
-    infos, movers, nonces = [], [], []
+def running() -> list[Mover]:
+    """The movers of `infos`."""
+    return []
+
+
+@pytest.fixture
+def infos(tmp_path: Path, running: list[Mover]) -> Iterator[list[MoverInfo]]:
+    infos, nonces = [], []
     for rank in range(RANKS):
         memory, nonce = Memory(seed=10 + rank), NoncePage()
         transports = [LocalTransport(memory.blocks), TcpTransport(HostMemory(memory.blocks))]
         mover = Mover(rank, memory.blocks, transports, PrivateDirectory(str(tmp_path)))
         mover.start()
-        movers.append(mover)
+        running.append(mover)
         nonces.append(nonce)
-        infos.append(MoverInfo(rank, mover.endpoint, describe(memory, nonce), "", "cpu", ""))
+        infos.append(MoverInfo(rank, mover.endpoint, mover.thread, describe(memory, nonce), "", "cpu", ""))
     yield infos
-    for mover in movers:
+    for mover in running:
         mover.close()
 
 
@@ -101,4 +113,59 @@ async def test_equal_limits_of_two_links_are_two_limits(
             tag="",
         )
     assert len(set(map(id, paces.values()))) == 2 * RANKS
+    movers.close()
+
+
+@pytest.mark.asyncio
+async def test_a_mover_that_ended_alone_is_not_waited_for(
+    infos: list[MoverInfo], running: list[Mover], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses: list[str] = []
+    movers = Movers(infos, ("local",), on_lost=losses.append)
+    await movers.stop(movers.next_job())
+    monkeypatch.setattr(running[1], "_turn", lambda: True)
+    os.eventfd_write(running[1]._wake, 1)
+    await asyncio.to_thread(running[1]._thread.join)
+    async with asyncio.timeout(10.0):
+        await movers.stop(movers.next_job())
+        await movers.revoke(CAPABILITY)
+    (loss,) = losses
+    assert loss.startswith("mover 1 ")
+    movers.close()
+
+
+@pytest.mark.asyncio
+async def test_a_mover_that_is_silent_is_waited_for(
+    infos: list[MoverInfo],
+    running: list[Mover],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It may be at work on the blocks. Only no more are entrusted to it, and it is complained of once."""
+    caplog.set_level(logging.WARNING, "vllm.llumnix")
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    for name, seconds in (("ASK_SECONDS", 0.02), ("SILENT_SECONDS", 0.3)):
+        monkeypatch.setattr(engine_memory, name, seconds)
+    stop = MoverClient.stop
+    monkeypatch.setattr(MoverClient, "stop", lambda client, job: stop(client, job, deadline_s=0.05))
+    go_on, losses = threading.Event(), list[str]()
+    turn = running[1]._turn
+
+    def wait_first() -> bool:
+        go_on.wait()
+        return turn()
+
+    monkeypatch.setattr(running[1], "_turn", wait_first)
+    os.eventfd_write(running[1]._wake, 1)
+    movers = Movers(infos, ("local",), on_lost=losses.append)
+    stopping = asyncio.create_task(movers.stop(movers.next_job()))
+    await asyncio.sleep(0.2)
+    assert not losses
+    await asyncio.sleep(0.5)
+    assert losses[0].startswith("a mover does not say that it is quiet: mover 1 has not answered")
+    assert not stopping.done()
+    assert len([record for record in caplog.records if "blocks are kept" in record.message]) == 1
+    go_on.set()
+    async with asyncio.timeout(10.0):
+        await stopping
     movers.close()

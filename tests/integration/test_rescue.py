@@ -21,12 +21,14 @@ import pytest_asyncio
 
 from benchmarks.client import Client, Stream
 from benchmarks.harness import Fleet, Server, ServerSpec, free_port
+from benchmarks.moves import migrate
 from llumlet.client import LlumletClient
 from llumlet.errors import LlumletCallFailed
 from llumlet.types import Health, InstanceStatus
 from tests.integration.test_lost_owner import STOPPED_S, assert_goes_on, stopped, worker_of
 from tests.support.conservation import assert_conserved, wait_idle
 from tests.support.failures import failure
+from vllm_llumnix.kv.mover import TIDY_SECONDS
 
 pytestmark = pytest.mark.asyncio
 
@@ -47,7 +49,10 @@ SEEDED = {"temperature": 0.8, "seed": 11, "top_p": 0.9, "frequency_penalty": 0.3
 
 
 class Pair:
-    """`haven` is where requests go on; `hang` makes the victim's loop hang from the next step on."""
+    """`haven` is where requests go on; `hang` makes the victim's loop hang from the next step on.
+
+    Of its mover, the thread ends; that is not to be repaired.
+    """
 
     def __init__(self, haven: Server, victim: Server, triggers: dict[str, Path]) -> None:
         self.haven = haven
@@ -63,6 +68,8 @@ def pair(model_dir: Path, log_dir: Path, tmp_path_factory: pytest.TempPathFactor
     directory = tmp_path_factory.mktemp("hangs")
     triggers = {how: directory / how for how in HANGS}
     faults = [{**fault, "seconds": HANG_S, "file": str(triggers[how])} for how, fault in HANGS.items()]
+    triggers["mover"] = directory / "mover"
+    faults.append({"point": "mover.turn", "action": "raise", "file": str(triggers["mover"])})
     with Fleet(log_dir / "rescue") as fleet:
         port = free_port()
         specs = [
@@ -204,3 +211,30 @@ async def test_the_victim_serves_again(pair: Pair) -> None:
     result = await undisturbed(pair.victim, 6, SEEDED)
     assert result.token_ids == expected.token_ids
     assert pair.victim.alive()
+
+
+@failure(
+    "the thread of a mover ends alone",
+    "between two moves",
+    "the status says so; requests leave and come with their tokens alone",
+)
+@pytest.mark.usefixtures("conserved")
+async def test_the_victim_loses_its_mover(pair: Pair) -> None:
+    """The last: it does not come back."""
+    expected = await undisturbed(pair.haven, 7, SEEDED)
+    pair.hang("mover")
+    # An idle mover has a turn every few seconds.
+    deadline = time.monotonic() + 4 * TIDY_SECONDS
+    while not (lost := (await status_of(pair.victim)).kv_unsupported):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
+    assert "has gone" in lost
+    async with Client(pair.haven.base_url) as client:
+        stream = await begin(client, 7, SEEDED)
+        for source, destination in ((pair.haven, pair.victim), (pair.victim, pair.haven)):
+            await stream.wait_for(len(stream.token_ids) + AT)
+            (move,) = await migrate(source, destination, rule=("NUM_REQ", "SR", 1), method="auto")
+            assert (move.phase, move.mode) == ("moved", "recompute"), move.detail
+            assert lost in move.tokens_alone
+        result = await stream.result()
+    assert result.token_ids == expected.token_ids

@@ -224,7 +224,7 @@ async def test_the_memory_of_who_has_ended_is_unmapped(
     transport = LocalCudaTransport(torch.from_numpy(here.bytes), here.blocks)
     running = Mover(0, here.blocks, [transport], PrivateDirectory(str(tmp_path)))
     running.start()
-    client = MoverClient(MoverInfo(0, running.endpoint, describe(here, NoncePage()), "", "cuda", ""))
+    client = MoverClient(MoverInfo(0, running.endpoint, running.thread, describe(here, NoncePage()), "", "cuda", ""))
     try:
         with source_process(cuda=True, seed=1, shapes=SHAPES) as source:
             assert await client.probe(source.peer, "local") is None

@@ -17,7 +17,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from tests.kv.fakes import FakeWorker, Memory, SourceProcess, packed, source_process
+from tests.kv.fakes import FakeWorker, Memory, SourceProcess, packed, source_process, until
 from vllm_llumnix import faults
 from vllm_llumnix.engine.attach import what_copies
 from vllm_llumnix.errors import TransferFailed
@@ -302,8 +302,10 @@ class TestFailures:
         stop_mover(None)
         with pytest.raises(TransferFailed, match=r"mover 0 .* has gone"):
             await pull
+        await asyncio.to_thread(until, client._has_ended)
+        await client.stop(1)
         with pytest.raises(TransferFailed, match="has gone"):
-            await client.stop(1)
+            await client.probe(source.peer, "local")
 
     async def test_no_mover_at_all(self, info: MoverInfo, source: SourceProcess) -> None:
         nowhere = msgspec.structs.replace(info, endpoint=info.endpoint + "-not")

@@ -6,6 +6,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import signal
+import subprocess
+import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -14,11 +18,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kv.fakes import Memory, SourceProcess, describe, source_process
+from tests.kv.fakes import Memory, SourceProcess, describe, source_process, until
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
 from vllm_llumnix.kv import process
 from vllm_llumnix.kv.layout import pair_pieces
-from vllm_llumnix.kv.process import NoncePage, PinnedProcess, allow_readers, start_time
+from vllm_llumnix.kv.messages import Thread
+from vllm_llumnix.kv.process import NoncePage, PinnedProcess, allow_readers, describe_thread, has_ended, start_time
 from vllm_llumnix.kv.transport import local
 from vllm_llumnix.kv.transport.base import Transport
 from vllm_llumnix.kv.transport.local import LocalTransport, read_pieces
@@ -259,6 +264,43 @@ def test_start_time_of_a_process_with_an_odd_name() -> None:
     finally:
         comm.write_text(name)
     assert start_time(2**22 + 1) is None
+
+
+def test_a_stopped_process_has_not_ended() -> None:
+    """It goes on where it was when it wakes up."""
+    with subprocess.Popen(["sleep", "60"]) as child:
+        started = start_time(child.pid, child.pid)
+        assert started is not None
+        thread = Thread(child.pid, started)
+        peer = msgspec.structs.replace(describe(Memory(), NoncePage()), pid=child.pid)
+        assert not has_ended(thread, peer)
+        child.send_signal(signal.SIGSTOP)
+        time.sleep(0.1)
+        assert not has_ended(thread, peer)
+        child.kill()
+        child.wait()
+        assert has_ended(thread, peer)
+
+
+def test_a_thread_has_ended_and_its_process_lives() -> None:
+    go_on = threading.Event()
+    other = threading.Thread(target=go_on.wait)
+    other.start()
+    assert other.native_id is not None
+    thread, here = describe_thread(other.native_id), describe(Memory(), NoncePage())
+    assert not has_ended(thread, here)
+    # An id that came again is another thread's.
+    assert has_ended(msgspec.structs.replace(thread, start_time=thread.start_time - 1), here)
+    go_on.set()
+    other.join()
+    until(lambda: has_ended(thread, here))
+
+
+@pytest.mark.parametrize("elsewhere", [{"boot_id": "another"}, {"pid_ns": "pid:[1]"}])
+def test_ids_of_other_hosts_and_namespaces_tell_nothing(elsewhere: dict[str, str]) -> None:
+    peer = msgspec.structs.replace(describe(Memory(), NoncePage()), **elsewhere)
+    assert start_time(peer.pid, 0) is None
+    assert not has_ended(Thread(0, 0), peer)
 
 
 def test_a_pid_of_nobody() -> None:

@@ -97,7 +97,13 @@ class LlumletAgent:
         self.server = server
         self.adapters = Adapters(bypass.engine.vllm_config.lora_config)
         config = self.config
-        self.movers = Movers(bypass.movers, config.transports, config.bandwidth_limit, config.bandwidth_limit_local)
+        self.movers = Movers(
+            bypass.movers,
+            config.transports,
+            config.bandwidth_limit,
+            config.bandwidth_limit_local,
+            on_lost=bypass.stop_carrying_kv,
+        )
         self.relay = Relay(
             wire.Hello(
                 wire.RELAY_VERSION,

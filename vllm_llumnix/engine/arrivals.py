@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.llumnix")
 
-STOP_SECONDS = 1.0
-"""How often a mover that does not answer is asked again whether it has stopped."""
 STATES = {
     Settlement.PENDING: Handover.PENDING,
     Settlement.COMMITTED: Handover.COMMITTED,
@@ -318,16 +316,9 @@ class IncomingMove:
         return self._jobs[job]
 
     async def _stop(self, job: int) -> None:
-        """However long it takes: the blocks are not given back while a mover may write them."""
-        while True:
-            try:
-                await self.arrivals.movers.stop(self._mover_job(job))
-            except TransportError as error:
-                logger.warning("a mover does not say that it stopped writing for %s: %s", self.request_id, error)
-                await asyncio.sleep(STOP_SECONDS)
-                continue
-            self.feed(on.PullQuiesced(job))
-            return
+        """The blocks are not given back while a mover may write them."""
+        await self.arrivals.movers.stop(self._mover_job(job))
+        self.feed(on.PullQuiesced(job))
 
     async def _admit(self, effect: do.Admit) -> None:
         arrivals, request, residence = self.arrivals, self.request, self.residence

@@ -63,8 +63,6 @@ logger = logging.getLogger("vllm.llumnix")
 
 LOCAL = "local"
 """The one transport for which the source has nothing to do."""
-REVOKE_SECONDS = 1.0
-"""How often a mover that does not answer is asked again whether it has stopped."""
 REPORT_SECONDS = 0.1
 """Between two reports of a move that goes on. Each is a message that takes time of the engine's process and of the
 asker's: one for each phase was more than all that the move itself asks of the llumlet."""
@@ -330,16 +328,9 @@ class OutgoingMove:
             logger.warning("move %s: %s", self.migration_id, error)
 
     async def _revoke(self) -> None:
-        """However long it takes: the blocks are not given back while a worker may send them."""
-        while True:
-            try:
-                await self.departures.movers.revoke(self._capability)
-            except TransportError as error:
-                logger.warning("a mover does not say that it has stopped sending: %s", error)
-                await asyncio.sleep(REVOKE_SECONDS)
-                continue
-            self._kvconn.call(self._unpin_on_loop)
-            return
+        """The blocks are not given back while a worker may send them."""
+        await self.departures.movers.revoke(self._capability)
+        self._kvconn.call(self._unpin_on_loop)
 
     async def _settle(self, name: Call, call: PeerCall) -> None:
         """Withdraw, Query or Abort: tells the machine what the destination has decided, if it has."""

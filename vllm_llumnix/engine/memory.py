@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 import zmq.asyncio
@@ -15,6 +17,13 @@ from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.messages import MoverInfo, PeerMemory
 from vllm_llumnix.kv.settings import UNLIMITED, Limit
 from vllm_llumnix.migration import wire
+
+logger = logging.getLogger("vllm.llumnix")
+
+ASK_SECONDS = 1.0
+"""How often a mover that does not answer is asked again whether it is quiet."""
+SILENT_SECONDS = 30.0
+"""After which such a mover counts as lost, although its blocks are still kept: else every move would add to them."""
 
 
 class SourceMemory(msgspec.Struct, frozen=True):
@@ -67,11 +76,13 @@ class Movers:
         transports: Sequence[str],
         limit: Limit = UNLIMITED,
         limit_here: Limit = UNLIMITED,
+        on_lost: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """transports: those to be used, in order of preference. `limit` is that of all workers together, for peers on
-        other hosts; `limit_here` for those on ours."""
+        other hosts; `limit_here` for those on ours. `on_lost` is told why a mover is not to be counted on any more."""
         self._context = zmq.asyncio.Context()
-        self._clients = [MoverClient(info, self._context) for info in infos]
+        self._clients = [MoverClient(info, self._context, on_lost) for info in infos]
+        self._on_lost = on_lost
         self._transports = transports
         self._limit, self._limit_here = (each.of_one_in(max(1, len(infos))) for each in (limit, limit_here))
         self._host = infos[0].memory.boot_id if infos else ""
@@ -136,16 +147,35 @@ class Movers:
         return sum(report.bytes for report in reports)
 
     async def stop(self, job: int) -> None:
-        """Returns when no mover writes for this job any more. Raises TransferFailed if one does not answer."""
-        await asyncio.gather(*(client.stop(job) for client in self._clients))
+        """Returns when no mover writes for this job any more, however long it takes: blocks that may still be written
+        are nobody's."""
+        await self._until_quiet(lambda client: client.stop(job))
 
     async def grant(self, capability: bytes, blocks: list[int]) -> None:
         """Every worker may send its part of these blocks to who shows the capability. Raises TransferFailed."""
         await asyncio.gather(*(client.grant(capability, blocks) for client in self._clients))
 
     async def revoke(self, capability: bytes) -> None:
-        """Returns when no worker sends anything under it any more. Raises TransferFailed if one does not answer."""
-        await asyncio.gather(*(client.revoke(capability) for client in self._clients))
+        """Returns when no worker sends anything under it any more, however long it takes: blocks that are being sent
+        stay what they are."""
+        await self._until_quiet(lambda client: client.revoke(capability))
+
+    async def _until_quiet(self, ask: Callable[[MoverClient], Awaitable[None]]) -> None:
+        await asyncio.gather(*(self._ask_until_quiet(client, ask) for client in self._clients))
+
+    async def _ask_until_quiet(self, client: MoverClient, ask: Callable[[MoverClient], Awaitable[None]]) -> None:
+        """A mover that lives answers or will; of one that has ended the kernel knows. See `kv.client`."""
+        began, told = time.monotonic(), False
+        while True:
+            try:
+                return await ask(client)
+            except TransferFailed as error:
+                if not told:
+                    told = True
+                    logger.warning("blocks are kept until a mover says, or the kernel, that it is quiet: %s", error)
+                if time.monotonic() - began > SILENT_SECONDS:
+                    self._on_lost(f"a mover does not say that it is quiet: {error}")
+            await asyncio.sleep(ASK_SECONDS)
 
     def close(self) -> None:
         for client in self._clients:

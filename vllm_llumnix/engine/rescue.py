@@ -33,7 +33,6 @@ logger = logging.getLogger("vllm.llumnix")
 CLAIM_SECONDS = 1.0
 """For an answer of the holder's llumlet. A process whose interpreter is stuck does not answer at all."""
 PULL_SECONDS = 2.5
-STOP_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,16 +136,9 @@ class Rescue:
             raise _Abandoned(str(error)) from error
 
     async def _give_up(self, request: Request, job: int) -> None:
-        """However long it takes: the blocks are not given back while a mover may write them."""
-        while True:
-            try:
-                await self._movers.stop(job)
-            except TransportError as error:
-                logger.warning("a mover does not say that it stopped writing for %s: %s", request.request_id, error)
-                await asyncio.sleep(STOP_SECONDS)
-                continue
-            await self._kvconn.call(self._kvconn.port.cancel_reservation, request)
-            return
+        """The blocks are not given back while a mover may write them."""
+        await self._movers.stop(job)
+        await self._kvconn.call(self._kvconn.port.cancel_reservation, request)
 
 
 async def _end(client: LlumletClient, claim_id: str) -> bool:

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's side of a mover: calls end with its answer, with a deadline, or with its death."""
+"""The engine's side of a mover: calls end with its answer, with a deadline, or with its death.
+
+A mover whose connection is lost, or whose thread has ended, is lost for good. Whether it still writes is another
+question, and silence no answer to it: that a mover is quiet it says itself, or the kernel, which knows when its thread
+has ended.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,6 +35,7 @@ from vllm_llumnix.kv.messages import (
     Stopped,
     StopPull,
 )
+from vllm_llumnix.kv.process import has_ended
 from vllm_llumnix.kv.settings import UNLIMITED, Limit
 
 GRACE_S = 1.0
@@ -42,11 +48,17 @@ class MoverClient:
     """Commands for one mover. Belongs to the asyncio loop that is running when it is made.
 
     Every call raises TransferFailed when the mover dies, refuses to understand, or does not answer
-    in time.
+    in time. `on_lost` is told once, why, when no call will be answered any more.
     """
 
-    def __init__(self, info: MoverInfo, context: zmq.asyncio.Context | None = None) -> None:
+    def __init__(
+        self,
+        info: MoverInfo,
+        context: zmq.asyncio.Context | None = None,
+        on_lost: Callable[[str], None] = lambda reason: None,
+    ) -> None:
         self.info = info
+        self._on_lost = on_lost
         self._own_context = zmq.asyncio.Context() if context is None else None
         self._socket: zmq.asyncio.Socket = (context or self._own_context).socket(zmq.DEALER)  # type: ignore[union-attr]
         self._socket.linger = 0
@@ -98,11 +110,11 @@ class MoverClient:
         return await self._call(pull, PullReport, deadline_s + GRACE_S)
 
     async def stop(self, job: int, deadline_s: float = 5.0) -> None:
-        """End a pull; returns when the mover is quiet for that job, at once if it knows none.
+        """End a pull; returns when the mover is quiet for that job, at once if it knows none, or has ended.
 
         The pull reports, too.
         """
-        await self._call(StopPull(job), Stopped, deadline_s)
+        await self._silence(StopPull(job), Stopped, deadline_s)
 
     async def probe(self, peer: PeerMemory, transport: str, deadline_s: float = 5.0) -> str | None:
         """Why `transport` does not reach `peer`; None if it does."""
@@ -116,13 +128,14 @@ class MoverClient:
         await self._socket.send(messages.encode(Grant(next(self._questions), capability, blocks)))
 
     async def revoke(self, capability: bytes, deadline_s: float = 5.0) -> None:
-        """Returns when nothing is sent under it any more."""
-        await self._call(Revoke(next(self._questions), capability), Revoked, deadline_s)
+        """Returns when nothing is sent under it any more; nothing is, of a mover that has ended."""
+        await self._silence(Revoke(next(self._questions), capability), Revoked, deadline_s)
 
     def close(self) -> None:
         """Fail pending calls and let go of the socket. A running pull goes on in the mover."""
         if self._socket.closed:
             return
+        self._on_lost = lambda reason: None  # nobody is lost
         self._lose("closed")
         for task in self._tasks:
             task.cancel()
@@ -131,6 +144,16 @@ class MoverClient:
         self._socket.close(linger=0)
         if self._own_context is not None:
             self._own_context.term()
+
+    async def _silence(self, command: Command, kind: type[_Answer], deadline_s: float) -> None:
+        try:
+            await self._call(command, kind, deadline_s)
+        except TransferFailed:
+            if not self._has_ended():
+                raise
+
+    def _has_ended(self) -> bool:
+        return has_ended(self.info.thread, self.info.memory)
 
     async def _call(self, command: Command, kind: type[_Answer], deadline_s: float) -> _Answer:
         if self._lost is not None:
@@ -143,6 +166,9 @@ class MoverClient:
                 await self._socket.send(messages.encode(command))
                 return await future
         except TimeoutError:
+            if self._has_ended():
+                # Without a word: whatever kept it from closing its socket.
+                self._lose(self._gone())
             raise TransferFailed(f"mover {self.info.rank} has not answered for {deadline_s:.1f} s") from None
         finally:
             waiting = self._waiting[key]
@@ -171,12 +197,16 @@ class MoverClient:
 
     async def _watch(self) -> None:
         await recv_monitor_message(self._monitor)
-        self._lose(f"mover {self.info.rank} (pid {self.info.memory.pid}) has gone")
+        self._lose(self._gone())
+
+    def _gone(self) -> str:
+        return f"mover {self.info.rank} (pid {self.info.memory.pid}) has gone"
 
     def _lose(self, reason: str) -> None:
         if self._lost is None:
             self._lost = reason
             self._fail_all(reason)
+            self._on_lost(reason)
 
     def _fail_all(self, reason: str) -> None:
         for futures in self._waiting.values():

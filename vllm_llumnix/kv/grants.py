@@ -16,6 +16,7 @@ from vllm_llumnix.errors import TransferFailed
 CAPABILITY_BYTES = 32
 NOT_GRANTED = "these blocks are not granted (any more)"
 ASLEEP = "the engine sleeps: its KV memory is not there"
+ENDED = "nobody can grant blocks of this worker any more"
 
 
 class Reading:
@@ -35,12 +36,13 @@ class Grants:
         self._changed = threading.Condition()
         self._blocks: dict[bytes, set[int]] = {}
         self._readings: dict[bytes, set[Reading]] = {}
-        self._suspended = False
+        self._suspended: str | None = None
+        """Why."""
 
     def allow(self, capability: bytes, blocks: Sequence[int]) -> None:
         """These blocks, and those granted before. While suspended, nothing: what is in them goes."""
         with self._changed:
-            if self._suspended:
+            if self._suspended is not None:
                 return
             self._blocks.setdefault(capability, set()).update(blocks)
             self._changed.notify_all()
@@ -54,16 +56,16 @@ class Grants:
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._readings.get(capability))
 
-    def suspend(self) -> None:
-        """Revoke all grants, and let nothing be read until `resume`."""
+    def suspend(self, why: str = ASLEEP) -> None:
+        """Revoke all grants, and let nothing be read until `resume`; who asks is told why."""
         with self._changed:
-            self._suspended = True
+            self._suspended = why
             for capability in [*self._blocks, *self._readings]:
                 self.revoke(capability)
 
     def resume(self) -> None:
         with self._changed:
-            self._suspended = False
+            self._suspended = None
 
     @contextlib.contextmanager
     def reading(
@@ -80,8 +82,8 @@ class Grants:
             return reading.revoked or self._blocks.get(capability, set()).issuperset(blocks)
 
         with self._changed:
-            if self._suspended:
-                raise TransferFailed(ASLEEP)
+            if self._suspended is not None:
+                raise TransferFailed(self._suspended)
             under_way = self._readings.setdefault(capability, set())
             if any(other.revoked for other in under_way):  # `revoke` waits, perhaps for the caller itself
                 raise TransferFailed(NOT_GRANTED)

@@ -65,18 +65,26 @@ class PeerMemory(msgspec.Struct, frozen=True):
     cuda: CudaShare | None = None
 
 
+class Thread(msgspec.Struct, frozen=True):
+    """A thread of a process, as the kernel names it. Ids come again, but not with the same start: ticks since boot."""
+
+    id: int
+    start_time: int
+
+
 class MoverInfo(msgspec.Struct, frozen=True):
     """What a worker says about itself when its mover has started.
 
-    endpoint: where the mover listens (`ipc://…`, this host and user only). isa: how the attention
-    kernels arrange the inside of a page; bytes mean the same only between equal values. weights:
-    fingerprint of the model's parameters. caches: what each layer keeps of a token, see `vllm_cache`. copied_by: the
-    backend of `kernels` that proved right here, empty if no block can be moved; passed_over: what would have come
-    before it, and why it does not.
+    endpoint: where the mover listens (`ipc://…`, this host and user only). thread: the mover itself. isa: how the
+    attention kernels arrange the inside of a page; bytes mean the same only between equal values. weights: fingerprint
+    of the model's parameters. caches: what each layer keeps of a token, see `vllm_cache`. copied_by: the backend of
+    `kernels` that proved right here, empty if no block can be moved; passed_over: what would have come before it, and
+    why it does not.
     """
 
     rank: int
     endpoint: str
+    thread: Thread
     memory: PeerMemory
     isa: str
     device: str

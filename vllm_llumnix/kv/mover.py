@@ -8,14 +8,20 @@ sleeps in `poll`, and looks every few seconds whether transports hold anything o
 gone. Only probes that wait for a peer's answer have threads of their own, which hand the mover the
 reports to send.
 
-Destination blocks belong to the job from the moment its Pull arrives until its PullReport leaves.
+Destination blocks belong to the job from the moment its Pull arrives until its PullReport leaves,
+or the thread has ended. Whatever brings it to its end, the thread ends after its last copy, and
+after the last byte of what was granted through it: so its engine may ask the kernel where the mover
+does not answer.
+
 The mover trusts the engine that commands it in *which* of our blocks may be written, and a peer in
 nothing: see `transport`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import itertools
 import logging
 import math
@@ -36,7 +42,7 @@ from vllm_llumnix import faults
 from vllm_llumnix.errors import LlumnixError, TransportError
 from vllm_llumnix.kv import messages
 from vllm_llumnix.kv.endpoint import PrivateDirectory
-from vllm_llumnix.kv.grants import ASLEEP, Grants
+from vllm_llumnix.kv.grants import ASLEEP, ENDED, Grants
 from vllm_llumnix.kv.layout import BlockLayout
 from vllm_llumnix.kv.messages import (
     Grant,
@@ -51,7 +57,7 @@ from vllm_llumnix.kv.messages import (
     StopPull,
 )
 from vllm_llumnix.kv.pace import Pace, PacedPull
-from vllm_llumnix.kv.process import name_thread, yield_cores
+from vllm_llumnix.kv.process import describe_thread, name_thread, yield_cores
 from vllm_llumnix.kv.settings import Limit
 from vllm_llumnix.kv.transport.base import Transport
 
@@ -117,7 +123,7 @@ class Mover:
         return f"ipc://{self.directory.socket_path}"
 
     def start(self) -> None:
-        """Listen, then run. Raises `zmq.ZMQError` if the endpoint cannot be had."""
+        """Listen, then run. Raises `zmq.ZMQError` if the endpoint cannot be had, TransportUnavailable without /proc."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
@@ -138,6 +144,8 @@ class Mover:
         self._poller.register(self._wake, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, name="llumnix-mover", daemon=True)
         self._thread.start()
+        assert self._thread.native_id is not None
+        self.thread = describe_thread(self._thread.native_id)
 
     def suspend(self) -> None:
         """Returns when no block is copied any more, or sent to a peer; none is until `resume`."""
@@ -166,14 +174,25 @@ class Mover:
     def _run(self) -> None:
         name_thread("llumnix-mover")
         try:
-            while not self._turn():
-                pass
-        finally:
-            self._probers.shutdown(cancel_futures=True)
+            try:
+                while not self._turn():
+                    faults.hit("mover.turn")
+            finally:
+                self._end()
+        except Exception:
+            logger.exception("mover %d: its thread ends; no more blocks are pulled into this worker", self.rank)
+
+    def _end(self) -> None:
+        """Every step is taken, whatever becomes of those before it. The engine hears of it from the closed socket."""
+        with contextlib.ExitStack() as last_first:
+            last_first.callback(self._context.term)
+            last_first.callback(self._socket.close)
             for transport in self.transports:
-                transport.close()
-            self._socket.close()
-            self._context.term()
+                last_first.callback(transport.close)
+            last_first.callback(functools.partial(self._probers.shutdown, cancel_futures=True))
+            last_first.callback(self.grants.suspend, ENDED)
+            for job in self._jobs.values():
+                job.chunks = None
 
     def _turn(self) -> bool:
         """Wait for a command or for the pace, then copy a chunk. True when it is time to end."""

@@ -25,11 +25,12 @@ import msgspec
 
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
 from vllm_llumnix.kv.layout import BlockLayout
-from vllm_llumnix.kv.messages import NONCE_BYTES, CudaShare, PeerMemory
+from vllm_llumnix.kv.messages import NONCE_BYTES, CudaShare, PeerMemory, Thread
 
 _PR_SET_NAME = 15
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
+_NOT_SHOWN = "/proc does not show this process"
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
@@ -43,14 +44,30 @@ def pid_namespace() -> str:
     return os.readlink("/proc/self/ns/pid")
 
 
-def start_time(pid: int) -> int | None:
-    """When the process was started, in clock ticks since boot; None if there is none."""
+def start_time(pid: int, thread: int | None = None) -> int | None:
+    """When the process, or that thread of it, was started, in clock ticks since boot; None if there is none."""
+    directory = Path("/proc", str(pid), *(() if thread is None else ("task", str(thread))))
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        stat = (directory / "stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return None
     # Field 22; the command name before it is in parentheses and may hold anything.
     return int(stat[stat.rindex(b")") + 2 :].split()[19])
+
+
+def describe_thread(thread: int) -> Thread:
+    """A living thread of this process. Raises TransportUnavailable."""
+    started = start_time(os.getpid(), thread)
+    if started is None:
+        raise TransportUnavailable(_NOT_SHOWN)
+    return Thread(thread, started)
+
+
+def has_ended(thread: Thread, process: PeerMemory) -> bool:
+    """Whether that thread of that process certainly runs no more. False where this process cannot see it."""
+    if (process.boot_id, process.pid_ns) != (boot_id(), pid_namespace()):
+        return False
+    return start_time(process.pid, thread.id) != thread.start_time
 
 
 def yama_scope() -> int:
@@ -128,7 +145,7 @@ def describe_memory(
     """The description of this process that peers need in order to read `layout`; offers it to them."""
     started = start_time(os.getpid())
     if started is None:
-        raise TransportUnavailable("/proc does not show this process")
+        raise TransportUnavailable(_NOT_SHOWN)
     nonce.offer(layout, cuda)
     return PeerMemory(
         instance=instance,

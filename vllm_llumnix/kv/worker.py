@@ -135,6 +135,7 @@ def start_mover(worker: Any, packed_settings: bytes) -> bytes:
         MoverInfo(
             rank=worker.rank,
             endpoint=mover.endpoint,
+            thread=mover.thread,
             memory=describe_memory(
                 layout,
                 nonce,

@@ -24,6 +24,9 @@ HINTS: Final[dict[Reason, str]] = {
     ),
     Reason.INVALID_REQUEST: "The message has faults; are both sides of the same version?",
     Reason.LORA_NOT_AVAILABLE: "Load the adapter at the destination under the same name.",
+    Reason.REQUEST_TOO_LONG: (
+        "It may grow beyond the destination's --max-model-len: choose an instance with as much as its own."
+    ),
     Reason.INCOMPATIBLE_ENGINE: (
         "Both instances need the same model, weights, dtype, block size and versions: compare `llumnix status --json`."
     ),

@@ -36,6 +36,7 @@ class Reason(enum.StrEnum):
     NOT_PORTABLE = "not_portable"
     INVALID_REQUEST = "invalid_request"
     LORA_NOT_AVAILABLE = "lora_not_available"
+    REQUEST_TOO_LONG = "request_too_long"
     # The engines
     INCOMPATIBLE_ENGINE = "incompatible_engine"
     SAME_INSTANCE = "same_instance"

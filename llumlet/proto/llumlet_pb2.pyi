@@ -21,6 +21,7 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NOT_PORTABLE: _ClassVar[Reason]
     INVALID_REQUEST: _ClassVar[Reason]
     LORA_NOT_AVAILABLE: _ClassVar[Reason]
+    REQUEST_TOO_LONG: _ClassVar[Reason]
     INCOMPATIBLE_ENGINE: _ClassVar[Reason]
     SAME_INSTANCE: _ClassVar[Reason]
     WRONG_INSTANCE: _ClassVar[Reason]
@@ -103,6 +104,7 @@ PREFILL_RUNNING: Reason
 NOT_PORTABLE: Reason
 INVALID_REQUEST: Reason
 LORA_NOT_AVAILABLE: Reason
+REQUEST_TOO_LONG: Reason
 INCOMPATIBLE_ENGINE: Reason
 SAME_INSTANCE: Reason
 WRONG_INSTANCE: Reason

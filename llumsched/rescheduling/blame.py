@@ -11,6 +11,8 @@ from typing import Final
 class Blame(enum.Enum):
     REQUEST = enum.auto()
     """Or nobody: another request, or the same one later, may well move."""
+    PAIRING = enum.auto()
+    """This request will never go to this destination. Others will, and it may well go elsewhere."""
     DESTINATION = enum.auto()
     DESTINATION_BUSY = enum.auto()
     """It has all the moves it takes at a time."""
@@ -25,6 +27,7 @@ _BLAME: Final[Mapping[str, Blame]] = {
     "shutting_down": Blame.DESTINATION,
     "lease_expired": Blame.DESTINATION,
     "destination_busy": Blame.DESTINATION_BUSY,
+    "request_too_long": Blame.PAIRING,
     "incompatible_engine": Blame.LINK,
     "wrong_instance": Blame.LINK,
     "peer_unreachable": Blame.LINK,

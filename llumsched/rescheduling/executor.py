@@ -141,13 +141,13 @@ class Executor:
     ) -> bool:
         """Replace the rule by names where the source's own choice would not do. False: there is nothing to move."""
         move = record.move
-        cooling = self.history.cooling_requests(move.source, self.clock())
-        if move.is_failover or (move.limit_tokens is None and not cooling):
+        left_out = self.history.left_out(move, self.clock())
+        if move.is_failover or (move.limit_tokens is None and not left_out):
             return True
         total_tokens = instance.status.num_total_gpu_tokens if instance.status else 0
         listed = await source.client.list_requests(deadline_s=self.config.grpc_timeout_s)
         # No more than the slots that were counted for it: the others are for other moves of the source.
-        chosen = choose(listed.requests, move, total_tokens, cooling | source.named)[
+        chosen = choose(listed.requests, move, total_tokens, left_out | source.named)[
             : max(math.ceil(move.expected_requests), 1)
         ]
         for name in ("migration_type", "migration_req_policy", "value"):
@@ -171,15 +171,15 @@ class Executor:
         self._conclude(record)
 
     def _conclude(self, record: MoveRecord) -> None:
-        nobody_else = all(blame_for(reason) is Blame.REQUEST for reason in record.refusals)
+        blamed = {blame_for(reason) for reason in record.refusals}
         if record.num_moved:
             record.outcome = Outcome.MOVED
         else:
             record.outcome = Outcome.STAYED if record.num_selected else Outcome.NOTHING
             logger.info("%s: no request moved: %s", _title(record), dict(record.refusals))
-        if record.num_moved and nobody_else:
+        if record.num_moved and blamed <= {Blame.REQUEST, Blame.PAIRING}:
             self.history.succeeded(record.move)
-        elif nobody_else:
+        elif not record.num_moved and blamed <= {Blame.REQUEST}:
             self.history.source_gave_nothing(record.move.source, self.clock())
 
     def _progress(self, record: MoveRecord, progress: MoveProgress) -> None:
@@ -201,10 +201,10 @@ class Executor:
         elif progress.phase == MovePhase.STAYED:
             reason = word(Reason, progress.reason)
             record.refusals[reason] += 1
-            self._blame(move, blame_for(reason), now_s)
+            self._blame(move, blame_for(reason), now_s, progress.request_id)
         self.records.changed(record)
 
-    def _blame(self, move: Move, blame: Blame, now_s: float) -> None:
+    def _blame(self, move: Move, blame: Blame, now_s: float, request_id: str = "") -> None:
         match blame:
             case Blame.DESTINATION:
                 self.history.destination_failed(move.destination, now_s)
@@ -212,6 +212,8 @@ class Executor:
                 self.history.destination_failed(move.destination, now_s, briefly=True)
             case Blame.LINK:
                 self.history.link_failed(move.source, move.destination, now_s)
+            case Blame.PAIRING:
+                self.history.does_not_fit(move.destination, request_id, now_s)
             case Blame.REQUEST:
                 pass
 

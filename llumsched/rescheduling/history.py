@@ -4,6 +4,7 @@
 - A move counts in the load of both ends from its beginning until each has reported after its end.
 - Nothing goes back between two instances for the pair's cool-down; forwards, for one interval.
 - A request that was moved to balance load stays for its cool-down.
+- A request that is too long for a destination is not offered to it again; others are.
 - A destination that refused or failed is avoided, twice as long each time; one that a source could not reach is avoided
   by that source, and by everybody when a second source says so.
 
@@ -21,6 +22,8 @@ from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.moves import Move
 
 _MOST_DOUBLINGS = 5
+_MISFIT_S = 600.0
+"""How long it is remembered that a request is too long for a destination: it stays so, but requests end."""
 
 
 @dataclass(slots=True)
@@ -46,6 +49,8 @@ class History:
         """(source, destination) -> when it may be used again."""
         self._requests: dict[str, dict[str, float]] = {}
         """Instance -> request that moved there -> when it may move on."""
+        self._misfits: dict[str, dict[str, float]] = {}
+        """Destination -> request that does not fit it -> how long that is remembered."""
         self._destinations: dict[str, _Strikes] = {}
         self._sources: dict[str, _Strikes] = {}
         self._links: dict[str, dict[str, float]] = {}
@@ -96,6 +101,12 @@ class History:
         """Requests of the instance that were moved there lately."""
         return {request for request, until_s in self._requests.get(instance_id, {}).items() if until_s > now_s}
 
+    def left_out(self, move: Move, now_s: float) -> set[str]:
+        """Requests of the source that are not to be asked for: they came lately, or do not fit the destination."""
+        known = self._misfits.get(move.destination, {})
+        misfits = {request for request, until_s in known.items() if until_s > now_s}
+        return self.cooling_requests(move.source, now_s) | misfits
+
     def dealt(self, source: str) -> int:
         """Moves away from a failing source so far: where to go on in the round of destinations."""
         return self._dealt[source]
@@ -122,6 +133,9 @@ class History:
 
     def moved(self, destination: str, request_id: str, now_s: float) -> None:
         self._requests.setdefault(destination, {})[request_id] = now_s + self._config.request_cooldown_s
+
+    def does_not_fit(self, destination: str, request_id: str, now_s: float) -> None:
+        self._misfits.setdefault(destination, {})[request_id] = now_s + _MISFIT_S
 
     def copied(self, num_bytes: float, seconds: float) -> None:
         """Of one request. Older measurements count less."""
@@ -168,12 +182,12 @@ class History:
 
     def instance_left(self, instance_id: str) -> None:
         """The next one of that id is a new one."""
-        for known in (self._destinations, self._sources, self._links, self._requests, self._dealt):
+        for known in (self._destinations, self._sources, self._links, self._requests, self._misfits, self._dealt):
             known.pop(instance_id, None)
 
     def forget_expired(self, now_s: float) -> None:
         self._no_return_s = {pair: until_s for pair, until_s in self._no_return_s.items() if until_s > now_s}
-        for tables in (self._requests, self._links):
+        for tables in (self._requests, self._misfits, self._links):
             for key, table in list(tables.items()):
                 tables[key] = {name: until_s for name, until_s in table.items() if until_s > now_s}
                 if not tables[key]:

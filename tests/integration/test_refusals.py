@@ -89,9 +89,14 @@ def odd(model_dir: Path, log_dir: Path) -> Iterator[Odd]:
         yield Odd(*fleet.start(small, slow))
 
 
+@failure(
+    "the request may grow longer than the destination's max_model_len",
+    "reserving",
+    "request_too_long: goes on at the source; the destination takes others",
+)
 async def test_destination_too_short(engines: Engines, conserved: object, odd: Odd) -> None:
     move = await stays_and_goes_on(engines.a, odd.small, LONG, length=200)
-    assert move.reason == "incompatible_engine"
+    assert move.reason == "request_too_long"
     await wait_idle(odd.small)
 
 

@@ -163,6 +163,47 @@ async def test_source_whose_requests_cannot_move_is_asked_ever_more_seldom(world
     assert world.history.obstacle("sim-2", "sim-1", world.now_s) == "", "the destination is not to blame"
 
 
+async def test_a_request_too_long_for_a_destination_is_offered_to_others(world: World) -> None:
+    """And the destination is offered others, at once."""
+    misfit, other = await decoding(world, 30, 60)
+    agent = world.cluster[1].agent
+    agent.refusals["reserve"] = Reason.REQUEST_TOO_LONG
+    [record] = await world.run(move(value=1))
+    assert record.refusals == {"request_too_long": 1}
+    assert world.history.obstacle("sim-2", "sim-1", world.now_s) == "", "the destination is not to blame"
+    assert not world.history.source_avoided("sim-0", world.now_s), "nor is the source"
+    agent.refusals.clear()
+    await world.run(move(value=1))
+    assert (misfit.owner, other.owner) == ("sim-0", "sim-1")
+    [record] = await world.run(move(value=1))
+    assert record.outcome is Outcome.NOTHING
+    [record] = await world.run(move(destination="sim-2", value=1))
+    assert misfit.owner == "sim-2"
+
+
+async def test_a_misfit_takes_nothing_from_a_move_that_succeeds(world: World) -> None:
+    await decoding(world, 30, 60)
+    world.cluster[1].agent.refusals["reserve"] = Reason.REQUEST_TOO_LONG
+    await world.run(move(value=1))
+    world.history.destination_failed("sim-1", world.now_s)
+    world.cluster[1].agent.refusals.clear()
+    [record] = await world.run(move())
+    assert record.num_moved == 1
+    assert world.history.obstacle("sim-2", "sim-1", world.now_s) == ""
+
+
+async def test_what_is_known_of_misfits_goes_with_the_instance_and_with_time(world: World) -> None:
+    history, pair = world.history, move()
+    history.does_not_fit("sim-1", "r", 0.0)
+    assert history.left_out(pair, 599.0) == {"r"}
+    assert history.left_out(pair, 601.0) == set()
+    history.forget_expired(601.0)
+    assert not history._misfits
+    history.does_not_fit("sim-1", "r", 0.0)
+    history.instance_left("sim-1")
+    assert history.left_out(pair, 1.0) == set()
+
+
 async def test_destination_that_refuses_is_avoided(world: World) -> None:
     await decoding(world, 30)
     world.cluster[1].agent.refusals["reserve"] = Reason.DESTINATION_FULL

@@ -70,6 +70,22 @@ async def test_a_replay_on_an_instance_that_ends(model_dir: Path) -> list[str]:
         return await cluster.verdict(stream)
 
 
+@failure("the request may grow longer than an engine's max_model_len", "move, replay", "another engine takes it")
+@retold
+async def test_an_engine_that_is_too_small(model_dir: Path) -> list[str]:
+    async with cluster_of(model_dir) as cluster:
+        cluster["B"].engine.vllm_config.model_config.max_model_len = 400
+        stream = await company(cluster)
+        assert await moves(cluster, stream) == "stayed"
+        assert cluster.last_report.reason == Reason.REQUEST_TOO_LONG
+        assert "450 positions, this engine has 400" in cluster.last_report.detail
+        with replays_only_at(cluster, stream, "BC"):
+            await cluster["A"].die()
+            await until(lambda: bool(stream.at.client._replay.replayed), lambda: "not replayed")
+            await until(lambda: cluster.owners(stream) == {"C"}, lambda: str(cluster.owners(stream)))
+        return await cluster.verdict(stream)
+
+
 @failure("the destination is in a long step", "Commit on its way", "frozen until the step ends: moved")
 @retold
 async def test_a_long_step(model_dir: Path) -> list[str]:

@@ -31,7 +31,9 @@ REPORT_SECONDS = 0.5
 """Between two looks of an operator. The API server waits for longer before it ends the engine."""
 RETRY_SECONDS = 1.0
 """Before a request is offered again to a destination that refused it, and a silent destination is asked again."""
-FOR_GOOD = frozenset({Reason.INCOMPATIBLE_ENGINE, Reason.SAME_INSTANCE, Reason.TRANSPORT_UNAVAILABLE})
+FOR_GOOD = frozenset(
+    {Reason.INCOMPATIBLE_ENGINE, Reason.REQUEST_TOO_LONG, Reason.SAME_INSTANCE, Reason.TRANSPORT_UNAVAILABLE}
+)
 """Refusals that a destination would repeat."""
 
 

@@ -115,7 +115,7 @@ def build_request(
 
     `adapter` is this engine's own of the name that the state has; its path is part of the blocks' hashes.
 
-    Raises Refused(invalid_request) for what the engine could not run.
+    Raises Refused(invalid_request) for what no engine could run, and for what this one could not with another reason.
     """
     max_model_len = config.model_config.max_model_len
     if not state.request_id:
@@ -128,7 +128,7 @@ def build_request(
         raise Refused(Reason.INVALID_REQUEST, "max_tokens is not set")
     if len(state.prompt_token_ids) + params.max_tokens > max_model_len:
         raise Refused(
-            Reason.INCOMPATIBLE_ENGINE,
+            Reason.REQUEST_TOO_LONG,
             f"prompt and max_tokens need {len(state.prompt_token_ids) + params.max_tokens} positions, "
             f"this engine has {max_model_len}",
         )

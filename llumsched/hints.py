@@ -38,6 +38,7 @@ HINTS: Final[dict[Reason, str]] = {
     Reason.DESTINATION_NEEDS_BLOCKS: "Its own requests need the blocks: move fewer, or elsewhere.",
     Reason.SOURCE_BUSY: "It moves as many as --llumlet-max-migrations-out lets it. " + _LATER,
     Reason.SHUTTING_DOWN: "That instance is on its way out; choose another.",
+    Reason.OTHER_WEIGHTS: "Weights were updated at one of the two only: update the other, or wait until that is done.",
     Reason.PEER_UNREACHABLE: (
         "The source cannot reach the destination: is it up, and is --to an address that the source can use?"
     ),

@@ -47,6 +47,7 @@ class Reason(enum.StrEnum):
     DESTINATION_NEEDS_BLOCKS = "destination_needs_blocks"
     SOURCE_BUSY = "source_busy"
     SHUTTING_DOWN = "shutting_down"
+    OTHER_WEIGHTS = "other_weights"
     # The way between them
     PEER_UNREACHABLE = "peer_unreachable"
     TRANSPORT_UNAVAILABLE = "transport_unavailable"

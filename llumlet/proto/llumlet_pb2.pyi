@@ -31,6 +31,7 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DESTINATION_NEEDS_BLOCKS: _ClassVar[Reason]
     SOURCE_BUSY: _ClassVar[Reason]
     SHUTTING_DOWN: _ClassVar[Reason]
+    OTHER_WEIGHTS: _ClassVar[Reason]
     PEER_UNREACHABLE: _ClassVar[Reason]
     TRANSPORT_UNAVAILABLE: _ClassVar[Reason]
     TRANSFER_FAILED: _ClassVar[Reason]
@@ -114,6 +115,7 @@ DESTINATION_PAUSED: Reason
 DESTINATION_NEEDS_BLOCKS: Reason
 SOURCE_BUSY: Reason
 SHUTTING_DOWN: Reason
+OTHER_WEIGHTS: Reason
 PEER_UNREACHABLE: Reason
 TRANSPORT_UNAVAILABLE: Reason
 TRANSFER_FAILED: Reason
@@ -855,16 +857,18 @@ class SettleResponse(_message.Message):
     def __init__(self, state: _Optional[_Union[Handover.State, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., detail: _Optional[str] = ..., dst_incarnation: _Optional[str] = ...) -> None: ...
 
 class AdoptRequest(_message.Message):
-    __slots__ = ("epoch", "compatibility_digest", "request_state", "holder")
+    __slots__ = ("epoch", "compatibility_digest", "request_state", "holder", "weight_version")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     COMPATIBILITY_DIGEST_FIELD_NUMBER: _ClassVar[int]
     REQUEST_STATE_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     epoch: Epoch
     compatibility_digest: str
     request_state: bytes
     holder: Holder
-    def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping[str, object]]] = ..., compatibility_digest: _Optional[str] = ..., request_state: _Optional[bytes] = ..., holder: _Optional[_Union[Holder, _Mapping[str, object]]] = ...) -> None: ...
+    weight_version: str
+    def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping[str, object]]] = ..., compatibility_digest: _Optional[str] = ..., request_state: _Optional[bytes] = ..., holder: _Optional[_Union[Holder, _Mapping[str, object]]] = ..., weight_version: _Optional[str] = ...) -> None: ...
 
 class AdoptResponse(_message.Message):
     __slots__ = ("instance_id", "incarnation", "copied_bytes", "recomputed_tokens")

@@ -29,6 +29,7 @@ _BLAME: Final[Mapping[str, Blame]] = {
     "destination_busy": Blame.DESTINATION_BUSY,
     "request_too_long": Blame.PAIRING,
     "incompatible_engine": Blame.LINK,
+    "other_weights": Blame.LINK,
     "wrong_instance": Blame.LINK,
     "peer_unreachable": Blame.LINK,
     "transport_unavailable": Blame.LINK,

@@ -59,9 +59,9 @@ def test_every_layer_counts() -> None:
 def test_weights_that_were_exchanged() -> None:
     memory = decode_memory(encode_memory("same", [], weight_version="7"))
     memory.require_same("same", "7")
-    with pytest.raises(Refused, match="of version '7' at the source, '0' here") as refused:
+    with pytest.raises(Refused, match="of version '0' here, and not '7'") as refused:
         memory.require_same("same", "0")
-    assert refused.value.reason is Reason.INCOMPATIBLE_ENGINE
+    assert refused.value.reason is Reason.OTHER_WEIGHTS
     with pytest.raises(Refused, match="model, weights"):
         SourceMemory("other", []).require_same("same", "")
 

@@ -61,6 +61,7 @@ HURRIED: dict[tuple[Any, str], float] = {
     (streams, "GRACE_SECONDS"): 0.3,
     (streams, "PATIENCE_SECONDS"): 0.5,
     (streams, "CLAIM_SECONDS"): 0.4,
+    (streams, "WEIGHTS_SECONDS"): 0.5,
     (owners, "PROBE_SECONDS"): 0.2,
     (client_module, "PROBE_SECONDS"): 0.2,
     (owners, "SUSPECT_SECONDS"): 0.3,

@@ -16,6 +16,7 @@ from llumlet.types import AdoptRequest, AdoptResponse
 from vllm_llumnix.engine.arrivals import Arrivals
 from vllm_llumnix.engine.builder import RequestBuilder
 from vllm_llumnix.engine.kvconn import KVConnection
+from vllm_llumnix.engine.memory import require_weights
 from vllm_llumnix.engine.relay import Relay
 from vllm_llumnix.engine.request_state import Residence, residence_of
 from vllm_llumnix.engine.rescue import Fetched, Rescue
@@ -59,6 +60,8 @@ class Adoptions:
             raise Refused(Reason.NOT_PORTABLE, identity.unsupported)
         if asked.compatibility_digest != identity.digest:
             raise Refused(Reason.INCOMPATIBLE_ENGINE, "model, weights, vLLM version or settings differ")
+        if asked.weight_version:
+            require_weights(asked.weight_version, self._bypass.engine.get_weight_version())
         if not self._bypass.takes_requests:
             raise Refused(Reason.SHUTTING_DOWN, "this engine is shutting down")
         request, residence = await self._builder.build(asked.request_state)

@@ -39,17 +39,20 @@ class SourceMemory(msgspec.Struct, frozen=True):
     weight_version: str = ""
 
     def require_same(self, digest: str, weight_version: str) -> None:
-        """Raises Refused(incompatible_engine) unless the bytes mean the same in the engine that is described."""
+        """Raises Refused(incompatible_engine, other_weights) unless the bytes mean the same in the engine that is
+        described."""
         if self.digest != digest:
             raise Refused(
                 Reason.INCOMPATIBLE_ENGINE,
                 "model, weights, vLLM version, KV layout, data types or parallel sizes differ",
             )
-        if self.weight_version != weight_version:
-            raise Refused(
-                Reason.INCOMPATIBLE_ENGINE,
-                f"the weights are of version {self.weight_version!r} at the source, {weight_version!r} here",
-            )
+        require_weights(self.weight_version, weight_version)
+
+
+def require_weights(theirs: str, ours: str) -> None:
+    """Raises Refused(other_weights) unless a request that was computed with `theirs` goes on here as it would there."""
+    if theirs != ours:
+        raise Refused(Reason.OTHER_WEIGHTS, f"the weights are of version {ours!r} here, and not {theirs!r}")
 
 
 _decoder = msgspec.msgpack.Decoder(SourceMemory)

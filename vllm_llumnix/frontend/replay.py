@@ -125,7 +125,10 @@ class Replay:
         lora_digest = await self._adapters.digest_of(adapter) if adapter is not None else None
         state = state_of(stream.request, stream.delivered, self._relay_address(), lora_digest)
         request = AdoptRequest(
-            epoch=WireEpoch(term=epoch.term, hop=epoch.hop), compatibility_digest=digest, request_state=encode(state)
+            epoch=WireEpoch(term=epoch.term, hop=epoch.hop),
+            compatibility_digest=digest,
+            request_state=encode(state),
+            weight_version=stream.weights_wanted(time.monotonic()),
         )
         if holder is not None:
             request.holder.instance_id, request.holder.incarnation = holder.instance, holder.incarnation

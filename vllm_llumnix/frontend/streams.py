@@ -44,6 +44,8 @@ GRACE_SECONDS = 3.0
 """How long other engines have to be heard of again when an owner is dead: this process may itself have been stopped."""
 PATIENCE_SECONDS = 5.0
 """After one replay a hang has to last three times this before it counts again, after two 15 times, and so on."""
+WEIGHTS_SECONDS = 5.0
+"""How long a lost request waits for an engine whose weights are of the same version, before it takes any."""
 CLAIM_SECONDS = 3.0
 """How long the owner of a request that moved may leave it out of its heartbeats: six of them."""
 
@@ -54,6 +56,7 @@ class Stream:
     __slots__ = (
         "claimed_at",
         "delivered",
+        "deposed_at",
         "epoch",
         "gap_since",
         "gate",
@@ -65,6 +68,7 @@ class Stream:
         "replays",
         "request",
         "wants_logprobs",
+        "weight_version",
     )
 
     def __init__(self, request: EngineCoreRequest) -> None:
@@ -77,6 +81,8 @@ class Stream:
         """Tokens that have come from the home engine, in vLLM's own path."""
         self.delivered: list[int] = []
         """Tokens that have gone to vLLM's output queue."""
+        self.weight_version: str | None = None
+        """Of the weights that the last of them are of, as their engine said."""
         self.gate: Gate | None = None
         self.owner: Owner | None = None
         """Who runs the request, once it has moved; learnt from its outputs. None: the home engine, or unknown yet."""
@@ -87,7 +93,18 @@ class Stream:
         self.gap_since: float | None = None
         """Since when later tokens wait for missing ones."""
         self.replaying = False
+        self.deposed_at = 0.0
+        """When the replay began."""
         self.replays = 0
+
+    def weights_wanted(self, now: float) -> str:
+        """The weight version that an engine must have to go on with this request; empty if any will do.
+
+        Weights are updated engine by engine, and soon no engine may have the former ones. Then the request goes on with
+        others, as vLLM's own do that are running when weights change: vLLM's answer says which tokens are of which
+        version (`weight_versions`). Better so than an error.
+        """
+        return (self.weight_version or "") if now - self.deposed_at < WEIGHTS_SECONDS else ""
 
     @property
     def patience(self) -> float:
@@ -174,12 +191,14 @@ class Streams:
                 continue
             stream.num_home += len(output.new_token_ids)
             stream.delivered += output.new_token_ids
+            stream.weight_version = outputs.weight_version
             if output.finish_reason is not None:
                 del streams[output.request_id]
         if not any_gated:
             return []
         ended: list[Stream] = []
-        outputs.outputs = [part for output in outputs.outputs for part in self._home_parts(output, ended)]
+        version = outputs.weight_version
+        outputs.outputs = [part for output in outputs.outputs for part in self._home_parts(output, version, ended)]
         return ended
 
     def take_batch(self, batch: wire.TokenBatch, owner: Owner, is_lost: IsLost) -> Taken:
@@ -198,6 +217,8 @@ class Streams:
             if token.finish_reason == FinishReason.ABORT and token.epoch >= stream.epoch and is_lost(stream):
                 continue
             self._take_token(stream, token, owner, taken)
+        for stream, _ in taken.delivered:
+            stream.weight_version = batch.weight_version
         return taken
 
     def claim(self, owner: Owner, requests: Iterable[tuple[str, Epoch]]) -> list[str]:
@@ -245,6 +266,8 @@ class Streams:
 
     def depose(self, stream: Stream) -> Epoch:
         """Nobody who had the request counts any more. Returns the epoch of whoever goes on after `delivered`."""
+        if not stream.replaying:
+            stream.deposed_at = self._clock()
         stream.replaying = True
         stream.gap_since = None
         stream.owner = None
@@ -305,7 +328,9 @@ class Streams:
         if gate.finished:
             del self._streams[stream.request_id]
 
-    def _home_parts(self, output: EngineCoreOutput, ended: list[Stream]) -> Iterator[EngineCoreOutput]:
+    def _home_parts(
+        self, output: EngineCoreOutput, weight_version: str | None, ended: list[Stream]
+    ) -> Iterator[EngineCoreOutput]:
         """What vLLM gets in place of one output of the home engine."""
         stream = self._streams.get(output.request_id)
         if stream is None or stream.gate is None:
@@ -325,6 +350,8 @@ class Streams:
         if stream.gate.finished:
             del self._streams[stream.request_id]
             ended.append(stream)
+        if verdict.deliver:
+            stream.weight_version = weight_version
         yield from (_deliver(stream, part) for part in verdict.deliver)
 
 

@@ -166,7 +166,7 @@ def test_attach_refuses_an_engine_without_one(
 
 
 def test_attach_refuses_a_worker_without_one() -> None:
-    worker = SimpleNamespace(sleep=None, discard=None, execute_model=None)
+    worker = SimpleNamespace(sleep=None, discard=None, execute_model=None, compile_or_warm_up_model=None)
     executor = SimpleNamespace(collective_rpc=lambda function: [function(SimpleNamespace(worker=worker))])
     with pytest.raises(PatchError, match=r"wraps or sets: Worker.wake_up \("):
         _check_workers(SimpleNamespace(model_executor=executor))

@@ -188,6 +188,10 @@ class FakeWorker:
     def execute_model(self, scheduler_output: Any) -> None:
         """A step: what the tests compute, they compute elsewhere."""
 
+    def compile_or_warm_up_model(self) -> float:
+        """Captures CUDA graphs."""
+        return 0.0
+
     def sleep(self, level: int = 1) -> None:
         """vLLM's sleep mode."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import weakref
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
@@ -27,8 +28,8 @@ from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.cuda_share import require_plausible
 from vllm_llumnix.kv.endpoint import PrivateDirectory
-from vllm_llumnix.kv.grants import ASLEEP, CAPABILITY_BYTES, Grants
-from vllm_llumnix.kv.memory import HostMemory
+from vllm_llumnix.kv.grants import ASLEEP, CAPABILITY_BYTES, CAPTURES, Grants
+from vllm_llumnix.kv.memory import CudaMemory, HostMemory
 from vllm_llumnix.kv.messages import CudaShare, MoverInfo, PeerMemory, PullReport
 from vllm_llumnix.kv.mover import Mover
 from vllm_llumnix.kv.process import NoncePage, describe_memory
@@ -361,6 +362,113 @@ async def test_sleep_mode(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
             assert await asyncio.to_thread(read, everything)
             assert np.array_equal(other.bytes, memory.bytes)
     finally:
+        reader.close()
+        client.close()
+        stop_mover(worker)
+
+
+@pytest.mark.asyncio
+async def test_whoever_touches_the_gpu_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else pinned memory takes a context on the first GPU, from every worker of the others."""
+    chosen: list[tuple[str, object]] = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: chosen.append((threading.current_thread().name, device))
+    )
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
+    shapes = [(4, 4096)]
+    worker = FakeWorker(Memory(shapes=shapes, seed=2), device="cuda:3")
+    info = msgspec.msgpack.decode(start_mover(worker, packed(transports=("tcp",))), type=MoverInfo)
+    client, reader = MoverClient(info), TcpTransport(on_gpu(Memory(shapes=shapes, seed=3)))
+    try:
+        await client.grant(CAPABILITY, [1])
+        assert await asyncio.to_thread(lambda: sum(reader.pull(info.memory, [1], [1], 1000, CAPABILITY)))
+        assert {device for _, device in chosen} == {torch.device("cuda:3")}
+        mover_thread, server_thread = (name for name, _ in chosen)
+        assert mover_thread == "llumnix-mover"
+        assert server_thread.startswith("llumnix-blocks-")
+    finally:
+        reader.close()
+        client.close()
+        stop_mover(worker)
+
+
+class Capturer(Sleeper):
+    """Captures for as long as the test wants."""
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__(memory)
+        self.captures, self.done = threading.Event(), threading.Event()
+
+    def compile_or_warm_up_model(self) -> float:
+        self.captures.set()
+        assert self.done.wait(10.0)
+        return 1.5
+
+
+@pytest.mark.asyncio
+async def test_a_capture_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies end before it begins, and until it ends nothing is allocated, mapped or let go of."""
+    monkeypatch.setattr(kv_memory, "SCRATCH_BYTES", 1)
+    monkeypatch.setattr(mover, "TIDY_SECONDS", 0.02)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
+    touched: list[str] = []
+    transfer, tidy = CudaMemory.transfer, TcpTransport.tidy
+
+    def spy(name: str, stock: Any) -> Any:
+        def spied(*args: Any) -> Any:
+            if threading.current_thread().name.startswith("llumnix"):
+                touched.append(name)
+            return stock(*args)
+
+        return spied
+
+    monkeypatch.setattr(CudaMemory, "transfer", spy("transfer", transfer))
+    monkeypatch.setattr(TcpTransport, "tidy", spy("tidy", tidy))
+    shapes = [(4, 4096)]
+    memory, other = Memory(shapes=shapes, seed=2), Memory(shapes=shapes, seed=3)
+    worker = Capturer(memory)
+    info = msgspec.msgpack.decode(start_mover(worker, packed(transports=("tcp",))), type=MoverInfo)
+    client, reader = MoverClient(info), TcpTransport(on_gpu(other))
+    everything = list(range(memory.num_blocks))
+
+    def read() -> int:
+        return sum(reader.pull(info.memory, everything, everything, 1000, CAPABILITY))
+
+    def pull(job: int, limit: Limit = UNLIMITED) -> Coroutine[Any, Any, PullReport]:
+        return client.pull(
+            job, source.peer, everything, everything, transport="tcp", deadline_s=20, capability=CAPABILITY, limit=limit
+        )
+
+    try:
+        with source_process(CAPABILITY, seed=1, shapes=shapes) as source:
+            before = memory.bytes.copy()
+            slow = asyncio.create_task(pull(1, Limit(bytes_per_s=50_000)))
+            await asyncio.to_thread(until, lambda: not np.array_equal(memory.bytes, before))
+            capturing = asyncio.create_task(asyncio.to_thread(worker.compile_or_warm_up_model))
+            assert await asyncio.to_thread(worker.captures.wait, 5.0)
+            touched.clear()
+            assert (await slow).error == CAPTURES
+            assert (await pull(2)).error == CAPTURES
+            assert await client.probe(source.peer, "tcp") == CAPTURES
+            await client.grant(CAPABILITY, everything)
+            with pytest.raises(TransferFailed, match=CAPTURES):
+                await asyncio.to_thread(read)
+            await asyncio.sleep(0.1)
+            assert not touched
+            worker.done.set()
+            assert await capturing == 1.5
+            assert (await pull(3)).error is None
+            assert await client.probe(source.peer, "tcp") is None
+            await client.grant(CAPABILITY, everything)
+            assert await asyncio.to_thread(read)
+            await asyncio.to_thread(until, lambda: "tidy" in touched)
+            worker.sleep()
+            await asyncio.to_thread(worker.compile_or_warm_up_model)
+            assert (await pull(4)).error == ASLEEP, "what sleeps is not woken up by a capture"
+            worker.wake_up()
+            assert (await pull(5)).error is None
+    finally:
+        worker.done.set()
         reader.close()
         client.close()
         stop_mover(worker)

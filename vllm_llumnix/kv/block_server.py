@@ -14,6 +14,7 @@ import logging
 import socket
 import ssl
 import threading
+from collections.abc import Callable
 
 import msgspec
 
@@ -56,13 +57,16 @@ class BlockServer:
         host: str,
         tls: ssl.SSLContext | None = None,
         staging: StagingArea | None = None,
+        at_start: Callable[[], None] = lambda: None,
     ) -> None:
-        """`staging`: what Mooncake reads, if it runs. Raises OSError if `host` cannot be listened at."""
+        """`staging`: what Mooncake reads, if it runs. `at_start`: what each serving thread does before anything else.
+        Raises OSError if `host` cannot be listened at."""
         self._memory = memory
         self._nonce = nonce
         self._grants = grants
         self._tls = tls
         self._staging = staging
+        self._at_start = at_start
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._idle: dict[socket.socket, None] = {}
@@ -115,6 +119,7 @@ class BlockServer:
         name_thread("llumnix-blocks")
         connection, stage = accepted, None
         try:
+            self._at_start()
             accepted.settimeout(HANDSHAKE_SECONDS)
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._tls is not None:
@@ -175,11 +180,12 @@ class BlockServer:
             send_frame(connection, BlockAnswer())
             return
         try:
-            span = self._memory.transfer(request.blocks, request.layers_outermost)
             reading = self._grants.reading(
                 request.capability, request.blocks, lambda: _cut(connection), patience_s=GRANT_SECONDS
             )
             with reading as current:
+                # Within: on a GPU's worker it allocates, and nothing of that may happen while grants are suspended.
+                span = self._memory.transfer(request.blocks, request.layers_outermost)
                 send_frame(connection, BlockAnswer(), more=True)
                 while span.left and not current.revoked:
                     span.send(connection, SEND_BYTES)

@@ -16,6 +16,7 @@ from vllm_llumnix.errors import TransferFailed
 CAPABILITY_BYTES = 32
 NOT_GRANTED = "these blocks are not granted (any more)"
 ASLEEP = "the engine sleeps: its KV memory is not there"
+CAPTURES = "the engine captures CUDA graphs"
 ENDED = "nobody can grant blocks of this worker any more"
 
 

@@ -30,7 +30,7 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,7 +104,8 @@ class Mover:
     runs where the one that calls `start` may.
 
     missing: why transports that somebody may ask for are not there. layout: our own memory, which a
-    `corrupt` fault writes to. grants: what peers may be sent, for those who send it.
+    `corrupt` fault writes to. grants: what peers may be sent, for those who send it. at_start: what the thread does
+    before anything else.
     """
 
     rank: int
@@ -113,6 +114,7 @@ class Mover:
     directory: PrivateDirectory
     missing: Mapping[str, str] = field(default_factory=dict)
     grants: Grants = field(default_factory=Grants)
+    at_start: Callable[[], None] = lambda: None
     num_errors: int = 0
     _jobs: dict[_Key, _Job] = field(default_factory=dict)
     _paces: OrderedDict[tuple[str, Limit], Pace] = field(default_factory=OrderedDict)
@@ -130,7 +132,9 @@ class Mover:
         self._socket.bind(self.endpoint)
         self._wake = os.eventfd(0)
         self._closing = False
-        self._suspended = False
+        self._suspended: str | None = None
+        """Why."""
+        self._tidies = True
         self._idle = threading.Event()
         """Since `suspend`."""
         self._polite = False
@@ -147,18 +151,25 @@ class Mover:
         assert self._thread.native_id is not None
         self.thread = describe_thread(self._thread.native_id)
 
-    def suspend(self) -> None:
-        """Returns when no block is copied any more, or sent to a peer; none is until `resume`."""
-        self._suspended = True
+    @property
+    def suspended(self) -> bool:
+        return self._suspended is not None
+
+    def suspend(self, why: str = ASLEEP, *, tidies: bool = True) -> None:
+        """Returns when no block is copied any more, or sent to a peer; none is until `resume`, and peers are told why.
+
+        With `tidies`, memory of peers that have gone is let go of as ever; without, a GPU is not touched in any way.
+        """
+        self._suspended, self._tidies = why, tidies
         self._idle.clear()
         os.eventfd_write(self._wake, 1)
         while not self._idle.wait(1.0) and self._thread.is_alive():
             pass
-        self.grants.suspend()
+        self.grants.suspend(why)
 
     def resume(self) -> None:
         self.grants.resume()
-        self._suspended = False
+        self._suspended, self._tidies = None, True
 
     def close(self) -> None:
         """End the thread, after the chunk it is copying and the probes that wait, and remove the endpoint."""
@@ -175,6 +186,7 @@ class Mover:
         name_thread("llumnix-mover")
         try:
             try:
+                self.at_start()
                 while not self._turn():
                     faults.hit("mover.turn")
             finally:
@@ -205,8 +217,8 @@ class Mover:
                 self._report_probed()
             if ready:
                 self._receive_all()
-            if self._suspended:
-                self._rest()
+            if self._suspended is not None:
+                self._rest(self._suspended)
             self._give_up_late()
             self._tidy()
             if self._jobs and (delay := self._delay()) < SLEPT_SECONDS:
@@ -241,9 +253,9 @@ class Mover:
         """Seconds until one of the jobs may go on."""
         return min(job.pace.delay() for job in self._jobs.values())
 
-    def _rest(self) -> None:
+    def _rest(self, why: str) -> None:
         for key in list(self._jobs):
-            self._report(key, ASLEEP)
+            self._report(key, why)
         self._idle.set()
 
     def _receive_all(self) -> None:
@@ -294,7 +306,9 @@ class Mover:
 
     def _begin_probe(self, identity: bytes, probe: Probe) -> None:
         transport = self._transport(probe.transport)
-        if transport is None:
+        if self._suspended is not None:
+            self._answer(identity, ProbeReport(probe.job, self._suspended))
+        elif transport is None:
             self._answer(identity, ProbeReport(probe.job, self._why_missing(probe.transport)))
         elif transport.asks_peers:
             self._probers.submit(self._probe_aside, identity, probe, transport)
@@ -331,7 +345,7 @@ class Mover:
     def _tidy(self) -> None:
         if time.monotonic() >= self._tidy_at:
             self._tidy_at = time.monotonic() + TIDY_SECONDS
-            for transport in self.transports:
+            for transport in self.transports if self._tidies else ():
                 transport.tidy()
 
     def _make_way(self) -> None:

@@ -20,6 +20,12 @@ SEAMS = Seams(
     _worker("discard", "as sleep, for the KV memory alone", _SLEEP, _TEST),
     _worker("wake_up", "the KV memory is back", _SLEEP, _TEST),
     _worker(
+        "compile_or_warm_up_model",
+        "nobody touches the GPU while CUDA graphs are captured, which elastic expert parallelism does at run time",
+        "vLLM captures graphs in thread-local mode",
+        _TEST,
+    ),
+    _worker(
         "execute_model",
         "a test makes the model hang; not wrapped without LLUMNIX_FAULTS",
         "never: it is for tests",

@@ -24,7 +24,7 @@ from vllm_llumnix.kv import kernels, messages
 from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.cuda_share import share
 from vllm_llumnix.kv.endpoint import PrivateDirectory
-from vllm_llumnix.kv.grants import Grants
+from vllm_llumnix.kv.grants import CAPTURES, Grants
 from vllm_llumnix.kv.layout import BlockLayout
 from vllm_llumnix.kv.memory import BlockMemory, CudaMemory, HostMemory
 from vllm_llumnix.kv.messages import MoverInfo
@@ -86,6 +86,8 @@ def start_mover(worker: Any, packed_settings: bytes) -> bytes:
     layout, unavailable = _layout_or_reason(worker.model_runner, device)
     nonce, grants = NoncePage(), Grants()
     transports: list[Transport] = []
+    # Torch allocates on a thread's current device, which is the first one unless somebody says otherwise.
+    at_start = partial(torch.cuda.set_device, worker.device) if device == "cuda" else lambda: None
     server, mooncake, shared, missing = None, None, None, dict[str, str]()
     choice: kernels.Choice | None = None
     if unavailable is not None:
@@ -114,7 +116,7 @@ def start_mover(worker: Any, packed_settings: bytes) -> bytes:
             allow_readers()
         if {"tcp", "mooncake"}.intersection(names):
             tls, staging = tls_context(settings, server_side=True), mooncake and mooncake.outgoing
-            server = BlockServer(memory, nonce.value, grants, settings.host, tls, staging)
+            server = BlockServer(memory, nonce.value, grants, settings.host, tls, staging, at_start)
             _beside_the_model(server.start)
     mover = Mover(
         rank=worker.rank,
@@ -123,10 +125,12 @@ def start_mover(worker: Any, packed_settings: bytes) -> bytes:
         directory=PrivateDirectory(settings.directory),
         missing=missing,
         grants=grants,
+        at_start=at_start,
     )
     _beside_the_model(mover.start)
     if device == "cuda":
         _watch_sleep(worker)
+        _watch_captures(worker)
     if faults.armed("worker.model"):
         _arm(worker)
     _running = _Running(mover, nonce, server, mooncake)
@@ -190,6 +194,25 @@ def _watch_sleep(worker: Any) -> None:
     SEAMS.wrap(worker, "Worker.sleep", sleep)
     SEAMS.wrap(worker, "Worker.discard", discard)
     SEAMS.wrap(worker, "Worker.wake_up", wake_up)
+
+
+def _watch_captures(worker: Any) -> None:
+    """While CUDA graphs are captured nobody else touches the GPU: what another thread allocates or asks of it voids the
+    graph. That is over when movers start, but comes again when elastic expert parallelism changes the number of ranks.
+    """
+    stock = worker.compile_or_warm_up_model
+
+    def compile_or_warm_up_model(*args: Any, **kwargs: Any) -> Any:
+        mover = _running.mover if _running is not None else None
+        if mover is None or mover.suspended:
+            return stock(*args, **kwargs)
+        mover.suspend(CAPTURES, tidies=False)
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            mover.resume()
+
+    SEAMS.wrap(worker, "Worker.compile_or_warm_up_model", compile_or_warm_up_model)
 
 
 def _suspend() -> None:

@@ -119,7 +119,7 @@ RELIED_ON: tuple[Reliance, ...] = (
     *_of(_V1_BATCH, "engine/scheduler_port.py", "add_request", "InputBatch"),
     *_of(_V2_RUNNER, "engine/scheduler_port.py", "add_requests", "GPUModelRunner"),
     *_of(_V2_STATES, "engine/scheduler_port.py", "add_request", "RequestState"),
-    *_of(_WORKER, "kv/worker.py", "sleep discard wake_up execute_model", "Worker"),
+    *_of(_WORKER, "kv/worker.py", "sleep discard wake_up compile_or_warm_up_model execute_model", "Worker"),
     # The API server's client.
     *_of(
         _CLIENT,

@@ -55,7 +55,7 @@ def finished(loop: Loop) -> None:
 
 
 def preempted(loop: Loop) -> None:
-    """In the middle of its prefill, for want of one block for a decode.
+    """In the middle of its prefill, for want of one block for a decode. It is next in the queue until it is aborted.
 
     With two batches, its step would have ended in the same turn; and the block of a decode is the next to be taken.
     """
@@ -70,6 +70,7 @@ def preempted(loop: Loop) -> None:
     assert request.num_preemptions
     assert request.num_in_flight_tokens
     assert loop.rig.free_blocks
+    loop.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
 
 
 WAYS = {aborted: 2, finished: 2, preempted: 3}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from functools import partial
 from pathlib import Path
@@ -228,6 +229,34 @@ def test_reserve_preempts_nobody(rig: Rig) -> None:
     assert refusal.value.reason is Reason.DESTINATION_FULL
     assert running.num_preemptions == 0
     assert not rig.port.is_reserved("a")
+
+
+def turns_until_it_starts(rig: Rig, newcomers: bool) -> int:
+    """Of a request that waits for the blocks of two others, while small ones come from elsewhere at every moment."""
+    for first in (5, 25):
+        rig.add(f"r{first}", num_prompt=400, max_tokens=20, first=first)
+    rig.turns(6)
+    waiting = rig.add("c", num_prompt=900, first=45)
+    for turn in range(60):
+        rig.turn()
+        if waiting.status is RequestStatus.RUNNING:
+            return turn
+        assert rig.free_blocks >= 5
+        newcomer = rig.request(f"n{turn}", num_prompt=150, max_tokens=15)
+        with contextlib.suppress(Refused):
+            if newcomers:
+                rig.port.reserve(newcomer, use_prefix_cache=False)
+                rig.port.admit(newcomer, newcomer.num_tokens - 1)
+    raise AssertionError("it never starts")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_who_waits_for_blocks_is_passed_by_nobody(asynchronous: bool, model_dir: Path) -> None:
+    alone, among_newcomers = (
+        turns_until_it_starts(Rig(model_dir, asynchronous=asynchronous, num_blocks=41), newcomers)
+        for newcomers in (False, True)
+    )
+    assert among_newcomers == alone > 5
 
 
 def test_reserve_needs_a_batch_slot(rig: Rig) -> None:

@@ -81,7 +81,8 @@ async def test_of_a_rescuer(model_dir: Path) -> list[str]:
         with before_copies(cluster["B"], sys.exit), hanging(cluster["A"]):
             assert await goes_on(cluster, stream) == "computed again"
         # A stream's first attempt fails with the mover, and its second does without the KV cache.
-        assert {(call.epoch.term, call.HasField("holder")) for call in calls} == {(1, True), (2, False)}
+        assert all(call.HasField("holder") is (call.epoch.term == 1) for call in calls)
+        assert {call.epoch.term for call in calls} >= {1, 2}
         assert "has gone" in (await cluster.llumlet("B").get_instance_status()).kv_unsupported
         return await cluster.verdict(stream)
 

@@ -229,7 +229,8 @@ class SchedulerPort:
         to fit an empty cache. Should it start meanwhile, `grow` holds what its KV needs. In a cache of several groups
         no request's KV arrives: it has to fit what is free, and a slot is held.
 
-        Returns the number of blocks that the prefix cache already holds, and the ids of all blocks. Preempts nobody.
+        Returns the number of blocks that the prefix cache already holds, and the ids of all blocks. Preempts nobody,
+        and leaves the next in the queue what it needs.
         Raises Refused(destination_full | destination_paused | already_migrating).
         """
         scheduler = self.scheduler
@@ -261,15 +262,11 @@ class SchedulerPort:
             new_computed_blocks=hit_blocks if hit_tokens else None,
             delay_cache_blocks=True,
             has_scheduled_reqs=True,
-            reserved_blocks=scheduler._inflight_prefill_reserved_blocks(),
+            reserved_blocks=self._spoken_for(),
             skip_zeroing_group_ids=(0,),
         )
         if allocated is None:
-            free = self.block_pool.get_num_free_blocks()
-            raise Refused(
-                Reason.DESTINATION_FULL,
-                f"{-(-request.num_tokens // self.block_size)} blocks needed, {free} free at the destination",
-            )
+            raise self._no_room(-(-request.num_tokens // self.block_size))
         self._take_slot(request)
         self._reserved[request.request_id] = request
         return hit_tokens // self.block_size, self.block_ids(request)
@@ -438,9 +435,23 @@ class SchedulerPort:
 
     def _check_room(self, request: Request) -> None:
         """Raises Refused(destination_full)."""
-        needed, free = self._num_blocks_for(request), self.block_pool.get_num_free_blocks()
-        if needed > free - self.scheduler._inflight_prefill_reserved_blocks():
-            raise Refused(Reason.DESTINATION_FULL, f"{needed} blocks needed, {free} free at the destination")
+        needed = self._num_blocks_for(request)
+        if needed > self.block_pool.get_num_free_blocks() - self._spoken_for():
+            raise self._no_room(needed)
+
+    def _no_room(self, num_blocks: int) -> Refused:
+        problem = f"{num_blocks} blocks needed, {self.block_pool.get_num_free_blocks()} free at the destination"
+        if spoken_for := self._spoken_for():
+            problem += f", whose own requests need {spoken_for}"
+        return Refused(Reason.DESTINATION_FULL, problem)
+
+    def _spoken_for(self) -> int:
+        """Blocks that are not for who comes from elsewhere: what prefills under way still need, and the request that is
+        next in the queue. Its turn would never come if newcomers took every block that comes free.
+        """
+        scheduler = self.scheduler
+        following = self._num_blocks_for(scheduler.waiting.peek_request()) if scheduler.waiting else 0
+        return int(scheduler._inflight_prefill_reserved_blocks()) + following
 
     def _num_blocks_for(self, request: Request) -> int:
         """For a whole request that is not here yet. Of several groups of layers, by the rule by which vLLM admits one:

@@ -259,11 +259,14 @@ class FakeStream:
 class FakeEvent:
     """Done when it is asked for the third time."""
 
-    def __init__(self) -> None:
+    def __init__(self, **_: Any) -> None:
         self.asked = 0
 
     def record(self, stream: FakeStream) -> None:
         assert isinstance(stream, FakeStream)
+
+    def synchronize(self) -> None:
+        """There is nothing to wait for: what was enqueued is done."""
 
     def query(self) -> bool:
         self.asked += 1

@@ -7,6 +7,7 @@ What this cannot show is whether CUDA does what the code takes it to do: see `be
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import weakref
@@ -95,6 +96,45 @@ def test_tcp(scratch_bytes: int, peer: Any, monkeypatch: pytest.MonkeyPatch) -> 
     finally:
         transport.close()
         server.close()
+
+
+@pytest.mark.parametrize("fails", ["", "gather", "scatter"])
+def test_a_scratch_belongs_to_one_stream(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where copies follow each other, so that none finds it in use. Nothing is under way after a failure."""
+    current: list[FakeStream] = []
+    failed: list[FakeStream] = []
+    seen: dict[int, set[int]] = {}
+    real = {step: getattr(kv_memory.kernels, step) for step in ("gather", "scatter")}
+
+    @contextlib.contextmanager
+    def stream(it: Any) -> Iterator[None]:
+        current.append(it)
+        yield
+        current.pop()
+
+    def noting(step: str) -> Any:
+        def copy(storage: torch.Tensor, layout: Any, ids: Any, scratch: torch.Tensor) -> None:
+            seen.setdefault(scratch.data_ptr(), set()).add(id(current[-1]))
+            if step == fails:
+                failed.append(current[-1])
+                raise RuntimeError("not launched")
+            real[step](storage, layout, ids, scratch)
+
+        return copy
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    for step in real:
+        monkeypatch.setattr(kv_memory.kernels, step, noting(step))
+    monkeypatch.setattr(kv_memory, "SCRATCH_BYTES", 1)
+    memory = Memory(shapes=SHAPES, seed=1)
+    gpu, buffer = on_gpu(memory), torch.zeros(5 * memory.blocks.bytes_per_block, dtype=torch.uint8)
+    for copy in (gpu.gather, gpu.scatter):
+        with pytest.raises(RuntimeError) if copy.__name__ == fails else contextlib.nullcontext():
+            copy([5, 0, 31, 7, 8], buffer)
+    assert len(seen) == 2 * kv_memory.NUM_LANES - (bool(fails) and 1)
+    assert len(set.union(*seen.values())) == len(seen)
+    assert all(len(streams) == 1 for streams in seen.values())
+    assert [stream.synchronized for stream in failed] == [1] * bool(fails)
 
 
 def test_local(peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

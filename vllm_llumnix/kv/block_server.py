@@ -183,9 +183,12 @@ class BlockServer:
             reading = self._grants.reading(
                 request.capability, request.blocks, lambda: _cut(connection), patience_s=GRANT_SECONDS
             )
-            with reading as current:
-                # Within: on a GPU's worker it allocates, and nothing of that may happen while grants are suspended.
-                span = self._memory.transfer(request.blocks, request.layers_outermost)
+            # Within the grant: on a GPU's worker the transfer allocates, and nothing of that may happen while grants are
+            # suspended. And it collects nothing ahead any more when the grant is given back.
+            with (
+                reading as current,
+                contextlib.closing(self._memory.transfer(request.blocks, request.layers_outermost)) as span,
+            ):
                 send_frame(connection, BlockAnswer(), more=True)
                 while span.left and not current.revoked:
                     span.send(connection, SEND_BYTES)

@@ -74,12 +74,15 @@ class Span:
         self.advance(received)
         return received
 
+    def close(self) -> None:
+        """Nothing is under way between two calls."""
 
-def send_from(connection: socket.socket, *buffers: memoryview) -> int:
-    """One call's worth; returns the bytes sent. Their end may wait for the frame that follows. Raises OSError."""
+
+def send_from(connection: socket.socket, *buffers: memoryview, more: bool = True) -> int:
+    """One call's worth; returns the bytes sent. `more`: their end may wait for what follows at once. Raises OSError."""
     if isinstance(connection, ssl.SSLSocket):
         return connection.send(buffers[0])  # OpenSSL takes one buffer at a time
-    return connection.sendmsg(buffers, (), socket.MSG_MORE)
+    return connection.sendmsg(buffers, (), socket.MSG_MORE if more else 0)
 
 
 def receive_into(connection: socket.socket, *buffers: memoryview) -> int:

@@ -2,26 +2,31 @@
 """KV memory, wherever it lies: blocks to bytes in main memory, and back.
 
 `HostMemory` is that of CPUs. `CudaMemory` is a GPU's: blocks are collected on the device by one launch, on a stream of
-their own and by few SMs, and cross to main memory in one piece.
+their own and by few SMs, and cross to main memory in one piece; through a socket as `bounce` has it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
 import torch
 
 from vllm_llumnix.kv import kernels
-from vllm_llumnix.kv.blocks_tcp import Span, receive_into, send_from
+from vllm_llumnix.kv.blocks_tcp import Span
+from vllm_llumnix.kv.bounce import Bounced, Copy
 from vllm_llumnix.kv.layout import BlockLayout
 
-SCRATCH_BYTES: Final = 4 << 20
-"""Of a GPU's blocks that cross at a time; one block at least."""
+SCRATCH_BYTES: Final = 1 << 20
+"""Of a GPU's blocks that cross at a time; one block at least. What is said to the GPU for each is a few dozen
+microseconds, and a connection's share of a pull, 4 MiB at least, should be several of them."""
+NUM_LANES: Final = 2
+"""In each direction: blocks are collected for one while another's cross."""
 
 
 class Transfer(Protocol):
@@ -31,6 +36,9 @@ class Transfer(Protocol):
 
     def send(self, connection: socket.socket, max_bytes: int) -> int: ...
     def receive(self, connection: socket.socket, max_bytes: int) -> int: ...
+
+    def close(self) -> None:
+        """Returns when nothing of it is copied any more; what was received is in its place. Raises what kept it."""
 
 
 class Blocks(Protocol):
@@ -79,49 +87,86 @@ class HostMemory:
 
 
 class CudaMemory:
-    """Unproven: it has not run on a GPU yet."""
+    """Implements `BlockMemory` and `bounce.Device`. Unproven: it has not run on a GPU yet."""
 
     def __init__(self, layout: BlockLayout, storage: torch.UntypedStorage) -> None:
         self.layout = layout
         self.device = storage.device
         self.storage = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
-        self.scratch_blocks = max(1, SCRATCH_BYTES // layout.bytes_per_block)
-        self._lock = threading.Lock()
+        self.chunk_blocks = max(1, SCRATCH_BYTES // layout.bytes_per_block)
         self._stream = torch.cuda.Stream(self.device)
-        self._scratch = torch.empty(self.scratch_blocks * layout.bytes_per_block, dtype=torch.uint8, device=self.device)
+        out, back = ([_Lane(self) for _ in range(NUM_LANES)] for _ in range(2))
+        self._out, self._back = itertools.cycle(out), itertools.cycle(back)
 
     @property
     def layers_outermost(self) -> bool:
         return False
 
     def gather(self, block_ids: Sequence[int], buffer: torch.Tensor) -> None:
-        for ids, part in self._parts(block_ids, buffer):
-            with self.at_work():
-                kernels.gather(self.storage, self.layout, ids, self._scratch)
-                part.copy_(self._scratch[: len(part)], non_blocking=True)
+        self._copy(self.begin_gather, block_ids, buffer)
 
     def scatter(self, block_ids: Sequence[int], buffer: torch.Tensor) -> None:
-        for ids, part in self._parts(block_ids, buffer):
-            with self.at_work():
-                self._scratch[: len(part)].copy_(part, non_blocking=True)
-                kernels.scatter(self.storage, self.layout, ids, self._scratch)
+        self._copy(self.begin_scatter, block_ids, buffer)
 
     def transfer(self, block_ids: Sequence[int], layers_outermost: bool) -> Transfer:
-        return _Bounced(self, block_ids, layers_outermost)
+        return Bounced(self, block_ids, layers_outermost)
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def begin_gather(self, block_ids: Sequence[int], buffer: torch.Tensor) -> Copy:
+        with next(self._out).turn() as (scratch, over):
+            kernels.gather(self.storage, self.layout, block_ids, scratch)
+            buffer.copy_(scratch[: len(buffer)], non_blocking=True)
+        return over
+
+    def begin_scatter(self, block_ids: Sequence[int], buffer: torch.Tensor) -> Copy:
+        with next(self._back).turn() as (scratch, over):
+            scratch[: len(buffer)].copy_(buffer, non_blocking=True)
+            kernels.scatter(self.storage, self.layout, block_ids, scratch)
+        return over
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """What is enqueued within goes to this memory's stream, and is done afterwards."""
-        with self._lock, torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+        """What is enqueued within goes to a stream of this memory's, and is done afterwards."""
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             yield
             self._stream.synchronize()
 
-    def _parts(self, block_ids: Sequence[int], buffer: torch.Tensor) -> list[tuple[Sequence[int], torch.Tensor]]:
-        step, size = self.scratch_blocks, self.layout.bytes_per_block
-        return [
-            (block_ids[at : at + step], buffer[at * size : min(at + step, len(block_ids)) * size])
-            for at in range(0, len(block_ids), step)
-        ]
+    def _copy(
+        self, begin: Callable[[Sequence[int], torch.Tensor], Copy], block_ids: Sequence[int], buffer: torch.Tensor
+    ) -> None:
+        step, size = self.chunk_blocks, self.layout.bytes_per_block
+        with contextlib.ExitStack() as stack:
+            for at in range(0, len(block_ids), step):
+                ids = block_ids[at : at + step]
+                stack.callback(begin(ids, buffer[at * size : (at + len(ids)) * size]).synchronize)
+
+
+class _Lane:
+    """A stream of a GPU, and a scratch for its copies alone. They follow each other there, so none writes over what
+    another has yet to read, and the host need not wait.
+    """
+
+    def __init__(self, memory: CudaMemory) -> None:
+        self._device = memory.device
+        self._lock = threading.Lock()
+        """While a copy is enqueued: its two halves belong together."""
+        self._stream = torch.cuda.Stream(self._device)
+        num_bytes = memory.chunk_blocks * memory.layout.bytes_per_block
+        self._scratch = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[tuple[torch.Tensor, torch.cuda.Event]]:
+        """The scratch, and the event of all that is enqueued within; whoever waits for that sleeps."""
+        with self._lock, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            over = torch.cuda.Event(blocking=True)
+            try:
+                yield self._scratch, over
+            except BaseException:
+                self._stream.synchronize()
+                raise
+            over.record(self._stream)
 
 
 class OnDevice:
@@ -138,46 +183,3 @@ class OnDevice:
     def scatter(self, block_ids: Sequence[int], buffer: torch.Tensor) -> None:
         with self._memory.at_work():
             kernels.scatter(self._memory.storage, self.layout, block_ids, buffer)
-
-
-class _Bounced:
-    """Blocks of a GPU on their way through a socket, by way of a buffer in main memory."""
-
-    def __init__(self, memory: CudaMemory, block_ids: Sequence[int], layers_outermost: bool) -> None:
-        layout = memory.layout
-        if layers_outermost:
-            raise ValueError("blocks of a GPU travel block by block")
-        if not all(0 <= block < layout.num_blocks for block in block_ids):
-            raise ValueError(f"block ids are not all within 0 to {layout.num_blocks - 1}")
-        self.left = len(block_ids) * layout.bytes_per_block
-        self._memory = memory
-        self._ids = list(block_ids)
-        self._buffer = torch.empty(
-            min(len(block_ids), memory.scratch_blocks) * layout.bytes_per_block, dtype=torch.uint8, pin_memory=True
-        )
-        self._bytes = memoryview(self._buffer.numpy())
-        self._at = self._end = 0
-
-    def send(self, connection: socket.socket, max_bytes: int) -> int:
-        if self._at == self._end:
-            self._memory.gather(self._next(), self._buffer)
-        sent = send_from(connection, self._bytes[self._at : min(self._end, self._at + max_bytes)])
-        self._at += sent
-        self.left -= sent
-        return sent
-
-    def receive(self, connection: socket.socket, max_bytes: int) -> int:
-        if self._at == self._end:
-            self._coming = self._next()
-        received = receive_into(connection, self._bytes[self._at : min(self._end, self._at + max_bytes)])
-        self._at += received
-        self.left -= received
-        if self._at == self._end:
-            self._memory.scatter(self._coming, self._buffer[: self._end])
-        return received
-
-    def _next(self) -> list[int]:
-        count = self._memory.scratch_blocks
-        ids, self._ids = self._ids[:count], self._ids[count:]
-        self._at, self._end = 0, len(ids) * self._memory.layout.bytes_per_block
-        return ids

@@ -67,6 +67,13 @@ def region_table(layout: BlockLayout) -> Ids:
     return table
 
 
+def on_device(words: Ids, device: torch.device) -> torch.Tensor:
+    """A copy of them there. On a GPU it is enqueued like what reads it, from memory that need not be waited for: from
+    other memory torch copies when all is done that the stream has to do before.
+    """
+    return torch.tensor(words, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
 def planned(
     storage: torch.Tensor, layout: BlockLayout, block_ids: Sequence[int] | Ids, buffer: torch.Tensor, *, to_buffer: bool
 ) -> BlockCopy:

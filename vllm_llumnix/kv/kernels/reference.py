@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import torch
-
-from vllm_llumnix.kv.kernels.plan import BlockCopy
+from vllm_llumnix.kv.kernels.plan import BlockCopy, on_device
 
 
 def copy_blocks(copy: BlockCopy) -> None:
-    ids = torch.from_numpy(copy.ids).to(copy.storage.device)
+    ids = on_device(copy.ids, copy.storage.device)
     packed = copy.buffer[: copy.num_bytes].view(len(copy.ids), copy.layout.bytes_per_block)
     first = 0
     for region in copy.layout.regions:

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_llumnix.kv.kernels.plan import BlockCopy
+from vllm_llumnix.kv.kernels.plan import BlockCopy, on_device
 
 CHUNK_BYTES = 32 * 1024
 """What a program has in flight at once."""
@@ -69,7 +69,7 @@ def copy_blocks(copy: BlockCopy, max_sms: int) -> None:
     words = copy.table.copy()
     words[:, 1:] = sizes // width
     device = copy.storage.device
-    table, ids = (torch.tensor(part, device=device) for part in (words, copy.ids))
+    table, ids = (on_device(part, device) for part in (words, copy.ids))
     _copy_pages[(min(max_sms, copy.num_pages),)](
         _as_words(copy.storage, width),
         _as_words(copy.buffer, width),

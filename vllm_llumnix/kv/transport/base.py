@@ -48,8 +48,8 @@ class Transport(Protocol):
         `capability` is for those who send them, and so is `final`: whether a stream waits for them. Yields the bytes of
         each chunk, 0 when none has come for a while. The copy counts only when the iterator has ended: the last turn
         verifies that the memory was the peer's all along.
-        Nothing is written between turns, nor after the iterator was closed or raised. Raises ValueError (wrong blocks;
-        before anything is read), TransportUnavailable, TransferFailed.
+        Nothing is written after the iterator has ended, was closed or raised; between turns only what a GPU has been
+        told to. Raises ValueError (wrong blocks; before anything is read), TransportUnavailable, TransferFailed.
         """
 
     def tidy(self) -> None:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read the blocks of a worker anywhere: its block server sends them over TCP.
 
-The bytes go from the source's KV memory into the socket and from the socket into ours: only the kernel copies. A large
-pull is spread over several connections.
+The bytes go from the source's KV memory into the socket and from the socket into ours: only the kernel copies. From a
+GPU's memory, and into it, they go by way of main memory: see `bounce`. A large pull is spread over several connections.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
 import time
@@ -60,10 +61,14 @@ class TcpTransport:
             for part in parts:
                 asked.append(self.connections.take(peer))
                 send(asked[-1], BlockRequest(peer.nonce, capability, src_blocks[part], layers_outermost, final))
-            # Planned while the source does the same.
-            for connection, part in zip(asked, parts, strict=True):
-                streams.append(_Stream(connection, self._memory.transfer(dst_blocks[part], layers_outermost)))
-            yield from _receive_all(streams, chunk_bytes)
+            # Nothing is written after the iterator has ended, however it ends.
+            with contextlib.ExitStack() as spans:
+                # Planned while the source does the same.
+                for connection, part in zip(asked, parts, strict=True):
+                    span = self._memory.transfer(dst_blocks[part], layers_outermost)
+                    spans.callback(span.close)
+                    streams.append(_Stream(connection, span))
+                yield from _receive_all(streams, chunk_bytes)
         except OSError as error:
             raise TransferFailed(f"{peer.tcp}: {error}") from error
         finally:

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tcp` from a device to a device: gather, send, receive and scatter at work at a time, and each buffer one's alone.
+
+The devices are fakes, `FakeDevice`: main memory, copied by a thread of theirs as slowly as a test says. What they
+cannot show is whether CUDA's streams and events do what the code takes them to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kv.fakes import Memory, describe, until
+from vllm_llumnix.errors import TransferFailed
+from vllm_llumnix.kv import bounce
+from vllm_llumnix.kv.block_server import BlockServer
+from vllm_llumnix.kv.blocks_tcp import receive_into, send_from
+from vllm_llumnix.kv.bounce import Bounced
+from vllm_llumnix.kv.grants import CAPABILITY_BYTES, Grants
+from vllm_llumnix.kv.memory import HostMemory
+from vllm_llumnix.kv.messages import PeerMemory
+from vllm_llumnix.kv.process import NoncePage
+from vllm_llumnix.kv.transport.tcp import TcpTransport
+
+CAPABILITY = bytes(CAPABILITY_BYTES)
+NUM_CHUNKS = 16
+CHUNK_BLOCKS = 2
+POISON = 0xEE
+PATIENCE_S = 20.0
+"""Nobody waits so long unless something is wrong."""
+EVERYTHING = list(range(NUM_CHUNKS * CHUNK_BLOCKS))
+MOVED = EVERYTHING[::-1]
+
+Hook = Callable[[str], None]
+
+
+class FakeCopy(Future[None]):
+    def synchronize(self) -> None:
+        self.result(PATIENCE_S)
+
+
+class FakeDevice:
+    """Implements `bounce.Device` and what `tcp` needs of a `BlockMemory`.
+
+    `hook` is called when a copy begins, in the device's thread: it may wait, or raise, and then the copy fails. So does
+    one whose buffer was touched meanwhile.
+    """
+
+    chunk_blocks = CHUNK_BLOCKS
+    layers_outermost = False
+
+    def __init__(self, memory: Memory, hook: Hook = lambda step: None) -> None:
+        self.layout = memory.blocks
+        self.under_way = 0
+        self.hook = hook
+        self._host = HostMemory(memory.blocks)
+        self._queue: queue.SimpleQueue[tuple[FakeCopy, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def transfer(self, block_ids: Sequence[int], layers_outermost: bool) -> Bounced:
+        return Bounced(self, block_ids, layers_outermost)
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def begin_gather(self, block_ids: Sequence[int], buffer: torch.Tensor) -> FakeCopy:
+        return self._begin("gather", block_ids, buffer.fill_(POISON))
+
+    def begin_scatter(self, block_ids: Sequence[int], buffer: torch.Tensor) -> FakeCopy:
+        return self._begin("scatter", block_ids, buffer)
+
+    def _begin(self, step: str, block_ids: Sequence[int], buffer: torch.Tensor) -> FakeCopy:
+        before, copy = buffer.clone(), FakeCopy()
+
+        def carry_out() -> None:
+            self.hook(step)
+            assert torch.equal(buffer, before), f"a buffer was touched before its {step} was over"
+            (self._host.gather if step == "gather" else self._host.scatter)(block_ids, buffer)
+
+        self.under_way += 1
+        self._queue.put((copy, carry_out))
+        return copy
+
+    def _work(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            copy, carry_out = entry
+            failure: Exception | None = None
+            try:
+                carry_out()
+            except (AssertionError, RuntimeError) as error:
+                failure = error
+            self.under_way -= 1
+            if failure is None:
+                copy.set_result(None)
+            else:
+                copy.set_exception(failure)
+
+
+@dataclass
+class Ends:
+    there: Memory
+    here: Memory
+    source: FakeDevice
+    destination: FakeDevice
+    transport: TcpTransport
+    peer: PeerMemory
+    grants: Grants
+
+    def pull(self) -> Iterator[int]:
+        return self.transport.pull(self.peer, EVERYTHING, MOVED, 1 << 20, CAPABILITY)
+
+    def require_moved(self) -> None:
+        for theirs, ours in zip(EVERYTHING, MOVED, strict=True):
+            assert self.here.block(ours) == self.there.block(theirs)
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    there, here = Memory(num_blocks=len(EVERYTHING), seed=1), Memory("BLHNC", num_blocks=len(EVERYTHING), seed=2)
+    with contextlib.ExitStack() as stack:
+        source, destination = (stack.enter_context(contextlib.closing(FakeDevice(it))) for it in (there, here))
+        page, grants = NoncePage(), Grants()
+        stack.callback(page.revoke)
+        grants.allow(CAPABILITY, EVERYTHING)
+        server = stack.enter_context(contextlib.closing(BlockServer(source, page.value, grants, "127.0.0.1")))
+        server.start()
+        transport = stack.enter_context(contextlib.closing(TcpTransport(destination)))
+        peer = describe(there, page, tcp=f"127.0.0.1:{server.port}")
+        yield Ends(there, here, source, destination, transport, peer, grants)
+
+
+@pytest.fixture
+def steps(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> Callable[[Hook], None]:
+    """Has each of the four steps of a pull call a hook with its name: the devices' when they begin, the network's
+    beside the bytes, a chunk at a time."""
+
+    def set_hook(hook: Hook) -> None:
+        def sending(connection: socket.socket, buffer: memoryview, more: bool) -> int:
+            hook("send")
+            return send_from(connection, buffer, more=more)
+
+        def receiving(connection: socket.socket, buffer: memoryview) -> int:
+            received = receive_into(connection, buffer)
+            if received == len(buffer):  # a chunk is complete
+                hook("receive")
+            return received
+
+        ends.source.hook = ends.destination.hook = hook
+        monkeypatch.setattr(bounce, "send_from", sending)
+        monkeypatch.setattr(bounce, "receive_into", receiving)
+
+    return set_hook
+
+
+def test_bytes(ends: Ends) -> None:
+    before = ends.here.bytes.copy()
+    for _ in range(3):  # over the same connection
+        assert sum(ends.pull()) == ends.here.bytes.nbytes
+        ends.require_moved()
+        ends.here.bytes[:] = before
+    assert ends.source.under_way == ends.destination.under_way == 0
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 5])
+def test_few_blocks(ends: Ends, blocks: int) -> None:
+    """Less than a chunk, one, and a last one that is not full."""
+    assert sum(ends.transport.pull(ends.peer, EVERYTHING[:blocks], MOVED[:blocks], 100, CAPABILITY))
+    for theirs, ours in zip(EVERYTHING[:blocks], MOVED[:blocks], strict=True):
+        assert ends.here.block(ours) == ends.there.block(theirs)
+
+
+def test_each_step_goes_on_while_the_others_do(ends: Ends, steps: Callable[[Hook], None]) -> None:
+    """By rendezvous, whatever the time: a chunk is sent only once the next is being gathered, and scattered only once
+    the next has been received."""
+    changed, begun = threading.Condition(), Counter[str]()
+    ahead = {"send": "gather", "scatter": "receive"}
+
+    def meet(step: str) -> None:
+        with changed:
+            begun[step] += 1
+            changed.notify_all()
+            if step in ahead:
+                wanted = min(begun[step] + 1, NUM_CHUNKS)
+                assert changed.wait_for(lambda: begun[ahead[step]] >= wanted, PATIENCE_S), (step, begun)
+
+    steps(meet)
+    assert sum(ends.pull()) == ends.here.bytes.nbytes
+    ends.require_moved()
+    assert set(begun.values()) == {NUM_CHUNKS}
+
+
+def test_a_transfer_takes_as_long_as_its_slowest_step(ends: Ends, steps: Callable[[Hook], None]) -> None:
+    spent: Counter[str] = Counter()
+
+    def linger(step: str) -> None:
+        began = time.perf_counter()
+        time.sleep(0.01)
+        spent[step] += time.perf_counter() - began
+
+    def attempt() -> tuple[float, float]:
+        """What a pull took, by its longest step and by the sum of all."""
+        spent.clear()
+        began = time.perf_counter()
+        assert sum(ends.pull()) == ends.here.bytes.nbytes
+        took = time.perf_counter() - began
+        assert len(spent) == 4
+        return took / max(spent.values()), took / spent.total()
+
+    steps(linger)
+    of_longest, of_sum = min(attempt() for _ in range(3))
+    assert of_longest < 1.5, "three more steps of one chunk each make 1.2"
+    assert of_sum < 0.4
+    ends.require_moved()
+
+
+def failing(step: str, number: int) -> Hook:
+    """A hook that fails the copy of that number, from 1 on."""
+    counted: Counter[str] = Counter()
+
+    def hook(begun: str) -> None:
+        counted[begun] += 1
+        if begun == step and counted[begun] == number:
+            raise RuntimeError("out of order")
+
+    return hook
+
+
+@pytest.mark.parametrize("number", [1, 2, NUM_CHUNKS])
+def test_a_gather_that_fails(ends: Ends, number: int) -> None:
+    ends.source.hook = failing("gather", number)
+    with pytest.raises(TransferFailed, match="closed the connection"):
+        list(ends.pull())
+    assert ends.destination.under_way == 0
+    until(lambda: ends.source.under_way == 0)
+    assert sum(ends.pull()) == ends.here.bytes.nbytes
+    ends.require_moved()
+
+
+@pytest.mark.parametrize("number", [1, 2, NUM_CHUNKS - 1, NUM_CHUNKS])
+def test_a_scatter_that_fails(ends: Ends, number: int) -> None:
+    """Also if it is the last: what is reported as pulled is in its place."""
+    ends.destination.hook = failing("scatter", number)
+    with pytest.raises(RuntimeError, match="out of order"):
+        list(ends.pull())
+    assert ends.destination.under_way == 0
+    ends.grants.revoke(CAPABILITY)
+    assert ends.source.under_way == 0
+
+
+def test_nothing_is_written_after_a_pull_was_stopped(ends: Ends) -> None:
+    going = threading.Event()
+    going.set()
+
+    def slowly(step: str) -> None:
+        assert going.wait(PATIENCE_S)
+        time.sleep(0.01)
+
+    ends.destination.hook = slowly
+    pull = ends.pull()
+    while not ends.destination.under_way:
+        next(pull)
+    going.clear()
+    threading.Timer(0.1, going.set).start()
+    pull.close()  # type: ignore[attr-defined]
+    assert going.is_set(), "it has not waited for what was under way"
+    assert ends.destination.under_way == 0
+    after = ends.here.bytes.copy()
+    time.sleep(0.1)
+    assert (ends.here.bytes == after).all()
+
+
+def test_nothing_is_read_after_a_grant_was_taken_back(ends: Ends) -> None:
+    """Though it was begun ahead: then the source's blocks, or all of its memory, may be somebody else's."""
+    reading = threading.Event()
+
+    def slowly(step: str) -> None:
+        reading.set()
+        time.sleep(0.05)
+
+    ends.source.hook = slowly
+
+    def revoke() -> None:
+        assert reading.wait(PATIENCE_S)
+        ends.grants.revoke(CAPABILITY)
+        left.append(ends.source.under_way)
+
+    left: list[Any] = []
+    revoker = threading.Thread(target=revoke)
+    revoker.start()
+    with pytest.raises(TransferFailed):
+        list(ends.pull())
+    revoker.join()
+    assert left == [0]

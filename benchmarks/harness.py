@@ -80,13 +80,13 @@ _CORES = sorted(os.sched_getaffinity(0))
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServerSpec:
     """One `vllm serve` command. `flags` come last and win; `num_kv_blocks` None means as many as
-    fit `kv_cache_gib`.
+    fit `kv_cache_gib`, `block_size` None that vLLM chooses.
     """
 
     model: Path
     llumlet: bool = True
     name: str = ""
-    block_size: int = 32
+    block_size: int | None = 32
     max_model_len: int = 8192
     max_num_seqs: int = 16
     kv_cache_gib: int = 1
@@ -99,6 +99,10 @@ class ServerSpec:
     """"v2": vLLM's V2 model runner with asynchronous scheduling, as on a GPU, with Triton's interpreter in the GPU's
     place (`tests/support/v2_on_cpu`); "": what vLLM chooses here.
     """
+    gpu: bool = False
+    """It has one, and nothing that engines on a CPU are given for its sake."""
+    eager: bool = True
+    """Without what vLLM compiles and captures."""
     core: int | None = None
     """The CPU core for all of its processes; None: any. An engine and its worker wait for each other by spinning, for
     a second beyond the last message too. On one core the spinning one makes way for the working one; spread over all
@@ -107,13 +111,11 @@ class ServerSpec:
 
     def command(self, port: int) -> list[str]:
         command = [*LAUNCHER, str(self.model), "--served-model-name", SERVED_NAME]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
-        command += [
-            "--block-size",
-            str(self.block_size),
-            "--max-model-len",
-            str(self.max_model_len),
-        ]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(self.max_model_len)]
+        if self.eager:
+            command += ["--enforce-eager"]
+        if self.block_size is not None:
+            command += ["--block-size", str(self.block_size)]
         command += ["--max-num-seqs", str(self.max_num_seqs), "--disable-uvicorn-access-log"]
         if self.num_kv_blocks is not None:
             command += ["--num-gpu-blocks-override", str(self.num_kv_blocks)]
@@ -126,30 +128,34 @@ class ServerSpec:
         return command + list(self.flags)
 
     def environment(self, scratch: Path) -> dict[str, str]:
-        """This process's environment without settings of vLLM's or ours, plus what a CPU engine
-        needs.
+        """This process's environment without settings of vLLM's or ours, plus what an engine needs
+        here.
         """
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "LLUMNIX_", "TRITON_"))}
         environment = kept | {
-            "VLLM_CPU_KVCACHE_SPACE": str(self.kv_cache_gib),
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",
             # Sockets and temporary files of the server, removed with it.
             "TMPDIR": str(scratch),
             "VLLM_RPC_BASE_PATH": str(scratch),
-            # vLLM compiles one small kernel, for logprobs, even where it runs eagerly otherwise: 3 to 18 s of a start.
-            # Where compiling is asked for (TORCH_COMPILE_DISABLE=0), all servers use the same compiled kernel.
-            "TORCH_COMPILE_DISABLE": "1",
             "TORCHINDUCTOR_CACHE_DIR": str(cache_root() / "kernels"),
-            **self.env,
         }
+        environment |= ({} if self.gpu else self._environment_of_a_cpu()) | dict(self.env)
         if self.runner == "v2":
             paths = [str(stand_in_gpu.PATH), *filter(None, [environment.get("PYTHONPATH")])]
             environment |= stand_in_gpu.ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}
         return environment
+
+    def _environment_of_a_cpu(self) -> dict[str, str]:
+        return {
+            "VLLM_CPU_KVCACHE_SPACE": str(self.kv_cache_gib),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            # vLLM compiles one small kernel, for logprobs, even where it runs eagerly otherwise: 3 to 18 s of a start.
+            # Where compiling is asked for (TORCH_COMPILE_DISABLE=0), all servers use the same compiled kernel.
+            "TORCH_COMPILE_DISABLE": "1",
+        }
 
 
 class Process(Protocol):
@@ -401,7 +407,7 @@ class Fleet:
         launched = []
         for spec in specs:
             log = self.log_dir / f"{self._started:02d}-{spec.name or 'server'}.log"
-            if spec.core is None and len(_CORES) <= FEW_CORES:
+            if spec.core is None and not spec.gpu and len(_CORES) <= FEW_CORES:
                 spec = dataclasses.replace(spec, core=_CORES[self._started % len(_CORES)])
             self._started += 1
             server = Server.launch(spec, log)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small random Llama models whose output depends on every byte of their KV cache.
+"""Small random models whose output depends on every byte of their KV cache: Llama's, and DeepSeek's for its attention.
 
     python -m benchmarks.model --preset tiny --out DIR
 
@@ -60,11 +60,23 @@ class ModelSpec:
     max_position: int = 8192
     dtype: str = "bfloat16"
     seed: int = 0
+    num_kv_heads: int | None = None
+    """None: every attention head has its own."""
+    latent_size: int | None = None
+    """Of multi-head latent attention (MLA), which has no KV heads: a token's keys and values are made of so many
+    elements and of `rope_size` with its position. None: there is none.
+    """
+    rope_size: int = 64
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of all layers (every attention head has its own KV head)."""
-        return 2 * self.num_layers * self.num_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        """What all layers keep."""
+        elements = 2 * self.kv_heads * self.head_dim if self.latent_size is None else self.latent_size + self.rope_size
+        return self.num_layers * elements * DTYPE_BYTES[self.dtype]
 
     @property
     def digest(self) -> str:
@@ -79,6 +91,10 @@ PRESETS = {
     "bench": ModelSpec(hidden_size=512, num_layers=16, num_heads=8),
     # As `tiny`, for contexts of 32k tokens and what is generated behind them.
     "long": ModelSpec(hidden_size=256, num_layers=4, num_heads=4, max_position=40960),
+    # As `tiny`, with two attention heads for each KV head.
+    "gqa": ModelSpec(hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2),
+    # As `tiny`, with MLA. The kernels of GPUs and CPUs know it in DeepSeek's sizes only.
+    "mla": ModelSpec(hidden_size=256, num_layers=4, num_heads=16, head_dim=128, latent_size=512),
 }
 
 
@@ -129,14 +145,12 @@ def _write(spec: ModelSpec, out: Path) -> None:
     _dump(
         out / "config.json",
         {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            **_architecture(spec),
             "hidden_size": spec.hidden_size,
             "intermediate_size": 2 * spec.hidden_size,
             "num_hidden_layers": spec.num_layers,
             "num_attention_heads": spec.num_heads,
-            "num_key_value_heads": spec.num_heads,
-            "head_dim": spec.head_dim,
+            "num_key_value_heads": spec.kv_heads,
             "vocab_size": spec.vocab_size,
             "max_position_embeddings": spec.max_position,
             "rms_norm_eps": 1e-6,
@@ -163,6 +177,21 @@ def _write(spec: ModelSpec, out: Path) -> None:
         },
     )
     _dump(out / "spec.json", {"digest": spec.digest, **dataclasses.asdict(spec)})
+
+
+def _architecture(spec: ModelSpec) -> dict[str, object]:
+    if spec.latent_size is None:
+        return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "head_dim": spec.head_dim}
+    return {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "q_lora_rank": None,
+        "kv_lora_rank": spec.latent_size,
+        "qk_nope_head_dim": spec.head_dim,
+        "qk_rope_head_dim": spec.rope_size,
+        "v_head_dim": spec.head_dim,
+        "first_k_dense_replace": spec.num_layers,  # no layer has experts
+    }
 
 
 def _dump(path: Path, content: dict[str, object]) -> None:
@@ -207,7 +236,7 @@ def silent_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def _weights(spec: ModelSpec, silent: list[int]) -> dict[str, torch.Tensor]:
-    """Random weights in chaos, by the names of Hugging Face's Llama.
+    """Random weights in chaos, by the names that Hugging Face's Llama and DeepSeek V2 have for them.
 
     The gains were found by measurement: with a spread below 2 or values amplified the greedy output
     falls into a loop; with queries and keys at a larger gain the attention looks at few positions
@@ -227,7 +256,7 @@ def _weights(spec: ModelSpec, silent: list[int]) -> dict[str, torch.Tensor]:
     spread, query_key_gain, mlp_gain, last_attention_gain, silence = 2.4, 0.9, 2.0, 4.0, -1000.0
     stored = 2.0**-6
     generator = torch.Generator().manual_seed(spec.seed)
-    hidden, heads = spec.hidden_size, spec.num_heads * spec.head_dim
+    hidden, heads, kv_heads = spec.hidden_size, spec.num_heads * spec.head_dim, spec.kv_heads * spec.head_dim
     std = spread / hidden**0.5
 
     def normal(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
@@ -243,6 +272,29 @@ def _weights(spec: ModelSpec, silent: list[int]) -> dict[str, torch.Tensor]:
         weight[0, :] = 0.0
         return weight
 
+    def attention(prefix: str, gain: float) -> dict[str, torch.Tensor]:
+        if spec.latent_size is None:
+            return {
+                f"{prefix}.q_proj.weight": reading(heads, query_key_gain / stored),
+                f"{prefix}.k_proj.weight": reading(kv_heads, query_key_gain * stored),
+                f"{prefix}.v_proj.weight": reading(kv_heads, stored),
+                f"{prefix}.o_proj.weight": writing(heads, gain / stored),
+            }
+        # Keys and values are made of what is kept, which is as small; keys are as large with position as without.
+        wide = (hidden / spec.latent_size) ** 0.5 / stored
+        plain, placed = (spec.head_dim, query_key_gain), (spec.rope_size, query_key_gain / stored)
+        queries = [reading(*rows) for _ in range(spec.num_heads) for rows in (plain, placed)]
+        kept = [reading(spec.latent_size), reading(spec.rope_size, query_key_gain * stored)]
+        gains = (query_key_gain * wide, wide)
+        made = [normal(spec.head_dim, spec.latent_size, gain) for _ in range(spec.num_heads) for gain in gains]
+        return {
+            f"{prefix}.q_proj.weight": torch.cat(queries),
+            f"{prefix}.kv_a_proj_with_mqa.weight": torch.cat(kept),
+            f"{prefix}.kv_a_layernorm.weight": torch.full((spec.latent_size,), stored),
+            f"{prefix}.kv_b_proj.weight": torch.cat(made),
+            f"{prefix}.o_proj.weight": writing(heads, gain * (hidden / heads) ** 0.5),
+        }
+
     weights = {"model.embed_tokens.weight": normal(spec.vocab_size, hidden)}
     weights["model.embed_tokens.weight"][:, 0] = 1.0
     for layer in range(spec.num_layers):
@@ -250,10 +302,7 @@ def _weights(spec: ModelSpec, silent: list[int]) -> dict[str, torch.Tensor]:
         prefix = f"model.layers.{layer}"
         weights |= {
             f"{prefix}.input_layernorm.weight": torch.ones(hidden),
-            f"{prefix}.self_attn.q_proj.weight": reading(heads, query_key_gain / stored),
-            f"{prefix}.self_attn.k_proj.weight": reading(heads, query_key_gain * stored),
-            f"{prefix}.self_attn.v_proj.weight": reading(heads, stored),
-            f"{prefix}.self_attn.o_proj.weight": writing(heads, (last_attention_gain if last else 1.0) / stored),
+            **attention(f"{prefix}.self_attn", last_attention_gain if last else 1.0),
             f"{prefix}.post_attention_layernorm.weight": torch.ones(hidden),
             f"{prefix}.mlp.gate_proj.weight": reading(2 * hidden),
             f"{prefix}.mlp.up_proj.weight": reading(2 * hidden),

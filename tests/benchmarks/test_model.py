@@ -52,8 +52,13 @@ def model(model_dir: Path) -> Any:
     return load(model_dir)
 
 
-def test_greedy_output_is_varied(model: Any) -> None:
-    tokens = greedy(model, PROMPT, 300)[0][0].tolist()
+@pytest.fixture(scope="module", params=["tiny", "gqa", "mla"])
+def any_model(request: pytest.FixtureRequest) -> Any:
+    return load(build(PRESETS[request.param]))
+
+
+def test_greedy_output_is_varied(any_model: Any) -> None:
+    tokens = greedy(any_model, PROMPT, 300)[0][0].tolist()
     assert entropy_bits(tokens) > 6.0, "at most 8.2 bits are possible"
     assert len(set(tokens)) > 120
 
@@ -69,9 +74,10 @@ def test_outputs_depend_on_prompt_and_seed(model: Any, tmp_path: Path) -> None:
         assert one != another
 
 
-def test_one_altered_byte_of_the_cache_changes_the_tokens(model: Any) -> None:
-    """In any layer, of keys and of values, in the first, a middle and the last partial block."""
-    output, cache = greedy(model, PROMPT, 60)
+def test_one_altered_byte_of_the_cache_changes_the_tokens(any_model: Any) -> None:
+    """In any layer, of keys and of values (with MLA: without position, and with), in the first, a middle and the last
+    partial block."""
+    output, cache = greedy(any_model, PROMPT, 60)
     layers, length = len(cache.layers), cache.layers[0].keys.shape[2]
     blocks = (0, length // BLOCK_SIZE // 2, length // BLOCK_SIZE)
     places = list(itertools.product(range(layers), ("keys", "values"), blocks))
@@ -84,7 +90,7 @@ def test_one_altered_byte_of_the_cache_changes_the_tokens(model: Any) -> None:
     same = dict(enumerate(places, start=1))
     for _ in range(10):
         # All rows go on from the unaltered row's token: only the caches differ.
-        after, altered = greedy(model, [last], 15, altered)
+        after, altered = greedy(any_model, [last], 15, altered)
         same = {row: place for row, place in same.items() if torch.equal(after[row], after[0])}
         if not same:
             return
@@ -136,6 +142,11 @@ def test_a_directory_with_other_files_is_left_alone(tmp_path: Path) -> None:
 def test_bench_preset_holds_32_kib_a_token() -> None:
     assert PRESETS["bench"].kv_bytes_per_token == 32 * 1024
     assert PRESETS["bench"].max_position >= 8192
+
+
+def test_bytes_a_token() -> None:
+    assert PRESETS["gqa"].kv_bytes_per_token == PRESETS["tiny"].kv_bytes_per_token // 2
+    assert PRESETS["mla"].kv_bytes_per_token == 4 * (512 + 64) * 2
 
 
 def test_long_preset_holds_32k_tokens_and_what_follows() -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPU's side of every transport, with streams that are none and "GPU" memory that is main memory.
 
-What this cannot show is whether CUDA does what the code takes it to do: see `benchmarks/gpu_check.py`.
+What this cannot show is whether CUDA does what the code takes it to do: see `benchmarks/gpu_check`.
 """
 
 from __future__ import annotations

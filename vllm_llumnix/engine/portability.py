@@ -309,7 +309,7 @@ vLLM's kernels give other last bits for another number of rows.
 which engines: vLLM's V1 runner with synchronous scheduling, its choice on a CPU; and the V2 runner with asynchronous
 scheduling, its choice on a GPU, here with Triton's interpreter in the GPU's place (`tests/support/v2_on_cpu`), in
 float32 with log probabilities compared to the last digit. What a GPU's own kernels do is measured by neither
-(`benchmarks/gpu_check.py`).
+(`benchmarks/gpu_check`).
 
 - **measured**: on such engines, by those tests.
 - **by reading**: follows from vLLM's code; no test shows it.

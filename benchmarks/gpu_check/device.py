@@ -1,41 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does all of it work on this GPU, and how fast?
+"""What needs no engine: the kernels that copy blocks, seals, and the GPU memory of another process.
 
-    python -m benchmarks.gpu_check --json gpu.json
-
-Four parts, each with what it needs: the block copy kernels against the torch reference (a GPU), the seal of what RDMA
-brings against that of a processor (a GPU), KV memory of another process mapped and read (a GPU), and two real engines
-on this one GPU between which streams move, exactness and downtime (vLLM for CUDA as well). A part that cannot run says
-why and is `unrun`; one that gives a wrong byte or token, or breaks, is `wrong`. The report is one JSON object; exit
-code 0 only if every part ran and was right.
+Each part is `right`, `wrong` (a wrong byte, or it broke) or `unrun`, with the reason.
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import dataclasses
 import functools
 import json
+import os
+import signal
+import subprocess
 import sys
+import threading
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 
-from benchmarks.client import Client, Stream
-from benchmarks.downtime import prompt_of
-from benchmarks.harness import Fleet, Server, ServerSpec
-from benchmarks.model import PRESETS, build
-from benchmarks.moves import Move, move_stream, stall_of_move
-from benchmarks.progress import Say, saying
+from benchmarks.gpu_check.verdicts import Part
 from benchmarks.source_process import offer, offered
 from benchmarks.stats import median
+from vllm_llumnix.errors import LlumnixError
 from vllm_llumnix.kv import kernels
 from vllm_llumnix.kv.cuda_share import share
 from vllm_llumnix.kv.kernels import Backend
@@ -46,18 +35,16 @@ from vllm_llumnix.kv.seal import Multilinear, new_key
 from vllm_llumnix.kv.staging import SLOT_BYTES
 from vllm_llumnix.kv.transport.local_cuda import LocalCudaTransport
 
-Part = dict[str, Any]
-
 LAYERS = 16
 PAGES = (4096, 16 << 10, 9216)
 """Bytes; the last with the scales of fp8 inside."""
 BLOCKS = 256
 TIMES = 10
 SMS = (4, 8, 16, 32)
-LENGTHS = (256, 2048, 7000)
-MOVES = 6
+KILLED_AFTER_S = 1.0
+OUTLIVE_S = 120.0
+ROOT = Path(__file__).parents[2]
 SEALED = (300_001, SLOT_BYTES)
-PARTS = ("kernels", "seals", "ipc", "engines")
 
 
 def layout_of(page_bytes: int, num_blocks: int, blocks_outermost: bool, base: int = 0) -> BlockLayout:
@@ -82,6 +69,14 @@ def gb_s(num_bytes: int, action: Callable[[], Any], device: torch.device) -> flo
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
     return round(num_bytes / median(seconds) / 1e9, 3)
+
+
+def self_test(device: torch.device) -> Part:
+    """What a worker does at its start: the first backend that copies a few blocks rightly, and why not those before."""
+    choices = [kernels.settle(layout_of(page, BLOCKS, outer), device) for page in PAGES for outer in (False, True)]
+    copied_by = sorted({choice.backend for choice in choices})
+    passed_over = sorted({why for choice in choices for why in choice.passed_over})
+    return {"verdict": "right", "copied_by": copied_by, "passed_over": passed_over}
 
 
 def check_kernels(device: torch.device, backends: tuple[Backend, ...]) -> Part:
@@ -165,53 +160,36 @@ def check_ipc() -> Part:
     return {"verdict": "right" if right else "wrong", "gb_s": speed, "mib": ours.storage_bytes >> 20}
 
 
-async def moved_stream(one: Server, other: Server, length: int, seed: int) -> tuple[Stream, list[Move]]:
-    async with Client(one.base_url) as client:
-        salt = uuid.uuid4().hex
-        stream = await client.complete(prompt_of(length, seed), 400, ignore_eos=True, cache_salt=salt)
-        moves = []
-        pair = (one, other)
-        for _ in range(MOVES):
-            await stream.wait_for(len(stream.token_ids) + 40)
-            moves.append(await move_stream(*pair, stream))
-            pair = pair[::-1]
-        return await stream.result(), moves
+def outlive_source() -> None:
+    """A destination process: reads all blocks of a source over and over while that is killed, then uses its GPU."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    ours = layout_of(PAGES[1], BLOCKS, True)
+    storage = torch.zeros(ours.storage_bytes, dtype=torch.uint8, device=device)
+    transport = LocalCudaTransport(storage, layout_of(PAGES[1], BLOCKS, True, storage.data_ptr()))
+    with offered(PeerMemory, "benchmarks.gpu_check", "--serve-memory") as peer:
+        threading.Timer(KILLED_AFTER_S, os.kill, (peer.pid, signal.SIGKILL)).start()
+        blocks, pulls = list(range(BLOCKS)), 0
+        try:
+            while True:
+                for _ in transport.pull(peer, blocks, blocks, 8 << 20):
+                    pass
+                pulls += 1
+        except LlumnixError as error:
+            why = str(error)
+    transport.tidy()
+    transport.close()
+    storage.fill_(1)
+    print(json.dumps({"pulls": pulls, "noticed": why, "intact": int(storage.sum()) == storage.numel()}))
 
 
-async def unmoved_stream(server: Server, length: int, seed: int) -> Stream:
-    async with Client(server.base_url) as client:
-        stream = await client.complete(prompt_of(length, seed), 400, ignore_eos=True, cache_salt=uuid.uuid4().hex)
-        return await stream.result()
-
-
-def check_engines(say: Say, logs: Path | None) -> Part:
-    """Two engines on one GPU: the same tokens as without moves (and two unmoved runs alike), and the stalls."""
-    rows: list[Part] = []
-    with Fleet(logs) as fleet:
-        flags = ("--gpu-memory-utilization", "0.3", "--no-enable-prefix-caching")
-        spec = ServerSpec(build(PRESETS["bench"]), max_num_seqs=4, flags=flags)
-        # One after the other: vLLM measures what the whole GPU uses while it starts.
-        one, other = (fleet.start(dataclasses.replace(spec, name=name, instance_id=name))[0] for name in "ab")
-        for length in LENGTHS:
-            say(f"engines: {length} tokens")
-            unmoved, again = (asyncio.run(unmoved_stream(server, length, 1)) for server in (one, other))
-            moved, moves = asyncio.run(moved_stream(one, other, length, 1))
-            stalls = [stall_of_move(moved, move) for move in moves if move.moved]
-            rows.append(
-                {
-                    "context_tokens": length,
-                    "control_identical": unmoved.token_ids == again.token_ids,
-                    "tokens_identical": moved.token_ids == unmoved.token_ids,
-                    "live": [move.live for move in moves],
-                    "transports": sorted({move.transport for move in moves}),
-                    "reasons": sorted({f"{move.reason} {move.detail}" for move in moves if not move.moved}),
-                    "stall_ms_p50": round(1e3 * median(stall.stall for stall in stalls), 3) if stalls else None,
-                    "itl_ms_p50": round(1e3 * median(stall.itl for stall in stalls), 3) if stalls else None,
-                    "copied_bytes": int(median(move.copied_bytes for move in moves)),
-                }
-            )
-    right = all(row["control_identical"] and row["tokens_identical"] and all(row["live"]) for row in rows)
-    return {"verdict": "right" if right else "wrong", "lengths": rows}
+def check_killed_source() -> Part:
+    """`kill -9` of a source in the middle of a copy fails that copy, and nothing else of the destination."""
+    command = [sys.executable, "-m", "benchmarks.gpu_check", "--outlive-source"]
+    run = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=OUTLIVE_S, check=False)
+    if run.returncode:
+        return {"verdict": "wrong", "why": f"the destination ended with {run.returncode}: {run.stderr[-2000:]}"}
+    found: Part = json.loads(run.stdout.splitlines()[-1])
+    return {"verdict": "right" if found["intact"] and found["pulls"] else "wrong", **found}
 
 
 def carried_out(check: Callable[[], Part], obstacle: str | None) -> Part:
@@ -222,53 +200,3 @@ def carried_out(check: Callable[[], Part], obstacle: str | None) -> Part:
         return check()
     except Exception as error:  # noqa: BLE001 - a report about what does not work
         return {"verdict": "wrong", "why": f"{type(error).__name__}: {error}"}
-
-
-def why_no_engines() -> str | None:
-    import vllm
-    from vllm.platforms import current_platform
-
-    return None if current_platform.is_cuda() else f"vLLM {vllm.__version__} is not built for CUDA"
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_check",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--logs", type=Path, metavar="DIR", help="where the servers' logs go")
-    parser.add_argument("--serve-memory", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.serve_memory:
-        serve_memory()
-        return 0
-    no_gpu = None if torch.cuda.is_available() else "torch sees no GPU"
-    report: Part = {
-        "bench": "gpu_check",
-        "gpu": None if no_gpu else torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-    }
-    with saying("kernels") as say:
-        backends: tuple[Backend, ...] = ("cuda", "triton", "torch")
-        report["kernels"] = carried_out(lambda: check_kernels(torch.device("cuda"), backends), no_gpu)
-        say("seals")
-        report["seals"] = carried_out(lambda: check_seals(torch.device("cuda")), no_gpu)
-        say("memory of another process")
-        report["ipc"] = carried_out(check_ipc, no_gpu)
-        say("engines")
-        report["engines"] = carried_out(lambda: check_engines(say, options.logs), no_gpu or why_no_engines())
-    Console(stderr=True).print_json(data=report)
-    line = json.dumps(report)
-    print(line)
-    if options.json is not None:
-        options.json.write_text(f"{line}\n")
-    return 0 if all(report[part]["verdict"] == "right" for part in PARTS) else 1
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)

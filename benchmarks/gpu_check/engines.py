@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +22,11 @@ from benchmarks.gpu_check.cells import Cell, Engines, Machine
 from benchmarks.gpu_check.verdicts import NotStarted, Numerics, Observed, Runs
 from benchmarks.harness import Fleet, Server, ServerDied, ServerSpec, command_line
 from benchmarks.model import PRESETS, build
-from benchmarks.moves import Move, move_stream, requests, stall_of_move
+from benchmarks.moves import Move, engine_id, move_stream, requests, stall_of_move
 from benchmarks.stats import median
 from llumlet.client import LlumletClient
-from llumlet.types import MigrateRequest, Mode, MovePhase
+from llumlet.errors import LlumletCallFailed
+from llumlet.types import MigrateRequest, Mode, MovePhase, Reason
 from tests.support.adapters import RANK, write_adapter
 
 ADAPTER = "story"
@@ -34,6 +36,7 @@ _ERROR = re.compile(r"(?:^|\s)([\w.]*(?:Error|Exception): .*)$", re.MULTILINE)
 _RUNS = re.compile(r"this engine has (\S+) behind (\S+), steps in flight: (\d+)")
 START_TIMEOUT_S = 600.0
 """With graphs, compiled for the first time."""
+PATIENCE_S = 30.0
 KV_BYTES = 2 << 30
 GPU_SHARE = 0.3
 """Of a GPU's memory for each of two engines on it."""
@@ -41,13 +44,14 @@ SLOW_BYTES_PER_S = 400_000
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 REPEATING: dict[str, Any] = {"structured_outputs": {"regex": "(abcd efgh ){200}"}}
 """What the model would say by itself does not repeat."""
-_TEXT = {"type": "string", "minLength": 400, "maxLength": 500}
 SCHEMA = {
     "type": "object",
-    "properties": {"name": _TEXT, "number": {"type": "integer"}},
-    "required": ["name", "number"],
+    "properties": {"name": {"type": "string", "minLength": 400}},
+    "required": ["name"],
     "additionalProperties": False,
 }
+JUST_ARRIVED = (Reason.HANDOVER_OPEN, Reason.NOT_STARTED)
+"""Why a request may not move on yet that has just moved."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,7 +67,8 @@ class Scale:
     killed: int
 
 
-ON_GPU = Scale((256, 2048, 7000), tokens=400, first=40, between=40, moves=6, killed=4000)
+ON_GPU = Scale((256, 2048, 7000), tokens=1000, first=40, between=100, moves=4, killed=4000)
+"""A millisecond a token: an answer must outlast its moves."""
 STAND_IN = Scale((60,), tokens=44, first=10, between=12, moves=2, killed=1200)
 """Some 60 ms a token."""
 
@@ -81,11 +86,12 @@ class Engined:
         self._logs = logs
         self._scratch = scratch
         self._scale = STAND_IN if machine.stand_in else ON_GPU
+        self._num_fleets = 0
 
     @contextlib.contextmanager
     def pair(self, engines: Engines, numerics: Numerics) -> Iterator[Two]:
         specs = [self.spec(engines, numerics, name) for name in Two._fields]
-        with Fleet(self._logs) as fleet:
+        with self._fleet() as fleet:
             try:
                 two = Two(*fleet.start(*specs, timeout_s=START_TIMEOUT_S))
             except ServerDied as error:
@@ -139,10 +145,15 @@ class Engined:
             eager=not engines.graphs,
         )
 
+    def _fleet(self) -> Fleet:
+        """Each with logs of its own."""
+        self._num_fleets += 1
+        return Fleet(None if self._logs is None else self._logs / f"{self._num_fleets:02d}")
+
     def _not_started(self, died: ServerDied, spec: ServerSpec) -> NotStarted:
         """Whether vLLM by itself starts so, is asked of vLLM."""
         stock = dataclasses.replace(spec, llumlet=False, flags=spec.flags[LLUMLETS_OWN:])
-        with Fleet(self._logs) as fleet:
+        with self._fleet() as fleet:
             try:
                 fleet.start(stock, timeout_s=START_TIMEOUT_S)
             except ServerDied as error:
@@ -233,6 +244,7 @@ class _Task:
             stream = await self._begin(client, length, salt)
             for number in range(self._scale.moves):
                 await stream.wait_for(self._scale.first + number * self._scale.between)
+                await _may_move(source, stream)
                 moves.append(await move_stream(source, destination, stream))
                 source, destination = destination, source
             return await stream.result(), moves
@@ -252,7 +264,7 @@ class _Task:
                 if any(title in command_line(pid) for title in ("EngineCore", "Worker")):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
-            await asyncio.wait([copying], timeout=30)
+            await asyncio.wait([copying], timeout=PATIENCE_S)
             copying.cancel()
             stayed = await stays.result()
             again = await (await self._begin(at_b, 60)).result()
@@ -273,31 +285,45 @@ class _Task:
         assert b.llumlet is not None
         copying = asyncio.Event()
         target = b.llumlet
-        engine_id = next(it.request_id for it in await requests(a) if stream.is_engine_id(it.request_id))
         order = MigrateRequest(
             src_engine_id=a.llumlet.instance_id,
             dst_engine_id=target.instance_id,
             dst_engine_ip=target.host,
             dst_engine_port=target.port,
-            request_ids=[engine_id],
+            request_ids=[await engine_id(a, stream)],
             method=Mode.LIVE,
             force=True,
             trigger_policy="benchmark",
         )
 
         async def move(address: str) -> None:
-            async with LlumletClient(address) as client:
+            async with contextlib.AsyncExitStack() as stack:
+                stack.enter_context(contextlib.suppress(LlumletCallFailed))  # who answers is killed
+                client = await stack.enter_async_context(LlumletClient(address))
                 async for event in client.migrate(order, deadline_s=60):
                     if event.WhichOneof("event") == "progress" and event.progress.phase == MovePhase.COPYING:
                         copying.set()
 
         task = asyncio.create_task(move(str(a.llumlet)))
         waiting = asyncio.create_task(copying.wait())
-        await asyncio.wait([task, waiting], timeout=30, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([task, waiting], timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
         if not copying.is_set():
             waiting.cancel()
             raise RuntimeError("the move that was to be interrupted never copied anything")
         return task
+
+
+async def _may_move(server: Server, stream: Stream) -> None:
+    """Until its last move is over on either side. Raises RuntimeError."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        held = [info for info in await requests(server) if stream.is_engine_id(info.request_id)]
+        if held and held[0].reason not in JUST_ARRIVED:
+            return
+        if stream.done:
+            raise RuntimeError(f"the stream ended after {len(stream.token_ids)} tokens, before its move")
+        await asyncio.sleep(0.01)
+    raise RuntimeError(f"{server.name} did not let the stream move on within {PATIENCE_S:.0f} s")
 
 
 async def accepted(server: Server) -> int:

@@ -183,8 +183,8 @@ class BlockServer:
             reading = self._grants.reading(
                 request.capability, request.blocks, lambda: _cut(connection), patience_s=GRANT_SECONDS
             )
-            # Within the grant: on a GPU's worker the transfer allocates, and nothing of that may happen while grants are
-            # suspended. And it collects nothing ahead any more when the grant is given back.
+            # Within the grant: on a GPU's worker the transfer allocates, which nothing may while grants are
+            # suspended; and it collects nothing ahead any more when the grant is given back.
             with (
                 reading as current,
                 contextlib.closing(self._memory.transfer(request.blocks, request.layers_outermost)) as span,

@@ -162,3 +162,22 @@ async def test_a_client_that_is_closed_has_lost_nobody(info: MoverInfo, losses: 
     client.close()
     await asyncio.sleep(0)
     assert not losses
+
+
+async def test_what_is_sent_while_nobody_knows_yet(info: MoverInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection has ended, and its end is not noticed before the command is on its way: nothing waits for it."""
+
+    async def see_nothing(client: MoverClient) -> None:
+        """The monitor's word is late."""
+
+    monkeypatch.setattr(MoverClient, "_watch", see_nothing)
+    client = MoverClient(info)
+    await client.stop(1)
+    kill_the_thread(monkeypatch)
+    await ended(client)
+    async with asyncio.timeout(2.0):
+        for _ in range(20):
+            with pytest.raises(TransferFailed, match="takes no commands"):
+                await client.grant(CAPABILITY, ALL)
+        await client.stop(1)
+    client.close()

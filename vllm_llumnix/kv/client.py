@@ -123,9 +123,7 @@ class MoverClient:
 
     async def grant(self, capability: bytes, blocks: list[int]) -> None:
         """Peers who show the capability may be sent these blocks, too."""
-        if self._lost is not None:
-            raise TransferFailed(self._lost)
-        await self._socket.send(messages.encode(Grant(next(self._questions), capability, blocks)))
+        await self._send(Grant(next(self._questions), capability, blocks))
 
     async def revoke(self, capability: bytes, deadline_s: float = 5.0) -> None:
         """Returns when nothing is sent under it any more; nothing is, of a mover that has ended."""
@@ -156,14 +154,12 @@ class MoverClient:
         return has_ended(self.info.thread, self.info.memory)
 
     async def _call(self, command: Command, kind: type[_Answer], deadline_s: float) -> _Answer:
-        if self._lost is not None:
-            raise TransferFailed(self._lost)
         key = (kind, command.job)
         future: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(key, []).append(future)
         try:
             async with asyncio.timeout(deadline_s):
-                await self._socket.send(messages.encode(command))
+                await self._send(command)
                 return await future
         except TimeoutError:
             if self._has_ended():
@@ -175,6 +171,15 @@ class MoverClient:
             waiting.remove(future)
             if not waiting:
                 del self._waiting[key]
+
+    async def _send(self, command: Command) -> None:
+        """Raises TransferFailed. Without waiting: to a mover that has just gone, sending would never end."""
+        if self._lost is not None:
+            raise TransferFailed(self._lost)
+        try:
+            await self._socket.send(messages.encode(command), zmq.DONTWAIT)
+        except zmq.Again:
+            raise TransferFailed(f"mover {self.info.rank} takes no commands") from None
 
     async def _receive(self) -> None:
         while True:

@@ -48,14 +48,14 @@ def running() -> list[Mover]:
 
 @pytest.fixture
 def infos(tmp_path: Path, running: list[Mover]) -> Iterator[list[MoverInfo]]:
-    infos, nonces = [], []
+    infos, kept = [], []
     for rank in range(RANKS):
         memory, nonce = Memory(seed=10 + rank), NoncePage()
         transports = [LocalTransport(memory.blocks), TcpTransport(HostMemory(memory.blocks))]
         mover = Mover(rank, memory.blocks, transports, PrivateDirectory(str(tmp_path)))
         mover.start()
         running.append(mover)
-        nonces.append(nonce)
+        kept.append((memory, nonce))
         infos.append(MoverInfo(rank, mover.endpoint, mover.thread, describe(memory, nonce), "", "cpu", ""))
     yield infos
     for mover in running:

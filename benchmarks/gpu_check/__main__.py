@@ -122,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
         "cells": rows,
         "counts": counts([*parts.values(), *rows]),
     }
-    console = Console(stderr=True)
+    console = Console(stderr=True, width=160)
     console.print_json(data=parts)
     console.print(table_of(rows))
     line = json.dumps(report)

@@ -69,8 +69,8 @@ class Scale:
 
 ON_GPU = Scale((256, 2048, 7000), tokens=1000, first=40, between=100, moves=4, killed=4000)
 """A millisecond a token: an answer must outlast its moves."""
-STAND_IN = Scale((60,), tokens=44, first=10, between=12, moves=2, killed=1200)
-"""Some 60 ms a token."""
+STAND_IN = Scale((200,), tokens=44, first=10, between=12, moves=2, killed=1200)
+"""Some 60 ms a token; a block of 128."""
 
 
 class Two(NamedTuple):

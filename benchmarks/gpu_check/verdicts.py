@@ -163,6 +163,8 @@ def _is_next(made: list[Part], numerics: Numerics, cell: Cell, machine: Machine)
     tokens is no better for another, but whoever looks for the fault knows more."""
     if numerics not in numerics_of(cell.task, machine.stand_in):
         return False
+    if [(attempt["numerics"], attempt["verdict"]) for attempt in made] == [("as started", "unrun")]:
+        return False  # it is not for the numerics that vLLM does not start
     return all(attempt["verdict"] in ("undecided", "unrun") or attempt.get("tokens_only") for attempt in made)
 
 

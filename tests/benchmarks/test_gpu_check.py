@@ -301,7 +301,9 @@ def test_unmoved_runs_that_differ_clear_nothing_and_blame_nothing() -> None:
     row = row_of(script)
     assert (row["verdict"], script.pairs) == ("right", ["as started", "batch invariant"])
     assert row["concluded"] == "exact, batch invariant; nothing follows as started, where unmoved runs differ, too"
-    row = row_of(Script(as_started=apart, float32=seen()))
+    script = Script(as_started=apart, float32=seen())
+    row = row_of(script)
+    assert script.pairs == list(verdicts.NUMERICS)
     assert (row["verdict"], row["concluded"][:14]) == ("right", "exact, float32")
     row = row_of(Script(as_started=apart, batch_invariant=apart, float32=seen(moved=[OTHER])))
     assert row["verdict"] == "wrong"
@@ -320,8 +322,10 @@ def test_a_prefix_hit_is_compared_where_it_must_be_exact() -> None:
 
 
 def test_engines_that_do_not_start() -> None:
-    row = row_of(Script())
-    assert (row["verdict"], row["why"][0], row["runner"]) == ("unrun", "no such kernels", None)
+    script = Script()
+    row = row_of(script)
+    assert (row["verdict"], row["why"], row["runner"]) == ("unrun", ["no such kernels"], None)
+    assert script.pairs == ["as started"]
     row = row_of(Script(as_started=NotStarted("with the llumlet only", stock=False)))
     assert (row["verdict"], row["why"][0]) == ("wrong", "with the llumlet only")
 

@@ -36,6 +36,7 @@ from benchmarks.gpu_check.engines import Engined, cause_of
 from benchmarks.gpu_check.verdicts import NotStarted, Numerics, Observed, Part, Runs, run_cells
 from benchmarks.harness import Fleet, Server, ServerDied, ServerSpec
 from benchmarks.moves import Move
+from tests.support.beside import Beside, paused
 from vllm_llumnix.kv.kernels import native, reference
 from vllm_llumnix.kv.kernels.plan import BlockCopy
 
@@ -390,9 +391,11 @@ REAL = ["eager-v2-bf16-mla-64", "prefix hits", "source killed"]
 
 
 @pytest.mark.full
-def test_v2_on_cpu_engines_in_a_gpus_place(tmp_path: Path) -> None:
+def test_v2_on_cpu_engines_in_a_gpus_place(tmp_path: Path, simulation: Beside | None) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--stand-in", "--cells", ",".join(REAL)]
-    run = subprocess.run([*command, "--logs", str(tmp_path)], text=True, capture_output=True, timeout=580, check=False)
+    command += ["--logs", str(tmp_path)]
+    with paused(simulation):
+        run = subprocess.run(command, text=True, capture_output=True, timeout=580, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
     report = json.loads(run.stdout)
     assert [row["cell"] for row in report["cells"]] == REAL

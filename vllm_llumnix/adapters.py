@@ -6,8 +6,8 @@ peer says a name and a digest, never a path. An API server learns those of its r
 them again elsewhere.
 
 The digest is of the adapter's files and of the settings that decide what is computed with them. The files are read in
-a helper thread when the adapter is learnt, one adapter at a time: as much again as vLLM reads to load it, and usually
-from the page cache.
+a thread of their own when the adapter is learnt, one adapter at a time: as much again as vLLM reads to load it, and
+usually from the page cache. Files may lie on a disk that does not answer; then only requests with adapters wait.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from vllm.lora.request import LoRARequest
@@ -44,6 +45,7 @@ SETTINGS = (
 )
 """Not --max-loras and --max-cpu-loras, which say how many adapters there is room for."""
 
+T = TypeVar("T")
 Stamp = tuple[tuple[str, int, int, int], ...]
 """Path, inode, size and time of change of each file."""
 
@@ -72,6 +74,8 @@ class Adapters:
         self._settings = settings_of(lora_config)
         self._known: dict[str, _Known] = {}
         self._one_at_a_time = asyncio.Lock()
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="llumnix-adapters")
+        """One reads, the other looks whether what was read is still there."""
 
     @property
     def names(self) -> list[str]:
@@ -120,7 +124,7 @@ class Adapters:
         if isinstance(contents, str):
             raise _not_available(name, contents)
         # vLLM loads an adapter again that its caches have dropped, and what it would find then is something else.
-        if await asyncio.to_thread(_is_stale, contents.stamp):
+        if await self._in_thread(_is_stale, contents.stamp):
             raise _not_available(name, "has files that have changed since they were loaded")
         if self._known.get(name) is not known:
             raise _not_available(name, "was replaced or removed just now")
@@ -132,11 +136,14 @@ class Adapters:
     async def _read(self, request: LoRARequest) -> Contents | str:
         async with self._one_at_a_time:
             try:
-                return await asyncio.to_thread(read_contents, request, self._settings)
+                return await self._in_thread(read_contents, request, self._settings)
             except Exception as error:
                 # The path may name a hub: whatever that raises. Where our files lie is no peer's business.
                 logger.warning("llumlet: adapter %s cannot be read", request.lora_name, exc_info=True)
                 return f"cannot be read: {type(error).__name__}"
+
+    def _in_thread(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
 
 def settings_of(lora_config: Any) -> list[str]:

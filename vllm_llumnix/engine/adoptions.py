@@ -15,6 +15,7 @@ from vllm.v1.request import Request, RequestStatus
 from llumlet.types import AdoptRequest, AdoptResponse
 from vllm_llumnix.engine.arrivals import Arrivals
 from vllm_llumnix.engine.builder import RequestBuilder
+from vllm_llumnix.engine.grammars import GRAMMAR_SECONDS
 from vllm_llumnix.engine.kvconn import KVConnection
 from vllm_llumnix.engine.memory import require_weights
 from vllm_llumnix.engine.relay import Relay
@@ -64,7 +65,8 @@ class Adoptions:
             require_weights(asked.weight_version, self._bypass.engine.get_weight_version())
         if not self._bypass.takes_requests:
             raise Refused(Reason.SHUTTING_DOWN, "this engine is shutting down")
-        request, residence = await self._builder.build(asked.request_state)
+        state, residence = await self._builder.read(asked.request_state)
+        request = await self._builder.build(state, residence, state.origin, patience_s=GRAMMAR_SECONDS)
         request_id, epoch = request.request_id, Epoch(asked.epoch.term, asked.epoch.hop)
         residence.epoch, residence.last_hop = epoch, epoch.hop
         residence.base = residence.next_index = request.num_output_tokens

@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.llumnix")
 
+TURN_SECONDS = 1.0
+"""How long a request waits for the grammars of others from its source: it holds a place that other moves could have."""
 STATES = {
     Settlement.PENDING: Handover.PENDING,
     Settlement.COMMITTED: Handover.COMMITTED,
@@ -229,7 +231,10 @@ class IncomingMove:
             self._memory.require_same(bypass.identity.digest, bypass.engine.get_weight_version())
             if offer.method != Mode.RECOMPUTE:
                 self.tokens_alone = await self._choose_transport(self._memory, offer)
-            self.request, self.residence = await arrivals.builder.build(offer.request_state)
+            state, self.residence = await arrivals.builder.read(offer.request_state)
+            self.request = await arrivals.builder.build(
+                state, self.residence, offer.src_engine_id, patience_s=TURN_SECONDS
+            )
             if self.request.request_id != self.request_id:
                 raise Refused(Reason.INVALID_REQUEST, "the request state names another request")
             if (problem := arrivals.why_not_portable(self.request)) is not None:

@@ -1,32 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds an arriving request off the engine's loop: checks, token history, compiled grammar."""
+"""Builds an arriving request off the engine's loop: checks, token history, compiled grammar. Bypass thread."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-import time
 from typing import Any
 
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
 from vllm_llumnix.adapters import Adapters
+from vllm_llumnix.engine.grammars import Grammars
 from vllm_llumnix.engine.request_state import Residence, build_request, check_tokens, settle_in
-from vllm_llumnix.engine.seams import SEAMS
 from vllm_llumnix.errors import Reason, Refused
 from vllm_llumnix.reach import Reach
 from vllm_llumnix.request_wire import RequestState, decode_state
 
 logger = logging.getLogger("vllm.llumnix")
 
-GRAMMAR_SECONDS = 20.0
-_POLL_SECONDS = 0.002
-
 
 class RequestBuilder:
-    """One per engine. `build` works in a helper thread; the request belongs to the caller until it is admitted.
+    """One per engine. Helper threads do what takes long; the request belongs to the caller until it is admitted.
 
     This is a front door: what passes here reaches the engine's loop, where a wrong value would end every request.
     """
@@ -36,17 +31,32 @@ class RequestBuilder:
         self._reaches = reaches
         self._adapters = adapters
         self._vocab_size = engine.vllm_config.model_config.get_vocab_size()
-        self._grammars = engine.structured_output_manager
-        self._serialise_grammar_init()
+        self._grammars = Grammars(engine.structured_output_manager)
 
-    async def build(self, data: bytes) -> tuple[Request, Residence]:
-        """The request with its history, and its residence here. Raises Refused."""
+    async def read(self, data: bytes) -> tuple[RequestState, Residence]:
+        """What came of a request, and its residence here, with an origin that may be spoken to. Raises Refused."""
+        state = await asyncio.to_thread(decode_state, data)
+        if (problem := self._reaches.why_not_relay(state.origin)) is not None:
+            raise Refused(Reason.ADDRESS_REFUSED, f"origin: {problem}")
+        residence = Residence(
+            origin=state.origin,
+            external_request_id=state.external_request_id,
+            reasoning_ended=state.reasoning_ended,
+        )
+        return state, residence
+
+    async def build(self, state: RequestState, residence: Residence, source: str, *, patience_s: float) -> Request:
+        """The request with its history. `source`, `patience_s`: see `Grammars.compile`. Raises Refused."""
         try:
-            state = await asyncio.to_thread(decode_state, data)
             adapter = None
             if state.lora_name is not None:
                 adapter = await self._adapters.resolve(state.lora_name, state.lora_digest)
-            return await asyncio.to_thread(self._build, state, adapter)
+            request = await asyncio.to_thread(self._build, state, adapter)
+            settle_in(request, residence)
+            if request.use_structured_output:
+                await self._grammars.compile(request, source, patience_s=patience_s)
+                await asyncio.to_thread(self.advance_grammar, request, state.output_token_ids)
+            return request
         except Refused:
             raise
         except Exception as error:
@@ -54,26 +64,14 @@ class RequestBuilder:
             logger.exception("llumlet: a request that was to come here is refused")
             raise Refused(Reason.INVALID_REQUEST, f"{type(error).__name__}: {error}") from error
 
-    def _build(self, state: RequestState, adapter: LoRARequest | None) -> tuple[Request, Residence]:
-        if (problem := self._reaches.why_not_relay(state.origin)) is not None:
-            raise Refused(Reason.ADDRESS_REFUSED, f"origin: {problem}")
-        request = build_request(
+    def _build(self, state: RequestState, adapter: LoRARequest | None) -> Request:
+        return build_request(
             state,
             config=self._engine.vllm_config,
-            tokenizer=getattr(self._grammars, "tokenizer", None),
+            tokenizer=self._grammars.tokenizer,
             block_hasher=self._engine.request_block_hasher,
             adapter=adapter,
         )
-        residence = Residence(
-            origin=state.origin,
-            external_request_id=state.external_request_id,
-            reasoning_ended=state.reasoning_ended,
-        )
-        settle_in(request, residence)
-        if request.use_structured_output:
-            self._compile_grammar(request)
-            self.advance_grammar(request, state.output_token_ids)
-        return request, residence
 
     def append(self, request: Request, token_ids: list[int]) -> None:
         """Add tokens the source has produced since; by one thread at a time. Raises Refused."""
@@ -87,27 +85,5 @@ class RequestBuilder:
     def advance_grammar(self, request: Request, token_ids: list[int]) -> None:
         """Raises Refused when the grammar does not accept what the source produced under it."""
         for token_id in token_ids:
-            if not self._grammars.accept_tokens(request, [token_id]):
+            if not self._grammars.accepts(request, token_id):
                 raise Refused(Reason.INVALID_REQUEST, f"the grammar does not accept token {token_id}")
-
-    def _compile_grammar(self, request: Request) -> None:
-        self._grammars.grammar_init(request)
-        structured = request.structured_output_request
-        deadline = time.monotonic() + GRAMMAR_SECONDS
-        while not structured.is_grammar_ready:
-            if time.monotonic() > deadline:
-                raise Refused(Reason.DEADLINE, f"the grammar was not compiled within {GRAMMAR_SECONDS:.0f} s")
-            time.sleep(_POLL_SECONDS)
-        if isinstance(structured.grammar, Exception):
-            raise Refused(Reason.INVALID_REQUEST, f"grammar: {structured.grammar}")
-
-    def _serialise_grammar_init(self) -> None:
-        """vLLM initialises grammars on its input thread only, and creates the backend there at the first use."""
-        lock = threading.Lock()
-        stock = self._grammars.grammar_init
-
-        def grammar_init(request: Request) -> None:
-            with lock:
-                stock(request)
-
-        SEAMS.wrap(self._grammars, "StructuredOutputManager.grammar_init", grammar_init)

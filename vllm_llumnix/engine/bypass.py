@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -34,8 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.llumnix")
 
-NUM_HELPERS = 2
-"""Threads for what would keep the event loop waiting: building a request, compiling its grammar, reading an adapter."""
+NUM_HELPERS = min(8, max(2, len(os.sched_getaffinity(0))))
+"""Threads for what would keep the event loop waiting, such as hashing a prompt. None of them waits for anything: more
+than cores would only wait for each other, and all share the interpreter with the engine's loop."""
 START_SECONDS = 30.0
 STOP_SECONDS = 2.0
 

@@ -113,7 +113,7 @@ RELIED_ON: tuple[Reliance, ...] = (
     *_of(_CORE, "engine/memory.py", "get_weight_version", "EngineCore"),
     *_of(_EXECUTOR, "engine/attach.py", "sleep discard add_lora collective_rpc", "Executor"),
     *_of(_EXECUTOR, "engine/kvconn.py", "execute_model", "Executor"),
-    *_of(_GRAMMARS, "engine/builder.py", "grammar_init accept_tokens", "StructuredOutputManager"),
+    *_of(_GRAMMARS, "engine/grammars.py", "grammar_init accept_tokens", "StructuredOutputManager"),
     # Workers: how a request with a history enters the batch, and when the KV memory goes away.
     *_of(_V1_RUNNER, "engine/scheduler_port.py", "_update_states", "GPUModelRunner"),
     *_of(_V1_BATCH, "engine/scheduler_port.py", "add_request", "InputBatch"),

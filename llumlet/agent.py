@@ -13,6 +13,7 @@ Contract, the same for all methods:
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
@@ -102,8 +103,11 @@ class Destination(Protocol):
 
     async def query(self, request: SettleRequest) -> SettleResponse: ...
 
-    async def adopt(self, request: AdoptRequest) -> AdoptResponse:
-        """Start a request again whose owner is lost. Returns when the engine has it; not idempotent."""
+    async def adopt(self, request: AdoptRequest, given_up: asyncio.Event) -> AdoptResponse:
+        """Start a request again whose owner is lost. Returns when the engine has it; not idempotent.
+
+        `given_up` is set when the caller does not wait any more: it asks somebody else then, so nothing should begin.
+        """
         ...
 
     async def claim(self, request: ClaimRequest) -> ClaimResponse:

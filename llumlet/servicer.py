@@ -190,7 +190,12 @@ class PeerServicer(_Calls, llumlet_pb2_grpc.PeerServicer):
 
     async def Adopt(self, request: AdoptRequest, context: Context) -> AdoptResponse:
         faults = validation.adopt_faults(request)
-        return await self._answer(context, "Adopt", faults, lambda: self._agent.adopt(request))
+        given_up = asyncio.Event()
+        try:
+            return await self._answer(context, "Adopt", faults, lambda: self._agent.adopt(request, given_up))
+        except asyncio.CancelledError:
+            given_up.set()
+            raise
 
     async def Claim(self, request: ClaimRequest, context: Context) -> ClaimResponse:
         faults = validation.claim_faults(request)

@@ -536,7 +536,8 @@ class PeerServicer:
 
     def Adopt(self, request, context):
         """From the origin of a request whose owner is lost: start it again from what the client has received. Queued like a
-        new request. Not repeated by the origin: each attempt has an epoch of its own.
+        new request. Not repeated by the origin: each attempt has an epoch of its own. The only call that ends with its
+        caller's patience: if that is over before the engine has the request, the request does not begin.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -391,7 +391,7 @@ class SimulatedAgent:
         await self._enter("query")
         return SettleResponse(state=Handover.UNKNOWN, dst_incarnation=self.incarnation)
 
-    async def adopt(self, request: AdoptRequest) -> AdoptResponse:
+    async def adopt(self, request: AdoptRequest, given_up: asyncio.Event) -> AdoptResponse:
         raise LlumletError(Reason.NOT_PORTABLE, "simulated instances adopt nothing")
 
     async def claim(self, request: ClaimRequest) -> ClaimResponse:

@@ -98,5 +98,8 @@ async def test_who_is_no_peer() -> None:
         state("draining", used=2, schedulable=False),
         state("far", used=3, ip="192.0.2.1"),
     ]
-    assert peers("127.0.0.1:1")._choose(states) == ("127.0.0.1:11", "127.0.0.1:61")
+    found = peers("127.0.0.1:1")
+    found._learn(states)
+    assert found.addresses == ("127.0.0.1:11", "127.0.0.1:61")
+    assert found.room == {"127.0.0.1:11": 90, "127.0.0.1:61": 40}
     assert not peers("").expected

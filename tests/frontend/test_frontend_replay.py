@@ -29,7 +29,7 @@ from tests.frontend.fakes import (
     until,
 )
 from tests.llumlet.fake_agent import FakeAgent
-from vllm_llumnix.frontend import owners, streams
+from vllm_llumnix.frontend import owners, replay, streams
 from vllm_llumnix.frontend.client import WATCH_SECONDS
 from vllm_llumnix.ids import Epoch
 from vllm_llumnix.migration import wire
@@ -360,6 +360,56 @@ async def test_the_client_leaves_while_its_request_looks_for_an_engine(
     await client.abort_requests_async(["r"])
     await until(lambda: "abort" in rescuer.completed)
     assert rescuer.asked("abort")[0].request_ids == ["r"]
+
+
+@pytest.mark.parametrize("sign", ["silence", "hang"])
+async def test_who_is_not_waited_for_is_told(
+    client: Any,
+    engine: FakeEngine,
+    home: FakePeer,
+    rescue: FakePeer,
+    rescuer: FakeAgent,
+    monkeypatch: pytest.MonkeyPatch,
+    sign: str,
+) -> None:
+    """Both ways: its call is cancelled, and its epoch released on the relay."""
+    monkeypatch.setattr(replay, "CALL_SECONDS", 0.5 if sign == "silence" else 30.0)
+    await start(client, engine, 10)
+    rescuer.delays["adopt"] = 30.0
+    client._bury_home()
+    epoch, _ = await adoption(rescuer)
+    given_up = rescuer.given_up
+    rescuer.delays.clear()
+    if sign == "hang":
+        await rescue.heartbeat("r", epoch=epoch, health=Health.HUNG)
+    assert await rescue.answer() == wire.Release([("r", epoch)])
+    await until(given_up.is_set)
+    await rescue.send(wire.Heartbeat("rescuer", "1", Health.OK, []))
+    later, _ = await adoption(rescuer, 2)
+    assert later > epoch
+
+
+async def test_who_is_at_it_is_waited_for(
+    client: Any,
+    engine: FakeEngine,
+    home: FakePeer,
+    rescue: FakePeer,
+    rescuer: FakeAgent,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Compiling a grammar, say: it takes longer than an engine may be silent."""
+    monkeypatch.setattr(replay, "CALL_SECONDS", 0.5)
+    await start(client, engine, 10)
+    rescuer.delays["adopt"] = 1.5
+    client._bury_home()
+    epoch, _ = await adoption(rescuer)
+    while "adopt" not in rescuer.completed:
+        assert await rescue.heartbeat("r", epoch=epoch) == []
+        await asyncio.sleep(0.1)
+    await until(lambda: client._replay.replayed == 1)
+    assert len(rescuer.asked("adopt")) == 1
+    await rescue.tokens(relayed("r", 1, 20, epoch=epoch, base=1))
+    assert await tokens_of(client, 1) == [20]
 
 
 async def test_the_engines_own_farewell_ends_no_stream(

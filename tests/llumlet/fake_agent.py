@@ -70,6 +70,8 @@ class FakeAgent:
         self.moved: list[str] = []
         self.health = Health.OK
         self.num_cut = 0
+        self.given_up = asyncio.Event()
+        """Of the last Adopt."""
         self.copying = asyncio.Event()
         self.go = asyncio.Event()
         self.go.set()
@@ -229,7 +231,8 @@ class FakeAgent:
     async def query(self, request: SettleRequest) -> SettleResponse:
         return await self._settle("query", request, Handover.UNKNOWN)
 
-    async def adopt(self, request: AdoptRequest) -> AdoptResponse:
+    async def adopt(self, request: AdoptRequest, given_up: asyncio.Event) -> AdoptResponse:
+        self.given_up = given_up
         await self._enter("adopt", request)
         return AdoptResponse(instance_id=self.instance_id, incarnation="i-1")
 

@@ -134,3 +134,16 @@ async def test_a_slow_reader_loses_no_event(client: LlumletClient, agent: FakeAg
         events.append(event)
     assert len(events) == 3 * len(ids) + 1
     assert events[-1].summary.moved == len(ids)
+
+
+@pytest.mark.parametrize("how", ["leaves", "deadline"])
+async def test_who_adopts_hears_that_nobody_waits(client: LlumletClient, agent: FakeAgent, how: str) -> None:
+    agent.delays["adopt"] = 30.0
+    adopting = asyncio.create_task(client.adopt(messages.adopt(), deadline_s=0.5 if how == "deadline" else 30.0))
+    await until(lambda: agent.asked("adopt"))
+    assert not agent.given_up.is_set()
+    if how == "leaves":
+        adopting.cancel()
+    with pytest.raises((asyncio.CancelledError, LlumletUnreachable)):
+        await adopting
+    await until(agent.given_up.is_set)

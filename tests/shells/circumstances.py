@@ -50,7 +50,11 @@ def before_copies(instance: Instance, action: Callable[[], Any]) -> Iterator[Non
 def replays_only_at(cluster: Cluster, stream: Stream, names: str) -> Iterator[None]:
     """The origin knows of nobody else; in this order."""
     addresses = [str(cluster[name].address) for name in names]
-    with mock.patch.object(stream.at.client._replay, "targets", return_value=addresses):
+    replay = stream.at.client._replay
+    with (
+        mock.patch.object(replay, "targets", return_value=addresses),
+        mock.patch.object(replay._placement, "choose", lambda _id, _tokens, left, _room: left[0]),
+    ):
         yield
 
 
@@ -81,3 +85,46 @@ def recorded(cluster: Cluster, message: str) -> list[AdoptRequest]:
 
     cluster.network.arm(message, Kind.DROPPED, only=record)
     return seen
+
+
+def recorded_requests(instance: Instance) -> list[str]:
+    """Requests that its scheduler is given from now on."""
+    scheduler = instance.engine.scheduler
+    stock, given = scheduler.add_request, list[str]()
+
+    def add_request(request: Any) -> None:
+        given.append(request.request_id)
+        stock(request)
+
+    scheduler.add_request = add_request
+    return given
+
+
+@contextlib.contextmanager
+def stopped(instance: Instance) -> Iterator[None]:
+    """As by SIGSTOP: its bypass thread does nothing, what is sent to it waits in its sockets."""
+    go_on = threading.Event()
+    instance.engine.kvconn.bypass.post(go_on.wait)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+@contextlib.contextmanager
+def building_slowly(instance: Instance) -> Iterator[threading.Event]:
+    """It builds no request meanwhile. The event: it has begun to."""
+    begun, go_on = threading.Event(), threading.Event()
+    builder = instance.engine.agent.adoptions._builder
+    stock = builder._build
+
+    def build(*args: Any) -> Any:
+        begun.set()
+        go_on.wait()
+        return stock(*args)
+
+    with mock.patch.object(builder, "_build", build):
+        try:
+            yield begun
+        finally:
+            go_on.set()

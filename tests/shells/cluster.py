@@ -472,6 +472,12 @@ class Cluster:
         """Whether the client waits for a request that nobody has."""
         return not (stream.left or stream.finish or self.owners(stream))
 
+    async def lose(self, name: str) -> None:
+        """An engine dies. Returns when all streams of its API server go on elsewhere."""
+        replay = self[name].client._replay
+        await self[name].die()
+        await until(lambda: replay.replayed and not replay.busy, lambda: "streams still wait for an engine", SECONDS)
+
     def hurry(self) -> None:
         for instance in self.instances.values():
             instance.engine.model_executor.pace = 0.0

@@ -5,20 +5,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.request import Request
 
 from llumlet.errors import LlumletError
-from llumlet.types import Reason
+from llumlet.types import AdoptRequest, Epoch, Reason
+from tests.frontend.fakes import request
 from tests.shells.cells import SOON_SECONDS, company, loses_tokens, moves
 from tests.shells.circumstances import hanging, recorded, replays_only_at
-from tests.shells.cluster import SECONDS, Cluster, cluster_of, retold, until
+from tests.shells.cluster import SECONDS, Cluster, Instance, cluster_of, retold, until
 from tests.shells.marks import MARKS
 from tests.shells.network import Kind
 from tests.support.failures import failure
 from vllm_llumnix.frontend import streams
+from vllm_llumnix.frontend.placement import IN_FLIGHT
+from vllm_llumnix.frontend.replay import state_of
+from vllm_llumnix.request_wire import encode
 
 pytestmark = MARKS
 
@@ -115,6 +124,55 @@ async def test_a_step_that_is_too_long(model_dir: Path) -> list[str]:
             await asyncio.sleep(2 * streams.CLAIM_SECONDS)
         assert not stream.at.client._replay.replayed
         return await cluster.verdict(stream)
+
+
+@failure("grammars take for ever to compile", "replay; then reserving, and replay", "other requests come all the same")
+@pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning")
+@retold
+async def test_grammars_that_take_for_ever(model_dir: Path) -> list[str]:
+    async with cluster_of(model_dir) as cluster:
+        adoptions = cluster["B"].engine.agent.adoptions
+        stream = await company(cluster)
+        with compiled_slowly(cluster["B"]):
+            client = cluster.llumlet("B")
+            attempts = [asyncio.create_task(client.adopt(guided(cluster, f"guided-{n}"))) for n in range(IN_FLIGHT)]
+            await until(lambda: adoptions._num_adopting == IN_FLIGHT, lambda: "they are not accepted")
+            with replays_only_at(cluster, stream, "B"):
+                assert await loses_tokens(cluster, stream) == "moved"
+            for attempt in attempts:
+                attempt.cancel()
+            await asyncio.gather(*attempts, return_exceptions=True)
+        await until(lambda: not adoptions._num_adopting, lambda: "they are not over")
+        return await cluster.verdict(stream)
+
+
+def guided(cluster: Cluster, request_id: str) -> AdoptRequest:
+    """A request of a client of A that has to follow a grammar."""
+    structured = StructuredOutputsParams(regex="[a-z]+")
+    structured._backend = "xgrammar"
+    asked = request(request_id, sampling_params=SamplingParams(max_tokens=9, structured_outputs=structured))
+    home = cluster["A"]
+    state = state_of(asked, [], home.client.relay_address, None)
+    digest = home.engine.kvconn.bypass.identity.digest
+    return AdoptRequest(epoch=Epoch(term=1), compatibility_digest=digest, request_state=encode(state))
+
+
+@contextlib.contextmanager
+def compiled_slowly(instance: Instance) -> Iterator[None]:
+    """It compiles no grammar meanwhile."""
+    go_on = threading.Event()
+    manager = instance.engine.structured_output_manager
+    stock = manager._create_grammar
+
+    def create(request: Request) -> Any:
+        go_on.wait()
+        return stock(request)
+
+    with mock.patch.object(manager, "_create_grammar", create):
+        try:
+            yield
+        finally:
+            go_on.set()
 
 
 @contextlib.contextmanager

@@ -250,7 +250,7 @@ class Cluster(Rescues):
 
     def _course(self, stream: Stream, lost: Owner | None) -> Generator[Wait, bool, None]:
         """As `Replay._run`."""
-        deadline, first = self.now + REPLAY_SECONDS, True
+        deadline, first = float("inf"), True
         holder = Holder(lost.instance, lost.incarnation) if lost and lost.may_have_cache(self.now) else None
         while self.streams.get(stream.request_id) is stream:
             for name in dict.fromkeys(self._targets(lost) + self._targets(None)):
@@ -263,6 +263,7 @@ class Cluster(Rescues):
                 if (yield CALL_SECONDS, attempt):
                     return
                 holder = None
+            deadline = min(deadline, self.now + REPLAY_SECONDS)
             if self.now > deadline:
                 self._receive(self.streams.fail(stream))
                 return

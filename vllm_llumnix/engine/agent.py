@@ -284,9 +284,9 @@ class LlumletAgent:
 
     # What origins ask for
 
-    async def adopt(self, request: AdoptRequest) -> AdoptResponse:
+    async def adopt(self, request: AdoptRequest, given_up: asyncio.Event) -> AdoptResponse:
         try:
-            return await self.adoptions.adopt(request)
+            return await self.adoptions.adopt(request, given_up)
         except Refused as error:
             raise refusal(error) from error
 

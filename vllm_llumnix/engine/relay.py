@@ -196,9 +196,10 @@ class Relay:
                 if question is not None and not question.done():
                     question.set_result(message)
             case wire.HeartbeatAck():
-                self._origins[address].num_unanswered = 0
-                guests = {request_id: self.residence_of(request_id) for request_id in message.unknown}
-                self._on_release(address, [(request_id, guest.epoch) for request_id, guest in guests.items() if guest])
+                origin = self._origins[address]
+                origin.num_unanswered = 0
+                claimed = origin.claimed
+                self._on_release(address, [(one, claimed[one]) for one in message.unknown if one in claimed])
 
     async def _beat(self) -> None:
         while True:
@@ -217,8 +218,9 @@ class Relay:
                 if origin.is_dead:
                     self._bury(origin, residences)
                     continue
-                owned = [(request_id, one.epoch) for request_id, one in residences.items() if not one.admitting]
-                origin.send(wire.Heartbeat(self._hello.instance, self._hello.incarnation, health, owned))
+                origin.claimed = {name: one.epoch for name, one in residences.items() if not one.admitting}
+                claims = list(origin.claimed.items())
+                origin.send(wire.Heartbeat(self._hello.instance, self._hello.incarnation, health, claims))
                 origin.num_unanswered += 1
 
     def _bury(self, origin: _Origin, residences: dict[str, Residence]) -> None:
@@ -254,6 +256,8 @@ class _Origin:
         self._socket.connect(address)
         self.is_own = False
         """Of the engine's own front-end."""
+        self.claimed: dict[str, Epoch] = {}
+        """What the last heartbeat named: under which epoch a request is unknown that an answer says is."""
         self.num_unanswered = 0
         """Heartbeats since its last answer to one."""
         self.used_at = time.monotonic()

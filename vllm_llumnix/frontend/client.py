@@ -104,6 +104,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
             lambda: self._ensure_relay().address,
             self._adapters,
             self._give_up,
+            self._dismiss,
         )
         self._watch: asyncio.Task[None] | None = None
         self._probes: dict[str, asyncio.Task[None]] = {}

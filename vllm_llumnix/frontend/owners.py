@@ -131,6 +131,11 @@ class Owners:
         lives = [owner for owner in self._by_name.values() if owner.instance == instance]
         return max(lives, key=lambda owner: owner.last_heard, default=None)
 
+    def at_llumlet(self, llumlet: str) -> Owner | None:
+        """Whoever was heard of last among those whose llumlet is at this address."""
+        lives = [owner for owner in self._by_name.values() if owner.llumlet == llumlet]
+        return max(lives, key=lambda owner: owner.last_heard, default=None)
+
     def at(self, identity: bytes) -> Owner | None:
         """Who speaks on this connection, if they have said so."""
         return self._by_identity.get(identity)

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from llumlet.credentials import Credentials
 from llumlet.directory import look_up
 from llumlet.report_links import LinkLost
-from llumlet.types import Address, InstanceState
+from llumlet.types import Address, InstanceState, InstanceStatus
 from vllm_llumnix.reach import Reach
 
 logger = logging.getLogger("vllm.llumnix")
@@ -24,6 +24,8 @@ logger = logging.getLogger("vllm.llumnix")
 REFRESH_SECONDS = 5.0
 MAX_PEERS = 64
 """The freest of them."""
+LEAST_ROOM = 0.05
+"""Of its KV cache: what counts as room in an engine that is full, which others can be, too."""
 
 
 class Peers:
@@ -45,6 +47,8 @@ class Peers:
         self._reach = reach
         self._clock = clock
         self._known: tuple[str, ...] = ()
+        self.room: dict[str, int] = {}
+        """Of those that the CMS knows: tokens of KV cache that nothing is waiting for, by address of the llumlet."""
         self._asked_at = float("-inf")
         self._asking: asyncio.Task[None] | None = None
         self.problem = ""
@@ -76,7 +80,7 @@ class Peers:
         try:
             for store in self._stores:
                 try:
-                    self._known = self._choose(await look_up(store, self._credentials))
+                    self._learn(await look_up(store, self._credentials))
                     self.problem = ""
                     return
                 except (LinkLost, DecodeError, ValueError) as error:
@@ -87,8 +91,8 @@ class Peers:
         finally:
             self._asking = None
 
-    def _choose(self, states: list[InstanceState]) -> tuple[str, ...]:
-        """Those that take requests and can exchange them with ours."""
+    def _learn(self, states: list[InstanceState]) -> None:
+        """Of those that take requests and can exchange them with ours."""
         digests = {state.metadata.compatibility_digest for state in states if self._own(state.metadata.instance_id)}
         others = [
             state
@@ -98,5 +102,13 @@ class Peers:
             and (not digests or state.metadata.compatibility_digest in digests)
         ]
         others.sort(key=lambda state: state.status.num_used_gpu_tokens / max(1, state.status.num_total_gpu_tokens))
-        addresses = [str(Address(state.metadata.ip, state.metadata.llumlet_port)) for state in others]
-        return tuple(where for where in addresses if self._reach.why_not_llumlet(where) is None)[:MAX_PEERS]
+        by_address = {str(Address(state.metadata.ip, state.metadata.llumlet_port)): state.status for state in others}
+        known = [where for where in by_address if self._reach.why_not_llumlet(where) is None][:MAX_PEERS]
+        self._known = tuple(known)
+        self.room = {where: _room_of(by_address[where]) for where in known}
+
+
+def _room_of(status: InstanceStatus) -> int:
+    total = status.num_total_gpu_tokens
+    taken = status.num_used_gpu_tokens + status.num_uncomputed_tokens_all_waiting_prefills
+    return max(total - taken, int(total * LEAST_ROOM))

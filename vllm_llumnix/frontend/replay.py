@@ -3,25 +3,32 @@
 
 The safety net under everything else: whatever became of the owner, the origin has the request and the delivered tokens.
 Each attempt has an epoch of its own, so that one whose answer was lost cannot own the request beside a later one.
+
+All streams of a dead engine come here at once. `frontend.placement` spreads them, and lets a few at a time go to each
+engine: an attempt's time begins with its turn. An engine that is at it shows that on the relay; it may take as long as
+a grammar does. What is given up is called off.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
-import random
+import math
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
 
 from llumlet.client import LlumletClient
 from llumlet.credentials import Credentials
 from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable, NotALlumlet
-from llumlet.types import AbortRequest, AdoptRequest, Reason
+from llumlet.types import AbortRequest, AdoptRequest, AdoptResponse, Reason
 from llumlet.types import Epoch as WireEpoch
 from vllm_llumnix.errors import Refused
 from vllm_llumnix.frontend.owners import Owner, Owners
+from vllm_llumnix.frontend.placement import Placement, Turn
 from vllm_llumnix.frontend.streams import Stream, Streams
+from vllm_llumnix.migration.wire import Health
 from vllm_llumnix.request_wire import RequestState, encode, encode_params
 
 if TYPE_CHECKING:
@@ -33,12 +40,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.llumnix")
 
 CALL_SECONDS = 5.0
-"""One attempt: building the request, its grammar included, and a turn of the engine's loop."""
+"""How long nothing is heard of an engine that was asked, before another one is."""
+ATTEMPT_SECONDS = 25.0
+"""For the answer of one that is heard of: building the request, its grammar included, and a turn of its loop."""
+WATCH_SECONDS = 0.25
 REPLAY_SECONDS = 60.0
-"""How long it is tried before the client gets an error."""
+"""How long it is tried, once no engine has taken the request, before the client gets an error."""
 RETRY_SECONDS = 0.2
 HOPELESS = frozenset({Reason.INVALID_REQUEST})
 """Refusals that every engine would give."""
+OF_THE_REQUEST = HOPELESS | {
+    Reason.HANDOVER_OPEN,
+    Reason.BARRED,
+    Reason.DEADLINE,
+    Reason.LORA_NOT_AVAILABLE,
+    Reason.OTHER_WEIGHTS,
+    Reason.TRANSFER_FAILED,
+}
+"""Refusals that say nothing of how others would fare at that engine."""
 
 
 class Replay:
@@ -53,7 +72,9 @@ class Replay:
         relay_address: Callable[[], str],
         adapters: Adapters,
         give_up: Callable[[Stream], None],
+        dismiss: Callable[[Stream, Owner], None],
     ) -> None:
+        """`give_up` ends a stream with an error; `dismiss` tells an engine that it has lost the stream's request."""
         self._streams = streams
         self._owners = owners
         self._peers = peers
@@ -61,6 +82,8 @@ class Replay:
         self._relay_address = relay_address
         self._adapters = adapters
         self._give_up = give_up
+        self._dismiss = dismiss
+        self._placement = Placement()
         self._clients: dict[str, LlumletClient] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.replayed = 0
@@ -71,13 +94,12 @@ class Replay:
         return bool(self._tasks)
 
     def targets(self, avoid: Owner | None) -> list[str]:
-        """Addresses of llumlets that could take a request: engines that are known to live, then peers that may."""
+        """Addresses of llumlets that could take a request: engines that are known to live, and peers that may."""
         now = time.monotonic()
         living = [owner for owner in self._owners.all() if owner.llumlet and owner.may_take_requests(now)]
         alive = [owner.llumlet for owner in living]
         ailing = {owner.llumlet for owner in self._owners.all() if owner.is_ailing(now)}.difference(alive)
         peers = [peer for peer in self._peers.addresses if peer not in ailing]
-        random.shuffle(peers)
         if avoid is not None:
             # Another life of the lost one may listen where it did.
             alive = [owner.llumlet for owner in living if owner is not avoid]
@@ -93,40 +115,79 @@ class Replay:
         task.add_done_callback(self._tasks.discard)
 
     async def _run(self, stream: Stream, lost: Owner | None, digest: str) -> None:
-        deadline = time.monotonic() + REPLAY_SECONDS
-        holder = lost if lost is not None and lost.may_have_cache(time.monotonic()) else None
-        first = True
-        while self._streams.get(stream.request_id) is stream:
-            # The lost one may come back when there is nobody else.
-            for address in dict.fromkeys(self.targets(lost) + self.targets(None)):
-                if not first:
-                    self._streams.depose(stream)
-                first = False
-                try:
-                    await self._attempt(stream, address, digest, holder)
-                except (LlumletCallFailed, Refused) as error:
-                    logger.info("llumlet: %s does not take request %s: %s", address, stream.request_id, error)
-                    if isinstance(error, LlumletError) and error.reason in HOPELESS:
-                        deadline = 0.0
-                        break
-                    if not isinstance(error, LlumletError) or error.reason == Reason.TRANSFER_FAILED:
-                        holder = None
-                else:
-                    return
-            if time.monotonic() > deadline:
+        search = _Search(stream, lost, digest, lost if lost and lost.may_have_cache(time.monotonic()) else None)
+        deadline = math.inf
+        while self._is_open(stream):
+            if await self._ask_around(search):
+                return
+            now = time.monotonic()
+            deadline = min(deadline, now + REPLAY_SECONDS)
+            if search.hopeless or now > deadline:
                 logger.error("llumlet: no engine takes request %s; its client gets an error", stream.request_id)
                 self._give_up(stream)
                 return
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _attempt(self, stream: Stream, address: str, digest: str, holder: Owner | None) -> None:
+    async def _ask_around(self, search: _Search) -> bool:
+        """Ask every engine once, until one takes the request. Whether one has."""
+        stream, asked = search.stream, set[str]()
+        num_tokens = len(stream.request.prompt_token_ids or ()) + len(stream.delivered)
+        while self._is_open(stream) and (left := self._left(search.lost, asked)):
+            address = self._placement.choose(stream.request_id, num_tokens, left, self._peers.room)
+            async with self._placement.turn(address, num_tokens) as turn:
+                if turn.is_stale or not self._is_open(stream):
+                    continue
+                asked.add(address)
+                turn.taken = await self._try(search, address, turn)
+            if turn.taken or search.hopeless:
+                return turn.taken
+        return False
+
+    def _left(self, lost: Owner | None, asked: set[str]) -> list[str]:
+        """Whom to choose from. The lost one may come back when there is nobody else."""
+        left = [address for address in self.targets(lost) if address not in asked]
+        return left or [address for address in self.targets(None) if address not in asked]
+
+    def _is_open(self, stream: Stream) -> bool:
+        return self._streams.get(stream.request_id) is stream
+
+    async def _try(self, search: _Search, address: str, turn: Turn) -> bool:
+        """One attempt, and what its failure says. Whether the engine has the request."""
+        if search.num_attempts:
+            self._streams.depose(search.stream)
+        search.num_attempts += 1
+        try:
+            await self._attempt(search, address)
+        except Refused as error:
+            logger.info("llumlet: request %s cannot be sent to %s: %s", search.stream.request_id, address, error)
+            search.holder = None
+        except LlumletError as error:
+            logger.info("llumlet: %s does not take request %s: %s", address, search.stream.request_id, error)
+            search.hopeless = error.reason in HOPELESS
+            if error.reason == Reason.TRANSFER_FAILED:
+                search.holder = None
+            if error.reason not in OF_THE_REQUEST:
+                turn.shun()
+        except LlumletCallFailed as error:
+            logger.info("llumlet: %s is not waited for with request %s: %s", address, search.stream.request_id, error)
+            search.holder = None
+            turn.shun()
+            if (owner := self._owners.at_llumlet(address)) is not None:
+                # Should it have the request after all: before the heartbeat that would show it.
+                self._dismiss(search.stream, owner)
+        else:
+            return True
+        return False
+
+    async def _attempt(self, search: _Search, address: str) -> None:
+        stream, holder = search.stream, search.holder
         epoch = stream.epoch
         adapter = stream.request.lora_request
         lora_digest = await self._adapters.digest_of(adapter) if adapter is not None else None
         state = state_of(stream.request, stream.delivered, self._relay_address(), lora_digest)
         request = AdoptRequest(
             epoch=WireEpoch(term=epoch.term, hop=epoch.hop),
-            compatibility_digest=digest,
+            compatibility_digest=search.digest,
             request_state=encode(state),
             weight_version=stream.weights_wanted(time.monotonic()),
         )
@@ -136,9 +197,9 @@ class Replay:
         client = self._clients.get(address)
         if client is None:
             client = self._clients[address] = LlumletClient(address, credentials=self._credentials)
-        answer = await client.adopt(request, deadline_s=CALL_SECONDS)
+        answer = await self._answer(client.adopt(request, deadline_s=ATTEMPT_SECONDS), address)
         owner = self._owners.expected(answer.instance_id, answer.incarnation, address)
-        if self._streams.get(stream.request_id) is not stream:
+        if not self._is_open(stream):
             await client.abort(AbortRequest(request_ids=[stream.request_id]))
             return
         stream.owned_by(owner, epoch, time.monotonic())
@@ -153,6 +214,23 @@ class Replay:
             answer.recomputed_tokens,
         )
 
+    async def _answer(self, call: Coroutine[Any, Any, AdoptResponse], address: str) -> AdoptResponse:
+        """The engine's answer. Raises what `call` does, and LlumletUnreachable when the engine is not heard of, or says
+        that its loop hangs. Who does not wait for the answer calls the attempt off: see `Destination.adopt`."""
+        asked_at = time.monotonic()
+        answering = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait({answering}, timeout=WATCH_SECONDS))[0]:
+                owner = self._owners.at_llumlet(address)
+                heard_at = asked_at if owner is None else max(asked_at, owner.last_heard)
+                if owner is not None and owner.health is Health.HUNG and owner.last_heard > asked_at:
+                    raise LlumletUnreachable(address, "its loop hangs", timed_out=True)
+                if (silent := time.monotonic() - heard_at) > CALL_SECONDS:
+                    raise LlumletUnreachable(address, f"nothing heard of it for {silent:.1f} s", timed_out=True)
+            return answering.result()
+        finally:
+            answering.cancel()
+
     async def is_gone(self, owner: Owner) -> bool:
         """Whether nobody listens any more where the silent `owner` did: then it need not be waited for."""
         client = LlumletClient(owner.llumlet, credentials=self._credentials)
@@ -165,6 +243,20 @@ class Replay:
         finally:
             await client.close()
         return False
+
+
+@dataclasses.dataclass(slots=True)
+class _Search:
+    """For an engine that goes on with a stream's request."""
+
+    stream: Stream
+    lost: Owner | None
+    digest: str
+    holder: Owner | None
+    """Who may still have its KV cache."""
+    num_attempts: int = 0
+    hopeless: bool = False
+    """Nobody would take it."""
 
 
 def state_of(request: EngineCoreRequest, delivered: list[int], origin: str, lora_digest: str | None) -> RequestState:

@@ -23,6 +23,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from vllm_llumnix.errors import ConfigError, LlumnixError
@@ -31,7 +32,9 @@ POINTS = frozenset(
     {
         "loop.step",
         "loop.model",
+        "loop.request",
         "worker.model",
+        "worker.request",
         "source.round",
         "source.frozen",
         "source.committed",
@@ -74,6 +77,13 @@ _specs: list[dict[str, Any]] = parse(os.environ["LLUMNIX_FAULTS"]) if os.environ
 def armed(point: str) -> bool:
     """Whether anything may happen at `point`; for places that are in nobody's way otherwise."""
     return any(spec["point"] == point for spec in _specs)
+
+
+def hit_tokens(point: str, prompts: Iterable[list[int] | None]) -> None:
+    """`point` once for every token of these prompts, with the context `token`: for a fault of marked requests."""
+    for prompt in prompts:
+        for token in dict.fromkeys(prompt or ()):
+            hit(point, token=token)
 
 
 def hit(point: str, **context: Any) -> dict[str, Any] | None:

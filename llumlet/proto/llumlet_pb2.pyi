@@ -857,18 +857,20 @@ class SettleResponse(_message.Message):
     def __init__(self, state: _Optional[_Union[Handover.State, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., detail: _Optional[str] = ..., dst_incarnation: _Optional[str] = ...) -> None: ...
 
 class AdoptRequest(_message.Message):
-    __slots__ = ("epoch", "compatibility_digest", "request_state", "holder", "weight_version")
+    __slots__ = ("epoch", "compatibility_digest", "request_state", "holder", "weight_version", "trial_tokens")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     COMPATIBILITY_DIGEST_FIELD_NUMBER: _ClassVar[int]
     REQUEST_STATE_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TRIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     epoch: Epoch
     compatibility_digest: str
     request_state: bytes
     holder: Holder
     weight_version: str
-    def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping[str, object]]] = ..., compatibility_digest: _Optional[str] = ..., request_state: _Optional[bytes] = ..., holder: _Optional[_Union[Holder, _Mapping[str, object]]] = ..., weight_version: _Optional[str] = ...) -> None: ...
+    trial_tokens: int
+    def __init__(self, epoch: _Optional[_Union[Epoch, _Mapping[str, object]]] = ..., compatibility_digest: _Optional[str] = ..., request_state: _Optional[bytes] = ..., holder: _Optional[_Union[Holder, _Mapping[str, object]]] = ..., weight_version: _Optional[str] = ..., trial_tokens: _Optional[int] = ...) -> None: ...
 
 class AdoptResponse(_message.Message):
     __slots__ = ("instance_id", "incarnation", "copied_bytes", "recomputed_tokens")

@@ -21,8 +21,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.core import EngineCore
 
-from tests.engine.rig import BLOCK_SIZE, Rig
+from tests.engine.rig import BLOCK_SIZE, Rig, private_record
 from vllm_llumnix.engine.kvconn import KVConnection
+from vllm_llumnix.step_record import StepRecord
 
 T = TypeVar("T")
 
@@ -79,7 +80,7 @@ class Loop(EngineCore):
     """An engine without the parts that take a model. `depth` batches may be in flight: 2 as under asynchronous
     scheduling, more as with a pipeline."""
 
-    def __init__(self, rig: Rig, depth: int = 2, *, llumlet: bool = True) -> None:
+    def __init__(self, rig: Rig, depth: int = 2, *, llumlet: bool = True, record: StepRecord | None = None) -> None:
         self.rig = rig
         self.scheduler = rig.scheduler
         self.worker = Worker(rig)
@@ -100,8 +101,8 @@ class Loop(EngineCore):
         self.output_queue: queue.Queue[Any] = queue.Queue()
         self.kvconn: KVConnection | None = None
         if llumlet:
-            bypass: Any = SimpleNamespace(post=lambda *_: None, revoke_youngest_reservation=None)
-            self.kvconn = KVConnection(self, rig.port, bypass)
+            bypass: Any = SimpleNamespace(post=lambda *_: None, revoke_youngest_reservation=None, takes_requests=True)
+            self.kvconn = KVConnection(self, rig.port, bypass, record or private_record())
             self.kvconn.watch_model()
 
     def turn(self) -> list[EngineCoreOutput]:
@@ -128,5 +129,7 @@ class Loop(EngineCore):
         return waiting.result(), turns
 
 
-def new_loop(model: Path, depth: int = 2, *, llumlet: bool = True, **rig: Any) -> Loop:
-    return Loop(Rig(model, asynchronous=True, **rig), depth, llumlet=llumlet)
+def new_loop(
+    model: Path, depth: int = 2, *, llumlet: bool = True, record: StepRecord | None = None, **rig: Any
+) -> Loop:
+    return Loop(Rig(model, asynchronous=True, **rig), depth, llumlet=llumlet, record=record)

@@ -7,6 +7,7 @@ import os
 from collections import deque
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -29,8 +30,15 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_llumnix.engine.request_state import Residence, settle_in
 from vllm_llumnix.engine.scheduler_port import SchedulerPort
+from vllm_llumnix.step_record import StepRecord
 
 BLOCK_SIZE = 32
+
+
+def private_record() -> StepRecord:
+    """A record of steps that nobody reads."""
+    with mock.patch("vllm_llumnix.step_record.DIRECTORY", Path("/nowhere")):
+        return StepRecord("private", capacity=64, depth=4)
 
 
 class FakeRunner:

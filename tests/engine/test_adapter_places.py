@@ -11,7 +11,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request, RequestStatus
 
-from tests.engine.rig import Rig
+from tests.engine.rig import Rig, private_record
 from tests.engine.test_scheduler_port import KINDS, freeze
 from vllm_llumnix.engine.kvconn import KVConnection
 from vllm_llumnix.errors import Reason, Refused
@@ -128,7 +128,7 @@ def test_engines_limit_is_left_alone(lora_rig: Rig) -> None:
 def connection(rig: Rig, add_lora: Any) -> KVConnection:
     bypass: Any = SimpleNamespace(post=lambda *_: None)
     engine = SimpleNamespace(model_executor=SimpleNamespace(add_lora=add_lora))
-    return KVConnection(engine, rig.port, bypass)
+    return KVConnection(engine, rig.port, bypass, private_record())
 
 
 def test_adapter_of_the_batch_is_not_loaded_again(lora_rig: Rig) -> None:

@@ -21,7 +21,7 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import RequestStatus
 
 from tests.engine.loop import new_loop
-from tests.engine.rig import BLOCK_SIZE, Rig
+from tests.engine.rig import BLOCK_SIZE, Rig, private_record
 from vllm_llumnix.engine import claims as claims_module
 from vllm_llumnix.engine.claims import Claims
 from vllm_llumnix.engine.kvconn import KVConnection
@@ -50,8 +50,8 @@ class Engine:
         self.input_queue: queue.Queue[Any] = queue.Queue()
         self.model_executor = SimpleNamespace(execute_model=self._execute)
         self.step_fn = self._step
-        bypass: Any = SimpleNamespace(post=lambda *_: None)
-        self.kvconn = KVConnection(self, rig.port, bypass)
+        bypass: Any = SimpleNamespace(post=lambda *_: None, takes_requests=True)
+        self.kvconn = KVConnection(self, rig.port, bypass, private_record())
         self.kvconn.watch_model()
 
     @property

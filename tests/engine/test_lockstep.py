@@ -18,7 +18,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
-from tests.engine.rig import Rig
+from tests.engine.rig import Rig, private_record
 from vllm_llumnix.engine.adoptions import Adoptions
 from vllm_llumnix.engine.kvconn import KVConnection
 from vllm_llumnix.errors import Reason, Refused
@@ -37,8 +37,8 @@ class Rank(DPEngineCoreProc):
         self.batch_queue = deque()
         self.input_queue, self.output_queue = queue.Queue(), queue.Queue()
         self.dummies = 0
-        bypass: Any = SimpleNamespace(post=lambda *_: None, engine=self)
-        self.kvconn = KVConnection(self, rig.port, bypass)
+        bypass: Any = SimpleNamespace(post=lambda *_: None, engine=self, takes_requests=True)
+        self.kvconn = KVConnection(self, rig.port, bypass, private_record())
         self.adoptions = Adoptions(bypass, self.kvconn, *[SimpleNamespace()] * 5)
 
     def execute_dummy_batch(self) -> None:
@@ -131,6 +131,6 @@ def test_a_running_group_that_is_about_to_pause_takes_it(rig: Rig) -> None:
 
 def test_an_engine_of_its_own_tells_nobody(rig: Rig) -> None:
     engine = SimpleNamespace(engines_running=False, has_coordinator=True, output_queue=queue.Queue())
-    KVConnection(engine, rig.port, SimpleNamespace()).wake_group()
+    KVConnection(engine, rig.port, SimpleNamespace(), private_record()).wake_group()
     assert not engine.engines_running
     assert engine.output_queue.empty()

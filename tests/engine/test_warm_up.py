@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
-from tests.engine.rig import Rig
+from tests.engine.rig import Rig, private_record
 from vllm_llumnix.engine.kvconn import WARM_STEPS, KVConnection
 
 pytestmark = pytest.mark.asyncio
@@ -27,8 +27,8 @@ class Loop:
         self.engine = SimpleNamespace(
             batch_queue=deque(), engines_running=False, input_queue=queue.Queue(), execute_dummy_batch=self._dummy
         )
-        bypass: Any = SimpleNamespace(post=lambda *_: None)
-        self.kvconn = KVConnection(self.engine, rig.port, bypass)
+        bypass: Any = SimpleNamespace(post=lambda *_: None, takes_requests=True)
+        self.kvconn = KVConnection(self.engine, rig.port, bypass, private_record())
 
     def _dummy(self) -> None:
         self.dummies += 1

@@ -93,12 +93,14 @@ class Adoptions:
         residence.base = residence.next_index = len(state.output_token_ids)
         await self._make_way(request_id, residence)
         self._preparing[request_id] = residence
-        fetched = None
+        request = fetched = None
         try:
             client_index = self._relay.client_index(state.origin)
             self._relay.welcome(request_id, residence)
             request = await self._builder.build(state, residence, state.origin, patience_s=GRAMMAR_SECONDS)
             request.client_index = client_index
+            if asked.trial_tokens:
+                self._kvconn.trials.open(request, asked.trial_tokens)
             if asked.HasField("holder") and self._bypass.identity.kv_unsupported is None:
                 fetched = await self._rescue.fetch(request, epoch, asked.holder)
             if given_up.is_set() or self._relay.residence_of(request_id) is not residence:
@@ -110,6 +112,9 @@ class Adoptions:
         except BaseException:
             self._done_preparing(request_id, residence)
             self._relay.farewell(request_id, residence)
+            # A caller that does not wait any more changes nothing for a request that is here.
+            if request is not None and self._bypass.engine.scheduler.requests.get(request_id) is not request:
+                self._kvconn.trials.close(request)
             if fetched is not None:
                 await self._kvconn.call(self._kvconn.port.cancel_reservation, request)
             raise

@@ -27,6 +27,7 @@ from vllm_llumnix.errors import ConfigError, PatchError
 from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.seams import SEAMS as KV_SEAMS
 from vllm_llumnix.kv.worker import KV_TAG, start_mover
+from vllm_llumnix.step_record import StepRecord
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -63,10 +64,11 @@ def attach(engine: Any) -> KVConnection:
     progress = Progress(utility_seconds=config.utility_seconds)
     follow_engine(engine, port.load, progress)
     bypass = Bypass(config, identity, movers, engine)
-    kvconn = KVConnection(engine, port, bypass, progress)
+    record = StepRecord(identity.incarnation, engine.scheduler.max_num_running_reqs, engine.batch_queue_size)
+    kvconn = KVConnection(engine, port, bypass, record, progress)
     kvconn.watch_model()
     bypass.start(kvconn)
-    _stop_with(engine, bypass)
+    _stop_with(engine, bypass, record)
     _watch_adapters(engine, bypass)
     _watch_sleep(engine.model_executor, port)
     # Utilities are attributes of the engine that its API server may call.
@@ -83,13 +85,16 @@ def attach(engine: Any) -> KVConnection:
     return kvconn
 
 
-def _stop_with(engine: Any, bypass: Bypass) -> None:
-    """End the bypass thread before the engine takes down what it uses."""
+def _stop_with(engine: Any, bypass: Bypass, record: StepRecord) -> None:
+    """End the bypass thread before the engine takes down what it uses. An engine that ends because it was asked to
+    leaves no record; what an error has ended is read later."""
     stock = engine.shutdown
 
     def shutdown() -> None:
         bypass.stop()
         stock()
+        if not engine.is_running():
+            record.close()
 
     SEAMS.wrap(engine, "EngineCore.shutdown", shutdown)
 

@@ -31,7 +31,9 @@ from vllm_llumnix.engine.progress import Progress
 from vllm_llumnix.engine.request_state import residence_from, settle_in
 from vllm_llumnix.engine.scheduler_port import SchedulerPort
 from vllm_llumnix.engine.seams import SEAMS
+from vllm_llumnix.engine.trials import Trials
 from vllm_llumnix.errors import Reason, Refused
+from vllm_llumnix.step_record import StepRecord
 
 if TYPE_CHECKING:
     from vllm_llumnix.engine.bypass import Bypass
@@ -71,12 +73,16 @@ class Departure:
 class KVConnection:
     """One per engine. See the module docstring for which thread calls what."""
 
-    def __init__(self, engine: Any, port: SchedulerPort, bypass: Bypass, progress: Progress | None = None) -> None:
+    def __init__(
+        self, engine: Any, port: SchedulerPort, bypass: Bypass, record: StepRecord, progress: Progress | None = None
+    ) -> None:
         self.engine = engine
         self.port = port
         self.bypass = bypass
         self.steps = 0
         self.progress = progress or Progress()
+        self.record = record
+        self.trials = Trials(record)
         self.claims = Claims(self)
         self._in_lockstep = isinstance(engine, DPEngineCoreProc)
         """A data-parallel rank of a mixture of experts: no rank computes anything unless all do."""
@@ -97,6 +103,9 @@ class KVConnection:
         self.steps += 1
         self.progress.step()
         faults.hit("loop.step")
+        self.trials.look()
+        if not self.bypass.takes_requests:
+            self.record.leave()
         if self._fences:
             self._pass_fences()
         commands = self._commands
@@ -135,13 +144,18 @@ class KVConnection:
         Steps, executors and the scheduler's methods are attributes; so this needs no patch.
         """
         engine, scheduler, progress, claims = self.engine, self.port.scheduler, self.progress, self.claims
+        record, marked = self.record, faults.armed("loop.request")
         execute, update = engine.model_executor.execute_model, scheduler.update_from_output
         process_aborts, step = engine._process_aborts_queue, engine.step_fn
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             progress.execute(scheduler_output, scheduler_output.total_num_scheduled_tokens)
+            record.begin(scheduler_output)
             claims.model_begins()
             faults.hit("loop.model")
+            if marked:
+                requests = (scheduler.requests.get(name) for name in scheduler_output.num_scheduled_tokens)
+                faults.hit_tokens("loop.request", (request.prompt_token_ids for request in requests if request))
             return execute(scheduler_output, *args, **kwargs)
 
         def process_aborts_queue() -> None:
@@ -151,17 +165,23 @@ class KVConnection:
 
         def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
             progress.returned(scheduler_output)
-            return update(scheduler_output, model_runner_output)
+            outputs = update(scheduler_output, model_runner_output)
+            record.end(scheduler_output)
+            return outputs
 
         def step_fn() -> Any:
             if engine.batch_queue and not scheduler.has_requests():
                 # A paused scheduler: nothing is scheduled, and the step only waits for what is in flight.
                 claims.model_begins()
+            record.scheduling()
             # With several batches in flight a step may end without having waited for the model.
             try:
-                return step()
+                outputs = step()
             finally:
                 claims.model_ended()
+            # Not after an error: it ends the engine, and the record says in what.
+            record.idle()
+            return outputs
 
         SEAMS.wrap(engine.model_executor, "Executor.execute_model", execute_model)
         SEAMS.wrap(engine, "EngineCore._process_aborts_queue", process_aborts_queue)

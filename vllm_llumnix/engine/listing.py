@@ -38,6 +38,7 @@ class Listing:
     def __init__(self, bypass: Bypass, kvconn: KVConnection, departures: Departures) -> None:
         self._bypass = bypass
         self._port = kvconn.port
+        self._trials = kvconn.trials
         self._departures = departures
         self._scheduler = bypass.engine.scheduler
 
@@ -49,6 +50,8 @@ class Listing:
             raise Refused(Reason.HANDOVER_OPEN, "its source has not closed the last hand-over yet")
         if residence is not None and residence.epoch != HOME and residence.next_index == residence.base:
             raise Refused(Reason.NOT_STARTED, "it has not produced a token here yet")
+        if self._trials.has(request):
+            raise Refused(Reason.NOT_STARTED, "it is on trial here: its last engine may have died of it")
         if (problem := why_not_now(request)) is not None:
             raise Refused(*problem)
         return way

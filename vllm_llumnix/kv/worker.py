@@ -131,7 +131,7 @@ def start_mover(worker: Any, packed_settings: bytes) -> bytes:
     if device == "cuda":
         _watch_sleep(worker)
         _watch_captures(worker)
-    if faults.armed("worker.model"):
+    if faults.armed("worker.model") or faults.armed("worker.request"):
         _arm(worker)
     _running = _Running(mover, nonce, server, mooncake)
     tcp = with_port(reachable_host(settings.host), server.port) if server is not None else None
@@ -285,12 +285,13 @@ def tls_context(settings: WorkerSettings, *, server_side: bool) -> ssl.SSLContex
 
 
 def _arm(worker: Any) -> None:
-    """Let a test make the model hang."""
+    """Let a test make the model hang, or the worker die of a marked request in its first step."""
     execute = worker.execute_model
 
-    def execute_model(*args: Any, **kwargs: Any) -> Any:
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         faults.hit("worker.model")
-        return execute(*args, **kwargs)
+        faults.hit_tokens("worker.request", (new.prompt_token_ids for new in scheduler_output.scheduled_new_reqs))
+        return execute(scheduler_output, *args, **kwargs)
 
     SEAMS.wrap(worker, "Worker.execute_model", execute_model)
 

@@ -139,8 +139,10 @@ class FakePeer:
         name: str = "peer",
         llumlet: str = "127.0.0.1:1",
         keys: RelayKeys | None = None,
+        incarnation: str = "1",
     ) -> None:
         self.name = name
+        self.incarnation = incarnation
         self.llumlet = llumlet
         self.socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -152,10 +154,10 @@ class FakePeer:
         await self.socket.send(wire.encode(message))
 
     async def hello(self, version: int = wire.RELAY_VERSION) -> None:
-        await self.send(wire.Hello(version, self.name, "1", self.llumlet, DIGEST))
+        await self.send(wire.Hello(version, self.name, self.incarnation, self.llumlet, DIGEST))
 
     async def tokens(self, *outputs: wire.TokenOutput, weight_version: str | None = None) -> None:
-        await self.send(wire.TokenBatch(self.name, "1", self.llumlet, list(outputs), weight_version))
+        await self.send(wire.TokenBatch(self.name, self.incarnation, self.llumlet, list(outputs), weight_version))
 
     async def fence(self, request_id: str, epoch: Epoch) -> wire.FenceAnswer:
         await self.send(wire.FenceQuestion(7, request_id, epoch))
@@ -168,7 +170,9 @@ class FakePeer:
         self, *request_ids: str, epoch: Epoch = FIRST_HOP, health: wire.Health = wire.Health.OK
     ) -> list[str]:
         """Returns the requests that the origin does not know. Whatever was sent before has been handled then."""
-        await self.send(wire.Heartbeat(self.name, "1", health, [(request_id, epoch) for request_id in request_ids]))
+        await self.send(
+            wire.Heartbeat(self.name, self.incarnation, health, [(request_id, epoch) for request_id in request_ids])
+        )
         answer = await self.answer()
         assert isinstance(answer, wire.HeartbeatAck)
         return answer.unknown

@@ -59,6 +59,7 @@ class FakeAgent:
 
     def __init__(self, instance_id: str = "fake-a", requests: list[RequestInfo] | None = None) -> None:
         self.instance_id = instance_id
+        self.incarnation = "i-1"
         self.requests = list(requests or [])
         self.failures: dict[str, BaseException] = {}
         self.delays: dict[str, float] = {}
@@ -179,7 +180,7 @@ class FakeAgent:
             num_free_blocks=75,
             num_pinned_blocks=4,
             num_migrate_out_reqs=1,
-            incarnation="i-1",
+            incarnation=self.incarnation,
             kv_unsupported=self.kv_unsupported,
             health=self.health,
             loop_age_ms=5400 if self.health == Health.HUNG else 3,
@@ -197,16 +198,16 @@ class FakeAgent:
             max_migrations_in=2,
             max_migrations_out=3,
             bytes_per_block=1 << 20,
-            incarnation="i-1",
+            incarnation=self.incarnation,
         )
 
     async def list_requests(self) -> ListRequestsResponse:
         await self._enter("list_requests", None)
-        return ListRequestsResponse(instance_id=self.instance_id, incarnation="i-1", requests=self.requests)
+        return ListRequestsResponse(instance_id=self.instance_id, incarnation=self.incarnation, requests=self.requests)
 
     async def reserve(self, request: ReserveRequest) -> ReserveResponse:
         await self._enter("reserve", request)
-        return ReserveResponse(hit_blocks=2, lease_s=5.0, dst_incarnation="i-1", transport="local")
+        return ReserveResponse(hit_blocks=2, lease_s=5.0, dst_incarnation=self.incarnation, transport="local")
 
     async def copy_round(self, request: CopyRoundRequest) -> CopyRoundResponse:
         await self._enter("copy_round", request)
@@ -214,7 +215,7 @@ class FakeAgent:
 
     async def commit(self, request: CommitRequest) -> CommitResponse:
         await self._enter("commit", request)
-        return CommitResponse(state=Handover.COMMITTED, dst_incarnation="i-1")
+        return CommitResponse(state=Handover.COMMITTED, dst_incarnation=self.incarnation)
 
     async def withdraw(self, request: SettleRequest) -> SettleResponse:
         return await self._settle("withdraw", request, Handover.BARRED)
@@ -234,7 +235,7 @@ class FakeAgent:
     async def adopt(self, request: AdoptRequest, given_up: asyncio.Event) -> AdoptResponse:
         self.given_up = given_up
         await self._enter("adopt", request)
-        return AdoptResponse(instance_id=self.instance_id, incarnation="i-1")
+        return AdoptResponse(instance_id=self.instance_id, incarnation=self.incarnation)
 
     async def claim(self, request: ClaimRequest) -> ClaimResponse:
         await self._enter("claim", request)
@@ -246,7 +247,7 @@ class FakeAgent:
 
     async def _settle(self, method: str, request: SettleRequest, state: Handover.State) -> SettleResponse:
         await self._enter(method, request)
-        return SettleResponse(state=state, dst_incarnation="i-1")
+        return SettleResponse(state=state, dst_incarnation=self.incarnation)
 
     async def _enter(self, method: str, request: Any) -> None:
         self.calls.append((method, request))

@@ -304,6 +304,8 @@ class Instance:
             "blocks by the counters": port.num_blocks - port.load.snapshot().num_free_blocks,
             "streams": len(client._streams),
             "replays": int(client._replay.busy),
+            "suspects": len(client._suspects),
+            "trials": int(engine.kvconn.trials._open is not None and not engine.kvconn.trials._open.is_over),
         }
         return [f"{self.name} holds {count} {what}" for what, count in counts.items() if count]
 

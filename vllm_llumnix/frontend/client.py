@@ -36,6 +36,8 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from vllm_llumnix import config
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.errors import ConfigError
+from vllm_llumnix.frontend import endings
+from vllm_llumnix.frontend.deaths import steps_of
 from vllm_llumnix.frontend.drain import drain
 from vllm_llumnix.frontend.metrics import MoveMetrics, Report
 from vllm_llumnix.frontend.owners import PROBE_SECONDS, Owner, Owners
@@ -44,6 +46,7 @@ from vllm_llumnix.frontend.relay import Complaints, Receive, Relay
 from vllm_llumnix.frontend.replay import Replay, why_not
 from vllm_llumnix.frontend.seams import SEAMS
 from vllm_llumnix.frontend.streams import Orphan, Stream, Streams
+from vllm_llumnix.frontend.suspects import Suspects, Verdict
 from vllm_llumnix.ids import Epoch
 from vllm_llumnix.migration import wire
 from vllm_llumnix.relay_keys import RelayKeys
@@ -96,6 +99,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
         self._relay: Relay | None = None
         self._adapters = Adapters(vllm_config.lora_config)
         self._peers = Peers(settings.peers, settings.cms, settings.is_own, credentials, settings.reaches)
+        self._suspects = Suspects(lambda: len(self._replay.targets(None)))
         self._replay = Replay(
             self._streams,
             self._owners,
@@ -105,6 +109,8 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
             self._adapters,
             self._give_up,
             self._dismiss,
+            self._suspects,
+            self._dies,
         )
         self._watch: asyncio.Task[None] | None = None
         self._probes: dict[str, asyncio.Task[None]] = {}
@@ -307,6 +313,9 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
                 owner = self._owners.heard(identity, message.instance, message.incarnation)
                 owner.llumlet = message.llumlet
                 taken = self._streams.take_batch(message, owner, self._abort_is_loss)
+                if self._suspects.any_tried:
+                    for stream, _ in taken.delivered:
+                        self._suspects.heard(stream.request_id, len(stream.delivered))
                 self._enqueue(taken.delivered, message.weight_version)
                 if taken.unwanted:
                     relay.send(identity, wire.Release(list(taken.unwanted.items())))
@@ -353,6 +362,8 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
             self._move_metrics.look(self.core_engines)
         for orphan in self._streams.orphans(self._home_of):
             self._let_go_on(orphan)
+        self._suspects.keep(self._streams)
+        self._suspects.advance()
         if self._home_dead and not (len(self._streams) or self._replay.busy) and self._finalizer.alive:
             logger.warning("llumlet: the engine is dead and the last stream has ended; shutting down")
             asyncio.get_running_loop().run_in_executor(None, self.shutdown)
@@ -393,6 +404,9 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
     def _let_go_on(self, orphan: Orphan) -> bool:
         """Start the request elsewhere. False if that cannot be: then it stays as it is, or ends if it is hopeless."""
         stream, home = orphan.stream, self._home_of(orphan.stream)
+        if orphan.lost is not None and self._dies(stream, orphan.lost):
+            self._dismiss(stream, orphan.lost)
+            return True
         problem = never = why_not(stream.request, stream.delivered)
         if problem is None and (home is None or not home.digest):
             problem = "it is not known which engines could"
@@ -407,6 +421,24 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
             logger.error("llumlet: request %s ends: %s, and %s", stream.request_id, orphan.reason, problem)
             self._give_up(stream)
         return False
+
+    def _dies(self, stream: Stream, lost: Owner, ends: bool = False) -> bool:
+        """Whether the request is the death of its engines, and was ended for that; else it may be a suspect now."""
+        steps = steps_of(lost, time.monotonic(), ends)
+        if steps is None:
+            return False
+        request_id, delivered = stream.request_id, len(stream.delivered)
+        if self._suspects.judge(request_id, lost, steps, delivered) is not Verdict.GUILTY:
+            return False
+        names = self._suspects.deaths(request_id)
+        reason = (
+            f"This request was in the step in which {len(names)} engines died or hung, one after the other "
+            f"({', '.join(names)}), the last time on trial. It is not sent to a third."
+        )
+        logger.error("llumlet: request %s ends: %s", request_id, reason)
+        endings.explain(stream.request.external_req_id or request_id, reason)
+        self._give_up(stream)
+        return True
 
     def _dismiss(self, stream: Stream, owner: Owner) -> None:
         """Tell an owner that may wake up, or live, that its epoch counts no more."""

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from vllm_llumnix.migration.wire import Health
+from vllm_llumnix.step_record import LastSteps
 
 MAX_OWNERS = 4096
 """Engine processes remembered; beyond that the one that has been silent for longest is forgotten."""
@@ -45,6 +46,8 @@ class Owner:
     dead_since: float = 0.0
     parted: bool = False
     """It has nothing of ours, has said so, and is silent until it has: that says nothing of how it is."""
+    last_steps: LastSteps | None = None
+    """Of a dead one, once somebody has asked."""
 
     def died(self, how: str, now: float) -> None:
         if not self.dead:

@@ -28,6 +28,7 @@ from vllm_llumnix.errors import Refused
 from vllm_llumnix.frontend.owners import Owner, Owners
 from vllm_llumnix.frontend.placement import Placement, Turn
 from vllm_llumnix.frontend.streams import Stream, Streams
+from vllm_llumnix.frontend.suspects import Suspects
 from vllm_llumnix.migration.wire import Health
 from vllm_llumnix.request_wire import RequestState, encode, encode_params
 
@@ -55,6 +56,7 @@ OF_THE_REQUEST = HOPELESS | {
     Reason.DEADLINE,
     Reason.LORA_NOT_AVAILABLE,
     Reason.OTHER_WEIGHTS,
+    Reason.REQUEST_TOO_LONG,
     Reason.TRANSFER_FAILED,
 }
 """Refusals that say nothing of how others would fare at that engine."""
@@ -73,8 +75,12 @@ class Replay:
         adapters: Adapters,
         give_up: Callable[[Stream], None],
         dismiss: Callable[[Stream, Owner], None],
+        suspects: Suspects,
+        dies: Callable[[Stream, Owner, bool], bool],
     ) -> None:
-        """`give_up` ends a stream with an error; `dismiss` tells an engine that it has lost the stream's request."""
+        """`give_up` ends a stream with an error; `dismiss` tells an engine that it has lost the stream's request.
+        `dies` is told of a request whose new owner was lost, or says that it ends, before it answered; it says whether
+        that is the end of the request."""
         self._streams = streams
         self._owners = owners
         self._peers = peers
@@ -83,6 +89,8 @@ class Replay:
         self._adapters = adapters
         self._give_up = give_up
         self._dismiss = dismiss
+        self._suspects = suspects
+        self._dies = dies
         self._placement = Placement()
         self._clients: dict[str, LlumletClient] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -115,11 +123,19 @@ class Replay:
         task.add_done_callback(self._tasks.discard)
 
     async def _run(self, stream: Stream, lost: Owner | None, digest: str) -> None:
-        search = _Search(stream, lost, digest, lost if lost and lost.may_have_cache(time.monotonic()) else None)
-        deadline = math.inf
-        while self._is_open(stream):
-            if await self._ask_around(search):
-                return
+        await self._suspects.turn(stream.request_id)
+        # What it insists on for a while, it insists on from here.
+        stream.deposed_at = now = time.monotonic()
+        search = _Search(stream, lost, digest, lost if lost is not None and lost.may_have_cache(now) else None)
+        try:
+            await self._find_engine(search)
+        finally:
+            if stream.replaying:
+                self._suspects.step_back(stream.request_id)
+
+    async def _find_engine(self, search: _Search) -> None:
+        stream, deadline = search.stream, math.inf
+        while not await self._ask_around(search) and self._is_open(stream):
             now = time.monotonic()
             deadline = min(deadline, now + REPLAY_SECONDS)
             if search.hopeless or now > deadline:
@@ -133,6 +149,7 @@ class Replay:
         stream, asked = search.stream, set[str]()
         num_tokens = len(stream.request.prompt_token_ids or ()) + len(stream.delivered)
         while self._is_open(stream) and (left := self._left(search.lost, asked)):
+            await self._suspects.turn(stream.request_id)
             address = self._placement.choose(stream.request_id, num_tokens, left, self._peers.room)
             async with self._placement.turn(address, num_tokens) as turn:
                 if turn.is_stale or not self._is_open(stream):
@@ -153,31 +170,40 @@ class Replay:
 
     async def _try(self, search: _Search, address: str, turn: Turn) -> bool:
         """One attempt, and what its failure says. Whether the engine has the request."""
+        stream = search.stream
         if search.num_attempts:
-            self._streams.depose(search.stream)
+            self._streams.depose(stream)
         search.num_attempts += 1
         try:
             await self._attempt(search, address)
         except Refused as error:
-            logger.info("llumlet: request %s cannot be sent to %s: %s", search.stream.request_id, address, error)
+            logger.info("llumlet: request %s cannot be sent to %s: %s", stream.request_id, address, error)
             search.holder = None
         except LlumletError as error:
-            logger.info("llumlet: %s does not take request %s: %s", address, search.stream.request_id, error)
+            logger.info("llumlet: %s does not take request %s: %s", address, stream.request_id, error)
             search.hopeless = error.reason in HOPELESS
             if error.reason == Reason.TRANSFER_FAILED:
                 search.holder = None
-            if error.reason not in OF_THE_REQUEST:
+            if not self._is_of_the_request(error, stream):
                 turn.shun()
+            await self._look_into(stream, error)
         except LlumletCallFailed as error:
-            logger.info("llumlet: %s is not waited for with request %s: %s", address, search.stream.request_id, error)
+            logger.info("llumlet: %s is not waited for with request %s: %s", address, stream.request_id, error)
             search.holder = None
             turn.shun()
+            await self._look_into(stream, error)
             if (owner := self._owners.at_llumlet(address)) is not None:
                 # Should it have the request after all: before the heartbeat that would show it.
-                self._dismiss(search.stream, owner)
+                self._dismiss(stream, owner)
         else:
             return True
         return False
+
+    def _is_of_the_request(self, error: LlumletError, stream: Stream) -> bool:
+        """Whether a refusal says nothing of how others would fare at that engine; that one trial keeps another waiting
+        does not."""
+        on_trial = self._suspects.trial_tokens(stream.request_id) > 0
+        return error.reason in OF_THE_REQUEST or (on_trial and error.reason == Reason.DESTINATION_BUSY)
 
     async def _attempt(self, search: _Search, address: str) -> None:
         stream, holder = search.stream, search.holder
@@ -190,6 +216,7 @@ class Replay:
             compatibility_digest=search.digest,
             request_state=encode(state),
             weight_version=stream.weights_wanted(time.monotonic()),
+            trial_tokens=self._suspects.trial_tokens(stream.request_id),
         )
         if holder is not None:
             request.holder.instance_id, request.holder.incarnation = holder.instance, holder.incarnation
@@ -197,12 +224,15 @@ class Replay:
         client = self._clients.get(address)
         if client is None:
             client = self._clients[address] = LlumletClient(address, credentials=self._credentials)
+        if request.trial_tokens:
+            self._suspects.sent(stream.request_id, await self._whose_record(client), len(stream.delivered))
         answer = await self._answer(client.adopt(request, deadline_s=ATTEMPT_SECONDS), address)
         owner = self._owners.expected(answer.instance_id, answer.incarnation, address)
         if not self._is_open(stream):
             await client.abort(AbortRequest(request_ids=[stream.request_id]))
             return
         stream.owned_by(owner, epoch, time.monotonic())
+        self._suspects.sent(stream.request_id, owner, len(stream.delivered))
         stream.replaying = False
         stream.replays += 1
         self.replayed += 1
@@ -230,6 +260,25 @@ class Replay:
             return answering.result()
         finally:
             answering.cancel()
+
+    async def _whose_record(self, client: LlumletClient) -> Owner:
+        """Who listens there: should the answer to Adopt never come, this is whose last steps tell why."""
+        owner = self._owners.at_llumlet(client.address)
+        if owner is None or owner.dead:
+            found = await client.get_instance_metadata(deadline_s=1.0)
+            owner = Owner(found.instance_id, found.incarnation, identity=b"", llumlet=client.address)
+        return owner
+
+    async def _look_into(self, stream: Stream, error: LlumletCallFailed) -> None:
+        """Adopt has failed. The request may have been there long enough to be the end of the engine, and of itself."""
+        owner = self._suspects.tried_at(stream.request_id) or self._owners.at_llumlet(error.address)
+        owner = owner or Owner(error.address, incarnation="", identity=b"", llumlet=error.address)
+        ends = isinstance(error, LlumletError) and error.reason == Reason.SHUTTING_DOWN
+        broken = isinstance(error, LlumletUnreachable) and not error.nobody_listens
+        if broken and await self.is_gone(owner):
+            owner.died("its process is gone", time.monotonic())
+        if not ((broken or ends) and self._dies(stream, owner, ends)):
+            self._suspects.sent(stream.request_id, None, len(stream.delivered))
 
     async def is_gone(self, owner: Owner) -> bool:
         """Whether nobody listens any more where the silent `owner` did: then it need not be waited for."""

@@ -32,4 +32,14 @@ SEAMS = Seams(
         _OUTLIVES,
         _TEST,
     ),
+    Seam(
+        "vllm/entrypoints/generate/base/serving.py",
+        "GenerateBaseServing",
+        "_raise_if_error",
+        Kind.WRAPPED,
+        "the client is told why its request was ended, with a code on which nobody sends it again",
+        "api",
+        "vLLM takes the text and the code of an error from the engine's output",
+        "tests/frontend/test_frontend_endings.py",
+    ),
 )

@@ -94,7 +94,7 @@ class Stream:
         """Since when later tokens wait for missing ones."""
         self.replaying = False
         self.deposed_at = 0.0
-        """When the replay began."""
+        """When the replay began, or its turn came."""
         self.replays = 0
 
     def weights_wanted(self, now: float) -> str:

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that may have been the death of their engine: who they are, whose turn it is to be tried, who is to end.
+
+Of an engine that died, only the requests in the steps under way can be why (`step_record`); the others go on elsewhere
+at once. The suspects are tried, one at a time at an engine, and a trial is over when the request has survived some
+tokens there. That settles most deaths:
+
+    dies in a step, on trial              guilty: it ends, with an error that says so
+    dies in a step, another one on trial  that one's doing: goes on at once
+    dies in a step otherwise              a suspect, also if it was cleared before: it is tried
+    dies while it waits to be scheduled   nothing was learnt: a suspect stays one, others go on at once
+
+So a request whose engine dies of it does that twice, the second time on trial, and whoever was beside it is tried or
+goes on, however often that happens. A request that is a suspect once more has to survive more tokens than before: an
+engine that dies of it now and then is more likely to do so in a trial.
+
+Pure: no clock, no I/O. On the API server's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import enum
+from collections.abc import Callable, Container
+
+from vllm_llumnix.frontend.owners import Owner
+from vllm_llumnix.step_record import LastSteps
+
+TRIAL_TOKENS = 4
+"""More than are in flight between an engine's model and the client: a request that goes on from what its client has
+comes to the step that killed its engine within so many."""
+LONGER = 16
+"""By how much, each time."""
+MAX_TRIAL_TOKENS = 1024
+
+
+class Verdict(enum.Enum):
+    INNOCENT = enum.auto()
+    SUSPECT = enum.auto()
+    GUILTY = enum.auto()
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Case:
+    """Of one request, from the first death that it may have caused to its end."""
+
+    request_id: str
+    deaths: list[Owner] = dataclasses.field(default_factory=list)
+    pending: bool = False
+    """It has to be tried, or is being tried."""
+    delivered: int = 0
+    """Tokens that its client had when it became a suspect: how much speaks for it."""
+    turn: asyncio.Future[None] | None = None
+    at: Owner | None = None
+    """Where it is tried."""
+    until: int = 0
+    """Number of delivered tokens that ends the trial."""
+
+    @property
+    def trial_tokens(self) -> int:
+        longer = LONGER ** max(0, len(self.deaths) - 1)
+        return min(TRIAL_TOKENS * int(longer), MAX_TRIAL_TOKENS) if self.pending else 0
+
+
+class Suspects:
+    """Of one API server process. `most` says how many trials may be under way: no more than engines."""
+
+    def __init__(self, most: Callable[[], int]) -> None:
+        self._most = most
+        self._cases: dict[str, _Case] = {}
+        self._waiting: dict[str, _Case] = {}
+        self._trying: dict[str, _Case] = {}
+
+    def __len__(self) -> int:
+        return len(self._cases)
+
+    @property
+    def any_tried(self) -> bool:
+        return bool(self._trying)
+
+    def deaths(self, request_id: str) -> list[str]:
+        """Names of the engines that died with the request in a step, and nobody else to blame."""
+        case = self._cases.get(request_id)
+        return [owner.instance for owner in case.deaths] if case is not None else []
+
+    def judge(self, request_id: str, owner: Owner, steps: LastSteps, delivered: int) -> Verdict:
+        """`owner`, which had the request, has died, or hangs, in `steps`. The same question gets the same answer.
+
+        delivered: number of tokens that the client has.
+        """
+        case = self._cases.get(request_id)
+        tried = case is not None and case.at is owner
+        if case is not None and case.pending and owner in case.deaths and not tried:
+            return Verdict.SUSPECT
+        if not steps.had(request_id) or (not tried and self._is_explained(request_id, owner, steps)):
+            if tried:
+                self.step_back(request_id)
+            return Verdict.SUSPECT if case is not None and case.pending else Verdict.INNOCENT
+        if case is None:
+            case = self._cases[request_id] = _Case(request_id)
+        case.deaths.append(owner)
+        case.pending = True
+        case.delivered = delivered
+        return Verdict.GUILTY if tried else Verdict.SUSPECT
+
+    def _is_explained(self, request_id: str, owner: Owner, steps: LastSteps) -> bool:
+        """Whether somebody else was on trial there; of an engine on another host, somebody of ours."""
+        others = (case for case in self._trying.values() if case.request_id != request_id)
+        return steps.tried_another(request_id) or any(
+            case.at is owner and steps.had(case.request_id) for case in others
+        )
+
+    async def turn(self, request_id: str) -> None:
+        """Returns at once for who is no suspect; for a suspect, when it may be tried. Until then it is nowhere."""
+        case = self._cases.get(request_id)
+        if case is None or not case.pending or request_id in self._trying:
+            return
+        case.turn = asyncio.get_running_loop().create_future()
+        self._waiting[request_id] = case
+        self.advance()
+        await case.turn
+
+    def advance(self) -> None:
+        """Let as many be tried as may be. Those first for whom least speaks: a culprit is found early."""
+        while self._waiting and len(self._trying) < max(1, self._most()):
+            case = min(self._waiting.values(), key=lambda case: case.delivered)
+            del self._waiting[case.request_id]
+            self._trying[case.request_id] = case
+            assert case.turn is not None
+            if not case.turn.done():
+                case.turn.set_result(None)
+
+    def tried_at(self, request_id: str) -> Owner | None:
+        case = self._trying.get(request_id)
+        return case.at if case is not None else None
+
+    def trial_tokens(self, request_id: str) -> int:
+        """How many the request has to survive where it goes now; 0 if it is no suspect."""
+        case = self._cases.get(request_id)
+        return case.trial_tokens if case is not None else 0
+
+    def sent(self, request_id: str, owner: Owner | None, delivered: int) -> None:
+        """`owner` has the request from now on, or may have: nothing is known yet of the call that gave it. None: it
+        has not."""
+        case = self._trying.get(request_id)
+        if case is not None:
+            case.at, case.until = owner, delivered + case.trial_tokens
+
+    def heard(self, request_id: str, delivered: int) -> None:
+        """The client has so many tokens now."""
+        case = self._trying.get(request_id)
+        if case is not None and case.at is not None and delivered >= case.until:
+            case.pending = False
+            self.step_back(request_id)
+
+    def step_back(self, request_id: str) -> None:
+        """It is not being tried any more: the next one is."""
+        case = self._trying.pop(request_id, None)
+        if case is not None:
+            case.at = None
+            self.advance()
+
+    def keep(self, streams: Container[str]) -> None:
+        """Forget requests that have ended."""
+        for request_id in [request_id for request_id in self._cases if request_id not in streams]:
+            case = self._cases.pop(request_id)
+            self._waiting.pop(request_id, None)
+            if case.turn is not None and not case.turn.done():
+                case.turn.set_result(None)
+            self.step_back(request_id)

@@ -12,10 +12,13 @@ import zmq.asyncio
 from vllm.v1.engine.core_client import AsyncMPClient, DPLBAsyncMPClient
 
 from tests.frontend.fakes import FakeEngine, FakePeer, close_client, new_client
+from vllm_llumnix import step_record
 from vllm_llumnix.config import CONFIG_VARIABLE, LlumletConfig
 from vllm_llumnix.frontend import drain
+from vllm_llumnix.step_record import StepRecord
 
 NewPeer = Callable[..., FakePeer]
+HOME = "a" * 32
 
 
 @pytest.fixture(autouse=True)
@@ -97,3 +100,20 @@ async def dp_client(
     client = new_client(DPLBAsyncMPClient, directory, ranks=len(rank_engines))
     yield client
     close_client(client)
+
+
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StepRecord]:
+    """Of the home engine's steps: none is under way."""
+    monkeypatch.setattr(step_record, "DIRECTORY", tmp_path)
+    record = StepRecord(HOME, 8, 2)
+    yield record
+    record.close()
+
+
+@pytest_asyncio.fixture
+async def home(new_peer: NewPeer, record: StepRecord) -> FakePeer:
+    """The relay's end of the client's own engine."""
+    peer = new_peer("home", llumlet="127.0.0.1:2", incarnation=HOME)
+    await peer.hello()
+    return peer

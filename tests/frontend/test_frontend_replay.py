@@ -58,14 +58,6 @@ async def rescuer() -> AsyncIterator[FakeAgent]:
 
 
 @pytest_asyncio.fixture
-async def home(new_peer: NewPeer) -> FakePeer:
-    """The relay's end of the client's own engine."""
-    peer = new_peer("home", llumlet="127.0.0.1:2")
-    await peer.hello()
-    return peer
-
-
-@pytest_asyncio.fixture
 async def rescue(new_peer: NewPeer, rescuer: FakeAgent) -> FakePeer:
     """The relay's end of `rescuer`."""
     peer = new_peer("rescuer", llumlet=rescuer.address)  # type: ignore[attr-defined]

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +29,7 @@ from vllm_llumnix.request_wire import decode_state
 from vllm_llumnix.step_record import StepRecord
 
 pytestmark = pytest.mark.asyncio
-HOME, RESCUER = "a" * 32, "b" * 32
+RESCUER = "b" * 32
 RAISED = Epoch(1, 0)
 
 
@@ -45,22 +44,6 @@ def said() -> Iterator[dict[str, str]]:
     """What clients are to be told."""
     yield endings._endings
     endings._endings.clear()
-
-
-@pytest.fixture
-def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StepRecord]:
-    """Of the home engine."""
-    monkeypatch.setattr(step_record, "DIRECTORY", tmp_path)
-    record = StepRecord(HOME, 8, 2)
-    yield record
-    record.close()
-
-
-@pytest_asyncio.fixture
-async def home(new_peer: NewPeer, record: StepRecord) -> FakePeer:
-    peer = new_peer("home", llumlet="127.0.0.1:2", incarnation=HOME)
-    await peer.hello()
-    return peer
 
 
 class Rescuer:

@@ -13,6 +13,7 @@ from tests.shells.network import Kind
 from tests.support.failures import failure
 from vllm_llumnix.engine import adoptions
 from vllm_llumnix.frontend import replay
+from vllm_llumnix.frontend.suspects import Suspects, Verdict
 
 pytestmark = MARKS
 
@@ -57,9 +58,13 @@ async def test_an_attempt_that_nobody_wants_any_more(model_dir: Path) -> list[st
 @failure("more requests are to be started again on an engine than it admits", "replay", "destination_busy: others do")
 @retold
 async def test_a_limit_at_the_destination(model_dir: Path) -> list[str]:
+    """All of them at once: that some may be why their engine died is another matter."""
+    innocent = mock.patch.object(Suspects, "judge", lambda *_: Verdict.INNOCENT)
     async with cluster_of(model_dir) as cluster:
         streams = [await cluster.stream("A", num_prompt=40) for _ in range(6)]
-        with mock.patch.object(adoptions, "MAX_ADOPTING", 2), building_slowly(cluster["B"]):
+        for stream in streams:
+            await stream.reaches(2)  # its engine has said hello by then
+        with innocent, mock.patch.object(adoptions, "MAX_ADOPTING", 2), building_slowly(cluster["B"]):
             await cluster["A"].die()
             replay = streams[0].at.client._replay
             await until(lambda: replay.replayed >= 4, lambda: f"only {replay.replayed} go on")

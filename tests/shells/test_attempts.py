@@ -59,7 +59,7 @@ async def test_an_attempt_that_nobody_wants_any_more(model_dir: Path) -> list[st
 @retold
 async def test_a_limit_at_the_destination(model_dir: Path) -> list[str]:
     """All of them at once: that some may be why their engine died is another matter."""
-    innocent = mock.patch.object(Suspects, "judge", lambda *_: Verdict.INNOCENT)
+    innocent = mock.patch.object(Suspects, "judge", return_value=Verdict.INNOCENT)
     async with cluster_of(model_dir) as cluster:
         streams = [await cluster.stream("A", num_prompt=40) for _ in range(6)]
         for stream in streams:

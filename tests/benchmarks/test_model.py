@@ -52,7 +52,9 @@ def model(model_dir: Path) -> Any:
     return load(model_dir)
 
 
-@pytest.fixture(scope="module", params=["tiny", "gqa", "mla"])
+@pytest.fixture(
+    scope="module", params=["tiny", *(pytest.param(name, marks=pytest.mark.full) for name in ("gqa", "mla"))]
+)
 def any_model(request: pytest.FixtureRequest) -> Any:
     return load(build(PRESETS[request.param]))
 

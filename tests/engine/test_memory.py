@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -148,24 +149,32 @@ async def test_a_mover_that_is_silent_is_waited_for(
         monkeypatch.setattr(engine_memory, name, seconds)
     stop = MoverClient.stop
     monkeypatch.setattr(MoverClient, "stop", lambda client, job: stop(client, job, deadline_s=0.05))
-    go_on, losses = threading.Event(), list[str]()
+    go_on, losses, told = threading.Event(), list[tuple[float, str]](), asyncio.Event()
     turn = running[1]._turn
 
     def wait_first() -> bool:
         go_on.wait()
         return turn()
 
+    def lose(reason: str) -> None:
+        losses.append((time.monotonic(), reason))
+        told.set()
+
     monkeypatch.setattr(running[1], "_turn", wait_first)
     os.eventfd_write(running[1]._wake, 1)
-    movers = Movers(infos, ("local",), on_lost=losses.append)
+    movers = Movers(infos, ("local",), on_lost=lose)
+    began = time.monotonic()
     stopping = asyncio.create_task(movers.stop(movers.next_job()))
-    await asyncio.sleep(0.2)
-    assert not losses
-    await asyncio.sleep(0.5)
-    assert losses[0].startswith("a mover does not say that it is quiet: mover 1 has not answered")
-    assert not stopping.done()
-    assert len([record for record in caplog.records if "blocks are kept" in record.message]) == 1
-    go_on.set()
-    async with asyncio.timeout(10.0):
+    try:
+        await asyncio.wait_for(told.wait(), 30.0)
+        await asyncio.sleep(0.2)
+        lost, loss = losses[0]
+        assert lost - began >= engine_memory.SILENT_SECONDS
+        assert loss.startswith("a mover does not say that it is quiet: mover 1 has not answered")
+        assert not stopping.done()
+        assert len([record for record in caplog.records if "blocks are kept" in record.message]) == 1
+    finally:
+        go_on.set()
+    async with asyncio.timeout(30.0):
         await stopping
     movers.close()

@@ -149,10 +149,12 @@ async def test_a_mover_that_is_silent_is_waited_for(
         monkeypatch.setattr(engine_memory, name, seconds)
     stop = MoverClient.stop
     monkeypatch.setattr(MoverClient, "stop", lambda client, job: stop(client, job, deadline_s=0.05))
-    go_on, losses, told = threading.Event(), list[tuple[float, str]](), asyncio.Event()
+    stands, go_on, told = threading.Event(), threading.Event(), asyncio.Event()
+    losses: list[tuple[float, str]] = []
     turn = running[1]._turn
 
     def wait_first() -> bool:
+        stands.set()
         go_on.wait()
         return turn()
 
@@ -162,6 +164,7 @@ async def test_a_mover_that_is_silent_is_waited_for(
 
     monkeypatch.setattr(running[1], "_turn", wait_first)
     os.eventfd_write(running[1]._wake, 1)
+    assert await asyncio.to_thread(stands.wait, 30.0)
     movers = Movers(infos, ("local",), on_lost=lose)
     began = time.monotonic()
     stopping = asyncio.create_task(movers.stop(movers.next_job()))

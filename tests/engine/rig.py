@@ -23,7 +23,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -63,12 +63,20 @@ class FakeRunner:
 
 
 class Rig:
-    """One scheduler. `depth` 1 steps synchronously; 2 keeps a step in flight, as the asynchronous engine does."""
+    """One scheduler. `depth` 1 steps synchronously; 2 keeps a step in flight, as the asynchronous engine does. With a
+    `window`, every layer sees so many tokens."""
 
     def __init__(
-        self, model: Path, *, asynchronous: bool = False, runner_v2: bool = False, num_blocks: int = 64, **flags: Any
+        self,
+        model: Path,
+        *,
+        asynchronous: bool = False,
+        runner_v2: bool = False,
+        num_blocks: int = 64,
+        window: int | None = None,
+        **flags: Any,
     ) -> None:
-        self.scheduler, self.block_hasher = new_scheduler(model, asynchronous, num_blocks, **flags)
+        self.scheduler, self.block_hasher = new_scheduler(model, asynchronous, num_blocks, window, **flags)
         self.scheduler.use_v2_model_runner = runner_v2
         self.port = SchedulerPort(self.scheduler)
         self.runner = FakeRunner()
@@ -126,11 +134,14 @@ class Rig:
         return [output for _ in range(count) for output in self.turn()]
 
 
-def new_scheduler(model: Path, asynchronous: bool, num_blocks: int, **flags: Any) -> tuple[Scheduler, Any]:
+def new_scheduler(
+    model: Path, asynchronous: bool, num_blocks: int, window: int | None, **flags: Any
+) -> tuple[Scheduler, Any]:
     """One of vLLM's own, and what computes the block hashes of its requests."""
     config = _config(model, **flags)
     config.scheduler_config.async_scheduling = asynchronous
-    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=4, head_size=64, dtype=torch.bfloat16)
+    page: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 4, "head_size": 64, "dtype": torch.bfloat16}
+    spec = FullAttentionSpec(**page) if window is None else SlidingWindowSpec(**page, sliding_window=window)
     cache = KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[],

@@ -486,6 +486,24 @@ def test_waiting_request_must_fit_an_empty_cache(model_dir: Path) -> None:
     assert refusal.value.reason is Reason.DESTINATION_FULL
 
 
+@pytest.mark.parametrize("queued", [False, True])
+def test_where_layers_see_a_window_a_request_needs_no_more(model_dir: Path, queued: bool) -> None:
+    """Its KV cache does not come along; vLLM computes it again in as many blocks as the window and a chunk span."""
+    rig = Rig(model_dir, num_blocks=16, window=64, max_num_batched_tokens=128)
+    request = rig.request("a", num_prompt=1000)
+    rig.port.reserve(request, use_prefix_cache=True, queued=queued)
+    rig.port.admit(request, 0)
+    rig.turns(9)
+    assert request.num_output_tokens == 2
+
+
+def test_where_layers_see_a_window_it_needs_that_much(model_dir: Path) -> None:
+    rig = Rig(model_dir, num_blocks=5, window=64, max_num_batched_tokens=128)
+    with pytest.raises(Refused) as refusal:
+        rig.port.reserve(rig.request("a", num_prompt=1000), use_prefix_cache=True)
+    assert refusal.value.reason is Reason.DESTINATION_FULL
+
+
 def test_prompt_logprobs_must_be_complete(rig: Rig) -> None:
     request = rig.add("a", num_prompt=1000)
     request.sampling_params.prompt_logprobs = 1

@@ -203,10 +203,11 @@ def _kv_cache_groups(engine: Any) -> Any:
     return engine.scheduler.kv_cache_config.kv_cache_groups
 
 
-def _other_than_full_attention(engine: Any) -> bool:
+def sees_all_tokens(group: Any) -> bool:
+    """Whether every layer of a KV cache group attends to everything before: then block n holds tokens of block n."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
-    return not isinstance(_kv_cache_groups(engine)[0].kv_cache_spec, FullAttentionSpec | MLAAttentionSpec)
+    return isinstance(group.kv_cache_spec, FullAttentionSpec | MLAAttentionSpec)
 
 
 def custom_logits_processors(engine: Any) -> list[type]:
@@ -256,7 +257,7 @@ KV_REFUSED_ENGINES = (
     ),
     RefusedEngine(
         "a KV cache of another kind than full attention or MLA",
-        _other_than_full_attention,
+        lambda engine: not sees_all_tokens(_kv_cache_groups(engine)[0]),
         "state spaces, sliding windows in every layer",
     ),
     RefusedEngine(

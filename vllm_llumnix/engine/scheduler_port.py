@@ -28,6 +28,7 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_llumnix.engine.load_events import counters_of
+from vllm_llumnix.engine.portability import sees_all_tokens
 from vllm_llumnix.engine.request_state import why_not_now
 from vllm_llumnix.errors import Reason, Refused
 from vllm_llumnix.migration.ledger import audit
@@ -80,7 +81,8 @@ class SchedulerPort:
         self.kv_cache_manager = scheduler.kv_cache_manager
         self.block_pool = scheduler.kv_cache_manager.block_pool
         self.block_size: int = scheduler.block_size
-        self._num_groups = len(scheduler.kv_cache_config.kv_cache_groups)
+        groups = scheduler.kv_cache_config.kv_cache_groups
+        self._takes_kv = len(groups) == 1 and sees_all_tokens(groups[0])
         self._frozen: dict[str, Request] = {}
         self._eligible: dict[str, int] = {}
         """`next_decode_eligible_step` of frozen requests as vLLM had set it: with a pipeline, a stage gets a sampled
@@ -226,8 +228,8 @@ class SchedulerPort:
         """Hold blocks, a batch slot and a place for its LoRA adapter for a request that may come.
 
         A request that is `queued` at its source has no KV and will queue here too: nothing is held for it, it only has
-        to fit an empty cache. Should it start meanwhile, `grow` holds what its KV needs. In a cache of several groups
-        no request's KV arrives: it has to fit what is free, and a slot is held.
+        to fit an empty cache. Should it start meanwhile, `grow` holds what its KV needs. In a cache of several groups,
+        or of layers that do not see all tokens, no request's KV arrives: it has to fit what is free, and gets a slot.
 
         Returns the number of blocks that the prefix cache already holds, and the ids of all blocks. Preempts nobody,
         and leaves the next in the queue what it needs.
@@ -243,7 +245,7 @@ class SchedulerPort:
             self._reserved[request.request_id] = request
             return 0, []
         self._check_slot(request)
-        if self._num_groups > 1:
+        if not self._takes_kv:
             self._check_room(request)
             self._take_slot(request)
             self._reserved[request.request_id] = request
@@ -454,10 +456,10 @@ class SchedulerPort:
         return int(scheduler._inflight_prefill_reserved_blocks()) + following
 
     def _num_blocks_for(self, request: Request) -> int:
-        """For a whole request that is not here yet. Of several groups of layers, by the rule by which vLLM admits one:
-        a window needs no more than it spans."""
+        """For a whole request that is not here yet. Where no KV arrives, by the rule by which vLLM admits one: a window
+        needs no more than it spans."""
         positions = self._positions(request.num_tokens)
-        if self._num_groups == 1:
+        if self._takes_kv:
             return -(-positions // self.block_size)
         manager = self.kv_cache_manager
         tokens = min(positions, manager.max_model_len)

@@ -30,6 +30,7 @@ import shutil
 import string
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -108,14 +109,21 @@ def build(spec: ModelSpec, out: Path | None = None) -> Path:
     """The directory of the model, built if it is not there yet. Safe against a second builder and
     against a kill.
     """
-    target = out if out is not None else cache_root() / "models" / spec.digest
+    return cached(spec.digest, lambda scratch: _write(spec, scratch), out)
+
+
+def cached(digest: str, write: Callable[[Path], None], out: Path | None = None) -> Path:
+    """The directory of a model that is made by `write`, which gets an empty directory; `digest` speaks for all that
+    determines it."""
+    target = out if out is not None else cache_root() / "models" / digest
     stamp = target / "spec.json"
-    if stamp.is_file() and json.loads(stamp.read_text()).get("digest") == spec.digest:
+    if stamp.is_file() and json.loads(stamp.read_text()).get("digest") == digest:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        _write(spec, scratch)
+        write(scratch)
+        _dump(scratch / "spec.json", {"digest": digest})
         if out is not None and target.exists():
             _require_ours(target)
             shutil.rmtree(target)
@@ -138,8 +146,7 @@ def _require_ours(target: Path) -> None:
 def _write(spec: ModelSpec, out: Path) -> None:
     from safetensors.torch import save_file
 
-    tokenizer = build_tokenizer(spec.vocab_size)
-    tokenizer.save(str(out / "tokenizer.json"))
+    tokenizer = write_tokenizer(out, spec.vocab_size, spec.max_position)
     save_file(_weights(spec, silent_ids(tokenizer)), out / "model.safetensors", metadata={"format": "pt"})
     bos, eos = tokenizer.token_to_id(BOS), tokenizer.token_to_id(EOS)
     _dump(
@@ -163,20 +170,6 @@ def _write(spec: ModelSpec, out: Path) -> None:
         },
     )
     _dump(out / "generation_config.json", {"bos_token_id": bos, "eos_token_id": eos})
-    _dump(
-        out / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": BOS,
-            "eos_token": EOS,
-            "unk_token": UNKNOWN,
-            "model_max_length": spec.max_position,
-            "clean_up_tokenization_spaces": False,
-            "add_bos_token": False,
-            "chat_template": CHAT_TEMPLATE,
-        },
-    )
-    _dump(out / "spec.json", {"digest": spec.digest, **dataclasses.asdict(spec)})
 
 
 def _architecture(spec: ModelSpec) -> dict[str, object]:
@@ -196,6 +189,26 @@ def _architecture(spec: ModelSpec) -> dict[str, object]:
 
 def _dump(path: Path, content: dict[str, object]) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def write_tokenizer(out: Path, vocab_size: int, max_position: int) -> Tokenizer:
+    """The tokenizer of a model in `out`, with what vLLM looks for beside it."""
+    tokenizer = build_tokenizer(vocab_size)
+    tokenizer.save(str(out / "tokenizer.json"))
+    _dump(
+        out / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": BOS,
+            "eos_token": EOS,
+            "unk_token": UNKNOWN,
+            "model_max_length": max_position,
+            "clean_up_tokenization_spaces": False,
+            "add_bos_token": False,
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+    return tokenizer
 
 
 def build_tokenizer(vocab_size: int) -> Tokenizer:

@@ -19,7 +19,7 @@ from vllm.v1.request import Request
 
 from tests.engine.rig import Rig
 from tests.exactness import test_lora, test_matrix, test_together
-from tests.integration import test_any_state
+from tests.integration import test_any_state, test_hybrids, test_refusals
 from tests.runner_v2 import cells as runner_v2_cells
 from tests.runner_v2 import test_kinds as runner_v2_kinds
 from tests.runner_v2 import test_speculation_and_lora
@@ -342,6 +342,11 @@ def test_every_kind_that_moves_is_shown_to() -> None:
         for value in SHOWN[row.kind]:
             if isinstance(value, tuple):
                 assert dtypes[value] >= ({"bfloat16"} if row.exactness is Exactness.BIT_EXACT else {"float32"}), value
+
+
+def test_every_engine_whose_tokens_move_is_shown_to() -> None:
+    shown = {*test_hybrids.WHY.values(), test_refusals.CONNECTOR}
+    assert {row.reason for row in KV_REFUSED_ENGINES if row.measured} == shown
 
 
 def test_the_table_is_current() -> None:

@@ -30,6 +30,7 @@ from tests.support.failures import failure
 pytestmark = pytest.mark.asyncio
 
 PROMPT = list(range(100, 180))
+CONNECTOR = "another KV connector is configured (--kv-transfer-config)"
 LONG = [100 + index * 7 % 900 for index in range(900)]
 GREEDY: dict[str, Any] = {"ignore_eos": True}
 UNHURT_S = 2.0
@@ -328,7 +329,7 @@ async def test_another_model_and_another_block_size(engines: Engines, conserved:
 
 async def test_another_kv_connector(engines: Engines, conserved: object, strange: Strange) -> None:
     """Its KV cache stays where it is; said in the answer of `Migrate` and in `llumnix ps`. Its tokens move."""
-    source, why = strange.connector, "another KV connector is configured (--kv-transfer-config)"
+    source, why = strange.connector, CONNECTOR
     async with Client(source.base_url) as client:
         expected = await (await client.complete(PROMPT, 200, **GREEDY, cache_salt="unmoved")).result()
         stream = await client.complete(PROMPT, 6000, **GREEDY, cache_salt="moved")

@@ -103,11 +103,13 @@ class RefusedRequest:
 @dataclasses.dataclass(frozen=True, slots=True)
 class RefusedEngine:
     """An engine whose requests do not move, or not with their KV cache. `applies` gets vLLM's `EngineCore`; it may rely
-    on every row above its own not having applied."""
+    on every row above its own not having applied. `measured`: engines that have shown what goes on with tokens alone,
+    here with vLLM's V1 runner; empty if it is known by reading."""
 
     reason: str
     applies: Callable[[Any], bool]
     because: str
+    measured: str = ""
 
 
 _ALL_CARRIED = "all KV bytes and the sampler's state are carried"
@@ -254,16 +256,19 @@ KV_REFUSED_ENGINES = (
         "not exactly one KV cache group",
         lambda engine: len(_kv_cache_groups(engine)) != 1,
         "hybrids: sliding windows (Gemma 3, gpt-oss), state spaces and linear attention (Qwen3-Next, Nemotron-H)",
+        "Gemma 3, gpt-oss, Qwen3-Next",
     ),
     RefusedEngine(
         "a KV cache of another kind than full attention or MLA",
         lambda engine: not sees_all_tokens(_kv_cache_groups(engine)[0]),
         "state spaces, sliding windows in every layer",
+        "Gemma 3 with windows alone",
     ),
     RefusedEngine(
         "another KV connector is configured (--kv-transfer-config)",
         lambda engine: engine.scheduler.connector is not None,
         "it has blocks of its own to fetch and to keep: prefill/decode disaggregation, CPU offloading, LMCache",
+        "`ExampleConnector`",
     ),
 )
 """Engines whose KV cache stays where it is. A worker whose memory no transport reads has a reason of its own."""
@@ -330,11 +335,16 @@ of the move is `recompute`, `tokens_alone` has the reason, and the summary count
 method that copies (`llumnix migrate --method live`) insists: the request stays, `not_portable`. A drain and a failover
 name none; to balance load a prefill is not worth it, and the rescheduler leaves such requests where they run.
 `llumnix ps` shows how each would go: `live`, `recompute`, `waiting`, or why not at all.
+
+Measured (`tests/integration/test_hybrids.py`, `test_refusals.py`) on small random models, with the V1 runner: moves in
+the middle of a stream, there and back; of hybrids also what waits, a drain, and `kill -9` of the owner. In float32 the
+tokens are those of an unmoved run. Qwen3-Next computes in bfloat16 on a CPU: there each token is, up to rounding, the
+one that an engine finds best behind those before it.
 """
 
-_UNREADABLE = """\
+_UNREADABLE = f"""\
 | KV memory that no transport reads | layouts that scatter a page, several allocations, pages in \
-host memory beside a GPU, devices other than CPU and CUDA |"""
+host memory beside a GPU, devices other than CPU and CUDA | {Evidence.BY_READING} |"""
 
 _DRAFTS = """
 ## Drafts
@@ -374,9 +384,9 @@ def render() -> str:
     lines += [f"| {row.reason} | {Exactness.REFUSED} | {row.v1} | {row.v2} | |" for row in REFUSED_REQUESTS]
     lines += ["", "## Engines whose requests are refused", "", "| engine | because |", "|---|---|"]
     lines += [f"| {row.reason} | {row.because} |" for row in REFUSED_ENGINES]
-    lines += ["", _TOKENS_ALONE, "| engine | such as |", "|---|---|"]
-    lines += [f"| {row.reason} | {row.because} |" for row in KV_REFUSED_ENGINES]
-    lines += [f"| {ELSEWHERE} | Ray, `--nnodes` |", _UNREADABLE]
+    lines += ["", _TOKENS_ALONE, "| engine | such as | measured |", "|---|---|---|"]
+    lines += [f"| {row.reason} | {row.because} | {row.measured or Evidence.BY_READING} |" for row in KV_REFUSED_ENGINES]
+    lines += [f"| {ELSEWHERE} | Ray, `--nnodes` | {Evidence.BY_READING} |", _UNREADABLE]
     return "\n".join([*lines, _DRAFTS + _THE_MARK])
 
 

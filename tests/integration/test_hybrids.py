@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines whose KV cache stays where it is: sliding windows beside full attention (Gemma 3; gpt-oss, with experts and
+sinks), linear attention beside it (Qwen3-Next), or windows in every layer. What moves there moves with its tokens
+alone, and goes on as if it had not moved.
+
+In float32 that means the same tokens as an unmoved run. Qwen3-Next computes in bfloat16 on CPUs, where streams part in
+time: there, each token of a moved stream must be the one that an engine finds best behind all those before it, up to
+`NOISE`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from benchmarks.client import Client, Stream
+from benchmarks.harness import SERVED_NAME, Fleet, Server, ServerSpec, free_port
+from benchmarks.moves import migrate, move_stream
+from llumlet.types import RequestInfo
+from tests.integration.test_any_state import in_phase
+from tests.integration.test_command_line import lines, llumnix
+from tests.integration.test_drain import exit_code
+from tests.integration.test_lost_owner import KILLED_S, ends, engine_of, has_engine
+from tests.support.conservation import wait_idle
+from tests.support.other_models import OTHER, build
+
+pytestmark = pytest.mark.asyncio
+
+PROMPT = [100 + index * 7 % 900 for index in range(200)]
+"""Longer than a window."""
+LENGTH = 160
+AT = 30
+"""Tokens that have arrived when the story begins."""
+MOVE_S = 3.0
+NOISE = 0.5
+"""Difference of two log probabilities, in nats, that bfloat16 may make. A token out of place has 3 to 12 less."""
+WHY = {
+    "gemma3": "not exactly one KV cache group",
+    "gpt-oss": "not exactly one KV cache group",
+    "qwen3-next": "not exactly one KV cache group",
+    "windows": "a KV cache of another kind than full attention or MLA",
+}
+"""Of each model, why its KV cache stays."""
+
+
+class Pair:
+    """`roomy`, and `small`, which runs two requests at a time, knows `roomy` and is started again when it has ended."""
+
+    def __init__(self, fleet: Fleet, name: str) -> None:
+        self._fleet = fleet
+        self.model, self.why = OTHER[name], WHY[name]
+        port = free_port()
+        self._small_spec = self._spec(
+            f"{name}-small",
+            *("--llumlet-peers", f"127.0.0.1:{port}", "--llumlet-drain-seconds", "600", "--max-num-seqs", "2"),
+        )
+        self.roomy, self._small = fleet.start(
+            self._spec(f"{name}-roomy", "--llumlet-port", str(port)), self._small_spec
+        )
+
+    @property
+    def small(self) -> Server:
+        if not (self._small.alive() and has_engine(self._small)):
+            self._fleet.stop(self._small)
+            (self._small,) = self._fleet.start(self._small_spec)
+        return self._small
+
+    def _spec(self, name: str, *flags: str) -> ServerSpec:
+        return ServerSpec(
+            build(self.model),
+            name=name,
+            instance_id=name,
+            max_model_len=4096,
+            flags=("--dtype", self.model.dtype, *flags),
+        )
+
+
+MODELS = [pytest.param(name, marks=pytest.mark.full) if name == "windows" else name for name in WHY]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def pair(request: pytest.FixtureRequest, log_dir: Path) -> Iterator[Pair]:
+    with Fleet(log_dir / request.param) as fleet:
+        yield Pair(fleet, request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(pair: Pair) -> Stream:
+    """The unmoved stream."""
+
+    async def run() -> Stream:
+        async with Client(pair.roomy.base_url) as client:
+            return await (await begin(client)).result()
+
+    stream = asyncio.run(run())
+    assert len(set(stream.token_ids)) > LENGTH / 2, "a loop: too little depends on what came before"
+    return stream
+
+
+async def begin(client: Client, prompt: list[int] = PROMPT, length: int = LENGTH) -> Stream:
+    """A greedy stream that shares no cached block with any other."""
+    return await client.complete(prompt, length, temperature=0, ignore_eos=True, cache_salt=uuid.uuid4().hex)
+
+
+async def assert_as_unmoved(pair: Pair, stream: Stream, expected: Stream, longest_s: float = MOVE_S) -> None:
+    await stream.result()
+    assert stream.finish_reason == "length"
+    assert stream.usage == expected.usage
+    assert max(stream.gaps) < longest_s
+    if pair.model.dtype == "float32":
+        assert stream.token_ids == expected.token_ids
+        return
+    assert len(stream.token_ids) == len(expected.token_ids)
+    assert stream.token_ids[:AT] == expected.token_ids[:AT]
+    behind = await behind_the_best(pair.roomy, PROMPT, stream.token_ids)
+    assert max(behind) < NOISE, f"token {behind.index(max(behind))} is not the model's"
+
+
+async def behind_the_best(server: Server, prompt: list[int], output: list[int]) -> list[float]:
+    """By how much the log probability of each token is below that of the best one in its place."""
+    body = {"model": SERVED_NAME, "prompt": prompt + output, "max_tokens": 1, "prompt_logprobs": 1}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{server.base_url}/v1/completions", json=body) as answer,
+    ):
+        places = (await answer.json())["choices"][0]["prompt_logprobs"][len(prompt) :]
+    own = [place[str(token)]["logprob"] for token, place in zip(output, places, strict=True)]
+    return [max(it["logprob"] for it in place.values()) - mine for mine, place in zip(own, places, strict=True)]
+
+
+async def test_mid_stream_there_and_back(pair: Pair, expected: Stream) -> None:
+    """The way back finds blocks of the request's own in the cache, of every group or of none."""
+    roomy, small = pair.roomy, pair.small
+    async with Client(roomy.base_url) as client:
+        stream = await begin(client)
+        moves = []
+        for source, destination in ((roomy, small), (small, roomy)):
+            await stream.wait_for(len(stream.token_ids) + AT)
+            moves.append(await move_stream(source, destination, stream, method="auto"))
+        await stream.wait_for(len(stream.token_ids) + AT // 2)
+        insisted = await move_stream(roomy, small, stream, method="live")
+        await assert_as_unmoved(pair, stream, expected)
+    assert [(it.phase, it.mode, it.tokens_alone) for it in moves] == [("moved", "recompute", pair.why)] * 2, moves
+    assert all(it.copied_bytes == 0 for it in moves)
+    assert moves[0].recomputed_tokens == moves[0].context_tokens - 1 > len(PROMPT)
+    assert (insisted.phase, insisted.reason, insisted.detail) == ("stayed", "not_portable", pair.why)
+    await wait_idle(roomy)
+    await wait_idle(small)
+
+
+async def test_waiting(pair: Pair, expected: Stream) -> None:
+    """Who insists on the KV cache gets it moved, too: there is none yet. `llumnix ps` says how each would go."""
+    async with Client(pair.small.base_url) as client:
+        hogs = [await begin(client, list(range(300 + n, 340 + n)), 3000) for n in range(2)]
+        await asyncio.gather(*(hog.wait_for(1) for hog in hogs))
+        stream = await begin(client)
+        waits = await in_phase(pair.small, RequestInfo.WAITING)
+        code, text = await llumnix("ps", "--llumlet", str(pair.small.llumlet), "--json")
+        (move,) = await migrate(pair.small, pair.roomy, request_ids=[waits])
+        await assert_as_unmoved(pair, stream, expected)
+        assert not any(hog.done for hog in hogs), "it had not waited for long"
+        for hog in hogs:
+            await hog.disconnect()
+    assert code == 0, text
+    (shown,) = lines(text)
+    ways = [(it["movable"], it["moves_as"], it.get("detail", "")) for it in shown["requests"]]
+    assert sorted(ways) == [(True, "recompute", pair.why)] * 2 + [(True, "waiting", "")]
+    assert (move.phase, move.mode, move.recomputed_tokens, move.copied_bytes) == ("moved", "waiting", 0, 0), move
+    await wait_idle(pair.small)
+
+
+async def test_drain(pair: Pair, expected: Stream) -> None:
+    """Two that run and one that waits."""
+    leaver = pair.small
+    async with Client(leaver.base_url) as client:
+        streams = [await begin(client) for _ in range(3)]
+        await asyncio.gather(*(stream.wait_for(AT) for stream in streams[:2]))
+        assert not streams[2].token_ids
+        os.kill(leaver.pid, signal.SIGTERM)
+        for stream in streams:
+            await assert_as_unmoved(pair, stream, expected)
+    assert await exit_code(leaver) == 0
+    assert "3 moved away" in leaver.log_text()
+    await wait_idle(pair.roomy)
+
+
+async def test_the_owner_is_killed(pair: Pair, expected: Stream) -> None:
+    """A guest is replayed by its origin, a request of its own by its API server."""
+    victim = pair.small
+    async with Client(victim.base_url) as client, Client(pair.roomy.base_url) as elsewhere:
+        guest = await begin(elsewhere)
+        await guest.wait_for(AT)
+        assert (await move_stream(pair.roomy, victim, guest, method="auto")).moved
+        own = await begin(client)
+        await asyncio.gather(own.wait_for(AT), guest.wait_for(2 * AT))
+        engine_of(victim).kill()
+        for stream in (own, guest):
+            await assert_as_unmoved(pair, stream, expected, KILLED_S)
+    await ends(victim)
+    await wait_idle(pair.roomy)

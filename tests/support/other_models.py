@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small random models of other kinds than `benchmarks.model`'s Llama: hybrids, and mixtures of experts.
+
+    path = build(OTHER["gemma3"])
+
+The greedy output of each is as varied as that of the Llama, and its tokens depend on those before them. Hugging Face's
+own classes write the weights, by the names that vLLM looks for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.model import BOS, EOS, cached, write_tokenizer
+
+FORMAT = 1
+"""Raised whenever the same model gives other files than before."""
+VOCABULARY = 1024
+POSITIONS = 8192
+HIDDEN = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherModel:
+    """`config` is the name of a class of Hugging Face's, `fields` are its arguments beside those that all share.
+    Weights are normal with a deviation of `gain` / sqrt(hidden size): the less, the less a difference in the last bit
+    grows from layer to layer."""
+
+    config: str
+    fields: dict[str, Any]
+    gain: float = 2.4
+    dtype: str = "float32"
+
+    @property
+    def digest(self) -> str:
+        text = json.dumps([FORMAT, dataclasses.asdict(self)], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+_SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
+OTHER = {
+    "gemma3": OtherModel(
+        "Gemma3TextConfig",
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "intermediate_size": 256,
+            "query_pre_attn_scalar": 64,
+            "sliding_window": 64,
+            "layer_types": [_SLIDING, _SLIDING, _SLIDING, _FULL],
+        },
+    ),
+    "windows": OtherModel(
+        "Gemma3TextConfig",
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "intermediate_size": 256,
+            "query_pre_attn_scalar": 64,
+            "sliding_window": 64,
+            "layer_types": [_SLIDING] * 4,
+        },
+    ),
+    "gpt-oss": OtherModel(
+        "GptOssConfig",
+        {
+            "intermediate_size": 128,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 64,
+            "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL],
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 2.0,
+                "original_max_position_embeddings": POSITIONS // 2,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+            },
+        },
+    ),
+    # vLLM's linear attention on CPUs computes in bfloat16 only. All experts always: which two of four are best would
+    # hang on the last bit.
+    "qwen3-next": OtherModel(
+        "Qwen3NextConfig",
+        {
+            "intermediate_size": 256,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+            "num_experts": 2,
+            "num_experts_per_tok": 2,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "layer_types": [_LINEAR, _LINEAR, _LINEAR, _FULL],
+        },
+        gain=1.0,
+        dtype="bfloat16",
+    ),
+    "qwen3-moe": OtherModel(
+        "Qwen3MoeConfig",
+        {"intermediate_size": 256, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
+    ),
+}
+
+
+def build(model: OtherModel) -> Path:
+    """The directory of the model, made if it is not there yet."""
+    return cached(model.digest, lambda out: _write(model, out))
+
+
+def _write(model: OtherModel, out: Path) -> None:
+    import torch
+    import transformers
+
+    tokenizer = write_tokenizer(out, VOCABULARY, POSITIONS)
+    config = getattr(transformers, model.config)(
+        vocab_size=VOCABULARY,
+        max_position_embeddings=POSITIONS,
+        hidden_size=HIDDEN,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.token_to_id(BOS),
+        eos_token_id=tokenizer.token_to_id(EOS),
+        pad_token_id=None,
+        dtype=model.dtype,
+        **model.fields,
+    )
+    network = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    scale = HIDDEN**-0.5
+    # Gemma multiplies what it looks up by the root of the hidden size.
+    deviations = {
+        network.get_input_embeddings().weight: scale if model.config.startswith("Gemma") else 1.0,
+        network.get_output_embeddings().weight: 3.0 * scale,
+    }
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, deviations.get(parameter, model.gain * scale), generator=generator)
+    network.to(getattr(torch, model.dtype)).save_pretrained(out)

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines of several workers: rank r reads from rank r. And data-parallel ranks: each is an instance of its own."""
+"""Engines of several workers: rank r reads from rank r. And data-parallel ranks: each is an instance of its own, and
+those of a mixture of experts compute together."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 import time
 import uuid
 from pathlib import Path
@@ -15,12 +18,20 @@ from benchmarks.harness import Fleet, LlumletAddress, ServerSpec
 from benchmarks.moves import Move, migrate_through, move_stream
 from llumlet.client import LlumletClient
 from tests.integration.conftest import Engines
+from tests.support.experts_on_cpu import experts_on_cpu
+from tests.support.other_models import OTHER, build
 
 pytestmark = pytest.mark.asyncio
 
 PROMPT = list(range(100, 180))
 LENGTH = 240
 SETTLE_SECONDS = 20.0
+GOES_ON_SECONDS = 2.0
+"""Less than an engine may stand still before its streams are started again elsewhere."""
+# One API server: several would not know of each other's requests at once.
+DATA_PARALLEL = ("--data-parallel-size", "2", "--api-server-count", "1", "--dtype", "float32")
+# Without the variable, vLLM 0.33 wants a memory node for each rank.
+ON_ONE_NODE = {"VLLM_CPU_SIM_MULTI_NUMA": "0"}
 
 
 async def begin(client: Client, length: int = LENGTH) -> Stream:
@@ -60,12 +71,9 @@ async def test_several_workers(engines: Engines, model_dir: Path, log_dir: Path,
 
 async def test_data_parallel(model_dir: Path, log_dir: Path) -> None:
     """Their API server balances by what it believes to be in flight at each rank: also after moves and aborts."""
-    # One API server: several would not know of each other's requests at once.
-    flags = ("--data-parallel-size", "2", "--api-server-count", "1", "--dtype", "float32")
     with Fleet(log_dir / "data-parallel") as fleet:
-        # Without the variable, vLLM 0.33 wants a memory node for each rank.
-        env = {"VLLM_CPU_SIM_MULTI_NUMA": "0"}
-        (server,) = fleet.start(ServerSpec(model_dir, name="dp", instance_id="dp", flags=flags, env=env))
+        spec = ServerSpec(model_dir, name="dp", instance_id="dp", flags=DATA_PARALLEL, env=ON_ONE_NODE)
+        (server,) = fleet.start(spec)
         ranks = sorted(server.llumlets())
         assert [rank.instance_id for rank in ranks] == ["dp-dp0", "dp-dp1"]
         await assert_one_unit(ranks, server.port)
@@ -87,6 +95,35 @@ async def test_data_parallel(model_dir: Path, log_dir: Path) -> None:
                 for stream in streams[1:]:
                     assert (await stream.result()).token_ids == expected.token_ids
                 await idle(ranks)
+
+
+@pytest.mark.parametrize("experts", [pytest.param("cut", marks=pytest.mark.full), "scattered"])
+async def test_mixture_of_experts(log_dir: Path, experts: str) -> None:
+    """Each rank has a part of every expert, or some of the experts, and no forward pass ends unless all ranks take
+    part. A group that sleeps is woken by the request that arrives: its stream goes on at once. Between servers, between
+    ranks of one, and home again."""
+    flags = (*DATA_PARALLEL, *(["--enable-expert-parallel"] if experts == "scattered" else []))
+    paths = [str(experts_on_cpu.PATH), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = ON_ONE_NODE | {"PYTHONPATH": os.pathsep.join(paths)}
+    model = build(OTHER["qwen3-moe"])
+    with Fleet(log_dir / experts) as fleet:
+        specs = [ServerSpec(model, name=name, instance_id=name, flags=flags, env=env) for name in ("home", "abroad")]
+        home, abroad = fleet.start(*specs)
+        async with Client(home.base_url) as client:
+            expected = await (await begin(client, 2 * LENGTH)).result()
+            stream = await begin(client, 2 * LENGTH)
+            await stream.wait_for(20)
+            placed = await placement(home.llumlets(), [stream])
+            (first,), (other,) = ([rank for rank in placed if bool(placed[rank]) is held] for held in (True, False))
+            moves = []
+            for source, destination in itertools.pairwise([first, *abroad.llumlets(), other, first]):
+                await stream.wait_for(len(stream.token_ids) + 30)
+                moves.append(await move(source, destination, stream))
+            await stream.result()
+            await idle([*home.llumlets(), *abroad.llumlets()])
+    assert all(one.live for one in moves), moves
+    assert stream.token_ids == expected.token_ids
+    assert max(stream.gaps) < GOES_ON_SECONDS
 
 
 async def assert_one_unit(ranks: list[LlumletAddress], port: int) -> None:

@@ -135,7 +135,7 @@ class Rig:
 
 
 def new_scheduler(
-    model: Path, asynchronous: bool, num_blocks: int, window: int | None, **flags: Any
+    model: Path, asynchronous: bool, num_blocks: int, window: int | None = None, **flags: Any
 ) -> tuple[Scheduler, Any]:
     """One of vLLM's own, and what computes the block hashes of its requests."""
     config = _config(model, **flags)

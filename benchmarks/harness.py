@@ -317,7 +317,7 @@ class Server(Command):
         """
         deadline = time.monotonic() + timeout_s
         self._read_pid()
-        while not self._healthy():
+        while not self.healthy():
             if not self.alive():
                 raise ServerDied(f"{self.name} ended while it started:\n{self._tail()}")
             if time.monotonic() > deadline:
@@ -351,7 +351,8 @@ class Server(Command):
             decoded: dict[str, Any] = json.load(answer)
             return decoded
 
-    def _healthy(self) -> bool:
+    def healthy(self) -> bool:
+        """Whether it answers, and its engine lives as far as it knows."""
         try:
             with _direct().open(f"{self.base_url}/health", timeout=5) as answer:
                 return bool(answer.status == 200)

@@ -53,6 +53,7 @@ REFUSED = {
     Reason.NOT_PORTABLE,
     Reason.INCOMPATIBLE_ENGINE,
     Reason.LORA_NOT_AVAILABLE,
+    Reason.REQUEST_TOO_LONG,
 }
 """Answers that mean: your message is at fault."""
 

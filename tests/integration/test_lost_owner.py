@@ -194,8 +194,9 @@ def api_server_of(server: Server) -> psutil.Process:
 
 
 def has_engine(server: Server) -> bool:
+    """And one that is not about to end: its process may take seconds for that, on a machine that has other work."""
     with contextlib.suppress(Exception):
-        return engine_of(server).is_running()
+        return engine_of(server).is_running() and server.healthy()
     return False
 
 

@@ -273,7 +273,8 @@ def _import() -> None:
     # Finds the place of titles by the environment that Python was started with: before anything changes that.
     setproctitle.getproctitle()
     for name in IMPORTED:
-        importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):  # in another version of vLLM
+            importlib.import_module(name)
     tasks = os.listdir("/proc/self/task")
     assert len(tasks) == 1, f"importing has started {len(tasks) - 1} threads: they would be missing in forks"
     assert "vllm_llumnix.faults" not in sys.modules, "it reads a variable that each server has for itself"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import threading
 import time
@@ -140,11 +139,9 @@ async def test_a_mover_that_is_silent_is_waited_for(
     infos: list[MoverInfo],
     running: list[Mover],
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    llumlet_log: pytest.LogCaptureFixture,
 ) -> None:
     """It may be at work on the blocks. Only no more are entrusted to it, and it is complained of once."""
-    caplog.set_level(logging.WARNING, "vllm.llumnix")
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     for name, seconds in (("ASK_SECONDS", 0.02), ("SILENT_SECONDS", 0.3)):
         monkeypatch.setattr(engine_memory, name, seconds)
     stop = MoverClient.stop
@@ -175,7 +172,7 @@ async def test_a_mover_that_is_silent_is_waited_for(
         assert lost - began >= engine_memory.SILENT_SECONDS
         assert loss.startswith("a mover does not say that it is quiet: mover 1 has not answered")
         assert not stopping.done()
-        kept = [record for record in caplog.records if "blocks are kept" in record.message]
+        kept = [record for record in llumlet_log.records if "blocks are kept" in record.message]
         assert len([record for record in kept if "mover 1 " in record.message]) == 1
     finally:
         go_on.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 import textwrap
 import time
@@ -121,6 +122,21 @@ def test_a_server_that_is_late_is_given_up(tmp_path: Path, monkeypatch: pytest.M
     server.stop(grace_s=1)
     assert time.monotonic() - started < 5
     assert not set(reaper.descendants(os.getpid())) & {server.pid, server.reaper_pid}
+
+
+def test_an_exit_code_is_the_commands_own(tmp_path: Path) -> None:
+    for index, (script, code) in enumerate((("exit 3", 3), ("kill -9 $$", -9), ("true", 0))):
+        command = harness.Command.start("one", ["sh", "-c", script], tmp_path / f"{index}.log")
+        assert [command.exit_code(), command.exit_code()] == [code, code]
+        command.stop()
+
+
+def test_nobody_knows_the_exit_code_when_the_reaper_was_killed(tmp_path: Path) -> None:
+    command = harness.Command.start("one", ["sleep", "600"], tmp_path / "one.log")
+    os.kill(command.reaper_pid, signal.SIGKILL)
+    with pytest.raises(LookupError, match="one has ended"):
+        command.exit_code()
+    command.stop()
 
 
 def test_a_command_whose_reaper_is_about_to_end_is_stopped_like_any_other(

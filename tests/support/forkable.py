@@ -209,9 +209,11 @@ def _plant_seed() -> None:
         order = {"args": arguments, "environment": dict(os.environ), "fds": list(passfds)}
         with lock:
             reaper.take_orphans(True)
-            socket.send_fds(ours, [json.dumps(order).encode()], list(passfds))
-            answer = ours.recv(MESSAGE_BYTES)
-            reaper.take_orphans(False)
+            try:
+                socket.send_fds(ours, [json.dumps(order).encode()], list(passfds))
+                answer = ours.recv(MESSAGE_BYTES)
+            finally:
+                reaper.take_orphans(False)
         if not answer:
             raise OSError("this process's seed has ended")
         return int(answer)

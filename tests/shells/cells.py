@@ -161,10 +161,15 @@ async def preempted(cluster: Cluster, stream: Stream) -> str:
         return await outcome
 
 
+async def alone(cluster: Cluster, stream: Stream) -> None:
+    """Returns when its engine has no other request: what is lost there, claimed or copied is this one."""
+    others = [other for other in cluster.streams if other.at is stream.at and other is not stream]
+    await until(lambda: all(other.finish for other in others), lambda: f"{stream.at.name} has other requests")
+
+
 async def hangs(cluster: Cluster, stream: Stream) -> str:
     """A's loop hangs in a model step: another engine goes on, with the KV cache or without."""
-    others = [other for other in cluster.streams if other.at is stream.at and other is not stream]
-    await until(lambda: all(other.finish for other in others), lambda: "A does not come to be alone with the request")
+    await alone(cluster, stream)
     with hanging(cluster["A"]):
         return await goes_on(cluster, stream)
 
@@ -178,6 +183,7 @@ async def wakes_up(cluster: Cluster, stream: Stream) -> str:
         go_on.wait(SECONDS)
 
     source = cluster["A"]
+    await alone(cluster, stream)
     with before_copies(cluster["B"], wait), before_copies(cluster["C"], wait):
         with hanging(source):
             await until(begun.is_set, lambda: "nobody copies")

@@ -91,10 +91,11 @@ class Control:
                     return
                 await asyncio.sleep(0.2)
 
-    async def rescheduling(self) -> dict[str, Any]:
-        """The last passes and moves of the rescheduler, as JSON has them."""
-        async with aiohttp.ClientSession() as session:
-            return await _get(session, f"{self.scheduler_url}/debug/rescheduling")
+
+async def rescheduling(url: str) -> dict[str, Any]:
+    """The last passes and moves of the rescheduler, or of the scheduler that runs one inside, as JSON has them."""
+    async with aiohttp.ClientSession() as session:
+        return await _get(session, f"{url}/debug/rescheduling")
 
 
 def _reported_ms(view: dict[str, Any]) -> list[int]:

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.client import Client, Stream
-from benchmarks.cluster import Control
+from benchmarks.cluster import Control, rescheduling
 from benchmarks.harness import Fleet, Server, ServerSpec
 from benchmarks.model import PRESETS, build
 from benchmarks.progress import Say, saying
@@ -170,7 +170,7 @@ async def run(case: Case, outcome: Outcome, engines: Sequence[Server], cms_port:
             outcome.ttft_ms.append(ttft_s * 1e3)
             outcome.itl_ms += [gap * 1e3 for gap in stream.gaps]
         if case.rescheduling:
-            outcome.moves += sum(move["num_moved"] for move in (await control.rescheduling())["moves"])
+            outcome.moves += sum(move["num_moved"] for move in (await rescheduling(control.scheduler_url))["moves"])
     outcome.preemptions += await preemptions(engines) - before
 
 

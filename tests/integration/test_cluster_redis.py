@@ -16,6 +16,7 @@ import pytest_asyncio
 from benchmarks.client import Client, Stream
 from benchmarks.cluster import Control, start
 from benchmarks.harness import Fleet, Server, ServerSpec
+from llumsched.up.ports import free_port
 from tests.integration.test_cluster import AT, LENGTH, NUM_BLOCKS, PROMPT, assert_relieved, begin, homes
 from tests.llumsched.redis_server import RedisServer
 from tests.support.failures import failure
@@ -28,6 +29,7 @@ class Cluster:
     redis: RedisServer
     engines: Sequence[Server]
     control: Control
+    rescheduler_url: str
     expected: list[int]
     """The tokens of an undisturbed stream."""
 
@@ -41,14 +43,14 @@ async def cluster(model_dir: Path, log_dir: Path) -> AsyncIterator[Cluster]:
         specs = [dataclasses.replace(spec, name=name, instance_id=name) for name in ("ra", "rb")]
         with Fleet(logs) as fleet:
             async with Control(logs, redis.url, model=model_dir, schedulers=[(), ()]) as control:
-                beside = start(
-                    "rescheduler", "--standalone-rescheduling-mode", "--cms", redis.url, log=logs / "rescheduler.log"
-                )
+                port = str(free_port())
+                arguments = ("--standalone-rescheduling-mode", "--cms", redis.url, "--port", port)
+                beside = start("rescheduler", *arguments, log=logs / "rescheduler.log")
                 try:
                     engines = await asyncio.to_thread(fleet.start, *specs)
                     async with Client(engines[0].base_url) as client:
                         stream = await (await client.complete(PROMPT, LENGTH, ignore_eos=True)).result()
-                    yield Cluster(redis, engines, control, stream.token_ids)
+                    yield Cluster(redis, engines, control, f"http://127.0.0.1:{port}", stream.token_ids)
                 finally:
                     await asyncio.to_thread(beside.stop)
 
@@ -68,7 +70,7 @@ async def begun(client: Client) -> Stream:
 async def test_a_hot_engine_is_relieved(cluster: Cluster) -> None:
     """By the rescheduler, which nobody tells of these streams but the engines' own reports."""
     await cluster.control.knows(2)
-    await assert_relieved(cluster.engines, cluster.expected)
+    await assert_relieved(cluster.rescheduler_url, cluster.engines, cluster.expected)
 
 
 @failure("the Redis of a cluster stands still", "decoding", "streams go on; new ones by the last view")

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import uvloop
+
 import llumlet.server
 from llumlet.types import Address
 from vllm_llumnix.config import LlumletConfig
@@ -60,7 +62,7 @@ class Bypass:
         """Requests of lost owners that went on here, and how many of them with their KV cache. Bypass thread."""
         self.num_rescued = 0
         self._agent: LlumletAgent | None = None
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()
         self._thread: threading.Thread | None = None
         self._ready = threading.Event()
         self._failure: BaseException | None = None

@@ -35,7 +35,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -49,7 +49,7 @@ from rich.progress import (
 from rich.table import Table
 
 from benchmarks.client import Client, Stream, StreamFailed
-from benchmarks.harness import Fleet, Runner, Server, ServerSpec
+from benchmarks.harness import Fleet, Runner, Server, ServerSpec, add_runner
 from benchmarks.model import PRESETS, build
 from benchmarks.mover import MoveFailed, Mover
 from benchmarks.moves import HANDOVER_GAPS, Move, Stall, stall_of_move
@@ -359,12 +359,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--transport", choices=TRANSPORTS, default="auto", help="how blocks travel")
     add("--json", type=Path, metavar="FILE", help="write one JSON object per method and length")
     add("--plot", type=Path, metavar="PNG", help="default: beside the JSON file")
-    add(
-        "--runner",
-        choices=get_args(Runner),
-        default="",
-        help="v2: the V2 runner with asynchronous scheduling, interpreted",
-    )
+    add_runner(parser)
     add("--preset", choices=sorted(PRESETS), default="bench", help="which model")
     add("--trace", action="store_true", help="show one move of each method and length in full")
     add("--logs", type=Path, metavar="DIR", help="where the servers' logs go")

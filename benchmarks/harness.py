@@ -13,6 +13,7 @@ event loop.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -27,7 +28,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal, NamedTuple, Protocol, Self
+from typing import IO, Any, Literal, NamedTuple, Protocol, Self, get_args
 
 from benchmarks.model import cache_root
 from llumsched.up import reaper
@@ -55,6 +56,15 @@ _STAGES = (
 )
 _Progress = Callable[[str], None]
 Runner = Literal["", "v2"]
+
+
+def add_runner(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--runner",
+        choices=get_args(Runner),
+        default="",
+        help="v2: the V2 runner with asynchronous scheduling, interpreted",
+    )
 
 
 class ServerDied(RuntimeError):

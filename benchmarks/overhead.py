@@ -9,7 +9,8 @@ does so less. Three servers are up, on one core: two stock ones and ours. A bloc
 stock, ours, ours, stock, one after the other while the others idle, and next to it stock against the
 other stock server: the A/A control shows what this machine can resolve. Ratios come with 95 % bootstrap
 bounds over the blocks. The answer is good, and the exit status 0, if the ratio is at most 1.01 or within
-the bounds of the control.
+the bounds of the control. `--runner v2` measures vLLM's V2 runner with asynchronous scheduling, as on a GPU, by means
+of Triton's interpreter: all that takes much longer there, but what a llumlet adds to it is the same.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from rich.table import Table
 
 from benchmarks.client import Client
 from benchmarks.downtime import prompt_of
-from benchmarks.harness import Fleet, Server, ServerSpec
+from benchmarks.harness import Fleet, Runner, Server, ServerSpec, add_runner
 from benchmarks.model import PRESETS, build
 from benchmarks.progress import saying
 from benchmarks.stats import Comparison, compare, median
@@ -73,7 +74,7 @@ def measure(server: Server, load: Load) -> Run:
     return Run((server.cpu_seconds() - cpu) / num_tokens, wall / num_tokens)
 
 
-def specs(preset: str, load: Load) -> tuple[ServerSpec, ServerSpec, ServerSpec]:
+def specs(preset: str, load: Load, runner: Runner = "") -> tuple[ServerSpec, ServerSpec, ServerSpec]:
     """Stock, stock again, ours. All on one core, because cores differ; the first one serves most of the interrupts."""
     model = PRESETS[preset]
     stock = ServerSpec(
@@ -83,6 +84,7 @@ def specs(preset: str, load: Load) -> tuple[ServerSpec, ServerSpec, ServerSpec]:
         max_num_seqs=load.streams,
         max_model_len=model.max_position,
         core=max(os.sched_getaffinity(0)),
+        runner=runner,
     )
     again = dataclasses.replace(stock, name="stock-again")
     return stock, again, dataclasses.replace(stock, name="ours", llumlet=True)
@@ -96,7 +98,7 @@ def block(a: Server, b: Server, load: Load) -> Block:
     return measure(a, load), measure(b, load), measure(b, load), measure(a, load)
 
 
-def result(ours: list[Block], control: list[Block], load: Load) -> dict[str, Any]:
+def result(ours: list[Block], control: list[Block], load: Load, runner: Runner = "") -> dict[str, Any]:
     """The JSON object. Ratios are ours over stock; a throughput ratio below 1 means slower."""
 
     def compared(field: str) -> Comparison:
@@ -121,6 +123,7 @@ def result(ours: list[Block], control: list[Block], load: Load) -> dict[str, Any
         "bar": BAR,
         "cpu_ms_per_token_stock": round(median(run.cpu_s_per_token * 1e3 for run in stock), 4),
         "cpu_ms_per_token_ours": round(median(run.cpu_s_per_token * 1e3 for run in mine), 4),
+        "runner": runner,
         "blocks": len(ours),
         **dataclasses.asdict(load),
     }
@@ -159,6 +162,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--prompt", type=int, default=128, help="tokens")
     add("--output", type=int, default=200, help="tokens per request")
     add("--preset", choices=sorted(PRESETS), default="bench", help="which model")
+    add_runner(parser)
     add("--json", type=Path, metavar="FILE")
     add("--logs", type=Path, metavar="DIR", help="where the servers' logs go")
     options = parser.parse_args(arguments)
@@ -168,7 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
     control: list[Block] = []
     with Fleet(options.logs) as fleet:
         with saying("starting three vLLM servers") as say:
-            stock, again, mine = fleet.start(*specs(options.preset, load))
+            stock, again, mine = fleet.start(*specs(options.preset, load, options.runner))
             say("warming up")
             for server in (stock, again, mine):
                 measure(server, load)
@@ -180,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
             took = time.monotonic() - began
             if number + 1 >= MIN_BLOCKS and began + 2 * took > ends:
                 break
-    answer = result(ours, control, load)
+    answer = result(ours, control, load, options.runner)
     Console(width=100).print(table_of(answer))
     line = json.dumps(answer)
     print(line)

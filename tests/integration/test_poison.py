@@ -2,17 +2,21 @@
 """A request of which every engine dies: it takes two of them, and whoever was beside it goes on.
 
 Three engines that know each other. The poison is a token in a prompt: two workers are killed by the first step of a
-request that has it, the third engine by any step, before it can say that it has the request.
+request that has it, the third engine by any step, before it can say that it has the request. And one that vLLM has by
+itself: its V2 runner ends with more than 128 stop tokens that are masked until `min_tokens`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from vllm.v1.worker.gpu.sample.logit_bias import MAX_NUM_STOP_TOKEN_IDS
 
 from benchmarks.client import Client, Stream, StreamFailed
 from benchmarks.harness import Fleet, Server, ServerSpec, free_port
@@ -26,31 +30,43 @@ pytestmark = pytest.mark.asyncio
 POISON = 999
 PROMPTS = [[100 + index * step % 800 for index in range(80)] for step in (7, 11, 13, 17)]
 LENGTH = 300
+V2_LENGTH = 140
 AT = 40
 """Tokens that have arrived when the poison comes."""
 ENDS_S = 60.0
 
 
-def spec(model: Path, name: str, point: str, port: int, ports: list[int]) -> ServerSpec:
-    peers = ",".join(f"127.0.0.1:{other}" for other in ports if other != port)
+def three(model: Path, **fields: Any) -> list[ServerSpec]:
+    """Each knows the others."""
+    ports = {name: free_port() for name in "abc"}
+    specs = []
+    for name, port in ports.items():
+        peers = ",".join(f"127.0.0.1:{other}" for other in ports.values() if other != port)
+        flags = ("--dtype", "float32", "--llumlet-port", str(port), "--llumlet-peers", peers)
+        specs.append(ServerSpec(model, name=name, instance_id=name, flags=flags, **fields))
+    return specs
+
+
+def dying(spec: ServerSpec, point: str) -> ServerSpec:
     fault = {"point": point, "token": POISON, "action": "kill"}
-    flags = ("--dtype", "float32", "--llumlet-port", str(port), "--llumlet-peers", peers)
-    return ServerSpec(model, name=name, instance_id=name, flags=flags, env={"LLUMNIX_FAULTS": json.dumps([fault])})
+    return dataclasses.replace(spec, env={"LLUMNIX_FAULTS": json.dumps([fault])})
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def servers(model_dir: Path, log_dir: Path) -> Iterator[list[Server]]:
-    points = {"a": "worker.request", "b": "loop.request", "c": "loop.request"}
-    ports = [free_port() for _ in points]
+    points = ("worker.request", "loop.request", "loop.request")
     with Fleet(log_dir / "poison") as fleet:
-        specs = [
-            spec(model_dir, name, point, port, ports) for (name, point), port in zip(points.items(), ports, strict=True)
-        ]
-        yield fleet.start(*specs)
+        yield fleet.start(*map(dying, three(model_dir), points))
 
 
-async def begin(client: Client, number: int, *more: int) -> Stream:
-    return await client.complete([*PROMPTS[number], *more], LENGTH, ignore_eos=True, temperature=0.0)
+@pytest.fixture
+def v2_servers(model_dir: Path, log_dir: Path) -> Iterator[list[Server]]:
+    with Fleet(log_dir / "poison_v2") as fleet:
+        yield fleet.start(*three(model_dir, runner="v2", max_model_len=1500))
+
+
+async def begin(client: Client, number: int, *more: int, length: int = LENGTH, **parameters: Any) -> Stream:
+    return await client.complete([*PROMPTS[number], *more], length, ignore_eos=True, temperature=0.0, **parameters)
 
 
 @failure(
@@ -59,14 +75,23 @@ async def begin(client: Client, number: int, *more: int) -> Stream:
     "two do, the second of it alone on trial; it ends with an error; who was beside it is tried and goes on",
 )
 async def test_two_engines_die_of_it(servers: list[Server]) -> None:
+    await assert_two_die(servers, LENGTH, lambda client: begin(client, 3, POISON))
+
+
+async def test_two_v2_engines_die_of_their_own(v2_servers: list[Server]) -> None:
+    stops = list(range(100, 100 + MAX_NUM_STOP_TOKEN_IDS + 1))
+    await assert_two_die(v2_servers, V2_LENGTH, lambda client: begin(client, 3, min_tokens=5, stop_token_ids=stops))
+
+
+async def assert_two_die(servers: list[Server], length: int, poisoned: Callable[[Client], Awaitable[Stream]]) -> None:
     home = servers[0]
     async with Client(servers[2].base_url) as client:
-        expected = [await (await begin(client, number)).result() for number in range(len(PROMPTS) - 1)]
+        expected = [await (await begin(client, number, length=length)).result() for number in range(len(PROMPTS) - 1)]
     async with Client(home.base_url) as client:
-        healthy = [await begin(client, number) for number in range(len(expected))]
+        healthy = [await begin(client, number, length=length) for number in range(len(expected))]
         for stream in healthy:
             await stream.wait_for(AT)
-        poison = await begin(client, 3, POISON)
+        poison = await poisoned(client)
         with pytest.raises(StreamFailed, match=r"2 engines died or hung.*\(a, [bc]\).*not sent to a third"):
             await asyncio.wait_for(poison.result(), ENDS_S)
         results = [await stream.result() for stream in healthy]

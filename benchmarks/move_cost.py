@@ -21,7 +21,8 @@ the number of moves, is what a move costs of it. A step is a token of a stream t
     models    the workers' model threads: the destination's one-token batch, and caches that a copy has emptied
 
 A line of JSON holds the medians over the blocks, in milliseconds a move; `rest_ms` is all that is neither copy nor
-llumlets.
+llumlets. Beside it, as the column "gRPC alone", what the same calls cost with nothing behind them (`call_floor`),
+between other processes, in the same run.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.call_floor import Calls
 from benchmarks.client import Client, Stream, StreamFailed
 from benchmarks.downtime import prompt_of
 from benchmarks.harness import Fleet, Server, ServerSpec, command_line
@@ -56,6 +58,7 @@ from vllm_llumnix.config import TRANSPORTS
 PARTS = ("copy", "llumlets", "asker", "api", "libraries", "loops", "models")
 REST = PARTS[2:]
 MIN_BLOCKS = 3
+FLOOR_MOVES = 40
 ATTEMPTS = 50
 RETRY_SECONDS = 0.05
 PAUSE_SECONDS = 0.25
@@ -229,8 +232,8 @@ async def measure(pair: tuple[Server, Server], options: argparse.Namespace) -> l
     return blocks
 
 
-def result(blocks: Sequence[Block], context: int) -> dict[str, Any]:
-    """The JSON object."""
+def result(blocks: Sequence[Block], context: int, floor: Mapping[str, float]) -> dict[str, Any]:
+    """The JSON object. `floor`: milliseconds a move of gRPC alone, by part."""
     found = [costs(block) for block in blocks]
     parts = {part: round(median(one[part] for one in found), 3) for part in PARTS}
     total = bootstrap([sum(one.values()) for one in found])
@@ -244,6 +247,7 @@ def result(blocks: Sequence[Block], context: int) -> dict[str, Any]:
         "rest_ms": round(sum(parts[part] for part in REST), 3),
         "moves": len(moves),
         "parts_ms": parts,
+        "grpc_alone_ms": {part: round(milliseconds, 3) for part, milliseconds in floor.items()},
         "context_tokens": context,
         "copied_mib": round(median(move.copied_bytes for move in moves) / (1 << 20), 1),
         "transport": ",".join(sorted({move.transport for move in moves})),
@@ -255,9 +259,11 @@ def table_of(row: Mapping[str, Any]) -> Table:
     table = Table(title=f"CPU time of a move, {row['context_tokens']} tokens, {row['transport']}, {row['moves']} moves")
     table.add_column("part")
     table.add_column("ms a move", justify="right")
+    table.add_column("gRPC alone", justify="right")
+    floor = row["grpc_alone_ms"]
     for part, milliseconds in row["parts_ms"].items():
-        table.add_row(part, f"{milliseconds:.2f}")
-    table.add_row("all", f"{row['cpu_ms_per_move']:.2f}", style="bold")
+        table.add_row(part, f"{milliseconds:.2f}", f"{floor[part]:.2f}" if part in floor else "")
+    table.add_row("all", f"{row['cpu_ms_per_move']:.2f}", f"{sum(floor.values()):.2f}", style="bold")
     low, high = row["cpu_ms_bounds"]
     table.caption = f"95 % of all: {low:.1f} to {high:.1f} ms; {row['copied_mib']} MiB copied"
     return table
@@ -292,10 +298,14 @@ def main(arguments: list[str] | None = None) -> int:
         one, other = fleet.start(dataclasses.replace(spec, name="a"), dataclasses.replace(spec, name="b"))
         say(f"measuring {max(MIN_BLOCKS, options.blocks)} blocks")
         try:
-            row = result(asyncio.run(measure((one, other), options)), options.context)
+            blocks = asyncio.run(measure((one, other), options))
         except (MoveFailed, StreamFailed) as error:
             print(f"not measured: {error}", file=sys.stderr)
             return 1
+        say("measuring gRPC alone")
+        with Calls() as calls:
+            floor = calls.cost(FLOOR_MOVES, PAUSE_SECONDS)
+    row = result(blocks, options.context, floor)
     if options.json is not None:
         options.json.write_text(json.dumps(row) + "\n")
     print(json.dumps(row))

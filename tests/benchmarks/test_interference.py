@@ -83,7 +83,7 @@ def test_cases_that_cannot_be(text: str, capsys: pytest.CaptureFixture[str]) -> 
     assert text in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("case", "every"), [("1024:2:none", "-1"), ("1024:2:none", "2"), ("1024:1,2:none", "0.5")])
+@pytest.mark.parametrize(("case", "every"), [("1024:2:none", "-1"), ("1024:2:none", "2.5"), ("1024:1,2:none", "0.5")])
 def test_pauses_that_cannot_be(case: str, every: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--cases", case, "--every", every])

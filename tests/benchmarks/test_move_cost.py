@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
+from benchmarks.call_floor import Calls
 from benchmarks.client import StreamFailed
 from benchmarks.harness import Server
 from benchmarks.move_cost import PARTS, Accounts, Block, Window, costs, part_of, result, table_of
@@ -43,7 +45,7 @@ def test_what_runs_without_moves_is_no_cost_however_many_steps_there_were(speed:
 
 
 def test_the_row_says_what_is_neither_copy_nor_llumlet() -> None:
-    row = result([block(), block(0.5), block()], 1024)
+    row = result([block(), block(0.5), block()], 1024, {"llumlets": 3.0, "asker": 1.0})
     assert (row["bench"], row["copy_ms"], row["llumlets_ms"], row["rest_ms"], row["moves"]) == (
         "move_cost",
         2.0,
@@ -54,7 +56,11 @@ def test_the_row_says_what_is_neither_copy_nor_llumlet() -> None:
     assert row["cpu_ms_per_move"] == 7.0
     low, high = row["cpu_ms_bounds"]
     assert low <= row["cpu_ms_per_move"] <= high
-    Console(quiet=True).print(table_of(row))
+    console = Console(file=io.StringIO(), record=True, width=100)
+    console.print(table_of(row))
+    rows = [line.split() for line in console.export_text().splitlines()]
+    assert ["│", "llumlets", "│", "5.00", "│", "3.00", "│"] in rows
+    assert ["│", "copy", "│", "2.00", "│", "│"] in rows
 
 
 def test_windows_without_moves_or_steps_are_not_divided_by() -> None:
@@ -104,3 +110,10 @@ def test_the_accounts_find_what_a_named_thread_has_run() -> None:
     thread.join()
     assert times["llumlets"] >= 0.19
     assert times["asker"] >= times["llumlets"]
+
+
+def test_calls_alone_take_time_of_every_part() -> None:
+    with Calls() as calls:
+        cost = calls.cost(3, pause_s=0.01)
+    assert set(cost) == {"llumlets", "asker", "libraries"}
+    assert all(0.05 < milliseconds < 1000 for milliseconds in cost.values()), cost

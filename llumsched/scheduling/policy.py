@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import yaml
 
@@ -26,18 +26,6 @@ from llumsched.scheduling.pipeline import Stage, make_stage
 from llumsched.scheduling.selectors import MetricBasedSelector, RoundRobinSelector, Selector
 
 FILTER_ENTRY_POINTS = "llumnix.filters"
-
-
-class _Loader(yaml.SafeLoader):
-    """What a policy is made of, and nothing else: mappings, lists, text, numbers, switches.
-
-    Has tables of its own. SafeLoader's are the process's, and there are libraries that write to them.
-    """
-
-    yaml_constructors: ClassVar = {
-        f"tag:yaml.org,2002:{kind}": getattr(yaml.constructor.SafeConstructor, f"construct_yaml_{kind}")
-        for kind in ("map", "seq", "str", "int", "float", "bool", "null")
-    } | {None: yaml.constructor.SafeConstructor.construct_undefined}
 
 
 class Mode(StrEnum):
@@ -106,7 +94,7 @@ def load_policy(name: str, mode: Mode, overrides: Overrides | None = None) -> Po
 def parse_policy(text: str, source: str, mode: Mode, overrides: Overrides) -> Policy:
     """Raises PolicyError."""
     try:
-        document = yaml.load(text, _Loader)
+        document = yaml.safe_load(text)
     except Exception as error:  # beside YAMLError, whatever a scalar's constructor or deep nesting raises
         raise PolicyError([f"policy {source}: is no YAML: {error}"]) from error
     try:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from vllm_llumnix import step_record
-from vllm_llumnix.step_record import LastSteps, StepRecord, name_of, read
+from vllm_llumnix.step_record import NUM_GRAMMARS, LastSteps, StepRecord, name_of, read
 
 INCARNATION = "0123456789abcdef" * 2
 
@@ -95,6 +95,40 @@ def test_while_the_loop_chooses_it_can_be_anybody(record: StepRecord) -> None:
     record.scheduling()
     record.idle()
     assert not had()
+
+
+def test_whose_grammar_is_compiled(record: StepRecord) -> None:
+    before = time.monotonic()
+    ends = {name: record.compile(name) for name in ("a", "b", "c")}
+    assert under_way() == names("a", "b", "c")
+    found = read(INCARNATION)
+    assert found is not None
+    assert found.had("a")
+    assert not found.anybody
+    assert before <= found.began <= time.monotonic()
+    ends["b"]()
+    record.begin(batch("d"))
+    assert under_way() == names("a", "c", "d")
+    for name in ("a", "c"):
+        ends[name]()
+    assert under_way() == names("d")
+
+
+def test_of_many_grammars_the_oldest_are_written_down(record: StepRecord) -> None:
+    ends = [record.compile(f"{number}") for number in range(NUM_GRAMMARS + 2)]
+    assert under_way() == names(*map(str, range(NUM_GRAMMARS)))
+    for end in ends:
+        end()
+    assert under_way() == names()
+    record.compile("again")
+    assert under_way() == names("again")
+
+
+def test_a_grammar_that_outlives_its_engine() -> None:
+    record = StepRecord(INCARNATION, capacity=4, depth=2)
+    end = record.compile("a")
+    record.close()
+    end()
 
 
 def test_more_requests_than_there_is_room_for(record: StepRecord) -> None:

@@ -33,6 +33,7 @@ POINTS = frozenset(
         "loop.step",
         "loop.model",
         "loop.request",
+        "engine.grammar",
         "worker.model",
         "worker.request",
         "source.round",

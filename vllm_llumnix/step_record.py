@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which requests are in the steps under way at an engine: in shared memory, which outlives it.
 
-A request that makes its engine die does so in a step. So the engine's loop writes down whom it gives to its model, for
-every batch in flight, and an origin on the same machine that finds the engine dead reads who was there (`read`). The
-file is named by the engine's incarnation: nobody has to be told where it is, and no path comes from a peer.
+A request that makes its engine die does so in a step, or while its grammar is compiled. So the engine's loop writes
+down whom it gives to its model, for every batch in flight, and an origin on the same machine that finds the engine dead
+reads who was there (`read`). The file is named by the engine's incarnation: nobody has to be told where it is, and no
+path comes from a peer.
 
-    header   who is on trial, whether the loop is scheduling, whether the engine is on its way out
-    slots    one for every batch that can be in flight and one more, used in turn:
-             number of requests, when the model was given them, under way or not, their names
+    header     who is on trial, whether the loop is scheduling, whether the engine is on its way out
+    slots      one for every batch that can be in flight and one more, used in turn:
+               number of requests, when the model was given them, under way or not, their names
+    grammars   since when, under way or not, whose: of the oldest that are not compiled yet
 
 A name is a hash of the request's id. Whoever reads a dead engine's file sees what the loop wrote last; a slot counts
 from the moment that its last word, `under way`, is written, and the model has the batch after that only. A batch of the
@@ -30,7 +32,8 @@ import re
 import stat
 import struct
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +48,18 @@ KEPT_NAMES = 16384
 """Hashing costs twenty times what looking up does."""
 
 _INCARNATION = re.compile(r"[0-9a-f]{32}")
-_MAGIC = b"LLXSTEP1"
+_MAGIC = b"LLXSTEP2"
 _HEADER = struct.Struct("<8sII8sBB6x")
 """Magic, slots, requests that a slot has room for; then who is on trial, `scheduling`, `leaving`."""
 _TRIAL, _SCHEDULING, _LEAVING = 16, 24, 25
 _SLOT = struct.Struct("<dII")
 """When it was given to the model (seconds of the machine's monotonic clock), number of requests, `under way`."""
 _UNDER_WAY = 12
+_GRAMMAR = struct.Struct("<d8sB7x")
+"""When it was begun, whose it is, `under way`."""
+_COMPILING = 16
+NUM_GRAMMARS = 64
+"""More than vLLM has threads for them on most machines; it takes them in the order in which they came."""
 _NAME_BYTES = 8
 _NOBODY = bytes(_NAME_BYTES)
 
@@ -73,11 +81,12 @@ class LastSteps:
     """What an engine was doing when it wrote its record last."""
 
     under_way: frozenset[bytes] = frozenset()
-    """Names of the requests that its model had been given and not returned."""
+    """Names of the requests that its model had been given and not returned, and of those whose grammar was not compiled
+    yet."""
     anybody: bool = False
     """Any request of the engine may have been worked on: it was choosing whom to take, or more is not known."""
     began: float = 0.0
-    """When the model was given the oldest batch under way."""
+    """When the model was given the oldest batch under way, or the compilation of the oldest grammar began."""
     on_trial: bytes = _NOBODY
     leaving: bool = False
     """It was on its way out: a drain, or a signal to end."""
@@ -110,7 +119,10 @@ class StepRecord:
         self._slots: dict[int, int] = {}
         """By the address of the batch, which is alive until it has been processed."""
         self._leaving = False
-        size = _HEADER.size + self._num_slots * stride
+        first = _HEADER.size + self._num_slots * stride
+        size = first + NUM_GRAMMARS * _GRAMMAR.size
+        self._grammars = deque(range(first, size, _GRAMMAR.size))
+        """Offsets that are free. Several threads take them and give them back."""
         self._path, self._file, self._map = _create(incarnation, size)
         _HEADER.pack_into(self._map, 0, _MAGIC, self._num_slots, capacity, _NOBODY, False, False)
 
@@ -143,6 +155,22 @@ class StepRecord:
     def idle(self) -> None:
         """The loop has nothing to choose from."""
         self._map[_SCHEDULING] = 0
+
+    def compile(self, request_id: str) -> Callable[[], None]:
+        """The compilation of the request's grammar begins; what is returned is to be called, once, when it has ended.
+        Any thread."""
+        try:
+            offset = self._grammars.popleft()
+        except IndexError:
+            return _nothing
+        _GRAMMAR.pack_into(self._map, offset, time.monotonic(), name_of(request_id), True)
+
+        def end() -> None:
+            if not self._map.closed:
+                self._map[offset + _COMPILING] = 0
+            self._grammars.append(offset)
+
+        return end
 
     def leave(self) -> None:
         """The engine is on its way out. Again is nothing."""
@@ -187,12 +215,13 @@ def _parse(data: bytes) -> LastSteps | None:
         return None
     magic, num_slots, capacity, on_trial, scheduling, leaving = _HEADER.unpack_from(data)
     stride = _stride(capacity)
-    if magic != _MAGIC or len(data) < _HEADER.size + num_slots * stride:
+    grammars = _HEADER.size + num_slots * stride
+    if magic != _MAGIC or len(data) < grammars + NUM_GRAMMARS * _GRAMMAR.size:
         return None
     names: set[bytes] = set()
     began: list[float] = []
     anybody = bool(scheduling)
-    for offset in range(_HEADER.size, _HEADER.size + num_slots * stride, stride):
+    for offset in range(_HEADER.size, grammars, stride):
         at, count, under_way = _SLOT.unpack_from(data, offset)
         if under_way:
             began.append(at)
@@ -200,7 +229,16 @@ def _parse(data: bytes) -> LastSteps | None:
             first = offset + _SLOT.size
             ends = first + min(count, capacity) * _NAME_BYTES
             names.update(data[start : start + _NAME_BYTES] for start in range(first, ends, _NAME_BYTES))
+    for offset in range(grammars, grammars + NUM_GRAMMARS * _GRAMMAR.size, _GRAMMAR.size):
+        at, name, compiling = _GRAMMAR.unpack_from(data, offset)
+        if compiling:
+            began.append(at)
+            names.add(name)
     return LastSteps(frozenset(names), anybody, min(began, default=0.0), on_trial, bool(leaving))
+
+
+def _nothing() -> None:
+    pass
 
 
 def _stride(capacity: int) -> int:

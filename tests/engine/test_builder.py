@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +26,7 @@ from vllm_llumnix.engine.builder import RequestBuilder
 from vllm_llumnix.errors import Reason, Refused
 from vllm_llumnix.reach import Reach
 from vllm_llumnix.request_wire import RequestState, encode, encode_params
+from vllm_llumnix.step_record import StepRecord, name_of, read
 
 pytestmark = [
     pytest.mark.asyncio,
@@ -32,6 +34,7 @@ pytestmark = [
 ]
 
 ORIGIN = "tcp://127.0.0.1:1"
+INCARNATION = uuid.uuid4().hex
 REGEX = "[a-z]+"
 SLOW = "(slow|[a-z])+"
 AT_ONCE = 5.0
@@ -44,10 +47,15 @@ def engine(model_dir: Path) -> Iterator[Any]:
     with mock.patch("multiprocessing.cpu_count", return_value=4):
         scheduler, block_hasher = new_scheduler(model_dir, False, 64)
     manager = scheduler.structured_output_manager
+    record = StepRecord(INCARNATION, 4, 2)
     yield SimpleNamespace(
-        vllm_config=scheduler.vllm_config, structured_output_manager=manager, request_block_hasher=block_hasher
+        vllm_config=scheduler.vllm_config,
+        structured_output_manager=manager,
+        request_block_hasher=block_hasher,
+        record=record,
     )
     manager.clear_backend()
+    record.close()
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +68,7 @@ class Door:
 
     def __init__(self, engine: Any) -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-        self.builder = RequestBuilder(engine, Reach(anywhere=False), Adapters(None))
+        self.builder = RequestBuilder(engine, Reach(anywhere=False), Adapters(None), engine.record)
 
     async def build(self, name: str, source: str, *, patience_s: float = 0.1, **params: Any) -> Request:
         state, residence = await self.builder.read(encode(state_of(name, **params)))
@@ -107,6 +115,13 @@ async def begun(engine: Any) -> None:
             await asyncio.sleep(0.01)
 
 
+def whose_grammar() -> frozenset[bytes]:
+    """As a process would find it that looks why this one has ended."""
+    steps = read(INCARNATION)
+    assert steps is not None
+    return steps.under_way
+
+
 async def refusal(building: Any) -> Reason:
     with pytest.raises(Refused) as refused:
         await building
@@ -126,10 +141,19 @@ async def test_others_pass_grammars_that_are_being_compiled(engine: Any) -> None
             await door.build("of somebody else", "B", regex=REGEX)
         assert not slow.done()
         assert not any(one.done() for one in in_line)
+        assert whose_grammar() == {name_of("slow")}, "should the compiler end the process, this one is why"
     async with asyncio.timeout(AT_ONCE):
         for request in await asyncio.gather(slow, *in_line):
             assert request.structured_output_request.is_grammar_ready
         await door.build("once more", "A", regex=REGEX)
+    assert not whose_grammar()
+
+
+async def test_a_grammar_that_is_none_is_not_compiled_for_ever(engine: Any) -> None:
+    door = Door(engine)
+    with mock.patch.object(engine.structured_output_manager, "_create_grammar", side_effect=ValueError("no such")):
+        assert await refusal(door.build("wrong", "A", regex=REGEX)) == Reason.INVALID_REQUEST
+    assert not whose_grammar()
 
 
 async def test_a_source_has_its_turn_for_as_long_as_it_is_compiled_for(

@@ -4,6 +4,8 @@
 Three engines that know each other. The poison is a token in a prompt: two workers are killed by the first step of a
 request that has it, the third engine by any step, before it can say that it has the request. And one that vLLM has by
 itself: its V2 runner ends with more than 128 stop tokens that are masked until `min_tokens`.
+
+Or the engine ends while it compiles a grammar, and the request was in no step.
 """
 
 from __future__ import annotations
@@ -60,6 +62,12 @@ def servers(model_dir: Path, log_dir: Path) -> Iterator[list[Server]]:
 
 
 @pytest.fixture
+def grammar_servers(model_dir: Path, log_dir: Path) -> Iterator[list[Server]]:
+    with Fleet(log_dir / "poison_grammar") as fleet:
+        yield fleet.start(*(dying(spec, "engine.grammar") for spec in three(model_dir)))
+
+
+@pytest.fixture
 def v2_servers(model_dir: Path, log_dir: Path) -> Iterator[list[Server]]:
     with Fleet(log_dir / "poison_v2") as fleet:
         yield fleet.start(*three(model_dir, runner="v2", max_model_len=1500))
@@ -81,6 +89,16 @@ async def test_two_engines_die_of_it(servers: list[Server]) -> None:
 async def test_two_v2_engines_die_of_their_own(v2_servers: list[Server]) -> None:
     stops = list(range(100, 100 + MAX_NUM_STOP_TOKEN_IDS + 1))
     await assert_two_die(v2_servers, V2_LENGTH, lambda client: begin(client, 3, min_tokens=5, stop_token_ids=stops))
+
+
+@failure(
+    "every engine dies of a request",
+    "its grammar is being compiled; it is in no step",
+    "two do, the second of it alone on trial; it ends with an error; who was in a step is tried and goes on",
+)
+async def test_two_engines_die_of_its_grammar(grammar_servers: list[Server]) -> None:
+    grammar = {"regex": "a+"}
+    await assert_two_die(grammar_servers, LENGTH, lambda client: begin(client, 3, POISON, structured_outputs=grammar))
 
 
 async def assert_two_die(servers: list[Server], length: int, poisoned: Callable[[Client], Awaitable[Stream]]) -> None:

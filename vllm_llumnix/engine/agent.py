@@ -119,7 +119,7 @@ class LlumletAgent:
         self.departures = Departures(bypass, kvconn, self.relay, self.adapters, self.movers, CALL_SECONDS)
         self.listing = Listing(bypass, kvconn, self.departures)
         self.drains = Drain(self)
-        builder = RequestBuilder(bypass.engine, self.config.reaches, self.adapters)
+        builder = RequestBuilder(bypass.engine, self.config.reaches, self.adapters, kvconn.record)
         self.arrivals = Arrivals(bypass, kvconn, self.relay, self.movers, builder, self.departures, self._abort_soon)
         self.adoptions = Adoptions(
             bypass,

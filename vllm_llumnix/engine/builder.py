@@ -16,6 +16,7 @@ from vllm_llumnix.engine.request_state import Residence, build_request, check_to
 from vllm_llumnix.errors import Reason, Refused
 from vllm_llumnix.reach import Reach
 from vllm_llumnix.request_wire import RequestState, decode_state
+from vllm_llumnix.step_record import StepRecord
 
 logger = logging.getLogger("vllm.llumnix")
 
@@ -26,12 +27,12 @@ class RequestBuilder:
     This is a front door: what passes here reaches the engine's loop, where a wrong value would end every request.
     """
 
-    def __init__(self, engine: Any, reaches: Reach, adapters: Adapters) -> None:
+    def __init__(self, engine: Any, reaches: Reach, adapters: Adapters, record: StepRecord) -> None:
         self._engine = engine
         self._reaches = reaches
         self._adapters = adapters
         self._vocab_size = engine.vllm_config.model_config.get_vocab_size()
-        self._grammars = Grammars(engine.structured_output_manager)
+        self._grammars = Grammars(engine.structured_output_manager, record)
 
     async def read(self, data: bytes) -> tuple[RequestState, Residence]:
         """What came of a request, and its residence here, with an origin that may be spoken to. Raises Refused."""

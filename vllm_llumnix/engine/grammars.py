@@ -17,8 +17,10 @@ from weakref import WeakValueDictionary
 
 from vllm.v1.request import Request
 
+from vllm_llumnix import faults
 from vllm_llumnix.engine.seams import SEAMS
 from vllm_llumnix.errors import Reason, Refused
+from vllm_llumnix.step_record import StepRecord
 
 GRAMMAR_SECONDS = 20.0
 """For one grammar, its place in the line included."""
@@ -27,13 +29,15 @@ PER_SOURCE = max(1, (os.cpu_count() or 1) // 4)
 
 
 class Grammars:
-    """One per engine. `manager` is its StructuredOutputManager."""
+    """One per engine. `manager` is its StructuredOutputManager. Whose grammar is being compiled is in `record`, for
+    vLLM's own requests too: a compiler in C++ can end the process."""
 
-    def __init__(self, manager: Any) -> None:
+    def __init__(self, manager: Any, record: StepRecord) -> None:
         self._manager = manager
+        self._record = record
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         """By source, for as long as somebody has a turn or waits for one."""
-        self._serialise_init()
+        self._wrap_init()
 
     @property
     def tokenizer(self) -> Any:
@@ -84,23 +88,40 @@ class Grammars:
 
     def _submit(self, request: Request) -> Future[Any]:
         self._manager.grammar_init(request)
-        grammar = request.structured_output_request._grammar
-        if isinstance(grammar, Future):
-            return grammar
-        compiled: Future[Any] = Future()  # on the spot, where vLLM has no threads for it
-        compiled.set_result(grammar)
-        return compiled
+        return _future_of(request)
 
-    def _serialise_init(self) -> None:
+    def _wrap_init(self) -> None:
         """vLLM initialises grammars on its input thread only, and creates the backend there at the first use."""
         lock = threading.Lock()
-        stock = self._manager.grammar_init
+        stock, record = self._manager.grammar_init, self._record
+        marked = faults.armed("engine.grammar")
 
         def grammar_init(request: Request) -> None:
-            with lock:
+            if not request.use_structured_output:
                 stock(request)
+                return
+            end = record.compile(request.request_id)
+            if marked:
+                faults.hit_tokens("engine.grammar", [request.prompt_token_ids])
+            try:
+                with lock:
+                    stock(request)
+            except BaseException:
+                end()
+                raise
+            _future_of(request).add_done_callback(lambda _: end())
 
         SEAMS.wrap(self._manager, "StructuredOutputManager.grammar_init", grammar_init)
+
+
+def _future_of(request: Request) -> Future[Any]:
+    assert request.structured_output_request is not None
+    grammar = request.structured_output_request._grammar
+    if isinstance(grammar, Future):
+        return grammar
+    compiled: Future[Any] = Future()  # on the spot, where vLLM has no threads for it
+    compiled.set_result(grammar)
+    return compiled
 
 
 def _end_turn(turns: asyncio.Semaphore, done: asyncio.Future[Any]) -> None:

@@ -184,7 +184,7 @@ SEAMS = Seams(
         "StructuredOutputManager",
         "grammar_init",
         Kind.WRAPPED,
-        "vLLM calls it on one thread, the requests that come here on another",
+        "vLLM calls it on one thread, the requests that come here on another; and a compiler can end the engine",
         "core",
         "grammar_init can be called by several threads",
         "tests/exactness/test_matrix.py",

@@ -9,7 +9,7 @@ path comes from a peer.
     header     who is on trial, whether the loop is scheduling, whether the engine is on its way out
     slots      one for every batch that can be in flight and one more, used in turn:
                number of requests, when the model was given them, under way or not, their names
-    grammars   since when, under way or not, whose: of the oldest that are not compiled yet
+    grammars   whose, under way or not: of the oldest that are not compiled yet
 
 A name is a hash of the request's id. Whoever reads a dead engine's file sees what the loop wrote last; a slot counts
 from the moment that its last word, `under way`, is written, and the model has the batch after that only. A batch of the
@@ -55,9 +55,9 @@ _TRIAL, _SCHEDULING, _LEAVING = 16, 24, 25
 _SLOT = struct.Struct("<dII")
 """When it was given to the model (seconds of the machine's monotonic clock), number of requests, `under way`."""
 _UNDER_WAY = 12
-_GRAMMAR = struct.Struct("<d8sB7x")
-"""When it was begun, whose it is, `under way`."""
-_COMPILING = 16
+_GRAMMAR = struct.Struct("<8sB7x")
+"""Whose it is, `under way`."""
+_COMPILING = 8
 NUM_GRAMMARS = 64
 """More than vLLM has threads for them on most machines; it takes them in the order in which they came."""
 _NAME_BYTES = 8
@@ -81,24 +81,28 @@ class LastSteps:
     """What an engine was doing when it wrote its record last."""
 
     under_way: frozenset[bytes] = frozenset()
-    """Names of the requests that its model had been given and not returned, and of those whose grammar was not compiled
-    yet."""
+    """Names of the requests that its model had been given and not returned."""
+    compiling: frozenset[bytes] = frozenset()
+    """Names of those whose grammar was not compiled yet. That takes long at times and stops no step: it says something
+    of an engine that is dead, and nothing of one that is silent."""
     anybody: bool = False
     """Any request of the engine may have been worked on: it was choosing whom to take, or more is not known."""
     began: float = 0.0
-    """When the model was given the oldest batch under way, or the compilation of the oldest grammar began."""
+    """When the model was given the oldest batch under way."""
     on_trial: bytes = _NOBODY
     leaving: bool = False
     """It was on its way out: a drain, or a signal to end."""
 
     def had(self, request_id: str) -> bool:
         """Whether the request may be why the engine went no further."""
-        return self.anybody or name_of(request_id) in self.under_way
+        return self.anybody or name_of(request_id) in self.under_way | self.compiling
 
     def tried_another(self, request_id: str) -> bool:
         """Whether somebody else was on trial in these steps: then that is why."""
         tried = self.on_trial
-        return tried not in (_NOBODY, name_of(request_id)) and (self.anybody or tried in self.under_way)
+        return tried not in (_NOBODY, name_of(request_id)) and (
+            self.anybody or tried in self.under_way | self.compiling
+        )
 
 
 UNKNOWN = LastSteps(anybody=True)
@@ -122,7 +126,7 @@ class StepRecord:
         first = _HEADER.size + self._num_slots * stride
         size = first + NUM_GRAMMARS * _GRAMMAR.size
         self._grammars = deque(range(first, size, _GRAMMAR.size))
-        """Offsets that are free. Several threads take them and give them back."""
+        """Offsets that are free. Any thread gives them back."""
         self._path, self._file, self._map = _create(incarnation, size)
         _HEADER.pack_into(self._map, 0, _MAGIC, self._num_slots, capacity, _NOBODY, False, False)
 
@@ -158,12 +162,11 @@ class StepRecord:
 
     def compile(self, request_id: str) -> Callable[[], None]:
         """The compilation of the request's grammar begins; what is returned is to be called, once, when it has ended.
-        Any thread."""
-        try:
-            offset = self._grammars.popleft()
-        except IndexError:
-            return _nothing
-        _GRAMMAR.pack_into(self._map, offset, time.monotonic(), name_of(request_id), True)
+        One thread at a time."""
+        if self._map.closed or not self._grammars:
+            return lambda: None
+        offset = self._grammars.popleft()
+        _GRAMMAR.pack_into(self._map, offset, name_of(request_id), True)
 
         def end() -> None:
             if not self._map.closed:
@@ -229,16 +232,9 @@ def _parse(data: bytes) -> LastSteps | None:
             first = offset + _SLOT.size
             ends = first + min(count, capacity) * _NAME_BYTES
             names.update(data[start : start + _NAME_BYTES] for start in range(first, ends, _NAME_BYTES))
-    for offset in range(grammars, grammars + NUM_GRAMMARS * _GRAMMAR.size, _GRAMMAR.size):
-        at, name, compiling = _GRAMMAR.unpack_from(data, offset)
-        if compiling:
-            began.append(at)
-            names.add(name)
-    return LastSteps(frozenset(names), anybody, min(began, default=0.0), on_trial, bool(leaving))
-
-
-def _nothing() -> None:
-    pass
+    entries = _GRAMMAR.iter_unpack(data[grammars : grammars + NUM_GRAMMARS * _GRAMMAR.size])
+    compiling = frozenset(name for name, is_compiled_now in entries if is_compiled_now)
+    return LastSteps(frozenset(names), compiling, anybody, min(began, default=0.0), on_trial, bool(leaving))
 
 
 def _stride(capacity: int) -> int:

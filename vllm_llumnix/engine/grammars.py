@@ -97,19 +97,16 @@ class Grammars:
         marked = faults.armed("engine.grammar")
 
         def grammar_init(request: Request) -> None:
-            if not request.use_structured_output:
-                stock(request)
-                return
-            end = record.compile(request.request_id)
-            if marked:
-                faults.hit_tokens("engine.grammar", [request.prompt_token_ids])
-            try:
-                with lock:
+            with lock:
+                end = record.compile(request.request_id)
+                if marked:
+                    faults.hit_tokens("engine.grammar", [request.prompt_token_ids])
+                try:
                     stock(request)
-            except BaseException:
-                end()
-                raise
-            _future_of(request).add_done_callback(lambda _: end())
+                except BaseException:
+                    end()
+                    raise
+                _future_of(request).add_done_callback(lambda _: end())
 
         SEAMS.wrap(self._manager, "StructuredOutputManager.grammar_init", grammar_init)
 

@@ -7,6 +7,8 @@ or says itself that it hangs, it may have been in a step of each of its requests
 
 from __future__ import annotations
 
+import dataclasses
+
 from vllm_llumnix import step_record
 from vllm_llumnix.frontend.owners import Owner
 from vllm_llumnix.migration.wire import Health
@@ -30,4 +32,5 @@ def steps_of(owner: Owner, now: float, ends: bool = False) -> LastSteps | None:
     if steps is None:
         return UNKNOWN if hangs else None
     stuck = hangs or ends or (bool(steps.under_way) and now - steps.began > STUCK_SECONDS)
-    return steps if stuck and not steps.leaving and (steps.under_way or steps.anybody) else None
+    counts = stuck and not steps.leaving and (steps.under_way or steps.anybody)
+    return dataclasses.replace(steps, compiling=frozenset()) if counts else None

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import os
 from collections.abc import AsyncIterator, Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
 import uvloop
+
+from benchmarks.threads import threads_of
 
 PEER_CALLS = (6000, 800, 400, 100)
 """Bytes of Reserve, CopyRound, Commit and Close, of a request with 1,000 tokens."""
@@ -84,18 +84,12 @@ class Calls:
         self._asker.recv()
 
     def _read(self) -> dict[str, float]:
-        loops = libraries = 0.0
-        for pid in self._llumlets:
-            threads = _milliseconds(pid)
-            loops += threads[pid]
-            libraries += sum(threads.values()) - threads[pid]
-        return {"llumlets": loops, "asker": sum(_milliseconds(self._asker_pid).values()), "libraries": libraries}
-
-
-def _milliseconds(pid: int) -> dict[int, float]:
-    """Of each thread, what it has run: the first field of its schedstat, in ns."""
-    tasks = [Path(entry.path) for entry in os.scandir(f"/proc/{pid}/task")]
-    return {int(task.name): int((task / "schedstat").read_text().split()[0]) / 1e6 for task in tasks}
+        threads = [(pid, thread) for pid in self._llumlets for thread in threads_of(pid)]
+        return {
+            "llumlets": 1e3 * sum(thread.seconds for pid, thread in threads if thread.number == pid),
+            "asker": 1e3 * sum(thread.seconds for thread in threads_of(self._asker_pid)),
+            "libraries": 1e3 * sum(thread.seconds for pid, thread in threads if thread.number != pid),
+        }
 
 
 async def _serve(pipe: Connection, handler: grpc.RpcMethodHandler) -> None:

@@ -32,7 +32,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import os
 import sys
 import time
 from collections import Counter
@@ -53,6 +52,7 @@ from benchmarks.mover import MoveFailed, Mover
 from benchmarks.moves import Move
 from benchmarks.progress import saying
 from benchmarks.stats import bootstrap, median
+from benchmarks.threads import threads_of
 from vllm_llumnix.config import TRANSPORTS
 
 PARTS = ("copy", "llumlets", "asker", "api", "libraries", "loops", "models")
@@ -98,21 +98,11 @@ class Accounts:
 
     def read(self) -> Times:
         """What all of them have run so far."""
-        times = Times({"asker": sum(seconds for _, seconds in _threads(self._asker))})
+        times = Times({"asker": sum(thread.seconds for thread in threads_of(self._asker))})
         for pid, title in self._processes.items():
-            for name, seconds in _threads(pid):
-                times[part_of(title, name)] += seconds
+            for thread in threads_of(pid):
+                times[part_of(title, thread.name)] += thread.seconds
         return times
-
-
-def _threads(pid: int) -> list[tuple[str, float]]:
-    """The name of every living thread, and the seconds it has run: the first field of its schedstat, in ns."""
-    found = []
-    for thread in os.scandir(f"/proc/{pid}/task"):
-        with contextlib.suppress(OSError):
-            name = Path(thread.path, "comm").read_text().strip()
-            found.append((name, int(Path(thread.path, "schedstat").read_text().split()[0]) / 1e9))
-    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

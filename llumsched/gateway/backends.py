@@ -14,9 +14,9 @@ import aiohttp
 from yarl import URL
 
 from llumlet.types import Address
+from llumsched.causes import Cause
+from llumsched.gateway.outliers import Ejection, Limits, Outliers, Pace
 
-_AVOIDED_S = 2.0
-"""After a failed connection the instance is the last choice for so long."""
 _ASK_TIMEOUT_S = 3.0
 _FORGOTTEN_S = 300.0
 """An instance that the scheduler named once and that has not answered for so long is gone."""
@@ -40,7 +40,6 @@ class Backend:
         """Its API server is well, and no token comes. Ends with the next one."""
         self.answered_s = self.last_token_s
         """When it told its models last."""
-        self._avoid_until_s = 0.0
         self._urls: dict[str, URL] = {}
 
     def url(self, path: str) -> URL:
@@ -48,13 +47,6 @@ class Backend:
         if url is None:
             url = self._urls[path] = URL(f"http://{self.address}{path}")
         return url
-
-    @property
-    def is_avoided(self) -> bool:
-        return self.is_down or self.is_stalled or time.monotonic() < self._avoid_until_s
-
-    def failed(self) -> None:
-        self._avoid_until_s = time.monotonic() + _AVOIDED_S
 
     def learn(self, model: str) -> None:
         """The scheduler says that it serves this one."""
@@ -77,7 +69,11 @@ class Backend:
 class Backends:
     """All of them, by address. `refresh` keeps what they serve up to date."""
 
-    def __init__(self, configured: Collection[Address], session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, configured: Collection[Address], session: aiohttp.ClientSession, limits: Limits | None = None
+    ) -> None:
+        self.outliers: Outliers[Backend] = Outliers(limits or Limits(), self.__len__, time.monotonic)
+        self.pace: Pace[Backend] = Pace(time.monotonic)
         self._session = session
         self._configured = frozenset(configured)
         self._by_address = {address: Backend(address) for address in configured}
@@ -97,6 +93,20 @@ class Backends:
     def __len__(self) -> int:
         return len(self._by_address)
 
+    def avoids(self, backend: Backend) -> bool:
+        """Whether it gets requests only if there is no other."""
+        return backend.is_down or backend.is_stalled or self.outliers.is_out(backend)
+
+    def avoided(self) -> dict[Backend, Ejection]:
+        """All that are, and why."""
+        found = dict(self.outliers.ejected)
+        for backend in self._by_address.values():
+            if backend.is_stalled:
+                found[backend] = Ejection(Cause.HANG, "its engine core hangs", backend.last_token_s)
+            elif backend.is_down:
+                found[backend] = Ejection(Cause.UNREACHABLE, "it does not answer", backend.answered_s)
+        return found
+
     def listed(self, model: str) -> bool:
         """Whether one of them is known to serve it."""
         return any(model in (backend.models or ()) for backend in self._by_address.values())
@@ -110,7 +120,7 @@ class Backends:
             backend = backends[(self._next + offset) % len(backends)]
             if backend in excluded or not backend.serves(model):
                 continue
-            if not backend.is_avoided:
+            if not self.avoids(backend):
                 self._next += offset
                 return backend
             reserve = reserve or backend
@@ -163,9 +173,21 @@ class Backends:
         except (aiohttp.ClientError, TimeoutError, OSError):
             backend.is_down = True
             if backend.address not in self._configured and time.monotonic() - backend.answered_s > _FORGOTTEN_S:
-                del self._by_address[backend.address]
+                self._forget(backend)
         except (ValueError, KeyError, TypeError):
             backend.models = None
+
+    def _forget(self, backend: Backend) -> None:
+        del self._by_address[backend.address]
+        self.outliers.forget(backend)
+        self.pace.forget(backend)
+
+    async def try_ejected(self, backend: Backend) -> None:
+        """Has it compute one token: only who can gets requests again. One that refuses may want a key: it is well."""
+        takes = False
+        with suppress(aiohttp.ClientError, TimeoutError, OSError):
+            takes = await self._status_of_one_token(backend, _ASK_TIMEOUT_S) < 500
+        self.outliers.asked(backend, takes=takes)
 
     async def stands_still(self, backend: Backend, limit_s: float) -> bool:
         """Whether its engine core does nothing at all for `limit_s`; thrice that if it does not count what it does.
@@ -195,18 +217,21 @@ class Backends:
 
     async def _generates(self, backend: Backend, limit_s: float) -> bool | None:
         """Whether it answers a request for one token within `limit_s`; None if it does not take the request."""
-        body: dict[str, Any] = {"prompt": [0], "max_tokens": 1}
-        if backend.models:
-            body["model"] = next(iter(backend.models))
-        timeout = aiohttp.ClientTimeout(total=limit_s)
         try:
-            async with self._session.post(backend.url("/v1/completions"), json=body, timeout=timeout) as answer:
-                await answer.read()
-                return answer.status == 200 or None
+            return await self._status_of_one_token(backend, limit_s) == 200 or None
         except TimeoutError:
             return False
         except (aiohttp.ClientError, OSError):
             return None
+
+    async def _status_of_one_token(self, backend: Backend, limit_s: float) -> int:
+        body: dict[str, Any] = {"prompt": [0], "max_tokens": 1}
+        if backend.models:
+            body["model"] = next(iter(backend.models))
+        timeout = aiohttp.ClientTimeout(total=limit_s)
+        async with self._session.post(backend.url("/v1/completions"), json=body, timeout=timeout) as answer:
+            await answer.read()
+            return answer.status
 
     async def is_healthy(self, backend: Backend, timeout_s: float) -> bool:
         try:

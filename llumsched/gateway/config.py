@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from llumlet.types import Address
+from llumsched.gateway.outliers import Limits
 
 
 class AccessLog(enum.StrEnum):
@@ -48,6 +49,12 @@ class Config:
 
     retry_max_count: int = 2
     """Other instances tried before a request's first byte has come, and continuations after."""
+    retry_budget: float = 0.2
+    """Requests that may be sent again, as a share of those that come."""
+    retry_patience_s: float = 10.0
+    """How long a request that lost its instance without an answer waits for that."""
+    outliers: Limits = field(default_factory=Limits)
+    """When an instance that fails gets no requests for a while."""
     continuation: bool = True
     connect_timeout_s: float = 3.0
     response_timeout_s: float = 900.0

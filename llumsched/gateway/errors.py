@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import msgspec
 
+from llumsched.causes import Cause
+
 
 class GatewayError(Exception):
     status: int = 500
@@ -68,11 +70,16 @@ class UpstreamTimedOut(GatewayError):
 
 
 class StreamLost(Exception):
-    """An engine's answer broke off before its end."""
+    """An engine's answer broke off before its end. `cause`: what that says of the instance. `was_sent`: whether it may
+    have had the request."""
 
-    def __init__(self, message: str, *, timed_out: bool = False) -> None:
+    def __init__(
+        self, message: str, *, timed_out: bool = False, cause: Cause = Cause.ERRORS, was_sent: bool = True
+    ) -> None:
         super().__init__(message)
         self.timed_out = timed_out
+        self.cause = cause
+        self.was_sent = was_sent
 
 
 def body(error: GatewayError) -> bytes:

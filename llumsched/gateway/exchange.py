@@ -3,7 +3,8 @@
 
     receive -> place -> send --answer------------------------------> client
                  ^        |--lost before the first event: another instance, the same bytes
-                 |________|--lost after: another instance, and only what is left (`continuation`)
+                 |        |--lost after: another instance, and only what is left (`continuation`)
+                 |________|--refused by an instance that refuses too much: a second opinion
 
 What the client gets of a stream are whole events, so that an engine may vanish at any byte of its answer.
 """
@@ -20,6 +21,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from llumsched.causes import Cause
 from llumsched.gateway import continuation, errors, sse
 from llumsched.gateway.access_log import AccessLogger
 from llumsched.gateway.backends import Backend, Backends
@@ -31,6 +33,7 @@ from llumsched.gateway.errors import GatewayError, StreamLost
 from llumsched.gateway.metrics import Metrics, Record
 from llumsched.gateway.placement import Asked, Placed, Placement
 from llumsched.gateway.request_id import RequestIds
+from llumsched.gateway.retries import RetryBudget, backoff_s
 from llumsched.gateway.tokens import Counted, TokenCounter
 from llumsched.gateway.upstream import Call, Upstream, response_headers
 
@@ -39,10 +42,20 @@ NO_CONTINUATION_HEADER: Final = "X-Llumnix-Continuation"
 """With the value `off`: a stream that loses its engine ends with an error."""
 _CLIENT_GONE: Final = 499
 _UNCOUNTED: Final = Counted(0)
+_OF_THE_INSTANCE: Final = frozenset((401, 403, 404, 429))
+"""Refusals that say more of an instance (its key, its adapters, its queue) than of the request."""
+_TRUSTED_REFUSALS: Final = 2
+"""In a row; further ones of the same instance are doubted."""
+_KEPT_FOR_LOSSES: Final = 0.5
+"""Of the retry budget; second opinions are made of the rest."""
 
 
 class _ClientGone(Exception):
     pass
+
+
+class _Doubted(Exception):
+    """An instance has refused the request, and another one is to be asked as well."""
 
 
 class Exchanges:
@@ -67,6 +80,7 @@ class Exchanges:
         self._tokens = tokens
         self._ids = RequestIds()
         self.num_in_flight = 0
+        self.budget = RetryBudget(config.retry_budget, lambda: self.num_in_flight, time.monotonic)
         self.running: dict[Exchange, Placed] = {}
         self.idle = asyncio.Event()
         """Nothing is in flight."""
@@ -94,6 +108,7 @@ class Exchanges:
                 counted = await self._tokens.count(body.model, body.document())
             record.num_input_tokens = counted.num_tokens
             record.preprocess_s = time.monotonic() - started_s
+            self.budget.requested()
             response = await Exchange(self, request, body, record, own_id, started_s, counted).run()
             record.status = record.status or response.status
             return response
@@ -184,7 +199,11 @@ class Exchange:
         self._excluded: set[Backend] = set()
         self._num_attempts = 0
         self._refused: web.Response | None = None
-        """The last engine's own words, should there be no other."""
+        """An engine's own words, should there be no other."""
+        self._refused_by: Backend | None = None
+        """The instance on whose refusal a second opinion is asked for."""
+        self._pause_s = 0.0
+        """Before the next attempt."""
         self._out: web.StreamResponse | None = None
         """Once the client has got the beginning of a stream."""
         self._events: sse.EventStream | None = None
@@ -216,6 +235,8 @@ class Exchange:
     async def run(self) -> web.StreamResponse:
         while True:
             try:
+                if self._pause_s:
+                    await asyncio.sleep(self._pause_s)
                 placed = await self._place()
             except GatewayError as error:
                 if self._out is not None:
@@ -235,7 +256,11 @@ class Exchange:
             except asyncio.CancelledError:
                 completed = self._client_left()
                 raise
+            except _Doubted:
+                self._excluded.add(placed.backend)
+                self._record.num_retries += 1
             except StreamLost as lost:
+                self._around.backends.outliers.failed(placed.backend, lost.cause, str(lost))
                 ended = await self._after(lost, placed.backend)
                 if ended is not None:
                     return ended
@@ -284,13 +309,44 @@ class Exchange:
             status=answer.status, body=body, headers=response_headers(answer.headers, self._record.id)
         )
         if self._out is not None or (answer.status >= 500 and answer.status != 501):
-            self._refused = response
+            if self._refused_by is None:
+                self._refused = response
             raise StreamLost(f"{placed.backend} answered {answer.status}")
         if answer.status == 200:
             call.moved()
+            self._taken_by(placed.backend)
             num_input, self._record.num_output_tokens = sse.usage_of(body)
             self._record.num_input_tokens = num_input or self._record.num_input_tokens
+        elif 400 <= answer.status < 500 and self._is_doubtful(answer.status, placed.backend):
+            self._refused, self._refused_by = response, placed.backend
+            raise _Doubted
         return response
+
+    def _taken_by(self, backend: Backend) -> None:
+        outliers = self._around.backends.outliers
+        outliers.succeeded(backend)
+        if self._refused_by is not None:
+            assert self._refused is not None
+            outliers.failed(
+                self._refused_by, Cause.REFUSALS, f"it answered {self._refused.status} to what {backend} took"
+            )
+            self._refused_by = None
+
+    def _is_doubtful(self, status: int, backend: Backend) -> bool:
+        """Whether it may be the instance's own fault, and another can be asked."""
+        outliers = self._around.backends.outliers
+        num_refused = outliers.refused(backend)
+        if self._refused_by is not None:
+            outliers.confirmed(self._refused_by)
+            outliers.confirmed(backend)
+            return False
+        if status not in _OF_THE_INSTANCE and num_refused <= _TRUSTED_REFUSALS:
+            return False
+        return (
+            self._num_attempts <= self._config.retry_max_count
+            and len(self._around.backends) > 1
+            and self._around.budget.take(kept=_KEPT_FOR_LOSSES) is not None
+        )
 
     async def _take_back_incomplete(self, placed: Placed) -> None:
         """Tokens that end within a character, from the transcript. The engine that is to go on knows which do."""
@@ -319,14 +375,18 @@ class Exchange:
         self._events = events
         self._record.is_streamed = True
         observe_gap = self._around.metrics.of_model(self._record.model, is_served=True).itl.observe
+        observe_step = self._around.backends.pace.step
         read = answer.read
         last_s = 0.0
         while data := await read():
             call.moved()
             if last_s:
-                observe_gap((call.moved_s - last_s) * 1e3)
+                gap_s = call.moved_s - last_s
+                observe_gap(gap_s * 1e3)
+                observe_step(placed.backend, gap_s, call.moved_s)
             else:
                 call.is_stream = True
+                self._taken_by(placed.backend)
                 self._around.placement.begun(placed)
             last_s = call.moved_s
             chunk = events.feed(data)
@@ -421,7 +481,7 @@ class Exchange:
                 self._record.status = 502
                 return await self._end(failed if failed.endswith(sse.DONE) else failed + sse.DONE)
             return await self._end_with(_not_continued(f"The stream was lost ({lost})", reason))
-        if self._num_attempts > self._config.retry_max_count:
+        if self._num_attempts > self._config.retry_max_count or not self._may_be_sent_again(lost):
             return await self._give_up(lost)
         if self._out is None:
             self._record.num_retries += 1
@@ -429,6 +489,17 @@ class Exchange:
             self._record.num_continuations += 1
             self._count_continuation("continued")
         return None
+
+    def _may_be_sent_again(self, lost: StreamLost) -> bool:
+        """Whether the retry budget allows it, and after which pause. What no engine may have had costs none."""
+        wait_s: float | None = 0.0
+        if lost.was_sent:
+            is_answered = self._out is None and self._refused is not None
+            wait_s = self._around.budget.take(0.0 if is_answered else self._config.retry_patience_s)
+        if wait_s is None:
+            return False
+        self._pause_s = wait_s + backoff_s(self._num_attempts)
+        return True
 
     def _plan_continuation(self) -> None:
         if not self._wants_ids:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.errors import NoInstance, UnknownModel
+from llumsched.gateway.outliers import Ejection
 from llumsched.gateway.scheduler_client import Decision
 
 
@@ -54,6 +55,10 @@ class Placement(Protocol):
         """The requests that run, and how many tokens each has, prompt and output. Does not wait."""
         ...
 
+    def complain(self, avoided: Mapping[Backend, Ejection]) -> None:
+        """All instances to which nothing is sent now, and why, for others to know. Does not wait."""
+        ...
+
     async def learn(self) -> None:
         """Makes all instances known that can be known, for `/v1/models` and for when nobody can be asked."""
         ...
@@ -88,6 +93,9 @@ class RoundRobin:
         return
 
     def report_running(self, running: Iterable[tuple[Placed, int]]) -> None:
+        return
+
+    def complain(self, avoided: Mapping[Backend, Ejection]) -> None:
         return
 
     async def learn(self) -> None:

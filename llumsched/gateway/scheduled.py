@@ -7,16 +7,20 @@ import asyncio
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from llumlet.types import Address
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.config import Config
 from llumsched.gateway.errors import NoInstance, Overloaded, UnknownModel
+from llumsched.gateway.outliers import Ejection
 from llumsched.gateway.placement import Asked, Placed, RoundRobin
 from llumsched.gateway.scheduler_client import Decision, NoEndpoint, NotScheduled, SchedulerAway, SchedulerClient
 
+COMPLAINT_TTL_S = 15.0
+"""After which a scheduler forgets what a gateway complained of."""
+_MOST_WHY_CHARACTERS = 500
 _PREFILL_REPORT_S = 0.02
 """Requests whose first token comes within so long of each other are reported together."""
 
@@ -60,18 +64,24 @@ class Scheduled:
 
     async def _place(self, asked: Asked, excluded: Collection[Backend], started_s: float) -> Placed:
         """Raises NoEndpoint, UnknownModel, NoInstance."""
-        hung = (backend for backend in self._backends if backend.is_down or backend.is_stalled)
         try:
-            decision = await self._client.schedule(self._request(asked, {*excluded, *hung}))
+            placed = await self._scheduled(asked, excluded, started_s)
+            if placed.backend not in excluded and self._backends.avoids(placed.backend):
+                # The scheduler has not heard yet, or has nobody else.
+                self.release(placed, completed=False)
+                placed = await self._scheduled(asked, {*excluded, *self._backends.avoided()}, started_s)
         except (SchedulerAway, NotScheduled):
             return await self._without_scheduler(asked, excluded)
         except UnknownModel:
             raise UnknownModel(f"The model `{asked.model}` does not exist.") from None
-        placed = self._placed(asked, decision, time.monotonic() - started_s)
         if placed.backend not in excluded:
             return placed
         self.release(placed, completed=False)
         return await self._without_scheduler(asked, excluded)
+
+    async def _scheduled(self, asked: Asked, excluded: Collection[Backend], started_s: float) -> Placed:
+        decision = await self._client.schedule(self._request(asked, excluded))
+        return self._placed(asked, decision, time.monotonic() - started_s)
 
     async def _without_scheduler(self, asked: Asked, excluded: Collection[Backend]) -> Placed:
         placed = await self._fallback.place(asked, excluded)
@@ -149,6 +159,19 @@ class Scheduled:
             by_scheduler[scheduler].append(report)
         for scheduler, own in by_scheduler.items():
             self._client.report(scheduler, own)
+
+    def complain(self, avoided: Mapping[Backend, Ejection]) -> None:
+        now_s = time.monotonic()
+        instances = [
+            {
+                "endpoint": {"host": backend.address.host, "port": backend.address.port},
+                "cause": ejection.cause,
+                "reason": ejection.why[:_MOST_WHY_CHARACTERS],
+                "since_s": round(now_s - ejection.since_s, 3),
+            }
+            for backend, ejection in avoided.items()
+        ]
+        self._client.complain({"gateway_id": self.gateway_id, "ttl_s": COMPLAINT_TTL_S, "instances": instances})
 
     async def learn(self) -> None:
         for address in await self._client.instances():

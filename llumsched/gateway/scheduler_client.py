@@ -177,6 +177,12 @@ class SchedulerClient:
         """
         self._schedulers[scheduler].report(reports)
 
+    def complain(self, complaints: dict[str, Any]) -> None:
+        """Told to all schedulers in the background, the newest only."""
+        body = msgspec.json.encode(complaints)
+        for scheduler in self._in_turn:
+            scheduler.complain(body)
+
     async def close(self) -> None:
         """Waits for what is to be released, for a few seconds."""
         if self._abandoned:
@@ -202,6 +208,8 @@ class _Scheduler:
         """The newest of each kind, by request."""
         self._releases: deque[bytes] = deque()
         self._num_dropped = 0
+        self._complaints = b""
+        """The newest that were not told yet."""
         self._telling: asyncio.Task[None] | None = None
 
     async def post(self, path: str, body: bytes, limit: aiohttp.ClientTimeout) -> tuple[int, bytes]:
@@ -222,6 +230,10 @@ class _Scheduler:
             self._num_dropped += 1
         self._tell()
 
+    def complain(self, body: bytes) -> None:
+        self._complaints = body
+        self._tell()
+
     async def close(self) -> None:
         if self._telling is not None:
             await asyncio.wait([self._telling], timeout=_CLIENT_TIMEOUT_S)
@@ -233,10 +245,14 @@ class _Scheduler:
             self._telling = asyncio.create_task(self._tell_all())
 
     async def _tell_all(self) -> None:
-        while self._reports or self._releases:
+        while self._complaints or self._reports or self._releases:
+            if self._complaints:
+                complaints, self._complaints = self._complaints, b""
+                await self._say("/complaints", complaints)
             if self._reports:
                 reports, self._reports = self._reports, {}
-                await self._report([report for kinds in reports.values() for report in kinds.values()])
+                newest = [report for kinds in reports.values() for report in kinds.values()]
+                await self._say("/report", msgspec.json.encode(newest))
             if self._releases:
                 batch = [self._releases.popleft() for _ in range(min(len(self._releases), _RELEASES_AT_ONCE))]
                 await self._release_surely(batch[0] if len(batch) == 1 else b"[" + b",".join(batch) + b"]")
@@ -244,11 +260,12 @@ class _Scheduler:
             _log.warning("%s was not told of %d requests that ended: too many waited", self.address, self._num_dropped)
             self._num_dropped = 0
 
-    async def _report(self, reports: list[dict[str, Any]]) -> None:
+    async def _say(self, path: str, body: bytes) -> None:
+        """Lost if the scheduler is away: it is said again."""
         try:
-            await self.post("/report", msgspec.json.encode(reports), _SHORT)
+            await self.post(path, body, _SHORT)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            _log.debug("a report was lost: %s", error)
+            _log.debug("%s was not told: %s", path, error)
 
     async def _release_surely(self, body: bytes) -> None:
         for pause_s in (_RELEASE_PAUSE_S,) * (_RELEASE_TRIES - 1) + (0.0,):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import time
 from collections.abc import Awaitable, Callable
@@ -14,19 +15,21 @@ import msgspec
 from aiohttp import web
 
 from llumsched.gateway.access_log import AccessLogger
-from llumsched.gateway.backends import Backends
+from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.config import Config
 from llumsched.gateway.errors import NoInstance
 from llumsched.gateway.exchange import INFERENCE_PATHS, Exchanges, failure
 from llumsched.gateway.metrics import Metrics
 from llumsched.gateway.placement import Placement, RoundRobin
-from llumsched.gateway.scheduled import Scheduled
+from llumsched.gateway.scheduled import COMPLAINT_TTL_S, Scheduled
 from llumsched.gateway.scheduler_client import SchedulerClient
 from llumsched.gateway.tokens import TokenCounter
 from llumsched.gateway.upstream import Upstream, new_session
 from llumsched.gateway.watch import Watch
 
 _BACKLOG = 1024
+_LOOK_S = 0.25
+"""Between two looks at which instances are avoided."""
 
 
 class Gateway:
@@ -44,7 +47,7 @@ class Gateway:
         config = self.config
         self._loop = asyncio.get_running_loop()
         self._session = new_session(config.connect_timeout_s)
-        self.backends = Backends(config.backend_endpoints, self._session)
+        self.backends = Backends(config.backend_endpoints, self._session, config.outliers)
         self.metrics = Metrics(self.backends.listed)
         self.upstream = Upstream(config.connect_timeout_s)
         self.placement = self._placement()
@@ -54,7 +57,8 @@ class Gateway:
         )
         self._server = web.Server(self._answer, request_factory=self._request, handler_cancellation=True)
         watch = Watch(config, self.backends, self.upstream, self._server)
-        self._tasks = [asyncio.create_task(self._keep_models()), asyncio.create_task(watch.run())]
+        keep = (self._keep_models(), self._keep_complaining(), watch.run())
+        self._tasks = [asyncio.create_task(task) for task in keep]
         if not config.full_mode and config.requests_report_duration_s:
             self._tasks.append(asyncio.create_task(self._keep_reporting()))
         listening = _listen(config.host, config.port, shared=config.workers > 1)
@@ -107,6 +111,16 @@ class Gateway:
             await self.placement.learn()
             await self.backends.refresh()
             await asyncio.sleep(self.config.models_refresh_s)
+
+    async def _keep_complaining(self) -> None:
+        known: set[Backend] = set()
+        told_s = -math.inf
+        while True:
+            avoided = self.backends.avoided()
+            if avoided.keys() != known or time.monotonic() - told_s > COMPLAINT_TTL_S / 3:
+                known, told_s = set(avoided), time.monotonic()
+                self.placement.complain(avoided)
+            await asyncio.sleep(_LOOK_S)
 
     async def _keep_reporting(self) -> None:
         while True:

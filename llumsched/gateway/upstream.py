@@ -15,6 +15,7 @@ from types import TracebackType
 import aiohttp
 from multidict import CIMultiDict
 
+from llumsched.causes import Cause
 from llumsched.gateway.backends import Backend
 from llumsched.gateway.connection import Connection, State
 from llumsched.gateway.errors import StreamLost
@@ -140,8 +141,7 @@ class Call:
 
     def _explain(self, error: BaseException) -> None:
         if isinstance(error, asyncio.CancelledError) and self.lost and not self.task.uncancel():
-            self.backend.failed()
-            raise StreamLost(f"{self.backend} {self.lost}", timed_out=self.timed_out) from None
+            raise StreamLost(f"{self.backend} {self.lost}", timed_out=self.timed_out, cause=Cause.SILENCE) from None
 
 
 class Upstream:
@@ -169,9 +169,8 @@ class Upstream:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await loop.create_connection(Connection, *backend.address)
         except OSError as error:  # TimeoutError is one
-            backend.failed()
-            reason = error.strerror or str(error) or "no answer"
-            raise StreamLost(f"{backend} cannot be reached: {reason}") from error
+            reason = f"{backend} cannot be reached: {error.strerror or str(error) or 'no answer'}"
+            raise StreamLost(reason, cause=Cause.UNREACHABLE, was_sent=False) from error
         return connection
 
     def keep(self, backend: Backend, connection: Connection) -> None:

@@ -9,6 +9,9 @@ Looks at all answers that are waited for, once in a while; no answer has a timer
 * an answer that is silent for longer than its own limit,
 * the connection of a client that takes nothing of what waits for it for `client_timeout_s`.
 
+Given up is nothing of, but no new requests get, an instance from which nothing comes for half of `stall_s` while
+several wait for it and most others answer, and one whose tokens come many times slower than those of others.
+
 Time in which the gateway itself was stopped, or too busy to look, is nobody's silence.
 """
 
@@ -17,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
@@ -28,6 +32,8 @@ from llumsched.gateway.upstream import Upstream
 
 _log = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 1.0
+_SEVERAL = 3
+"""Requests that wait for an instance which is silent."""
 
 
 class _Untaken(NamedTuple):
@@ -46,6 +52,7 @@ class Watch:
         self._untaken: dict[asyncio.Transport, _Untaken] = {}
         self._health_probes: dict[Backend, asyncio.Task[None]] = {}
         self._engine_probes: dict[Backend, asyncio.Task[None]] = {}
+        self._trials: dict[Backend, asyncio.Task[None]] = {}
         shortest_s = min(config.stall_s, config.engine_stall_s, config.client_timeout_s)
         self._pause_s = min(_LONGEST_PAUSE_S, shortest_s / 4)
 
@@ -57,10 +64,13 @@ class Watch:
                 now_s = time.monotonic()
                 self._forgive(now_s - due_s, now_s)
                 self._look(now_s)
+                self._compare(now_s)
+                for backend in self._backends.outliers.due():
+                    _start(self._trials, backend, self._backends.try_ejected)
                 self._look_at_clients(now_s)
                 self._upstream.sweep()
         finally:
-            probes = [*self._health_probes.values(), *self._engine_probes.values()]
+            probes = [*self._health_probes.values(), *self._engine_probes.values(), *self._trials.values()]
             for probe in probes:
                 probe.cancel()
             await asyncio.gather(*probes, return_exceptions=True)
@@ -92,6 +102,31 @@ class Watch:
                 self._stalled(backend, f"sent nothing on any stream for {config.engine_stall_s:g} s")
             elif calls:
                 _start(self._engine_probes, backend, self._probe_engine)
+
+    def _compare(self, now_s: float) -> None:
+        """Instances with each other."""
+        outliers, pace = self._backends.outliers, self._backends.pace
+        for backend in [one for one, ejection in outliers.ejected.items() if ejection.since_s < one.last_token_s]:
+            outliers.moved(backend)
+        since_s = now_s - self._config.stall_s / 2
+        waiting = Counter(call.backend for call in self._upstream.calls if not call.is_writing)
+        silent = Counter(
+            call.backend
+            for call in self._upstream.calls
+            if not call.is_writing and max(call.moved_s, call.backend.last_token_s) < since_s
+        )
+        if 2 * len(silent) < len(waiting):
+            for backend, number in silent.items():
+                if number >= _SEVERAL:
+                    outliers.silent(backend, f"{number} requests wait, and nothing comes")
+        by_models = defaultdict(list)
+        for backend in self._backends:
+            by_models[frozenset(backend.models or ())].append(backend)
+        for backends in by_models.values():
+            for backend, why in pace.slow_among(backends).items():
+                if not outliers.is_out(backend):
+                    pace.forget(backend)
+                    outliers.slow(backend, why)
 
     def _look_at_clients(self, now_s: float) -> None:
         untaken = {}

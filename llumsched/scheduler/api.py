@@ -5,6 +5,7 @@ POST /schedule         200 the request with its `scheduling_result`; 404 nobody 
                        it now; 400 the JSON is wrong, the prompt fits nowhere, or nothing is known of any instance
 POST /release          one or an array: 200, as often as one likes; 400 the JSON is wrong or names no result
 POST /report           200; lite mode, from gateways
+POST /complaints       200; instances to which a gateway sends nothing now, and why
 GET  /keepalive        WebSocket, lite mode: while it stands the gateway lives
 GET  /healthz          200
 GET  /metrics          Prometheus
@@ -18,7 +19,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
@@ -27,9 +29,11 @@ from google.protobuf.json_format import MessageToDict
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from llumlet.types import Address
 from llumsched.cms.view import Instance
 from llumsched.scheduler.messages import (
     MAX_BODY_BYTES,
+    Complaining,
     Endpoint,
     Question,
     Report,
@@ -39,6 +43,7 @@ from llumsched.scheduler.messages import (
     llm_instance,
 )
 from llumsched.scheduler.metrics import SchedulerMetrics
+from llumsched.scheduling.complaints import Complaint
 from llumsched.scheduling.dispatch import Dispatcher, NotPlaced, Refused
 from llumsched.scheduling.explain import explain
 from llumsched.scheduling.load import InferType, Request
@@ -64,6 +69,7 @@ class Api:
                 web.post("/schedule", self.schedule),
                 web.post("/release", self.release),
                 web.post("/report", self.report),
+                web.post("/complaints", self.complaints),
                 web.get("/keepalive", self.keepalive),
                 web.get("/healthz", self.healthz),
                 web.get("/metrics", self.metrics),
@@ -119,6 +125,19 @@ class Api:
                 _log.debug("of %d reports were not taken: %s", len(reports), dict(faults))
         return web.Response()
 
+    async def complaints(self, http: web.Request) -> web.Response:
+        told = decode(await http.read(), Complaining)
+        now_s = time.monotonic()
+        self._dispatcher.complaints.complain(
+            told.gateway_id,
+            {
+                Address(one.endpoint.host, one.endpoint.port): Complaint(one.cause, one.reason, now_s - one.since_s)
+                for one in told.instances
+            },
+            told.ttl_s,
+        )
+        return web.Response()
+
     async def keepalive(self, http: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse(heartbeat=_KEEPALIVE_S, max_msg_size=4096)
         await socket.prepare(http)
@@ -161,7 +180,7 @@ class Api:
                 Question,
             )  # fmt: skip
         try:
-            decisions = self._dispatcher.decide(self._request(asked), asked.stages)
+            decisions = self._dispatcher.decide(self._request(asked), asked.stages, asked.gateway_id)
         except NotPlaced as error:
             return web.Response(status=_STATUS.get(error.kind, 400), text=str(error))
         policy = self._dispatcher.policy
@@ -194,9 +213,9 @@ class Api:
         }
 
     def _request(self, asked: SchedulingRequest) -> Request:
-        excluded = set(asked.excluded_endpoints)
-        avoid = {i.id for i in self._dispatcher.view.values() if str(i.api_server) in excluded} if excluded else ()
-        return Request(asked.id, asked.model, asked.count_tokens(), frozenset(avoid))
+        ids_at = self._dispatcher.complaints.ids_at
+        avoid = frozenset().union(*(ids_at(address) for address in _addresses(asked.excluded_endpoints)))
+        return Request(asked.id, asked.model, asked.count_tokens(), avoid)
 
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -208,6 +227,13 @@ async def _say_what_is_wrong(request: web.Request, handler: _Handler) -> web.Str
         return await handler(request)
     except (ValueError, msgspec.ValidationError) as error:
         return web.Response(status=400, text=str(error)[:1000])
+
+
+def _addresses(texts: Iterable[str]) -> Iterator[Address]:
+    """Of `HOST:PORT`; what is none names nobody."""
+    for text in texts:
+        with suppress(ValueError):
+            yield Address.parse(text)
 
 
 def _gateway_id(text: str) -> str:

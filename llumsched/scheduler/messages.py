@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
+from llumsched.causes import Cause
 from llumsched.cms.view import Instance
 from llumsched.scheduling.load import InferType
 
@@ -89,6 +90,24 @@ class Report(Struct):
     infer_type: Literal["neutral", "prefill", "decode"] = "neutral"
     gateway_id: Name = ""
     num_tokens: Count = 0
+
+
+class Avoided(Struct):
+    """An instance to which a gateway sends nothing now."""
+
+    endpoint: Endpoint
+    cause: Cause
+    reason: Annotated[str, Meta(max_length=1024)] = ""
+    since_s: Annotated[float, Meta(ge=0)] = 0.0
+    """For so long."""
+
+
+class Complaining(Struct):
+    """All that a gateway avoids. Valid for `ttl_s` seconds, or until it says so again."""
+
+    gateway_id: Annotated[str, Meta(min_length=1, max_length=1024)]
+    instances: Annotated[list[Avoided], Meta(max_length=10_000)]
+    ttl_s: Annotated[float, Meta(gt=0, le=3600)]
 
 
 def decode(body: bytes, of: type[T]) -> T:

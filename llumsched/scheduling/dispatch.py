@@ -13,6 +13,7 @@ from typing import Protocol
 from llumsched.cms.view import Instance, Observer, View
 from llumsched.scheduling import filters as f
 from llumsched.scheduling import pipeline
+from llumsched.scheduling.complaints import Complaints
 from llumsched.scheduling.in_flight import InFlight
 from llumsched.scheduling.load import Context, InferType, Request
 from llumsched.scheduling.pipeline import Decision
@@ -83,7 +84,8 @@ class Dispatcher:
         self._last: OrderedDict[tuple[InferType, str], str] = OrderedDict()
         self._placed: OrderedDict[str, tuple[float, frozenset[str]]] = OrderedDict()
         """Where a request went lately: a second try goes elsewhere, if there is an elsewhere."""
-        self._stop = [view.observe(ledger), view.observe(self.table)]
+        self.complaints = Complaints(clock)
+        self._stop = [view.observe(ledger), view.observe(self.table), view.observe(self.complaints)]
 
     def close(self) -> None:
         for stop in self._stop:
@@ -93,7 +95,7 @@ class Dispatcher:
         self, request: Request, stages: tuple[InferType, ...] = (InferType.NEUTRAL,), gateway_id: str = ""
     ) -> list[Placement]:
         """An instance for each stage, or, if one of them finds none, for none. Raises NotPlaced."""
-        decisions = self.decide(request, stages)
+        decisions = self.decide(request, stages, gateway_id)
         placements = []
         for stage, decision in decisions.items():
             if decision.row is None:
@@ -107,12 +109,14 @@ class Dispatcher:
         return placements
 
     def decide(
-        self, request: Request, stages: tuple[InferType, ...] = (InferType.NEUTRAL,)
+        self, request: Request, stages: tuple[InferType, ...] = (InferType.NEUTRAL,), gateway_id: str = ""
     ) -> Mapping[InferType, Decision]:
         """What `schedule` would choose now. Changes nothing. Raises NotPlaced for what no run can tell."""
         if not self.view and not self.view.connected:
             raise NotPlaced(Refused.CMS_NOT_AVAILABLE, "cms not available")
-        context = Context(self._clock() - self.view.age_s, self._with_earlier_tries(request))
+        context = Context(
+            self._clock() - self.view.age_s, self._with_earlier_tries(request), self.complaints.of(gateway_id)
+        )
         decisions = {}
         for infer_type in stages:
             stage = self.policy.stages.get(infer_type)

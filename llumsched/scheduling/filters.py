@@ -134,6 +134,18 @@ class RetryFilter:
 
 
 @dataclass(frozen=True, slots=True)
+class BreakerFilter:
+    """Refuses whom gateways complain of (`complaints`), unless nobody else is left."""
+
+    name: ClassVar[str] = "breakerFilter"
+    skip_in_fallback: ClassVar[bool] = True
+    marks_failed: ClassVar[bool] = False
+
+    def refuse(self, load: Load, context: Context) -> str | None:
+        return context.complaints.get(load.instance.id)
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulabilityFilter:
     """Refuses who says that it takes nothing, hangs, or has not said anything yet."""
 

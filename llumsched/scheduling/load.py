@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -92,3 +93,5 @@ class Context:
     """By the clock of the view. While its store is lost, the time at which it was: instances do not grow stale
     because the store does not tell of them."""
     request: Request = field(default_factory=Request)
+    complaints: Mapping[str, str] = field(default_factory=dict)
+    """Of the gateway that asks: why not, by instance id."""

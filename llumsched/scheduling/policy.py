@@ -114,7 +114,7 @@ def parse_policy(text: str, source: str, mode: Mode, overrides: Overrides) -> Po
 
 
 _Maker = Callable[..., Any]
-_STRUCTURAL = (f.ModelFilter, f.CapacityFilter, f.RetryFilter)
+_STRUCTURAL = (f.ModelFilter, f.CapacityFilter, f.RetryFilter, f.BreakerFilter)
 _FILTERS: Mapping[str, _Maker] = {
     "schedulabilityFilter": f.SchedulabilityFilter,
     "stalenessFilter": lambda seconds: f.StalenessFilter(_seconds(seconds)),

@@ -126,6 +126,8 @@ class Table:
                 return self._not_serving(context.request.model)
             case f.RetryFilter():
                 return self._among(context.request.avoid)
+            case f.BreakerFilter():
+                return self._among(context.complaints)
         return np.array([one.refuse(self.load(row), context) is not None for row in range(size)], np.bool_)
 
     def refused_among(self, group: f.GroupFilter, failed: Mask) -> Mask:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llumlet.types import Address
+from llumsched.causes import Cause
 from llumsched.gateway.backends import Backend
 from llumsched.gateway.connection import Connection, State
 from llumsched.gateway.errors import StreamLost
@@ -213,8 +214,8 @@ async def test_nobody_listens() -> None:
     upstream = Upstream(1.0)
     async with _server(lambda writer, number: None) as backend:
         pass
-    with pytest.raises(StreamLost, match="cannot be reached"):
+    with pytest.raises(StreamLost, match="cannot be reached") as lost:
         async with upstream.call(backend, "/", b"", (), "id"):
             pass
-    assert backend.is_avoided
+    assert (lost.value.cause, lost.value.was_sent) == (Cause.UNREACHABLE, False)
     assert not upstream.calls

@@ -246,8 +246,27 @@ async def test_the_scheduler_is_told_which_instances_hang() -> None:
             await it.post(COMPLETIONS, BODY)
         hung = it.gateway.backends.at(Address("127.0.0.1", it.ports[0]))
         hung.is_stalled = True
-        await it.post(COMPLETIONS, BODY)
-        assert scheduler.of("/schedule")[-1]["excluded_endpoints"] == [str(hung)]
+        await until(lambda: scheduler.of("/complaints")[-1]["instances"])
+        (told,) = scheduler.of("/complaints")[-1]["instances"]
+        assert told["endpoint"] == {"host": "127.0.0.1", "port": it.ports[0]}
+        assert (told["cause"], told["reason"]) == ("hang", "its engine core hangs")
+        hung.is_stalled = False
+        await until(lambda: not scheduler.of("/complaints")[-1]["instances"])
+
+
+@pytest.mark.asyncio
+async def test_a_scheduler_that_names_an_avoided_instance_is_asked_again_for_another() -> None:
+    async with scheduled() as (it, scheduler):
+        for _ in range(2):
+            await it.post(COMPLETIONS, BODY)
+        hung = it.gateway.backends.at(Address("127.0.0.1", it.ports[1]))
+        hung.is_stalled = True
+        scheduler.calls.clear()
+        await it.post(COMPLETIONS, BODY, {"X-Request-Id": "r"})  # the mock names the instance of this number
+        first, second = scheduler.of("/schedule")
+        assert ("excluded_endpoints" in first, second["excluded_endpoints"]) == (False, [str(hung)])
+        await until(lambda: [released["id"] for released in scheduler.of("/release")] == ["r"])
+        assert (it.engines.seen or [])[-1]["headers"]["Host"] == f"127.0.0.1:{it.ports[0]}"
 
 
 @pytest.mark.asyncio

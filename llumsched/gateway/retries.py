@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The retry budget: what failed is sent again as a share of the traffic, never all at once. Pure.
+
+Without it an overload feeds itself: slow engines fail requests, which come again, three times each. The budget is a
+token bucket, as in Finagle and in Envoy: each new request adds a share of a token, each retry takes one. An engine that
+is lost with its queue leaves many that wait; for them tokens also come with time, a share of what is in flight every
+`_RECOVERY_S` seconds.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Final
+
+_RECOVERY_S: Final = 2.0
+_LEAST: Final = 10.0
+"""Retries at once, and a second, however little traffic there is."""
+_FIRST_PAUSE_S: Final = 0.025
+_LONGEST_PAUSE_S: Final = 1.0
+
+
+class RetryBudget:
+    """`share`: retries a request. `num_in_flight`: requests now. `clock`: monotonic seconds."""
+
+    def __init__(self, share: float, num_in_flight: Callable[[], int], clock: Callable[[], float]) -> None:
+        self.num_refused = 0
+        self._share = share
+        self._num_in_flight = num_in_flight
+        self._clock = clock
+        self._tokens = _LEAST
+        self._at_s = clock()
+
+    def requested(self) -> None:
+        """A new request has come."""
+        self._refill()
+        self._tokens = min(self._tokens + self._share, self._most)
+
+    def take(self, longest_wait_s: float = 0.0, *, kept: float = 0.0) -> float | None:
+        """Seconds to wait before a retry that may be made; None if that would be longer than allowed, or if less than
+        a share `kept` of the budget would be left, which is for others."""
+        self._refill()
+        lacking = 1.0 + kept * self._most - self._tokens
+        wait_s = max(0.0, lacking / self._rate)
+        if wait_s > longest_wait_s:
+            self.num_refused += 1
+            return None
+        self._tokens -= 1.0
+        return wait_s
+
+    @property
+    def _most(self) -> float:
+        return max(_LEAST, self._share * self._num_in_flight())
+
+    @property
+    def _rate(self) -> float:
+        return max(_LEAST, self._share * self._num_in_flight() / _RECOVERY_S)
+
+    def _refill(self) -> None:
+        now_s = self._clock()
+        self._tokens = min(self._most, self._tokens + (now_s - self._at_s) * self._rate)
+        self._at_s = now_s
+
+
+def backoff_s(attempt: int, draw: Callable[[], float] = random.random) -> float:
+    """A pause before the attempt after this many, with full jitter."""
+    return draw() * min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**attempt)

@@ -79,6 +79,7 @@ class Backends:
         self._by_address = {address: Backend(address) for address in configured}
         self._next = 0
         self._asked: asyncio.Task[None] | None = None
+        self._dying: dict[Backend, asyncio.Task[bool]] = {}
         self.refreshed_s = -float("inf")
 
     def at(self, address: Address) -> Backend:
@@ -133,9 +134,10 @@ class Backends:
         await asyncio.shield(self._asked)
 
     async def close(self) -> None:
-        if self._asked is not None:
-            self._asked.cancel()
-            await asyncio.gather(self._asked, return_exceptions=True)
+        tasks = [*self._dying.values(), *([self._asked] if self._asked is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _refresh(self) -> None:
         await asyncio.gather(*(self._ask(backend) for backend in list(self._by_address.values())))
@@ -232,6 +234,14 @@ class Backends:
         async with self._session.post(backend.url("/v1/completions"), json=body, timeout=timeout) as answer:
             await answer.read()
             return answer.status
+
+    async def has_died(self, backend: Backend) -> bool:
+        """Of an instance that just failed a request: whether it is there any more. Asked once for all of these."""
+        asking = self._dying.get(backend)
+        if asking is None:
+            asking = self._dying[backend] = asyncio.create_task(self.is_healthy(backend, _ASK_TIMEOUT_S))
+            asking.add_done_callback(lambda _: self._dying.pop(backend, None))
+        return not await asyncio.shield(asking)
 
     async def is_healthy(self, backend: Backend, timeout_s: float) -> bool:
         try:

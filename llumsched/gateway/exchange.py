@@ -34,6 +34,7 @@ from llumsched.gateway.metrics import Metrics, Record
 from llumsched.gateway.placement import Asked, Placed, Placement
 from llumsched.gateway.request_id import RequestIds
 from llumsched.gateway.retries import RetryBudget, backoff_s
+from llumsched.gateway.suspects import Case, Trials
 from llumsched.gateway.tokens import Counted, TokenCounter
 from llumsched.gateway.upstream import Call, Upstream, response_headers
 
@@ -81,6 +82,7 @@ class Exchanges:
         self._ids = RequestIds()
         self.num_in_flight = 0
         self.budget = RetryBudget(config.retry_budget, lambda: self.num_in_flight, time.monotonic)
+        self.trials: Trials[Backend] = Trials(lambda: len(backends) - len(backends.avoided()))
         self.running: dict[Exchange, Placed] = {}
         self.idle = asyncio.Event()
         """Nothing is in flight."""
@@ -204,6 +206,7 @@ class Exchange:
         """The instance on whose refusal a second opinion is asked for."""
         self._pause_s = 0.0
         """Before the next attempt."""
+        self._case: Case[Backend] = Case()
         self._out: web.StreamResponse | None = None
         """Once the client has got the beginning of a stream."""
         self._events: sse.EventStream | None = None
@@ -233,10 +236,18 @@ class Exchange:
         )
 
     async def run(self) -> web.StreamResponse:
+        try:
+            return await self._run()
+        finally:
+            self._around.trials.end(self._case)
+
+    async def _run(self) -> web.StreamResponse:
         while True:
             try:
                 if self._pause_s:
                     await asyncio.sleep(self._pause_s)
+                if self._case.deaths:
+                    await self._around.trials.turn(self._case)
                 placed = await self._place()
             except GatewayError as error:
                 if self._out is not None:
@@ -245,6 +256,8 @@ class Exchange:
                     return self._refused
                 raise
             self._around.running[self] = placed
+            if self._case.deaths:
+                self._around.trials.begin(self._case, placed.backend)
             completed = False
             try:
                 response = await self._attempt(placed)
@@ -260,7 +273,7 @@ class Exchange:
                 self._excluded.add(placed.backend)
                 self._record.num_retries += 1
             except StreamLost as lost:
-                self._around.backends.outliers.failed(placed.backend, lost.cause, str(lost))
+                await self._blame(lost, placed.backend)
                 ended = await self._after(lost, placed.backend)
                 if ended is not None:
                     return ended
@@ -286,7 +299,7 @@ class Exchange:
             counted = self._counted_so_far
             ids = counted.token_ids if self._config.forward_tokens else None
             asked = Asked(self._own_id + suffix, self._body.model, counted.num_tokens, ids)
-            placed = await self._around.placement.place(asked, self._excluded)
+            placed = await self._place_apart(asked)
         finally:
             self._record.schedule_s += time.monotonic() - started_s
         self._record.instance = str(placed.backend)
@@ -295,11 +308,24 @@ class Exchange:
         self._num_attempts += 1
         return placed
 
+    async def _place_apart(self, asked: Asked) -> Placed:
+        """On trial not beside another one that is, if that can be had."""
+        place, others = self._around.placement.place, self._around.trials.instances
+        if self._case.deaths and others:
+            with suppress(errors.NoInstance):
+                return await place(asked, others | self._excluded)
+        return await place(asked, self._excluded)
+
     async def _attempt(self, placed: Placed) -> web.StreamResponse:
         if self._out is not None and self._transcript.token_ids:
             await self._take_back_incomplete(placed)
         call = self._around.upstream.call(
-            placed.backend, self._path, self._content, self._request.raw_headers, placed.asked.id
+            placed.backend,
+            self._path,
+            self._content,
+            self._request.raw_headers,
+            placed.asked.id,
+            num_deaths=len(self._case.deaths),
         )
         async with call as answer:
             if answer.status == 200 and _is_event_stream(answer):
@@ -389,6 +415,8 @@ class Exchange:
                 self._taken_by(placed.backend)
                 self._around.placement.begun(placed)
             last_s = call.moved_s
+            if self._case.at is not None:
+                self._around.trials.got_part(self._case)
             chunk = events.feed(data)
             if self._change is not None:
                 chunk = sse.rewrite(chunk, self._change)
@@ -462,6 +490,14 @@ class Exchange:
         self._record.status = error.status
         return await self._end(b"data: " + errors.body(error) + b"\n\n" + sse.DONE)
 
+    async def _blame(self, lost: StreamLost, backend: Backend) -> None:
+        """Whoever is at fault: the instance, this request, or one that was beside it."""
+        backends = self._around.backends
+        backends.outliers.failed(backend, lost.cause, str(lost))
+        hangs = backend.is_down or backend.is_stalled
+        if lost.was_sent and (hangs or await backends.has_died(backend)):
+            self._around.trials.lost(self._case, backend)
+
     async def _after(self, lost: StreamLost, backend: Backend) -> web.StreamResponse | None:
         """The answer with which the exchange ends after all; None: try another instance."""
         self._excluded.add(backend)
@@ -481,6 +517,9 @@ class Exchange:
                 self._record.status = 502
                 return await self._end(failed if failed.endswith(sse.DONE) else failed + sse.DONE)
             return await self._end_with(_not_continued(f"The stream was lost ({lost})", reason))
+        if self._case.is_guilty:
+            names = " and ".join(map(str, self._case.deaths))
+            return await self._fail(errors.UpstreamFailed(f"{names} died while they had this request: it ends here."))
         if self._num_attempts > self._config.retry_max_count or not self._may_be_sent_again(lost):
             return await self._give_up(lost)
         if self._out is None:
@@ -513,10 +552,12 @@ class Exchange:
 
     async def _give_up(self, lost: StreamLost) -> web.StreamResponse:
         kind = errors.UpstreamTimedOut if lost.timed_out else errors.UpstreamFailed
-        error = kind(f"No instance answered; the last: {lost}.")
-        if self._out is not None:
-            self._count_continuation("failed")
-            return await self._end_with(error)
-        if self._refused is not None:
+        if self._out is None and self._refused is not None:
             return self._refused
-        raise error
+        return await self._fail(kind(f"No instance answered; the last: {lost}."))
+
+    async def _fail(self, error: GatewayError) -> web.StreamResponse:
+        if self._out is None:
+            raise error
+        self._count_continuation("failed")
+        return await self._end_with(error)

@@ -19,11 +19,12 @@ from llumsched.causes import Cause
 from llumsched.gateway.backends import Backend
 from llumsched.gateway.connection import Connection, State
 from llumsched.gateway.errors import StreamLost
+from llumsched.gateway.suspects import ATTEMPT_HEADER
 
 _NOT_FORWARDED = frozenset(
     (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
      b"trailer", b"transfer-encoding", b"upgrade", b"host", b"content-length", b"content-encoding",
-     b"accept-encoding", b"expect", b"x-request-id")
+     b"accept-encoding", b"expect", b"x-request-id", ATTEMPT_HEADER.lower().encode())
 )  # fmt: skip
 """Of one connection, or about the body's coding, which aiohttp has undone."""
 _NOT_RETURNED = (
@@ -45,13 +46,22 @@ def new_session(connect_timeout_s: float) -> aiohttp.ClientSession:
 
 
 def request_head(
-    backend: Backend, path: str, client: Iterable[tuple[bytes, bytes]], request_id: str, num_bytes: int
+    backend: Backend,
+    path: str,
+    client: Iterable[tuple[bytes, bytes]],
+    request_id: str,
+    num_bytes: int,
+    *,
+    num_deaths: int = 0,
 ) -> bytes:
-    """The client's headers, less those of its connection. What aiohttp has read has no line end in it."""
+    """The client's headers, less those of its connection. What aiohttp has read has no line end in it. `num_deaths`:
+    instances that died with the request."""
     lines = [
         b"POST %b HTTP/1.1\r\nHost: %b\r\nContent-Length: %d\r\nX-Request-Id: %b"
         % (path.encode(), str(backend.address).encode(), num_bytes, request_id.encode())
     ]
+    if num_deaths:
+        lines.append(b"%b: %d" % (ATTEMPT_HEADER.encode(), num_deaths + 1))
     dropped: frozenset[bytes] = _NOT_FORWARDED
     for name, value in client:
         if name.lower() == b"connection" and value.lower() not in (b"keep-alive", b"close"):
@@ -153,9 +163,17 @@ class Upstream:
         self.calls: set[Call] = set()
 
     def call(
-        self, backend: Backend, path: str, body: bytes, client: Iterable[tuple[bytes, bytes]], request_id: str
+        self,
+        backend: Backend,
+        path: str,
+        body: bytes,
+        client: Iterable[tuple[bytes, bytes]],
+        request_id: str,
+        *,
+        num_deaths: int = 0,
     ) -> Call:
-        return Call(self, backend, request_head(backend, path, client, request_id, len(body)) + body)
+        head = request_head(backend, path, client, request_id, len(body), num_deaths=num_deaths)
+        return Call(self, backend, head + body)
 
     async def connect(self, backend: Backend, *, anew: bool = False) -> Connection:
         idle = None if anew else self._idle.get(backend)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests whose instances died, or hung, while they had them: any of them may be why.
+
+What was sent to an instance that died is sent to others, but with care, as one of these requests may be a poison that
+would end them all, one after the other. Each is on trial where it goes next, and no instance has two on trial: when
+that instance dies as well, it is clear of whom, and the request ends. Who got some of an answer, or has lived for a
+while, is not on trial any more. A request that waits in vain for an instance with nobody on trial goes on beside
+another one; it takes one more death then until it is known.
+
+Engines with a llumlet do the same with more knowledge (who was in the step that ended the engine). They are told of
+deaths by the header `X-Llumnix-Attempt`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from typing import Final, Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+ATTEMPT_HEADER: Final = "X-Llumnix-Attempt"
+"""One more than the number of instances that died with the request; absent in its first life."""
+TRIAL_PARTS: Final = 4
+"""Parts of an answer after which a request is not on trial any more."""
+TRIAL_S: Final = 10.0
+"""The same, and how long a request waits for its turn."""
+_DEATHS_ALONE: Final = 2
+_DEATHS: Final = 3
+
+
+class Case(Generic[Key]):
+    """What speaks against one request."""
+
+    def __init__(self) -> None:
+        self.deaths: list[Key] = []
+        """Instances that died with it."""
+        self.is_guilty = False
+        self.at: Key | None = None
+        """Where it is on trial."""
+        self.num_parts = 0
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class Trials(Generic[Key]):
+    """Who is on trial where. `num_instances`: how many there are to be tried at."""
+
+    def __init__(self, num_instances: Callable[[], int]) -> None:
+        self._num_instances = num_instances
+        self._at: Counter[Key] = Counter()
+        self._coming: set[Case[Key]] = set()
+        """Their turn has come, and they are not anywhere yet."""
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def instances(self) -> frozenset[Key]:
+        """Those that have a request on trial."""
+        return frozenset(self._at)
+
+    def lost(self, case: Case[Key], instance: Key) -> None:
+        """`instance` died with the request."""
+        was_alone = case.at == instance and self._at[instance] == 1
+        case.deaths.append(instance)
+        case.is_guilty = len(case.deaths) >= (_DEATHS_ALONE if was_alone else _DEATHS)
+        self.end(case)
+
+    async def turn(self, case: Case[Key]) -> None:
+        """Until there is an instance with nobody on trial, but not for ever. `begin` or `end` comes after it."""
+        if self._waiting or not self._has_room:
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TRIAL_S):
+                    await turn
+            if turn in self._waiting:
+                self._waiting.remove(turn)
+        self._coming.add(case)
+
+    def begin(self, case: Case[Key], instance: Key) -> None:
+        self._coming.discard(case)
+        case.at, case.num_parts = instance, 0
+        case.timer = asyncio.get_running_loop().call_later(TRIAL_S, self.end, case)
+        self._at[instance] += 1
+
+    def got_part(self, case: Case[Key]) -> None:
+        """A part of its answer has come."""
+        case.num_parts += 1
+        if case.num_parts >= TRIAL_PARTS:
+            self.end(case)
+
+    def end(self, case: Case[Key]) -> None:
+        """It is not on trial any more, nor about to be, if it was."""
+        if case.at is not None:
+            self._at[case.at] -= 1
+            if not self._at[case.at]:
+                del self._at[case.at]
+        if case.timer is not None:
+            case.timer.cancel()
+        case.at = case.timer = None
+        self._coming.discard(case)
+        while self._waiting and self._has_room:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                break
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._at) + len(self._coming) < self._num_instances()

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request that ends its instances ends two of them, whatever else was there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from benchmarks.mock_api import Mock
+from llumlet.types import Address
+from llumsched.gateway import suspects
+from llumsched.gateway.config import AccessLog, Config
+from llumsched.gateway.server import Gateway
+from llumsched.gateway.suspects import Case, Trials
+from tests.llumsched.gateway_support import DEADLINE_S, engine, until
+
+COMPLETIONS = "/v1/completions"
+POISON = 666
+
+
+@dataclass
+class Mortal(Mock):
+    """Dies of a poisoned prompt, some tokens into its answer, with all that it has."""
+
+    tokens_before: int = 1
+    end: Any = None
+    attempts: list[str] = field(default_factory=list)
+    """Headers of the poisoned requests that came."""
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.path == COMPLETIONS and POISON in json.loads(await request.read())["prompt"]:
+            self.attempts.append(request.headers.get(suspects.ATTEMPT_HEADER, ""))
+            asyncio.get_running_loop().call_later(self.interval_s * self.tokens_before, self.end)
+        return await super().answer(request)
+
+
+@dataclass
+class Mortals:
+    gateway: Gateway
+    mocks: list[Mortal]
+    dead: list[int]
+    client: aiohttp.ClientSession
+
+    async def post(self, body: dict[str, Any], **headers: str) -> tuple[int, str]:
+        url = f"http://127.0.0.1:{self.gateway.port}{COMPLETIONS}"
+        async with asyncio.timeout(DEADLINE_S), self.client.post(url, json=body, headers=headers) as answer:
+            return answer.status, await answer.text()
+
+
+@asynccontextmanager
+async def mortals(size: int, **settings: Any) -> AsyncIterator[Mortals]:
+    async with AsyncExitStack() as stack:
+        mocks, ports, dead = [Mortal(interval_s=0.02) for _ in range(size)], [], list[int]()
+        for number, mock in enumerate(mocks):
+            port, server, listener = await stack.enter_async_context(engine(mock))
+            ports.append(port)
+
+            def end(number: int = number, server: Any = server, listener: Any = listener) -> None:
+                dead.append(number)
+                listener.close()
+                for connection in list(server.connections):
+                    connection.force_close()
+
+            mock.end = end
+        defaults: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "scheduling_policy": "round-robin"}
+        defaults |= {"backend_endpoints": tuple(Address("127.0.0.1", port) for port in ports)}
+        defaults |= {"access_log": AccessLog.OFF, "retry_max_count": 9}
+        gateway = await stack.enter_async_context(Gateway(Config(**defaults | settings)))
+        client = await stack.enter_async_context(aiohttp.ClientSession())
+        yield Mortals(gateway, mocks, dead, client)
+
+
+def body(*prompt: int, stream: bool, max_tokens: int = 40) -> dict[str, Any]:
+    return {"model": "mock", "prompt": list(prompt), "max_tokens": max_tokens, "stream": stream}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_poisoned_request_ends_two_of_six_instances_and_all_others_end_well(stream: bool) -> None:
+    async with mortals(6) as it:
+        others = [asyncio.create_task(it.post(body(number, stream=True))) for number in range(30)]
+        await until(lambda: sum(len(mock.answering) for mock in it.mocks) == 30)
+        status, text = await it.post(body(POISON, stream=stream))
+        assert status == (200 if stream else 502)
+        assert "died while they had this request: it ends here." in text
+        assert len(it.dead) == 2
+        for status, text in await asyncio.gather(*others):
+            assert status == 200
+            assert '"error"' not in text
+            assert text.endswith("data: [DONE]\n\n")
+        attempts = [attempt for mock in it.mocks for attempt in mock.attempts]
+        assert sorted(attempts) == ["", "2"]
+
+
+@pytest.mark.asyncio
+async def test_a_client_cannot_say_which_attempt_it_is() -> None:
+    async with mortals(1) as it:
+        it.mocks[0].seen = []
+        await it.post(body(1, stream=False), **{suspects.ATTEMPT_HEADER: "7"})
+        assert suspects.ATTEMPT_HEADER not in it.mocks[0].seen[0]["headers"]
+
+
+@pytest.mark.asyncio
+async def test_errors_of_an_instance_that_lives_are_no_deaths() -> None:
+    async with mortals(3) as it:
+        for mock in it.mocks:
+            mock.status = 500
+        status, text = await it.post(body(1, stream=False))
+        assert (status, json.loads(text)["error"]["message"]) == (500, "mocked")
+
+
+@pytest.mark.asyncio
+async def test_one_at_a_time_is_on_trial_at_an_instance() -> None:
+    trials: Trials[str] = Trials(lambda: 2)
+    cases = [Case[str]() for _ in range(4)]
+    for case in cases:
+        trials.lost(case, "z")
+    order: list[int] = []
+
+    async def go(number: int) -> None:
+        await trials.turn(cases[number])
+        trials.begin(cases[number], min({"a", "b"} - trials.instances))
+        order.append(number)
+
+    going = [asyncio.create_task(go(number)) for number in range(4)]
+    await until(lambda: len(order) == 2)
+    assert trials.instances == {"a", "b"}
+    for _ in range(suspects.TRIAL_PARTS):
+        trials.got_part(cases[0])
+    await until(lambda: len(order) == 3)
+    trials.lost(cases[1], "b")
+    assert cases[1].is_guilty
+    await asyncio.gather(*going)
+    assert order == [0, 1, 2, 3]
+    for case in cases:
+        trials.end(case)
+    assert not trials.instances
+
+
+@pytest.mark.asyncio
+async def test_a_turn_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside another one nobody knows whose doing a death is: it takes a third."""
+    monkeypatch.setattr(suspects, "TRIAL_S", 0.2)
+    trials: Trials[str] = Trials(lambda: 1)
+    one, other = Case[str](), Case[str]()
+    for case in (one, other):
+        trials.lost(case, "z")
+        await trials.turn(case)
+        trials.begin(case, "a")
+    trials.lost(one, "a")
+    assert not one.is_guilty
+    trials.begin(one, "b")
+    trials.lost(one, "b")
+    assert one.is_guilty
+    trials.end(other)

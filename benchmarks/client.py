@@ -20,6 +20,7 @@ import itertools
 import json
 import time
 import uuid
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -175,14 +176,16 @@ class Client:
     still open.
     """
 
-    def __init__(self, base_url: str) -> None:
+    def __init__(self, base_url: str, headers: Mapping[str, str] | None = None) -> None:
         self.base_url = base_url
+        self._headers = headers
         self._session: aiohttp.ClientSession | None = None
         self._streams: list[Stream] = []
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
             self.base_url,
+            headers=self._headers,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
             connector=aiohttp.TCPConnector(limit=0),
         )

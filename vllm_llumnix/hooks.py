@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm_llumnix.engine.kvconn import KVConnection
 
 CONFIG_VARIABLE = "LLUMNIX_LLUMLET"
-REFUSE_NEW = "vllm_llumnix.frontend.drain.RefuseNew"
+MIDDLEWARE = ("vllm_llumnix.frontend.drain.RefuseNew", "vllm_llumnix.frontend.attempts.ReadAttempt")
 
 
 def enabled() -> bool:
@@ -64,7 +64,7 @@ def resolve_args(args: argparse.Namespace) -> None:
     else:
         os.environ[CONFIG_VARIABLE] = resolved.to_json()
         if hasattr(args, "middleware"):
-            args.middleware = [*args.middleware, REFUSE_NEW]
+            args.middleware = [*args.middleware, *MIDDLEWARE]
 
 
 # Front-end (API server process)

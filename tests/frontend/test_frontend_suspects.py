@@ -20,7 +20,7 @@ from tests.frontend.conftest import NewPeer
 from tests.frontend.fakes import FakeEngine, FakePeer, next_outputs, output, relayed, request, tokens_of, until
 from tests.llumlet.fake_agent import FakeAgent
 from vllm_llumnix import step_record
-from vllm_llumnix.frontend import endings, owners, replay
+from vllm_llumnix.frontend import attempts, endings, owners, replay
 from vllm_llumnix.frontend.client import WATCH_SECONDS
 from vllm_llumnix.frontend.suspects import TRIAL_TOKENS
 from vllm_llumnix.ids import Epoch
@@ -120,6 +120,23 @@ async def test_the_second_death_ends_it(
     assert "2 engines died or hung, one after the other (home, rescuer)" in said["a"]
     assert "other" in client._streams, "it looks for an engine"
     assert client._suspects.deaths("other") == []
+
+
+async def test_one_death_ends_who_came_after_another(
+    client: Any, engine: FakeEngine, home: FakePeer, rescuer: Rescuer, record: StepRecord, said: dict[str, str]
+) -> None:
+    """A gateway has seen an instance die with it."""
+    await home.heartbeat()
+    token = attempts.num_deaths.set(1)
+    await start(client, engine, "a")
+    attempts.num_deaths.reset(token)
+    await start(client, engine, "other")
+    in_step(record, "a", "other")
+    client._bury_home()
+    last = (await next_outputs(client)).outputs[0]
+    assert (last.request_id, last.finish_reason) == ("a", FinishReason.ERROR)
+    assert "2 engines died or hung, one after the other (unknown here, home)" in said["a"]
+    await until(lambda: rescuer.adopted == {"other": 0})
 
 
 @pytest.mark.parametrize("how", ["hangs", "fails"])

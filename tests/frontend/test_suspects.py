@@ -175,3 +175,38 @@ async def test_a_call_that_came_to_nothing_leaves_the_turn(bench: Bench) -> None
     bench.suspects.heard("r", 1000)
     assert bench.suspects.any_tried
     await asyncio.wait_for(bench.suspects.turn("r"), 1.0)
+
+
+async def test_who_came_after_a_death_is_on_trial_from_the_beginning(bench: Bench) -> None:
+    """Its gateway has seen the first death."""
+    home = engine("home")
+    bench.suspects.came_after("r", 1, home)
+    assert bench.suspects.trial_tokens("r") == TRIAL_TOKENS
+    assert bench.judge("beside", home, steps("r", "beside"), 5) is INNOCENT
+    assert bench.judge("r", home, steps("r", "beside"), 0) is GUILTY
+    assert (bench.suspects.deaths("r"), bench.suspects.num_before("r")) == (["home"], 1)
+
+
+async def test_who_came_after_a_death_and_lives_is_cleared(bench: Bench) -> None:
+    home = engine("home")
+    bench.suspects.came_after("r", 1, home)
+    bench.suspects.heard("r", TRIAL_TOKENS)
+    assert not bench.suspects.any_tried
+    assert bench.judge("r", home, steps("r"), 9) is SUSPECT
+    assert bench.suspects.trial_tokens("r") == TRIAL_TOKENS * LONGER, "it has to survive more the next time"
+
+
+async def test_of_two_that_came_after_deaths_neither_is_guilty_at_once(bench: Bench) -> None:
+    home = engine("home")
+    for name in "ab":
+        bench.suspects.came_after(name, 1, home)
+    assert {bench.judge(name, home, steps("a", "b"), 0) for name in "ab"} == {SUSPECT}
+
+
+async def test_who_came_after_a_death_to_an_engine_unknown_is_a_suspect_when_that_dies(bench: Bench) -> None:
+    bench.suspects.came_after("r", 1, None)
+    home, other = engine("home"), engine("other")
+    assert bench.judge("r", home, steps("r"), 0) is SUSPECT
+    assert await bench.tried("r") == {"r"}
+    bench.send("r", other)
+    assert bench.judge("r", other, steps("r"), 0) is GUILTY

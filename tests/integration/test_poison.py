@@ -84,6 +84,11 @@ async def begin(client: Client, number: int, *more: int, length: int = LENGTH, *
 )
 async def test_two_engines_die_of_it(servers: list[Server]) -> None:
     await assert_two_die(servers, LENGTH, lambda client: begin(client, 3, POISON))
+    (survivor,) = (server for server in servers[1:] if has_engine(server))
+    async with Client(survivor.base_url, headers={"X-Llumnix-Attempt": "2"}) as client:
+        poison = await begin(client, 3, POISON)  # and its gateway has seen an instance die of it
+        with pytest.raises(StreamFailed, match=r"2 engines died or hung.*\(unknown here, [bc]\).*not sent to a third"):
+            await asyncio.wait_for(poison.result(), ENDS_S)
 
 
 async def test_two_v2_engines_die_of_their_own(v2_servers: list[Server]) -> None:

@@ -36,7 +36,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from vllm_llumnix import config
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.errors import ConfigError
-from vllm_llumnix.frontend import endings
+from vllm_llumnix.frontend import attempts, endings
 from vllm_llumnix.frontend.deaths import steps_of
 from vllm_llumnix.frontend.drain import drain
 from vllm_llumnix.frontend.metrics import MoveMetrics, Report
@@ -190,12 +190,15 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
         request.queue_server_address = self._ensure_relay().address
         if request.lora_request is not None:
             self._adapters.learn(request.lora_request)
-        self._streams.open(Stream(request))
+        stream = Stream(request)
+        self._streams.open(stream)
         try:
             await super().add_request_async(request)
         except BaseException:
             self._streams.close([request.request_id])
             raise
+        if num_deaths := attempts.num_deaths.get():
+            self._suspects.came_after(request.request_id, num_deaths, self._home_of(stream))
 
     def get_core_engine_for_request(self, request: EngineCoreRequest) -> bytes:
         """vLLM's choice, remembered: `reqs_in_flight` forgets it as soon as the engine reports the request finished."""
@@ -430,7 +433,8 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
         request_id, delivered = stream.request_id, len(stream.delivered)
         if self._suspects.judge(request_id, lost, steps, delivered) is not Verdict.GUILTY:
             return False
-        names = self._suspects.deaths(request_id)
+        names, num_before = self._suspects.deaths(request_id), self._suspects.num_before(request_id)
+        names = ["unknown here"] * num_before + names
         reason = (
             f"This request was in the step in which {len(names)} engines died or hung, one after the other "
             f"({', '.join(names)}), the last time on trial. It is not sent to a third."

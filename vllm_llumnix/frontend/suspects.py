@@ -14,6 +14,8 @@ So a request whose engine dies of it does that twice, the second time on trial, 
 goes on, however often that happens. A request that is a suspect once more has to survive more tokens than before: an
 engine that dies of it now and then is more likely to do so in a trial.
 
+A gateway may have seen instances die with a request before it came (`attempts`): that is on trial from the beginning.
+
 Pure: no clock, no I/O. On the API server's event loop.
 """
 
@@ -47,6 +49,8 @@ class _Case:
 
     request_id: str
     deaths: list[Owner] = dataclasses.field(default_factory=list)
+    num_before: int = 0
+    """Deaths that a gateway has seen, before the request came here."""
     pending: bool = False
     """It has to be tried, or is being tried."""
     delivered: int = 0
@@ -59,7 +63,7 @@ class _Case:
 
     @property
     def trial_tokens(self) -> int:
-        longer = LONGER ** max(0, len(self.deaths) - 1)
+        longer = LONGER ** max(0, len(self.deaths) + self.num_before - 1)
         return min(TRIAL_TOKENS * int(longer), MAX_TRIAL_TOKENS) if self.pending else 0
 
 
@@ -84,6 +88,18 @@ class Suspects:
         case = self._cases.get(request_id)
         return [owner.instance for owner in case.deaths] if case is not None else []
 
+    def num_before(self, request_id: str) -> int:
+        """Deaths before those."""
+        case = self._cases.get(request_id)
+        return case.num_before if case is not None else 0
+
+    def came_after(self, request_id: str, num_deaths: int, owner: Owner | None) -> None:
+        """A gateway has seen so many instances die with this new request. `owner` has it now, if that is known."""
+        case = self._cases[request_id] = _Case(request_id, num_before=num_deaths, pending=owner is not None)
+        if owner is not None:
+            self._trying[request_id] = case
+            self.sent(request_id, owner, 0)
+
     def judge(self, request_id: str, owner: Owner, steps: LastSteps, delivered: int) -> Verdict:
         """`owner`, which had the request, has died, or hangs, in `steps`. The same question gets the same answer.
 
@@ -102,7 +118,9 @@ class Suspects:
         case.deaths.append(owner)
         case.pending = True
         case.delivered = delivered
-        return Verdict.GUILTY if tried else Verdict.SUSPECT
+        # Where a gateway has it tried, another gateway may have another one tried.
+        alone = not case.num_before or not self._is_explained(request_id, owner, steps)
+        return Verdict.GUILTY if tried and alone else Verdict.SUSPECT
 
     def _is_explained(self, request_id: str, owner: Owner, steps: LastSteps) -> bool:
         """Whether somebody else was on trial there; of an engine on another host, somebody of ours."""

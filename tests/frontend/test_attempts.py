@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a gateway's header says, and to whom."""
+
+from __future__ import annotations
+
+import pytest
+from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
+from fastapi.testclient import TestClient
+
+from vllm_llumnix.frontend import attempts
+
+
+@pytest.fixture
+def server() -> TestClient:
+    """Tells what is known where vLLM adds a request: in the handler, and while an answer is streamed."""
+    app = FastAPI()
+
+    async def stream() -> object:
+        yield str(attempts.num_deaths.get())
+
+    app.get("/at-once")(lambda: attempts.num_deaths.get())
+    app.get("/streamed")(lambda: StreamingResponse(stream()))
+    app.add_middleware(attempts.ReadAttempt)
+    return TestClient(app)
+
+
+@pytest.mark.parametrize("path", ["/at-once", "/streamed"])
+@pytest.mark.parametrize(
+    ("header", "num_deaths"),
+    [("2", 1), ("3", 2), ("9999999999", attempts.MAX_DEATHS), ("1", 0), ("0", 0), ("-3", 0), ("two", 0), ("", 0)],
+)
+def test_the_second_attempt_comes_after_one_death(server: TestClient, path: str, header: str, num_deaths: int) -> None:
+    assert server.get(path, headers={"X-Llumnix-Attempt": header}).text == str(num_deaths)
+    assert server.get(path).text == "0", "the next request is another one"

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a gateway says of a request: how many instances died, or hung, while they had it.
+
+It is the gateway that knows, as no process of those instances is left. The header that says it is read by an ASGI
+middleware and kept for the task that serves the request, in which vLLM's engine client is called. A client that says it
+itself has its own request taken for a suspect: nobody else's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
+from typing import Any
+
+HEADER = b"x-llumnix-attempt"
+MAX_DEATHS = 8
+"""More is as bad."""
+
+num_deaths: ContextVar[int] = ContextVar("num_deaths", default=0)
+"""Of the request that is being served."""
+
+Message = MutableMapping[str, Any]
+App = Callable[[Message, Any, Any], Awaitable[None]]
+
+
+class ReadAttempt:
+    """ASGI middleware, given to vLLM with its own `--middleware`."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            num_deaths.set(_deaths(dict(scope["headers"]).get(HEADER, b"")))
+        await self._app(scope, receive, send)
+
+
+def _deaths(attempt: bytes) -> int:
+    """Of a header like `2`: the second attempt comes after one death. What is no number says nothing."""
+    text = attempt[:4]
+    return min(MAX_DEATHS, max(0, int(text) - 1)) if text.isdigit() else 0

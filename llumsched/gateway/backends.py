@@ -185,10 +185,10 @@ class Backends:
         self.pace.forget(backend)
 
     async def try_ejected(self, backend: Backend) -> None:
-        """Has it compute one token: only who can gets requests again. One that refuses may want a key: it is well."""
+        """Has it compute one token: only who can gets requests again. One that wants a key may be well."""
         takes = False
         with suppress(aiohttp.ClientError, TimeoutError, OSError):
-            takes = await self._status_of_one_token(backend, _ASK_TIMEOUT_S) < 500
+            takes = await self._status_of_one_token(backend, _ASK_TIMEOUT_S) in (200, 401, 403)
         self.outliers.asked(backend, takes=takes)
 
     async def stands_still(self, backend: Backend, limit_s: float) -> bool:

@@ -45,8 +45,6 @@ _CLIENT_GONE: Final = 499
 _UNCOUNTED: Final = Counted(0)
 _OF_THE_INSTANCE: Final = frozenset((401, 403, 404, 429))
 """Refusals that say more of an instance (its key, its adapters, its queue) than of the request."""
-_TRUSTED_REFUSALS: Final = 2
-"""In a row; further ones of the same instance are doubted."""
 _KEPT_FOR_LOSSES: Final = 0.5
 """Of the retry budget; second opinions are made of the rest."""
 
@@ -361,12 +359,12 @@ class Exchange:
     def _is_doubtful(self, status: int, backend: Backend) -> bool:
         """Whether it may be the instance's own fault, and another can be asked."""
         outliers = self._around.backends.outliers
-        num_refused = outliers.refused(backend)
+        is_doubted = outliers.is_doubted(backend)
         if self._refused_by is not None:
             outliers.confirmed(self._refused_by)
             outliers.confirmed(backend)
             return False
-        if status not in _OF_THE_INSTANCE and num_refused <= _TRUSTED_REFUSALS:
+        if status not in _OF_THE_INSTANCE and not is_doubted:
             return False
         return (
             self._num_attempts <= self._config.retry_max_count

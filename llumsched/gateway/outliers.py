@@ -48,6 +48,8 @@ class Limits:
     max_ejected: float = 0.5
     """Share of the fleet that may be out."""
     trial_successes: int = 3
+    trusted_refusals: int = 2
+    """In a row; further ones of the same instance are doubted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +153,12 @@ class Outliers(Generic[Key]):
             share = record.faults.value / record.answers.value
             self._eject(key, record, cause, f"{share:.0%} of its answers are failures, the last: {why}")
 
-    def refused(self, key: Key) -> int:
-        """It refused a request, which may be the request's fault. How many in a row that nobody has confirmed."""
+    def is_doubted(self, key: Key) -> bool:
+        """It refused a request, which may be the request's fault: whether another instance is to be asked. So it is if
+        it has refused several in a row and nobody has confirmed that, or if it is on trial."""
         record = self._of(key)
         record.num_refused += 1
-        return record.num_refused
+        return record.num_refused > self._limits.trusted_refusals or record.state is _State.TRIAL
 
     def confirmed(self, key: Key) -> None:
         """Another instance refused the same request."""

@@ -288,6 +288,8 @@ async def fleet(size: int, **settings: Any) -> AsyncIterator[Fleet]:
         yield Fleet(gateway, mocks, ports, client)
 
 
+_AT_ONCE = 120
+"""Requests: more than instances, so that each is used."""
 BODY = {"model": "mock", "prompt": [1, 2, 3], "max_tokens": 4}
 
 
@@ -298,7 +300,7 @@ async def test_instances_that_fail_at_once_take_no_requests_down_with_them(statu
     async with fleet(100) as it:
         for number in range(num_bad):
             it.mocks[number].status = status
-        await it.load(10_000, 50, BODY)
+        await it.load(10_000, _AT_ONCE, BODY)
         assert len(it.failed_s) <= 50, it.attempts
         assert max(it.failed_s, default=0.0) <= 2.0
         assert all(it.gateway.backends.outliers.is_out(it.at(number)) for number in range(num_bad))
@@ -306,5 +308,5 @@ async def test_instances_that_fail_at_once_take_no_requests_down_with_them(statu
             mock.status, mock.seen = 200, []
         well_s = time.monotonic()
         while not all(mock.seen for mock in it.mocks[:num_bad]) or it.gateway.backends.outliers.ejected:
-            await it.load(100, 50, BODY)
+            await it.load(2 * _AT_ONCE, _AT_ONCE, BODY)
             assert time.monotonic() - well_s < 30

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policies: what the pipeline runs, per mode and infer type, read from YAML.
 
-`policies/*.yaml` are the built-in ones and show the form. Four filters are part of every policy and come first: the
-request's model, the infer type, room for the prompt, and instances that failed the same request before. All faults of
-a document are reported at once, with the names that are known; those of the other mode's section are among them.
+`policies/*.yaml` are the built-in ones and show the form. Five filters are part of every policy and come first: the
+request's model, the infer type, room for the prompt, instances that failed the same request before, and those of which
+gateways complain. All faults of a document are reported at once, with the names that are known; those of the other
+mode's section are among them.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from tests.llumsched import scheduling_cases as cases
 def described(policy: Policy, infer_type: InferType) -> tuple[list[str], list[str], str]:
     stage = policy.stages[infer_type]
     filters = [one.name for one in (*stage.filters, *stage.group_filters)]
-    return [metric.name for metric in stage.metrics], filters[4:], stage.selector.name
+    return [metric.name for metric in stage.metrics], filters[5:], stage.selector.name
 
 
 @pytest.mark.parametrize("name", built_in_policies())
@@ -38,8 +38,8 @@ def test_built_in_policies_place_everything(name: str, mode: Mode) -> None:
     assert policy.name == name
     assert set(policy.stages) == set(InferType)
     for stage in policy.stages.values():
-        assert [one.name for one in stage.filters[:4]] == [
-            "inferTypeFilter", "modelFilter", "capacityFilter", "retryFilter",
+        assert [one.name for one in stage.filters[:5]] == [
+            "inferTypeFilter", "modelFilter", "capacityFilter", "retryFilter", "breakerFilter",
         ]  # fmt: skip
 
 

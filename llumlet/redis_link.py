@@ -3,9 +3,11 @@
 
     llumnix:instance_metadata:<id>    InstanceMetadata, serialised
     llumnix:instance_status:<id>      InstanceStatus, serialised
+    llumnix:peers:<digest>            sorted set: ids of instances of one compatibility digest, by when they were there
     llumnix:changes                   channel: the id, published after each write
 
-Both keys live for `TTL_S`; an instance that ends removes them. A reader that hears an id reads its keys.
+Keys live for `TTL_S`; an instance that ends removes its own. A reader that hears an id reads its keys; one that wants
+to know of a few others draws them from the set. The keys lie in several slots, so the server is no Redis Cluster.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from llumlet.types import InstanceMetadata, InstanceStatus
 METADATA_PREFIX: Final = "llumnix:instance_metadata:"
 STATUS_PREFIX: Final = "llumnix:instance_status:"
 CHANNEL: Final = "llumnix:changes"
+PEERS_PREFIX: Final = "llumnix:peers:"
 
 TTL_S: Final = 10
 METADATA_EVERY_S: Final = 3.0
@@ -36,9 +39,20 @@ redis.call('PUBLISH', ARGV[3], ARGV[4])
 """
 """Who is told finds what was written. A script: the client's transactions take twice the time of the engine's host."""
 
+_DESCRIBE = """
+redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
+local now = tonumber(redis.call('TIME')[1])
+redis.call('ZADD', KEYS[2], now, ARGV[4])
+redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now - tonumber(ARGV[2]))
+redis.call('EXPIRE', KEYS[2], ARGV[2])
+redis.call('PUBLISH', ARGV[3], ARGV[4])
+"""
+"""The clock is the server's, so that nobody's takes others out of the set."""
+
 _REMOVE_OWN = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then
   redis.call('DEL', KEYS[1], KEYS[2])
+  redis.call('ZREM', KEYS[3], ARGV[3])
   redis.call('PUBLISH', ARGV[2], ARGV[3])
 end
 """
@@ -57,39 +71,41 @@ class RedisLink(Abortable):
         self.name = redis_name(url)
         self._url = url
         self._client: Any = None
+        self._scripts: _Scripts | None = None
         self._id = ""
+        self._digest = ""
         self._written = b""
         self._written_s = 0.0
 
     async def open(self, metadata: InstanceMetadata, ended: Callable[[], None]) -> None:
         self._client = connect(self._url)
+        self._scripts = _Scripts(self._client)
         await self.describe(metadata)
 
     async def push(self, status: InstanceStatus, metadata: Callable[[], InstanceMetadata]) -> None:
         if time.monotonic() - self._written_s > METADATA_EVERY_S:
             await self.describe(metadata())
-        await self._run(self._write(STATUS_PREFIX, status.SerializeToString()))
+        assert self._scripts is not None
+        keys = [STATUS_PREFIX + self._id]
+        await self._run(self._scripts.write(keys, [status.SerializeToString(), TTL_S, CHANNEL, self._id]))
 
     async def describe(self, metadata: InstanceMetadata) -> None:
-        await self._run(self._write_metadata(metadata))
-
-    async def leave(self) -> None:
-        keys = (METADATA_PREFIX + self._id, STATUS_PREFIX + self._id)
-        await self._run(self._client.eval(_REMOVE_OWN, 2, *keys, self._written, CHANNEL, self._id))
-
-    async def close(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            await client.aclose()
-
-    async def _write_metadata(self, metadata: InstanceMetadata) -> None:
-        self._id = metadata.instance_id
+        assert self._scripts is not None
+        self._id, self._digest = metadata.instance_id, metadata.compatibility_digest
         self._written = metadata.SerializeToString()
-        await self._write(METADATA_PREFIX, self._written)
+        keys = [METADATA_PREFIX + self._id, peers_key(self._digest)]
+        await self._run(self._scripts.describe(keys, [self._written, TTL_S, CHANNEL, self._id]))
         self._written_s = time.monotonic()
 
-    async def _write(self, prefix: str, value: bytes) -> None:
-        await self._client.eval(_WRITE, 1, prefix + self._id, value, TTL_S, CHANNEL, self._id)
+    async def leave(self) -> None:
+        assert self._scripts is not None
+        keys = [METADATA_PREFIX + self._id, STATUS_PREFIX + self._id, peers_key(self._digest)]
+        await self._run(self._scripts.remove_own(keys, [self._written, CHANNEL, self._id]))
+
+    async def close(self) -> None:
+        client, self._client, self._scripts = self._client, None, None
+        if client is not None:
+            await client.aclose()
 
     async def _run(self, exchange: Awaitable[Any]) -> None:
         try:
@@ -97,6 +113,19 @@ class RedisLink(Abortable):
                 await exchange
         except (RedisError, OSError) as error:
             raise LinkLost(str(error) or type(error).__name__) from error
+
+
+class _Scripts:
+    """Sent to a server once; then their hashes are enough."""
+
+    def __init__(self, client: Any) -> None:
+        self.write = client.register_script(_WRITE)
+        self.describe = client.register_script(_DESCRIBE)
+        self.remove_own = client.register_script(_REMOVE_OWN)
+
+
+def peers_key(digest: str) -> str:
+    return PEERS_PREFIX + digest
 
 
 def redis_name(url: str) -> str:

@@ -140,9 +140,10 @@ class LlumletConfig:
 
         return Reach(anywhere=self.authenticated or self.insecure)
 
-    def is_own(self, instance_id: str) -> bool:
-        """Whether it is the id of one of our ranks."""
-        return instance_id in (self.for_rank(rank).instance_id for rank in range(self.num_ranks))
+    @property
+    def own_ids(self) -> tuple[str, ...]:
+        """Of our ranks, each of which is an instance."""
+        return tuple(self.for_rank(rank).instance_id for rank in range(self.num_ranks))
 
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()

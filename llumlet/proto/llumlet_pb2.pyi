@@ -689,6 +689,34 @@ class ViewChange(_message.Message):
     complete: bool
     def __init__(self, instance: _Optional[_Union[InstanceState, _Mapping[str, object]]] = ..., left: _Optional[str] = ..., complete: _Optional[bool] = ...) -> None: ...
 
+class PeersRequest(_message.Message):
+    __slots__ = ("instance_ids", "compatibility_digest", "number")
+    INSTANCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    COMPATIBILITY_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    instance_ids: _containers.RepeatedScalarFieldContainer[str]
+    compatibility_digest: str
+    number: int
+    def __init__(self, instance_ids: _Optional[_Iterable[str]] = ..., compatibility_digest: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
+
+class PeersResponse(_message.Message):
+    __slots__ = ("peers", "compatibility_digest")
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    COMPATIBILITY_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    peers: _containers.RepeatedCompositeFieldContainer[PeerInfo]
+    compatibility_digest: str
+    def __init__(self, peers: _Optional[_Iterable[_Union[PeerInfo, _Mapping[str, object]]]] = ..., compatibility_digest: _Optional[str] = ...) -> None: ...
+
+class PeerInfo(_message.Message):
+    __slots__ = ("instance_id", "address", "room_tokens")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ROOM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    address: str
+    room_tokens: int
+    def __init__(self, instance_id: _Optional[str] = ..., address: _Optional[str] = ..., room_tokens: _Optional[int] = ...) -> None: ...
+
 class InstanceState(_message.Message):
     __slots__ = ("metadata", "status", "age_s")
     METADATA_FIELD_NUMBER: _ClassVar[int]

@@ -948,6 +948,11 @@ class CmsStub:
                 request_serializer=llumlet_dot_proto_dot_llumlet__pb2.WatchRequest.SerializeToString,
                 response_deserializer=llumlet_dot_proto_dot_llumlet__pb2.ViewChange.FromString,
                 _registered_method=True)
+        self.Peers = channel.unary_unary(
+                '/llumlet.Cms/Peers',
+                request_serializer=llumlet_dot_proto_dot_llumlet__pb2.PeersRequest.SerializeToString,
+                response_deserializer=llumlet_dot_proto_dot_llumlet__pb2.PeersResponse.FromString,
+                _registered_method=True)
 
 
 class CmsServicer:
@@ -969,6 +974,13 @@ class CmsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Peers(self, request, context):
+        """Some of those that could take the requests of the caller's engines. For API servers, every few seconds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CmsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -981,6 +993,11 @@ def add_CmsServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=llumlet_dot_proto_dot_llumlet__pb2.WatchRequest.FromString,
                     response_serializer=llumlet_dot_proto_dot_llumlet__pb2.ViewChange.SerializeToString,
+            ),
+            'Peers': grpc.unary_unary_rpc_method_handler(
+                    servicer.Peers,
+                    request_deserializer=llumlet_dot_proto_dot_llumlet__pb2.PeersRequest.FromString,
+                    response_serializer=llumlet_dot_proto_dot_llumlet__pb2.PeersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1038,6 +1055,33 @@ class Cms:
             '/llumlet.Cms/Watch',
             llumlet_dot_proto_dot_llumlet__pb2.WatchRequest.SerializeToString,
             llumlet_dot_proto_dot_llumlet__pb2.ViewChange.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Peers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/llumlet.Cms/Peers',
+            llumlet_dot_proto_dot_llumlet__pb2.PeersRequest.SerializeToString,
+            llumlet_dot_proto_dot_llumlet__pb2.PeersResponse.FromString,
             options,
             channel_credentials,
             insecure,

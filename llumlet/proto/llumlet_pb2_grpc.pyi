@@ -97,6 +97,7 @@ class CmsStub:
     def __init__(self, channel: aio.Channel) -> None: ...
     Report: aio.UnaryStreamMultiCallable[pb.InstanceReport, pb.ReportTaken]
     Watch: aio.UnaryStreamMultiCallable[pb.WatchRequest, pb.ViewChange]
+    Peers: aio.UnaryUnaryMultiCallable[pb.PeersRequest, pb.PeersResponse]
 
 class CmsServicer:
     async def Report(
@@ -105,5 +106,8 @@ class CmsServicer:
     async def Watch(
         self, request: pb.WatchRequest, context: aio.ServicerContext[pb.WatchRequest, pb.ViewChange]
     ) -> None: ...
+    async def Peers(
+        self, request: pb.PeersRequest, context: aio.ServicerContext[pb.PeersRequest, pb.PeersResponse]
+    ) -> pb.PeersResponse: ...
 
 def add_CmsServicer_to_server(servicer: CmsServicer, server: aio.Server) -> None: ...

@@ -25,12 +25,15 @@ from llumlet.types import (
     InstanceMetadata,
     InstanceReport,
     InstanceStatus,
+    PeersRequest,
+    PeersResponse,
     ReportTaken,
     ViewChange,
     WatchRequest,
 )
 from llumsched.cms.allowance import Allowance
 from llumsched.cms.intake import MAX_INSTANCES, Intake, Refused
+from llumsched.cms.peers import PeerLists
 from llumsched.cms.store import PATIENCE, Patience
 from llumsched.cms.validation import MAX_ID_CHARACTERS, MAX_REPORT_BYTES
 from llumsched.cms.view import View
@@ -110,6 +113,7 @@ class _Servicer(CmsServicer):
         self._refused: dict[tuple[str, str], str] = {}
         """What was wrong with the reports of a life of an instance, or of a host that named none: said once."""
         self._watchers = 0
+        self._peers = PeerLists(view)
 
     async def Report(self, reports: object, context: Context) -> None:
         who = context.peer().rpartition(":")[0], ""
@@ -190,6 +194,9 @@ class _Servicer(CmsServicer):
         if not self._intake.lives(instance_id, incarnation):
             # Silent for too long, left, or replaced: who lives begins anew with its metadata.
             raise Refused("this life of the instance is not known any more: begin with the metadata")
+
+    async def Peers(self, request: PeersRequest, context: Context) -> PeersResponse:
+        return self._peers.answer(request)
 
     async def Watch(self, request: WatchRequest, context: Context) -> None:
         if self._watchers >= MAX_WATCHERS:

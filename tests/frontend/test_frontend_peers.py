@@ -9,9 +9,9 @@ import pytest
 import pytest_asyncio
 
 from llumlet.credentials import NONE
-from llumlet.directory import look_up
+from llumlet.directory import open_directory
 from llumlet.report_links import LinkLost
-from llumlet.types import InstanceMetadata, InstanceState, InstanceStatus
+from llumlet.types import PeerInfo, PeersResponse
 from llumsched.cms.embedded import EmbeddedStore
 from llumsched.testing import SimulatedCluster
 from llumsched.up.ports import free_port
@@ -30,8 +30,13 @@ async def cms(request: pytest.FixtureRequest) -> AsyncIterator[str]:
         yield url
 
 
+@pytest.fixture(autouse=True)
+def asks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "REFRESH_SECONDS", 0.02)
+
+
 def peers(cms: str, *named: str, own: str = "sim-0") -> Peers:
-    return Peers(named, cms, own.__eq__, NONE, Reach(anywhere=False))
+    return Peers(named, cms, (own,), NONE, Reach(anywhere=False))
 
 
 async def test_the_others_that_report(cms: str) -> None:
@@ -41,65 +46,41 @@ async def test_the_others_that_report(cms: str) -> None:
         assert found.expected
         assert found.addresses == ("127.0.0.1:9",)
 
-        def known() -> bool:
-            found._asked_at = float("-inf")
-            found.keep_fresh()
-            return set(found.addresses) == {"127.0.0.1:9", *others}
-
-        await until(known)
+        found.keep_fresh()
+        await until(lambda: set(found.addresses) == {"127.0.0.1:9", *others})
         found.cancel()
 
 
-async def test_what_was_known_stays_when_the_cms_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers_module, "REFRESH_SECONDS", 0.0)
+async def test_what_was_known_stays_when_the_cms_is_gone() -> None:
     store = EmbeddedStore()
     await store.start()
     found = peers(str(store.address))
     async with SimulatedCluster(2, str(store.address)) as cluster:
-
-        def asked() -> None:
-            found.keep_fresh()
-
-        await until(lambda: asked() or found.addresses == (str(cluster[1].address),))
+        found.keep_fresh()
+        await until(lambda: found.addresses == (str(cluster[1].address),))
         await store.close()
-        await until(lambda: asked() or found.problem)
+        await until(lambda: found.problem)
         assert found.addresses == (str(cluster[1].address),)
     found.cancel()
 
 
 async def test_nobody_answers() -> None:
-    with pytest.raises(LinkLost):
-        await look_up(f"127.0.0.1:{free_port()}")
-    with pytest.raises(LinkLost):
-        await look_up(f"redis://127.0.0.1:{free_port()}")
+    for store in (f"127.0.0.1:{free_port()}", f"redis://127.0.0.1:{free_port()}"):
+        directory = open_directory(store)
+        with pytest.raises(LinkLost):
+            await directory.peers((), "")
+        await directory.close()
     with pytest.raises(ValueError, match="HOST:PORT"):
-        await look_up("nonsense")
-
-
-def state(
-    name: str, *, used: int = 0, digest: str = "d", ip: str = "127.0.0.1", schedulable: bool = True
-) -> InstanceState:
-    return InstanceState(
-        metadata=InstanceMetadata(instance_id=name, ip=ip, llumlet_port=used + 1, compatibility_digest=digest),
-        status=InstanceStatus(
-            instance_id=name, schedulable=schedulable, num_used_gpu_tokens=used, num_total_gpu_tokens=100
-        ),
-    )
+        open_directory("nonsense")
 
 
 async def test_who_is_no_peer() -> None:
-    """The freest first; not ourselves, not who takes nothing or cannot exchange requests with us, nor who is out of
-    reach: an address in a message is not followed beyond this host without credentials."""
-    states = [
-        state("sim-0"),
-        state("busy", used=60),
-        state("free", used=10),
-        state("other model", used=1, digest="e"),
-        state("draining", used=2, schedulable=False),
-        state("far", used=3, ip="192.0.2.1"),
-    ]
+    """Not ourselves, nor who is out of reach: an address in a message is not followed beyond this host without
+    credentials."""
+    told = [("free", "127.0.0.1:11", 90), ("sim-0", "127.0.0.1:1", 80), ("far", "192.0.2.1:3", 70)]
+    told += [("busy", "127.0.0.1:61", 40)]
     found = peers("127.0.0.1:1")
-    found._learn(states)
+    found._learn(PeersResponse(peers=[PeerInfo(instance_id=i, address=a, room_tokens=r) for i, a, r in told]))
     assert found.addresses == ("127.0.0.1:11", "127.0.0.1:61")
     assert found.room == {"127.0.0.1:11": 90, "127.0.0.1:61": 40}
     assert not peers("").expected

@@ -98,7 +98,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
         self._input_sessions: set[str] = set()
         self._relay: Relay | None = None
         self._adapters = Adapters(vllm_config.lora_config)
-        self._peers = Peers(settings.peers, settings.cms, settings.is_own, credentials, settings.reaches)
+        self._peers = Peers(settings.peers, settings.cms, settings.own_ids, credentials, settings.reaches)
         self._suspects = Suspects(lambda: len(self._replay.targets(None)))
         self._replay = Replay(
             self._streams,

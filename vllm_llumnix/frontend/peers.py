@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which other instances may take this one's requests: those that were named, and those that the CMS knows.
+"""Which other instances may take this one's requests: those that were named, and some that the CMS knows.
 
 The CMS is asked every few seconds, so that what it said last is there when it, or this instance's own engine, is not.
 """
@@ -8,48 +8,40 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 
 from google.protobuf.message import DecodeError
 
 from llumlet.credentials import Credentials
-from llumlet.directory import look_up
+from llumlet.directory import Directory, open_directory
 from llumlet.report_links import LinkLost
-from llumlet.types import Address, InstanceState, InstanceStatus
+from llumlet.types import PeersResponse
 from vllm_llumnix.reach import Reach
 
 logger = logging.getLogger("vllm.llumnix")
 
 REFRESH_SECONDS = 5.0
-MAX_PEERS = 64
-"""The freest of them."""
-LEAST_ROOM = 0.05
-"""Of its KV cache: what counts as room in an engine that is full, which others can be, too."""
+"""Between two questions, spread by a fifth both ways: API servers that were started together ask one after another."""
 
 
 class Peers:
-    """Of one API server process, on its event loop. `own` are the ids of its own engines."""
+    """Of one API server process, on its event loop. `own_ids` are those of its own engines."""
 
     def __init__(
-        self,
-        named: Sequence[str],
-        cms: str,
-        own: Callable[[str], bool],
-        credentials: Credentials,
-        reach: Reach,
-        clock: Callable[[], float] = time.monotonic,
+        self, named: Sequence[str], cms: str, own_ids: Sequence[str], credentials: Credentials, reach: Reach
     ) -> None:
         self._named = tuple(named)
         self._stores = [store.strip() for store in cms.split(",")] if cms else []
-        self._own = own
+        self._own_ids = tuple(own_ids)
         self._credentials = credentials
         self._reach = reach
-        self._clock = clock
+        self._digest = ""
+        """Of our engines, by the last answer."""
         self._known: tuple[str, ...] = ()
         self.room: dict[str, int] = {}
         """Of those that the CMS knows: tokens of KV cache that nothing is waiting for, by address of the llumlet."""
-        self._asked_at = float("-inf")
         self._asking: asyncio.Task[None] | None = None
         self.problem = ""
         """Why the CMS did not answer when it was last asked."""
@@ -65,50 +57,43 @@ class Peers:
         return tuple(dict.fromkeys(self._named + self._known))
 
     def keep_fresh(self) -> None:
-        """Ask the CMS if it was not asked lately. Returns at once."""
-        if not self._stores or self._asking is not None or self._clock() - self._asked_at < REFRESH_SECONDS:
-            return
-        self._asked_at = self._clock()
-        self._asking = asyncio.get_running_loop().create_task(self._ask(), name="llumnix-peers")
+        """See to it that the CMS is asked from now on. Returns at once."""
+        if self._stores and (self._asking is None or self._asking.done()):
+            self._asking = asyncio.get_running_loop().create_task(self._keep_asking(), name="llumnix-peers")
 
     def cancel(self) -> None:
         if self._asking is not None:
             self._asking.cancel()
 
-    async def _ask(self) -> None:
-        problems = []
-        try:
+    async def _keep_asking(self) -> None:
+        async with AsyncExitStack() as stack:
+            directories = []
             for store in self._stores:
-                try:
-                    self._learn(await look_up(store, self._credentials))
-                    self.problem = ""
-                    return
-                except (LinkLost, DecodeError, ValueError) as error:
-                    problems.append(str(error))
-            if (problem := "; ".join(problems)) != self.problem:
-                logger.warning("llumlet: the CMS does not say who could take our requests: %s", problem)
-                self.problem = problem
-        finally:
-            self._asking = None
+                directory = open_directory(store, self._credentials)
+                stack.push_async_callback(directory.close)
+                directories.append(directory)
+            while True:
+                await self._ask(directories)
+                await asyncio.sleep(REFRESH_SECONDS * random.uniform(0.8, 1.2))
 
-    def _learn(self, states: list[InstanceState]) -> None:
-        """Of those that take requests and can exchange them with ours."""
-        digests = {state.metadata.compatibility_digest for state in states if self._own(state.metadata.instance_id)}
-        others = [
-            state
-            for state in states
-            if not self._own(state.metadata.instance_id)
-            and state.status.schedulable
-            and (not digests or state.metadata.compatibility_digest in digests)
-        ]
-        others.sort(key=lambda state: state.status.num_used_gpu_tokens / max(1, state.status.num_total_gpu_tokens))
-        by_address = {str(Address(state.metadata.ip, state.metadata.llumlet_port)): state.status for state in others}
-        known = [where for where in by_address if self._reach.why_not_llumlet(where) is None][:MAX_PEERS]
-        self._known = tuple(known)
-        self.room = {where: _room_of(by_address[where]) for where in known}
+    async def _ask(self, directories: Sequence[Directory]) -> None:
+        problems = []
+        for directory in directories:
+            try:
+                self._learn(await directory.peers(self._own_ids, self._digest))
+                self.problem = ""
+                return
+            except (LinkLost, DecodeError, ValueError) as error:
+                problems.append(str(error))
+        if (problem := "; ".join(problems)) != self.problem:
+            logger.warning("llumlet: the CMS does not say who could take our requests: %s", problem)
+            self.problem = problem
 
-
-def _room_of(status: InstanceStatus) -> int:
-    total = status.num_total_gpu_tokens
-    taken = status.num_used_gpu_tokens + status.num_uncomputed_tokens_all_waiting_prefills
-    return max(total - taken, int(total * LEAST_ROOM))
+    def _learn(self, answer: PeersResponse) -> None:
+        self._digest = answer.compatibility_digest
+        peers = {
+            peer.address: peer.room_tokens
+            for peer in answer.peers
+            if peer.instance_id not in self._own_ids and self._reach.why_not_llumlet(peer.address) is None
+        }
+        self._known, self.room = tuple(peers), peers

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Redis that instances write to, asked who else there is.
+
+Instances that can exchange requests are in a set, of which some are drawn: nobody reads a large cluster whole. Where
+there is no such set all keys are gone through: of an instance that is not there yet, or of writers of an older version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from llumlet.directory import MAX_INSTANCES, peers_among
+from llumlet.peers import MAX_PEERS
+from llumlet.redis_link import METADATA_PREFIX, STATUS_PREFIX, connect, peers_key, redis_name
+from llumlet.report_links import LinkLost
+from llumlet.types import InstanceMetadata, InstanceState, InstanceStatus, PeersResponse
+
+
+class RedisDirectory:
+    """A `Directory`. Raises ValueError for a URL that names no server."""
+
+    def __init__(self, url: str, deadline_s: float) -> None:
+        redis_name(url)
+        self._url = url
+        self._deadline_s = deadline_s
+        self._client: Any = None
+
+    async def peers(self, own_ids: Sequence[str], digest: str) -> PeersResponse:
+        if self._client is None:
+            self._client = connect(self._url)
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await self._read(own_ids, digest)
+        except TimeoutError:
+            raise LinkLost(f"no answer within {self._deadline_s:g} s") from None
+        except (RedisError, OSError) as error:
+            raise LinkLost(str(error) or type(error).__name__) from error
+
+    async def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
+
+    async def _read(self, own_ids: Sequence[str], digest: str) -> PeersResponse:
+        own = await self._client.mget([METADATA_PREFIX + one for one in own_ids]) if own_ids else []
+        digest = next((InstanceMetadata.FromString(one).compatibility_digest for one in own if one), digest)
+        ids: list[str] = []
+        if digest:
+            drawn = await self._client.zrandmember(peers_key(digest), MAX_PEERS + len(own_ids))
+            ids = [one.decode() for one in drawn or () if one.decode() not in own_ids]
+        if not ids:
+            ids = [one async for one in self._all_ids()]
+        return peers_among(await self._states(ids), own_ids, digest)
+
+    async def _all_ids(self) -> AsyncIterator[str]:
+        number = 0
+        async for key in self._client.scan_iter(match=METADATA_PREFIX + "*", count=500):
+            yield key.removeprefix(METADATA_PREFIX.encode()).decode()
+            number += 1
+            if number == MAX_INSTANCES:
+                return
+
+    async def _states(self, ids: list[str]) -> list[InstanceState]:
+        if not ids:
+            return []
+        values = await self._client.mget([prefix + one for one in ids for prefix in (METADATA_PREFIX, STATUS_PREFIX)])
+        return [
+            InstanceState(metadata=InstanceMetadata.FromString(metadata), status=InstanceStatus.FromString(status))
+            for metadata, status in zip(values[::2], values[1::2], strict=True)
+            if metadata and status
+        ]

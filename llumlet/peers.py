@@ -5,17 +5,16 @@ from __future__ import annotations
 
 from typing import Final
 
-from llumlet.types import Address, Health, InstanceMetadata, InstanceStatus, PeerInfo
+from llumlet.types import NOT_WELL, Address, InstanceMetadata, InstanceStatus, PeerInfo
 
 MAX_PEERS: Final = 64
 """That anybody is told of at a time."""
 LEAST_ROOM: Final = 0.05
 """Of its KV cache: what counts as room in an engine that is full, which others can be, too."""
-_NOT_WELL: Final = (Health.SUSPECT, Health.HUNG)
 
 
 def takes_requests(status: InstanceStatus) -> bool:
-    return status.schedulable and status.health not in _NOT_WELL
+    return status.schedulable and status.health not in NOT_WELL
 
 
 def usage(status: InstanceStatus) -> float:

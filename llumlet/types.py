@@ -65,6 +65,7 @@ from llumlet.proto.llumlet_pb2 import (
 
 __all__ = [
     "MAX_MESSAGE_BYTES",
+    "NOT_WELL",
     "OUTCOMES",
     "AbortMigrateInRequest",
     "AbortMigrateInResponse",
@@ -124,6 +125,9 @@ __all__ = [
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Of one message, either way. A request of a million tokens takes about a third of it."""
+
+NOT_WELL = frozenset({Health.SUSPECT, Health.HUNG})
+"""Health of an engine to which nothing new is sent."""
 
 OUTCOMES = frozenset({MovePhase.MOVED, MovePhase.STAYED, MovePhase.GONE, MovePhase.LOST})
 """The phases that end a move."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llumlet.types import Health, InstanceStatus, word
+from llumlet.types import NOT_WELL, Health, InstanceStatus, word
 from llumsched.cms.view import Instance
 
 
@@ -33,7 +33,7 @@ def state(status: InstanceStatus | None) -> str:
     """silent (nothing heard of its load yet), open (takes new requests), closed, or what is wrong with its health."""
     if status is None:
         return "silent"
-    if status.health in (Health.SUSPECT, Health.HUNG):
+    if status.health in NOT_WELL:
         return word(Health, status.health)
     return "open" if status.schedulable else "closed"
 

@@ -7,7 +7,7 @@ import argparse
 import asyncio
 
 from llumlet.client import LlumletClient
-from llumlet.types import Health, InstanceMetadata, InstanceStatus, word
+from llumlet.types import NOT_WELL, Health, InstanceMetadata, InstanceStatus, word
 from llumsched import output
 from llumsched.commands import arguments, instances
 from llumsched.fan_out import Answer, report_failures
@@ -101,7 +101,7 @@ def _row(address: str, status: InstanceStatus, metadata: InstanceMetadata) -> li
 
 
 def _state(status: InstanceStatus) -> str:
-    if status.health in (Health.SUSPECT, Health.HUNG):
+    if status.health in NOT_WELL:
         busy = f" in {status.busy_with}" if status.busy_with else ""
         return f"{word(Health, status.health)}, {status.loop_age_ms / 1e3:.1f} s{busy}"
     return "schedulable" if status.schedulable else "closed"

@@ -69,10 +69,8 @@ class Backend:
 class Backends:
     """All of them, by address. `refresh` keeps what they serve up to date."""
 
-    def __init__(
-        self, configured: Collection[Address], session: aiohttp.ClientSession, limits: Limits | None = None
-    ) -> None:
-        self.outliers: Outliers[Backend] = Outliers(limits or Limits(), self.__len__, time.monotonic)
+    def __init__(self, configured: Collection[Address], session: aiohttp.ClientSession, limits: Limits) -> None:
+        self.outliers: Outliers[Backend] = Outliers(limits, self.__len__, time.monotonic)
         self.pace: Pace[Backend] = Pace(time.monotonic)
         self._session = session
         self._configured = frozenset(configured)
@@ -185,10 +183,13 @@ class Backends:
         self.pace.forget(backend)
 
     async def try_ejected(self, backend: Backend) -> None:
-        """Has it compute one token: only who can gets requests again. One that wants a key may be well."""
-        takes = False
+        """Has it compute one token: only who can gets requests again. One that refuses may want a key, or serve other
+        paths: it is well, unless it is out for refusing."""
+        ejection, status = self.outliers.ejected.get(backend), 500
         with suppress(aiohttp.ClientError, TimeoutError, OSError):
-            takes = await self._status_of_one_token(backend, _ASK_TIMEOUT_S) in (200, 401, 403)
+            status = await self._status_of_one_token(backend, _ASK_TIMEOUT_S)
+        refuses = ejection is not None and ejection.cause is Cause.REFUSALS
+        takes = status in (200, 401, 403) if refuses else status < 500
         self.outliers.asked(backend, takes=takes)
 
     async def stands_still(self, backend: Backend, limit_s: float) -> bool:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from llumlet.types import Address
-from llumsched.gateway.outliers import Limits
 
 
 class AccessLog(enum.StrEnum):
@@ -53,8 +52,8 @@ class Config:
     """Requests that may be sent again, as a share of those that come."""
     retry_patience_s: float = 10.0
     """How long a request that lost its instance without an answer waits for that."""
-    outliers: Limits = field(default_factory=Limits)
-    """When an instance that fails gets no requests for a while."""
+    max_ejected: float = 0.5
+    """Share of the instances that may get no requests for a while because they fail."""
     continuation: bool = True
     connect_timeout_s: float = 3.0
     response_timeout_s: float = 900.0

@@ -244,6 +244,7 @@ class Exchange:
             try:
                 if self._pause_s:
                     await asyncio.sleep(self._pause_s)
+                    self._pause_s = 0.0
                 if self._case.deaths:
                     await self._around.trials.turn(self._case)
                 placed = await self._place()
@@ -280,6 +281,7 @@ class Exchange:
                 return await self._end_with(_not_continued("The stream was lost", reason))
             finally:
                 self._around.running.pop(self, None)
+                self._around.trials.end(self._case)
                 self._around.placement.release(placed, completed=completed)
 
     @property
@@ -534,6 +536,7 @@ class Exchange:
             is_answered = self._out is None and self._refused is not None
             wait_s = self._around.budget.take(0.0 if is_answered else self._config.retry_patience_s)
         if wait_s is None:
+            self._around.metrics.unbudgeted.inc()
             return False
         self._pause_s = wait_s + backoff_s(self._num_attempts)
         return True

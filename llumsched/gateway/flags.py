@@ -50,6 +50,16 @@ def _count(minimum: int, maximum: float = math.inf) -> Callable[[str], int]:
     return read
 
 
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{text!r} is not a share from 0 to 1")
+    return value
+
+
 def _switch(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise ValueError(f"{text!r} is neither true nor false")
@@ -161,6 +171,19 @@ FLAGS: dict[str, dict[str, Flag]] = {
     },
     "failures": {
         "--retry-max-count": ("retry_max_count", _count(0), "N", "other instances tried for one request"),
+        "--retry-budget": ("retry_budget", _share, "SHARE", "of the requests, that may be sent again"),
+        "--retry-patience": (
+            "retry_patience_s",
+            _seconds,
+            "TIME",
+            "how long a request that lost its instance waits for that",
+        ),
+        "--max-ejected": (
+            "max_ejected",
+            _share,
+            "SHARE",
+            "of the instances, that may be left out as they fail; 0: none but those that no connection reaches",
+        ),
         "--continuation": ("continuation", _switch, "BOOL", "continue streams that lose their engine"),
         "--connect-timeout": ("connect_timeout_s", _positive_seconds, "TIME", "for a connection to an engine"),
         "--response-timeout": ("response_timeout_s", _positive_seconds, "TIME", "until an answer's first byte"),

@@ -68,6 +68,10 @@ class Metrics:
             "Streams that lost their engine, by what came of it.",
             ["model", "outcome"],
         )
+        self.unbudgeted = self._counter("request_retry_refused", "Attempts that the retry budget did not allow.", [])
+        self.ejections = self._counter(
+            "gateway_ejections", "Instances that got no new requests from then on, by cause.", ["cause"]
+        )
         self.e2e = self._histogram("request_e2e_latency_seconds", "Arrival to end, of status 200.", _E2E_S)
         self.ttft = self._histogram("request_ttft_milliseconds", "Arrival to the first event of a stream.", _TTFT_MS)
         self.itl = self._histogram("request_itl_milliseconds", "Gaps between what came of a stream.", _ITL_MS)
@@ -79,6 +83,7 @@ class Metrics:
         self.output_lengths = self._histogram("request_output_tokens", "Generated tokens per request.", _TOKENS)
         self._pending = self._gauge("gateway_pending_requests", "Requests that wait for an instance.")
         self._current = self._gauge("gateway_current_requests", "Requests in flight.")
+        self._avoided = self._gauge("gateway_avoided_instances", "Get no new requests now.", mode="livemax")
         self._uptime = self._gauge("uptime_seconds", "Since the process began.", mode="max")
 
     def _counter(self, name: str, text: str, labels: Sequence[str]) -> Counter:
@@ -104,9 +109,10 @@ class Metrics:
     def ended(self, record: Record) -> None:
         self.of_model(record.model, is_served=record.status == 200).ended(record)
 
-    def observe_load(self, num_in_flight: int, num_waiting: int) -> None:
+    def observe_load(self, num_in_flight: int, num_waiting: int, num_avoided: int) -> None:
         self._current.set(num_in_flight)
         self._pending.set(num_waiting)
+        self._avoided.set(num_avoided)
         self._uptime.set(time.time() - self._started_s)
 
     @property

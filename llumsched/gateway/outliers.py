@@ -31,6 +31,8 @@ Key = TypeVar("Key", bound=Hashable)
 class Limits:
     """Times in seconds."""
 
+    max_ejected: float
+    """Share of the fleet that may be out."""
     consecutive: int = 5
     """Failures in a row."""
     share: float = 0.2
@@ -45,8 +47,6 @@ class Limits:
     longest_ejection_s: float = 20.0
     forgiven_s: float = 60.0
     """Time in the fleet after which earlier ejections do not count."""
-    max_ejected: float = 0.5
-    """Share of the fleet that may be out."""
     trial_successes: int = 3
     trusted_refusals: int = 2
     """In a row; further ones of the same instance are doubted."""
@@ -106,8 +106,6 @@ class Outliers(Generic[Key]):
         clock: Callable[[], float],
         draw: Callable[[], float] = random.random,
     ) -> None:
-        self.num_ejections: dict[Cause, int] = dict.fromkeys(Cause, 0)
-        """So far."""
         self._limits = limits
         self._size = size
         self._clock = clock
@@ -231,7 +229,6 @@ class Outliers(Generic[Key]):
         record.state = _State.OUT
         self._begin(record)
         self._out[key] = Ejection(cause, why, now_s)
-        self.num_ejections[cause] += 1
 
     def _begin(self, record: _Record) -> None:
         """Its time, longer with every one; not the same for all gateways."""

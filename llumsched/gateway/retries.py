@@ -24,7 +24,6 @@ class RetryBudget:
     """`share`: retries a request. `num_in_flight`: requests now. `clock`: monotonic seconds."""
 
     def __init__(self, share: float, num_in_flight: Callable[[], int], clock: Callable[[], float]) -> None:
-        self.num_refused = 0
         self._share = share
         self._num_in_flight = num_in_flight
         self._clock = clock
@@ -43,7 +42,6 @@ class RetryBudget:
         lacking = 1.0 + kept * self._most - self._tokens
         wait_s = max(0.0, lacking / self._rate)
         if wait_s > longest_wait_s:
-            self.num_refused += 1
             return None
         self._tokens -= 1.0
         return wait_s

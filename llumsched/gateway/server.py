@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import socket
 import time
@@ -20,6 +21,7 @@ from llumsched.gateway.config import Config
 from llumsched.gateway.errors import NoInstance
 from llumsched.gateway.exchange import INFERENCE_PATHS, Exchanges, failure
 from llumsched.gateway.metrics import Metrics
+from llumsched.gateway.outliers import Limits
 from llumsched.gateway.placement import Placement, RoundRobin
 from llumsched.gateway.scheduled import COMPLAINT_TTL_S, Scheduled
 from llumsched.gateway.scheduler_client import SchedulerClient
@@ -27,6 +29,7 @@ from llumsched.gateway.tokens import TokenCounter
 from llumsched.gateway.upstream import Upstream, new_session
 from llumsched.gateway.watch import Watch
 
+_log = logging.getLogger(__name__)
 _BACKLOG = 1024
 _LOOK_S = 0.25
 """Between two looks at which instances are avoided."""
@@ -47,7 +50,7 @@ class Gateway:
         config = self.config
         self._loop = asyncio.get_running_loop()
         self._session = new_session(config.connect_timeout_s)
-        self.backends = Backends(config.backend_endpoints, self._session, config.outliers)
+        self.backends = Backends(config.backend_endpoints, self._session, Limits(config.max_ejected))
         self.metrics = Metrics(self.backends.listed)
         self.upstream = Upstream(config.connect_timeout_s)
         self.placement = self._placement()
@@ -117,6 +120,10 @@ class Gateway:
         told_s = -math.inf
         while True:
             avoided = self.backends.avoided()
+            for backend in avoided.keys() - known:
+                cause, why = avoided[backend].cause, avoided[backend].why
+                self.metrics.ejections.labels(cause).inc()
+                _log.warning("instance %s gets no new requests: %s: %s", backend, cause, why)
             if avoided.keys() != known or time.monotonic() - told_s > COMPLAINT_TTL_S / 3:
                 known, told_s = set(avoided), time.monotonic()
                 self.placement.complain(avoided)
@@ -142,7 +149,9 @@ class Gateway:
         return _text(200, "OK")
 
     async def show_metrics(self, request: web.BaseRequest) -> web.StreamResponse:
-        self.metrics.observe_load(self.exchanges.num_in_flight, self.placement.num_waiting)
+        self.metrics.observe_load(
+            self.exchanges.num_in_flight, self.placement.num_waiting, len(self.backends.avoided())
+        )
         return web.Response(body=self.metrics.text(), headers={"Content-Type": self.metrics.content_type})
 
 

@@ -8,21 +8,19 @@ while, is not on trial any more. A request that waits in vain for an instance wi
 another one; it takes one more death then until it is known.
 
 Engines with a llumlet do the same with more knowledge (who was in the step that ended the engine). They are told of
-deaths by the header `X-Llumnix-Attempt`.
+deaths by a header (`llumlet.attempts`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Final, Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 
-ATTEMPT_HEADER: Final = "X-Llumnix-Attempt"
-"""One more than the number of instances that died with the request; absent in its first life."""
 TRIAL_PARTS: Final = 4
 """Parts of an answer after which a request is not on trial any more."""
 TRIAL_S: Final = 10.0
@@ -52,7 +50,7 @@ class Trials(Generic[Key]):
         self._at: Counter[Key] = Counter()
         self._coming: set[Case[Key]] = set()
         """Their turn has come, and they are not anywhere yet."""
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: dict[Case[Key], asyncio.Future[None]] = {}
 
     @property
     def instances(self) -> frozenset[Key]:
@@ -67,15 +65,13 @@ class Trials(Generic[Key]):
         self.end(case)
 
     async def turn(self, case: Case[Key]) -> None:
-        """Until there is an instance with nobody on trial, but not for ever. `begin` or `end` comes after it."""
-        if self._waiting or not self._has_room:
-            turn = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(TRIAL_S):
-                    await turn
-            if turn in self._waiting:
-                self._waiting.remove(turn)
+        """Until there is an instance with nobody on trial, but not for ever. `end` comes after it, whatever happens."""
+        turn = self._waiting[case] = asyncio.get_running_loop().create_future()
+        self._advance()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TRIAL_S):
+                await turn
+        self._waiting.pop(case, None)
         self._coming.add(case)
 
     def begin(self, case: Case[Key], instance: Key) -> None:
@@ -91,7 +87,7 @@ class Trials(Generic[Key]):
             self.end(case)
 
     def end(self, case: Case[Key]) -> None:
-        """It is not on trial any more, nor about to be, if it was."""
+        """It is not on trial any more, nor about to be, if it was. As often as one likes."""
         if case.at is not None:
             self._at[case.at] -= 1
             if not self._at[case.at]:
@@ -100,12 +96,14 @@ class Trials(Generic[Key]):
             case.timer.cancel()
         case.at = case.timer = None
         self._coming.discard(case)
-        while self._waiting and self._has_room:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                break
+        self._waiting.pop(case, None)
+        self._advance()
 
-    @property
-    def _has_room(self) -> bool:
-        return len(self._at) + len(self._coming) < self._num_instances()
+    def _advance(self) -> None:
+        """The turn of those that came first."""
+        while self._waiting and len(self._at) + len(self._coming) < self._num_instances():
+            case = next(iter(self._waiting))
+            turn = self._waiting.pop(case)
+            if not turn.done():
+                self._coming.add(case)
+                turn.set_result(None)

@@ -15,11 +15,11 @@ from types import TracebackType
 import aiohttp
 from multidict import CIMultiDict
 
+from llumlet.attempts import ATTEMPT_HEADER, attempt_after
 from llumsched.causes import Cause
 from llumsched.gateway.backends import Backend
 from llumsched.gateway.connection import Connection, State
 from llumsched.gateway.errors import StreamLost
-from llumsched.gateway.suspects import ATTEMPT_HEADER
 
 _NOT_FORWARDED = frozenset(
     (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
@@ -61,7 +61,7 @@ def request_head(
         % (path.encode(), str(backend.address).encode(), num_bytes, request_id.encode())
     ]
     if num_deaths:
-        lines.append(b"%b: %d" % (ATTEMPT_HEADER.encode(), num_deaths + 1))
+        lines.append(f"{ATTEMPT_HEADER}: {attempt_after(num_deaths)}".encode())
     dropped: frozenset[bytes] = _NOT_FORWARDED
     for name, value in client:
         if name.lower() == b"connection" and value.lower() not in (b"keep-alive", b"close"):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar, Protocol, runtime_checkable
 
-from llumlet.types import Health, word
+from llumlet.types import NOT_WELL, Health, word
 from llumsched.cms.view import Instance
 from llumsched.scheduling.load import Context, InferType, Load
 from llumsched.scheduling.metrics import Metric
@@ -157,15 +157,12 @@ class SchedulabilityFilter:
         return unschedulable(load.instance)
 
 
-_NOT_WELL = frozenset({Health.SUSPECT, Health.HUNG})
-
-
 def unschedulable(instance: Instance) -> str | None:
     """Why nothing may be sent to an instance, of what it says itself."""
     status = instance.status
     if status is None:
         return "has not reported its status yet"
-    if status.health in _NOT_WELL:
+    if status.health in NOT_WELL:
         doing = f"has been busy with {status.busy_with}" if status.busy_with else "has not moved"
         return f"{word(Health, status.health)}: its loop {doing} for {status.loop_age_ms / 1e3:.1f} s"
     return None if status.schedulable else "takes no new requests"

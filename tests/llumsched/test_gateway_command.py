@@ -34,11 +34,12 @@ BODY = {"model": "mock", "prompt": "one two three", "max_tokens": 3}
 async def test_all_faults_are_listed_at_once(llumnix: Llumnix) -> None:
     done = await llumnix(
         "gateway", "--port", "70000", "--workers", "0", "--llm-backend-endpoints", "nowhere", "--stall-time", "soon",
-        "--access-log", "xml", "--continuation", "perhaps", "--read-timeout", "0", "--nonsense",
+        "--access-log", "xml", "--continuation", "perhaps", "--read-timeout", "0",
+        "--retry-budget", "1.5", "--max-ejected", "half", "--nonsense",
     )  # fmt: skip
     assert done.code == 2
     for flag in ("--port", "--workers", "--llm-backend-endpoints", "--stall-time", "--access-log", "--continuation",
-                 "--read-timeout", "--nonsense"):  # fmt: skip
+                 "--read-timeout", "--retry-budget", "--max-ejected", "--nonsense"):  # fmt: skip
         assert flag in done.err
     done = await llumnix("gateway", "--scheduling-policy", "round-robin", "--scheduler-endpoints", "a:1")
     assert done.code == 2

@@ -250,6 +250,9 @@ async def test_the_scheduler_is_told_which_instances_hang() -> None:
         (told,) = scheduler.of("/complaints")[-1]["instances"]
         assert told["endpoint"] == {"host": "127.0.0.1", "port": it.ports[0]}
         assert (told["cause"], told["reason"]) == ("hang", "its engine core hangs")
+        text = (await it.get("/metrics")).content
+        assert b'gateway_ejections_total{cause="hang"} 1.0' in text
+        assert b"gateway_avoided_instances 1.0" in text
         hung.is_stalled = False
         await until(lambda: not scheduler.of("/complaints")[-1]["instances"])
 

@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 
 from benchmarks.mock_api import Mock
+from llumlet.attempts import ATTEMPT_HEADER
 from llumlet.types import Address
 from llumsched.gateway import suspects
 from llumsched.gateway.config import AccessLog, Config
@@ -37,7 +38,7 @@ class Mortal(Mock):
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.path == COMPLETIONS and POISON in json.loads(await request.read())["prompt"]:
-            self.attempts.append(request.headers.get(suspects.ATTEMPT_HEADER, ""))
+            self.attempts.append(request.headers.get(ATTEMPT_HEADER, ""))
             asyncio.get_running_loop().call_later(self.interval_s * self.tokens_before, self.end)
         return await super().answer(request)
 
@@ -104,8 +105,8 @@ async def test_a_poisoned_request_ends_two_of_six_instances_and_all_others_end_w
 async def test_a_client_cannot_say_which_attempt_it_is() -> None:
     async with mortals(1) as it:
         it.mocks[0].seen = []
-        await it.post(body(1, stream=False), **{suspects.ATTEMPT_HEADER: "7"})
-        assert suspects.ATTEMPT_HEADER not in it.mocks[0].seen[0]["headers"]
+        await it.post(body(1, stream=False), **{ATTEMPT_HEADER: "7"})
+        assert ATTEMPT_HEADER not in it.mocks[0].seen[0]["headers"]
 
 
 @pytest.mark.asyncio
@@ -115,6 +116,20 @@ async def test_errors_of_an_instance_that_lives_are_no_deaths() -> None:
             mock.status = 500
         status, text = await it.post(body(1, stream=False))
         assert (status, json.loads(text)["error"]["message"]) == (500, "mocked")
+
+
+@pytest.mark.asyncio
+async def test_an_attempt_that_fails_otherwise_ends_the_trial_too() -> None:
+    async with mortals(4) as it:
+        asked = asyncio.create_task(it.post(body(POISON, stream=False)))
+        await until(lambda: it.dead or any(mock.attempts for mock in it.mocks))
+        for mock in it.mocks:
+            if not mock.attempts:
+                mock.status, mock.end = 500, lambda: None
+        status, _ = await asked
+        assert (status, len(it.dead)) == (500, 1)
+        assert sorted(attempt for mock in it.mocks for attempt in mock.attempts) == ["", "2", "2", "2"]
+        assert not it.gateway.exchanges.trials.instances
 
 
 @pytest.mark.asyncio
@@ -143,6 +158,23 @@ async def test_one_at_a_time_is_on_trial_at_an_instance() -> None:
     for case in cases:
         trials.end(case)
     assert not trials.instances
+
+
+@pytest.mark.asyncio
+async def test_who_leaves_before_or_with_its_turn_keeps_nobody_waiting() -> None:
+    trials: Trials[str] = Trials(lambda: 1)
+    first, second, third, last = (Case[str]() for _ in range(4))
+    await trials.turn(first)
+    waiting = {case: asyncio.create_task(trials.turn(case)) for case in (second, third, last)}
+    await asyncio.sleep(0)
+    waiting[second].cancel()
+    await asyncio.gather(waiting[second], return_exceptions=True)
+    trials.end(second)
+    trials.end(first)  # the turn of the third, which leaves before it knows
+    waiting[third].cancel()
+    await asyncio.gather(waiting[third], return_exceptions=True)
+    trials.end(third)
+    await asyncio.wait_for(waiting[last], suspects.TRIAL_S / 2)
 
 
 @pytest.mark.asyncio

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Final
 
-HEADER = b"x-llumnix-attempt"
-MAX_DEATHS = 8
-"""More is as bad."""
+from llumlet.attempts import ATTEMPT_HEADER, deaths_before
+
+_HEADER: Final = ATTEMPT_HEADER.lower().encode()
 
 num_deaths: ContextVar[int] = ContextVar("num_deaths", default=0)
 """Of the request that is being served."""
@@ -31,11 +31,6 @@ class ReadAttempt:
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
-            num_deaths.set(_deaths(dict(scope["headers"]).get(HEADER, b"")))
+            value = next((value for name, value in scope["headers"] if name == _HEADER), b"")
+            num_deaths.set(deaths_before(value.decode("latin-1")))
         await self._app(scope, receive, send)
-
-
-def _deaths(attempt: bytes) -> int:
-    """Of a header like `2`: the second attempt comes after one death. What is no number says nothing."""
-    text = attempt[:4]
-    return min(MAX_DEATHS, max(0, int(text) - 1)) if text.isdigit() else 0

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a gateway tells an engine that instances have died with a request: a header of the HTTP request."""
+
+from __future__ import annotations
+
+from typing import Final
+
+ATTEMPT_HEADER: Final = "X-Llumnix-Attempt"
+"""One more than the number of instances that died with the request; absent in its first life."""
+MAX_DEATHS: Final = 8
+"""More is as bad."""
+
+
+def attempt_after(num_deaths: int) -> str:
+    """The header's value."""
+    return str(num_deaths + 1)
+
+
+def deaths_before(attempt: str) -> int:
+    """By the header's value. What is no number says nothing."""
+    text = attempt[:4]
+    return min(MAX_DEATHS, max(0, int(text) - 1)) if text.isascii() and text.isdigit() else 0

@@ -110,20 +110,26 @@ class Backends:
         """Whether one of them is known to serve it."""
         return any(model in (backend.models or ()) for backend in self._by_address.values())
 
-    def next_for(self, model: str, excluded: Collection[Backend] = ()) -> Backend | None:
-        """Round robin over those that serve the model; excluded ones never, avoided ones if there is no other."""
+    def next_for(
+        self, model: str, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()
+    ) -> Backend | None:
+        """Round robin over those that serve the model; excluded ones never, shunned ones if there is no other, and
+        avoided ones last."""
         backends = list(self._by_address.values())
         self._next += 1
-        reserve = None
+        reserve = last = None
         for offset in range(len(backends)):
             backend = backends[(self._next + offset) % len(backends)]
             if backend in excluded or not backend.serves(model):
                 continue
-            if not self.avoids(backend):
+            if self.avoids(backend):
+                last = last or backend
+            elif backend in shunned:
+                reserve = reserve or backend
+            else:
                 self._next += offset
                 return backend
-            reserve = reserve or backend
-        return reserve
+        return reserve or last
 
     async def refresh(self) -> None:
         """Asks all of them what they serve, once for all who wait for it."""
@@ -245,10 +251,14 @@ class Backends:
         return not await asyncio.shield(asking)
 
     async def is_healthy(self, backend: Backend, timeout_s: float) -> bool:
+        """Whether its API server says so. One where nobody listens gets no requests any more."""
         try:
             timeout = aiohttp.ClientTimeout(total=timeout_s)
             async with self._session.get(backend.url("/health"), timeout=timeout) as answer:
                 await answer.read()
                 return answer.status < 500
+        except aiohttp.ClientConnectorError as error:
+            self.outliers.failed(backend, Cause.UNREACHABLE, str(error))
+            return False
         except (aiohttp.ClientError, TimeoutError, OSError):
             return False

@@ -45,6 +45,8 @@ _CLIENT_GONE: Final = 499
 _UNCOUNTED: Final = Counted(0)
 _OF_THE_INSTANCE: Final = frozenset((401, 403, 404, 429))
 """Refusals that say more of an instance (its key, its adapters, its queue) than of the request."""
+_MOST_PLACED: Final = 16
+"""Instances tried, also those that cannot be reached."""
 _KEPT_FOR_LOSSES: Final = 0.5
 """Of the retry budget; second opinions are made of the rest."""
 
@@ -197,7 +199,9 @@ class Exchange:
         self._started_s = started_s
         self._counted = counted
         self._excluded: set[Backend] = set()
-        self._num_attempts = 0
+        self._num_placed = 0
+        self._num_unreached = 0
+        """Of these, at instances to which nothing could be sent."""
         self._refused: web.Response | None = None
         """An engine's own words, should there be no other."""
         self._refused_by: Backend | None = None
@@ -294,27 +298,25 @@ class Exchange:
 
     async def _place(self) -> Placed:
         started_s = time.monotonic()
-        suffix = f"-r{self._num_attempts}" if self._num_attempts else ""
+        suffix = f"-r{self._num_placed}" if self._num_placed else ""
         try:
             counted = self._counted_so_far
             ids = counted.token_ids if self._config.forward_tokens else None
             asked = Asked(self._own_id + suffix, self._body.model, counted.num_tokens, ids)
-            placed = await self._place_apart(asked)
+            on_trial = self._around.trials.instances if self._case.deaths else ()
+            placed = await self._around.placement.place(asked, self._excluded, on_trial)
         finally:
             self._record.schedule_s += time.monotonic() - started_s
         self._record.instance = str(placed.backend)
         self._record.queue_s += placed.waited_s
         self._record.is_fallback = placed.is_fallback
-        self._num_attempts += 1
+        self._num_placed += 1
         return placed
 
-    async def _place_apart(self, asked: Asked) -> Placed:
-        """On trial not beside another one that is, if that can be had."""
-        place, others = self._around.placement.place, self._around.trials.instances
-        if self._case.deaths and others:
-            with suppress(errors.NoInstance):
-                return await place(asked, others | self._excluded)
-        return await place(asked, self._excluded)
+    @property
+    def _num_attempts(self) -> int:
+        """What counts: when a rack is gone, an instance that is left may be the fifth that is tried."""
+        return self._num_placed - self._num_unreached
 
     async def _attempt(self, placed: Placed) -> web.StreamResponse:
         if self._out is not None and self._transcript.token_ids:
@@ -494,6 +496,7 @@ class Exchange:
         """Whoever is at fault: the instance, this request, or one that was beside it."""
         backends = self._around.backends
         backends.outliers.failed(backend, lost.cause, str(lost))
+        self._num_unreached += not lost.was_sent
         hangs = backend.is_down or backend.is_stalled
         if lost.was_sent and (hangs or await backends.has_died(backend)):
             self._around.trials.lost(self._case, backend)
@@ -520,7 +523,7 @@ class Exchange:
         if self._case.is_guilty:
             names = " and ".join(map(str, self._case.deaths))
             return await self._fail(errors.UpstreamFailed(f"{names} died while they had this request: it ends here."))
-        if self._num_attempts > self._config.retry_max_count or not self._may_be_sent_again(lost):
+        if not self._may_be_sent_again(lost):
             return await self._give_up(lost)
         if self._out is None:
             self._record.num_retries += 1
@@ -530,7 +533,10 @@ class Exchange:
         return None
 
     def _may_be_sent_again(self, lost: StreamLost) -> bool:
-        """Whether the retry budget allows it, and after which pause. What no engine may have had costs none."""
+        """Whether the limits and the retry budget allow it, and after which pause. What no engine can have had costs
+        none."""
+        if self._num_attempts > self._config.retry_max_count or self._num_placed >= _MOST_PLACED:
+            return False
         wait_s: float | None = 0.0
         if lost.was_sent:
             is_answered = self._out is None and self._refused is not None

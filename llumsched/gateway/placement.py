@@ -39,8 +39,11 @@ class Placement(Protocol):
     num_waiting: int
     """Requests for which no instance was free when they asked first."""
 
-    async def place(self, asked: Asked, excluded: Collection[Backend] = ()) -> Placed:
-        """Raises UnknownModel, NoInstance after a bounded wait, or Overloaded if too many wait already."""
+    async def place(
+        self, asked: Asked, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()
+    ) -> Placed:
+        """At none of `excluded`, and at one of `shunned` only if there is no other. Raises UnknownModel, NoInstance
+        after a bounded wait, or Overloaded if too many wait already."""
         ...
 
     def begun(self, placed: Placed) -> None:
@@ -73,8 +76,10 @@ class RoundRobin:
         self._backends = backends
         self.num_waiting = 0
 
-    async def place(self, asked: Asked, excluded: Collection[Backend] = ()) -> Placed:
-        backend = self._backends.next_for(asked.model, excluded)
+    async def place(
+        self, asked: Asked, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()
+    ) -> Placed:
+        backend = self._backends.next_for(asked.model, excluded, shunned)
         if backend is None and not excluded:
             await self._backends.refresh()
             backend = self._backends.next_for(asked.model)

@@ -36,55 +36,68 @@ class Scheduled:
         self._begun: dict[str, tuple[Address, dict[str, Any]]] = {}
         """What is to be reported soon, by request."""
 
-    async def place(self, asked: Asked, excluded: Collection[Backend] = ()) -> Placed:
+    async def place(
+        self, asked: Asked, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()
+    ) -> Placed:
         started_s = time.monotonic()
         try:
-            return await self._place(asked, excluded, started_s)
+            return await self._place(asked, excluded, shunned, started_s)
         except NoEndpoint as error:
             reason = error
             if self.num_waiting >= self._config.max_queue_size:
                 raise Overloaded("Too many requests wait for an instance.", retry_after_s=1) from None
         self.num_waiting += 1
         try:
-            return await self._wait_for_place(asked, excluded, started_s, reason)
+            return await self._wait_for_place(asked, excluded, shunned, started_s, reason)
         finally:
             self.num_waiting -= 1
 
     async def _wait_for_place(
-        self, asked: Asked, excluded: Collection[Backend], started_s: float, reason: NoEndpoint
+        self,
+        asked: Asked,
+        excluded: Collection[Backend],
+        shunned: Collection[Backend],
+        started_s: float,
+        reason: NoEndpoint,
     ) -> Placed:
         pause_s = self._config.wait_scheduling_retry_interval_s
         while time.monotonic() + pause_s <= started_s + self._config.wait_scheduling_timeout_s:
             await asyncio.sleep(pause_s)
             try:
-                return await self._place(asked, excluded, started_s)
+                return await self._place(asked, excluded, shunned, started_s)
             except NoEndpoint as error:
                 reason = error
         raise NoInstance(f"No instance takes requests now: {reason}", retry_after_s=pause_s)
 
-    async def _place(self, asked: Asked, excluded: Collection[Backend], started_s: float) -> Placed:
+    async def _place(
+        self, asked: Asked, excluded: Collection[Backend], shunned: Collection[Backend], started_s: float
+    ) -> Placed:
         """Raises NoEndpoint, UnknownModel, NoInstance."""
+        named = {*excluded, *shunned}
         try:
-            placed = await self._scheduled(asked, excluded, started_s)
+            placed = await self._scheduled(asked, named, started_s)
             if placed.backend not in excluded and self._backends.avoids(placed.backend):
                 # The scheduler has not heard yet, or has nobody else.
                 self.release(placed, completed=False)
-                placed = await self._scheduled(asked, {*excluded, *self._backends.avoided()}, started_s)
+                placed = await self._scheduled(asked, {*named, *self._backends.avoided()}, started_s)
         except (SchedulerAway, NotScheduled):
-            return await self._without_scheduler(asked, excluded)
+            return await self._without_scheduler(asked, excluded, shunned)
         except UnknownModel:
             raise UnknownModel(f"The model `{asked.model}` does not exist.") from None
         if placed.backend not in excluded:
             return placed
         self.release(placed, completed=False)
-        return await self._without_scheduler(asked, excluded)
+        return await self._without_scheduler(asked, excluded, shunned)
 
     async def _scheduled(self, asked: Asked, excluded: Collection[Backend], started_s: float) -> Placed:
+        """Elsewhere than at `excluded`, if the scheduler knows of one."""
         decision = await self._client.schedule(self._request(asked, excluded))
         return self._placed(asked, decision, time.monotonic() - started_s)
 
-    async def _without_scheduler(self, asked: Asked, excluded: Collection[Backend]) -> Placed:
-        placed = await self._fallback.place(asked, excluded)
+    async def _without_scheduler(
+        self, asked: Asked, excluded: Collection[Backend], shunned: Collection[Backend]
+    ) -> Placed:
+        placed = await self._fallback.place(asked, excluded, shunned)
         return Placed(asked, placed.backend, is_fallback=True)
 
     def _placed(self, asked: Asked, decision: Decision, took_s: float) -> Placed:

@@ -102,6 +102,24 @@ async def test_a_poisoned_request_ends_two_of_six_instances_and_all_others_end_w
 
 
 @pytest.mark.asyncio
+async def test_streams_of_a_dead_instance_go_on_at_the_only_one_that_is_left() -> None:
+    """Three on trial there. The gateway still knows instances that are gone, and sends each again only twice."""
+    async with mortals(5, retry_max_count=2) as it:
+        for mock in it.mocks:
+            mock.interval_s = 0.1  # long enough on trial for others to come
+        for mock in it.mocks[:3]:
+            mock.end()
+        streams = [asyncio.create_task(it.post(body(number, stream=True, max_tokens=12))) for number in range(6)]
+        await until(lambda: sum(len(mock.answering) for mock in it.mocks) == 6)
+        assert [len(mock.answering) for mock in it.mocks] == [0, 0, 0, 3, 3]
+        it.mocks[3].end()
+        for status, text in await asyncio.gather(*streams):
+            assert status == 200
+            assert text.endswith("data: [DONE]\n\n")
+            assert '"error"' not in text
+
+
+@pytest.mark.asyncio
 async def test_a_client_cannot_say_which_attempt_it_is() -> None:
     async with mortals(1) as it:
         it.mocks[0].seen = []

@@ -97,6 +97,10 @@ class LastSteps:
         """Whether the request may be why the engine went no further."""
         return self.anybody or name_of(request_id) in self.under_way | self.compiling
 
+    def tried(self, request_id: str) -> bool:
+        """Whether the engine says that it was on trial there."""
+        return self.on_trial == name_of(request_id)
+
     def tried_another(self, request_id: str) -> bool:
         """Whether somebody else was on trial in these steps: then that is why."""
         tried = self.on_trial

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import time
 import uuid
 from collections.abc import Iterator
@@ -11,8 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from llumlet.credentials import Credentials
+from llumlet.server import serve
+from tests.llumlet.fake_agent import FakeAgent
 from vllm_llumnix import step_record
-from vllm_llumnix.frontend.deaths import STUCK_SECONDS, steps_of
+from vllm_llumnix.frontend.deaths import STUCK_SECONDS, is_gone, steps_of
 from vllm_llumnix.frontend.owners import Owner
 from vllm_llumnix.step_record import StepRecord
 
@@ -51,3 +56,29 @@ def test_a_grammar_that_takes_long_is_why_nobody_is_silent(owner: Owner, record:
     steps = steps_of(owner, later())
     assert steps is not None
     assert [steps.had(name) for name in ("compiled", "in a step")] == [False, True]
+
+
+@pytest.mark.asyncio
+async def test_a_process_that_is_ending_breaks_connections_off_before_its_port_is_closed() -> None:
+    connections = 0
+
+    async def break_off(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        writer.transport.abort()
+        if connections == 3:
+            server.close()
+
+    server = await asyncio.start_server(break_off, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    assert await is_gone(f"{host}:{port}", Credentials())
+    assert connections == 3
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_answers_or_only_keeps_silent_is_not_gone() -> None:
+    server = await serve(FakeAgent("living"))
+    assert not await is_gone(str(server.address), Credentials())
+    await server.stop(grace_s=0.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert not await is_gone(f"127.0.0.1:{silent.getsockname()[1]}", Credentials())

@@ -89,6 +89,46 @@ async def test_whoever_was_beside_it_both_times_goes_on(bench: Bench) -> None:
     assert bench.suspects.deaths("beside") == ["first"]
 
 
+async def test_a_trial_that_is_over_there_and_not_yet_known_here(bench: Bench) -> None:
+    """The engine has the next one on trial already, which ends it: not the one whose last tokens are on their way."""
+    bench.most = 2
+    first, second = engine("first"), engine("second")
+    for request_id in ("poison", "beside"):
+        assert bench.judge(request_id, first, steps("poison", "beside"), 7) is SUSPECT
+    assert await bench.tried("beside", "poison") == {"beside", "poison"}
+    for request_id in ("beside", "poison"):
+        bench.send(request_id, second, delivered=7)
+    last = steps("beside", "poison", on_trial="poison")
+    assert bench.judge("beside", second, last, 7 + TRIAL_TOKENS - 1) is SUSPECT
+    assert bench.judge("poison", second, last, 7) is GUILTY
+    assert bench.suspects.deaths("beside") == ["first"]
+    assert await bench.tried("beside") == {"beside", "poison"}
+
+
+async def test_of_two_on_trial_at_an_engine_of_another_host_neither_is_guilty(bench: Bench) -> None:
+    bench.most = 2
+    first, second = engine("first"), engine("second")
+    for request_id in ("poison", "beside"):
+        assert bench.judge(request_id, first, UNKNOWN, 7) is SUSPECT
+    assert await bench.tried("beside", "poison") == {"beside", "poison"}
+    for request_id in ("beside", "poison"):
+        bench.send(request_id, second, delivered=7)
+    for _ in range(2):
+        assert bench.judge("beside", second, UNKNOWN, 9) is SUSPECT
+    assert bench.judge("poison", second, UNKNOWN, 7) is SUSPECT
+    assert bench.suspects.deaths("beside") == bench.suspects.deaths("poison") == ["first", "second"]
+
+
+async def test_trials_are_spread_over_engines(bench: Bench) -> None:
+    bench.most = 2
+    bench.judge("r", engine("dead"), steps("r"), 0)
+    assert await bench.tried("r") == {"r"}
+    assert bench.suspects.without_trial(["a", "b"]) == ["a", "b"]
+    bench.send("r", Owner("there", "1", b"", llumlet="a"))
+    assert bench.suspects.without_trial(["a", "b"]) == ["b"]
+    assert bench.suspects.without_trial(["a"]) == ["a"], "it is asked, and says that it is busy"
+
+
 async def test_an_engine_on_another_host(bench: Bench) -> None:
     """Nothing is known of its steps, but who was on trial there from here."""
     first, second = engine("first"), engine("second")

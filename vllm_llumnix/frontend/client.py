@@ -37,7 +37,7 @@ from vllm_llumnix import config
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.errors import ConfigError
 from vllm_llumnix.frontend import attempts, endings
-from vllm_llumnix.frontend.deaths import steps_of
+from vllm_llumnix.frontend.deaths import is_gone, steps_of
 from vllm_llumnix.frontend.drain import drain
 from vllm_llumnix.frontend.metrics import MoveMetrics, Report
 from vllm_llumnix.frontend.owners import PROBE_SECONDS, Owner, Owners
@@ -89,7 +89,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
         if settings is None:
             raise ConfigError([f"{config.CONFIG_VARIABLE} is not set"])
         self._settings = settings
-        credentials = settings.credentials()
+        credentials = self._credentials = settings.credentials()
         self._relay_keys = RelayKeys.from_token(credentials.token)
         self.complaints = Complaints()
         """What went wrong on the relay, counted by kind."""
@@ -382,7 +382,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
     async def _probe(self, owner: Owner) -> None:
         last_heard = owner.last_heard
         try:
-            if await self._replay.is_gone(owner) and owner.last_heard == last_heard:
+            if await is_gone(owner.llumlet, self._credentials) and owner.last_heard == last_heard:
                 owner.died("its process is gone", time.monotonic())
         finally:
             del self._probes[owner.llumlet]

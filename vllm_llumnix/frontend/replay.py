@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from llumlet.client import LlumletClient
 from llumlet.credentials import Credentials
-from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable, NotALlumlet
+from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
 from llumlet.types import AbortRequest, AdoptRequest, AdoptResponse, Reason
 from llumlet.types import Epoch as WireEpoch
 from vllm_llumnix.errors import Refused
+from vllm_llumnix.frontend.deaths import is_gone
 from vllm_llumnix.frontend.owners import Owner, Owners
 from vllm_llumnix.frontend.placement import Placement, Turn
 from vllm_llumnix.frontend.streams import Stream, Streams
@@ -150,6 +151,8 @@ class Replay:
         num_tokens = len(stream.request.prompt_token_ids or ()) + len(stream.delivered)
         while self._is_open(stream) and (left := self._left(search.lost, asked)):
             await self._suspects.turn(stream.request_id)
+            if self._suspects.trial_tokens(stream.request_id):
+                left = self._suspects.without_trial(left)
             address = self._placement.choose(stream.request_id, num_tokens, left, self._peers.room)
             async with self._placement.turn(address, num_tokens) as turn:
                 if turn.is_stale or not self._is_open(stream):
@@ -275,23 +278,10 @@ class Replay:
         owner = owner or Owner(error.address, incarnation="", identity=b"", llumlet=error.address)
         ends = isinstance(error, LlumletError) and error.reason == Reason.SHUTTING_DOWN
         broken = isinstance(error, LlumletUnreachable) and not error.nobody_listens
-        if broken and await self.is_gone(owner):
+        if broken and await is_gone(owner.llumlet, self._credentials):
             owner.died("its process is gone", time.monotonic())
         if not ((broken or ends) and self._dies(stream, owner, ends)):
             self._suspects.sent(stream.request_id, None, len(stream.delivered))
-
-    async def is_gone(self, owner: Owner) -> bool:
-        """Whether nobody listens any more where the silent `owner` did: then it need not be waited for."""
-        client = LlumletClient(owner.llumlet, credentials=self._credentials)
-        try:
-            await client.get_instance_metadata(deadline_s=1.0)
-        except LlumletUnreachable as error:
-            return error.nobody_listens or isinstance(error, NotALlumlet)
-        except LlumletCallFailed:
-            return False
-        finally:
-            await client.close()
-        return False
 
 
 @dataclasses.dataclass(slots=True)

@@ -51,6 +51,8 @@ class _Case:
     deaths: list[Owner] = dataclasses.field(default_factory=list)
     num_before: int = 0
     """Deaths that a gateway has seen, before the request came here."""
+    verdict: Verdict = Verdict.SUSPECT
+    """After the last of them."""
     pending: bool = False
     """It has to be tried, or is being tried."""
     delivered: int = 0
@@ -106,11 +108,13 @@ class Suspects:
         delivered: number of tokens that the client has.
         """
         case = self._cases.get(request_id)
-        tried = case is not None and case.at is owner
-        if case is not None and case.pending and owner in case.deaths and not tried:
-            return Verdict.SUSPECT
+        is_there = case is not None and case.at is owner
+        # An engine has one on trial. It knows sooner than the origin that a trial is over, and takes the next one.
+        tried = is_there and not steps.tried_another(request_id)
+        if case is not None and case.pending and owner in case.deaths:
+            return case.verdict
         if not steps.had(request_id) or (not tried and self._is_explained(request_id, owner, steps)):
-            if tried:
+            if is_there:
                 self.step_back(request_id)
             return Verdict.SUSPECT if case is not None and case.pending else Verdict.INNOCENT
         if case is None:
@@ -118,9 +122,10 @@ class Suspects:
         case.deaths.append(owner)
         case.pending = True
         case.delivered = delivered
-        # Where a gateway has it tried, another gateway may have another one tried.
-        alone = not case.num_before or not self._is_explained(request_id, owner, steps)
-        return Verdict.GUILTY if tried and alone else Verdict.SUSPECT
+        # Where the engine does not say whom it has on trial, there may be another one by what is known here.
+        alone = steps.tried(request_id) or not self._is_explained(request_id, owner, steps)
+        case.verdict = Verdict.GUILTY if tried and alone else Verdict.SUSPECT
+        return case.verdict
 
     def _is_explained(self, request_id: str, owner: Owner, steps: LastSteps) -> bool:
         """Whether somebody else was on trial there; of an engine on another host, somebody of ours."""
@@ -148,6 +153,11 @@ class Suspects:
             assert case.turn is not None
             if not case.turn.done():
                 case.turn.set_result(None)
+
+    def without_trial(self, addresses: list[str]) -> list[str]:
+        """Those of these llumlets at whose engines nobody is on trial from here; all of them, if there is none."""
+        taken = {case.at.llumlet for case in self._trying.values() if case.at is not None}
+        return [address for address in addresses if address not in taken] or addresses
 
     def tried_at(self, request_id: str) -> Owner | None:
         case = self._trying.get(request_id)

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 CONFIG_VARIABLE = "LLUMNIX_LLUMLET"
 KNOWN_VARIABLES = frozenset({CONFIG_VARIABLE, "LLUMNIX_FAULTS", "LLUMNIX_CMS", *credential_files.VARIABLES.values()})
+_OF_A_KUBERNETES_SERVICE = re.compile(
+    r"LLUMNIX_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
+"""What kubelet sets in every container of a namespace that has a Service called `llumnix` or `llumnix-…`."""
 INSTANCE_TYPES = ("neutral", "prefill", "decode")
 TRANSPORTS = ("auto", "local", "tcp", "mooncake")
 MOONCAKE_PROTOCOLS = ("tcp", "rdma")
@@ -414,14 +418,19 @@ def config_from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.e
         config.credentials()
     except CredentialsError as error:
         faults += error.faults
-    unknown = sorted(name for name in environ if name.startswith("LLUMNIX_") and name not in KNOWN_VARIABLES)
-    if unknown:
+    if unknown := unknown_variables(environ):
         faults.append(f"unknown variables {', '.join(unknown)}; known: {', '.join(sorted(KNOWN_VARIABLES))}")
     if environ.get("VLLM_USE_RUST_FRONTEND", "").lower() in ("1", "true"):
         faults.append("--enable-llumlet does not work with the Rust front-end: unset VLLM_USE_RUST_FRONTEND")
     if faults:
         raise ConfigError(faults)
     return config
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Names that look like ours and are not: misspelt, or of another release."""
+    ours = {name for name in environ if name.startswith("LLUMNIX_") and not _OF_A_KUBERNETES_SERVICE.fullmatch(name)}
+    return sorted(ours - KNOWN_VARIABLES)
 
 
 def _num_api_servers(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from vllm_llumnix.config import KNOWN_VARIABLES
+from vllm_llumnix.config import KNOWN_VARIABLES, unknown_variables
 from vllm_llumnix.kv.mooncake import why_not_installed
 from vllm_llumnix.patching.installed import examine, find_vllm
 from vllm_llumnix.patching.release import reader_of
@@ -126,8 +126,7 @@ def hook() -> Check:
 
 
 def variables() -> Check:
-    unknown = sorted(name for name in os.environ if name.startswith("LLUMNIX_") and name not in KNOWN_VARIABLES)
-    if unknown:
+    if unknown := unknown_variables(os.environ):
         return Check("variables", f"unknown: {', '.join(unknown)}", f"unset them; known: {', '.join(KNOWN_VARIABLES)}")
     return Check("variables", "no unknown LLUMNIX_ variable")
 

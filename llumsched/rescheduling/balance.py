@@ -18,12 +18,15 @@ from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
+import numpy.typing as npt
 
 from llumsched.rescheduling.config import Scope
 from llumsched.rescheduling.domains import Mask
 from llumsched.rescheduling.draft import RATIO, Draft
 from llumsched.rescheduling.moves import AS_NEEDED, Move, Order, Rule, Selection
 from llumsched.rescheduling.snapshot import Column
+
+Rows = npt.NDArray[np.intp]
 
 _TRIES_PER_MOVE = 4
 """Sources that are looked at for each move that a pass may make: when the hottest do not pay, others hardly do."""
@@ -75,8 +78,8 @@ def _parts(draft: Draft, able: Mask) -> list[Mask]:
 
 
 def _pair(draft: Draft, policy: str, aim: _Aim, able_sources: Mask, able_destinations: Mask) -> None:
-    hottest = _sorted(-draft.load, able_sources)
-    coldest = _sorted(draft.load, able_destinations)
+    hottest = _sorted(-draft.load, able_sources).tolist()
+    coldest = _in_use(draft, _sorted(draft.load, able_destinations))
     scale = 1.0 if aim.metric == RATIO else max(float(draft.load[able_sources].max(initial=0.0)), 1.0)
     tries = draft.room * _TRIES_PER_MOVE
     for source in hottest:
@@ -98,25 +101,37 @@ def _pair(draft: Draft, policy: str, aim: _Aim, able_sources: Mask, able_destina
                 break  # with others the difference is smaller still
 
 
-def _sorted(keys: Column, mask: Mask) -> list[int]:
+def _sorted(keys: Column, mask: Mask) -> Rows:
     rows = np.flatnonzero(mask)
-    ordered: list[int] = rows[np.argsort(keys[rows], kind="stable")].tolist()
-    return ordered
+    return rows[np.argsort(keys[rows], kind="stable")]
 
 
-def _permitted(draft: Draft, source: int, coldest: list[int]) -> Iterator[int]:
-    """Destinations below the source with which it may be paired and that have room for a request, coldest first."""
-    ids, request_tokens = draft.snapshot.ids, _mean_tokens(draft, source)
-    for destination in coldest:
+def _in_use(draft: Draft, destinations: Rows) -> Rows:
+    """Without those that nobody is to use now."""
+    avoided = draft.history.avoided_destinations(draft.now_s)
+    if not avoided:
+        return destinations
+    kept = [row for row in destinations.tolist() if draft.snapshot.ids[row] not in avoided]
+    draft.refused["destination_avoided"] += len(destinations) - len(kept)
+    return np.array(kept, dtype=np.intp)
+
+
+def _permitted(draft: Draft, source: int, coldest: Rows) -> Iterator[int]:
+    """Destinations below the source with which it may be paired and that have room for a request, coldest first.
+
+    In a full cluster hundreds have no room, for each of as many sources: those cost no more than a comparison.
+    """
+    ids = draft.snapshot.ids
+    lower = coldest[draft.load[coldest] < draft.load[source]]
+    fits = draft.free_tokens[lower] >= _mean_tokens(draft, source)
+    if not fits.all():
+        draft.refused["no_room"] += int((~fits).sum())
+    for destination in lower[fits].tolist():
         if destination == source or destination in draft.sources or destination in draft.chosen:
             continue
-        if draft.load[destination] >= draft.load[source]:
-            return
         reason = draft.history.obstacle(ids[source], ids[destination], draft.now_s)
         if (source, destination) in draft.pairs:
             reason = "move_open"
-        elif not reason and request_tokens > draft.free_tokens[destination]:
-            reason = "no_room"
         if reason:
             draft.refused[reason] += 1
         else:

@@ -81,15 +81,19 @@ class History:
     def open_moves(self) -> list[Move]:
         return [entry.move for entry in self._unsettled.values() if entry.ended_s is None]
 
+    def avoided_destinations(self, now_s: float) -> set[str]:
+        """Those that no source is to use now."""
+        return {name for name in self._destinations.keys() | self._links.keys() if self._is_avoided(name, now_s)}
+
+    def _is_avoided(self, destination: str, now_s: float) -> bool:
+        if self._destinations.get(destination, _NEVER).until_s > now_s:
+            return True
+        return sum(until_s > now_s for until_s in self._links.get(destination, {}).values()) > 1
+
     def obstacle(self, source: str, destination: str, now_s: float) -> str:
         """Why the pair is not to be used now; empty if it may."""
-        if self._destinations.get(destination, _NEVER).until_s > now_s:
+        if self._is_avoided(destination, now_s) or self._links.get(destination, {}).get(source, 0.0) > now_s:
             return "destination_avoided"
-        struck = self._links.get(destination)
-        if struck:
-            active = [other for other, until_s in struck.items() if until_s > now_s]
-            if source in active or len(active) > 1:
-                return "destination_avoided"
         if self._no_return_s.get((source, destination), 0.0) > now_s:
             return "pair_cooling"
         return ""

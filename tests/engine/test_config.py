@@ -101,6 +101,25 @@ def test_all_faults_are_listed_at_once() -> None:
     assert len(refusal.value.faults) == 11
 
 
+def test_what_kubernetes_tells_of_services_is_not_ours() -> None:
+    """Of Services called `llumnix` and `llumnix-scheduler`."""
+    links = {
+        "LLUMNIX_SERVICE_HOST": "10.96.0.7",
+        "LLUMNIX_PORT": "tcp://10.96.0.7:8001",
+        "LLUMNIX_SCHEDULER_SERVICE_HOST": "10.96.0.8",
+        "LLUMNIX_SCHEDULER_SERVICE_PORT": "8002",
+        "LLUMNIX_SCHEDULER_SERVICE_PORT_CMS": "8003",
+        "LLUMNIX_SCHEDULER_PORT": "tcp://10.96.0.8:8002",
+        "LLUMNIX_SCHEDULER_PORT_8002_TCP": "tcp://10.96.0.8:8002",
+        "LLUMNIX_SCHEDULER_PORT_8002_TCP_PROTO": "tcp",
+        "LLUMNIX_SCHEDULER_PORT_8002_TCP_PORT": "8002",
+        "LLUMNIX_SCHEDULER_PORT_8002_TCP_ADDR": "10.96.0.8",
+    }
+    assert read("--enable-llumlet", **links) is not None
+    with pytest.raises(ConfigError, match="LLUMNIX_IMPORT, LLUMNIX_PORTS"):
+        read("--enable-llumlet", **links, LLUMNIX_PORTS="1", LLUMNIX_IMPORT="1")
+
+
 def test_stores_that_are_told() -> None:
     stores = "127.0.0.1:7100,redis://localhost:6379/0,rediss://cms.example:6380"
     on = read("--enable-llumlet", "--llumlet-cms", stores)

@@ -83,6 +83,36 @@ def test_a_destination_without_room_gives_way_to_the_next() -> None:
     assert pairs(planned([hot, full, empty], config, measure=measure(config))) == [("hot", "c")]
 
 
+def test_a_full_cluster_of_long_requests_is_not_looked_at_pair_by_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def obstacle(history: History, source: str, destination: str, now_s: float) -> str:
+        asked.append((source, destination))
+        return ""
+
+    monkeypatch.setattr(History, "obstacle", obstacle)
+    long = {"num_running_requests": 2, "scheduler_running_to_decode_requests_num": 2}
+    cluster = [instance(f"hot-{number:03d}", 0.98, **long) for number in range(40)]
+    cluster += [instance(f"cold-{number:03d}", 0.9, **long) for number in range(160)]
+    made = planned(cluster, balancing())
+    assert (pairs(made), asked) == ([], [])
+    assert made.results[0].refused == {"no_room": 40 * 160}
+    made = planned([*cluster, instance("room", 0.4)], balancing())
+    assert pairs(made) == [("hot-000", "room")]
+    assert asked[0] == ("hot-000", "room")
+    assert len(asked) <= 40
+
+
+def test_an_avoided_destination_is_left_by_all_sources() -> None:
+    config = balancing()
+    history = History(config)
+    history.destination_failed("cold", 0.0)
+    cluster = [instance("a", 0.9), instance("b", 0.8), instance("cold")]
+    made = planned(cluster, config, history, 0.1)
+    assert "cold" not in {destination for _, destination in pairs(made)}
+    assert made.results[0].refused["destination_avoided"] == 1
+
+
 def test_difference_below_the_threshold_is_left() -> None:
     cluster = [instance("a", 0.6), instance("b", 0.3)]
     made = planned(cluster, balancing(balance_threshold=0.4))

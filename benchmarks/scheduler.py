@@ -4,12 +4,16 @@
     python -m benchmarks.scheduler --instances 1000
 
 On one core, in one process: instances report new loads all the time (`--updates` for each decision), each decision is
-the whole of `Dispatcher.schedule`, with its account, and each request shows up in its instance's status later. Each is
-timed by the wall clock and by this thread's CPU time, which other processes of a busy machine do not lengthen.
+the whole of `Dispatcher.schedule`, with its account, and each request shows up in its instance's status later. Beside
+them the API servers of all instances ask for their peers (each every five seconds), and gateways complain of `--dead`
+instances. Each is timed by the wall clock and by this thread's CPU time, which other processes of a busy machine do not
+lengthen.
 
-The reference runs the same decisions with the pure functions over a list, which is what the arrays are compared with. A
-pass of the rescheduler plans over the same instances, with skewed loads; /metrics is scraped while requests are placed.
-Status to view is `benchmarks.status_to_view`: its 100 instances push 100 times a second from a process of their own.
+The reference runs the same decisions with the pure functions over a list, which is what the arrays are compared with.
+Machines differ, and one machine from day to day: the last column gives each time as a multiple of the reference's, and
+each rate as a number per such time. A pass of the rescheduler plans over the same instances, with skewed loads, and
+over a full cluster whose long requests fit nowhere; /metrics is scraped while requests are placed. Status to view is
+`benchmarks.status_to_view`: its 100 instances push 100 times a second from a process of their own.
 """
 
 from __future__ import annotations
@@ -34,7 +38,9 @@ from rich.table import Table
 
 from benchmarks import status_to_view
 from benchmarks.stats import quantile
-from llumlet.types import InstanceMetadata, InstanceStatus
+from llumlet.types import InstanceMetadata, InstanceStatus, PeersRequest
+from llumsched.causes import Cause
+from llumsched.cms.peers import PeerLists
 from llumsched.cms.view import View
 from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.rescheduling.history import History
@@ -44,16 +50,21 @@ from llumsched.rescheduling.snapshot import Camera
 from llumsched.scheduler.metrics import SchedulerMetrics
 from llumsched.scheduling import pipeline
 from llumsched.scheduling.account import Account
+from llumsched.scheduling.complaints import Complaint
 from llumsched.scheduling.dispatch import Dispatcher
 from llumsched.scheduling.load import Context, InferType, Load, Request
 from llumsched.scheduling.policy import Mode, load_policy
 from llumsched.scheduling.selectors import Draw
 
 _SEED = 7
+_GATEWAY = "gateway"
 _ARRIVES_AFTER = 200
 """Decisions between a dispatch and the status that shows it."""
 _REFERENCE_DECISIONS = 30
 _PASSES = 50
+_PEERS_EVERY_S = 5.0
+_RATE_ASSUMED = 5000
+"""Decisions a second, to spread the questions for peers over decisions."""
 _SCRAPES = 9
 
 
@@ -72,6 +83,10 @@ class Result:
     reschedule_pass_ms: float
     """p99"""
     reschedule_pass_cpu_ms: float
+    full_pass_ms: float
+    """p99, over instances with a few long requests each, and no room."""
+    full_pass_cpu_ms: float
+    peers_p99_ms: float
     scrape_cpu_ms: float
     """Of /metrics, beside decisions."""
     scrape_hold_cpu_ms: float
@@ -82,8 +97,10 @@ class Result:
 class _Cluster:
     """Instances whose loads change, in a view."""
 
-    def __init__(self, instances: int) -> None:
+    def __init__(self, instances: int, *, is_full: bool = False) -> None:
+        """`is_full`: of two long requests each, which fit nowhere; a tenth is somewhat fuller."""
         self.view = View()
+        self._is_full = is_full
         self._random = random.Random(_SEED)
         self._update_id = 0
         self._arrived: dict[str, deque[str]] = {}
@@ -92,7 +109,8 @@ class _Cluster:
             self._arrived[name] = deque(maxlen=10)
             self.view.put_metadata(
                 InstanceMetadata(
-                    instance_id=name, incarnation="1", instance_type="neutral", ip="10.0.0.1", api_server_port=8000,
+                    instance_id=name, incarnation="1", instance_type="neutral", ip="10.0.0.1",
+                    api_server_port=8000 + index,
                     node_id=f"node-{index // 8}", max_model_len=32_768, served_models=["m"], data_parallel_size=1,
                     block_size=16, bytes_per_block=1 << 20, num_total_blocks=1 << 16, compatibility_digest="same",
                     max_migrations_in=4, max_migrations_out=4, transports=["tcp"], llumlet_port=7000,
@@ -108,15 +126,17 @@ class _Cluster:
     def status(self, name: str) -> InstanceStatus:
         """Skewed: a tenth of the instances is hot."""
         draw = self._random.random
-        used = int((0.8 if hash_of(name) % 10 == 0 else 0.3) * (1 << 20) * (0.8 + 0.2 * draw()))
+        hot, cold, spread = (0.99, 0.85, 0.01) if self._is_full else (0.8, 0.3, 0.2)
+        used = int((hot if hash_of(name) % 10 == 0 else cold) * (1 << 20) * (1 - spread * draw()))
+        running = 2 if self._is_full else used >> 12
         self._update_id += 1
         return InstanceStatus(
             instance_id=name, incarnation="1", schedulable=True, update_id=self._update_id,
             timestamp_ms=self._update_id, recent_waiting_requests=self._arrived[name], num_total_gpu_tokens=1 << 20,
-            num_used_gpu_tokens=used, num_running_requests=used >> 12, num_total_blocks=1 << 16,
+            num_used_gpu_tokens=used, num_running_requests=running, num_total_blocks=1 << 16,
             num_free_blocks=(1 << 16) - used // 16, num_available_migrate_out_slots=4, num_available_migrate_in_slots=4,
             num_available_migrate_in_tokens=1 << 20, num_available_migrate_out_tokens=1 << 20,
-            scheduler_running_to_decode_requests_num=used >> 12, scheduler_running_to_decode_tokens_num=used,
+            scheduler_running_to_decode_requests_num=running, scheduler_running_to_decode_tokens_num=used,
             num_uncomputed_tokens_all_waiting_prefills=int(6000 * draw()),
         )  # fmt: skip
 
@@ -128,12 +148,18 @@ def hash_of(name: str) -> int:
     return int(name.rsplit("-", 1)[1])
 
 
-def decide(instances: int, num_decisions: int, updates: float, *, quiet: bool) -> dict[str, float]:
+def decide(instances: int, num_decisions: int, updates: float, num_dead: int, *, quiet: bool) -> dict[str, float]:
     cluster = _Cluster(instances)
     account = Account(time.monotonic, 10.0)
     dispatcher = Dispatcher(cluster.view, load_policy("load-balance", Mode.FULL), account, time.monotonic)
+    dead = cluster.names[:: max(1, instances // num_dead)][:num_dead] if num_dead else []
+    complaint = Complaint(Cause.UNREACHABLE, "nobody listens there", time.monotonic())
+    addresses = [cluster.view[name].api_server for name in dead]
+    dispatcher.complaints.complain(_GATEWAY, dict.fromkeys(addresses, complaint), ttl_s=3600.0)
+    peers = PeerLists(cluster.view)
+    decisions_per_question = max(1, round(_RATE_ASSUMED * _PEERS_EVERY_S / instances))
     on_their_way: deque[tuple[str, str]] = deque()
-    decisions, updates_made = _Times(), _Times()
+    decisions, updates_made, questions = _Times(), _Times(), _Times()
     due = 0.0
     gc.collect()
     for number in track(range(num_decisions), "decisions", console=Console(stderr=True, quiet=quiet)):
@@ -145,11 +171,18 @@ def decide(instances: int, num_decisions: int, updates: float, *, quiet: bool) -
             due -= 1
         request = Request(f"request-{number}", "m", 1 + number * 37 % 4000)
         with decisions:
-            (placed,) = dispatcher.schedule(request)
+            (placed,) = dispatcher.schedule(request, gateway_id=_GATEWAY)
+        assert placed.fallback or placed.instance.id not in dead
+        if number % decisions_per_question == 0:
+            asker = PeersRequest(instance_ids=[cluster.names[number // decisions_per_question % instances]])
+            with questions:
+                peers.answer(asker)
         on_their_way.append((request.id, placed.instance.id))
         if len(on_their_way) > _ARRIVES_AFTER:
             cluster.arrive(*on_their_way.popleft())
-    wall_s = sum(decisions.wall_s) + sum(updates_made.wall_s)
+    all_of_it = (decisions, updates_made, questions)
+    wall_s = sum(sum(times.wall_s) for times in all_of_it)
+    full = _passes(_Cluster(instances, is_full=True).view, account)
     passes = _passes(cluster.view, account)
     scrape_s, hold_s = asyncio.run(_scrape(dispatcher))
     return {
@@ -157,12 +190,15 @@ def decide(instances: int, num_decisions: int, updates: float, *, quiet: bool) -
         "decision_p99_ms": quantile(decisions.wall_s, 0.99) * 1e3,
         "decision_cpu_p99_ms": quantile(decisions.cpu_s, 0.99) * 1e3,
         "decisions_per_s": num_decisions / wall_s,
-        "decisions_per_cpu_s": num_decisions / (sum(decisions.cpu_s) + sum(updates_made.cpu_s)),
+        "decisions_per_cpu_s": num_decisions / sum(sum(times.cpu_s) for times in all_of_it),
         "updates_per_s": len(updates_made.wall_s) / wall_s,
         "update_us": sum(updates_made.cpu_s) / max(len(updates_made.cpu_s), 1) * 1e6,
         "reference_p50_ms": quantile(_reference(dispatcher, account).wall_s, 0.5) * 1e3,
         "reschedule_pass_ms": quantile(passes.wall_s, 0.99) * 1e3,
         "reschedule_pass_cpu_ms": quantile(passes.cpu_s, 0.99) * 1e3,
+        "full_pass_ms": quantile(full.wall_s, 0.99) * 1e3,
+        "full_pass_cpu_ms": quantile(full.cpu_s, 0.99) * 1e3,
+        "peers_p99_ms": quantile(questions.wall_s, 0.99) * 1e3,
         "scrape_cpu_ms": scrape_s * 1e3,
         "scrape_hold_cpu_ms": hold_s * 1e3,
     }
@@ -237,9 +273,11 @@ def _timed(run: Callable[[], None], times: int) -> _Times:
     return taken
 
 
-def measure_all(instances: int, decisions: int, updates: float, seconds: float, *, quiet: bool = False) -> Result:
+def measure_all(
+    instances: int, decisions: int, updates: float, seconds: float, *, dead: int = 0, quiet: bool = False
+) -> Result:
     """`seconds` 0 leaves status to view out."""
-    figures = decide(instances, decisions, updates, quiet=quiet)
+    figures = decide(instances, decisions, updates, dead, quiet=quiet)
     to_view = None
     if seconds:
         to_view = uvloop.run(status_to_view.measure(seconds=seconds, quiet=quiet)).p99_ms
@@ -251,32 +289,59 @@ def main() -> None:
     parser.add_argument("--instances", type=int, default=1000)
     parser.add_argument("--decisions", type=int, default=20_000)
     parser.add_argument("--updates", type=float, default=2.0, help="statuses that come in between two decisions")
+    parser.add_argument("--dead", type=int, default=10, help="instances that gateways cannot reach")
     parser.add_argument("--seconds", type=float, default=10.0, help="of status to view; 0: without it")
     parser.add_argument("--json", type=Path, help="append the JSON line to this file, too")
     args = parser.parse_args()
-    result = measure_all(args.instances, args.decisions, args.updates, args.seconds)
-    table = Table("figure", "wall", "CPU", "to reach")
-    to_view = result.status_to_view_p99_ms
+    result = measure_all(args.instances, args.decisions, args.updates, args.seconds, dead=args.dead)
+    table = Table("figure", "wall", "CPU", "to reach", "by the reference")
+    to_view, reference_ms = result.status_to_view_p99_ms, result.reference_p50_ms
+
+    def times(milliseconds: float) -> str:
+        return f"{milliseconds / reference_ms:.3f}"
+
     rows = (
-        ("decision, p50", f"{result.decision_p50_ms:.3f} ms", "", ""),
-        ("decision, p99", f"{result.decision_p99_ms:.3f} ms", f"{result.decision_cpu_p99_ms:.3f} ms", "1 ms"),
-        ("decisions per second", f"{result.decisions_per_s:,.0f}", f"{result.decisions_per_cpu_s:,.0f}", "5,000"),
-        ("updates per second, beside them", f"{result.updates_per_s:,.0f}", "", ""),
-        ("update of an instance", "", f"{result.update_us:.1f} µs", ""),
-        ("decision with the pure functions, p50", f"{result.reference_p50_ms:.3f} ms", "", ""),
+        ("decision, p50", f"{result.decision_p50_ms:.3f} ms", "", "", times(result.decision_p50_ms)),
+        (
+            "decision, p99",
+            f"{result.decision_p99_ms:.3f} ms",
+            f"{result.decision_cpu_p99_ms:.3f} ms",
+            "1 ms",
+            times(result.decision_p99_ms),
+        ),
+        (
+            "decisions per second",
+            f"{result.decisions_per_s:,.0f}",
+            f"{result.decisions_per_cpu_s:,.0f}",
+            "5,000",
+            f"{result.decisions_per_s * reference_ms / 1e3:.1f}",
+        ),
+        ("updates per second, beside them", f"{result.updates_per_s:,.0f}", "", "", ""),
+        ("update of an instance", "", f"{result.update_us:.1f} µs", "", ""),
+        ("question for peers, p99", f"{result.peers_p99_ms:.3f} ms", "", "", times(result.peers_p99_ms)),
+        ("decision with the pure functions, p50", f"{reference_ms:.3f} ms", "", "", "1"),
         (
             "pass of the rescheduler, p99",
             f"{result.reschedule_pass_ms:.3f} ms",
             f"{result.reschedule_pass_cpu_ms:.3f} ms",
             "10 ms",
+            times(result.reschedule_pass_ms),
+        ),
+        (
+            "… over a full cluster",
+            f"{result.full_pass_ms:.3f} ms",
+            f"{result.full_pass_cpu_ms:.3f} ms",
+            "10 ms",
+            times(result.full_pass_ms),
         ),
         (
             "scrape of /metrics; its part that a decision waits for",
             "",
             f"{result.scrape_cpu_ms:.1f} ms; {result.scrape_hold_cpu_ms:.2f} ms",
             "",
+            "",
         ),
-        ("status to view, p99", "" if to_view is None else f"{to_view:.2f} ms", "", "20 ms"),
+        ("status to view, p99", "" if to_view is None else f"{to_view:.2f} ms", "", "20 ms", ""),
     )
     for row in rows:
         table.add_row(*row)

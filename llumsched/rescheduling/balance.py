@@ -81,6 +81,7 @@ def _pair(draft: Draft, policy: str, aim: _Aim, able_sources: Mask, able_destina
     hottest = _sorted(-draft.load, able_sources).tolist()
     coldest = _in_use(draft, _sorted(draft.load, able_destinations))
     scale = 1.0 if aim.metric == RATIO else max(float(draft.load[able_sources].max(initial=0.0)), 1.0)
+    most_room = float(draft.free_tokens[coldest].max(initial=0.0))
     tries = draft.room * _TRIES_PER_MOVE
     for source in hottest:
         if draft.room <= 0 or tries <= 0:
@@ -90,6 +91,9 @@ def _pair(draft: Draft, policy: str, aim: _Aim, able_sources: Mask, able_destina
             continue
         if draft.history.source_avoided(draft.snapshot.ids[source], draft.now_s):
             draft.refused["source_avoided"] += 1
+            continue
+        if _mean_tokens(draft, source) > most_room:
+            draft.refused["no_room"] += int(np.count_nonzero(draft.load[coldest] < draft.load[source]))
             continue
         for destination in islice(_permitted(draft, source, coldest), _DESTINATIONS_PER_SOURCE):
             move, fault = weigh(draft, policy, source, destination, scale, aim.mean)

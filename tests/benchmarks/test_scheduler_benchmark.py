@@ -8,7 +8,7 @@ from benchmarks import scheduler
 
 
 def test_it_measures_decisions_updates_and_passes() -> None:
-    result = scheduler.measure_all(instances=20, decisions=300, updates=1.0, seconds=0, quiet=True)
+    result = scheduler.measure_all(instances=20, decisions=300, updates=1.0, seconds=0, dead=2, quiet=True)
     figures = dataclasses.asdict(result)
     assert json.loads(json.dumps(figures))["instances"] == 20
     assert figures.pop("status_to_view_p99_ms") is None

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.harness import SERVED_NAME, Command
 from llumsched.up.ports import free_port
@@ -44,7 +45,7 @@ class Control:
         self.gateway_url = f"http://127.0.0.1:{gateway_port}"
         tokenizer = [] if model is None else ["--tokenizer-path", f"{SERVED_NAME}={model}"]
         self.schedulers: list[Command] = []
-        """In the order in which the gateway asks them."""
+        """The gateway begins with any of them."""
         for number, (address, arguments) in enumerate(zip(addresses, schedulers, strict=True)):
             where = ["--port", address.rpartition(":")[2], *(["--cms", cms] if cms else [])]
             log = logs / f"{name}scheduler{number or ''}.log"
@@ -76,7 +77,7 @@ class Control:
 
     async def knows(self, num_instances: int) -> None:
         """Until every scheduler that lives knows of just so many instances that take requests, each by a report later
-        than this call, and the gateway of their model."""
+        than this call, and places them, and the gateway knows of their model."""
         asked_ms = time.time() * 1e3
         async with aiohttp.ClientSession() as session, asyncio.timeout(READY_SECONDS):
             while True:
@@ -87,15 +88,29 @@ class Control:
                     views, models = [], []
                 reported_ms = [_reported_ms(view) for view in views]
                 are_known = all(len(each) == num_instances and min(each) > asked_ms for each in reported_ms)
-                if views and models and are_known:
+                are_warm = not any(view["warming"] for view in views)
+                if views and models and are_known and are_warm:
                     return
                 await asyncio.sleep(0.2)
+
+    async def scheduler_in_use(self) -> Command:
+        """That has placed the most requests."""
+        async with aiohttp.ClientSession() as session:
+            placed = [await _num_placed(session, url) for url in self._urls_alive]
+        return next(one for one, url in zip(self.schedulers, self._urls, strict=True) if url == max(placed)[1])
 
 
 async def rescheduling(url: str) -> dict[str, Any]:
     """The last passes and moves of the rescheduler, or of the scheduler that runs one inside, as JSON has them."""
     async with aiohttp.ClientSession() as session:
         return await _get(session, f"{url}/debug/rescheduling")
+
+
+async def _num_placed(session: aiohttp.ClientSession, url: str) -> tuple[float, str]:
+    async with session.get(f"{url}/metrics", raise_for_status=True) as answer:
+        families = text_string_to_metric_families(await answer.text())
+    samples = (sample for family in families for sample in family.samples)
+    return sum(sample.value for sample in samples if sample.name == "scheduler_scheduling_total"), url
 
 
 def _reported_ms(view: dict[str, Any]) -> list[int]:

@@ -76,6 +76,7 @@ async def _ask(url: str, asked: dict[str, Any]) -> tuple[int, Any]:
 def _show(answer: dict[str, Any]) -> None:
     console = output.console()
     old = f", view {answer['view_age_s']:.1f} s old" if answer["view_age_s"] else ""
+    old += ", warming up: nothing is placed yet" if answer["warming"] else ""
     for stage in answer["stages"]:
         second = ", nobody passed all filters" if stage["fallback"] else ""
         console.print(

@@ -40,7 +40,11 @@ _log = logging.getLogger("llumnix.scheduler")
 _REDIS_PORT: Final = "6379"
 _WITH_REDIS_HOST: Final = ("--cms-redis-port", "--cms-redis-username", "--cms-redis-password")
 _OF_ONE_MODE: Final = {
-    Mode.FULL: ("--enable-instance-status-local-account", "--request-local-account-staleness-seconds"),
+    Mode.FULL: (
+        "--enable-instance-status-local-account",
+        "--request-local-account-staleness-seconds",
+        "--warm-up-seconds",
+    ),
     Mode.LITE: ("--gateway-ttl-seconds", "--request-state-ttl-seconds"),
 }
 _DEFAULTS: Final[dict[str, Any]] = {
@@ -103,6 +107,8 @@ def _add_dispatch(group: Any) -> None:
     for flag, name, text in (
         ("--request-local-account-staleness-seconds", "account_staleness_s",
          "full mode: how long, for a request that never gets there"),
+        ("--warm-up-seconds", "warms_up_s",
+         "full mode: after a start, how long no instance must have come before requests are placed"),
         ("--gateway-ttl-seconds", "gateway_ttl_s", "lite mode: silence after which a gateway's requests count no more"),
         ("--request-state-ttl-seconds", "state_ttl_s", "lite mode: silence after which one request counts no more"),
     ):  # fmt: skip
@@ -142,6 +148,7 @@ class _Reader:
             "cms": self._cms(mode),
             "account": self._switch("--enable-instance-status-local-account"),
             "account_staleness_s": self._seconds("--request-local-account-staleness-seconds", "account_staleness_s"),
+            "warms_up_s": self._seconds("--warm-up-seconds", "warms_up_s", may_be_0=True),
             "gateway_ttl_s": self._seconds("--gateway-ttl-seconds", "gateway_ttl_s"),
             "state_ttl_s": self._seconds("--request-state-ttl-seconds", "state_ttl_s"),
             "backend_endpoints": endpoints,
@@ -250,13 +257,13 @@ class _Reader:
             self.faults.append(f"{flag} {text!r} is neither true nor false")
         return bool(text != "false")
 
-    def _seconds(self, flag: str, field: str = "") -> float:
+    def _seconds(self, flag: str, field: str = "", *, may_be_0: bool = False) -> float:
         """That of a flag that was not given is the default of the field; 0 for a fault."""
         text = self._text(flag)
         if text is None:
             return float(_DEFAULTS[field])
         value, fault = arguments.number(flag, text)
-        if not fault and value <= 0:
+        if not fault and (value < 0 or (value == 0 and not may_be_0)):
             fault = [f"{flag} must be positive"]
         self.faults += fault
         return 0.0 if fault else value

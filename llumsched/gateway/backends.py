@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 import time
 from collections.abc import Collection, Iterator
@@ -75,7 +76,8 @@ class Backends:
         self._session = session
         self._configured = frozenset(configured)
         self._by_address = {address: Backend(address) for address in configured}
-        self._next = 0
+        self._next = random.randrange(1 << 16)
+        """Gateways do not all begin with the same one."""
         self._asked: asyncio.Task[None] | None = None
         self._dying: dict[Backend, asyncio.Task[bool]] = {}
         self.refreshed_s = -float("inf")
@@ -105,6 +107,9 @@ class Backends:
             elif backend.is_down:
                 found[backend] = Ejection(Cause.UNREACHABLE, "it does not answer", backend.answered_s)
         return found
+
+    def any_in_use(self, model: str) -> bool:
+        return any(backend.serves(model) and not self.avoids(backend) for backend in self._by_address.values())
 
     def listed(self, model: str) -> bool:
         """Whether one of them is known to serve it."""

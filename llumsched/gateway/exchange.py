@@ -328,6 +328,7 @@ class Exchange:
             self._request.raw_headers,
             placed.asked.id,
             num_deaths=len(self._case.deaths),
+            dp_rank=placed.dp_rank,
         )
         async with call as answer:
             if answer.status == 200 and _is_event_stream(answer):

@@ -33,6 +33,8 @@ class Placed:
     """The scheduler was away."""
     waited_s: float = 0.0
     """For the scheduler, or for an instance."""
+    dp_rank: int | None = None
+    """Which of several data-parallel ranks behind that API server, by its own count."""
 
 
 class Placement(Protocol):

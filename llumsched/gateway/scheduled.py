@@ -16,7 +16,14 @@ from llumsched.gateway.config import Config
 from llumsched.gateway.errors import NoInstance, Overloaded, UnknownModel
 from llumsched.gateway.outliers import Ejection
 from llumsched.gateway.placement import Asked, Placed, RoundRobin
-from llumsched.gateway.scheduler_client import Decision, NoEndpoint, NotScheduled, SchedulerAway, SchedulerClient
+from llumsched.gateway.scheduler_client import (
+    Decision,
+    NoEndpoint,
+    NotScheduled,
+    SchedulerAway,
+    SchedulerClient,
+    SchedulerWarming,
+)
 
 COMPLAINT_TTL_S = 15.0
 """After which a scheduler forgets what a gateway complained of."""
@@ -82,6 +89,10 @@ class Scheduled:
                 placed = await self._scheduled(asked, {*named, *self._backends.avoided()}, started_s)
         except (SchedulerAway, NotScheduled):
             return await self._without_scheduler(asked, excluded, shunned)
+        except SchedulerWarming as warming:
+            if not self._backends.any_in_use(asked.model):
+                raise NoEndpoint(str(warming)) from None
+            return await self._without_scheduler(asked, excluded, shunned)
         except UnknownModel:
             raise UnknownModel(f"The model `{asked.model}` does not exist.") from None
         if placed.backend not in excluded:
@@ -107,7 +118,8 @@ class Scheduled:
         backend = self._backends.at(Address(endpoint["host"], int(endpoint["port"])))
         if asked.model:
             backend.learn(asked.model)
-        return Placed(asked, backend, decision, waited_s=took_s)
+        rank = chosen.get("dp_rank_local")
+        return Placed(asked, backend, decision, waited_s=took_s, dp_rank=rank if isinstance(rank, int) else None)
 
     def _request(self, asked: Asked, excluded: Collection[Backend] = ()) -> dict[str, Any]:
         request: dict[str, Any] = {

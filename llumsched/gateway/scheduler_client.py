@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -36,6 +37,7 @@ _LATE_S: Final = 30.0
 _MOST_ABANDONED: Final = 1000
 _SHORT: Final = aiohttp.ClientTimeout(total=_CLIENT_TIMEOUT_S)
 _NOT_FOUND: Final = "endpoint not found"
+_WARMING: Final = b"warming"
 
 
 class _Metadata(msgspec.Struct):
@@ -58,6 +60,10 @@ _VIEW = msgspec.json.Decoder(_View)
 
 class SchedulerAway(Exception):
     """No scheduler gave an answer that can be used."""
+
+
+class SchedulerWarming(Exception):
+    """It is there, and does not know enough of the cluster yet."""
 
 
 class NoEndpoint(Exception):
@@ -87,8 +93,8 @@ class SchedulerClient:
         self._timeout_s = config.schedule_timeout_s
         self._schedulers = {address: _Scheduler(address, session, headers) for address in config.scheduler_endpoints}
         self._in_turn = list(self._schedulers.values())
-        self._current = 0
-        """The one that answered last."""
+        self._current = random.randrange(len(self._in_turn)) if self._in_turn else 0
+        """The one that answered last. Gateways begin with different ones."""
         self._away_until_s = 0.0
         self.is_away = False
         """None of them answered."""
@@ -96,13 +102,14 @@ class SchedulerClient:
         """Requests for a place that nobody waits for any more."""
 
     async def schedule(self, request: dict[str, Any]) -> Decision:
-        """Raises SchedulerAway, NoEndpoint, NotScheduled, UnknownModel."""
+        """Raises SchedulerAway, SchedulerWarming, NoEndpoint, NotScheduled, UnknownModel."""
         now_s = time.monotonic()
         if self.is_away and now_s < self._away_until_s:
             raise SchedulerAway("The scheduler did not answer lately.")
         self._away_until_s = now_s + _AWAY_S  # if it is away, one request at a time finds out
         body = msgspec.json.encode(request)
         reason: Exception | None = None
+        warming: SchedulerWarming | None = None
         first = self._current
         for offset in range(len(self._in_turn)):
             number = (first + offset) % len(self._in_turn)
@@ -111,12 +118,17 @@ class SchedulerClient:
                 result = _result(scheduler.address, *await self._ask(scheduler, request, body))
             except (aiohttp.ClientError, TimeoutError, OSError, SchedulerAway) as error:
                 reason = error
+            except SchedulerWarming as error:
+                warming = error
             except (NoEndpoint, NotScheduled, UnknownModel):
                 self._answered(number)
                 raise
             else:
                 self._answered(number)
                 return Decision(scheduler.address, result)
+        if warming is not None:
+            self.is_away = False
+            raise warming
         if not self.is_away:
             _log.warning(
                 "the scheduler is away (%s); requests go round the instances known", str(reason) or "no answer in time"
@@ -148,7 +160,7 @@ class SchedulerClient:
         self._abandoned.discard(asking)
         if asking.cancelled() or asking.exception() is not None:
             return
-        with suppress(SchedulerAway, NoEndpoint, NotScheduled, UnknownModel):
+        with suppress(SchedulerAway, SchedulerWarming, NoEndpoint, NotScheduled, UnknownModel):
             self.release(scheduler, request | {"scheduling_result": _result(scheduler, *asking.result())})
 
     def _answered(self, number: int) -> None:
@@ -285,7 +297,9 @@ class _Scheduler:
 
 
 def _result(scheduler: Address, status: int, text: bytes) -> list[dict[str, Any]]:
-    """Raises SchedulerAway, NoEndpoint, NotScheduled, UnknownModel."""
+    """Raises SchedulerAway, SchedulerWarming, NoEndpoint, NotScheduled, UnknownModel."""
+    if status == 503 and text.startswith(_WARMING):
+        raise SchedulerWarming(text.decode(errors="replace"))
     if status == 429:
         raise NoEndpoint(text.decode(errors="replace"))
     if status == 404 and _NOT_FOUND in text.decode(errors="replace"):

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Iterable
 from types import TracebackType
+from typing import Final
 
 import aiohttp
 from multidict import CIMultiDict
@@ -21,10 +22,12 @@ from llumsched.gateway.backends import Backend
 from llumsched.gateway.connection import Connection, State
 from llumsched.gateway.errors import StreamLost
 
+RANK_HEADER: Final = "X-data-parallel-rank"
+"""vLLM's. It has the request computed by that engine of several; a client that names one would undo the placement."""
 _NOT_FORWARDED = frozenset(
     (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
      b"trailer", b"transfer-encoding", b"upgrade", b"host", b"content-length", b"content-encoding",
-     b"accept-encoding", b"expect", b"x-request-id", ATTEMPT_HEADER.lower().encode())
+     b"accept-encoding", b"expect", b"x-request-id", ATTEMPT_HEADER.lower().encode(), RANK_HEADER.lower().encode())
 )  # fmt: skip
 """Of one connection, or about the body's coding, which aiohttp has undone."""
 _NOT_RETURNED = (
@@ -53,15 +56,18 @@ def request_head(
     num_bytes: int,
     *,
     num_deaths: int = 0,
+    dp_rank: int | None = None,
 ) -> bytes:
     """The client's headers, less those of its connection. What aiohttp has read has no line end in it. `num_deaths`:
-    instances that died with the request."""
+    instances that died with the request. `dp_rank`: the engine that is to have it, of those behind the API server."""
     lines = [
         b"POST %b HTTP/1.1\r\nHost: %b\r\nContent-Length: %d\r\nX-Request-Id: %b"
         % (path.encode(), str(backend.address).encode(), num_bytes, request_id.encode())
     ]
     if num_deaths:
         lines.append(f"{ATTEMPT_HEADER}: {attempt_after(num_deaths)}".encode())
+    if dp_rank is not None:
+        lines.append(f"{RANK_HEADER}: {dp_rank}".encode())
     dropped: frozenset[bytes] = _NOT_FORWARDED
     for name, value in client:
         if name.lower() == b"connection" and value.lower() not in (b"keep-alive", b"close"):
@@ -171,8 +177,9 @@ class Upstream:
         request_id: str,
         *,
         num_deaths: int = 0,
+        dp_rank: int | None = None,
     ) -> Call:
-        head = request_head(backend, path, client, request_id, len(body), num_deaths=num_deaths)
+        head = request_head(backend, path, client, request_id, len(body), num_deaths=num_deaths, dp_rank=dp_rank)
         return Call(self, backend, head + body)
 
     async def connect(self, backend: Backend, *, anew: bool = False) -> Connection:

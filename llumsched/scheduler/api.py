@@ -2,7 +2,8 @@
 """The scheduler's HTTP API.
 
 POST /schedule         200 the request with its `scheduling_result`; 404 nobody serves the model; 429 nobody takes
-                       it now; 400 the JSON is wrong, the prompt fits nowhere, or nothing is known of any instance
+                       it now; 400 the JSON is wrong, the prompt fits nowhere, or nothing is known of any instance; 503
+                       too little is known of them yet (`warming: …`)
 POST /release          one or an array: 200, as often as one likes; 400 the JSON is wrong or names no result
 POST /report           200; lite mode, from gateways
 POST /complaints       200; instances to which a gateway sends nothing now, and why
@@ -54,7 +55,12 @@ _KEEPALIVE_S: Final = 3.0
 _MOST_REPORTS: Final = 100_000
 _SHOWN_AT_ONCE: Final = 8
 """Instances of `/debug/view`, between which requests are placed; a millisecond."""
-_STATUS: Final = {Refused.ENDPOINT_NOT_FOUND: 404, Refused.NO_AVAILABLE_ENDPOINT: 429, Refused.NO_MATCH_INFER_TYPE: 429}
+_STATUS: Final = {
+    Refused.ENDPOINT_NOT_FOUND: 404,
+    Refused.NO_AVAILABLE_ENDPOINT: 429,
+    Refused.NO_MATCH_INFER_TYPE: 429,
+    Refused.WARMING: 503,
+}
 
 
 class Api:
@@ -91,7 +97,8 @@ class Api:
             return web.Response(status=_STATUS.get(error.kind, 400), text=str(error))
         self._metrics.placed(placements, time.perf_counter() - began_s)
         asked.scheduling_result = [
-            llm_instance(placed.instance, placed.infer_type, asked.model) for placed in placements
+            llm_instance(placed.instance, placed.infer_type, asked.model, self._local_rank(placed.instance))
+            for placed in placements
         ]
         asked.excluded_endpoints = []
         return _json(asked)
@@ -161,7 +168,8 @@ class Api:
 
     async def healthz(self, http: web.Request) -> web.Response:
         view = self._dispatcher.view
-        return _json({"status": "ok", "instances": len(view), "view_age_s": round(view.age_s, 3)})
+        status = "warming" if self._dispatcher.warmth.is_warming else "ok"
+        return _json({"status": status, "instances": len(view), "view_age_s": round(view.age_s, 3)})
 
     async def metrics(self, http: web.Request) -> web.Response:
         return web.Response(body=await self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST})
@@ -188,6 +196,7 @@ class Api:
             {
                 "policy": policy.name,
                 "mode": policy.mode,
+                "warming": self._dispatcher.warmth.is_warming,
                 "view_age_s": round(self._dispatcher.view.age_s, 3),
                 "stages": [explain(decision, self._dispatcher.table) for decision in decisions.values()],
             }
@@ -199,7 +208,15 @@ class Api:
             instances[instance.id] = msgspec.Raw(encode(self._shown(instance)))
             if number % _SHOWN_AT_ONCE == 0:
                 await asyncio.sleep(0)
-        return _json({"connected": view.connected, "age_s": round(view.age_s, 3), "instances": instances})
+        is_warming = self._dispatcher.warmth.is_warming
+        return _json(
+            {
+                "connected": view.connected,
+                "age_s": round(view.age_s, 3),
+                "warming": is_warming,
+                "instances": instances,
+            }
+        )
 
     def _shown(self, instance: Instance) -> dict[str, Any]:
         return {
@@ -211,6 +228,13 @@ class Api:
                 instance.status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
             ),
         }
+
+    def _local_rank(self, instance: Instance) -> int | None:
+        """Among the ranks behind its API server, as vLLM counts them there; None if it is alone there."""
+        view, ids = self._dispatcher.view, self._dispatcher.complaints.ids_at(instance.api_server)
+        if instance.metadata.data_parallel_size < 2 or len(ids) < 2:
+            return None
+        return instance.metadata.dp_rank - min(view[one].metadata.dp_rank for one in ids)
 
     def _request(self, asked: SchedulingRequest) -> Request:
         ids_at = self._dispatcher.complaints.ids_at

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The JSON of the scheduler's API, field for field that of Llumnix. What is not known is ignored; what is known must
-have the right type and size. `excluded_endpoints` is an addition: a second try names who failed the first."""
+have the right type and size. Additions: `excluded_endpoints`, with which a second try names who failed the first, and
+`dp_rank_local`, the rank among those of its API server, unless it is the only one there."""
 
 from __future__ import annotations
 
@@ -39,6 +40,7 @@ class LLMInstance(Struct):
     aux_port: int = 0
     dp_rank: int = 0
     dp_size: int = 0
+    dp_rank_local: int | UnsetType = UNSET
 
 
 class SchedulingRequest(Struct, omit_defaults=True):
@@ -122,7 +124,9 @@ def encode(value: Any) -> bytes:
     return msgspec.json.encode(value)
 
 
-def llm_instance(instance: Instance, infer_type: InferType, model: str) -> LLMInstance:
+def llm_instance(
+    instance: Instance, infer_type: InferType, model: str, dp_rank_local: int | None = None
+) -> LLMInstance:
     metadata = instance.metadata
     return LLMInstance(
         id=metadata.instance_id,
@@ -133,4 +137,5 @@ def llm_instance(instance: Instance, infer_type: InferType, model: str) -> LLMIn
         aux_port=metadata.kvt_port,
         dp_rank=metadata.dp_rank,
         dp_size=metadata.data_parallel_size,
+        dp_rank_local=UNSET if dp_rank_local is None else dp_rank_local,
     )

@@ -28,6 +28,7 @@ from llumsched.scheduling.dispatch import Dispatcher, Ledger
 from llumsched.scheduling.load import InferType
 from llumsched.scheduling.lrs import RealtimeState
 from llumsched.scheduling.policy import Mode, Policy
+from llumsched.scheduling.warmth import QUIET_S
 
 _EXPIRE_S: Final = 0.5
 _STOP_S: Final = 2.0
@@ -55,6 +56,8 @@ class SchedulerConfig:
     """Lite mode: what the engines want to be asked with."""
     gateway_ttl_s: float = 30.0
     state_ttl_s: float = 600.0
+    warms_up_s: float = QUIET_S
+    """Full mode: how long no instance must have come before requests are placed."""
     rescheduling: ReschedulingConfig | None = None
     """Full mode, in this process."""
     credentials: Credentials = field(default=NONE, repr=False)
@@ -87,7 +90,8 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
         await store.start()
         registry = CollectorRegistry()
         ledger = _ledger(config, store.view)
-        dispatcher = Dispatcher(store.view, config.policy, ledger, time.monotonic)
+        warms_up_s = 0.0 if config.policy.mode is Mode.LITE else config.warms_up_s
+        dispatcher = Dispatcher(store.view, config.policy, ledger, time.monotonic, warms_up_s=warms_up_s)
         stack.callback(dispatcher.close)
         _keep(stack, asyncio.create_task(_expire(ledger)))
         rescheduler = _reschedule(stack, config, store.view, ledger, registry)

@@ -20,6 +20,7 @@ from llumsched.scheduling.pipeline import Decision
 from llumsched.scheduling.policy import Policy
 from llumsched.scheduling.selectors import Draw
 from llumsched.scheduling.table import Table
+from llumsched.scheduling.warmth import Warmth
 
 _REMEMBER_S = 10.0
 _MOST_REMEMBERED = 100_000
@@ -36,6 +37,8 @@ class Refused(StrEnum):
     """Nothing is known of any instance, and the store cannot be reached."""
     PROMPT_TOO_LONG = "prompt_too_long"
     """For every instance that serves the model."""
+    WARMING = "warming"
+    """Not enough is known yet to choose."""
 
 
 class NotPlaced(Exception):
@@ -76,7 +79,10 @@ class Dispatcher:
         ledger: Ledger,
         clock: Callable[[], float],
         draw: random.Random | None = None,
+        *,
+        warms_up_s: float = 0.0,
     ) -> None:
+        """`warms_up_s`: how long no instance must have come before it chooses among those that have."""
         self.view, self.policy, self.ledger = view, policy, ledger
         self.table = Table(ledger.in_flight, policy.metrics)
         self._clock = clock
@@ -85,7 +91,8 @@ class Dispatcher:
         self._placed: OrderedDict[str, tuple[float, frozenset[str]]] = OrderedDict()
         """Where a request went lately: a second try goes elsewhere, if there is an elsewhere."""
         self.complaints = Complaints(clock)
-        self._stop = [view.observe(ledger), view.observe(self.table), view.observe(self.complaints)]
+        self.warmth = Warmth(clock, warms_up_s)
+        self._stop = [view.observe(one) for one in (ledger, self.table, self.complaints, self.warmth)]
 
     def close(self) -> None:
         for stop in self._stop:
@@ -95,6 +102,8 @@ class Dispatcher:
         self, request: Request, stages: tuple[InferType, ...] = (InferType.NEUTRAL,), gateway_id: str = ""
     ) -> list[Placement]:
         """An instance for each stage, or, if one of them finds none, for none. Raises NotPlaced."""
+        if self.warmth.is_warming and self.view.connected:
+            raise NotPlaced(Refused.WARMING, f"warming: {len(self.view)} instances are known so far")
         decisions = self.decide(request, stages, gateway_id)
         placements = []
         for stage, decision in decisions.items():

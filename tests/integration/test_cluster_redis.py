@@ -94,7 +94,7 @@ async def test_the_other_scheduler_knows_as_much(cluster: Cluster) -> None:
     await cluster.control.knows(2)
     async with Client(cluster.control.gateway_url) as client:
         streams = [await begun(client) for _ in range(4)]
-        for pid in cluster.control.schedulers[0].pids():
+        for pid in (await cluster.control.scheduler_in_use()).pids():
             os.kill(pid, signal.SIGKILL)
         streams += [await begun(client) for _ in range(2)]
         assert await is_spread(cluster, streams)

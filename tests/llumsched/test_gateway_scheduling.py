@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -47,6 +48,8 @@ class MockScheduler:
     hangs: bool = False
     may_place: asyncio.Event | None = None
     """Placements wait for it."""
+    dp_rank_local: int | None = None
+    is_warming: bool = False
     may_be_told: asyncio.Event | None = None
     """Reports wait for it."""
     calls: list[tuple[str, Any]] = field(default_factory=list)
@@ -73,12 +76,20 @@ class MockScheduler:
             await self.may_be_told.wait()
         if request.path != "/schedule":
             return web.Response(status=404 if request.path == "/debug/view" else 200)
+        if self.is_warming:
+            return web.Response(status=503, text="warming: 3 instances are known so far")
         if self.status != 200:
             return web.Response(status=self.status, text={404: "endpoint not found"}.get(self.status, "no"))
         if self.may_place is not None:
             await self.may_place.wait()
         port = self.ports[len(self.of("/schedule")) % len(self.ports)]
-        instance = {"id": f"engine-{port}", "endpoint": {"host": "127.0.0.1", "port": port}, "infer_type": "neutral"}
+        instance: dict[str, Any] = {
+            "id": f"engine-{port}",
+            "endpoint": {"host": "127.0.0.1", "port": port},
+            "infer_type": "neutral",
+        }
+        if self.dp_rank_local is not None:
+            instance["dp_rank_local"] = self.dp_rank_local
         return web.json_response(body | {"scheduling_result": [instance]})
 
 
@@ -90,7 +101,7 @@ async def scheduled(**settings: Any) -> AsyncIterator[tuple[Cluster, MockSchedul
 
 @asynccontextmanager
 async def scheduled_by(number: int, **settings: Any) -> AsyncIterator[tuple[Cluster, list[MockScheduler]]]:
-    """Several schedulers: another one is asked if one fails."""
+    """Several schedulers, in the order in which they are asked: another one if one fails."""
     schedulers = [MockScheduler() for _ in range(number)]
     async with AsyncExitStack() as stack:
         servers = [await stack.enter_async_context(engine(one)) for one in schedulers]  # type: ignore[arg-type]
@@ -104,7 +115,8 @@ async def scheduled_by(number: int, **settings: Any) -> AsyncIterator[tuple[Clus
         it = await stack.enter_async_context(cluster(**defaults | settings))
         for scheduler in schedulers:
             scheduler.ports = it.ports
-        yield it, schedulers
+        first = it.gateway.placement._client._current  # type: ignore[attr-defined]
+        yield it, schedulers[first:] + schedulers[:first]
 
 
 @pytest.mark.asyncio
@@ -126,6 +138,51 @@ async def test_a_body_that_cannot_be_counted_is_refused_here() -> None:
         assert "out of range" in reply.json["error"]["message"]
         assert reply.headers["X-Request-Id"]
         assert not scheduler.of("/schedule")
+
+
+@pytest.mark.asyncio
+async def test_the_engine_is_told_the_rank_that_the_scheduler_chose() -> None:
+    """And not the one that a client would have."""
+    async with scheduled() as (it, scheduler):
+        for rank in (None, 2):
+            scheduler.dp_rank_local = rank
+            await it.post(COMPLETIONS, BODY, {"X-Data-Parallel-Rank": "1"})
+        told = [seen["headers"].get("X-data-parallel-rank") for seen in it.engines.seen or []]
+        assert told == [None, "2"]
+
+
+@pytest.mark.asyncio
+async def test_while_the_scheduler_warms_up_requests_go_round_what_is_known() -> None:
+    async with scheduled(num_engines=3) as (it, scheduler):
+        for _ in range(3):
+            await it.post(COMPLETIONS, BODY)
+        scheduler.is_warming = True
+        it.engines.seen = []
+        assert {(await it.post(COMPLETIONS, BODY)).status for _ in range(6)} == {200}
+        assert Counter(seen["headers"]["Host"] for seen in it.engines.seen) == {
+            f"127.0.0.1:{port}": 2 for port in it.ports
+        }
+        assert len(scheduler.of("/schedule")) == 9, "it is asked for each: it is not away"
+        scheduler.is_warming = False
+        await it.post(COMPLETIONS, BODY)
+        assert b'request_fallback_total{model="mock",status_code="200"} 6.0' in (await it.get("/metrics")).content
+
+
+@pytest.mark.asyncio
+async def test_where_nothing_is_known_a_request_waits_until_the_scheduler_is_warm() -> None:
+    async with scheduled() as (it, scheduler):
+        scheduler.is_warming = True
+        asked = asyncio.create_task(it.post(COMPLETIONS, BODY))
+        await until(lambda: len(scheduler.of("/schedule")) == 2)
+        scheduler.is_warming = False
+        assert (await asked).status == 200
+
+
+@pytest.mark.asyncio
+async def test_gateways_begin_with_different_schedulers() -> None:
+    config = Config(scheduler_endpoints=tuple(Address("127.0.0.1", port) for port in (1, 2, 3)))
+    async with aiohttp.ClientSession() as session:
+        assert {SchedulerClient(config, session)._current for _ in range(200)} == {0, 1, 2}
 
 
 @pytest.mark.asyncio

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import aiohttp
@@ -15,6 +16,7 @@ import pytest_asyncio
 from llumsched.scheduler.messages import MAX_BODY_BYTES
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
 from llumsched.scheduling.policy import Mode, load_policy
+from tests.llumlet.fake_agent import until
 from tests.llumsched import scheduling_cases as cases
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
@@ -46,7 +48,7 @@ class Client:
 @pytest_asyncio.fixture
 async def client() -> AsyncIterator[Client]:
     policy = load_policy("load-balance", Mode.FULL)
-    running = await serve(SchedulerConfig(policy, host="127.0.0.1", port=0, cms="listen://127.0.0.1:0"))
+    running = await serve(SchedulerConfig(policy, "127.0.0.1", 0, "listen://127.0.0.1:0", warms_up_s=0.0))
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session:
         for name in "abc":
             cases.put(running.view, name, api_server_port=8000 + ord(name), node_id=name)
@@ -64,6 +66,40 @@ async def test_a_request_is_placed_and_echoed(client: Client) -> None:
          "version": 0, "aux_ip": "", "aux_port": 0, "dp_rank": 0, "dp_size": 1}
     ]  # fmt: skip
     assert client.running.dispatcher.ledger.in_flight.of("a").num_tokens == 3
+
+
+async def test_of_ranks_behind_one_api_server_the_gateway_is_told_which(client: Client) -> None:
+    """By that server's own count: with `--data-parallel-hybrid-lb` it has only some of them."""
+    for name in "abc":
+        client.running.view.remove(name)
+    for rank in (4, 5, 6):
+        ranks = {"data_parallel_size": 8, "dp_rank": rank, "api_server_port": 8100}
+        cases.put(client.running.view, f"dp{rank}", **ranks)
+    cases.put(client.running.view, "alone", data_parallel_size=8, dp_rank=7, api_server_port=8101)
+    found = {}
+    for number in range(4):
+        body = {"id": f"r{number}", "model": "m", "gateway_id": "g", "prompt_num_tokens": 10}
+        _, answer = await client.post("/schedule", body)
+        (chosen,) = answer["scheduling_result"]
+        found[chosen["id"]] = chosen["dp_rank"], chosen.get("dp_rank_local")
+    assert found == {"dp4": (4, 0), "dp5": (5, 1), "dp6": (6, 2), "alone": (7, None)}
+
+
+async def test_a_young_scheduler_does_not_choose_yet() -> None:
+    policy = load_policy("load-balance", Mode.FULL)
+    async with AsyncExitStack() as stack:
+        running = await serve(SchedulerConfig(policy, "127.0.0.1", 0, "listen://127.0.0.1:0", warms_up_s=0.3))
+        stack.push_async_callback(running.close)
+        client = Client(running, await stack.enter_async_context(aiohttp.ClientSession()))
+        body = {"id": "r", "model": "m"}
+        assert await client.post("/schedule", body) == (503, "warming: 0 instances are known so far")
+        cases.put(running.view, "a", api_server_port=8000)
+        assert await client.post("/schedule", body) == (503, "warming: 1 instances are known so far")
+        assert json.loads((await client.get("/healthz"))[1])["status"] == "warming"
+        await until(lambda: not running.dispatcher.warmth.is_warming)
+        assert await client.schedule("r") == "a"
+        assert json.loads((await client.get("/healthz"))[1])["status"] == "ok"
+        assert 'scheduler_scheduling_failed_total{error_type="warming"} 2.0' in (await client.get("/metrics"))[1]
 
 
 async def test_what_is_on_its_way_counts(client: Client) -> None:

@@ -128,11 +128,10 @@ class Scheduled:
             "gateway_id": self.gateway_id,
             "scheduling_mode": "neutral",
             "prompt_num_tokens": asked.num_prompt_tokens,
+            "excluded_endpoints": [str(backend.address) for backend in excluded],
         }
         if asked.prompt_token_ids is not None:
             request["prompt_token_ids"] = asked.prompt_token_ids
-        if excluded:
-            request["excluded_endpoints"] = [str(backend.address) for backend in excluded]
         return request
 
     def release(self, placed: Placed, *, completed: bool) -> None:

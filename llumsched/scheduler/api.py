@@ -27,6 +27,7 @@ from typing import Any, Final
 import msgspec
 from aiohttp import WSMsgType, web
 from google.protobuf.json_format import MessageToDict
+from msgspec import UNSET, UnsetType
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
@@ -100,7 +101,7 @@ class Api:
             llm_instance(placed.instance, placed.infer_type, asked.model, self._local_rank(placed.instance))
             for placed in placements
         ]
-        asked.excluded_endpoints = []
+        asked.excluded_endpoints = UNSET
         return _json(asked)
 
     async def release(self, http: web.Request) -> web.Response:
@@ -112,7 +113,8 @@ class Api:
         if not all(one.scheduling_result for one in ended):
             raise ValueError("scheduling_result is missing or empty")
         for one in ended:
-            self._dispatcher.release(one.id, {instance.id for instance in one.scheduling_result or ()})
+            placed = {instance.id for instance in one.scheduling_result or ()}
+            self._dispatcher.release(one.id, placed, one.gateway_id)
         return web.Response()
 
     async def report(self, http: web.Request) -> web.Response:
@@ -238,8 +240,11 @@ class Api:
 
     def _request(self, asked: SchedulingRequest) -> Request:
         ids_at = self._dispatcher.complaints.ids_at
-        avoid = frozenset().union(*(ids_at(address) for address in _addresses(asked.excluded_endpoints)))
-        return Request(asked.id, asked.model, asked.count_tokens(), avoid)
+        excluded = asked.excluded_endpoints
+        if isinstance(excluded, UnsetType):
+            return Request(asked.id, asked.model, asked.count_tokens())
+        avoid = frozenset().union(*map(ids_at, _addresses(excluded)))
+        return Request(asked.id, asked.model, asked.count_tokens(), avoid, tells_tries=True)
 
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from llumsched.causes import Cause
 from llumsched.cms.view import Instance
@@ -53,7 +53,8 @@ class SchedulingRequest(Struct, omit_defaults=True):
     prompt_token_ids: Raw | UnsetType = UNSET
     """Echoed, and counted if `prompt_num_tokens` is missing."""
     scheduling_result: Annotated[list[LLMInstance], Meta(max_length=16)] | None = None
-    excluded_endpoints: Annotated[list[Name], Meta(max_length=1024)] = field(default_factory=list)
+    excluded_endpoints: Annotated[list[Name], Meta(max_length=1024)] | UnsetType = UNSET
+    """Also if there is none: a gateway that leaves it out has its retries known by their ids."""
 
     @property
     def stages(self) -> tuple[InferType, ...]:

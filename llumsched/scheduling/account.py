@@ -6,7 +6,8 @@ A request is in the account of its instance from its dispatch until the first of
     the instance's status names it (waiting, or recent: it arrived, whatever became of it since): its load is counted
     there from now on, by the same status, so that it is never counted twice nor missed;
     it is released: the gateway says that it did not get there, or that it is over;
-    it is dispatched again under the same id and for the same stage: a retry, which replaces the placement;
+    it is dispatched again by the same gateway, under the same id and for the same stage: a retry, which replaces the
+    placement;
     its instance left, or came back as a new life;
     its time is over: a request that was aborted on its way never arrives. Time alone does it: no status is needed, so
     that an idle instance, which has none to send, does not keep it. While no status can come, as the CMS is lost,
@@ -36,6 +37,7 @@ _MOST_OVERDUE: Final = 100_000
 
 @dataclass(slots=True, eq=False)
 class _Record:
+    gateway_id: str
     request_id: str
     instance_id: str
     infer_type: InferType
@@ -57,8 +59,9 @@ class Account:
         self._clock = clock
         self._staleness_s = staleness_s
         self._is_blind = is_blind
-        self._of_request: dict[str, dict[InferType, _Record]] = {}
-        self._of_instance: dict[str, dict[tuple[str, InferType], _Record]] = {}
+        self._of_request: dict[tuple[str, str], dict[InferType, _Record]] = {}
+        """By gateway and id: two gateways may have got the same one from a client."""
+        self._of_instance: dict[str, dict[tuple[str, str, InferType], _Record]] = {}
         self._by_age: deque[_Record] = deque()
 
     def __len__(self) -> int:
@@ -71,21 +74,22 @@ class Account:
     ) -> None:
         """`request_id` was placed; an earlier placement of it for the same stage is void."""
         self.expire()
-        earlier = self._of_request.get(request_id, {}).get(infer_type)
+        earlier = self._of_request.get((gateway_id, request_id), {}).get(infer_type)
         if earlier is not None:
             self._drop(earlier)
         if not self._staleness_s:
             return
         counters = counters_of(infer_type, num_tokens)
-        record = _Record(request_id, instance_id, infer_type, counters, self._clock() + self._staleness_s)
-        self._of_request.setdefault(request_id, {})[infer_type] = record
-        self._of_instance.setdefault(instance_id, {})[request_id, infer_type] = record
+        deadline_s = self._clock() + self._staleness_s
+        record = _Record(gateway_id, request_id, instance_id, infer_type, counters, deadline_s)
+        self._of_request.setdefault((gateway_id, request_id), {})[infer_type] = record
+        self._of_instance.setdefault(instance_id, {})[gateway_id, request_id, infer_type] = record
         self._by_age.append(record)
         self.in_flight.add(instance_id, counters)
 
-    def released(self, request_id: str, instance_ids: Collection[str]) -> None:
+    def released(self, request_id: str, instance_ids: Collection[str], gateway_id: str = "") -> None:
         """It is no longer on its way to these instances. As often as one likes, known or not."""
-        for record in list(self._of_request.get(request_id, {}).values()):
+        for record in list(self._of_request.get((gateway_id, request_id), {}).values()):
             if record.instance_id in instance_ids:
                 self._drop(record)
 
@@ -124,12 +128,13 @@ class Account:
 
     def _drop(self, record: _Record) -> None:
         record.kept = False
-        of_request = self._of_request[record.request_id]
+        key = record.gateway_id, record.request_id
+        of_request = self._of_request[key]
         del of_request[record.infer_type]
         if not of_request:
-            del self._of_request[record.request_id]
+            del self._of_request[key]
         of_instance = self._of_instance[record.instance_id]
-        del of_instance[record.request_id, record.infer_type]
+        del of_instance[*key, record.infer_type]
         if not of_instance:
             del self._of_instance[record.instance_id]
         self.in_flight.subtract(record.instance_id, record.counters)

@@ -57,7 +57,7 @@ class Ledger(Observer, Protocol):
         self, request_id: str, instance_id: str, infer_type: InferType, num_tokens: int, gateway_id: str = ""
     ) -> None: ...
 
-    def released(self, request_id: str, instance_ids: Collection[str]) -> None: ...
+    def released(self, request_id: str, instance_ids: Collection[str], gateway_id: str = "") -> None: ...
 
     def expire(self) -> None: ...
 
@@ -88,8 +88,8 @@ class Dispatcher:
         self._clock = clock
         self._random = draw or random.Random()
         self._last: OrderedDict[tuple[InferType, str], str] = OrderedDict()
-        self._placed: OrderedDict[str, tuple[float, frozenset[str]]] = OrderedDict()
-        """Where a request went lately: a second try goes elsewhere, if there is an elsewhere."""
+        self._placed: OrderedDict[tuple[str, str], tuple[float, frozenset[str]]] = OrderedDict()
+        """Where a gateway's request went lately: a second try goes elsewhere, if there is an elsewhere."""
         self.complaints = Complaints(clock)
         self.warmth = Warmth(clock, warms_up_s)
         self._stop = [view.observe(one) for one in (ledger, self.table, self.complaints, self.warmth)]
@@ -114,7 +114,7 @@ class Dispatcher:
             self.ledger.dispatched(
                 request.id, placed.instance.id, placed.infer_type, request.prompt_num_tokens, gateway_id
             )
-            self._remember(request, placed)
+            self._remember(request, placed, gateway_id)
         return placements
 
     def decide(
@@ -124,7 +124,9 @@ class Dispatcher:
         if not self.view and not self.view.connected:
             raise NotPlaced(Refused.CMS_NOT_AVAILABLE, "cms not available")
         context = Context(
-            self._clock() - self.view.age_s, self._with_earlier_tries(request), self.complaints.of(gateway_id)
+            self._clock() - self.view.age_s,
+            self._with_earlier_tries(request, gateway_id),
+            self.complaints.of(gateway_id),
         )
         decisions = {}
         for infer_type in stages:
@@ -137,25 +139,27 @@ class Dispatcher:
             decisions[infer_type] = pipeline.run(stage, self.table, context, Draw(self._random, last))
         return decisions
 
-    def release(self, request_id: str, instance_ids: Collection[str]) -> None:
+    def release(self, request_id: str, instance_ids: Collection[str], gateway_id: str = "") -> None:
         """It did not get there, or it is over there. Idempotent."""
-        self.ledger.released(request_id, instance_ids)
+        self.ledger.released(request_id, instance_ids, gateway_id)
 
-    def _with_earlier_tries(self, request: Request) -> Request:
-        now_s, (until_s, tried) = self._clock(), self._placed.get(request.id, (0.0, frozenset()))
-        if not request.id or until_s <= now_s:
+    def _with_earlier_tries(self, request: Request, gateway_id: str) -> Request:
+        if not request.id or request.tells_tries:
+            return request
+        now_s, (until_s, tried) = self._clock(), self._placed.get((gateway_id, request.id), (0.0, frozenset()))
+        if until_s <= now_s:
             return request
         return Request(request.id, request.model, request.prompt_num_tokens, request.avoid | tried)
 
-    def _remember(self, request: Request, placed: Placement) -> None:
+    def _remember(self, request: Request, placed: Placement, gateway_id: str) -> None:
         self._last[placed.infer_type, request.model] = placed.instance.id
         while len(self._last) > _MOST_REMEMBERED:
             self._last.popitem(last=False)
         now_s = self._clock()
-        if request.id:
-            until_s, tried = self._placed.pop(request.id, (0.0, frozenset()))
+        if request.id and not request.tells_tries:
+            until_s, tried = self._placed.pop((gateway_id, request.id), (0.0, frozenset()))
             tried = tried if until_s > now_s else frozenset()
-            self._placed[request.id] = (now_s + _REMEMBER_S, tried | {placed.instance.id})
+            self._placed[gateway_id, request.id] = (now_s + _REMEMBER_S, tried | {placed.instance.id})
         while self._placed and (len(self._placed) > _MOST_REMEMBERED or next(iter(self._placed.values()))[0] <= now_s):
             self._placed.popitem(last=False)
 

@@ -70,6 +70,8 @@ class Request:
     """0 when it was not counted."""
     avoid: frozenset[str] = frozenset()
     """Ids of instances that had it and failed it; taken again only if nobody else is there."""
+    tells_tries: bool = False
+    """`avoid` names all of them: the id need not be remembered, and may be a session's that comes again and again."""
 
 
 @dataclass(frozen=True, slots=True)

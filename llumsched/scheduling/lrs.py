@@ -75,9 +75,10 @@ class RealtimeState:
         self._instances = instances
         self._gateway_ttl_s = gateway_ttl_s
         self._state_ttl_s = state_ttl_s
-        self._states: dict[tuple[str, InferType], _State] = {}
+        self._states: dict[tuple[str, str, InferType], _State] = {}
+        """By gateway, id and stage."""
         self._gateways: dict[str, _Gateway] = {}
-        self._released: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self._released: OrderedDict[tuple[str, str, str], float] = OrderedDict()
         self._has_warned = False
 
     def __len__(self) -> int:
@@ -90,32 +91,30 @@ class RealtimeState:
     ) -> None:
         """`request_id` was placed; an earlier placement of it for the same stage is void."""
         self._hear(gateway_id)
-        self._released.pop((request_id, instance_id), None)
+        self._released.pop((gateway_id, request_id, instance_id), None)
         self._start(request_id, instance_id, infer_type, num_tokens, gateway_id)
 
-    def released(self, request_id: str, instance_ids: Collection[str]) -> None:
+    def released(self, request_id: str, instance_ids: Collection[str], gateway_id: str = "") -> None:
         """It is over at these instances. As often as one likes, known or not."""
         for infer_type in InferType:
-            state = self._states.get((request_id, infer_type))
+            state = self._states.get((gateway_id, request_id, infer_type))
             if state is not None and state.instance_id in instance_ids:
                 self._drop(state)
         for instance_id in instance_ids:
-            self._released[request_id, instance_id] = self._clock() + _RELEASED_FOR_S
+            self._released[gateway_id, request_id, instance_id] = self._clock() + _RELEASED_FOR_S
         while len(self._released) > _MOST_RELEASED:
             self._released.popitem(last=False)
 
     def reported(self, update: Update) -> str | None:
         """Take what a gateway reports, or say why not."""
         self._hear(update.gateway_id).reports = True
-        state = self._states.get((update.id, update.infer_type))
+        state = self._states.get((update.gateway_id, update.id, update.infer_type))
         if state is None:
-            if (update.id, update.instance_id) in self._released:
+            if (update.gateway_id, update.id, update.instance_id) in self._released:
                 return "request released"
             if update.instance_id not in self._instances:
                 return "endpoint not found"
             state = self._start(update.id, update.instance_id, update.infer_type, update.num_tokens, update.gateway_id)
-        if state.gateway_id != update.gateway_id:
-            return "request gateway changed"
         if state.instance_id != update.instance_id:
             return "request instance changed"
         state.heard_s = self._clock()
@@ -189,12 +188,12 @@ class RealtimeState:
     def _start(
         self, request_id: str, instance_id: str, infer_type: InferType, num_tokens: int, gateway_id: str
     ) -> _State:
-        earlier = self._states.get((request_id, infer_type))
+        earlier = self._states.get((gateway_id, request_id, infer_type))
         if earlier is not None:
             self._drop(earlier)
         counters = counters_of(infer_type, num_tokens)
         state = _State(request_id, instance_id, infer_type, gateway_id, num_tokens, counters, self._clock())
-        self._states[request_id, infer_type] = state
+        self._states[gateway_id, request_id, infer_type] = state
         self.in_flight.add(instance_id, counters)
         return state
 
@@ -205,5 +204,5 @@ class RealtimeState:
             state.counters = counters
 
     def _drop(self, state: _State) -> None:
-        del self._states[state.request_id, state.infer_type]
+        del self._states[state.gateway_id, state.request_id, state.infer_type]
         self.in_flight.subtract(state.instance_id, state.counters)

@@ -112,7 +112,8 @@ async def test_several_are_released_at_once(client: Client) -> None:
     for name in ("r", "s"):
         await client.schedule(name, prompt_num_tokens=10)
     place = {"id": "a", "endpoint": {"host": "x", "port": 1}}
-    bodies = [{"id": name, "scheduling_result": [place | {"id": at}]} for name, at in (("r", "a"), ("s", "b"))]
+    ended = (("r", "a"), ("s", "b"))
+    bodies = [{"id": name, "gateway_id": "g", "scheduling_result": [place | {"id": at}]} for name, at in ended]
     status, text = await client.post("/release", [*bodies, {"id": "t"}])
     assert (status, "scheduling_result is missing or empty" in text) == (400, True)
     in_flight = client.running.dispatcher.ledger.in_flight
@@ -122,7 +123,8 @@ async def test_several_are_released_at_once(client: Client) -> None:
     assert await client.post("/release", []) == (200, "")
 
 
-async def test_a_second_try_goes_elsewhere_whatever_it_says_of_the_first(client: Client) -> None:
+async def test_the_second_try_of_a_gateway_that_excludes_nobody_goes_elsewhere(client: Client) -> None:
+    """It is known by its id, as Llumnix's gateway has it."""
     assert await client.schedule("r", prompt_num_tokens=10) == "a"
     body = {"id": "r", "gateway_id": "g", "scheduling_result": [{"id": "a", "endpoint": {"host": "x", "port": 1}}]}
     assert await client.post("/release", body) == (200, "")
@@ -132,6 +134,26 @@ async def test_a_second_try_goes_elsewhere_whatever_it_says_of_the_first(client:
     assert await client.schedule("s", prompt_num_tokens=10, excluded_endpoints=excluded) == "c"
     counters = client.running.dispatcher.ledger.in_flight.counters
     assert {key: value.num_requests for key, value in counters.items()} == {"b": 1, "c": 1}
+
+
+async def test_the_id_of_a_gateway_that_says_what_it_tried_may_come_again(client: Client) -> None:
+    """Clients have a session's id in all of its requests; two gateways may have one each."""
+    placed = [await client.schedule("session", prompt_num_tokens=10, excluded_endpoints=[])]
+    body = {
+        "id": "session",
+        "gateway_id": "g",
+        "scheduling_result": [{"id": "a", "endpoint": {"host": "x", "port": 1}}],
+    }
+    await client.post("/release", body)
+    placed += [await client.schedule("session", prompt_num_tokens=10, excluded_endpoints=[])]
+    placed += [await client.schedule("session", prompt_num_tokens=10, excluded_endpoints=[], gateway_id="h")]
+    assert placed == ["a", "a", "b"]
+    counters = client.running.dispatcher.ledger.in_flight.counters
+    assert {key: value.num_requests for key, value in counters.items()} == {"a": 1, "b": 1}
+    cases.put(
+        client.running.view, "a", 2, recent_waiting_requests=["cmpl-session-0"], api_server_port=8097, node_id="a"
+    )
+    assert set(client.running.dispatcher.ledger.in_flight.counters) == {"b"}
 
 
 async def test_nobody_serves_it(client: Client) -> None:

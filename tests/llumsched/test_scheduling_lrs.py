@@ -65,7 +65,7 @@ def test_from_dispatch_to_release(lite: Lite) -> None:
     assert lite.report(90) is None
     assert lite.tokens() == 101
     for _ in range(2):
-        lite.state.released("r", {"a"})
+        lite.state.released("r", {"a"}, "g")
         assert not lite.state.in_flight.counters
 
 
@@ -73,18 +73,27 @@ def test_a_retry_takes_the_place_of_the_first_try(lite: Lite) -> None:
     lite.send(place="a")
     lite.send(place="b", tokens=120)
     assert (lite.tokens("a"), lite.tokens("b")) == (0, 120)
-    lite.state.released("r", {"a"})
+    lite.state.released("r", {"a"}, "g")
     assert lite.tokens("b") == 120
     assert lite.report(150, place="a") == "request instance changed"
 
 
 def test_reports_that_are_not_taken(lite: Lite) -> None:
     lite.send()
-    assert lite.report(150, gateway="other") == "request gateway changed"
     assert lite.report(150, place="nowhere", request_id="x") == "endpoint not found"
-    lite.state.released("r", {"a"})
+    lite.state.released("r", {"a"}, "g")
     assert lite.report(150) == "request released"
     assert not lite.state.in_flight.counters
+
+
+def test_the_same_id_of_two_gateways_is_two_requests(lite: Lite) -> None:
+    lite.send(gateway="g")
+    lite.send(gateway="h", tokens=7)
+    assert lite.tokens() == 107
+    assert lite.report(8, gateway="h") is None
+    lite.state.released("r", {"a"}, "g")
+    assert lite.tokens() == 8
+    lite.state.released("r", {"a"}, "h")
 
 
 def test_a_restarted_scheduler_learns_what_runs(lite: Lite) -> None:

@@ -101,7 +101,7 @@ class Trials(Generic[Key]):
 
     def _advance(self) -> None:
         """The turn of those that came first."""
-        while self._waiting and len(self._at) + len(self._coming) < self._num_instances():
+        while self._waiting and len(self._at) + len(self._coming) < max(1, self._num_instances()):
             case = next(iter(self._waiting))
             turn = self._waiting.pop(case)
             if not turn.done():

@@ -196,6 +196,17 @@ async def test_who_leaves_before_or_with_its_turn_keeps_nobody_waiting() -> None
 
 
 @pytest.mark.asyncio
+async def test_where_no_instance_is_left_nobody_waits_for_one() -> None:
+    trials: Trials[str] = Trials(lambda: 0)
+    first, second = Case[str](), Case[str]()
+    async with asyncio.timeout(suspects.TRIAL_S / 2):
+        await trials.turn(first)
+        trials.end(first)
+        await trials.turn(second)
+    trials.end(second)
+
+
+@pytest.mark.asyncio
 async def test_a_turn_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside another one nobody knows whose doing a death is: it takes a third."""
     monkeypatch.setattr(suspects, "TRIAL_S", 0.2)

@@ -680,14 +680,16 @@ class WatchRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ViewChange(_message.Message):
-    __slots__ = ("instance", "left", "complete")
+    __slots__ = ("instance", "left", "complete", "fell_silent")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     LEFT_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    FELL_SILENT_FIELD_NUMBER: _ClassVar[int]
     instance: InstanceState
     left: str
     complete: bool
-    def __init__(self, instance: _Optional[_Union[InstanceState, _Mapping[str, object]]] = ..., left: _Optional[str] = ..., complete: _Optional[bool] = ...) -> None: ...
+    fell_silent: bool
+    def __init__(self, instance: _Optional[_Union[InstanceState, _Mapping[str, object]]] = ..., left: _Optional[str] = ..., complete: _Optional[bool] = ..., fell_silent: _Optional[bool] = ...) -> None: ...
 
 class PeersRequest(_message.Message):
     __slots__ = ("instance_ids", "compatibility_digest", "number")

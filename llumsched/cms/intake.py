@@ -96,7 +96,7 @@ class Intake:
         self._deadlines.pop(instance_id, None)
         if instance_id in self._view:
             logger.info("Instance %s has left", instance_id)
-            self._view.remove(instance_id)
+        self._view.remove(instance_id)
 
     def lives(self, instance_id: str, incarnation: str) -> bool:
         known = self._view.get(instance_id)
@@ -111,7 +111,7 @@ class Intake:
             self.sweep()
 
     def sweep(self) -> None:
-        """Remove who fell silent. A sweep that comes late says that this process was held up, and heard nobody."""
+        """Take out who fell silent. A sweep that comes late says that this process was held up, and heard nobody."""
         now = self._clock()
         late_s = now - self._swept_s - SWEEP_S
         self._swept_s = now
@@ -119,7 +119,8 @@ class Intake:
             self._forgive(late_s)
         for instance_id in [each for each, deadline in self._deadlines.items() if deadline < now]:
             logger.warning("Instance %s has fallen silent", instance_id)
-            self.remove(instance_id)
+            del self._deadlines[instance_id]
+            self._view.lose(instance_id)
 
     def _forgive(self, seconds: float) -> None:
         for instance_id in self._deadlines:

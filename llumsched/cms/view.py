@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The instances of the cluster as they are known here, and who wants to hear of changes.
 
-A `View` belongs to one event loop. A store writes it (`put_metadata`, `put_status`, `remove`), everybody else reads and
-observes it. Nothing here waits for the network: what is known may be old, and says how old it is.
+A `View` belongs to one event loop. A store writes it (`put_metadata`, `put_status`, `remove`, `lose`), everybody else
+reads and observes it. Nothing here waits for the network: what is known may be old, and says how old it is.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from llumlet.types import Address, InstanceMetadata, InstanceStatus
+from llumsched.cms.lost import Lost
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class View(Mapping[str, Instance]):
         self._observers: list[Observer] = []
         self._faults: set[tuple[str, type[Exception]]] = set()
         """Of observers, said once."""
+        self.lost = Lost(clock)
         self.heard_s = clock()
         self.connected = True
         """Whether the store can be reached now, as far as is known."""
@@ -101,6 +103,7 @@ class View(Mapping[str, Instance]):
 
     def put_metadata(self, metadata: InstanceMetadata) -> None:
         """An instance is there. One of the same id and another incarnation is gone with it."""
+        self.lost.discard(metadata.instance_id)
         known = self._instances.get(metadata.instance_id)
         if known is not None and known.metadata.incarnation != metadata.incarnation:
             self.remove(metadata.instance_id)
@@ -123,10 +126,22 @@ class View(Mapping[str, Instance]):
         return True
 
     def remove(self, instance_id: str) -> None:
+        """It is gone, and has said so."""
+        self.lost.discard(instance_id)
+        self._take_out(instance_id)
+
+    def lose(self, instance_id: str) -> None:
+        """It is gone without a word. Observers hear what they hear of any that leaves."""
+        gone = self._take_out(instance_id)
+        if gone is not None:
+            self.lost.add(gone)
+
+    def _take_out(self, instance_id: str) -> Instance | None:
         gone = self._instances.pop(instance_id, None)
         if gone is not None:
             for observer in list(self._observers):
                 self._tell(observer.left, gone)
+        return gone
 
     def _keep(self, instance: Instance, *, appeared: bool = False) -> None:
         self._instances[instance.id] = instance

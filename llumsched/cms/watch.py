@@ -101,6 +101,8 @@ class WatchStore:
                     self.view.put_status(state.status, state.age_s)
                 if missing is not None:
                     missing.discard(state.metadata.instance_id)
+            case "left" if change.fell_silent:
+                self.view.lose(change.left)
             case "left":
                 self.view.remove(change.left)
             case "complete":

@@ -64,7 +64,9 @@ class Watcher:
         instance_id = next(iter(self._pending))
         del self._pending[instance_id]
         instance = self._view.get(instance_id)
-        return ViewChange(left=instance_id) if instance is None else ViewChange(instance=_state(instance))
+        if instance is None:
+            return ViewChange(left=instance_id, fell_silent=instance_id in self._view.lost)
+        return ViewChange(instance=_state(instance))
 
     def _note(self, instance: Instance) -> None:
         # More would be for nothing: `next` ends the watch.

@@ -133,4 +133,5 @@ class Rescheduler:
         instances = list(self._view.values())
         history.seen(instances)
         history.forget_expired(now_s)
-        return plan(self._camera.take(instances, now_s - self._view.age_s), history, config, now_s)
+        lost = self._view.lost.within(config.staleness_s)
+        return plan(self._camera.take(instances, now_s - self._view.age_s, lost), history, config, now_s)

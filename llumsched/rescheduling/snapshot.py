@@ -6,8 +6,9 @@ Rows are in the order of the instances' ids, so a stable sort of a column breaks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 
 import numpy as np
@@ -74,9 +75,11 @@ class Camera:
         self._domain = domain
         self._roster = _Roster([])
 
-    def take(self, instances: Iterable[Instance], now_s: float) -> Snapshot:
-        """Instances without a status are left out: nothing is known of them yet."""
-        known = sorted((instance for instance in instances if instance.status is not None), key=_ID)
+    def take(self, instances: Iterable[Instance], now_s: float, lost: Sequence[Instance] = ()) -> Snapshot:
+        """Instances without a status are left out: nothing is known of them yet. Those that are `lost` are sick, and
+        beyond reach."""
+        lost_ids = {instance.id for instance in lost}
+        known = sorted((one for one in chain(instances, lost) if one.status is not None), key=_ID)
         metadata = [instance.metadata for instance in known]
         # The same objects, as a rule, and then this is a comparison of pointers.
         if metadata != self._roster.metadata:
@@ -85,7 +88,8 @@ class Camera:
         numbers = _table([_NUMBERS(instance.status) for instance in known], len(_INTO_OTHERS) + len(_AS_THEY_ARE))
         schedulable, health, total, used, *as_they_are = numbers
         silent = now_s - np.array([instance.received_s for instance in known], dtype=np.float64) > self._staleness_s
-        sick = (schedulable == 0) | silent
+        gone = np.array([instance.id in lost_ids for instance in known], dtype=np.bool_)
+        sick = (schedulable == 0) | silent | gone
         return Snapshot(
             roster.ids,
             roster.index,
@@ -95,7 +99,7 @@ class Camera:
             np.array(list(map(self._measure, known)), dtype=np.float64),
             sick,
             failing(self._domain, sick, roster.nodes, roster.failing_units),
-            health != Health.HUNG,
+            (health != Health.HUNG) & ~gone,
             roster.moves,
             roster.moves & ~np.array(list(map(_KV_UNSUPPORTED, known)), dtype=np.bool_),
             *[*as_they_are, total, total - used, *roster.limits],

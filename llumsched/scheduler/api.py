@@ -216,6 +216,7 @@ class Api:
                 "connected": view.connected,
                 "age_s": round(view.age_s, 3),
                 "warming": is_warming,
+                "lost": {instance_id: round(age_s, 3) for instance_id, age_s in view.lost.ages_s().items()},
                 "instances": instances,
             }
         )

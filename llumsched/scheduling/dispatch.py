@@ -84,6 +84,7 @@ class Dispatcher:
     ) -> None:
         """`warms_up_s`: how long no instance must have come before it chooses among those that have."""
         self.view, self.policy, self.ledger = view, policy, ledger
+        self._staleness_s = policy.staleness_s
         self.table = Table(ledger.in_flight, policy.metrics)
         self._clock = clock
         self._random = draw or random.Random()
@@ -127,6 +128,7 @@ class Dispatcher:
             self._clock() - self.view.age_s,
             self._with_earlier_tries(request, gateway_id),
             self.complaints.of(gateway_id),
+            self.view.lost.within(self._staleness_s),
         )
         decisions = {}
         for infer_type in stages:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from llumsched.scheduling.filters import Filter, GroupFilter
+from llumsched.scheduling.filters import Filter, GroupFilter, refused_among
 from llumsched.scheduling.pipeline import Candidates, Decision
 
 
@@ -65,7 +65,7 @@ def _among(one: Filter | GroupFilter, decision: Decision, candidates: Candidates
         return {}
     instances = [candidates.load(row).instance for row in range(len(candidates))]
     failed = {instances[row].id for row in np.flatnonzero(decision.failed)}
-    return dict(one.refuse_among(instances, failed))
+    return dict(refused_among(one, instances, failed, decision.context.lost))
 
 
 def number(value: float) -> float | str:

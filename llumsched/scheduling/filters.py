@@ -249,6 +249,15 @@ def _with_neighbours(
     return {*ids, *(instance.id for instance in instances if place(instance) in places)}
 
 
+def refused_among(
+    group: GroupFilter, instances: Sequence[Instance], failed: AbstractSet[str], lost: Sequence[Instance]
+) -> Mapping[str, str]:
+    """By the group filter, for which an instance that is lost has failed."""
+    if lost:
+        instances, failed = [*instances, *lost], failed | {instance.id for instance in lost}
+    return group.refuse_among(instances, failed)
+
+
 @dataclass(frozen=True, slots=True)
 class FailoverFilter:
     """Refuses who shares its domain with a failed instance."""

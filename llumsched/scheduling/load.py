@@ -97,3 +97,5 @@ class Context:
     request: Request = field(default_factory=Request)
     complaints: Mapping[str, str] = field(default_factory=dict)
     """Of the gateway that asks: why not, by instance id."""
+    lost: tuple[Instance, ...] = ()
+    """Instances that went without a word a while ago. They are no candidates; others may share their domain."""

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from llumsched.scheduling.filters import Filter, GroupFilter, split
+from llumsched.scheduling.filters import Filter, GroupFilter, refused_among, split
 from llumsched.scheduling.load import Context, InferType, Load
 from llumsched.scheduling.metrics import Metric
 from llumsched.scheduling.selectors import Draw, Order, Selector, Values
@@ -53,7 +53,7 @@ class Candidates(Protocol):
         """By row, whether the filter refuses."""
         ...
 
-    def refused_among(self, group: GroupFilter, failed: Mask) -> Mask: ...
+    def refused_among(self, group: GroupFilter, failed: Mask, context: Context) -> Mask: ...
 
     def values(self, metric: Metric, context: Context) -> Values: ...
 
@@ -88,7 +88,7 @@ def run(stage: Stage, candidates: Candidates, context: Context, draw: Draw) -> D
         if one.marks_failed:
             failed |= mask & candidates.reported
     for group in stage.group_filters:
-        mask = candidates.refused_among(group, failed)
+        mask = candidates.refused_among(group, failed, context)
         refused.append((group, mask))
         hard |= mask
     rows = np.flatnonzero(~(hard | soft))
@@ -137,9 +137,9 @@ class LoadList:
     def refused(self, one: Filter, context: Context) -> Mask:
         return np.array([one.refuse(load, context) is not None for load in self._loads], np.bool_)
 
-    def refused_among(self, group: GroupFilter, failed: Mask) -> Mask:
+    def refused_among(self, group: GroupFilter, failed: Mask, context: Context) -> Mask:
         failed_ids = {load.instance.id for load, has_failed in zip(self._loads, failed, strict=True) if has_failed}
-        among = group.refuse_among([load.instance for load in self._loads], failed_ids)
+        among = refused_among(group, [load.instance for load in self._loads], failed_ids, context.lost)
         return np.array([load.instance.id in among for load in self._loads], np.bool_)
 
     def values(self, metric: Metric, context: Context) -> Values:

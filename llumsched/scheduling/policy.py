@@ -73,6 +73,12 @@ class Policy:
             found.update((metric.name, metric) for metric in (*stage.metrics, *used))
         return tuple(found.values())
 
+    @property
+    def staleness_s(self) -> float:
+        """Silence after which an instance counts as failed; 0 if it never does."""
+        filters = [one for stage in self.stages.values() for one in stage.filters]
+        return max((one.seconds for one in filters if isinstance(one, f.StalenessFilter)), default=0.0)
+
 
 def built_in_policies() -> list[str]:
     return sorted(path.name.removesuffix(".yaml") for path in _directory().iterdir() if path.name.endswith(".yaml"))

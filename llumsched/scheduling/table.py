@@ -44,7 +44,7 @@ class Table:
         self._models: Counter[str] = Counter()
         """How many serve it."""
         self._order: Order | None = None
-        self._groups: dict[f.GroupFilter, tuple[bytes, Mask]] = {}
+        self._groups: dict[f.GroupFilter, tuple[tuple[bytes, tuple[Instance, ...]], Mask]] = {}
         in_flight.on_change(self._account_changed)
 
     # From the view and the account
@@ -130,15 +130,16 @@ class Table:
                 return self._among(context.complaints)
         return np.array([one.refuse(self.load(row), context) is not None for row in range(size)], np.bool_)
 
-    def refused_among(self, group: f.GroupFilter, failed: Mask) -> Mask:
-        if isinstance(group, f.FailoverFilter) and not failed.any():
+    def refused_among(self, group: f.GroupFilter, failed: Mask, context: Context) -> Mask:
+        lost = context.lost
+        if isinstance(group, f.FailoverFilter) and not lost and not failed.any():
             return failed
-        key = failed.tobytes()
+        key = failed.tobytes(), lost
         known = self._groups.get(group)
         if known is not None and known[0] == key:
             return known[1]
         failed_ids = {self._instances[row].id for row in np.flatnonzero(failed)}
-        mask = self._among(group.refuse_among(self._instances, failed_ids))
+        mask = self._among(f.refused_among(group, self._instances, failed_ids, lost))
         if isinstance(group, f.FailoverFilter | f.FailoverMigrationSrcFilter):
             self._groups[group] = key, mask
         return mask

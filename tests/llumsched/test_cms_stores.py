@@ -94,6 +94,7 @@ async def test_instances_appear_change_and_leave(source: Source) -> None:
         await until(lambda: "sim-1" not in view)
         assert "sim-0" in view
     await until(lambda: not view)
+    assert not len(view.lost), "they said good-bye"
 
 
 async def test_an_adapter_that_is_loaded_later_is_served(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,6 +123,9 @@ async def test_who_falls_silent_is_taken_out(source: Source) -> None:
         await cluster[0].kill()
         await until(lambda: "sim-0" not in source.store.view)
         await until(lambda: "sim-1" in source.store.view)
+        assert [instance.id for instance in source.store.view.lost.within(60.0)] == ["sim-0"]
+        await reported(source.store, await cluster.add("sim-0"))
+        assert not len(source.store.view.lost)
 
 
 async def test_a_restarted_instance_is_a_new_one(source: Source) -> None:

@@ -200,7 +200,8 @@ class Backends:
         with suppress(aiohttp.ClientError, TimeoutError, OSError):
             status = await self._status_of_one_token(backend, _ASK_TIMEOUT_S)
         refuses = ejection is not None and ejection.cause is Cause.REFUSALS
-        takes = status in (200, 401, 403) if refuses else status < 500
+        has_no_completions = status == 404 and bool(backend.models)
+        takes = status in (200, 401, 403) or has_no_completions if refuses else status < 500
         self.outliers.asked(backend, takes=takes)
 
     async def stands_still(self, backend: Backend, limit_s: float) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from llumsched.gateway.errors import InvalidRequest
+from llumsched.gateway.forms import model_of
 
 _MOST_MODEL_CHARACTERS = 256
 """Names end up in answers, logs and metrics."""
@@ -28,6 +29,7 @@ class Head(msgspec.Struct):
     echo: Any = None
     tools: Any = None
     include_reasoning: Any = None
+    previous_response_id: Any = None
 
 
 _HEAD = msgspec.json.Decoder(Head)
@@ -43,6 +45,14 @@ def _decoded(decoder: msgspec.json.Decoder[_T], content: bytes) -> _T:
         raise InvalidRequest(f"The body cannot be read as a JSON object: {error}") from None
 
 
+def _checked(head: Head) -> Head:
+    if head.model is not None and not isinstance(head.model, str):
+        raise InvalidRequest("`model` must be a string.")
+    if len(head.model or "") > _MOST_MODEL_CHARACTERS:
+        raise InvalidRequest(f"`model` has more than {_MOST_MODEL_CHARACTERS} characters.")
+    return head
+
+
 @dataclass(frozen=True, slots=True)
 class Body:
     content: bytes
@@ -56,12 +66,12 @@ class Body:
                 content.decode()  # what is skipped is not looked at
         except UnicodeDecodeError as error:
             raise InvalidRequest(f"The body is not UTF-8: {error}") from None
-        head = _decoded(_HEAD, content)
-        if head.model is not None and not isinstance(head.model, str):
-            raise InvalidRequest("`model` must be a string.")
-        if len(head.model or "") > _MOST_MODEL_CHARACTERS:
-            raise InvalidRequest(f"`model` has more than {_MOST_MODEL_CHARACTERS} characters.")
-        return cls(content, head)
+        return cls(content, _checked(_decoded(_HEAD, content)))
+
+    @classmethod
+    def read_form(cls, content: bytes, content_type: str) -> Body:
+        """Raises InvalidRequest."""
+        return cls(content, _checked(Head(model=model_of(content, content_type) or None)))
 
     @property
     def model(self) -> str:

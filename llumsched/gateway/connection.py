@@ -91,6 +91,11 @@ class Connection(asyncio.Protocol):
             parts.append(data)
         return b"".join(parts)
 
+    @property
+    def is_delimited(self) -> bool:
+        """The answer's end is told apart from a connection that is lost."""
+        return self._is_chunked or self._left is not None
+
     def settle(self) -> bool:
         """After a request: whether the connection can take another. Otherwise it is closed."""
         if self.state is State.DONE and self._is_kept and not self._parts:

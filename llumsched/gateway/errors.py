@@ -3,7 +3,10 @@
 
 GatewayError                       status and kind of the answer
   InvalidRequest            400
+  PathRefused               403, 501
   UnknownModel              404
+  UnknownPath               404
+  UnknownResponse           404
   RequestTimedOut           408    its client stopped in the middle of it
   RequestTooLarge           413
   Overloaded                429    with Retry-After
@@ -18,6 +21,7 @@ from __future__ import annotations
 import msgspec
 
 from llumsched.causes import Cause
+from llumsched.gateway.paths import Style
 
 
 class GatewayError(Exception):
@@ -34,9 +38,26 @@ class InvalidRequest(GatewayError):
     kind = "BadRequestError"
 
 
+class PathRefused(GatewayError):
+    """`status`: 403, or 501 for what cannot be passed on."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = "NotImplementedError" if status == 501 else "PermissionDeniedError"
+
+
 class UnknownModel(GatewayError):
     status = 404
     kind = "NotFoundError"
+
+
+class UnknownPath(UnknownModel):
+    pass
+
+
+class UnknownResponse(UnknownModel):
+    pass
 
 
 class RequestTimedOut(GatewayError):
@@ -82,7 +103,26 @@ class StreamLost(Exception):
         self.was_sent = was_sent
 
 
-def body(error: GatewayError) -> bytes:
-    """As vLLM writes errors."""
-    content = {"message": str(error), "type": error.kind, "param": None, "code": error.status}
-    return msgspec.json.encode({"error": content})
+def body(error: GatewayError, style: Style = Style.OPENAI, request_id: str = "") -> bytes:
+    """As vLLM writes errors of that API."""
+    message = str(error)
+    content: dict[str, object] = {"message": message, "type": error.kind, "param": None, "code": error.status}
+    document: dict[str, object] = {"error": content}
+    if style is Style.ANTHROPIC:
+        document = {"type": "error", "error": {"type": error.kind, "message": message}}
+    elif style is Style.COHERE:
+        document = {"message": message, "id": request_id}
+    return msgspec.json.encode(document)
+
+
+def last_event(error: GatewayError, style: Style, sequence_number: int = 0) -> bytes:
+    """The error as the end of a stream. `sequence_number`: of the event, where events have one."""
+    if style is Style.ANTHROPIC:
+        return b"event: error\ndata: " + body(error, style) + b"\n\n"
+    if style is Style.RESPONSES:
+        event = {"type": "error", "code": error.kind, "message": str(error), "param": None}
+        return b"event: error\ndata: " + msgspec.json.encode(event | {"sequence_number": sequence_number}) + b"\n\n"
+    data = body(error)
+    if style is Style.COHERE:
+        data = msgspec.json.encode({"type": "message-end", "delta": {"error": str(error), "finish_reason": "ERROR"}})
+    return b"data: " + data + b"\n\ndata: [DONE]\n\n"

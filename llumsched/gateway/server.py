@@ -18,13 +18,15 @@ from aiohttp import web
 from llumsched.gateway.access_log import AccessLogger
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.config import Config
-from llumsched.gateway.errors import NoInstance
-from llumsched.gateway.exchange import INFERENCE_PATHS, Exchanges, failure
+from llumsched.gateway.errors import NoInstance, PathRefused, UnknownPath
+from llumsched.gateway.exchange import Exchanges, failure
 from llumsched.gateway.metrics import Metrics
 from llumsched.gateway.outliers import Limits
+from llumsched.gateway.paths import Kind, find
 from llumsched.gateway.placement import Placement, RoundRobin
 from llumsched.gateway.scheduled import COMPLAINT_TTL_S, Scheduled
 from llumsched.gateway.scheduler_client import SchedulerClient
+from llumsched.gateway.stored import StoredResponses
 from llumsched.gateway.tokens import TokenCounter
 from llumsched.gateway.upstream import Upstream, new_session
 from llumsched.gateway.watch import Watch
@@ -56,7 +58,14 @@ class Gateway:
         self.placement = self._placement()
         self.access_log = AccessLogger(config.access_log)
         self.exchanges = Exchanges(
-            config, self.backends, self.placement, self.upstream, self.metrics, self.access_log, self._tokens
+            config,
+            self.backends,
+            self.placement,
+            self.upstream,
+            self.metrics,
+            self.access_log,
+            self._tokens,
+            StoredResponses(self.backends, self._session),
         )
         self._server = web.Server(self._answer, request_factory=self._request, handler_cancellation=True)
         watch = Watch(config, self.backends, self.upstream, self._server)
@@ -97,17 +106,17 @@ class Gateway:
         return web.BaseRequest(message, payload, protocol, writer, task, self._loop, client_max_size=limit)
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        path = request.path
-        if path in INFERENCE_PATHS:
-            if request.method != "POST":
-                return _text(405, "Method Not Allowed", Allow="POST")
-            return await self.exchanges.run(request)
-        route = _ROUTES.get(path)
-        if route is None:
-            return _text(404, "Not Found")
-        if request.method not in ("GET", "HEAD"):
-            return _text(405, "Method Not Allowed", Allow="GET")
-        return await route(self, request)
+        found = find(request.path)
+        if found is None:
+            return failure(UnknownPath(f"The gateway does not know the path `{request.path[:256]}`."), "")
+        path = found.path
+        if request.method not in path.methods:
+            return _text(405, "Method Not Allowed", Allow=", ".join(path.methods))
+        if path.kind is Kind.REFUSED:
+            return failure(PathRefused(f"`{request.path}` is not passed to engines: {path.why}.", path.status), "")
+        if path.kind is Kind.OWN:
+            return await _OWN[request.path](self, request)
+        return await self.exchanges.run(request, found)
 
     async def _keep_models(self) -> None:
         while True:
@@ -155,10 +164,11 @@ class Gateway:
         return web.Response(body=self.metrics.text(), headers={"Content-Type": self.metrics.content_type})
 
 
-_ROUTES: dict[str, Callable[[Gateway, web.BaseRequest], Awaitable[web.StreamResponse]]] = {
+_OWN: dict[str, Callable[[Gateway, web.BaseRequest], Awaitable[web.StreamResponse]]] = {
     "/v1/models": Gateway.models,
     "/healthz": Gateway.health,
     "/health": Gateway.health,
+    "/ping": Gateway.health,
     "/metrics": Gateway.show_metrics,
 }
 

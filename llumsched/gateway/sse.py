@@ -64,7 +64,7 @@ class EventStream:
         """What the client gets of it now."""
         if self._rest:
             data = self._rest + data
-        end = _end_of_events(data)
+        end = end_of_events(data)
         if end != len(data):
             self._rest, data = data[end:], data[:end]
             if not data:
@@ -115,7 +115,7 @@ def _numbers(ids: bytes) -> list[int]:
     return [int(number) for number in ids.split(b",")] if ids.strip() else []
 
 
-def _end_of_events(data: bytes) -> int:
+def end_of_events(data: bytes) -> int:
     """Up to where `data` consists of whole events."""
     if data.endswith(b"\n\n"):
         return len(data)
@@ -164,10 +164,10 @@ def rewrite(data: bytes, change: Callable[[dict[str, Any]], dict[str, Any] | Non
     return b"".join(changed)
 
 
-_USAGE = re.compile(rb'"(prompt|completion)_tokens":\s*([0-9]+)')
+_USAGE = re.compile(rb'"(?:(prompt|input)|completion|output)_tokens":\s*([0-9]+)')
 
 
 def usage_of(body: bytes) -> tuple[int, int]:
-    """Prompt and completion tokens that the end of an answer tells; 0 if it does not."""
-    found = {name: int(number) for name, number in _USAGE.findall(body[-4096:])}
-    return found.get(b"prompt", 0), found.get(b"completion", 0)
+    """Prompt and completion tokens that the end of an answer tells, whatever its API calls them; 0 if it does not."""
+    found = {bool(is_prompt): int(number) for is_prompt, number in _USAGE.findall(body[-4096:])}
+    return found.get(True, 0), found.get(False, 0)

@@ -55,14 +55,16 @@ def request_head(
     request_id: str,
     num_bytes: int,
     *,
+    method: str = "POST",
     num_deaths: int = 0,
     dp_rank: int | None = None,
 ) -> bytes:
-    """The client's headers, less those of its connection. What aiohttp has read has no line end in it. `num_deaths`:
-    instances that died with the request. `dp_rank`: the engine that is to have it, of those behind the API server."""
+    """`path`: with its query. `client`: its headers, of which those of its connection are left out; what aiohttp has
+    read has no line end in it. `num_deaths`: instances that died with the request. `dp_rank`: the engine that is to
+    have it, of those behind the API server."""
     lines = [
-        b"POST %b HTTP/1.1\r\nHost: %b\r\nContent-Length: %d\r\nX-Request-Id: %b"
-        % (path.encode(), str(backend.address).encode(), num_bytes, request_id.encode())
+        b"%b %b HTTP/1.1\r\nHost: %b\r\nContent-Length: %d\r\nX-Request-Id: %b"
+        % (method.encode(), path.encode(), str(backend.address).encode(), num_bytes, request_id.encode())
     ]
     if num_deaths:
         lines.append(f"{ATTEMPT_HEADER}: {attempt_after(num_deaths)}".encode())
@@ -116,6 +118,10 @@ class Call:
         """Something has come that its engine core computed."""
         self.backend.is_stalled = False
         self.moved_s = self.backend.last_token_s = time.monotonic()
+
+    def heard(self) -> None:
+        """Something has come of which the engine core need not know."""
+        self.moved_s = time.monotonic()
 
     def give_up(self, reason: str, *, timed_out: bool = False) -> None:
         """Raises StreamLost where the answer is waited for."""
@@ -176,10 +182,13 @@ class Upstream:
         client: Iterable[tuple[bytes, bytes]],
         request_id: str,
         *,
+        method: str = "POST",
         num_deaths: int = 0,
         dp_rank: int | None = None,
     ) -> Call:
-        head = request_head(backend, path, client, request_id, len(body), num_deaths=num_deaths, dp_rank=dp_rank)
+        head = request_head(
+            backend, path, client, request_id, len(body), method=method, num_deaths=num_deaths, dp_rank=dp_rank
+        )
         return Call(self, backend, head + body)
 
     async def connect(self, backend: Backend, *, anew: bool = False) -> Connection:

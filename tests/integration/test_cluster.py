@@ -191,6 +191,62 @@ async def test_what_the_client_sees_is_the_engines(cluster: Cluster) -> None:
             assert [model["id"] for model in (await answer.json())["data"]] == ["model"]
 
 
+def _lasting(value: Any) -> Any:
+    """Without what no two answers have in common."""
+    if isinstance(value, dict):
+        own = ("id", "item_id", "created_at", "request_id")
+        return {name: _lasting(part) for name, part in value.items() if name not in own}
+    return [_lasting(part) for part in value] if isinstance(value, list) else value
+
+
+def _told(content: str) -> tuple[list[str], str]:
+    """By a stream: the names of its events, each once, and the text. Engines tell several tokens together if they are
+    late."""
+    names: dict[str, None] = {}
+    text = ""
+    for event in content.split("\n\n")[:-1]:
+        name, data = (line.partition(": ")[2] for line in event.split("\n"))
+        names[name] = None
+        delta = json.loads(data).get("delta", "")
+        text += delta if isinstance(delta, str) else delta.get("text", "")
+    return list(names), text
+
+
+async def test_other_paths_are_answered_as_by_the_engine(cluster: Cluster) -> None:
+    """Streamed and in one piece, taken and refused."""
+    await cluster.control.knows(2)
+    text = "A gateway is a door."
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/tokenize", {"prompt": text}),
+        ("/detokenize", {"tokens": [100, 200, 300]}),
+        ("/v1/responses", {"input": text, "max_output_tokens": 9, "temperature": 0}),
+        ("/v1/responses", {"input": text, "max_output_tokens": 9, "temperature": 0, "stream": True}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": text}], "max_tokens": 9, "temperature": 0}),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": text}], "max_tokens": 9, "temperature": 0, "stream": True},
+        ),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": text}]}),
+        ("/v1/messages", {"messages": "none"}),
+        ("/v1/embeddings", {"input": text}),
+    ]
+    async with aiohttp.ClientSession() as session:
+
+        async def ask(url: str, path: str, body: dict[str, Any]) -> tuple[int, str, Any]:
+            async with session.post(url + path, json={"model": "model"} | body) as answer:
+                content = await answer.text()
+                is_stream = answer.content_type == "text/event-stream"
+                told = _told(content) if is_stream else _lasting(json.loads(content))
+                return answer.status, answer.content_type, told
+
+        for path, body in bodies:
+            ours = await ask(cluster.gateway_url, path, body)
+            assert ours == await ask(cluster.engines[0].base_url, path, body), path
+            is_refused = path == "/v1/embeddings" or body.get("messages") == "none"
+            assert (ours[0] == 200) != is_refused, (path, ours)
+            assert not body.get("stream") or (len(ours[2][0]) > 5 and ours[2][1]), ours
+
+
 async def test_a_hot_engine_is_relieved(cluster: Cluster, expected: list[int]) -> None:
     await cluster.control.knows(2)
     await assert_relieved(cluster.control.scheduler_url, cluster.engines, expected)

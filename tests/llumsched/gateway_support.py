@@ -17,7 +17,7 @@ from aiohttp import web
 from benchmarks.mock_api import Mock
 from llumlet.types import Address
 from llumsched.gateway.config import AccessLog, Config
-from llumsched.gateway.exchange import INFERENCE_PATHS
+from llumsched.gateway.paths import INFERENCE_PATHS
 from llumsched.gateway.server import Gateway
 
 DEADLINE_S = 60

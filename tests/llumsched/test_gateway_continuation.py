@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks import mock_api
 from benchmarks.mock_api import VOCABULARY, Detokenizer, Mock, bytes_of, next_token
-from llumsched.gateway import exchange, retries
+from llumsched.gateway import retries, tried
 from llumsched.gateway.body import Body
 from llumsched.gateway.continuation import CannotContinue, Transcript, plan, refusal
 from llumsched.gateway.sse import DONE, EventStream, event, is_clients_fault
@@ -41,7 +41,7 @@ SPLIT: dict[str, dict[str, Any]] = {
 def _as_often_and_as_soon_as_one_likes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of streams are cut here, one after the other: that no retry budget allows."""
     monkeypatch.setattr(retries, "_LEAST", 1e9)
-    monkeypatch.setattr(exchange, "backoff_s", lambda attempt: 0.0)
+    monkeypatch.setattr(tried, "backoff_s", lambda attempt: 0.0)
 
 
 def _told(reply: Reply) -> dict[str, Any]:

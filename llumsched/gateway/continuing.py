@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Completions and chats: a stream that loses its engine goes on at another one, from the tokens that its client has.
+
+What the client gets of a stream are whole events, so that an engine may vanish at any byte of its answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from aiohttp import web
+
+from llumsched.gateway import continuation, errors, sse
+from llumsched.gateway.attempts import Attempts, not_continued
+from llumsched.gateway.backends import Backend
+from llumsched.gateway.connection import Connection
+from llumsched.gateway.continuation import CannotContinue, Transcript
+from llumsched.gateway.errors import GatewayError, StreamLost
+from llumsched.gateway.paths import Style
+from llumsched.gateway.placement import Placed
+from llumsched.gateway.upstream import Call
+
+if TYPE_CHECKING:
+    from llumsched.gateway.exchange import Exchanges, Received
+
+NO_CONTINUATION_HEADER: Final = "X-Llumnix-Continuation"
+"""With the value `off`: a stream that loses its engine ends with an error."""
+
+
+class Continuing(Attempts):
+    def __init__(self, around: Exchanges, received: Received) -> None:
+        super().__init__(around, received)
+        head = self._body.head
+        self._first_target = self._target
+        self._events: sse.EventStream | None = None
+        self._failure = b""
+        """The engine's own words, with which the last part ended."""
+        self._wants_ids = self._is_continuable
+        self._transcript = Transcript(
+            "chat" in self._request.path, keeps_ids=head.return_token_ids not in (None, False)
+        )
+        if self._wants_ids:
+            self._content = self._body.with_token_ids()
+        self._max_model_len: int | None = None
+        """Of the engine that was lost."""
+        self._change: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
+
+    @property
+    def _is_continuable(self) -> bool:
+        """As far as can be told without reading all of the body: `continuation.refusal` has the last word."""
+        head = self._body.head
+        return (
+            self._config.continuation
+            and self._body.is_streamed
+            and head.n in (None, 1)
+            and not (head.echo or head.tools)
+            and isinstance(head.return_token_ids, bool | None)  # or the engine reads into it what it will
+            and head.include_reasoning is not False
+            and self._request.headers.get(NO_CONTINUATION_HEADER, "").lower() != "off"
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Parts of the answer stand for tokens that are not told."""
+        events = self._events
+        num_output = len(self._transcript.token_ids)
+        if events is not None:
+            num_output += len(events.token_ids) or events.num_texts
+        return self._record.num_input_tokens + num_output
+
+    @property
+    def _asked_for(self) -> tuple[int, tuple[int, ...] | None]:
+        if self._out is None or not self._transcript.token_ids:
+            return super()._asked_for
+        tokens = (*(self._transcript.prompt_ids or ()), *self._transcript.token_ids)
+        return len(tokens), tokens
+
+    async def _prepare(self, placed: Placed) -> None:
+        """Takes tokens that end within a character from the transcript. The engine that is to go on knows which do."""
+        transcript = self._transcript
+        if self._out is None or not transcript.token_ids:
+            return
+        while transcript.token_ids and await self._ends_within_character(placed):
+            transcript.take_back()
+        if transcript.is_withheld:
+            transcript.forget_tokens()
+            self._plan()
+        elif transcript.again:
+            self._plan()
+
+    async def _ends_within_character(self, placed: Placed) -> bool:
+        content = self._transcript.last_tokens(self._body.model)
+        headers = self._request.raw_headers
+        call = self._around.upstream.call(placed.backend, continuation.DETOKENIZE, content, headers, placed.asked.id)
+        async with call as answer:
+            status, text = answer.status, await answer.read_all()
+        with suppress(msgspec.DecodeError):
+            if status == 200:
+                return continuation.ends_within_character(text)
+        raise StreamLost(f"{placed.backend} did not detokenize: it answered {status}")
+
+    async def _stream(self, answer: Connection, call: Call, placed: Placed) -> web.StreamResponse:
+        events = sse.EventStream(wants_ids=self._wants_ids, keeps_ids=self._transcript.keeps_ids)
+        self._events = events
+        self._record.is_streamed = True
+        observe_gap = self._around.metrics.of_model(self._record.model, is_served=True).itl.observe
+        observe_step = self._around.backends.pace.step
+        read = answer.read
+        last_s = 0.0
+        while data := await read():
+            call.moved()
+            if last_s:
+                gap_s = call.moved_s - last_s
+                observe_gap(gap_s * 1e3)
+                observe_step(placed.backend, gap_s, call.moved_s)
+            else:
+                call.is_stream = True
+                self._tried.taken_by(placed.backend)
+                self._around.placement.begun(placed)
+            last_s = call.moved_s
+            if self._case.at is not None:
+                self._around.trials.got_part(self._case)
+            chunk = events.feed(data)
+            if self._change is not None:
+                chunk = sse.rewrite(chunk, self._change)
+            if chunk:
+                await self._write(chunk, answer, call)
+            self._is_delivered = events.is_done
+            if events.failure:
+                if sse.is_clients_fault(events.failure):
+                    return await self._pass_failure(events.failure, answer, call)
+                raise StreamLost(f"{call.backend} reported an error")
+        if not events.is_done:
+            raise StreamLost(f"{call.backend} ended the stream early")
+        call.is_writing = True
+        return await self._end()
+
+    async def _pass_failure(self, failure: bytes, answer: Connection, call: Call) -> web.StreamResponse:
+        self._record.status = errors.InvalidRequest.status
+        await self._write(failure if failure.endswith(sse.DONE) else failure + sse.DONE, answer, call)
+        call.is_writing = True
+        return await self._end()
+
+    def _count_output(self) -> None:
+        self._failure = b""
+        if self._events is not None:
+            self._failure = self._events.failure
+            self._transcript.take(self._events)
+            self._events = None
+        transcript = self._transcript
+        num_input, num_output = transcript.usage
+        self._record.num_input_tokens = num_input or len(transcript.prompt_ids or ()) or self._record.num_input_tokens
+        self._record.num_output_tokens = num_output or len(transcript.token_ids) or transcript.num_texts
+
+    async def _interrupted(self, lost: StreamLost, backend: Backend) -> web.StreamResponse | None:
+        try:
+            if self._transcript.is_finished:
+                return await self._end(continuation.ending(self._body, self._transcript))
+            self._max_model_len = backend.max_model_len(self._body.model)
+            self._plan()
+        except (CannotContinue, errors.InvalidRequest) as reason:
+            self._count_continuation("refused")
+            if failed := self._failure:
+                self._record.status = 502
+                return await self._end(failed if failed.endswith(sse.DONE) else failed + sse.DONE)
+            return await self._end_with(not_continued(f"The stream was lost ({lost})", reason))
+        return None
+
+    def _plan(self) -> None:
+        if not self._wants_ids:
+            reason = continuation.refusal(self._body.document())
+            raise CannotContinue(reason or "the client did not want that")
+        planned = continuation.plan(self._body, self._first_target, self._transcript, self._max_model_len)
+        self._target, self._content, self._change = planned.path, planned.content, planned.change
+
+    def _last_words(self, error: GatewayError) -> bytes:
+        return errors.last_event(error, Style.OPENAI)
+
+    def _retried(self) -> None:
+        if self._out is None:
+            super()._retried()
+        else:
+            self._record.num_continuations += 1
+            self._count_continuation("continued")
+
+    def _failed_for_good(self) -> None:
+        self._count_continuation("failed")
+
+    def _count_continuation(self, outcome: str) -> None:
+        self._around.metrics.of_model(self._record.model).lost(outcome)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every path but completions and chats: the answer is handed on as it comes.
+
+An answer in one piece is tried elsewhere until it is whole. An event stream is handed on in whole events; when its
+engine is lost after the first of them it ends with an error in the form of its API, as what is left of it could be
+asked for in no other way.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from aiohttp import web
+
+from llumsched.causes import Cause
+from llumsched.gateway import errors, sse
+from llumsched.gateway.attempts import Attempts
+from llumsched.gateway.backends import Backend
+from llumsched.gateway.connection import Connection
+from llumsched.gateway.errors import GatewayError, NoInstance, StreamLost
+from llumsched.gateway.paths import Kind, Path, Work
+from llumsched.gateway.placement import Asked, Placed
+from llumsched.gateway.upstream import Call
+
+if TYPE_CHECKING:
+    from llumsched.gateway.exchange import Exchanges, Received
+
+_FAILURE: Final = re.compile(rb'^(?:data:\s*\{\s*"error":|event:\s*error\b)', re.MULTILINE)
+"""An engine's own error, in any of the forms."""
+_LAST: Final = re.compile(
+    rb"^(?:data:\s*\[DONE\]|event:\s*(?:error|message_stop|response\.(?:completed|failed|incomplete))\b)", re.MULTILINE
+)
+"""An event after which a stream may end, in any of the forms."""
+_SEQUENCE_NUMBER: Final = re.compile(rb'"sequence_number":\s*([0-9]+)')
+
+
+_PARDONED: Final = frozenset((403, 404))
+"""The path is not there, or switched off: instances may differ in version and flags."""
+
+
+class _Answer(msgspec.Struct):
+    id: Any = None
+
+
+class _Event(msgspec.Struct):
+    response: _Answer | None = None
+
+
+class Passing(Attempts):
+    def __init__(self, around: Exchanges, received: Received, path: Path, owner: Backend | None) -> None:
+        """`owner`: the instance that has what the request is about."""
+        super().__init__(around, received, is_engines_work=path.work is not Work.TEXT, pardoned=_PARDONED)
+        self._path = path
+        self._owner = owner
+        self._last = b""
+        """What the client got last of a stream."""
+        self._usage = (0, 0)
+
+    async def _choose(self, asked: Asked) -> Placed:
+        if self._owner is not None and self._owner not in self._tried.excluded:
+            return Placed(asked, self._owner)
+        if self._path.kind is Kind.STICKY:
+            raise NoInstance(f"{self._owner}, which has this response, does not answer.", retry_after_s=1)
+        return await super()._choose(asked)
+
+    def _is_doubtful(self, status: int, backend: Backend) -> bool:
+        return backend is not self._owner and super()._is_doubtful(status, backend)
+
+    def _release(self, placed: Placed, *, completed: bool) -> None:
+        """Whatever became of it: engines report such requests under names of their own, or not at all."""
+        super()._release(placed, completed=False)
+
+    def _answered(self, body: bytes, backend: Backend) -> None:
+        super()._answered(body, backend)
+        if self._path.keeps_answers:
+            with suppress(msgspec.DecodeError):
+                self._around.stored.remember(msgspec.json.decode(body, type=_Answer).id, backend)
+
+    async def _stream(self, answer: Connection, call: Call, placed: Placed) -> web.StreamResponse:
+        self._record.is_streamed = True
+        rest = b""
+        while data := await answer.read():
+            rest += data
+            end = sse.end_of_events(rest)
+            chunk, rest = rest[:end], rest[end:]
+            if not self._last:
+                if not chunk:
+                    continue
+                if _FAILURE.search(chunk) and not sse.is_clients_fault(chunk):
+                    raise StreamLost(f"{placed.backend} reported an error")
+                self._begun(chunk, call, placed)
+            self._moved(call)
+            if chunk:
+                self._last = chunk
+                if b"_tokens" in chunk:
+                    self._usage = sse.usage_of(chunk)
+                await self._write(chunk, answer, call)
+        if not answer.is_delimited and not _LAST.search(self._last):
+            raise StreamLost(f"{placed.backend} ended the stream early")
+        if not self._last:
+            await self._write(rest, answer, call)
+            rest = b""
+        if _FAILURE.search(self._last):
+            self._failed(placed.backend)
+        self._is_delivered = True
+        call.is_writing = True
+        return await self._end(rest)
+
+    def _failed(self, backend: Backend) -> None:
+        """The engine's own error ends the stream."""
+        if sse.is_clients_fault(self._last):
+            self._record.status = errors.InvalidRequest.status
+            return
+        self._record.status = errors.UpstreamFailed.status
+        if self._is_engines_work:
+            self._around.backends.outliers.failed(backend, Cause.ERRORS, "it reported an error in a stream")
+
+    def _begun(self, first: bytes, call: Call, placed: Placed) -> None:
+        self._tried.taken_by(placed.backend)
+        self._around.placement.begun(placed)
+        call.is_stream = self._is_engines_work and not self._path.may_rest
+        if self._path.keeps_answers:
+            with suppress(msgspec.DecodeError, msgspec.ValidationError):
+                event = msgspec.convert(sse.payload(first), _Event)
+                if event.response is not None:
+                    self._around.stored.remember(event.response.id, placed.backend)
+
+    def _moved(self, call: Call) -> None:
+        """Another part has come."""
+        before_s, is_first = call.moved_s, not self._last
+        if not self._is_engines_work:
+            call.heard()
+            return
+        call.moved()
+        if self._case.at is not None:
+            self._around.trials.got_part(self._case)
+        if not is_first:
+            gap_s = call.moved_s - before_s
+            self._around.metrics.of_model(self._record.model, is_served=True).itl.observe(gap_s * 1e3)
+            if call.is_stream:
+                self._around.backends.pace.step(call.backend, gap_s, call.moved_s)
+
+    def _count_output(self) -> None:
+        num_input, num_output = self._usage
+        self._record.num_input_tokens = num_input or self._record.num_input_tokens
+        self._record.num_output_tokens = num_output or self._record.num_output_tokens
+
+    async def _interrupted(self, lost: StreamLost, backend: Backend) -> web.StreamResponse | None:
+        self._failed_for_good()
+        kind = errors.UpstreamTimedOut if lost.timed_out else errors.UpstreamFailed
+        error = kind(f"The stream was lost ({lost}) and cannot be continued: {self._request.path} is passed as it is.")
+        return await self._end_with(error)
+
+    def _last_words(self, error: GatewayError) -> bytes:
+        numbers = _SEQUENCE_NUMBER.findall(self._last)
+        return errors.last_event(error, self._path.style, int(numbers[-1]) + 1 if numbers else 0)
+
+    def _failed_for_good(self) -> None:
+        self._around.metrics.of_model(self._record.model).lost("refused")

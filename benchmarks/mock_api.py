@@ -115,6 +115,8 @@ class Mock:
     """Ports."""
     is_healthy_while_hung: bool = False
     """It is the engine core that hangs, and the API server does what it can without."""
+    waiting: list[str] = field(default_factory=list)
+    """Ids of the requests that this one got while its core hung."""
     written: dict[tuple[str, bytes], _Answer] = field(default_factory=dict)
     """Answers are written once per body: an engine's work is not what is measured."""
 
@@ -141,6 +143,8 @@ class Mock:
         if self.is_healthy_while_hung:
             if request.path not in _INFERENCE_PATHS:
                 return
+            if "X-Request-Id" in request.headers:
+                self.waiting.append(request.headers["X-Request-Id"])
             if json.loads(await request.read()).get("stream"):
                 await web.StreamResponse(headers=_STREAM_HEADERS).prepare(request)
         await asyncio.sleep(3600)

@@ -71,6 +71,10 @@ class Config:
     tokenizers: Mapping[str, str] = field(default_factory=dict)
     """Path or hub name by model; the model "" is any other."""
     chat_template: str = ""
+    count_timeout_s: float = 0.5
+    """Of a processor's time, for one request; after it the count is an estimate."""
+    reader_processes: int = 2
+    """For each worker: they count tokens, and read what is large."""
 
     max_body_bytes: int = 64 << 20
     client_timeout_s: float = 60.0

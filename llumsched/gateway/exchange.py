@@ -32,10 +32,11 @@ from llumsched.gateway.continuation import CannotContinue, Transcript
 from llumsched.gateway.errors import GatewayError, StreamLost
 from llumsched.gateway.metrics import Metrics, Record
 from llumsched.gateway.placement import Asked, Placed, Placement
+from llumsched.gateway.prompts import Counted
 from llumsched.gateway.request_id import RequestIds
 from llumsched.gateway.retries import RetryBudget, backoff_s
 from llumsched.gateway.suspects import Case, Trials
-from llumsched.gateway.tokens import Counted, TokenCounter
+from llumsched.gateway.tokens import TokenCounter
 from llumsched.gateway.upstream import Call, Upstream, response_headers
 
 INFERENCE_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
@@ -98,7 +99,7 @@ class Exchanges:
             if self.num_in_flight > self.config.max_requests:
                 record.id, own_id = self._ids.take(request.headers.get("X-Request-Id"))
                 raise errors.Overloaded("Too many requests are in flight.", retry_after_s=1)
-            body, problem = await _receive(request, self.config.client_timeout_s)
+            body, problem = await self._receive(request)
             wish = body.head.request_id if body else None
             record.id, own_id = self._ids.take(request.headers.get("X-Request-Id"), wish)
             if body is None:
@@ -107,7 +108,7 @@ class Exchanges:
             record.model = body.model
             counted = _UNCOUNTED
             if not self.config.is_local:
-                counted = await self._tokens.count(body.model, body.document())
+                counted = await self._tokens.count(body)
             record.num_input_tokens = counted.num_tokens
             record.preprocess_s = time.monotonic() - started_s
             self.budget.requested()
@@ -130,18 +131,17 @@ class Exchanges:
             self.metrics.ended(record)
             self._access_log.ended(record)
 
+    async def _receive(self, request: web.BaseRequest) -> tuple[Body | None, GatewayError | None]:
+        try:
+            if request.headers.get("Expect", "").lower() == "100-continue":
+                assert request.transport is not None
+                request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            return await self._tokens.read(await _read(request, self.config.client_timeout_s)), None
+        except GatewayError as error:
+            return None, error
 
-async def _receive(request: web.BaseRequest, timeout_s: float) -> tuple[Body | None, GatewayError | None]:
-    try:
-        if request.headers.get("Expect", "").lower() == "100-continue":
-            assert request.transport is not None
-            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        return Body.read(await _read(request, timeout_s)), None
-    except GatewayError as error:
-        return None, error
 
-
-async def _read(request: web.BaseRequest, timeout_s: float) -> bytes:
+async def _read(request: web.BaseRequest, timeout_s: float) -> bytes | bytearray:
     """The body. Raises RequestTooLarge, and RequestTimedOut if nothing more of it comes for `timeout_s`."""
     loop = asyncio.get_running_loop()
     body = bytearray()
@@ -156,7 +156,7 @@ async def _read(request: web.BaseRequest, timeout_s: float) -> bytes:
         raise errors.RequestTimedOut(f"Nothing more of the body came for {timeout_s:g} s.") from None
     except (web.RequestPayloadError, HttpProcessingError) as error:
         raise errors.InvalidRequest(f"The body cannot be read: {error}") from None
-    return bytes(body)
+    return body
 
 
 def _is_event_stream(answer: Connection) -> bool:

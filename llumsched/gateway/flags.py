@@ -211,5 +211,17 @@ FLAGS: dict[str, dict[str, Flag]] = {
             "the same, by its name on the hub (repeatable)",
         ),
         "--chat-template": ("chat_template", _file, "FILE", "instead of the tokenizers' own"),
+        "--count-timeout": (
+            "count_timeout_s",
+            _positive_seconds,
+            "TIME",
+            "of a processor, to render and encode one request; then its tokens are estimated",
+        ),
+        "--reader-processes": (
+            "reader_processes",
+            _count(1, MOST_WORKERS),
+            "N",
+            "per worker, that count tokens and read large requests",
+        ),
     },
 }

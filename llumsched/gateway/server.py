@@ -44,10 +44,22 @@ class Gateway:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.port = 0
-        self._tokens = TokenCounter(config.tokenizers, config.chat_template)
+        self._tokens = TokenCounter(
+            config.tokenizers,
+            config.chat_template,
+            cpu_s=config.count_timeout_s,
+            num_processes=config.reader_processes,
+            wants_ids=config.forward_tokens,
+        )
 
     async def __aenter__(self) -> Self:
         config = self.config
+        listening = _listen(config.host, config.port, shared=config.workers > 1)
+        try:
+            await self._tokens.start()
+        except ValueError:
+            listening.close()
+            raise
         self._loop = asyncio.get_running_loop()
         self._session = new_session(config.connect_timeout_s)
         self.backends = Backends(config.backend_endpoints, self._session, Limits(config.max_ejected))
@@ -64,7 +76,6 @@ class Gateway:
         self._tasks = [asyncio.create_task(task) for task in keep]
         if not config.full_mode and config.requests_report_duration_s:
             self._tasks.append(asyncio.create_task(self._keep_reporting()))
-        listening = _listen(config.host, config.port, shared=config.workers > 1)
         self.port = listening.getsockname()[1]
         self._listener = await self._loop.create_server(self._server, sock=listening, backlog=_BACKLOG)
         return self
@@ -84,7 +95,7 @@ class Gateway:
         await self.backends.close()
         self.upstream.close()
         await self._session.close()
-        self._tokens.close()
+        await self._tokens.close()
         self.access_log.flush()
 
     def _placement(self) -> Placement:

@@ -86,16 +86,17 @@ class Call:
     StreamLost for everything that may happen on the way, also from within the block.
     """
 
-    __slots__ = ("_connection", "_request", "_upstream", "backend", "is_stream", "is_writing", "lost", "moved_s",
+    __slots__ = ("_body", "_connection", "_head", "_upstream", "backend", "is_stream", "is_writing", "lost", "moved_s",
                  "task", "timed_out")  # fmt: skip
 
-    def __init__(self, upstream: Upstream, backend: Backend, request: bytes) -> None:
+    def __init__(self, upstream: Upstream, backend: Backend, head: bytes, body: bytes | bytearray) -> None:
         task = asyncio.current_task()
         assert task is not None
         self.task = task
         self.backend = backend
         self._upstream = upstream
-        self._request = request
+        self._head = head
+        self._body = body
         self._connection: Connection | None = None
         self.moved_s = time.monotonic()
         self.is_stream = False
@@ -122,14 +123,14 @@ class Call:
         try:
             connection = self._connection = await self._upstream.connect(self.backend)
             was_used, sent_s = connection.idle_since_s > 0, time.monotonic()
-            connection.send(self._request)
+            connection.send(self._head, self._body)
             try:
                 await connection.head()
             except StreamLost:
                 if not was_used or connection.has_answered or time.monotonic() - sent_s > _CLOSED_UNREAD_S:
                     raise
                 connection = self._connection = await self._upstream.connect(self.backend, anew=True)
-                connection.send(self._request)
+                connection.send(self._head, self._body)
                 await connection.head()
             self.moved_s = time.monotonic()  # an API server sends a stream's head on its own
             return connection
@@ -166,14 +167,14 @@ class Upstream:
         self,
         backend: Backend,
         path: str,
-        body: bytes,
+        body: bytes | bytearray,
         client: Iterable[tuple[bytes, bytes]],
         request_id: str,
         *,
         num_deaths: int = 0,
     ) -> Call:
         head = request_head(backend, path, client, request_id, len(body), num_deaths=num_deaths)
-        return Call(self, backend, head + body)
+        return Call(self, backend, head, body)
 
     async def connect(self, backend: Backend, *, anew: bool = False) -> Connection:
         idle = None if anew else self._idle.get(backend)

@@ -70,7 +70,7 @@ class Transport:
 def _connection() -> tuple[Connection, Any]:
     connection, transport = Connection(), Transport()
     connection.connection_made(transport)  # type: ignore[arg-type]
-    connection.send(b"GET")
+    connection.send(b"GET", b"")
     return connection, transport
 
 

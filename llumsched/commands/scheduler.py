@@ -14,6 +14,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from llumlet.types import Address
+from llumsched import descriptors
 from llumsched.cms.store import LISTEN, name_of, store_faults
 from llumsched.commands import arguments
 from llumsched.exit_codes import ExitCode
@@ -278,6 +279,7 @@ def run(args: argparse.Namespace) -> int:
 
     import uvloop
 
+    descriptors.raise_limit()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = dataclasses.replace(args.config, credentials=args.credentials)
     try:

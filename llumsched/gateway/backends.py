@@ -14,6 +14,7 @@ import aiohttp
 from yarl import URL
 
 from llumlet.types import Address
+from llumsched import descriptors
 from llumsched.causes import Cause
 from llumsched.gateway.outliers import Ejection, Limits, Outliers, Pace
 
@@ -176,7 +177,9 @@ class Backends:
             backend.answered_s = time.monotonic()
             if backend.is_stalled and backend.models:
                 backend.is_stalled = await self._generates(backend, _ASK_TIMEOUT_S) is not True
-        except (aiohttp.ClientError, TimeoutError, OSError):
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            if descriptors.none_left(error):
+                return
             backend.is_down = True
             if backend.address not in self._configured and time.monotonic() - backend.answered_s > _FORGOTTEN_S:
                 self._forget(backend)
@@ -192,8 +195,11 @@ class Backends:
         """Has it compute one token: only who can gets requests again. One that refuses may want a key, or serve other
         paths: it is well, unless it is out for refusing."""
         ejection, status = self.outliers.ejected.get(backend), 500
-        with suppress(aiohttp.ClientError, TimeoutError, OSError):
+        try:
             status = await self._status_of_one_token(backend, _ASK_TIMEOUT_S)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            if descriptors.none_left(error):
+                return
         refuses = ejection is not None and ejection.cause is Cause.REFUSALS
         takes = status in (200, 401, 403) if refuses else status < 500
         self.outliers.asked(backend, takes=takes)
@@ -251,13 +257,16 @@ class Backends:
         return not await asyncio.shield(asking)
 
     async def is_healthy(self, backend: Backend, timeout_s: float) -> bool:
-        """Whether its API server says so. One where nobody listens gets no requests any more."""
+        """Whether its API server says so, as far as it can be asked. One where nobody listens gets no requests any
+        more."""
         try:
             timeout = aiohttp.ClientTimeout(total=timeout_s)
             async with self._session.get(backend.url("/health"), timeout=timeout) as answer:
                 await answer.read()
                 return answer.status < 500
         except aiohttp.ClientConnectorError as error:
+            if descriptors.none_left(error):
+                return True
             self.outliers.failed(backend, Cause.UNREACHABLE, str(error))
             return False
         except (aiohttp.ClientError, TimeoutError, OSError):

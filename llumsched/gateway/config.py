@@ -78,7 +78,11 @@ class Config:
 
     max_body_bytes: int = 64 << 20
     client_timeout_s: float = 60.0
-    """Without a byte from a client that sends its request, or taken by one that gets its answer."""
+    """For the next KiB of a client's request, or with nothing taken by it of its answer."""
+    header_timeout_s: float = 10.0
+    """For a request's head, or a connection's first."""
+    keep_alive_timeout_s: float = 75.0
+    """Between two requests on a connection."""
     shutdown_timeout_s: float = 30.0
     """How long streams may go on after SIGTERM."""
     access_log: AccessLog = AccessLog.LINE

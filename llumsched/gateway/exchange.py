@@ -43,6 +43,8 @@ INFERENCE_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 NO_CONTINUATION_HEADER: Final = "X-Llumnix-Continuation"
 """With the value `off`: a stream that loses its engine ends with an error."""
 _CLIENT_GONE: Final = 499
+_LEAST_BYTES: Final = 1024
+"""Of a body, that `client_timeout_s` is for."""
 _UNCOUNTED: Final = Counted(0)
 _OF_THE_INSTANCE: Final = frozenset((401, 403, 404, 429))
 """Refusals that say more of an instance (its key, its adapters, its queue) than of the request."""
@@ -142,18 +144,21 @@ class Exchanges:
 
 
 async def _read(request: web.BaseRequest, timeout_s: float) -> bytes | bytearray:
-    """The body. Raises RequestTooLarge, and RequestTimedOut if nothing more of it comes for `timeout_s`."""
+    """The body. Raises RequestTooLarge, and RequestTimedOut if the next KiB of it takes longer than `timeout_s`."""
     loop = asyncio.get_running_loop()
     body = bytearray()
+    num_due = _LEAST_BYTES
     try:
         async with asyncio.timeout(timeout_s) as limit:
             while part := await request.content.readany():
                 body += part
                 if len(body) > request.client_max_size:
                     raise errors.RequestTooLarge(f"The body has more than {request.client_max_size} bytes.")
-                limit.reschedule(loop.time() + timeout_s)
+                if len(body) >= num_due:
+                    num_due = len(body) + _LEAST_BYTES
+                    limit.reschedule(loop.time() + timeout_s)
     except TimeoutError:
-        raise errors.RequestTimedOut(f"Nothing more of the body came for {timeout_s:g} s.") from None
+        raise errors.RequestTimedOut(f"Less than a KiB more of the body came in {timeout_s:g} s.") from None
     except (web.RequestPayloadError, HttpProcessingError) as error:
         raise errors.InvalidRequest(f"The body cannot be read: {error}") from None
     return body
@@ -283,6 +288,8 @@ class Exchange:
             except CannotContinue as reason:
                 self._count_continuation("failed")
                 return await self._end_with(_not_continued("The stream was lost", reason))
+            except errors.OutOfDescriptors as error:
+                return await self._fail(error)
             finally:
                 self._around.running.pop(self, None)
                 self._around.trials.end(self._case)

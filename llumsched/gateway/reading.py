@@ -114,7 +114,7 @@ class Readers:
             async with asyncio.timeout(wait_s):
                 await self._start_again()
                 worker = await self._take()
-        except (TimeoutError, ValueError):
+        except (OSError, ValueError):  # TimeoutError is an OSError
             raise Unavailable from None
         worker.give(job, content)
         try:

@@ -10,13 +10,14 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 from aiohttp import web
 
 from llumsched.gateway.access_log import AccessLogger
 from llumsched.gateway.backends import Backend, Backends
+from llumsched.gateway.clients import Clients, ClientServer
 from llumsched.gateway.config import Config
 from llumsched.gateway.errors import NoInstance
 from llumsched.gateway.exchange import INFERENCE_PATHS, Exchanges, failure
@@ -60,7 +61,6 @@ class Gateway:
         except ValueError:
             listening.close()
             raise
-        self._loop = asyncio.get_running_loop()
         self._session = new_session(config.connect_timeout_s)
         self.backends = Backends(config.backend_endpoints, self._session, Limits(config.max_ejected))
         self.metrics = Metrics(self.backends.listed)
@@ -70,14 +70,14 @@ class Gateway:
         self.exchanges = Exchanges(
             config, self.backends, self.placement, self.upstream, self.metrics, self.access_log, self._tokens
         )
-        self._server = web.Server(self._answer, request_factory=self._request, handler_cancellation=True)
-        watch = Watch(config, self.backends, self.upstream, self._server)
+        self._server = ClientServer(config, self._answer)
+        watch = Watch(config, self.backends, self.upstream, Clients(config, self._server))
         keep = (self._keep_models(), self._keep_complaining(), watch.run())
         self._tasks = [asyncio.create_task(task) for task in keep]
         if not config.full_mode and config.requests_report_duration_s:
             self._tasks.append(asyncio.create_task(self._keep_reporting()))
         self.port = listening.getsockname()[1]
-        self._listener = await self._loop.create_server(self._server, sock=listening, backlog=_BACKLOG)
+        self._listener = await asyncio.get_running_loop().create_server(self._server, sock=listening, backlog=_BACKLOG)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -102,10 +102,6 @@ class Gateway:
         if self.config.is_local:
             return RoundRobin(self.backends)
         return Scheduled(self.config, self.backends, SchedulerClient(self.config, self._session))
-
-    def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
-        limit = self.config.max_body_bytes
-        return web.BaseRequest(message, payload, protocol, writer, task, self._loop, client_max_size=limit)
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         path = request.path

@@ -8,6 +8,8 @@ once in a while; a call that it gives up wakes its reader with StreamLost.
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import time
 from collections.abc import Iterable
 from types import TracebackType
@@ -16,11 +18,15 @@ import aiohttp
 from multidict import CIMultiDict
 
 from llumlet.attempts import ATTEMPT_HEADER, attempt_after
+from llumsched import descriptors
 from llumsched.causes import Cause
 from llumsched.gateway.backends import Backend
 from llumsched.gateway.connection import Connection, State
-from llumsched.gateway.errors import StreamLost
+from llumsched.gateway.errors import OutOfDescriptors, StreamLost
 
+_log = logging.getLogger(__name__)
+_TELL_S = 10.0
+"""Between two lines of the log that say the same."""
 _NOT_FORWARDED = frozenset(
     (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
      b"trailer", b"transfer-encoding", b"upgrade", b"host", b"content-length", b"content-encoding",
@@ -83,7 +89,7 @@ class Call:
     """One request at one engine: `async with call as answer`, from its dispatch to its end.
 
     The answer's head has come when the block begins. Leaving the block early ends the request at the engine. Raises
-    StreamLost for everything that may happen on the way, also from within the block.
+    StreamLost for everything that may happen on the way, also from within the block, and OutOfDescriptors.
     """
 
     __slots__ = ("_body", "_connection", "_head", "_upstream", "backend", "is_stream", "is_writing", "lost", "moved_s",
@@ -162,6 +168,7 @@ class Upstream:
         self._connect_timeout_s = connect_timeout_s
         self._idle: dict[Backend, list[Connection]] = {}
         self.calls: set[Call] = set()
+        self._told_s = -math.inf
 
     def call(
         self,
@@ -188,9 +195,18 @@ class Upstream:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await loop.create_connection(Connection, *backend.address)
         except OSError as error:  # TimeoutError is one
+            if descriptors.none_left(error):
+                self._tell_of_descriptors(error)
+                raise OutOfDescriptors("The gateway has too many connections.", retry_after_s=1) from None
             reason = f"{backend} cannot be reached: {error.strerror or str(error) or 'no answer'}"
             raise StreamLost(reason, cause=Cause.UNREACHABLE, was_sent=False) from error
         return connection
+
+    def _tell_of_descriptors(self, error: OSError) -> None:
+        now_s = time.monotonic()
+        if now_s - self._told_s > _TELL_S:
+            self._told_s = now_s
+            _log.error("no connection to an engine: %s; see RLIMIT_NOFILE and --max-requests", error.strerror)
 
     def keep(self, backend: Backend, connection: Connection) -> None:
         self._idle.setdefault(backend, []).append(connection)

@@ -155,6 +155,12 @@ class Gateway:
     async def health(self, request: web.BaseRequest) -> web.StreamResponse:
         return _text(200, "OK")
 
+    async def ready(self, request: web.BaseRequest) -> web.StreamResponse:
+        reason = "no instance was asked yet"
+        if self.backends.refreshed_s > -math.inf:
+            reason = await self.placement.refusal()
+        return _text(503, reason + "\n", **{"Retry-After": "1"}) if reason else _text(200, "OK")
+
     async def show_metrics(self, request: web.BaseRequest) -> web.StreamResponse:
         self.metrics.observe_load(
             self.exchanges.num_in_flight, self.placement.num_waiting, len(self.backends.avoided())
@@ -166,6 +172,7 @@ _ROUTES: dict[str, Callable[[Gateway, web.BaseRequest], Awaitable[web.StreamResp
     "/v1/models": Gateway.models,
     "/healthz": Gateway.health,
     "/health": Gateway.health,
+    "/ready": Gateway.ready,
     "/metrics": Gateway.show_metrics,
 }
 

@@ -128,6 +128,14 @@ class Dispatcher:
             decisions[infer_type] = pipeline.run(stage, self.table, context, Draw(self._random, last))
         return decisions
 
+    def refusal(self) -> str:
+        """Why nobody would take a request now, of whatever model; empty if somebody would."""
+        try:
+            (decision,) = self.decide(Request()).values()
+        except NotPlaced as error:
+            return str(error)
+        return str(self._not_placed(decision)) if decision.row is None else ""
+
     def release(self, request_id: str, instance_ids: Collection[str]) -> None:
         """It did not get there, or it is over there. Idempotent."""
         self.ledger.released(request_id, instance_ids)

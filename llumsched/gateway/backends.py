@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -70,10 +70,18 @@ class Backend:
 class Backends:
     """All of them, by address. `refresh` keeps what they serve up to date."""
 
-    def __init__(self, configured: Collection[Address], session: aiohttp.ClientSession, limits: Limits) -> None:
+    def __init__(
+        self,
+        configured: Collection[Address],
+        session: aiohttp.ClientSession,
+        limits: Limits,
+        headers: Mapping[str, str],
+    ) -> None:
+        """`headers`: of all that engines are asked for the gateway itself."""
         self.outliers: Outliers[Backend] = Outliers(limits, self.__len__, time.monotonic)
         self.pace: Pace[Backend] = Pace(time.monotonic)
         self._session = session
+        self._headers = headers
         self._configured = frozenset(configured)
         self._by_address = {address: Backend(address) for address in configured}
         self._next = 0
@@ -161,7 +169,7 @@ class Backends:
             merged = (cards or {}) | merged
         return merged
 
-    async def _cards(self, backend: Backend, headers: dict[str, str]) -> dict[str, dict[str, Any]] | None:
+    async def _cards(self, backend: Backend, headers: Mapping[str, str]) -> dict[str, dict[str, Any]] | None:
         timeout = aiohttp.ClientTimeout(total=_ASK_TIMEOUT_S)
         async with self._session.get(backend.url("/v1/models"), headers=headers, timeout=timeout) as answer:
             if answer.status in (401, 403):
@@ -172,7 +180,7 @@ class Backends:
 
     async def _ask(self, backend: Backend) -> None:
         try:
-            backend.models = await self._cards(backend, {})
+            backend.models = await self._cards(backend, self._headers)
             backend.is_down = False
             backend.answered_s = time.monotonic()
             if backend.is_stalled and backend.models:
@@ -244,7 +252,9 @@ class Backends:
         if backend.models:
             body["model"] = next(iter(backend.models))
         timeout = aiohttp.ClientTimeout(total=limit_s)
-        async with self._session.post(backend.url("/v1/completions"), json=body, timeout=timeout) as answer:
+        async with self._session.post(
+            backend.url("/v1/completions"), json=body, headers=self._headers, timeout=timeout
+        ) as answer:
             await answer.read()
             return answer.status
 

@@ -33,6 +33,8 @@ class Config:
     """`round-robin` is done here; with any other the scheduler is asked, which applies its own."""
     backend_endpoints: tuple[Address, ...] = ()
     scheduler_endpoints: tuple[Address, ...] = ()
+    backend_api_key: str = field(default="", repr=False)
+    """Sent to engines; empty: clients' own."""
     full_mode: bool = True
     schedule_timeout_s: float = 2.0
     wait_scheduling_timeout_s: float = 5.0
@@ -83,9 +85,20 @@ class Config:
     """For a request's head, or a connection's first."""
     keep_alive_timeout_s: float = 75.0
     """Between two requests on a connection."""
+    api_key_file: str = ""
+    """Empty: nobody is asked for a key."""
+    ssl_certfile: str = ""
+    ssl_keyfile: str = ""
+    insecure: bool = False
+    """Listens elsewhere than at loopback without keys and TLS."""
     shutdown_timeout_s: float = 30.0
     """How long streams may go on after SIGTERM."""
     access_log: AccessLog = AccessLog.LINE
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether clients need a key, and what they say is encrypted."""
+        return bool(self.api_key_file and self.ssl_certfile and self.ssl_keyfile)
 
     @property
     def is_local(self) -> bool:

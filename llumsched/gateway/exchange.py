@@ -12,9 +12,10 @@ What the client gets of a stream are whole events, so that an engine may vanish 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, Final
 
 import msgspec
@@ -24,6 +25,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from llumsched.causes import Cause
 from llumsched.gateway import continuation, errors, sse
 from llumsched.gateway.access_log import AccessLogger
+from llumsched.gateway.api_keys import TENANT, Exceeded
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.body import Body
 from llumsched.gateway.config import Config
@@ -108,17 +110,22 @@ class Exchanges:
                 assert problem is not None
                 raise problem
             record.model = body.model
+            tenant = request.get(TENANT)
+            record.key = tenant.name if tenant else ""
             counted = _UNCOUNTED
-            if not self.config.is_local:
+            if not self.config.is_local or (tenant and tenant.allowance.tokens_in_flight):
                 counted = await self._tokens.count(body)
             record.num_input_tokens = counted.num_tokens
             record.preprocess_s = time.monotonic() - started_s
             self.budget.requested()
-            response = await Exchange(self, request, body, record, own_id, started_s, counted).run()
+            with tenant.tokens(counted.num_tokens) if tenant else nullcontext():
+                response = await Exchange(self, request, body, record, own_id, started_s, counted).run()
             record.status = record.status or response.status
             return response
         except GatewayError as error:
             record.status = error.status
+            if isinstance(error, Exceeded):
+                self.metrics.refused.labels(error.tenant, error.limit).inc()
             return failure(error, record.id)
         except asyncio.CancelledError:
             record.status = record.status or _CLIENT_GONE
@@ -174,7 +181,7 @@ def _is_event_stream(answer: Connection) -> bool:
 def failure(error: GatewayError, request_id: str) -> web.Response:
     headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
     if error.retry_after_s is not None:
-        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     return web.Response(status=error.status, body=errors.body(error), headers=headers)
 
 

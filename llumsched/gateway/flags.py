@@ -9,8 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from llumlet.secret_files import read_secret
 from llumlet.types import Address
 from llumsched.gateway.config import MOST_WORKERS, AccessLog
+from llumsched.gateway.key_file import read_keys
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)?")
 _UNITS = {None: 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "h": 3600.0}
@@ -23,6 +25,23 @@ def _text(text: str) -> str:
 def _file(text: str) -> str:
     if not Path(text).is_file():
         raise ValueError(f"{text!r} is no file")
+    return text
+
+
+def _secret_file(text: str) -> str:
+    read_secret(text)
+    return text
+
+
+def _word_of_file(text: str) -> str:
+    word = read_secret(text).decode(errors="replace").strip()
+    if not re.fullmatch(r"[!-~]+", word):
+        raise ValueError(f"{text} does not hold one word of printable ASCII characters")
+    return word
+
+
+def _api_keys(text: str) -> str:
+    read_keys(text)
     return text
 
 
@@ -93,6 +112,8 @@ def _tokenizers(texts: list[str]) -> dict[str, str]:
     return found
 
 
+SWITCHES = ("--insecure",)
+"""Flags that may stand without a value."""
 REPEATED = ("--tokenizer-path", "--tokenizer-name")
 Flag = tuple[str, Callable[[Any], Any], str, str]
 """Setting, reader (raises ValueError), metavar, help."""
@@ -116,6 +137,10 @@ FLAGS: dict[str, dict[str, Flag]] = {
             "TIME",
             "between two requests on a client's connection",
         ),
+        "--api-key-file": ("api_key_file", _api_keys, "FILE", "keys of clients, and what each may ask for (JSON)"),
+        "--ssl-certfile": ("ssl_certfile", _file, "FILE", "certificate to listen with (PEM)"),
+        "--ssl-keyfile": ("ssl_keyfile", _secret_file, "FILE", "its private key (PEM)"),
+        "--insecure": ("insecure", _switch, "", "listen beyond this machine without keys or TLS"),
         "--shutdown-timeout": ("shutdown_timeout_s", _seconds, "TIME", "how long streams may go on after SIGTERM"),
         "--access-log": ("access_log", _access_log, "FORM", "off, line or json"),
     },
@@ -132,6 +157,7 @@ FLAGS: dict[str, dict[str, Flag]] = {
             "HOST:PORT,…",
             "API servers, for round-robin and while the scheduler is away",
         ),
+        "--backend-api-key-file": ("backend_api_key", _word_of_file, "FILE", "the engines' own --api-key"),
         "--scheduler-endpoints": (
             "scheduler_endpoints",
             _addresses,

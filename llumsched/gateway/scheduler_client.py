@@ -172,7 +172,7 @@ class SchedulerClient:
         return [Address(one.ip, one.api_server_port) for one in found if one.ip and one.api_server_port]
 
     async def refusal(self) -> str | None:
-        """Why the scheduler would place nothing now, empty if it would; None if it does not say. A second old at most."""
+        """Why the scheduler would place nothing now, empty if it would; None if it does not say. A second old."""
         now_s = time.monotonic()
         if now_s - self._refusal_s > _READY_S:
             self._refusal_s = now_s

@@ -15,7 +15,10 @@ from typing import Self
 import msgspec
 from aiohttp import web
 
+from llumsched.gateway import tls
 from llumsched.gateway.access_log import AccessLogger
+from llumsched.gateway.admission import Admission
+from llumsched.gateway.api_keys import ApiKeys
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.clients import Clients, ClientServer
 from llumsched.gateway.config import Config
@@ -27,7 +30,7 @@ from llumsched.gateway.placement import Placement, RoundRobin
 from llumsched.gateway.scheduled import COMPLAINT_TTL_S, Scheduled
 from llumsched.gateway.scheduler_client import SchedulerClient
 from llumsched.gateway.tokens import TokenCounter
-from llumsched.gateway.upstream import Upstream, new_session
+from llumsched.gateway.upstream import Access, Upstream, new_session
 from llumsched.gateway.watch import Watch
 
 _log = logging.getLogger(__name__)
@@ -39,12 +42,15 @@ _LOOK_S = 0.25
 class Gateway:
     """`async with Gateway(config) as gateway`: serves at `gateway.port` until the block ends.
 
-    Raises ValueError for a tokenizer that cannot be loaded, OSError for an address that cannot be bound.
+    Raises ValueError for a tokenizer or keys that cannot be loaded, OSError for an address that cannot be bound, or a
+    certificate that is none.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.port = 0
+        self._keys = ApiKeys(config.api_key_file) if config.api_key_file else None
+        self._tls = tls.context(config.ssl_certfile, config.ssl_keyfile) if config.ssl_certfile else None
         self._tokens = TokenCounter(
             config.tokenizers,
             config.chat_template,
@@ -62,22 +68,33 @@ class Gateway:
             listening.close()
             raise
         self._session = new_session(config.connect_timeout_s)
-        self.backends = Backends(config.backend_endpoints, self._session, Limits(config.max_ejected))
+        access = Access(config.backend_api_key, checks_clients=bool(config.api_key_file))
+        self._passes_keys = access.passes_clients
+        self.backends = Backends(config.backend_endpoints, self._session, Limits(config.max_ejected), access.headers)
         self.metrics = Metrics(self.backends.listed)
-        self.upstream = Upstream(config.connect_timeout_s)
+        self.upstream = Upstream(config.connect_timeout_s, access)
         self.placement = self._placement()
         self.access_log = AccessLogger(config.access_log)
         self.exchanges = Exchanges(
             config, self.backends, self.placement, self.upstream, self.metrics, self.access_log, self._tokens
         )
-        self._server = ClientServer(config, self._answer)
+        admission = Admission(self._keys, self._answer, self.metrics) if self._keys else None
+        self._server = ClientServer(config, admission.answer if admission else self._answer)
         watch = Watch(config, self.backends, self.upstream, Clients(config, self._server))
         keep = (self._keep_models(), self._keep_complaining(), watch.run())
         self._tasks = [asyncio.create_task(task) for task in keep]
+        if admission is not None:
+            self._tasks.append(asyncio.create_task(admission.keep_keys()))
         if not config.full_mode and config.requests_report_duration_s:
             self._tasks.append(asyncio.create_task(self._keep_reporting()))
         self.port = listening.getsockname()[1]
-        self._listener = await asyncio.get_running_loop().create_server(self._server, sock=listening, backlog=_BACKLOG)
+        self._listener = await asyncio.get_running_loop().create_server(
+            self._server,
+            sock=listening,
+            backlog=_BACKLOG,
+            ssl=self._tls,
+            ssl_handshake_timeout=config.header_timeout_s if self._tls else None,
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -147,7 +164,8 @@ class Gateway:
         if time.monotonic() - self.backends.refreshed_s > 1.0:
             await self.placement.learn()
             await self.backends.refresh()
-        cards = await self.backends.cards(request.headers.get("Authorization", ""))
+        key = request.headers.get("Authorization", "") if self._passes_keys else ""
+        cards = await self.backends.cards(key)
         if not cards and len(self.backends):
             return failure(NoInstance("No instance answers.", retry_after_s=1), "")
         return _json(200, {"object": "list", "data": [cards[name] for name in sorted(cards)]})

@@ -12,7 +12,9 @@ import logging
 import math
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Final
 
 import aiohttp
 from multidict import CIMultiDict
@@ -42,6 +44,28 @@ _CLOSED_UNREAD_S = 1.0
 """An idle connection that closes within this time did so before the request came, which is sent once more."""
 
 
+@dataclass(frozen=True, slots=True)
+class Access:
+    """With which key engines are asked."""
+
+    own_key: str = field(default="", repr=False)
+    """The engines'; empty: none."""
+    checks_clients: bool = False
+    """Clients' keys are the gateway's, and nobody else's business."""
+
+    @property
+    def passes_clients(self) -> bool:
+        return not self.own_key and not self.checks_clients
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of the gateway's own requests."""
+        return {"Authorization": f"Bearer {self.own_key}"} if self.own_key else {}
+
+
+CLIENTS_OWN: Final = Access()
+
+
 def new_session(connect_timeout_s: float) -> aiohttp.ClientSession:
     """For all but clients' requests. No limit of time but for connecting."""
     return aiohttp.ClientSession(
@@ -59,6 +83,7 @@ def request_head(
     num_bytes: int,
     *,
     num_deaths: int = 0,
+    access: Access = CLIENTS_OWN,
 ) -> bytes:
     """The client's headers, less those of its connection. What aiohttp has read has no line end in it. `num_deaths`:
     instances that died with the request."""
@@ -68,7 +93,9 @@ def request_head(
     ]
     if num_deaths:
         lines.append(f"{ATTEMPT_HEADER}: {attempt_after(num_deaths)}".encode())
-    dropped: frozenset[bytes] = _NOT_FORWARDED
+    if access.own_key:
+        lines.append(f"Authorization: Bearer {access.own_key}".encode())
+    dropped: frozenset[bytes] = _NOT_FORWARDED if access.passes_clients else _NOT_FORWARDED | {b"authorization"}
     for name, value in client:
         if name.lower() == b"connection" and value.lower() not in (b"keep-alive", b"close"):
             dropped |= {token.strip().lower() for token in value.split(b",")}
@@ -164,8 +191,9 @@ class Call:
 class Upstream:
     """The connections to all engines, as many as there are requests."""
 
-    def __init__(self, connect_timeout_s: float) -> None:
+    def __init__(self, connect_timeout_s: float, access: Access = CLIENTS_OWN) -> None:
         self._connect_timeout_s = connect_timeout_s
+        self._access = access
         self._idle: dict[Backend, list[Connection]] = {}
         self.calls: set[Call] = set()
         self._told_s = -math.inf
@@ -180,7 +208,7 @@ class Upstream:
         *,
         num_deaths: int = 0,
     ) -> Call:
-        head = request_head(backend, path, client, request_id, len(body), num_deaths=num_deaths)
+        head = request_head(backend, path, client, request_id, len(body), num_deaths=num_deaths, access=self._access)
         return Call(self, backend, head, body)
 
     async def connect(self, backend: Backend, *, anew: bool = False) -> Connection:

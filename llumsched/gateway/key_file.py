@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file of clients' keys, and how much each may ask for.
+
+    {"team-a": {"keys": ["sk-…", "sha256:9f86…"], "requests_per_minute": 600, "concurrent_requests": 32},
+     "batch": {"keys": ["sha256:60fd…"], "requests_per_second": 5, "tokens_in_flight": 200000}}
+
+A limit that is not given is none. Several keys of one name share its limits: the next one is added before the last one
+is taken away.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Final
+
+import msgspec
+
+from llumlet.secret_files import read_secret
+
+_HASHED: Final = re.compile(r"sha256:([0-9a-fA-F]{64})")
+_PLAIN: Final = re.compile(r"[!-~]{16,}")
+
+
+class Allowance(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Of one name, as the file has it."""
+
+    keys: list[str]
+    requests_per_second: float | None = None
+    requests_per_minute: float | None = None
+    concurrent_requests: int | None = None
+    tokens_in_flight: int | None = None
+    """Of the prompts of its requests."""
+
+
+def read_keys(path: str) -> dict[str, Allowance]:
+    """By name. Raises ValueError, which never holds a key."""
+    try:
+        found = msgspec.json.decode(read_secret(path), type=dict[str, Allowance])
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path}: {error}") from None
+    seen: set[bytes] = set()
+    for name, allowance in found.items():
+        if not allowance.keys:
+            raise ValueError(f"{path}: {name!r} has no keys")
+        for number, key in enumerate(allowance.keys):
+            if _HASHED.fullmatch(key) is None and (key.startswith("sha256:") or not _PLAIN.fullmatch(key)):
+                raise ValueError(
+                    f"{path}: key {number} of {name!r} is neither 16 or more printable characters without a space, nor "
+                    "sha256: and 64 hexadecimal digits"
+                )
+            if (digest := digest_of(key)) in seen:
+                raise ValueError(f"{path}: key {number} of {name!r} is there twice")
+            seen.add(digest)
+        for field in msgspec.structs.fields(Allowance)[1:]:
+            if (value := getattr(allowance, field.name)) is not None and not value > 0:
+                raise ValueError(f"{path}: {field.name} of {name!r} must be positive")
+    if not found:
+        raise ValueError(f"{path} holds no keys")
+    return found
+
+
+def digest_of(key: str) -> bytes:
+    """SHA-256 of one as the file has it."""
+    hashed = _HASHED.fullmatch(key)
+    return bytes.fromhex(hashed[1]) if hashed else hashlib.sha256(key.encode()).digest()

@@ -46,7 +46,8 @@ class Config:
     forward_tokens: bool = False
     requests_report_duration_s: float = 1.0
     """Lite mode only; 0: no reports."""
-    service_token: str = ""
+    service_token: str = field(default="", repr=False)
+    """Sent to schedulers as `Authorization`."""
 
     retry_max_count: int = 2
     """Other instances tried before a request's first byte has come, and continuations after."""

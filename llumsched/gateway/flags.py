@@ -40,6 +40,10 @@ def _word_of_file(text: str) -> str:
     return word
 
 
+def _bearer_of_file(text: str) -> str:
+    return f"Bearer {_word_of_file(text)}"
+
+
 def _api_keys(text: str) -> str:
     read_keys(text)
     return text
@@ -178,6 +182,7 @@ FLAGS: dict[str, dict[str, Flag]] = {
         ),
         "--forward-tokens": ("forward_tokens", _switch, "BOOL", "send the scheduler the prompt's token ids, too"),
         "--service-token": ("service_token", _text, "TEXT", "sent to the scheduler as Authorization"),
+        "--service-token-file": ("service_token", _bearer_of_file, "FILE", "the same, a token out of a file"),
         "--models-refresh": (
             "models_refresh_s",
             _positive_seconds,

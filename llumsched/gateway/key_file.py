@@ -10,16 +10,14 @@ is taken away.
 
 from __future__ import annotations
 
-import hashlib
-import re
 from typing import Final
 
 import msgspec
 
 from llumlet.secret_files import read_secret
+from llumsched.hashed_keys import faults_of
 
-_HASHED: Final = re.compile(r"sha256:([0-9a-fA-F]{64})")
-_PLAIN: Final = re.compile(r"[!-~]{16,}")
+_LEAST_CHARACTERS: Final = 16
 
 
 class Allowance(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -39,28 +37,15 @@ def read_keys(path: str) -> dict[str, Allowance]:
         found = msgspec.json.decode(read_secret(path), type=dict[str, Allowance])
     except msgspec.DecodeError as error:
         raise ValueError(f"{path}: {error}") from None
-    seen: set[bytes] = set()
+    faults = faults_of({name: allowance.keys for name, allowance in found.items()}, _LEAST_CHARACTERS)
     for name, allowance in found.items():
         if not allowance.keys:
-            raise ValueError(f"{path}: {name!r} has no keys")
-        for number, key in enumerate(allowance.keys):
-            if _HASHED.fullmatch(key) is None and (key.startswith("sha256:") or not _PLAIN.fullmatch(key)):
-                raise ValueError(
-                    f"{path}: key {number} of {name!r} is neither 16 or more printable characters without a space, nor "
-                    "sha256: and 64 hexadecimal digits"
-                )
-            if (digest := digest_of(key)) in seen:
-                raise ValueError(f"{path}: key {number} of {name!r} is there twice")
-            seen.add(digest)
+            faults.append(f"{name!r} has no keys")
         for field in msgspec.structs.fields(Allowance)[1:]:
             if (value := getattr(allowance, field.name)) is not None and not value > 0:
-                raise ValueError(f"{path}: {field.name} of {name!r} must be positive")
+                faults.append(f"{field.name} of {name!r} must be positive")
+    if faults:
+        raise ValueError(f"{path}: {'; '.join(faults)}")
     if not found:
         raise ValueError(f"{path} holds no keys")
     return found
-
-
-def digest_of(key: str) -> bytes:
-    """SHA-256 of one as the file has it."""
-    hashed = _HASHED.fullmatch(key)
-    return bytes.fromhex(hashed[1]) if hashed else hashlib.sha256(key.encode()).digest()

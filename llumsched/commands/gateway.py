@@ -71,6 +71,8 @@ def _contradictions(config: Config) -> Iterator[tuple[set[str], str]]:
         yield {"scheduling_policy", "scheduler_endpoints"}, needed
     if config.workers > 1 and not config.port:
         yield {"workers", "port"}, "--workers above 1 needs a --port: each worker binds it"
+    if config.backend_ca_file and not config.asks_https:
+        yield {"backend_endpoints"}, "--backend-ca-file is of no use without https endpoints or --backend-https"
     for given, missing in (("certfile", "keyfile"), ("keyfile", "certfile")):
         if getattr(config, f"ssl_{given}") and not getattr(config, f"ssl_{missing}"):
             yield {f"ssl_{missing}"}, f"--ssl-{given} needs --ssl-{missing}"

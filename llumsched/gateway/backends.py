@@ -16,6 +16,7 @@ from yarl import URL
 from llumlet.types import Address
 from llumsched import descriptors
 from llumsched.causes import Cause
+from llumsched.gateway.endpoints import Endpoint
 from llumsched.gateway.outliers import Ejection, Limits, Outliers, Pace
 
 _ASK_TIMEOUT_S = 3.0
@@ -29,8 +30,9 @@ _UNCOUNTED_PATIENCE = 3
 class Backend:
     """One API server."""
 
-    def __init__(self, address: Address) -> None:
-        self.address = address
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.address = endpoint.address
         self.models: dict[str, dict[str, Any]] | None = None
         """The model cards by name; None until it has answered."""
         self.last_token_s = time.monotonic()
@@ -46,7 +48,7 @@ class Backend:
     def url(self, path: str) -> URL:
         url = self._urls.get(path)
         if url is None:
-            url = self._urls[path] = URL(f"http://{self.address}{path}")
+            url = self._urls[path] = URL(self.endpoint.url(path))
         return url
 
     def learn(self, model: str) -> None:
@@ -64,7 +66,7 @@ class Backend:
         return limit if isinstance(limit, int) else None
 
     def __repr__(self) -> str:
-        return str(self.address)
+        return f"{self.address}{self.endpoint.base}"
 
 
 class Backends:
@@ -72,34 +74,44 @@ class Backends:
 
     def __init__(
         self,
-        configured: Collection[Address],
+        configured: Collection[Endpoint | Address],
         session: aiohttp.ClientSession,
         limits: Limits,
         headers: Mapping[str, str],
+        *,
+        is_tls: bool = False,
     ) -> None:
-        """`headers`: of all that engines are asked for the gateway itself."""
+        """`headers`: of all that engines are asked for the gateway itself. `is_tls`: of those of which only the address
+        is known."""
         self.outliers: Outliers[Backend] = Outliers(limits, self.__len__, time.monotonic)
         self.pace: Pace[Backend] = Pace(time.monotonic)
         self._session = session
         self._headers = headers
-        self._configured = frozenset(configured)
-        self._by_address = {address: Backend(address) for address in configured}
+        self._is_tls = is_tls
+        self._all: dict[Endpoint, Backend] = {}
+        self._by_address: dict[Address, Backend] = {}
+        for one in configured:
+            self._add(one if isinstance(one, Endpoint) else Endpoint(one, is_tls))
+        self._configured = frozenset(self._all)
         self._next = 0
         self._asked: asyncio.Task[None] | None = None
         self._dying: dict[Backend, asyncio.Task[bool]] = {}
         self.refreshed_s = -float("inf")
 
     def at(self, address: Address) -> Backend:
-        backend = self._by_address.get(address)
-        if backend is None:
-            backend = self._by_address[address] = Backend(address)
+        """The one at this address; the first, if several have paths there."""
+        return self._by_address.get(address) or self._add(Endpoint(address, self._is_tls))
+
+    def _add(self, endpoint: Endpoint) -> Backend:
+        backend = self._all[endpoint] = Backend(endpoint)
+        self._by_address.setdefault(endpoint.address, backend)
         return backend
 
     def __iter__(self) -> Iterator[Backend]:
-        return iter(list(self._by_address.values()))
+        return iter(list(self._all.values()))
 
     def __len__(self) -> int:
-        return len(self._by_address)
+        return len(self._all)
 
     def avoids(self, backend: Backend) -> bool:
         """Whether it gets requests only if there is no other."""
@@ -108,7 +120,7 @@ class Backends:
     def avoided(self) -> dict[Backend, Ejection]:
         """All that are, and why."""
         found = dict(self.outliers.ejected)
-        for backend in self._by_address.values():
+        for backend in self._all.values():
             if backend.is_stalled:
                 found[backend] = Ejection(Cause.HANG, "its engine core hangs", backend.last_token_s)
             elif backend.is_down:
@@ -117,14 +129,14 @@ class Backends:
 
     def listed(self, model: str) -> bool:
         """Whether one of them is known to serve it."""
-        return any(model in (backend.models or ()) for backend in self._by_address.values())
+        return any(model in (backend.models or ()) for backend in self._all.values())
 
     def next_for(
         self, model: str, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()
     ) -> Backend | None:
         """Round robin over those that serve the model; excluded ones never, shunned ones if there is no other, and
         avoided ones last."""
-        backends = list(self._by_address.values())
+        backends = list(self._all.values())
         self._next += 1
         reserve = last = None
         for offset in range(len(backends)):
@@ -153,7 +165,7 @@ class Backends:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _refresh(self) -> None:
-        await asyncio.gather(*(self._ask(backend) for backend in list(self._by_address.values())))
+        await asyncio.gather(*(self._ask(backend) for backend in list(self._all.values())))
         self.refreshed_s = time.monotonic()
 
     async def cards(self, authorization: str) -> dict[str, dict[str, Any]]:
@@ -189,13 +201,13 @@ class Backends:
             if descriptors.none_left(error):
                 return
             backend.is_down = True
-            if backend.address not in self._configured and time.monotonic() - backend.answered_s > _FORGOTTEN_S:
+            if backend.endpoint not in self._configured and time.monotonic() - backend.answered_s > _FORGOTTEN_S:
                 self._forget(backend)
         except (ValueError, KeyError, TypeError):
             backend.models = None
 
     def _forget(self, backend: Backend) -> None:
-        del self._by_address[backend.address]
+        del self._all[backend.endpoint], self._by_address[backend.address]
         self.outliers.forget(backend)
         self.pace.forget(backend)
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from llumlet.types import Address
+from llumsched.gateway.endpoints import Endpoint
 
 
 class AccessLog(enum.StrEnum):
@@ -31,10 +32,14 @@ class Config:
 
     scheduling_policy: str = "load-balance"
     """`round-robin` is done here; with any other the scheduler is asked, which applies its own."""
-    backend_endpoints: tuple[Address, ...] = ()
+    backend_endpoints: tuple[Endpoint | Address, ...] = ()
     scheduler_endpoints: tuple[Address, ...] = ()
     backend_api_key: str = field(default="", repr=False)
     """Sent to engines; empty: clients' own."""
+    backend_https: bool = False
+    """Instances of which only the address is known are asked over https."""
+    backend_ca_file: str = ""
+    """Of those whose certificates engines show; empty: the system's."""
     full_mode: bool = True
     schedule_timeout_s: float = 2.0
     wait_scheduling_timeout_s: float = 5.0
@@ -95,6 +100,12 @@ class Config:
     shutdown_timeout_s: float = 30.0
     """How long streams may go on after SIGTERM."""
     access_log: AccessLog = AccessLog.LINE
+
+    @property
+    def asks_https(self) -> bool:
+        """Whether an engine may be."""
+        endpoints = self.backend_endpoints
+        return self.backend_https or any(isinstance(one, Endpoint) and one.is_tls for one in endpoints)
 
     @property
     def is_guarded(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from llumlet.secret_files import read_secret
 from llumlet.types import Address
 from llumsched.gateway.config import MOST_WORKERS, AccessLog
+from llumsched.gateway.endpoints import Endpoint, context
 from llumsched.gateway.key_file import read_keys
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)?")
@@ -93,6 +94,18 @@ def _addresses(text: str) -> tuple[Address, ...]:
     return tuple(dict.fromkeys(Address.parse(part.removeprefix("http://")) for part in text.split(",") if part.strip()))
 
 
+def _endpoints(text: str) -> tuple[Endpoint, ...]:
+    return tuple(dict.fromkeys(Endpoint.parse(part) for part in text.split(",") if part.strip()))
+
+
+def _ca_file(text: str) -> str:
+    try:
+        context(text)
+    except OSError as error:
+        raise ValueError(f"{text} holds no certificates: {error}") from None
+    return text
+
+
 def _access_log(text: str) -> AccessLog:
     try:
         return AccessLog(text)
@@ -116,7 +129,7 @@ def _tokenizers(texts: list[str]) -> dict[str, str]:
     return found
 
 
-SWITCHES = ("--insecure",)
+SWITCHES = ("--insecure", "--backend-https")
 """Flags that may stand without a value."""
 REPEATED = ("--tokenizer-path", "--tokenizer-name")
 Flag = tuple[str, Callable[[Any], Any], str, str]
@@ -157,10 +170,12 @@ FLAGS: dict[str, dict[str, Flag]] = {
         ),
         "--llm-backend-endpoints": (
             "backend_endpoints",
-            _addresses,
+            _endpoints,
             "HOST:PORT,…",
-            "API servers, for round-robin and while the scheduler is away",
+            "API servers, for round-robin and while the scheduler is away; also http(s)://HOST:PORT/PATH",
         ),
+        "--backend-https": ("backend_https", _switch, "", "instances that the scheduler names are asked over https"),
+        "--backend-ca-file": ("backend_ca_file", _ca_file, "FILE", "authorities of engines' certificates (PEM)"),
         "--backend-api-key-file": ("backend_api_key", _word_of_file, "FILE", "the engines' own --api-key"),
         "--scheduler-endpoints": (
             "scheduler_endpoints",

@@ -15,7 +15,7 @@ from typing import Self
 import msgspec
 from aiohttp import web
 
-from llumsched.gateway import tls
+from llumsched.gateway import endpoints, tls
 from llumsched.gateway.access_log import AccessLogger
 from llumsched.gateway.admission import Admission
 from llumsched.gateway.api_keys import ApiKeys
@@ -67,12 +67,19 @@ class Gateway:
         except ValueError:
             listening.close()
             raise
-        self._session = new_session(config.connect_timeout_s)
+        engines_tls = endpoints.context(config.backend_ca_file) if config.asks_https else None
+        self._session = new_session(config.connect_timeout_s, engines_tls)
         access = Access(config.backend_api_key, checks_clients=bool(config.api_key_file))
         self._passes_keys = access.passes_clients
-        self.backends = Backends(config.backend_endpoints, self._session, Limits(config.max_ejected), access.headers)
+        self.backends = Backends(
+            config.backend_endpoints,
+            self._session,
+            Limits(config.max_ejected),
+            access.headers,
+            is_tls=config.backend_https,
+        )
         self.metrics = Metrics(self.backends.listed)
-        self.upstream = Upstream(config.connect_timeout_s, access)
+        self.upstream = Upstream(config.connect_timeout_s, access, engines_tls)
         self.placement = self._placement()
         self.access_log = AccessLogger(config.access_log)
         self.exchanges = Exchanges(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import ssl
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -66,10 +67,10 @@ class Access:
 CLIENTS_OWN: Final = Access()
 
 
-def new_session(connect_timeout_s: float) -> aiohttp.ClientSession:
-    """For all but clients' requests. No limit of time but for connecting."""
+def new_session(connect_timeout_s: float, tls: ssl.SSLContext | None) -> aiohttp.ClientSession:
+    """For all but clients' requests. No limit of time but for connecting. `tls`: of what is asked over https."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, keepalive_timeout=_MOST_IDLE_S),
+        connector=aiohttp.TCPConnector(ssl=tls or True, limit=0, ttl_dns_cache=60, keepalive_timeout=_MOST_IDLE_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
         cookie_jar=aiohttp.DummyCookieJar(),
     )
@@ -89,7 +90,7 @@ def request_head(
     instances that died with the request."""
     lines = [
         b"POST %b HTTP/1.1\r\nHost: %b\r\nContent-Length: %d\r\nX-Request-Id: %b"
-        % (path.encode(), str(backend.address).encode(), num_bytes, request_id.encode())
+        % ((backend.endpoint.base + path).encode(), str(backend.address).encode(), num_bytes, request_id.encode())
     ]
     if num_deaths:
         lines.append(f"{ATTEMPT_HEADER}: {attempt_after(num_deaths)}".encode())
@@ -191,9 +192,12 @@ class Call:
 class Upstream:
     """The connections to all engines, as many as there are requests."""
 
-    def __init__(self, connect_timeout_s: float, access: Access = CLIENTS_OWN) -> None:
+    def __init__(
+        self, connect_timeout_s: float, access: Access = CLIENTS_OWN, tls: ssl.SSLContext | None = None
+    ) -> None:
         self._connect_timeout_s = connect_timeout_s
         self._access = access
+        self._tls = tls
         self._idle: dict[Backend, list[Connection]] = {}
         self.calls: set[Call] = set()
         self._told_s = -math.inf
@@ -221,7 +225,9 @@ class Upstream:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await loop.create_connection(Connection, *backend.address)
+                _, connection = await loop.create_connection(
+                    Connection, *backend.address, ssl=self._tls if backend.endpoint.is_tls else None
+                )
         except OSError as error:  # TimeoutError is one
             if descriptors.none_left(error):
                 self._tell_of_descriptors(error)

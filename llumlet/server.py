@@ -9,8 +9,6 @@ all but health, which orchestrators ask without secrets, are behind the token.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -24,6 +22,7 @@ from llumlet.agent import Agent
 from llumlet.credentials import NONE, Credentials
 from llumlet.detached import DetachedCalls
 from llumlet.errors import LlumletError
+from llumlet.loopback import is_loopback
 from llumlet.proto import llumlet_pb2
 from llumlet.servicer import add_services, refuse
 from llumlet.types import MAX_MESSAGE_BYTES, Address, Reason
@@ -163,12 +162,3 @@ class _TokenRequired(aio.ServerInterceptor):  # type: ignore[type-arg]  # not ge
 
 async def _refuse_stranger(messages: object, context: aio.ServicerContext[Any, Any]) -> None:
     await refuse(context, LlumletError(Reason.UNAUTHENTICATED, "this llumlet wants its token (--llumlet-token-file)"))
-
-
-def is_loopback(host: str) -> bool:
-    """Whether all addresses of `host` are loopback; False for a name that does not resolve."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    return all(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)

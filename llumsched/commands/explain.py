@@ -33,11 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scheduling-mode", default="neutral", metavar="MODE", help=f"{', '.join(_MODES)} (default %(default)s)"
     )
+    arguments.add_service_token(parser)
     arguments.add_json(parser)
 
 
 def faults(args: argparse.Namespace) -> list[str]:
     args.addresses, found = arguments.address("--scheduler", args.scheduler)
+    args.headers, more = arguments.service_headers(args)
+    found += more
     if not (args.prompt_num_tokens.isascii() and args.prompt_num_tokens.isdigit()):
         found.append(f"--prompt-num-tokens {args.prompt_num_tokens!r} is not a number")
     if args.scheduling_mode not in _MODES:
@@ -53,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         "scheduling_mode": args.scheduling_mode,
     }
     try:
-        status, answer = asyncio.run(_ask(f"http://{args.addresses[0]}/debug/schedule", asked))
+        status, answer = asyncio.run(_ask(f"http://{args.addresses[0]}/debug/schedule", asked, args.headers))
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         print(f"llumnix explain: scheduler {args.addresses[0]}: {error or 'no answer'}", file=sys.stderr)
         return ExitCode.UNREACHABLE
@@ -67,9 +70,12 @@ def run(args: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
-async def _ask(url: str, asked: dict[str, Any]) -> tuple[int, Any]:
+async def _ask(url: str, asked: dict[str, Any], headers: dict[str, str]) -> tuple[int, Any]:
     timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout) as session, session.post(url, json=asked) as answer:
+    async with (
+        aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+        session.post(url, json=asked) as answer,
+    ):
         return answer.status, await (answer.json() if answer.status == 200 else answer.text())
 
 

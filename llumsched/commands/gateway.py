@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
+from llumlet.loopback import is_loopback
 from llumsched.exit_codes import ExitCode
+from llumsched.gateway import tls
 from llumsched.gateway.config import Config
-from llumsched.gateway.flags import FLAGS, REPEATED
+from llumsched.gateway.flags import FLAGS, REPEATED, SWITCHES
 
 DESCRIPTION = """Serve the OpenAI API in front of all engines.
 
@@ -31,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             default = _DEFAULTS.get(name)
             shown = "" if default in ("", ()) or not isinstance(default, str | int | float) else f" (default {default})"
             repeated: dict[str, Any] = {"action": "append"} if flag in REPEATED else {}
-            group.add_argument(flag, dest=f"gateway{flag}", metavar=metavar, help=text + shown, **repeated)
+            if flag in SWITCHES:
+                repeated = {"nargs": "?", "const": "true"}
+            group.add_argument(flag, dest=f"gateway{flag}", metavar=metavar or "BOOL", help=text + shown, **repeated)
 
 
 def faults(args: argparse.Namespace) -> list[str]:
@@ -67,6 +71,20 @@ def _contradictions(config: Config) -> Iterator[tuple[set[str], str]]:
         yield {"scheduling_policy", "scheduler_endpoints"}, needed
     if config.workers > 1 and not config.port:
         yield {"workers", "port"}, "--workers above 1 needs a --port: each worker binds it"
+    if config.backend_ca_file and not config.asks_https:
+        yield {"backend_endpoints"}, "--backend-ca-file is of no use without https endpoints or --backend-https"
+    for given, missing in (("certfile", "keyfile"), ("keyfile", "certfile")):
+        if getattr(config, f"ssl_{given}") and not getattr(config, f"ssl_{missing}"):
+            yield {f"ssl_{missing}"}, f"--ssl-{given} needs --ssl-{missing}"
+    if config.ssl_certfile and config.ssl_keyfile:
+        for fault in tls.faults(config.ssl_certfile, config.ssl_keyfile):
+            yield {"ssl_certfile", "ssl_keyfile"}, fault
+    if not (config.insecure or config.is_guarded or is_loopback(config.host)):
+        needed = (
+            f"--host {config.host} is not a loopback address, and whoever reaches this gateway could use all engines: "
+            "it needs --api-key-file, --ssl-certfile and --ssl-keyfile, or else --insecure"
+        )
+        yield {"insecure", "api_key_file", "ssl_certfile", "ssl_keyfile"}, needed
     if config.chat_template and not config.tokenizers:
         yield {"tokenizers"}, "--chat-template is of no use without --tokenizer-path"
 

@@ -13,13 +13,16 @@ import sys
 from typing import Any, Final
 from urllib.parse import quote
 
+from llumlet.loopback import is_loopback
 from llumlet.types import Address
+from llumsched import descriptors
 from llumsched.cms.store import LISTEN, name_of, store_faults
 from llumsched.commands import arguments
 from llumsched.exit_codes import ExitCode
 from llumsched.rescheduling import arguments as rescheduling
 from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.scheduler import process
+from llumsched.scheduler.access import read_tokens
 from llumsched.scheduler.backends import API_KEY_VARIABLE
 from llumsched.scheduling.filters import FailoverDomain
 from llumsched.scheduling.load import InferType
@@ -56,6 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("process")
     group.add_argument("--host", default=process.HOST, help="to listen at (default %(default)s)")
     group.add_argument("--port", default=str(process.PORT), metavar="N", help="0: any free one (default %(default)s)")
+    group.add_argument(
+        "--service-token-file", metavar="FILE",
+        help='tokens of those who may ask over HTTP, by role: {"gateway": […], "reader": […], "operator": […]}',
+    )  # fmt: skip
     _add_cms(parser.add_argument_group("instances"))
     _add_dispatch(parser.add_argument_group("dispatch"))
     rescheduling.add_arguments(parser)
@@ -154,10 +161,25 @@ class _Reader:
             "backend_endpoints": endpoints,
             "backend_api_key": os.environ.get(API_KEY_VARIABLE, ""),
             "insecure": args.insecure,
+            "service_token_file": self._service_tokens(),
         }
         values["policy"] = self._policy(mode)
         values["rescheduling"] = self._rescheduling(mode)
         return values
+
+    def _service_tokens(self) -> str:
+        file, host = self._args.service_token_file or "", self._args.host
+        if file:
+            try:
+                read_tokens(file)
+            except ValueError as error:
+                self.faults.append(f"--service-token-file {error}")
+        elif not (self._args.insecure or is_loopback(host)):
+            self.faults.append(
+                f"--host {host} is not a loopback address, and whoever reaches this scheduler sees and influences "
+                "where requests go: it needs --service-token-file, or else --insecure"
+            )
+        return file
 
     def _policy(self, mode: Mode) -> Policy | None:
         args = self._args
@@ -285,6 +307,7 @@ def run(args: argparse.Namespace) -> int:
 
     import uvloop
 
+    descriptors.raise_limit()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = dataclasses.replace(args.config, credentials=args.credentials)
     try:

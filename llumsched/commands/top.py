@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scheduler", metavar="HOST:PORT", help="HTTP address of the scheduler whose rescheduler's moves are shown"
     )
+    arguments.add_service_token(parser)
     parser.add_argument("--once", action="store_true", help="print what is now, and exit")
     parser.add_argument("--interval", default="1", metavar="SECONDS", help="between two objects of --json (default 1)")
     arguments.add_json(parser)
@@ -47,6 +48,8 @@ def faults(args: argparse.Namespace) -> list[str]:
         addresses, more = arguments.address("--scheduler", args.scheduler.removeprefix("http://").rstrip("/"))
         found += more
         args.scheduler_address = addresses[0] if addresses else None
+    args.headers, more = arguments.service_headers(args)
+    found += more
     args.interval_s, more = arguments.number("--interval", args.interval)
     found += more or ([] if args.interval_s > 0 else ["--interval must be positive"])
     if not (args.once or args.json or sys.stdout.isatty()):
@@ -65,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _source(args: argparse.Namespace) -> Source:
     address: Address | None = args.scheduler_address
-    return Source(args.cms, address, args.credentials)
+    return Source(args.cms, address, args.credentials, args.headers)
 
 
 async def _print(args: argparse.Namespace) -> int:

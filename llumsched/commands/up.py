@@ -51,13 +51,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULTS["enable_rescheduling"],
         help="move running requests from hot engines to cold ones (default on)",
     )
+    parser.add_argument(
+        "--insecure", action="store_true", help="the gateway may listen beyond this machine, without keys or TLS"
+    )
     parser.add_argument("--share-gpus", action="store_true", help="all engines see all GPUs, instead of each its own")
 
 
 def faults(args: argparse.Namespace) -> list[str]:
     """Leaves the configuration in `args.config`."""
     found: list[str] = []
-    values: dict[str, Any] = {"share_gpus": args.share_gpus, "enable_rescheduling": args.enable_rescheduling}
+    values: dict[str, Any] = {
+        "share_gpus": args.share_gpus,
+        "enable_rescheduling": args.enable_rescheduling,
+        "insecure": args.insecure,
+    }
     for name, (flag, _, _) in _FLAGS.items():
         given, default = getattr(args, name), _DEFAULTS[name]
         if isinstance(given, str) and isinstance(default, int | float):

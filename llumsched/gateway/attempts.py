@@ -184,6 +184,8 @@ class Attempts(ABC):
             except CannotContinue as reason:
                 self._failed_for_good()
                 return await self._end_with(not_continued("The stream was lost", reason))
+            except errors.OutOfDescriptors as error:
+                return await self._fail(error)
             finally:
                 self._around.running.pop(self, None)
                 self._around.trials.end(self._case)

@@ -7,7 +7,7 @@ import asyncio
 import random
 import re
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -15,7 +15,9 @@ import aiohttp
 from yarl import URL
 
 from llumlet.types import Address
+from llumsched import descriptors
 from llumsched.causes import Cause
+from llumsched.gateway.endpoints import Endpoint
 from llumsched.gateway.outliers import Ejection, Limits, Outliers, Pace
 
 _ASK_TIMEOUT_S = 3.0
@@ -29,8 +31,9 @@ _UNCOUNTED_PATIENCE = 3
 class Backend:
     """One API server."""
 
-    def __init__(self, address: Address) -> None:
-        self.address = address
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.address = endpoint.address
         self.models: dict[str, dict[str, Any]] | None = None
         """The model cards by name; None until it has answered."""
         self.last_token_s = time.monotonic()
@@ -46,7 +49,7 @@ class Backend:
     def url(self, path: str) -> URL:
         url = self._urls.get(path)
         if url is None:
-            url = self._urls[path] = URL(f"http://{self.address}{path}")
+            url = self._urls[path] = URL(self.endpoint.url(path))
         return url
 
     def learn(self, model: str) -> None:
@@ -64,18 +67,33 @@ class Backend:
         return limit if isinstance(limit, int) else None
 
     def __repr__(self) -> str:
-        return str(self.address)
+        return f"{self.address}{self.endpoint.base}"
 
 
 class Backends:
     """All of them, by address. `refresh` keeps what they serve up to date."""
 
-    def __init__(self, configured: Collection[Address], session: aiohttp.ClientSession, limits: Limits) -> None:
+    def __init__(
+        self,
+        configured: Collection[Endpoint | Address],
+        session: aiohttp.ClientSession,
+        limits: Limits,
+        headers: Mapping[str, str],
+        *,
+        is_tls: bool = False,
+    ) -> None:
+        """`headers`: of all that engines are asked for the gateway itself. `is_tls`: of those of which only the address
+        is known."""
         self.outliers: Outliers[Backend] = Outliers(limits, self.__len__, time.monotonic)
         self.pace: Pace[Backend] = Pace(time.monotonic)
         self._session = session
-        self._configured = frozenset(configured)
-        self._by_address = {address: Backend(address) for address in configured}
+        self._headers = headers
+        self._is_tls = is_tls
+        self._all: dict[Endpoint, Backend] = {}
+        self._by_address: dict[Address, Backend] = {}
+        for one in configured:
+            self._add(one if isinstance(one, Endpoint) else Endpoint(one, is_tls))
+        self._configured = frozenset(self._all)
         self._next = random.randrange(1 << 16)
         """Gateways do not all begin with the same one."""
         self._asked: asyncio.Task[None] | None = None
@@ -83,16 +101,19 @@ class Backends:
         self.refreshed_s = -float("inf")
 
     def at(self, address: Address) -> Backend:
-        backend = self._by_address.get(address)
-        if backend is None:
-            backend = self._by_address[address] = Backend(address)
+        """The one at this address; the first, if several have paths there."""
+        return self._by_address.get(address) or self._add(Endpoint(address, self._is_tls))
+
+    def _add(self, endpoint: Endpoint) -> Backend:
+        backend = self._all[endpoint] = Backend(endpoint)
+        self._by_address.setdefault(endpoint.address, backend)
         return backend
 
     def __iter__(self) -> Iterator[Backend]:
-        return iter(list(self._by_address.values()))
+        return iter(list(self._all.values()))
 
     def __len__(self) -> int:
-        return len(self._by_address)
+        return len(self._all)
 
     def avoids(self, backend: Backend) -> bool:
         """Whether it gets requests only if there is no other."""
@@ -101,7 +122,7 @@ class Backends:
     def avoided(self) -> dict[Backend, Ejection]:
         """All that are, and why."""
         found = dict(self.outliers.ejected)
-        for backend in self._by_address.values():
+        for backend in self._all.values():
             if backend.is_stalled:
                 found[backend] = Ejection(Cause.HANG, "its engine core hangs", backend.last_token_s)
             elif backend.is_down:
@@ -113,14 +134,14 @@ class Backends:
 
     def listed(self, model: str) -> bool:
         """Whether one of them is known to serve it."""
-        return any(model in (backend.models or ()) for backend in self._by_address.values())
+        return any(model in (backend.models or ()) for backend in self._all.values())
 
     def next_for(
         self, model: str, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()
     ) -> Backend | None:
         """Round robin over those that serve the model; excluded ones never, shunned ones if there is no other, and
         avoided ones last."""
-        backends = list(self._by_address.values())
+        backends = list(self._all.values())
         self._next += 1
         reserve = last = None
         for offset in range(len(backends)):
@@ -149,7 +170,7 @@ class Backends:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _refresh(self) -> None:
-        await asyncio.gather(*(self._ask(backend) for backend in list(self._by_address.values())))
+        await asyncio.gather(*(self._ask(backend) for backend in list(self._all.values())))
         self.refreshed_s = time.monotonic()
 
     async def cards(self, authorization: str) -> dict[str, dict[str, Any]]:
@@ -165,7 +186,7 @@ class Backends:
             merged = (cards or {}) | merged
         return merged
 
-    async def _cards(self, backend: Backend, headers: dict[str, str]) -> dict[str, dict[str, Any]] | None:
+    async def _cards(self, backend: Backend, headers: Mapping[str, str]) -> dict[str, dict[str, Any]] | None:
         timeout = aiohttp.ClientTimeout(total=_ASK_TIMEOUT_S)
         async with self._session.get(backend.url("/v1/models"), headers=headers, timeout=timeout) as answer:
             if answer.status in (401, 403):
@@ -176,20 +197,22 @@ class Backends:
 
     async def _ask(self, backend: Backend) -> None:
         try:
-            backend.models = await self._cards(backend, {})
+            backend.models = await self._cards(backend, self._headers)
             backend.is_down = False
             backend.answered_s = time.monotonic()
             if backend.is_stalled and backend.models:
                 backend.is_stalled = await self._generates(backend, _ASK_TIMEOUT_S) is not True
-        except (aiohttp.ClientError, TimeoutError, OSError):
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            if descriptors.none_left(error):
+                return
             backend.is_down = True
-            if backend.address not in self._configured and time.monotonic() - backend.answered_s > _FORGOTTEN_S:
+            if backend.endpoint not in self._configured and time.monotonic() - backend.answered_s > _FORGOTTEN_S:
                 self._forget(backend)
         except (ValueError, KeyError, TypeError):
             backend.models = None
 
     def _forget(self, backend: Backend) -> None:
-        del self._by_address[backend.address]
+        del self._all[backend.endpoint], self._by_address[backend.address]
         self.outliers.forget(backend)
         self.pace.forget(backend)
 
@@ -197,8 +220,11 @@ class Backends:
         """Has it compute one token: only who can gets requests again. One that refuses may want a key, or serve other
         paths: it is well, unless it is out for refusing."""
         ejection, status = self.outliers.ejected.get(backend), 500
-        with suppress(aiohttp.ClientError, TimeoutError, OSError):
+        try:
             status = await self._status_of_one_token(backend, _ASK_TIMEOUT_S)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            if descriptors.none_left(error):
+                return
         refuses = ejection is not None and ejection.cause is Cause.REFUSALS
         has_no_completions = status == 404 and bool(backend.models)
         takes = status in (200, 401, 403) or has_no_completions if refuses else status < 500
@@ -244,7 +270,9 @@ class Backends:
         if backend.models:
             body["model"] = next(iter(backend.models))
         timeout = aiohttp.ClientTimeout(total=limit_s)
-        async with self._session.post(backend.url("/v1/completions"), json=body, timeout=timeout) as answer:
+        async with self._session.post(
+            backend.url("/v1/completions"), json=body, headers=self._headers, timeout=timeout
+        ) as answer:
             await answer.read()
             return answer.status
 
@@ -257,13 +285,16 @@ class Backends:
         return not await asyncio.shield(asking)
 
     async def is_healthy(self, backend: Backend, timeout_s: float) -> bool:
-        """Whether its API server says so. One where nobody listens gets no requests any more."""
+        """Whether its API server says so, as far as it can be asked. One where nobody listens gets no requests any
+        more."""
         try:
             timeout = aiohttp.ClientTimeout(total=timeout_s)
             async with self._session.get(backend.url("/health"), timeout=timeout) as answer:
                 await answer.read()
                 return answer.status < 500
         except aiohttp.ClientConnectorError as error:
+            if descriptors.none_left(error):
+                return True
             self.outliers.failed(backend, Cause.UNREACHABLE, str(error))
             return False
         except (aiohttp.ClientError, TimeoutError, OSError):

@@ -32,13 +32,14 @@ class Head(msgspec.Struct):
     previous_response_id: Any = None
 
 
+_TOKEN_IDS = b',"return_token_ids":true}'
 _HEAD = msgspec.json.Decoder(Head)
 _DOCUMENT = msgspec.json.Decoder(dict[str, Any])
 
 _T = TypeVar("_T")
 
 
-def _decoded(decoder: msgspec.json.Decoder[_T], content: bytes) -> _T:
+def _decoded(decoder: msgspec.json.Decoder[_T], content: bytes | bytearray) -> _T:
     try:
         return decoder.decode(content)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -55,11 +56,11 @@ def _checked(head: Head) -> Head:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    content: bytes
+    content: bytes | bytearray
     head: Head
 
     @classmethod
-    def read(cls, content: bytes) -> Body:
+    def read(cls, content: bytes | bytearray) -> Body:
         """Raises InvalidRequest for what no engine could take."""
         try:
             if not content.isascii():
@@ -69,7 +70,7 @@ class Body:
         return cls(content, _checked(_decoded(_HEAD, content)))
 
     @classmethod
-    def read_form(cls, content: bytes, content_type: str) -> Body:
+    def read_form(cls, content: bytes | bytearray, content_type: str) -> Body:
         """Raises InvalidRequest."""
         return cls(content, _checked(Head(model=model_of(content, content_type) or None)))
 
@@ -86,7 +87,15 @@ class Body:
         is out of range."""
         return _decoded(_DOCUMENT, self.content)
 
-    def with_token_ids(self) -> bytes:
-        """The same bytes, and the wish for token ids as the last field: it counts if the client set it, too."""
-        end = self.content.rindex(b"}")
-        return self.content[:end] + b',"return_token_ids":true}'
+    def with_token_ids(self) -> bytes | bytearray:
+        """The same bytes, and the wish for token ids as the last field: it counts if the client set it, too. A
+        bytearray is not copied, but gets that field itself.
+        """
+        content = self.content
+        if content.endswith(_TOKEN_IDS):
+            return content
+        end = content.rindex(b"}")
+        if isinstance(content, bytes):
+            return content[:end] + _TOKEN_IDS
+        content[end:] = _TOKEN_IDS
+        return content

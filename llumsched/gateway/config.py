@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from llumlet.types import Address
+from llumsched.gateway.endpoints import Endpoint
 
 
 class AccessLog(enum.StrEnum):
@@ -31,8 +32,14 @@ class Config:
 
     scheduling_policy: str = "load-balance"
     """`round-robin` is done here; with any other the scheduler is asked, which applies its own."""
-    backend_endpoints: tuple[Address, ...] = ()
+    backend_endpoints: tuple[Endpoint | Address, ...] = ()
     scheduler_endpoints: tuple[Address, ...] = ()
+    backend_api_key: str = field(default="", repr=False)
+    """Sent to engines; empty: clients' own."""
+    backend_https: bool = False
+    """Instances of which only the address is known are asked over https."""
+    backend_ca_file: str = ""
+    """Of those whose certificates engines show; empty: the system's."""
     full_mode: bool = True
     schedule_timeout_s: float = 2.0
     wait_scheduling_timeout_s: float = 5.0
@@ -44,7 +51,8 @@ class Config:
     forward_tokens: bool = False
     requests_report_duration_s: float = 1.0
     """Lite mode only; 0: no reports."""
-    service_token: str = ""
+    service_token: str = field(default="", repr=False)
+    """Sent to schedulers as `Authorization`."""
 
     retry_max_count: int = 2
     """Other instances tried before a request's first byte has come, and continuations after."""
@@ -71,13 +79,38 @@ class Config:
     tokenizers: Mapping[str, str] = field(default_factory=dict)
     """Path or hub name by model; the model "" is any other."""
     chat_template: str = ""
+    count_timeout_s: float = 0.5
+    """Of a processor's time, for one request; after it the count is an estimate."""
+    reader_processes: int = 2
+    """For each worker: they count tokens, and read what is large."""
 
     max_body_bytes: int = 64 << 20
     client_timeout_s: float = 60.0
-    """Without a byte from a client that sends its request, or taken by one that gets its answer."""
+    """For the next KiB of a client's request, or with nothing taken by it of its answer."""
+    header_timeout_s: float = 10.0
+    """For a request's head, or a connection's first."""
+    keep_alive_timeout_s: float = 75.0
+    """Between two requests on a connection."""
+    api_key_file: str = ""
+    """Empty: nobody is asked for a key."""
+    ssl_certfile: str = ""
+    ssl_keyfile: str = ""
+    insecure: bool = False
+    """Listens elsewhere than at loopback without keys and TLS."""
     shutdown_timeout_s: float = 30.0
     """How long streams may go on after SIGTERM."""
     access_log: AccessLog = AccessLog.LINE
+
+    @property
+    def asks_https(self) -> bool:
+        """Whether an engine may be."""
+        endpoints = self.backend_endpoints
+        return self.backend_https or any(isinstance(one, Endpoint) and one.is_tls for one in endpoints)
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether clients need a key, and what they say is encrypted."""
+        return bool(self.api_key_file and self.ssl_certfile and self.ssl_keyfile)
 
     @property
     def is_local(self) -> bool:

@@ -21,6 +21,7 @@ from llumsched.gateway.errors import StreamLost
 
 _MOST_HEAD_BYTES = 64 << 10
 _MOST_LINE_BYTES = 4096
+_MOST_JOINED_BYTES = 64 << 10
 _PAUSE_ABOVE_BYTES = 1 << 20
 """Bytes read and not taken at which reading pauses: a client that reads slowly slows its engine's socket, not us."""
 
@@ -55,12 +56,16 @@ class Connection(asyncio.Protocol):
         """Bytes that have not come of the line end after a chunk."""
         self._in_trailers = False
 
-    def send(self, request: bytes) -> None:
-        """Head and body in one piece. The connection is IDLE."""
+    def send(self, head: bytes, body: bytes | bytearray) -> None:
+        """Both in one piece, unless that costs more than it saves. The connection is IDLE."""
         assert self.state is State.IDLE
         self.state = State.HEAD
         self.has_answered = False
-        self._transport.write(request)
+        if len(body) > _MOST_JOINED_BYTES:
+            self._transport.write(head)
+            self._transport.write(body)
+        else:
+            self._transport.write(head + body)
 
     async def head(self) -> None:
         """Until `status` and `headers` are there. Raises StreamLost."""

@@ -203,7 +203,7 @@ def ends_within_character(answer: bytes) -> bool:
 @dataclass(frozen=True, slots=True)
 class Continuation:
     path: str
-    content: bytes
+    content: bytes | bytearray
     change: Callable[[dict[str, Any]], dict[str, Any] | None]
     """From the other engine's events to the client's."""
 

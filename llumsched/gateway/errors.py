@@ -11,6 +11,7 @@ GatewayError                       status and kind of the answer
   RequestTooLarge           413
   Overloaded                429    with Retry-After
   NoInstance                503    with Retry-After
+  OutOfDescriptors          503    with Retry-After; the gateway's own fault, not an instance's
   UpstreamFailed            502    no instance answered
   UpstreamTimedOut          504
 StreamLost                         an engine's answer broke off; the exchange continues elsewhere, or says so
@@ -76,6 +77,11 @@ class Overloaded(GatewayError):
 
 
 class NoInstance(GatewayError):
+    status = 503
+    kind = "ServiceUnavailableError"
+
+
+class OutOfDescriptors(GatewayError):
     status = 503
     kind = "ServiceUnavailableError"
 

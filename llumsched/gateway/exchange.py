@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Final
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from llumsched.gateway import errors, estimate
 from llumsched.gateway.access_log import AccessLogger
+from llumsched.gateway.api_keys import TENANT, Exceeded
 from llumsched.gateway.attempts import CLIENT_GONE, Attempts
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.body import Body, Head
@@ -22,14 +26,19 @@ from llumsched.gateway.metrics import Metrics, Record
 from llumsched.gateway.passing import Passing
 from llumsched.gateway.paths import Found, Kind, Style, Work
 from llumsched.gateway.placement import Placed, Placement
+from llumsched.gateway.prompts import Counted, of_bytes
 from llumsched.gateway.request_id import RequestIds
 from llumsched.gateway.retries import RetryBudget
 from llumsched.gateway.stored import StoredResponses
 from llumsched.gateway.suspects import Trials
-from llumsched.gateway.tokens import Counted, TokenCounter
+from llumsched.gateway.tokens import TokenCounter
 from llumsched.gateway.upstream import Upstream
 
-_UNCOUNTED = Counted(0)
+_LEAST_BYTES: Final = 1024
+"""Of a body, that `client_timeout_s` is for."""
+_ESTIMATED_BYTES: Final = 1 << 16
+"""Of a longer body that no tokenizer reads only the length counts."""
+_UNCOUNTED: Final = Counted(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,23 +101,30 @@ class Exchanges:
             if self.num_in_flight > self.config.max_requests:
                 record.id, own_id = self._ids.take(request.headers.get("X-Request-Id"))
                 raise errors.Overloaded("Too many requests are in flight.", retry_after_s=1)
-            body, problem = await _receive(request, found, self.config.client_timeout_s)
+            body, problem = await self._receive(request, found)
             wish = body.head.request_id if body else None
             record.id, own_id = self._ids.take(request.headers.get("X-Request-Id"), wish)
             if body is None:
                 assert problem is not None
                 raise problem
             record.model = body.model
-            counted = await self._count(body, found)
+            tenant = request.get(TENANT)
+            record.key = tenant.name if tenant else ""
+            counted = _UNCOUNTED
+            if not self.config.is_local or (tenant and tenant.allowance.tokens_in_flight):
+                counted = await self._count(body, found)
             record.num_input_tokens = counted.num_tokens
             record.preprocess_s = time.monotonic() - started_s
             self.budget.requested()
-            attempts = await self._attempts(Received(request, body, record, own_id, started_s, counted), found)
-            response = await attempts.run()
+            with tenant.tokens(counted.num_tokens) if tenant else nullcontext():
+                received = Received(request, body, record, own_id, started_s, counted)
+                response = await (await self._attempts(received, found)).run()
             record.status = record.status or response.status
             return response
         except GatewayError as error:
             record.status = error.status
+            if isinstance(error, Exceeded):
+                self.metrics.refused.labels(error.tenant, error.limit).inc()
             return failure(error, record.id, found.path.style)
         except asyncio.CancelledError:
             record.status = record.status or CLIENT_GONE
@@ -123,12 +139,28 @@ class Exchanges:
             self.metrics.ended(record)
             self._access_log.ended(record)
 
+    async def _receive(self, request: web.BaseRequest, found: Found) -> tuple[Body | None, GatewayError | None]:
+        try:
+            if request.headers.get("Expect", "").lower() == "100-continue":
+                assert request.transport is not None
+                request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            content = await _read(request, self.config.client_timeout_s)
+            if found.path.kind is Kind.STICKY:
+                return Body(content, Head()), None
+            if found.path.is_form:
+                return Body.read_form(content, request.headers.get("Content-Type", "")), None
+            return await self._tokens.read(content), None
+        except GatewayError as error:
+            return None, error
+
     async def _count(self, body: Body, found: Found) -> Counted:
         path = found.path
-        if self.config.is_local or path.is_form or path.work is Work.TEXT:
+        if path.is_form or path.work is Work.TEXT:
             return _UNCOUNTED
         if path.kind is Kind.CONTINUED:
-            return await self._tokens.count(body.model, body.document())
+            return await self._tokens.count(body)
+        if len(body.content) > _ESTIMATED_BYTES:
+            return Counted(of_bytes(len(body.content)))
         return Counted(estimate.num_tokens(body.document()))
 
     async def _attempts(self, received: Received, found: Found) -> Attempts:
@@ -149,41 +181,29 @@ class Exchanges:
         return owner
 
 
-async def _receive(request: web.BaseRequest, found: Found, timeout_s: float) -> tuple[Body | None, GatewayError | None]:
-    try:
-        if request.headers.get("Expect", "").lower() == "100-continue":
-            assert request.transport is not None
-            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        content = await _read(request, timeout_s)
-        if found.path.kind is Kind.STICKY:
-            return Body(content, Head()), None
-        if found.path.is_form:
-            return Body.read_form(content, request.headers.get("Content-Type", "")), None
-        return Body.read(content), None
-    except GatewayError as error:
-        return None, error
-
-
-async def _read(request: web.BaseRequest, timeout_s: float) -> bytes:
-    """The body. Raises RequestTooLarge, and RequestTimedOut if nothing more of it comes for `timeout_s`."""
+async def _read(request: web.BaseRequest, timeout_s: float) -> bytes | bytearray:
+    """The body. Raises RequestTooLarge, and RequestTimedOut if the next KiB of it takes longer than `timeout_s`."""
     loop = asyncio.get_running_loop()
     body = bytearray()
+    num_due = _LEAST_BYTES
     try:
         async with asyncio.timeout(timeout_s) as limit:
             while part := await request.content.readany():
                 body += part
                 if len(body) > request.client_max_size:
                     raise errors.RequestTooLarge(f"The body has more than {request.client_max_size} bytes.")
-                limit.reschedule(loop.time() + timeout_s)
+                if len(body) >= num_due:
+                    num_due = len(body) + _LEAST_BYTES
+                    limit.reschedule(loop.time() + timeout_s)
     except TimeoutError:
-        raise errors.RequestTimedOut(f"Nothing more of the body came for {timeout_s:g} s.") from None
+        raise errors.RequestTimedOut(f"Less than a KiB more of the body came in {timeout_s:g} s.") from None
     except (web.RequestPayloadError, HttpProcessingError) as error:
         raise errors.InvalidRequest(f"The body cannot be read: {error}") from None
-    return bytes(body)
+    return body
 
 
 def failure(error: GatewayError, request_id: str, style: Style = Style.OPENAI) -> web.Response:
     headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
     if error.retry_after_s is not None:
-        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     return web.Response(status=error.status, body=errors.body(error, style, request_id), headers=headers)

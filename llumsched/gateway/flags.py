@@ -9,8 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from llumlet.secret_files import read_secret
 from llumlet.types import Address
 from llumsched.gateway.config import MOST_WORKERS, AccessLog
+from llumsched.gateway.endpoints import Endpoint, context
+from llumsched.gateway.key_file import read_keys
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)?")
 _UNITS = {None: 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "h": 3600.0}
@@ -23,6 +26,27 @@ def _text(text: str) -> str:
 def _file(text: str) -> str:
     if not Path(text).is_file():
         raise ValueError(f"{text!r} is no file")
+    return text
+
+
+def _secret_file(text: str) -> str:
+    read_secret(text)
+    return text
+
+
+def _word_of_file(text: str) -> str:
+    word = read_secret(text).decode(errors="replace").strip()
+    if not re.fullmatch(r"[!-~]+", word):
+        raise ValueError(f"{text} does not hold one word of printable ASCII characters")
+    return word
+
+
+def _bearer_of_file(text: str) -> str:
+    return f"Bearer {_word_of_file(text)}"
+
+
+def _api_keys(text: str) -> str:
+    read_keys(text)
     return text
 
 
@@ -70,6 +94,18 @@ def _addresses(text: str) -> tuple[Address, ...]:
     return tuple(dict.fromkeys(Address.parse(part.removeprefix("http://")) for part in text.split(",") if part.strip()))
 
 
+def _endpoints(text: str) -> tuple[Endpoint, ...]:
+    return tuple(dict.fromkeys(Endpoint.parse(part) for part in text.split(",") if part.strip()))
+
+
+def _ca_file(text: str) -> str:
+    try:
+        context(text)
+    except OSError as error:
+        raise ValueError(f"{text} holds no certificates: {error}") from None
+    return text
+
+
 def _access_log(text: str) -> AccessLog:
     try:
         return AccessLog(text)
@@ -93,6 +129,8 @@ def _tokenizers(texts: list[str]) -> dict[str, str]:
     return found
 
 
+SWITCHES = ("--insecure", "--backend-https")
+"""Flags that may stand without a value."""
 REPEATED = ("--tokenizer-path", "--tokenizer-name")
 Flag = tuple[str, Callable[[Any], Any], str, str]
 """Setting, reader (raises ValueError), metavar, help."""
@@ -107,8 +145,19 @@ FLAGS: dict[str, dict[str, Flag]] = {
             "client_timeout_s",
             _positive_seconds,
             "TIME",
-            "without a byte of a client's request, or taken by it of its answer",
+            "for the next KiB of a client's request, or with nothing taken by it of its answer",
         ),
+        "--header-timeout": ("header_timeout_s", _positive_seconds, "TIME", "for a request's head, once it has begun"),
+        "--keep-alive-timeout": (
+            "keep_alive_timeout_s",
+            _positive_seconds,
+            "TIME",
+            "between two requests on a client's connection",
+        ),
+        "--api-key-file": ("api_key_file", _api_keys, "FILE", "keys of clients, and what each may ask for (JSON)"),
+        "--ssl-certfile": ("ssl_certfile", _file, "FILE", "certificate to listen with (PEM)"),
+        "--ssl-keyfile": ("ssl_keyfile", _secret_file, "FILE", "its private key (PEM)"),
+        "--insecure": ("insecure", _switch, "", "listen beyond this machine without keys or TLS"),
         "--shutdown-timeout": ("shutdown_timeout_s", _seconds, "TIME", "how long streams may go on after SIGTERM"),
         "--access-log": ("access_log", _access_log, "FORM", "off, line or json"),
     },
@@ -121,10 +170,13 @@ FLAGS: dict[str, dict[str, Flag]] = {
         ),
         "--llm-backend-endpoints": (
             "backend_endpoints",
-            _addresses,
+            _endpoints,
             "HOST:PORT,…",
-            "API servers, for round-robin and while the scheduler is away",
+            "API servers, for round-robin and while the scheduler is away; also http(s)://HOST:PORT/PATH",
         ),
+        "--backend-https": ("backend_https", _switch, "", "instances that the scheduler names are asked over https"),
+        "--backend-ca-file": ("backend_ca_file", _ca_file, "FILE", "authorities of engines' certificates (PEM)"),
+        "--backend-api-key-file": ("backend_api_key", _word_of_file, "FILE", "the engines' own --api-key"),
         "--scheduler-endpoints": (
             "scheduler_endpoints",
             _addresses,
@@ -145,6 +197,7 @@ FLAGS: dict[str, dict[str, Flag]] = {
         ),
         "--forward-tokens": ("forward_tokens", _switch, "BOOL", "send the scheduler the prompt's token ids, too"),
         "--service-token": ("service_token", _text, "TEXT", "sent to the scheduler as Authorization"),
+        "--service-token-file": ("service_token", _bearer_of_file, "FILE", "the same, a token out of a file"),
         "--models-refresh": (
             "models_refresh_s",
             _positive_seconds,
@@ -211,5 +264,17 @@ FLAGS: dict[str, dict[str, Flag]] = {
             "the same, by its name on the hub (repeatable)",
         ),
         "--chat-template": ("chat_template", _file, "FILE", "instead of the tokenizers' own"),
+        "--count-timeout": (
+            "count_timeout_s",
+            _positive_seconds,
+            "TIME",
+            "of a processor, to render and encode one request; then its tokens are estimated",
+        ),
+        "--reader-processes": (
+            "reader_processes",
+            _count(1, MOST_WORKERS),
+            "N",
+            "per worker, that count tokens and read large requests",
+        ),
     },
 }

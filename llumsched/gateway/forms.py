@@ -16,7 +16,7 @@ _MOST_VALUE_BYTES: Final = 1024
 _MOST_BOUNDARY_BYTES: Final = 70
 
 
-def model_of(content: bytes, content_type: str) -> str:
+def model_of(content: bytes | bytearray, content_type: str) -> str:
     """ "" if there is none, or it lies behind the first `_MOST_PARTS` parts."""
     boundary = _boundary(content_type)
     if not boundary:
@@ -44,7 +44,7 @@ def _boundary(content_type: str) -> bytes:
     return encoded if len(encoded) <= _MOST_BOUNDARY_BYTES else b""
 
 
-def _model_in(content: bytes, start: int, end: int) -> str:
+def _model_in(content: bytes | bytearray, start: int, end: int) -> str:
     """Of one part."""
     head_end = content.find(b"\r\n\r\n", start, min(end, start + _MOST_HEAD_BYTES))
     if head_end < 0 or end - head_end - 4 > _MOST_VALUE_BYTES:

@@ -35,6 +35,8 @@ class Record:
 
     id: str
     path: str
+    key: str = ""
+    """Whose; the name of an API key."""
     model: str = ""
     status: int = 0
     instance: str = ""
@@ -71,6 +73,9 @@ class Metrics:
         self.unbudgeted = self._counter("request_retry_refused", "Attempts that the retry budget did not allow.", [])
         self.ejections = self._counter(
             "gateway_ejections", "Instances that got no new requests from then on, by cause.", ["cause"]
+        )
+        self.refused = self._counter(
+            "gateway_key_refused", "Requests without a key, or beyond what theirs allows.", ["key", "limit"]
         )
         self.e2e = self._histogram("request_e2e_latency_seconds", "Arrival to end, of status 200.", _E2E_S)
         self.ttft = self._histogram("request_ttft_milliseconds", "Arrival to the first event of a stream.", _TTFT_MS)

@@ -126,6 +126,7 @@ PATHS: Final[Mapping[str, Path]] = {
     "/v1/models": Path(Kind.OWN, _READ),
     "/health": Path(Kind.OWN, _READ),
     "/healthz": Path(Kind.OWN, _READ),
+    "/ready": Path(Kind.OWN, _READ),
     "/ping": Path(Kind.OWN, (*_READ, "POST")),
     "/metrics": Path(Kind.OWN, _READ),
     # Refused

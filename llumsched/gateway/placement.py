@@ -68,6 +68,10 @@ class Placement(Protocol):
         """Makes all instances known that can be known, for `/v1/models` and for when nobody can be asked."""
         ...
 
+    async def refusal(self) -> str:
+        """Why no request would be placed now; empty if one would, of whatever model."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -107,6 +111,15 @@ class RoundRobin:
 
     async def learn(self) -> None:
         return
+
+    async def refusal(self) -> str:
+        if not len(self._backends):
+            return "no instance is known"
+        avoided = self._backends.avoided()
+        if len(avoided) < len(self._backends):
+            return ""
+        backend, ejection = next(iter(avoided.items()))
+        return f"no instance of {len(avoided)} is well; {backend}: {ejection.why}"
 
     async def close(self) -> None:
         return

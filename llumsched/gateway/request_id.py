@@ -10,6 +10,14 @@ _SANE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@=-]{0,127}", re.ASCII)
 """No white space, no slash, no `+`: ids end up in logs, URLs, and other tools' id syntax."""
 
 
+def chosen(*wishes: object) -> str:
+    """The first sane wish, or a new one."""
+    for wish in wishes:
+        if isinstance(wish, str) and _SANE.fullmatch(wish):
+            return wish
+    return os.urandom(16).hex()
+
+
 class RequestIds:
     """Gives each request in flight an id of its own; a client that uses one twice at a time gets a suffix upstream."""
 
@@ -17,14 +25,8 @@ class RequestIds:
         self._in_flight: set[str] = set()
 
     def take(self, *wishes: object) -> tuple[str, str]:
-        """The id told to the client, and the one told to scheduler and engine: the first sane wish, or a new one."""
-        for wish in wishes:
-            if isinstance(wish, str) and _SANE.fullmatch(wish):
-                shown = wish
-                break
-        else:
-            shown = os.urandom(16).hex()
-        own = shown
+        """The id told to the client, `chosen` of the wishes, and the one told to scheduler and engine."""
+        own = shown = chosen(*wishes)
         while own in self._in_flight:
             own = f"{shown}-{os.urandom(4).hex()}"
         self._in_flight.add(own)

@@ -201,5 +201,12 @@ class Scheduled:
         for address in await self._client.instances():
             self._backends.at(address)
 
+    async def refusal(self) -> str:
+        """The scheduler's, if it says. Even if it would place requests, one of the instances known is to be well."""
+        said = await self._client.refusal()
+        if said is None or (not said and len(self._backends)):
+            return await self._fallback.refusal()
+        return said
+
     async def close(self) -> None:
         await self._client.close()

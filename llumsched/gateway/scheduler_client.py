@@ -36,6 +36,8 @@ _LATE_S: Final = 30.0
 """An answer to a request for a place may still come for so long after nobody waits for it any more."""
 _MOST_ABANDONED: Final = 1000
 _SHORT: Final = aiohttp.ClientTimeout(total=_CLIENT_TIMEOUT_S)
+_READY_S: Final = 1.0
+_MOST_WHY_CHARACTERS: Final = 500
 _NOT_FOUND: Final = "endpoint not found"
 _WARMING: Final = b"warming"
 
@@ -100,6 +102,8 @@ class SchedulerClient:
         """None of them answered."""
         self._abandoned: set[asyncio.Task[tuple[int, bytes]]] = set()
         """Requests for a place that nobody waits for any more."""
+        self._refusal: str | None = None
+        self._refusal_s = -float("inf")
 
     async def schedule(self, request: dict[str, Any]) -> Decision:
         """Raises SchedulerAway, SchedulerWarming, NoEndpoint, NotScheduled, UnknownModel."""
@@ -178,6 +182,22 @@ class SchedulerClient:
             return []
         found = (instance.metadata for instance in view.instances.values())
         return [Address(one.ip, one.api_server_port) for one in found if one.ip and one.api_server_port]
+
+    async def refusal(self) -> str | None:
+        """Why the scheduler would place nothing now, empty if it would; None if it does not say, or warms up: then
+        requests go round what is known. A second old."""
+        now_s = time.monotonic()
+        if now_s - self._refusal_s > _READY_S:
+            self._refusal_s = now_s
+            url = f"http://{self._in_turn[self._current].address}/ready"
+            try:
+                async with self._session.get(url, headers=self._headers, timeout=_SHORT) as answer:
+                    text = (await answer.text(errors="replace"))[:_MOST_WHY_CHARACTERS]
+                    why = None if text.startswith(_WARMING.decode()) else f"the scheduler says: {text}"
+                    self._refusal = {200: "", 503: why}.get(answer.status)
+            except (aiohttp.ClientError, TimeoutError, OSError):
+                self._refusal = None
+        return self._refusal
 
     def release(self, scheduler: Address, request: dict[str, Any]) -> None:
         """Told in the background, in order, three times at most. Reports of it that were not sent yet are void."""

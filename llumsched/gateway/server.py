@@ -10,13 +10,17 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 from aiohttp import web
 
+from llumsched.gateway import endpoints, tls
 from llumsched.gateway.access_log import AccessLogger
+from llumsched.gateway.admission import Admission
+from llumsched.gateway.api_keys import ApiKeys
 from llumsched.gateway.backends import Backend, Backends
+from llumsched.gateway.clients import Clients, ClientServer
 from llumsched.gateway.config import Config
 from llumsched.gateway.errors import NoInstance, PathRefused, UnknownPath
 from llumsched.gateway.exchange import Exchanges, failure
@@ -28,7 +32,7 @@ from llumsched.gateway.scheduled import COMPLAINT_TTL_S, Scheduled
 from llumsched.gateway.scheduler_client import SchedulerClient
 from llumsched.gateway.stored import StoredResponses
 from llumsched.gateway.tokens import TokenCounter
-from llumsched.gateway.upstream import Upstream, new_session
+from llumsched.gateway.upstream import Access, Upstream, new_session
 from llumsched.gateway.watch import Watch
 
 _log = logging.getLogger(__name__)
@@ -40,21 +44,44 @@ _LOOK_S = 0.25
 class Gateway:
     """`async with Gateway(config) as gateway`: serves at `gateway.port` until the block ends.
 
-    Raises ValueError for a tokenizer that cannot be loaded, OSError for an address that cannot be bound.
+    Raises ValueError for a tokenizer or keys that cannot be loaded, OSError for an address that cannot be bound, or a
+    certificate that is none.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.port = 0
-        self._tokens = TokenCounter(config.tokenizers, config.chat_template)
+        self._keys = ApiKeys(config.api_key_file) if config.api_key_file else None
+        self._tls = tls.context(config.ssl_certfile, config.ssl_keyfile) if config.ssl_certfile else None
+        self._tokens = TokenCounter(
+            config.tokenizers,
+            config.chat_template,
+            cpu_s=config.count_timeout_s,
+            num_processes=config.reader_processes,
+            wants_ids=config.forward_tokens,
+        )
 
     async def __aenter__(self) -> Self:
         config = self.config
-        self._loop = asyncio.get_running_loop()
-        self._session = new_session(config.connect_timeout_s)
-        self.backends = Backends(config.backend_endpoints, self._session, Limits(config.max_ejected))
+        listening = _listen(config.host, config.port, shared=config.workers > 1)
+        try:
+            await self._tokens.start()
+        except ValueError:
+            listening.close()
+            raise
+        engines_tls = endpoints.context(config.backend_ca_file) if config.asks_https else None
+        self._session = new_session(config.connect_timeout_s, engines_tls)
+        access = Access(config.backend_api_key, checks_clients=bool(config.api_key_file))
+        self._passes_keys = access.passes_clients
+        self.backends = Backends(
+            config.backend_endpoints,
+            self._session,
+            Limits(config.max_ejected),
+            access.headers,
+            is_tls=config.backend_https,
+        )
         self.metrics = Metrics(self.backends.listed)
-        self.upstream = Upstream(config.connect_timeout_s)
+        self.upstream = Upstream(config.connect_timeout_s, access, engines_tls)
         self.placement = self._placement()
         self.access_log = AccessLogger(config.access_log)
         self.exchanges = Exchanges(
@@ -65,17 +92,25 @@ class Gateway:
             self.metrics,
             self.access_log,
             self._tokens,
-            StoredResponses(self.backends, self._session),
+            StoredResponses(self.backends, self._session, access),
         )
-        self._server = web.Server(self._answer, request_factory=self._request, handler_cancellation=True)
-        watch = Watch(config, self.backends, self.upstream, self._server)
+        admission = Admission(self._keys, self._answer, self.metrics) if self._keys else None
+        self._server = ClientServer(config, admission.answer if admission else self._answer)
+        watch = Watch(config, self.backends, self.upstream, Clients(config, self._server))
         keep = (self._keep_models(), self._keep_complaining(), watch.run())
         self._tasks = [asyncio.create_task(task) for task in keep]
+        if admission is not None:
+            self._tasks.append(asyncio.create_task(admission.keep_keys()))
         if not config.full_mode and config.requests_report_duration_s:
             self._tasks.append(asyncio.create_task(self._keep_reporting()))
-        listening = _listen(config.host, config.port, shared=config.workers > 1)
         self.port = listening.getsockname()[1]
-        self._listener = await self._loop.create_server(self._server, sock=listening, backlog=_BACKLOG)
+        self._listener = await asyncio.get_running_loop().create_server(
+            self._server,
+            sock=listening,
+            backlog=_BACKLOG,
+            ssl=self._tls,
+            ssl_handshake_timeout=config.header_timeout_s if self._tls else None,
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -93,17 +128,13 @@ class Gateway:
         await self.backends.close()
         self.upstream.close()
         await self._session.close()
-        self._tokens.close()
+        await self._tokens.close()
         self.access_log.flush()
 
     def _placement(self) -> Placement:
         if self.config.is_local:
             return RoundRobin(self.backends)
         return Scheduled(self.config, self.backends, SchedulerClient(self.config, self._session))
-
-    def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
-        limit = self.config.max_body_bytes
-        return web.BaseRequest(message, payload, protocol, writer, task, self._loop, client_max_size=limit)
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         found = find(request.path)
@@ -149,13 +180,20 @@ class Gateway:
         if time.monotonic() - self.backends.refreshed_s > 1.0:
             await self.placement.learn()
             await self.backends.refresh()
-        cards = await self.backends.cards(request.headers.get("Authorization", ""))
+        key = request.headers.get("Authorization", "") if self._passes_keys else ""
+        cards = await self.backends.cards(key)
         if not cards and len(self.backends):
             return failure(NoInstance("No instance answers.", retry_after_s=1), "")
         return _json(200, {"object": "list", "data": [cards[name] for name in sorted(cards)]})
 
     async def health(self, request: web.BaseRequest) -> web.StreamResponse:
         return _text(200, "OK")
+
+    async def ready(self, request: web.BaseRequest) -> web.StreamResponse:
+        reason = "no instance was asked yet"
+        if self.backends.refreshed_s > -math.inf:
+            reason = await self.placement.refusal()
+        return _text(503, reason + "\n", **{"Retry-After": "1"}) if reason else _text(200, "OK")
 
     async def show_metrics(self, request: web.BaseRequest) -> web.StreamResponse:
         self.metrics.observe_load(
@@ -169,6 +207,7 @@ _OWN: dict[str, Callable[[Gateway, web.BaseRequest], Awaitable[web.StreamRespons
     "/healthz": Gateway.health,
     "/health": Gateway.health,
     "/ping": Gateway.health,
+    "/ready": Gateway.ready,
     "/metrics": Gateway.show_metrics,
 }
 

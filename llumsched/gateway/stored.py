@@ -17,6 +17,7 @@ from yarl import URL
 
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.paths import is_name
+from llumsched.gateway.upstream import Access
 
 _MOST_REMEMBERED: Final = 10_000
 _MOST_SEARCHES: Final = 4
@@ -24,7 +25,8 @@ _ASK_TIMEOUT_S: Final = 3.0
 
 
 class StoredResponses:
-    def __init__(self, backends: Backends, session: aiohttp.ClientSession) -> None:
+    def __init__(self, backends: Backends, session: aiohttp.ClientSession, access: Access) -> None:
+        self._access = access
         self._backends = backends
         self._session = session
         self._homes: OrderedDict[str, Backend] = OrderedDict()
@@ -52,9 +54,11 @@ class StoredResponses:
         return found
 
     async def _has(self, backend: Backend, response_id: str, authorization: str) -> Backend | None:
-        headers = {"Authorization": authorization} if authorization else None
+        headers = self._access.headers
+        if authorization and self._access.passes_clients:
+            headers = {"Authorization": authorization}
         timeout = aiohttp.ClientTimeout(total=_ASK_TIMEOUT_S)
-        url = URL(f"http://{backend.address}/v1/responses/{response_id}")
+        url = URL(backend.endpoint.url(f"/v1/responses/{response_id}"))
         with suppress(aiohttp.ClientError, TimeoutError, OSError):
             async with self._session.get(url, headers=headers, timeout=timeout) as answer:
                 return backend if answer.status == 200 else None

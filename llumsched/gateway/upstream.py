@@ -8,8 +8,12 @@ once in a while; a call that it gives up wakes its reader with StreamLost.
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
+import ssl
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final
 
@@ -17,11 +21,15 @@ import aiohttp
 from multidict import CIMultiDict
 
 from llumlet.attempts import ATTEMPT_HEADER, attempt_after
+from llumsched import descriptors
 from llumsched.causes import Cause
 from llumsched.gateway.backends import Backend
 from llumsched.gateway.connection import Connection, State
-from llumsched.gateway.errors import StreamLost
+from llumsched.gateway.errors import OutOfDescriptors, StreamLost
 
+_log = logging.getLogger(__name__)
+_TELL_S = 10.0
+"""Between two lines of the log that say the same."""
 RANK_HEADER: Final = "X-data-parallel-rank"
 """vLLM's. It has the request computed by that engine of several; a client that names one would undo the placement."""
 _NOT_FORWARDED = frozenset(
@@ -39,10 +47,32 @@ _CLOSED_UNREAD_S = 1.0
 """An idle connection that closes within this time did so before the request came, which is sent once more."""
 
 
-def new_session(connect_timeout_s: float) -> aiohttp.ClientSession:
-    """For all but clients' requests. No limit of time but for connecting."""
+@dataclass(frozen=True, slots=True)
+class Access:
+    """With which key engines are asked."""
+
+    own_key: str = field(default="", repr=False)
+    """The engines'; empty: none."""
+    checks_clients: bool = False
+    """Clients' keys are the gateway's, and nobody else's business."""
+
+    @property
+    def passes_clients(self) -> bool:
+        return not self.own_key and not self.checks_clients
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of the gateway's own requests."""
+        return {"Authorization": f"Bearer {self.own_key}"} if self.own_key else {}
+
+
+CLIENTS_OWN: Final = Access()
+
+
+def new_session(connect_timeout_s: float, tls: ssl.SSLContext | None) -> aiohttp.ClientSession:
+    """For all but clients' requests. No limit of time but for connecting. `tls`: of what is asked over https."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, keepalive_timeout=_MOST_IDLE_S),
+        connector=aiohttp.TCPConnector(ssl=tls or True, limit=0, ttl_dns_cache=60, keepalive_timeout=_MOST_IDLE_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
         cookie_jar=aiohttp.DummyCookieJar(),
     )
@@ -58,19 +88,28 @@ def request_head(
     method: str = "POST",
     num_deaths: int = 0,
     dp_rank: int | None = None,
+    access: Access = CLIENTS_OWN,
 ) -> bytes:
     """`path`: with its query. `client`: its headers, of which those of its connection are left out; what aiohttp has
     read has no line end in it. `num_deaths`: instances that died with the request. `dp_rank`: the engine that is to
     have it, of those behind the API server."""
     lines = [
         b"%b %b HTTP/1.1\r\nHost: %b\r\nContent-Length: %d\r\nX-Request-Id: %b"
-        % (method.encode(), path.encode(), str(backend.address).encode(), num_bytes, request_id.encode())
+        % (
+            method.encode(),
+            (backend.endpoint.base + path).encode(),
+            str(backend.address).encode(),
+            num_bytes,
+            request_id.encode(),
+        )
     ]
     if num_deaths:
         lines.append(f"{ATTEMPT_HEADER}: {attempt_after(num_deaths)}".encode())
     if dp_rank is not None:
         lines.append(f"{RANK_HEADER}: {dp_rank}".encode())
-    dropped: frozenset[bytes] = _NOT_FORWARDED
+    if access.own_key:
+        lines.append(f"Authorization: Bearer {access.own_key}".encode())
+    dropped: frozenset[bytes] = _NOT_FORWARDED if access.passes_clients else _NOT_FORWARDED | {b"authorization"}
     for name, value in client:
         if name.lower() == b"connection" and value.lower() not in (b"keep-alive", b"close"):
             dropped |= {token.strip().lower() for token in value.split(b",")}
@@ -91,19 +130,20 @@ class Call:
     """One request at one engine: `async with call as answer`, from its dispatch to its end.
 
     The answer's head has come when the block begins. Leaving the block early ends the request at the engine. Raises
-    StreamLost for everything that may happen on the way, also from within the block.
+    StreamLost for everything that may happen on the way, also from within the block, and OutOfDescriptors.
     """
 
-    __slots__ = ("_connection", "_request", "_upstream", "backend", "is_stream", "is_writing", "lost", "moved_s",
+    __slots__ = ("_body", "_connection", "_head", "_upstream", "backend", "is_stream", "is_writing", "lost", "moved_s",
                  "task", "timed_out")  # fmt: skip
 
-    def __init__(self, upstream: Upstream, backend: Backend, request: bytes) -> None:
+    def __init__(self, upstream: Upstream, backend: Backend, head: bytes, body: bytes | bytearray) -> None:
         task = asyncio.current_task()
         assert task is not None
         self.task = task
         self.backend = backend
         self._upstream = upstream
-        self._request = request
+        self._head = head
+        self._body = body
         self._connection: Connection | None = None
         self.moved_s = time.monotonic()
         self.is_stream = False
@@ -134,14 +174,14 @@ class Call:
         try:
             connection = self._connection = await self._upstream.connect(self.backend)
             was_used, sent_s = connection.idle_since_s > 0, time.monotonic()
-            connection.send(self._request)
+            connection.send(self._head, self._body)
             try:
                 await connection.head()
             except StreamLost:
                 if not was_used or connection.has_answered or time.monotonic() - sent_s > _CLOSED_UNREAD_S:
                     raise
                 connection = self._connection = await self._upstream.connect(self.backend, anew=True)
-                connection.send(self._request)
+                connection.send(self._head, self._body)
                 await connection.head()
             self.moved_s = time.monotonic()  # an API server sends a stream's head on its own
             return connection
@@ -169,16 +209,21 @@ class Call:
 class Upstream:
     """The connections to all engines, as many as there are requests."""
 
-    def __init__(self, connect_timeout_s: float) -> None:
+    def __init__(
+        self, connect_timeout_s: float, access: Access = CLIENTS_OWN, tls: ssl.SSLContext | None = None
+    ) -> None:
         self._connect_timeout_s = connect_timeout_s
+        self._access = access
+        self._tls = tls
         self._idle: dict[Backend, list[Connection]] = {}
         self.calls: set[Call] = set()
+        self._told_s = -math.inf
 
     def call(
         self,
         backend: Backend,
         path: str,
-        body: bytes,
+        body: bytes | bytearray,
         client: Iterable[tuple[bytes, bytes]],
         request_id: str,
         *,
@@ -187,9 +232,17 @@ class Upstream:
         dp_rank: int | None = None,
     ) -> Call:
         head = request_head(
-            backend, path, client, request_id, len(body), method=method, num_deaths=num_deaths, dp_rank=dp_rank
+            backend,
+            path,
+            client,
+            request_id,
+            len(body),
+            method=method,
+            num_deaths=num_deaths,
+            dp_rank=dp_rank,
+            access=self._access,
         )
-        return Call(self, backend, head + body)
+        return Call(self, backend, head, body)
 
     async def connect(self, backend: Backend, *, anew: bool = False) -> Connection:
         idle = None if anew else self._idle.get(backend)
@@ -201,11 +254,22 @@ class Upstream:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await loop.create_connection(Connection, *backend.address)
+                _, connection = await loop.create_connection(
+                    Connection, *backend.address, ssl=self._tls if backend.endpoint.is_tls else None
+                )
         except OSError as error:  # TimeoutError is one
+            if descriptors.none_left(error):
+                self._tell_of_descriptors(error)
+                raise OutOfDescriptors("The gateway has too many connections.", retry_after_s=1) from None
             reason = f"{backend} cannot be reached: {error.strerror or str(error) or 'no answer'}"
             raise StreamLost(reason, cause=Cause.UNREACHABLE, was_sent=False) from error
         return connection
+
+    def _tell_of_descriptors(self, error: OSError) -> None:
+        now_s = time.monotonic()
+        if now_s - self._told_s > _TELL_S:
+            self._told_s = now_s
+            _log.error("no connection to an engine: %s; see RLIMIT_NOFILE and --max-requests", error.strerror)
 
     def keep(self, backend: Backend, connection: Connection) -> None:
         self._idle.setdefault(backend, []).append(connection)

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices engines that neither answer nor go away, and clients that neither take their answers nor go away.
+"""Notices engines that neither answer nor go away, and has clients noticed that do the like (`clients`).
 
 Looks at all answers that are waited for, once in a while; no answer has a timer of its own. Given up is
 
 * an answer that is silent for `stall_s` while its instance fails its health check twice in a row,
 * all answers of an instance that has sent no token for `engine_stall_s`, if it was in the middle of some stream, or
   else if its engine core turns out to stand still: it hangs behind an API server that is well,
-* an answer that is silent for longer than its own limit,
-* the connection of a client that takes nothing of what waits for it for `client_timeout_s`.
+* an answer that is silent for longer than its own limit.
 
 Given up is nothing of, but no new requests get, an instance from which nothing comes for half of `stall_s` while
 several wait for it and most others answer, and one whose tokens come many times slower than those of others.
@@ -22,11 +21,10 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine
-from typing import Any, NamedTuple
-
-from aiohttp import web
+from typing import Any
 
 from llumsched.gateway.backends import Backend, Backends
+from llumsched.gateway.clients import Clients
 from llumsched.gateway.config import Config
 from llumsched.gateway.upstream import Upstream
 
@@ -36,24 +34,16 @@ _SEVERAL = 3
 """Requests that wait for an instance which is silent."""
 
 
-class _Untaken(NamedTuple):
-    """What is written to a client and has not left."""
-
-    num_bytes: int
-    since_s: float
-
-
 class Watch:
-    def __init__(self, config: Config, backends: Backends, upstream: Upstream, server: web.Server) -> None:
+    def __init__(self, config: Config, backends: Backends, upstream: Upstream, clients: Clients) -> None:
         self._config = config
         self._backends = backends
         self._upstream = upstream
-        self._server = server
-        self._untaken: dict[asyncio.Transport, _Untaken] = {}
+        self._clients = clients
         self._health_probes: dict[Backend, asyncio.Task[None]] = {}
         self._engine_probes: dict[Backend, asyncio.Task[None]] = {}
         self._trials: dict[Backend, asyncio.Task[None]] = {}
-        shortest_s = min(config.stall_s, config.engine_stall_s, config.client_timeout_s)
+        shortest_s = min(config.stall_s, config.engine_stall_s, clients.shortest_s)
         self._pause_s = min(_LONGEST_PAUSE_S, shortest_s / 4)
 
     async def run(self) -> None:
@@ -67,7 +57,7 @@ class Watch:
                 self._compare(now_s)
                 for backend in self._backends.outliers.due():
                     _start(self._trials, backend, self._backends.try_ejected)
-                self._look_at_clients(now_s)
+                self._clients.look(now_s)
                 self._upstream.sweep()
         finally:
             probes = [*self._health_probes.values(), *self._engine_probes.values(), *self._trials.values()]
@@ -79,8 +69,7 @@ class Watch:
         """For so long nobody could be heard."""
         for call in self._upstream.calls:
             call.moved_s = min(now_s, call.moved_s + late_s)
-        for transport, untaken in self._untaken.items():
-            self._untaken[transport] = untaken._replace(since_s=min(now_s, untaken.since_s + late_s))
+        self._clients.forgive(late_s, now_s)
 
     def _look(self, now_s: float) -> None:
         config = self._config
@@ -127,21 +116,6 @@ class Watch:
                 if not outliers.is_out(backend):
                     pace.forget(backend)
                     outliers.slow(backend, why)
-
-    def _look_at_clients(self, now_s: float) -> None:
-        untaken = {}
-        for connection in self._server.connections:
-            transport = connection.transport
-            if transport is None or not (num_bytes := transport.get_write_buffer_size()):
-                continue
-            before = self._untaken.get(transport)
-            if before is None or before.num_bytes != num_bytes:
-                untaken[transport] = _Untaken(num_bytes, now_s)
-            elif now_s - before.since_s <= self._config.client_timeout_s:
-                untaken[transport] = before
-            else:
-                transport.abort()
-        self._untaken = untaken
 
     async def _probe_health(self, backend: Backend) -> None:
         for _ in range(2):

@@ -18,6 +18,7 @@ from multiprocessing.process import BaseProcess
 import uvloop
 from prometheus_client.multiprocess import mark_process_dead
 
+from llumsched import descriptors
 from llumsched.gateway.config import Config
 
 _WATCH_S = 0.2
@@ -33,6 +34,8 @@ _METRICS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 
 def run(config: Config) -> int:
     """Until SIGTERM or SIGINT. Returns the exit code."""
+    if shortage := descriptors.shortage(descriptors.raise_limit(), config.max_requests):
+        print(f"llumnix gateway: {shortage}", file=sys.stderr)
     if config.workers == 1:
         return _work(config)
     with tempfile.TemporaryDirectory(prefix="llumnix-gateway-") as directory:

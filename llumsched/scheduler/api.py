@@ -8,7 +8,8 @@ POST /release          one or an array: 200, as often as one likes; 400 the JSON
 POST /report           200; lite mode, from gateways
 POST /complaints       200; instances to which a gateway sends nothing now, and why
 GET  /keepalive        WebSocket, lite mode: while it stands the gateway lives
-GET  /healthz          200
+GET  /healthz          200: it runs
+GET  /ready            200, or 503 and why no instance would take a request now
 GET  /metrics          Prometheus
 POST /debug/schedule   what `/schedule` would do, and why; GET with `model` and `prompt_num_tokens` does as well
 GET  /debug/view       what is known of the instances
@@ -79,6 +80,7 @@ class Api:
                 web.post("/complaints", self.complaints),
                 web.get("/keepalive", self.keepalive),
                 web.get("/healthz", self.healthz),
+                web.get("/ready", self.ready),
                 web.get("/metrics", self.metrics),
                 web.post("/debug/schedule", self.debug_schedule),
                 web.get("/debug/schedule", self.debug_schedule),
@@ -172,6 +174,10 @@ class Api:
         view = self._dispatcher.view
         status = "warming" if self._dispatcher.warmth.is_warming else "ok"
         return _json({"status": status, "instances": len(view), "view_age_s": round(view.age_s, 3)})
+
+    async def ready(self, http: web.Request) -> web.Response:
+        reason = self._dispatcher.refusal()
+        return web.Response(status=503 if reason else 200, text=reason or "OK")
 
     async def metrics(self, http: web.Request) -> web.Response:
         return web.Response(body=await self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST})

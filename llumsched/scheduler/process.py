@@ -21,6 +21,7 @@ from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.rescheduling.http import add_debug_route
 from llumsched.rescheduling.rescheduler import Rescheduler
 from llumsched.scheduler import events
+from llumsched.scheduler.access import ServiceTokens
 from llumsched.scheduler.api import Api
 from llumsched.scheduler.backends import Backends
 from llumsched.scheduling.account import Account
@@ -62,6 +63,8 @@ class SchedulerConfig:
     """Full mode, in this process."""
     credentials: Credentials = field(default=NONE, repr=False)
     insecure: bool = False
+    service_token_file: str = ""
+    """Empty: whoever reaches the HTTP service may ask it."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,8 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
         events.add_routes(app, store.view, rescheduler)
         if rescheduler is not None:
             add_debug_route(app, rescheduler.records)
+        if config.service_token_file:
+            app.middlewares.insert(0, ServiceTokens(config.service_token_file).guard)
         port = await _listen(stack, app, config)
         return RunningScheduler(config.host, port, store.view, dispatcher, rescheduler, store, stack.pop_all())
     raise AssertionError("the stack swallows nothing")

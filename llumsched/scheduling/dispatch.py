@@ -103,8 +103,8 @@ class Dispatcher:
         self, request: Request, stages: tuple[InferType, ...] = (InferType.NEUTRAL,), gateway_id: str = ""
     ) -> list[Placement]:
         """An instance for each stage, or, if one of them finds none, for none. Raises NotPlaced."""
-        if self.warmth.is_warming and self.view.connected:
-            raise NotPlaced(Refused.WARMING, f"warming: {len(self.view)} instances are known so far")
+        if warming := self._warming:
+            raise NotPlaced(Refused.WARMING, warming)
         decisions = self.decide(request, stages, gateway_id)
         placements = []
         for stage, decision in decisions.items():
@@ -140,6 +140,22 @@ class Dispatcher:
             last = self._last.get((infer_type, request.model))
             decisions[infer_type] = pipeline.run(stage, self.table, context, Draw(self._random, last))
         return decisions
+
+    def refusal(self) -> str:
+        """Why nobody would take a request now, of whatever model; empty if somebody would."""
+        if warming := self._warming:
+            return warming
+        try:
+            (decision,) = self.decide(Request()).values()
+        except NotPlaced as error:
+            return str(error)
+        return str(self._not_placed(decision)) if decision.row is None else ""
+
+    @property
+    def _warming(self) -> str:
+        if not self.warmth.is_warming or not self.view.connected:
+            return ""
+        return f"warming: {len(self.view)} instances are known so far"
 
     def release(self, request_id: str, instance_ids: Collection[str], gateway_id: str = "") -> None:
         """It did not get there, or it is over there. Idempotent."""

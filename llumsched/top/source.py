@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Self
@@ -49,11 +50,18 @@ class Source:
     """A context manager on the event loop that reads it. Nothing here fails: what is out of reach is said, and tried
     until it is there."""
 
-    def __init__(self, cms: str, scheduler: Address | None = None, credentials: Credentials = NONE) -> None:
-        """Raises ValueError if `cms` is no URL of a store."""
+    def __init__(
+        self,
+        cms: str,
+        scheduler: Address | None = None,
+        credentials: Credentials = NONE,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """`headers`: of requests to the scheduler. Raises ValueError if `cms` is no URL of a store."""
         self._store = open_store(cms, credentials)
         self._cms = cms
         self._scheduler = scheduler
+        self._headers = headers
         self._moves: list[dict[str, Any]] = []
         self._moves_problem = ""
         self._task: asyncio.Task[None] | None = None
@@ -99,7 +107,7 @@ class Source:
     async def _poll(self, scheduler: Address) -> None:
         timeout = aiohttp.ClientTimeout(total=CALL_S)
         url = f"http://{scheduler}/debug/rescheduling"
-        async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
+        async with aiohttp.ClientSession(timeout=timeout, headers=self._headers, trust_env=False) as session:
             while True:
                 try:
                     async with session.get(url) as answer:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from llumlet.loopback import is_loopback
 from llumlet.types import Address
 from llumsched.gateway.config import MOST_WORKERS
 from llumsched.up import device
@@ -58,6 +59,8 @@ class UpConfig:
     enable_rescheduling: bool = True
     gateway_workers: int = 1
     share_gpus: bool = False
+    insecure: bool = False
+    """The gateway listens beyond this machine, where it asks nobody who they are."""
     drain_s: float = 25.0
     start_timeout_s: float = 600.0
     engine_args: tuple[str, ...] = ()
@@ -74,6 +77,11 @@ def faults_of(config: UpConfig, environment: Mapping[str, str] = os.environ) -> 
         found.append("--drain-seconds must not be negative")
     if config.start_timeout_s <= 0:
         found.append("--start-timeout must be positive")
+    if not (config.insecure or is_loopback(config.host)):
+        found.append(
+            f"--host {config.host} is not a loopback address: give --insecure as well, or start a `llumnix gateway` "
+            "beside this, with --api-key-file, --ssl-certfile and --ssl-keyfile"
+        )
     found += _port_faults(config)
     for argument in config.engine_args:
         flag = argument.partition("=")[0]
@@ -123,6 +131,8 @@ def _gateway(config: UpConfig, port: int, scheduler: Address, ready_url: str) ->
     command = [*_llumnix("gateway"), "--host", config.host, "--port", str(port)]
     command += ["--scheduler-endpoints", str(scheduler), "--workers", str(config.gateway_workers)]
     command += ["--shutdown-timeout", f"{config.drain_s:g}s"]
+    if config.insecure:
+        command.append("--insecure")
     if Path(config.model).is_dir():
         command += ["--tokenizer-path", f"{served_name(config)}={config.model}"]
     return ComponentSpec("gateway", tuple(command), ready_url, START_TIMEOUT_S)

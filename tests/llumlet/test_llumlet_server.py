@@ -15,7 +15,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from llumlet import client as client_module
 from llumlet.client import LlumletClient
-from llumlet.server import RunningServer, is_loopback, serve
+from llumlet.loopback import is_loopback
+from llumlet.server import RunningServer, serve
 from tests.llumlet.fake_agent import FakeAgent
 
 pytestmark = pytest.mark.asyncio

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`llumnix gateway` as a process, its flags, its workers, and what it counts tokens with."""
+"""`llumnix gateway` as a process, its flags, and its workers."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -16,12 +15,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from benchmarks.mock_api import Mock
 from llumsched.gateway import workers
 from llumsched.gateway.config import Config
-from llumsched.gateway.tokens import TokenCounter
 from llumsched.up.ports import free_port
 from tests.llumsched.conftest import Llumnix, finish, start
 from tests.llumsched.gateway_support import engine
@@ -167,54 +164,3 @@ async def test_workers_that_cannot_listen_end_it(llumnix: Llumnix) -> None:
     assert done.code == 1
     assert f"127.0.0.1:{port}: Address already in use" in done.err
     assert "a worker died" not in done.err
-
-
-@pytest.fixture
-def tokenizer_path(tmp_path: Path) -> str:
-    words = {word: number for number, word in enumerate(["[UNK]", "one", "two", "three"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    template = "{% for m in messages %}one {{ m['content'] }} {% endfor %}"
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]", "chat_template": template}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    return str(tmp_path)
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize(
-    ("document", "count", "ids"),
-    [
-        ({"prompt": "one two three"}, 3, (1, 2, 3)),
-        ({"prompt": [5, 6]}, 2, (5, 6)),
-        ({"prompt": ["one", "two three"]}, 3, None),
-        ({"prompt": [[1, 2], [3]]}, 3, None),
-        ({"prompt": "one " * 5000}, 5000, (1,) * 5000),
-        ({"messages": [{"role": "user", "content": "two"}, {"role": "user", "content": "three"}]}, 4, (1, 2, 1, 3)),
-        ({"messages": 3}, 0, None),
-        ({}, 0, None),
-    ],
-)
-async def test_prompts_are_counted_by_the_models_tokenizer(
-    tokenizer_path: str, document: dict[str, Any], count: int, ids: tuple[int, ...] | None
-) -> None:
-    counter = TokenCounter({"mock": tokenizer_path})
-    counted = await counter.count("mock", document)
-    assert (counted.num_tokens, counted.token_ids) == (count, ids)
-    counter.close()
-
-
-def test_a_chat_template_that_cannot_be_read_ends_it_with_a_reason(tokenizer_path: str, tmp_path: Path) -> None:
-    (tmp_path / "template.jinja").write_bytes(b"\xff")
-    with pytest.raises(ValueError, match=r"chat template at .*template\.jinja.*: .*codec"):
-        TokenCounter({"": tokenizer_path}, str(tmp_path / "template.jinja"))
-
-
-@pytest.mark.asyncio
-async def test_without_a_tokenizer_the_count_is_an_estimate() -> None:
-    counter = TokenCounter({})
-    assert (await counter.count("mock", {"prompt": "x" * 400})).num_tokens == 100
-    parts = [{"type": "text", "text": "x" * 40}, {"type": "image_url"}]
-    assert (await counter.count("mock", {"messages": [{"content": parts}]})).num_tokens == 14
-    assert (await counter.count("mock", {"prompt": {"a": 1}, "messages": 3})).num_tokens == 0
-    counter.close()

@@ -17,6 +17,7 @@ from llumlet.types import Address
 from llumsched.causes import Cause
 from llumsched.gateway.backends import Backend
 from llumsched.gateway.connection import Connection, State
+from llumsched.gateway.endpoints import Endpoint
 from llumsched.gateway.errors import StreamLost
 from llumsched.gateway.sse import EventStream
 from llumsched.gateway.upstream import Upstream, request_head
@@ -70,7 +71,7 @@ class Transport:
 def _connection() -> tuple[Connection, Any]:
     connection, transport = Connection(), Transport()
     connection.connection_made(transport)  # type: ignore[arg-type]
-    connection.send(b"GET")
+    connection.send(b"GET", b"")
     return connection, transport
 
 
@@ -161,7 +162,7 @@ def test_a_stream_in_any_pieces_is_the_same_stream(data: bytes, cuts: list[int],
 
 def test_request_heads_carry_no_line_ends_and_no_connection_headers() -> None:
     headers = [(b"Connection", b"X-Mine, keep-alive"), (b"X-Mine", b"1"), (b"Host", b"a"), (b"X-Kept", b"2")]
-    head = request_head(Backend(Address("127.0.0.1", 1)), "/v1/completions", headers, "id", 3)
+    head = request_head(Backend(Endpoint(Address("127.0.0.1", 1))), "/v1/completions", headers, "id", 3)
     assert head == (
         b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:1\r\nContent-Length: 3\r\nX-Request-Id: id\r\n"
         b"X-Kept: 2\r\n\r\n"
@@ -185,7 +186,7 @@ async def _server(answer: Callable[[asyncio.StreamWriter, int], None]) -> AsyncI
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     try:
-        yield Backend(Address("127.0.0.1", server.sockets[0].getsockname()[1]))
+        yield Backend(Endpoint(Address("127.0.0.1", server.sockets[0].getsockname()[1])))
     finally:
         server.close()
         for writer in writers:

@@ -25,10 +25,12 @@ from llumlet.types import Address
 from llumsched.causes import Cause
 from llumsched.gateway import estimate
 from llumsched.gateway.backends import Backend
+from llumsched.gateway.endpoints import Endpoint
 from llumsched.gateway.forms import model_of
 from llumsched.gateway.paths import INFERENCE_PATHS, PATHS, Kind, Style, find
 from llumsched.gateway.server import _OWN
 from llumsched.gateway.stored import StoredResponses
+from llumsched.gateway.upstream import Access
 from tests.llumsched.gateway_support import Cluster, Reply, cluster, until
 from tests.llumsched.test_gateway_scheduling import scheduled
 
@@ -41,7 +43,7 @@ COHERE = "/cohere/v2/chat"
 TRANSCRIPTIONS = "/v1/audio/transcriptions"
 BODY = {"model": "mock", "input": "Grüß dich"}
 STREAMED = BODY | {"stream": True}
-OF_OTHERS = {"/v1/audio/speech", "/healthz", "/docs/oauth2-redirect", "/openapi.json", "/redoc", "/metrics"}
+OF_OTHERS = {"/v1/audio/speech", "/healthz", "/ready", "/docs/oauth2-redirect", "/openapi.json", "/redoc", "/metrics"}
 """In the table, and no route that vLLM's own code decorates: vllm-omni's, the gateway's, FastAPI's, Prometheus'."""
 _ROUTE_MAKERS = {"get", "post", "put", "delete", "patch", "websocket", "add_api_route", "mount"}
 _OTHER_PROCESSES = ("dp_supervisor.py", "preload.py")
@@ -432,7 +434,7 @@ async def test_a_stored_response_is_asked_of_the_instance_that_has_it() -> None:
         made.append({"id": "resp_s", "port": mock.ports[-1]})
         for is_known in (True, False):
             if not is_known:
-                it.gateway.exchanges.stored = StoredResponses(it.gateway.backends, it.gateway._session)
+                it.gateway.exchanges.stored = StoredResponses(it.gateway.backends, it.gateway._session, Access())
             for one in made:
                 del (mock.seen or [])[:]
                 url = f"{RESPONSES}/{one['id']}"
@@ -474,8 +476,8 @@ async def test_an_instance_that_is_gone_with_its_responses() -> None:
 
 def test_only_the_last_responses_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llumsched.gateway.stored._MOST_REMEMBERED", 2)
-    stored = StoredResponses(None, None)  # type: ignore[arg-type]
-    backend = Backend(Address("127.0.0.1", 1))
+    stored = StoredResponses(None, None, Access())  # type: ignore[arg-type]
+    backend = Backend(Endpoint(Address("127.0.0.1", 1)))
     for name in ("a", "b", "a", "c", "../d", "x" * 300, 5, None):
         stored.remember(name, backend)
     assert list(stored._homes) == ["a", "c"]

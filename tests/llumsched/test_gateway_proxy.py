@@ -291,20 +291,6 @@ async def test_clients_that_stop_in_the_middle_of_a_request_do_not_stay_in_fligh
         writer.close()
 
 
-@pytest.mark.asyncio
-async def test_a_request_may_come_slowly() -> None:
-    async with cluster(client_timeout_s=5.0) as it:
-        reader, writer = await asyncio.open_connection("127.0.0.1", it.gateway.port)
-        request = _post(json.dumps(PROMPTS[COMPLETIONS]).encode())
-        writer.write(request[:-5])
-        for last in request[-5:]:
-            await asyncio.sleep(1.1)
-            writer.write(bytes([last]))
-        async with asyncio.timeout(DEADLINE_S):
-            assert (await reader.readline()).split()[1] == b"200"
-        writer.close()
-
-
 class _Endless(Mock):
     """More than any socket's buffers hold."""
 

@@ -131,13 +131,23 @@ async def test_the_scheduler_is_told_the_same_id_as_the_engine() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_body_that_cannot_be_counted_is_refused_here() -> None:
+async def test_a_body_that_cannot_be_counted_is_counted_by_length_and_for_the_engine_to_refuse() -> None:
     async with scheduled() as (it, scheduler):
-        reply = await it.post(COMPLETIONS, b'{"model": "mock", "prompt": "x", "temperature": 1e999}')
-        assert (reply.status, reply.json["error"]["type"]) == (400, "BadRequestError")
-        assert "out of range" in reply.json["error"]["message"]
-        assert reply.headers["X-Request-Id"]
-        assert not scheduler.of("/schedule")
+        body = b'{"model": "mock", "prompt": "x", "max_tokens": 1, "temperature": 1e999}'
+        assert (await it.post(COMPLETIONS, body)).status == 200
+        assert (it.engines.seen or [])[0]["content"] == body
+        (asked,) = scheduler.of("/schedule")
+        assert asked["prompt_num_tokens"] == 18
+
+
+@pytest.mark.asyncio
+async def test_a_clients_template_is_for_the_engine_to_refuse() -> None:
+    told = {"chat_template": "{{ 1 }}", "chat_template_kwargs": {"tokenize": True}}
+    body = json.dumps({"model": "mock", "messages": [{"role": "user", "content": "x" * 8}], "max_tokens": 1} | told)
+    async with scheduled() as (it, scheduler):
+        assert (await it.post("/v1/chat/completions", body.encode())).status == 200
+        assert (it.engines.seen or [])[0]["content"] == body.encode()
+        assert scheduler.of("/schedule")[0]["prompt_num_tokens"] == 6
 
 
 @pytest.mark.asyncio

@@ -248,3 +248,11 @@ async def test_pages_for_people_and_machines(client: Client) -> None:
         assert line in text.splitlines(), line
     assert (await client.get("/"))[0] == 200
     assert (await client.get("/nothing"))[0] == 404
+
+
+async def test_it_is_ready_while_an_instance_would_take_a_request(client: Client) -> None:
+    assert await client.get("/ready") == (200, "OK")
+    for name in "abc":
+        cases.put(client.running.view, name, 2, schedulable=False)
+    assert await client.get("/ready") == (503, "no available endpoint")
+    assert (await client.get("/healthz"))[0] == 200

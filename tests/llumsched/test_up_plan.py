@@ -123,3 +123,12 @@ def test_more_than_one_machine_takes() -> None:
 def test_further_arguments_are_for_up_only(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["ps", "--llumlet", "127.0.0.1:1", "--", "--more"]) == 2
     assert "unknown argument '--more'" in capsys.readouterr().err
+
+
+def test_the_gateway_listens_beyond_this_machine_only_if_that_is_said() -> None:
+    (fault,) = faults_of(UpConfig("m", host="0.0.0.0", **ANY_PORTS))
+    assert "0.0.0.0 is not a loopback address" in fault
+    said = UpConfig("m", host="0.0.0.0", insecure=True, **ANY_PORTS)
+    assert not faults_of(said)
+    assert "--insecure" in plan_of(said).gateway.command
+    assert "--insecure" not in plan_of(UpConfig("m", **ANY_PORTS)).gateway.command

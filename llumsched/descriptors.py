@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""File descriptors of this process: as many as it may have, and what it is to have none left."""
+
+from __future__ import annotations
+
+import errno
+import resource
+from typing import Final
+
+_NONE_LEFT: Final = (errno.EMFILE, errno.ENFILE)
+_PER_REQUEST: Final = 2
+"""The client's connection and the engine's."""
+_OTHERS: Final = 256
+"""Idle connections, logs, schedulers."""
+
+
+def raise_limit() -> int:
+    """The soft limit becomes the hard one. Returns it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+def shortage(limit: int, num_requests: int) -> str:
+    """What to do if so many requests at once need more than `limit`; else nothing."""
+    needed = _PER_REQUEST * num_requests + _OTHERS
+    if needed <= limit or limit == resource.RLIM_INFINITY:
+        return ""
+    return (
+        f"{limit} open files are allowed, and --max-requests {num_requests} may need {needed}: raise the hard limit "
+        f"(LimitNOFILE= of systemd, ulimit -Hn), or take --max-requests {max(1, (limit - _OTHERS) // _PER_REQUEST)}"
+    )
+
+
+def none_left(error: BaseException | None) -> bool:
+    """Whether that is why there is no connection, which then says nothing of the other side."""
+    return isinstance(error, OSError) and error.errno in _NONE_LEFT

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients' keys, and what is used of what each may ask for. `key_file` is where they come from."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Final
+
+from aiohttp import web
+
+from llumlet.secret_files import Watched
+from llumsched.gateway.errors import Overloaded
+from llumsched.gateway.key_file import Allowance, read_keys
+from llumsched.hashed_keys import HashedKeys
+
+_log = logging.getLogger(__name__)
+_MINUTE_S: Final = 60.0
+
+
+class Limit(StrEnum):
+    """What a request may be refused for."""
+
+    KEY = "key"
+    RATE = "rate"
+    CONCURRENT = "concurrent"
+    TOKENS = "tokens"
+
+
+class Exceeded(Overloaded):
+    def __init__(self, message: str, tenant: str, limit: Limit, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.tenant = tenant
+        self.limit = limit
+
+
+class Bucket:
+    """Tokens that come at a rate, up to a number."""
+
+    def __init__(self, per_s: float, capacity: float, clock: Callable[[], float]) -> None:
+        self._per_s, self._capacity, self._clock = per_s, capacity, clock
+        self._level, self._at_s = capacity, clock()
+
+    def wait_s(self) -> float:
+        """Until there is one."""
+        now_s = self._clock()
+        self._level = min(self._capacity, self._level + (now_s - self._at_s) * self._per_s)
+        self._at_s = now_s
+        return max(0.0, (1.0 - self._level) / self._per_s)
+
+    def take(self) -> None:
+        self._level -= 1.0
+
+
+class Tenant:
+    """Who has a key, and what is used of its allowance."""
+
+    def __init__(self, name: str, allowance: Allowance, clock: Callable[[], float] = time.monotonic) -> None:
+        self.name = name
+        self._clock = clock
+        self._num_requests = 0
+        self._num_tokens = 0
+        self.allow(allowance)
+
+    def allow(self, allowance: Allowance) -> None:
+        """From now on; what is in flight stays counted."""
+        self.allowance = allowance
+        self._buckets = [
+            Bucket(rate / period_s, max(1.0, rate), self._clock)
+            for rate, period_s in ((allowance.requests_per_second, 1.0), (allowance.requests_per_minute, _MINUTE_S))
+            if rate is not None
+        ]
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """While it is in flight. Raises Exceeded."""
+        most = self.allowance.concurrent_requests
+        if most is not None and self._num_requests >= most:
+            raise Exceeded(f"This key may have {most} requests in flight.", self.name, Limit.CONCURRENT)
+        wait_s = max((bucket.wait_s() for bucket in self._buckets), default=0.0)
+        if wait_s:
+            raise Exceeded("This key has asked too often.", self.name, Limit.RATE, wait_s)
+        for bucket in self._buckets:
+            bucket.take()
+        self._num_requests += 1
+        try:
+            yield
+        finally:
+            self._num_requests -= 1
+
+    @contextmanager
+    def tokens(self, number: int) -> Iterator[None]:
+        """While its request is in flight. Raises Exceeded."""
+        most = self.allowance.tokens_in_flight
+        if most is not None and self._num_tokens + number > most:
+            raise Exceeded(f"This key may have {most} prompt tokens in flight.", self.name, Limit.TOKENS)
+        self._num_tokens += number
+        try:
+            yield
+        finally:
+            self._num_tokens -= number
+
+
+TENANT: Final = web.RequestKey("tenant", Tenant)
+"""Where a request has it."""
+
+
+class ApiKeys:
+    """Those of a file. Raises ValueError if it cannot be used."""
+
+    def __init__(self, path: str) -> None:
+        self._file = Watched(path)
+        self._tenants: dict[str, Tenant] = {}
+        self._load()
+
+    def reload(self) -> None:
+        """If the file has changed. One that cannot be used changes nothing, but is told in the log."""
+        if not self._file.has_changed():
+            return
+        try:
+            self._load()
+        except ValueError as error:
+            _log.error("the API keys stay as they were: %s", error)
+        else:
+            _log.info("%d names have API keys now", len(self._tenants))
+
+    def _load(self) -> None:
+        allowances = read_keys(self._file.path)
+        tenants = {}
+        for name, allowance in allowances.items():
+            tenant = tenants[name] = self._tenants.get(name) or Tenant(name, allowance)
+            if tenant.allowance != allowance:
+                tenant.allow(allowance)
+        self._tenants = tenants
+        self._keys = HashedKeys({name: allowance.keys for name, allowance in allowances.items()})
+
+    def whose(self, authorization: str) -> Tenant | None:
+        """Of the header `Authorization`."""
+        scheme, _, key = authorization.partition(" ")
+        name = self._keys.whose(key) if scheme.lower() == "bearer" else None
+        return None if name is None else self._tenants[name]

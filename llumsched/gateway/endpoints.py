@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an engine's API server is reached: `HOST:PORT`, or a URL, which may have a path before vLLM's own."""
+
+from __future__ import annotations
+
+import re
+import ssl
+from dataclasses import dataclass
+from typing import Final, Self
+
+from llumlet.types import Address
+
+_URL: Final = re.compile(r"(?:(https?)://)?([^/?#]+)((?:/[\w.~!$&'()*+,;=:@%-]+)*)/?", re.ASCII)
+_PORTS: Final = {"http": 80, "https": 443}
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    address: Address
+    is_tls: bool = False
+    base: str = ""
+    """Empty, or a path that does not end with a slash."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Raises ValueError that says what is wrong."""
+        match = _URL.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(f"{text!r} is neither HOST:PORT nor http(s)://HOST:PORT/PATH")
+        scheme, where, base = match.groups()
+        if scheme and not re.search(r":\d+$", where):
+            where = f"{where}:{_PORTS[scheme]}"
+        return cls(Address.parse(where), scheme == "https", base)
+
+    def url(self, path: str) -> str:
+        return f"{'https' if self.is_tls else 'http'}://{self.address}{self.base}{path}"
+
+
+def context(ca_file: str) -> ssl.SSLContext:
+    """Of connections to engines, whose certificates must be of the authorities of `ca_file`; empty: of the system's.
+    Raises OSError if it holds none; ssl.SSLError is one."""
+    return ssl.create_default_context(cafile=ca_file or None)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the gateway and the processes that read for it say to each other, over socket pairs. Pure.
+
+A job is `lengths of header and body, header, body`; each of its answers is `length, answer`. Headers and answers are
+msgpack.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Final
+
+import msgspec
+
+from llumsched.gateway.body import Head
+
+JOB_LENGTHS: Final = struct.Struct("!II")
+ANSWER_LENGTH: Final = struct.Struct("!I")
+
+
+class Task(StrEnum):
+    READ = "read"
+    """What `Body.read` reads."""
+    COUNT = "count"
+
+
+class Job(msgspec.Struct, array_like=True):
+    task: Task
+    cpu_s: float
+    """After which the process is ended by the kernel."""
+    model: str = ""
+    wants_ids: bool = False
+
+
+class Answer(msgspec.Struct, array_like=True):
+    """A count has two: by length at once, then by tokens."""
+
+    is_last: bool
+    num_tokens: int | None = None
+    """None if the process ended on it, or it is no JSON object."""
+    token_ids: tuple[int, ...] | None = None
+    head: Head | None = None
+    fault: str = ""
+
+
+class Settings(msgspec.Struct):
+    """Of the processes; their command line."""
+
+    tokenizers: dict[str, str]
+    """Path or hub name by model; the model "" is any other."""
+    chat_template: str
+    memory_bytes: int
+    """That each may take in addition to what it has when it begins."""
+    sockets: list[int]
+    """File descriptors, one for each process."""
+
+
+_JOB: Final = msgspec.msgpack.Decoder(Job)
+_ANSWER: Final = msgspec.msgpack.Decoder(Answer)
+
+
+def job_head(job: Job, num_bytes: int) -> bytes:
+    """What comes before its body."""
+    header = msgspec.msgpack.encode(job)
+    return JOB_LENGTHS.pack(len(header), num_bytes) + header
+
+
+def read_job(header: bytes) -> Job:
+    return _JOB.decode(header)
+
+
+def answer_frame(answer: Answer) -> bytes:
+    content = msgspec.msgpack.encode(answer)
+    return ANSWER_LENGTH.pack(len(content)) + content
+
+
+def take_answers(buffer: bytearray) -> Iterator[Answer]:
+    """Those that are whole, out of `buffer`. Raises msgspec.DecodeError."""
+    while len(buffer) >= ANSWER_LENGTH.size:
+        end = ANSWER_LENGTH.size + ANSWER_LENGTH.unpack_from(buffer)[0]
+        if len(buffer) < end:
+            return
+        content = bytes(buffer[ANSWER_LENGTH.size : end])
+        del buffer[:end]
+        yield _ANSWER.decode(content)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file of clients' keys, and how much each may ask for.
+
+    {"team-a": {"keys": ["sk-…", "sha256:9f86…"], "requests_per_minute": 600, "concurrent_requests": 32},
+     "batch": {"keys": ["sha256:60fd…"], "requests_per_second": 5, "tokens_in_flight": 200000}}
+
+A limit that is not given is none. Several keys of one name share its limits: the next one is added before the last one
+is taken away.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from llumlet.secret_files import read_secret
+from llumsched.hashed_keys import faults_of
+
+_LEAST_CHARACTERS: Final = 16
+
+
+class Allowance(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Of one name, as the file has it."""
+
+    keys: list[str]
+    requests_per_second: float | None = None
+    requests_per_minute: float | None = None
+    concurrent_requests: int | None = None
+    tokens_in_flight: int | None = None
+    """Of the prompts of its requests."""
+
+
+def read_keys(path: str) -> dict[str, Allowance]:
+    """By name. Raises ValueError, which never holds a key."""
+    try:
+        found = msgspec.json.decode(read_secret(path), type=dict[str, Allowance])
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path}: {error}") from None
+    faults = faults_of({name: allowance.keys for name, allowance in found.items()}, _LEAST_CHARACTERS)
+    for name, allowance in found.items():
+        if not allowance.keys:
+            faults.append(f"{name!r} has no keys")
+        for field in msgspec.structs.fields(Allowance)[1:]:
+            if (value := getattr(allowance, field.name)) is not None and not value > 0:
+                faults.append(f"{field.name} of {name!r} must be positive")
+    if faults:
+        raise ValueError(f"{path}: {'; '.join(faults)}")
+    if not found:
+        raise ValueError(f"{path} holds no keys")
+    return found

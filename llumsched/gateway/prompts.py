@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many tokens a request's prompt has. Pure.
+
+Token-id prompts are counted as they are; several prompts count together. Without a tokenizer the count is an estimate:
+a token per four bytes of text. A client's own chat template is never rendered, nor does a client replace parameters of
+the rendering: such a chat is counted by its texts, and the engine says whether it takes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+_BYTES_PER_TOKEN: Final = 4
+_TOKENS_AROUND_MESSAGE: Final = 4
+"""Role and delimiters, where there is no chat template to tell."""
+MOST_ENCODED_CHARACTERS: Final = 1 << 18
+"""A quarter of a second. Of a longer text so much is encoded, and the rest is taken to be like it."""
+MOST_TOKEN_IDS: Final = 1 << 17
+"""Of a prompt with more only the number is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    num_tokens: int
+    token_ids: tuple[int, ...] | None = None
+    """None for an estimate, and for several prompts."""
+
+
+class Tokenizer(Protocol):
+    def encode(self, text: str, *, special: bool = True) -> Sequence[int]:
+        """`special`: with the tokens that the model has around a text."""
+        ...
+
+    def render(self, chat: Mapping[str, Any], variables: Mapping[str, Any]) -> str | None:
+        """By the model's own template, and `variables` of that; None if these messages cannot be rendered here."""
+        ...
+
+    @property
+    def reserved(self) -> frozenset[str]:
+        """Names that are no variables of a template, but parameters of its rendering."""
+        ...
+
+
+def estimate(document: Mapping[str, Any]) -> Counted:
+    return count(None, document)
+
+
+def count(tokenizer: Tokenizer | None, document: Mapping[str, Any]) -> Counted:
+    prompt = document.get("prompt")
+    if prompt is None:
+        rendered = _rendered(tokenizer, document) if tokenizer else None
+        if tokenizer is None or rendered is None:
+            return Counted(_messages(tokenizer, document.get("messages")))
+        return _encoded(tokenizer, rendered, special=False)
+    if isinstance(prompt, list):
+        if all(isinstance(part, int) for part in prompt):
+            return _with_ids(prompt)
+        return Counted(sum(len(part) if isinstance(part, list) else _text(tokenizer, part) for part in prompt))
+    if tokenizer and isinstance(prompt, str):
+        return _encoded(tokenizer, prompt)
+    return Counted(_text(tokenizer, prompt))
+
+
+def _rendered(tokenizer: Tokenizer, document: Mapping[str, Any]) -> str | None:
+    variables = document.get("chat_template_kwargs") or {}
+    if document.get("chat_template") is not None or not _are_variables(variables, tokenizer.reserved):
+        return None
+    return tokenizer.render(document, variables)
+
+
+def _are_variables(given: Any, reserved: frozenset[str]) -> bool:
+    """Scalars, by names that are the template's own: all that a client may tell it."""
+    return isinstance(given, dict) and all(
+        name not in reserved and isinstance(value, str | int | float | bool | None) for name, value in given.items()
+    )
+
+
+def _encoded(tokenizer: Tokenizer, text: str, *, special: bool = True) -> Counted:
+    ids = tokenizer.encode(text[:MOST_ENCODED_CHARACTERS], special=special)
+    if len(text) > MOST_ENCODED_CHARACTERS:
+        return Counted(len(ids) * len(text) // MOST_ENCODED_CHARACTERS)
+    return _with_ids(ids)
+
+
+def _with_ids(ids: Sequence[int]) -> Counted:
+    return Counted(len(ids), tuple(ids) if len(ids) <= MOST_TOKEN_IDS else None)
+
+
+def _messages(tokenizer: Tokenizer | None, messages: Any) -> int:
+    return sum(_TOKENS_AROUND_MESSAGE + _text(tokenizer, text) for text in _texts(messages))
+
+
+def _text(tokenizer: Tokenizer | None, text: Any) -> int:
+    if not isinstance(text, str):
+        return 0
+    return _encoded(tokenizer, text).num_tokens if tokenizer else of_bytes(len(text.encode(errors="replace")))
+
+
+def of_bytes(num_bytes: int) -> int:
+    """Tokens, as far as can be told by the length alone."""
+    return -(-num_bytes // _BYTES_PER_TOKEN)
+
+
+def _texts(messages: Any) -> Sequence[str]:
+    """Of messages, in OpenAI's form; what has another form has no texts."""
+    texts = []
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        parts = content if isinstance(content, list) else [{"text": content}]
+        texts += [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    return texts

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes that read and count what clients wrote, out of the gateway's own.
+
+    gateway ---socket pair for each---> worker, forked
+       `-------starts-----------------> host: loads the tokenizers, forks the workers, forks another if one ends
+
+A worker has limits that the kernel keeps: CPU time for each job (SIGPROF), four times as much by the clock (SIGALRM),
+and memory (RLIMIT_AS). What goes wrong ends it; the host then answers in its place. All end with the gateway, as their
+sockets do.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from llumsched.gateway import frames, prompts
+from llumsched.gateway.body import Body, Head
+from llumsched.gateway.errors import InvalidRequest
+from llumsched.gateway.frames import Answer, Job, Settings, Task
+
+if TYPE_CHECKING:
+    from llumsched.gateway.model_tokenizer import ModelTokenizer
+
+_CLOCK_PER_CPU: Final = 4
+_MOST_TOLD_CHARACTERS: Final = 256
+"""Of a field of the head that is of no known size."""
+_MOST_TOLD_BITS: Final = 63
+_ENDED: Final = Answer(is_last=True)
+
+
+def main() -> None:
+    settings = msgspec.json.decode(sys.argv[1], type=Settings)
+    sockets = [socket.socket(fileno=number) for number in settings.sockets]
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a service's stop goes to all its processes
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        tokenizers = _load(settings)
+    except ValueError as error:
+        for one in sockets:
+            one.sendall(frames.answer_frame(Answer(is_last=True, fault=str(error))))
+        return
+    gc.freeze()
+    for one in sockets:
+        one.sendall(frames.answer_frame(_ENDED))
+    workers = {_fork(one, tokenizers, settings): one for one in sockets}
+    while workers:
+        process, status = os.wait()
+        one = workers.pop(process)
+        if status:
+            try:
+                one.sendall(frames.answer_frame(_ENDED))
+            except OSError:
+                continue  # the gateway has ended
+            workers[_fork(one, tokenizers, settings)] = one
+
+
+def _load(settings: Settings) -> dict[str, ModelTokenizer]:
+    if not settings.tokenizers:
+        return {}
+    from llumsched.gateway.model_tokenizer import ModelTokenizer
+
+    return {model: ModelTokenizer(path, settings.chat_template) for model, path in settings.tokenizers.items()}
+
+
+def _fork(connection: socket.socket, tokenizers: dict[str, ModelTokenizer], settings: Settings) -> int:
+    process = os.fork()
+    if process:
+        return process
+    code = 1
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # clients are not to fill logs
+        with open("/proc/self/statm", encoding="ascii") as sizes:
+            in_use = int(sizes.read().split()[0]) * resource.getpagesize()
+        most = in_use + settings.memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        while True:
+            _work(connection, tokenizers)
+    except EOFError:
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _work(connection: socket.socket, tokenizers: dict[str, ModelTokenizer]) -> None:
+    """One job. Raises EOFError if the gateway has ended."""
+    num_header, num_body = frames.JOB_LENGTHS.unpack(_receive(connection, frames.JOB_LENGTHS.size))
+    job = frames.read_job(bytes(_receive(connection, num_header)))
+    content = _receive(connection, num_body)
+    _limit(job.cpu_s)
+    answer = _read(content) if job.task is Task.READ else _count(connection, job, content, tokenizers)
+    _limit(0.0)
+    connection.sendall(frames.answer_frame(answer))
+
+
+def _limit(cpu_s: float) -> None:
+    """0: none."""
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    signal.setitimer(signal.ITIMER_REAL, cpu_s * _CLOCK_PER_CPU)
+
+
+def _receive(connection: socket.socket, num_bytes: int) -> bytearray:
+    content = bytearray(num_bytes)
+    left = memoryview(content)
+    while left:
+        taken = connection.recv_into(left)
+        if not taken:
+            raise EOFError
+        left = left[taken:]
+    return content
+
+
+def _read(content: bytearray) -> Answer:
+    try:
+        head = Body.read(content).head
+    except InvalidRequest as error:
+        return Answer(is_last=True, fault=str(error))
+    return Answer(is_last=True, head=_short(head))
+
+
+def _short(head: Head) -> Head:
+    """What may be of any size, or is too large for msgpack, is only told to be there."""
+
+    def told(value: object) -> object:
+        if isinstance(value, list | dict) or (isinstance(value, int) and value.bit_length() > _MOST_TOLD_BITS):
+            return "…" if value else value
+        return value[:_MOST_TOLD_CHARACTERS] if isinstance(value, str) else value
+
+    return Head(**{name: told(value) for name, value in msgspec.structs.asdict(head).items()})
+
+
+def _count(connection: socket.socket, job: Job, content: bytearray, tokenizers: dict[str, ModelTokenizer]) -> Answer:
+    try:
+        document = Body(content, Head()).document()
+    except InvalidRequest:
+        return _ENDED  # the engine says what is wrong
+    tokenizer = tokenizers.get(job.model) or tokenizers.get("")
+    if tokenizer is not None:
+        by_length = Answer(is_last=False, num_tokens=prompts.estimate(document).num_tokens)
+        connection.sendall(frames.answer_frame(by_length))
+    counted = prompts.count(tokenizer, document)
+    return Answer(is_last=True, num_tokens=counted.num_tokens, token_ids=counted.token_ids if job.wants_ids else None)
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # libraries that were imported have nothing to say at their end

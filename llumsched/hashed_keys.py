@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and tokens that others show: as files have them, in clear or as SHA-256, and whose one is."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Iterable, Mapping
+from typing import Final, Generic, TypeVar
+
+_HASHED: Final = re.compile(r"sha256:([0-9a-fA-F]{64})")
+_PREFIX: Final = "sha256:"
+
+Owner = TypeVar("Owner")
+
+
+class HashedKeys(Generic[Owner]):
+    """`whose` looks at all of them, at each in constant time."""
+
+    def __init__(self, keys: Mapping[Owner, Iterable[str]]) -> None:
+        self._by_digest = [(_digest_of(key), owner) for owner, own in keys.items() for key in own]
+
+    def whose(self, shown: str) -> Owner | None:
+        digest = hashlib.sha256(shown.encode("utf-8", "surrogateescape")).digest()
+        found = None
+        for known, owner in self._by_digest:
+            if hmac.compare_digest(known, digest):
+                found = owner
+        return found
+
+
+def faults_of(keys: Mapping[str, Iterable[str]], least: int) -> list[str]:
+    """What is wrong with them, by owner. Holds none of them. `least`: characters of one in clear."""
+    found, seen = [], set[bytes]()
+    for owner, own in keys.items():
+        for number, key in enumerate(own):
+            plain = re.fullmatch(rf"[!-~]{{{least},}}", key) is not None and not key.startswith(_PREFIX)
+            if not plain and _HASHED.fullmatch(key) is None:
+                found.append(
+                    f"key {number} of {owner!r} is neither {least} or more printable characters without a space, nor "
+                    "sha256: and 64 hexadecimal digits"
+                )
+            elif (digest := _digest_of(key)) in seen:
+                found.append(f"key {number} of {owner!r} is there twice")
+            else:
+                seen.add(digest)
+    return found
+
+
+def _digest_of(key: str) -> bytes:
+    hashed = _HASHED.fullmatch(key)
+    return bytes.fromhex(hashed[1]) if hashed else hashlib.sha256(key.encode()).digest()

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may ask the scheduler's HTTP service what.
+
+    {"gateway": ["5f0c…"], "reader": ["sha256:60fd…"], "operator": ["sha256:9f86…", "sha256:1a2b…"]}
+
+A token is shown as `Authorization: Bearer TOKEN`, alone as gateways of Llumnix do, or as the password of a browser. Two
+of a role are valid while one is replaced by the other. `/healthz` and `/ready` are for everybody: who starts and stops
+processes asks without secrets.
+"""
+
+from __future__ import annotations
+
+import binascii
+import logging
+import time
+from base64 import b64decode
+from collections.abc import Awaitable, Callable
+from enum import StrEnum
+from typing import Final
+
+import msgspec
+from aiohttp import web
+
+from llumlet.credential_files import MIN_TOKEN_CHARACTERS
+from llumlet.secret_files import Watched, read_secret
+from llumsched.hashed_keys import HashedKeys, faults_of
+
+_log = logging.getLogger(__name__)
+_LOOK_S: Final = 1.0
+_OPEN: Final = frozenset({"/healthz", "/ready"})
+_OF_GATEWAYS: Final = frozenset({"/schedule", "/release", "/report", "/complaints", "/keepalive", "/debug/view"})
+_CHALLENGE: Final = {"WWW-Authenticate": 'Basic realm="llumnix scheduler: any name, and a token"'}
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Role(StrEnum):
+    GATEWAY = "gateway"
+    """Has requests placed, and tells what became of them."""
+    READER = "reader"
+    """Looks at everything, and changes nothing."""
+    OPERATOR = "operator"
+    """May ask everything."""
+
+    def may(self, method: str, path: str) -> bool:
+        if self is Role.GATEWAY:
+            return path in _OF_GATEWAYS
+        reads = path.startswith("/debug/") or (method in ("GET", "HEAD") and path not in _OF_GATEWAYS)
+        return reads or self is Role.OPERATOR
+
+
+class ServiceTokens:
+    """Those of a file, read again when it has changed. Raises ValueError, which never holds a token."""
+
+    def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._file = Watched(path)
+        self._clock = clock
+        self._looked_s = clock()
+        self._tokens = HashedKeys(read_tokens(path))
+
+    def role(self, authorization: str) -> Role | None:
+        now_s = self._clock()
+        if now_s - self._looked_s > _LOOK_S:
+            self._looked_s = now_s
+            if self._file.has_changed():
+                self._reload()
+        return self._tokens.whose(_shown(authorization))
+
+    def _reload(self) -> None:
+        try:
+            self._tokens = HashedKeys(read_tokens(self._file.path))
+        except ValueError as error:
+            _log.error("the service tokens stay as they were: %s", error)
+        else:
+            _log.info("the service tokens were read again")
+
+    @web.middleware
+    async def guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        if request.path in _OPEN:
+            return await handler(request)
+        role = self.role(request.headers.get("Authorization", ""))
+        if role is None:
+            return web.Response(status=401, text="Unauthorized", headers=_CHALLENGE)
+        if not role.may(request.method, request.path):
+            return web.Response(status=403, text=f"not for the role {role}")
+        return await handler(request)
+
+
+def read_tokens(path: str) -> dict[Role, list[str]]:
+    """Raises ValueError, which never holds a token."""
+    try:
+        found = msgspec.json.decode(read_secret(path), type=dict[Role, list[str]])
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path}: {error}") from None
+    faults = faults_of({str(role): tokens for role, tokens in found.items()}, MIN_TOKEN_CHARACTERS)
+    if faults:
+        raise ValueError(f"{path}: {'; '.join(faults)}")
+    if not any(found.values()):
+        raise ValueError(f"{path} holds no tokens")
+    return found
+
+
+def _shown(authorization: str) -> str:
+    scheme, _, rest = authorization.partition(" ")
+    if not rest:
+        return authorization
+    if scheme.lower() == "bearer":
+        return rest
+    if scheme.lower() == "basic":
+        try:
+            return b64decode(rest, validate=True).decode().partition(":")[2]
+        except (binascii.Error, ValueError):
+            return ""
+    return ""

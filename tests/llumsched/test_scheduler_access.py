@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's HTTP service, which wants a token, and those who have one."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from llumlet.types import Address
+from llumsched.commands import explain
+from llumsched.gateway.config import Config
+from llumsched.gateway.flags import FLAGS
+from llumsched.gateway.scheduler_client import SchedulerAway, SchedulerClient
+from llumsched.scheduler import access
+from llumsched.scheduler.access import ServiceTokens, read_tokens
+from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
+from llumsched.scheduling.policy import Mode, load_policy
+from llumsched.top.source import Source
+from tests.llumsched import scheduling_cases as cases
+from tests.llumsched.test_scheduler_cli import parsed
+
+GATEWAY, NEXT, READER, OPERATOR = (name * 8 for name in ("gate", "next", "read", "oper"))
+HASHED = "sha256:" + hashlib.sha256(NEXT.encode()).hexdigest()
+TOKENS = {"gateway": [GATEWAY, HASHED], "reader": [READER], "operator": [OPERATOR]}
+ASKED = {"id": "r", "model": "m", "gateway_id": "g"}
+
+Write = Callable[[Any], str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Puts a file of tokens there, whole at once."""
+
+    def write(content: Any) -> str:
+        (tmp_path / "new").write_text(content if isinstance(content, str) else json.dumps(content))
+        (tmp_path / "new").chmod(0o600)
+        return str((tmp_path / "new").rename(tmp_path / "tokens.json"))
+
+    return write
+
+
+@pytest_asyncio.fixture
+async def scheduler(write: Write) -> AsyncIterator[RunningScheduler]:
+    policy = load_policy("load-balance", Mode.FULL)
+    tokens = write(TOKENS)
+    config = SchedulerConfig(policy, port=0, cms="listen://127.0.0.1:0", warms_up_s=0.0, service_token_file=tokens)
+    running = await serve(config)
+    cases.put(running.view, "a", api_server_port=8000)
+    yield running
+    await running.close()
+
+
+async def _status(scheduler: RunningScheduler, method: str, path: str, authorization: str | None) -> int:
+    headers = {} if authorization is None else {"Authorization": authorization}
+    url = f"http://127.0.0.1:{scheduler.port}{path}"
+    body = None if method == "GET" else json.dumps([] if path in ("/report", "/release") else ASKED)
+    async with aiohttp.ClientSession() as session, session.request(method, url, data=body, headers=headers) as answer:
+        if answer.status == 401:
+            assert answer.headers["WWW-Authenticate"].startswith("Basic ")
+        return answer.status
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "shown",
+    [
+        None,
+        "",
+        "Bearer",
+        "Bearer wrong",
+        f"Bearer {HASHED}",
+        f"Digest {GATEWAY}",
+        "Basic x",
+        "Basic eDp5",
+        "Bearer \xfc",
+    ],
+)
+async def test_without_a_token_it_says_only_that_it_lives(scheduler: RunningScheduler, shown: str | None) -> None:
+    for method, path in (("POST", "/schedule"), ("POST", "/release"), ("GET", "/debug/view"), ("GET", "/metrics"),
+                         ("GET", "/"), ("GET", "/events"), ("GET", "/keepalive"), ("GET", "/nothing")):  # fmt: skip
+        assert await _status(scheduler, method, path, shown) == 401
+    for path in ("/healthz", "/ready"):
+        assert await _status(scheduler, "GET", path, shown) == 200
+
+
+READS = (("GET", "/debug/view"), ("GET", "/debug/schedule"), ("POST", "/debug/schedule"))
+LOOKS = (("GET", "/metrics"), ("GET", "/"), ("GET", "/page.js"))
+PLACES = (("POST", "/schedule"), ("POST", "/report"), ("POST", "/release"))
+
+
+@pytest.mark.asyncio
+async def test_a_role_may_what_it_is_for(scheduler: RunningScheduler) -> None:
+    async def may(token: str, *asked: tuple[str, str]) -> set[bool]:
+        return {await _status(scheduler, *one, f"Bearer {token}") not in (401, 403) for one in asked}
+
+    for gateway in (GATEWAY, NEXT):
+        assert await may(gateway, *PLACES, READS[0]) == {True}
+        assert await may(gateway, *READS[1:], *LOOKS) == {False}
+    assert await may(READER, *READS, *LOOKS) == {True}
+    assert await may(READER, *PLACES) == {False}
+    assert await may(OPERATOR, *READS, *LOOKS, *PLACES) == {True}
+    assert await _status(scheduler, "POST", "/schedule", GATEWAY) == 200, "as gateways of Llumnix show it"
+    assert await _status(scheduler, "GET", "/", aiohttp.encode_basic_auth("me", READER)) == 200
+
+
+@pytest.mark.asyncio
+async def test_a_gateway_shows_its_token(scheduler: RunningScheduler, tmp_path: Path) -> None:
+    file = tmp_path / "one"
+    file.write_text(NEXT + "\n")
+    file.chmod(0o600)
+    setting, read, *_ = FLAGS["instances"]["--service-token-file"]
+    endpoint = (Address("127.0.0.1", scheduler.port),)
+    async with aiohttp.ClientSession() as session:
+        knows = SchedulerClient(Config(scheduler_endpoints=endpoint, **{setting: read(str(file))}), session)
+        assert (await knows.schedule(ASKED)).result[0]["id"] == "a"
+        assert await knows.instances() == [Address("127.0.0.1", 8000)]
+        stranger = SchedulerClient(Config(scheduler_endpoints=endpoint), session)
+        with pytest.raises(SchedulerAway, match="answered 401"):
+            await stranger.schedule(ASKED)
+
+
+@pytest.mark.asyncio
+async def test_people_show_theirs(scheduler: RunningScheduler) -> None:
+    url = f"http://127.0.0.1:{scheduler.port}/debug/schedule"
+    headers = {"Authorization": f"Bearer {READER}"}
+    assert (await explain._ask(url, ASKED, headers))[0] == 200
+    assert (await explain._ask(url, ASKED, {}))[0] == 401
+    address = Address("127.0.0.1", scheduler.port)
+    for shown, why in ((headers, "no rescheduler runs in it"), (None, "it answers 401")):
+        async with Source("127.0.0.1:1", address, headers=shown) as source:
+            async with asyncio.timeout(30):
+                await source._asked.wait()
+            assert why in source._moves_problem
+
+
+def test_tokens_are_replaced_without_a_restart(write: Write, caplog: pytest.LogCaptureFixture) -> None:
+    clock = [0.0]
+    tokens = ServiceTokens(write({"reader": [READER]}), lambda: clock[0])
+
+    def roles() -> list[str | None]:
+        clock[0] += access._LOOK_S + 0.1
+        return [tokens.role(f"Bearer {token}") for token in (READER, NEXT)]
+
+    assert roles() == ["reader", None]
+    write({"reader": [READER, NEXT]})
+    assert roles() == ["reader", "reader"]
+    write("{")
+    assert roles() == ["reader", "reader"]
+    assert "stay as they were" in caplog.text
+    write({"reader": [HASHED]})
+    assert roles() == [None, "reader"]
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ("{", "truncated"),
+        ({}, "holds no tokens"),
+        ({"reader": []}, "holds no tokens"),
+        ({"peer": [GATEWAY]}, "peer"),
+        ({"reader": ["x" * 31]}, "key 0 of 'reader' is neither 32"),
+        ({"reader": [READER, NEXT], "operator": [HASHED]}, "key 0 of 'operator' is there twice"),
+    ],
+)
+def test_files_of_tokens_that_are_none(write: Write, content: Any, fault: str) -> None:
+    with pytest.raises(ValueError, match=r"tokens\.json") as refusal:
+        read_tokens(write(content))
+    assert fault in str(refusal.value)
+    assert not any(token in str(refusal.value) for token in (GATEWAY, NEXT, READER, HASHED, "x" * 31))
+
+
+def test_beyond_this_machine_it_wants_tokens(write: Write) -> None:
+    for host in ("0.0.0.0", "192.0.2.1"):
+        (fault,), _ = parsed("--host", host)
+        assert "is not a loopback address" in fault
+        assert not parsed("--host", host, "--insecure")[0]
+        assert not parsed("--host", host, "--service-token-file", write(TOKENS))[0]
+    assert "holds no tokens" in parsed("--service-token-file", write({}))[0][0]

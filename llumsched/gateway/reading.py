@@ -22,6 +22,7 @@ from llumsched.gateway.frames import Answer, Job, Settings
 _log = logging.getLogger(__name__)
 _LEAST_LIFE_S: Final = 5.0
 """Between two starts of all processes."""
+_NOT_STARTED: Final = "the processes that count tokens end at their start"
 _END_S: Final = 2.0
 _GRACE_S: Final = 5.0
 _CLOCK_PER_CPU: Final = 8
@@ -33,27 +34,24 @@ class Unavailable(Exception):
 
 
 class _Worker(asyncio.Protocol):
-    """The gateway's end of one socket pair. It is free once its host has said so, and after the last answer to each
-    job, whether or not somebody still waits for that."""
+    """The gateway's end of one socket pair. It is free once its host has said that it is ready, and after the last
+    answer to each job, whether or not somebody still waits for that."""
 
     def __init__(self, readers: Readers) -> None:
         self._readers = readers
         self._buffer = bytearray()
-        self._new_job()
-
-    def _new_job(self) -> None:
         self._best: Answer | None = None
-        self._job: asyncio.Future[Answer] | None = asyncio.get_running_loop().create_future()
+        self.is_lost = False
+        self.ready: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._job: asyncio.Future[Answer] | None = self.ready
 
-    async def answer(self) -> Answer:
-        """The best that there is to the job that it has."""
-        assert self._job is not None
-        return await asyncio.shield(self._job)
-
-    def give(self, job: Job, content: bytes | bytearray) -> None:
-        self._new_job()
+    async def answer(self, job: Job, content: bytes | bytearray) -> Answer:
+        """The best that there is. It is free."""
+        self._best = None
+        answer = self._job = asyncio.get_running_loop().create_future()
         self._transport.write(frames.job_head(job, len(content)))
         self._transport.write(content)
+        return await asyncio.shield(answer)
 
     def close(self) -> None:
         self._transport.abort()
@@ -80,6 +78,7 @@ class _Worker(asyncio.Protocol):
             self._readers.freed(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.is_lost = True
         job, self._job = self._job, None
         if job is not None:
             job.set_result(self._best or Answer(is_last=True))
@@ -116,10 +115,11 @@ class Readers:
                 worker = await self._take()
         except (OSError, ValueError):  # TimeoutError is an OSError
             raise Unavailable from None
-        worker.give(job, content)
+        if worker.is_lost:
+            raise Unavailable
         try:
             async with asyncio.timeout(_GRACE_S + _CLOCK_PER_CPU * job.cpu_s):
-                return await worker.answer()
+                return await worker.answer(job, content)
         except TimeoutError:
             worker.close()
             raise Unavailable from None
@@ -152,15 +152,20 @@ class Readers:
                 pass_fds=theirs,
                 start_new_session=True,
             )
+        except OSError:
+            for our, _ in pairs:
+                our.close()
+            raise
         finally:
             for _, their in pairs:
                 their.close()
         loop = asyncio.get_running_loop()
         for our, _ in pairs:
             await loop.create_connection(self._new_worker, sock=our)
-        if fault := (await self._workers[0].answer()).fault:
+        faults = [(await asyncio.shield(worker.ready)).fault for worker in list(self._workers)]
+        if any(faults) or not self._workers:
             await self._end()
-            raise ValueError(fault)
+            raise ValueError(next(filter(None, faults), _NOT_STARTED))
         self._is_ready = True
 
     def _new_worker(self) -> _Worker:
@@ -191,9 +196,10 @@ class Readers:
         self._free.append(worker)
 
     def lost(self, worker: _Worker) -> None:
-        """All are started anew."""
+        """All are ended; the next job has them started anew."""
         if worker in self._workers:
-            _log.warning("the processes that read large requests and count tokens have ended, and are started again")
+            if self._is_ready:
+                _log.warning("the processes that read large requests and count tokens have ended")
             self._kill()
 
     def _kill(self) -> None:

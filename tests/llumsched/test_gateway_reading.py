@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -161,6 +164,49 @@ async def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no tokenizer at"):
         async with _counter({"": str(tmp_path)}):
             pass
+
+
+@pytest.mark.asyncio
+async def test_processes_that_do_not_start_end_the_gateway_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading.sys, "executable", "/bin/false")
+    with pytest.raises(ValueError, match="end at their start"):
+        async with _counter({"": "anything"}):
+            pass
+
+
+_READS_AND_WAITS = """
+import asyncio
+from llumsched.gateway.tokens import TokenCounter
+
+async def main():
+    counter = TokenCounter({})
+    await counter.read(b" " * (2 << 20) + b"{}")
+    print(counter._readers._process.pid, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.asyncio
+async def test_processes_end_with_their_gateway_however_that_ends() -> None:
+    gateway = await asyncio.create_subprocess_exec(sys.executable, "-c", _READS_AND_WAITS, stdout=subprocess.PIPE)
+    assert gateway.stdout is not None
+    host = int(await gateway.stdout.readline())
+
+    def num_running() -> int:
+        """Of the host's group; one that nobody has waited for yet does not run any more."""
+        found = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
+                found += int(group) == host and state != "Z"
+        return found
+
+    assert num_running() == 3
+    gateway.kill()
+    await gateway.wait()
+    await until(lambda: not num_running())
 
 
 @pytest.mark.asyncio

@@ -32,6 +32,9 @@ class Head(msgspec.Struct):
     previous_response_id: Any = None
 
 
+Content = tuple[bytes | memoryview, ...]
+"""Of a request to an engine, in parts: bodies are long, and nobody keeps a second copy for what is added to one."""
+
 _HEAD = msgspec.json.Decoder(Head)
 _DOCUMENT = msgspec.json.Decoder(dict[str, Any])
 
@@ -86,7 +89,7 @@ class Body:
         is out of range."""
         return _decoded(_DOCUMENT, self.content)
 
-    def with_token_ids(self) -> bytes:
+    def with_token_ids(self) -> Content:
         """The same bytes, and the wish for token ids as the last field: it counts if the client set it, too."""
         end = self.content.rindex(b"}")
-        return self.content[:end] + b',"return_token_ids":true}'
+        return memoryview(self.content)[:end], b',"return_token_ids":true}'

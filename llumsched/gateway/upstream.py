@@ -18,6 +18,7 @@ from multidict import CIMultiDict
 from llumlet.attempts import ATTEMPT_HEADER, attempt_after
 from llumsched.causes import Cause
 from llumsched.gateway.backends import Backend
+from llumsched.gateway.body import Content
 from llumsched.gateway.connection import Connection, State
 from llumsched.gateway.errors import StreamLost
 
@@ -90,7 +91,7 @@ class Call:
     __slots__ = ("_connection", "_request", "_upstream", "backend", "is_stream", "is_writing", "lost", "moved_s",
                  "task", "timed_out")  # fmt: skip
 
-    def __init__(self, upstream: Upstream, backend: Backend, request: bytes) -> None:
+    def __init__(self, upstream: Upstream, backend: Backend, request: Content) -> None:
         task = asyncio.current_task()
         assert task is not None
         self.task = task
@@ -171,15 +172,16 @@ class Upstream:
         self,
         backend: Backend,
         path: str,
-        body: bytes,
+        body: Content,
         client: Iterable[tuple[bytes, bytes]],
         request_id: str,
         *,
         method: str = "POST",
         num_deaths: int = 0,
     ) -> Call:
-        head = request_head(backend, path, client, request_id, len(body), method=method, num_deaths=num_deaths)
-        return Call(self, backend, head + body)
+        num_bytes = sum(map(len, body))
+        head = request_head(backend, path, client, request_id, num_bytes, method=method, num_deaths=num_deaths)
+        return Call(self, backend, (head, *body))
 
     async def connect(self, backend: Backend, *, anew: bool = False) -> Connection:
         idle = None if anew else self._idle.get(backend)

@@ -28,7 +28,8 @@ from aiohttp import web
 
 _WORDS = ("the", "a", "é", "日本", "🙂", "of", 'qu"ote', "back\\slash", "new\nline", "ß")
 VOCABULARY = 1000
-"""Words. Each also has three parts, whose numbers are higher by one, two and three times as much."""
+"""Words. Each also has three parts, whose numbers are higher by one, two and three times as much; what is higher still
+is whole words again."""
 _NUM_PARTS = 3
 _SPLIT = (3, 4)
 """Of the words, those that are told in parts."""
@@ -46,7 +47,7 @@ _FAILURE = (
 def bytes_of(token: int) -> bytes:
     part, number = divmod(token, VOCABULARY)
     word = f" {_WORDS[number % len(_WORDS)]}{number}".encode()
-    return (word, word[:2], word[2:3], word[3:])[part]
+    return (word, word[:2], word[2:3], word[3:])[part if part <= _NUM_PARTS else 0]
 
 
 class Detokenizer:

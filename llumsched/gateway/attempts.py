@@ -20,6 +20,7 @@ from aiohttp import web
 
 from llumsched.gateway import errors, sse
 from llumsched.gateway.backends import Backend
+from llumsched.gateway.body import Content
 from llumsched.gateway.connection import Connection
 from llumsched.gateway.continuation import CannotContinue
 from llumsched.gateway.errors import GatewayError, StreamLost
@@ -70,7 +71,7 @@ class Attempts(ABC):
         self._started_s = received.started_s
         self._counted = received.counted
         self._target = received.target
-        self._content = received.body.content
+        self._content: Content = (received.body.content,)
         self._tried = Tried(
             self._config,
             around.backends,

@@ -32,7 +32,9 @@ class Head(msgspec.Struct):
     previous_response_id: Any = None
 
 
-_TOKEN_IDS = b',"return_token_ids":true}'
+Content = tuple[bytes | bytearray | memoryview, ...]
+"""Of a request to an engine, in parts: bodies are long, and nobody keeps a second copy for what is added to one."""
+
 _HEAD = msgspec.json.Decoder(Head)
 _DOCUMENT = msgspec.json.Decoder(dict[str, Any])
 
@@ -87,15 +89,7 @@ class Body:
         is out of range."""
         return _decoded(_DOCUMENT, self.content)
 
-    def with_token_ids(self) -> bytes | bytearray:
-        """The same bytes, and the wish for token ids as the last field: it counts if the client set it, too. A
-        bytearray is not copied, but gets that field itself.
-        """
-        content = self.content
-        if content.endswith(_TOKEN_IDS):
-            return content
-        end = content.rindex(b"}")
-        if isinstance(content, bytes):
-            return content[:end] + _TOKEN_IDS
-        content[end:] = _TOKEN_IDS
-        return content
+    def with_token_ids(self) -> Content:
+        """The same bytes, and the wish for token ids as the last field: it counts if the client set it, too."""
+        end = self.content.rindex(b"}")
+        return memoryview(self.content)[:end], b',"return_token_ids":true}'

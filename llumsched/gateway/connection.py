@@ -2,8 +2,8 @@
 """One HTTP/1.1 connection to an engine, for the path that every token takes.
 
 aiohttp's client does more than is needed here, and that took the larger half of the gateway's time per request; it is
-used for everything that is not a client's request. This one writes a request in one piece, hands on a body as it is
-read, and keeps the connection if the answer ended well.
+used for everything that is not a client's request. This one writes a request at once, hands on a body as it is read,
+and keeps the connection if the answer ended well.
 
     IDLE -send-> HEAD -(1xx)-> HEAD -> BODY -> DONE -> IDLE        any state -connection lost-> CLOSED
 """
@@ -17,11 +17,11 @@ from typing import cast
 
 from multidict import CIMultiDict
 
+from llumsched.gateway.body import Content
 from llumsched.gateway.errors import StreamLost
 
 _MOST_HEAD_BYTES = 64 << 10
 _MOST_LINE_BYTES = 4096
-_MOST_JOINED_BYTES = 64 << 10
 _PAUSE_ABOVE_BYTES = 1 << 20
 """Bytes read and not taken at which reading pauses: a client that reads slowly slows its engine's socket, not us."""
 
@@ -56,16 +56,12 @@ class Connection(asyncio.Protocol):
         """Bytes that have not come of the line end after a chunk."""
         self._in_trailers = False
 
-    def send(self, head: bytes, body: bytes | bytearray) -> None:
-        """Both in one piece, unless that costs more than it saves. The connection is IDLE."""
+    def send(self, request: Content) -> None:
+        """Head and body. The connection is IDLE."""
         assert self.state is State.IDLE
         self.state = State.HEAD
         self.has_answered = False
-        if len(body) > _MOST_JOINED_BYTES:
-            self._transport.write(head)
-            self._transport.write(body)
-        else:
-            self._transport.write(head + body)
+        self._transport.writelines(request)
 
     async def head(self) -> None:
         """Until `status` and `headers` are there. Raises StreamLost."""

@@ -24,8 +24,8 @@ from typing import Any
 
 import msgspec
 
-from llumsched.gateway.body import Body
-from llumsched.gateway.sse import DONE, EventStream, event, payload
+from llumsched.gateway.body import Body, Content
+from llumsched.gateway.sse import DONE, EventStream, event, num_numbers, numbers, payload
 
 COMPLETIONS = "/v1/completions"
 DETOKENIZE = "/detokenize"
@@ -133,7 +133,8 @@ class Transcript:
     """The client asked for token ids."""
     head: dict[str, Any] = field(default_factory=dict)
     """The first event."""
-    prompt_ids: list[int] | None = None
+    prompt_ids: bytes | None = None
+    """With commas between them."""
     token_ids: list[int] = field(default_factory=list)
     """All whose text has come."""
     again: list[int] = field(default_factory=list)
@@ -146,6 +147,15 @@ class Transcript:
     usage: tuple[int, int] = (0, 0)
     """Prompt and completion tokens, as told at its end, if they were."""
     is_parsed: bool = False
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens; 0 if they are not known."""
+        return num_numbers(self.prompt_ids or b"")
+
+    @property
+    def prompt_and_tokens(self) -> list[int]:
+        return numbers(self.prompt_ids or b"") + self.token_ids
 
     def take(self, events: EventStream) -> None:
         """Adds one engine's part."""
@@ -187,7 +197,7 @@ class Transcript:
 
     def last_tokens(self, model: str) -> bytes:
         """The request for `DETOKENIZE` whose answer tells whether they end a character."""
-        tokens = ((self.prompt_ids or []) + self.token_ids)[-_NUM_LAST:]
+        tokens = self.prompt_and_tokens[-_NUM_LAST:]
         return msgspec.json.encode({"model": model, "tokens": tokens})
 
 
@@ -203,7 +213,7 @@ def ends_within_character(answer: bytes) -> bool:
 @dataclass(frozen=True, slots=True)
 class Continuation:
     path: str
-    content: bytes | bytearray
+    content: Content
     change: Callable[[dict[str, Any]], dict[str, Any] | None]
     """From the other engine's events to the client's."""
 
@@ -220,12 +230,11 @@ def plan(body: Body, path: str, transcript: Transcript, max_model_len: int | Non
     if not transcript.token_ids and not transcript.again:
         return Continuation(path, body.with_token_ids(), _again(transcript))
     content = _remaining(document, transcript, max_model_len)
-    return Continuation(COMPLETIONS, msgspec.json.encode(content), _onward(transcript))
+    return Continuation(COMPLETIONS, (msgspec.json.encode(content),), _onward(transcript))
 
 
 def _remaining(document: dict[str, Any], transcript: Transcript, max_model_len: int | None) -> dict[str, Any]:
-    assert transcript.prompt_ids is not None
-    prompt = transcript.prompt_ids + transcript.token_ids
+    prompt = transcript.prompt_and_tokens
     num_delivered = len(transcript.token_ids)
     if transcript.is_chat:
         limit = document.get("max_completion_tokens")
@@ -352,5 +361,5 @@ def ending(body: Body, transcript: Transcript) -> bytes:
     if transcript.prompt_ids is None or not transcript.head:
         raise CannotContinue("its usage is not known")
     head = {name: transcript.head[name] for name in ("id", "object", "created", "model") if name in transcript.head}
-    usage = _usage(len(transcript.prompt_ids), len(transcript.token_ids))
+    usage = _usage(transcript.num_prompt, len(transcript.token_ids))
     return event(head | {"choices": [], "usage": usage}) + DONE

@@ -75,7 +75,9 @@ class Continuing(Attempts):
     def _asked_for(self) -> tuple[int, tuple[int, ...] | None]:
         if self._out is None or not self._transcript.token_ids:
             return super()._asked_for
-        tokens = (*(self._transcript.prompt_ids or ()), *self._transcript.token_ids)
+        if not self._config.forward_tokens:
+            return self._transcript.num_prompt + len(self._transcript.token_ids), None
+        tokens = tuple(self._transcript.prompt_and_tokens)
         return len(tokens), tokens
 
     async def _prepare(self, placed: Placed) -> None:
@@ -92,7 +94,7 @@ class Continuing(Attempts):
             self._plan()
 
     async def _ends_within_character(self, placed: Placed) -> bool:
-        content = self._transcript.last_tokens(self._body.model)
+        content = (self._transcript.last_tokens(self._body.model),)
         headers = self._request.raw_headers
         call = self._around.upstream.call(placed.backend, continuation.DETOKENIZE, content, headers, placed.asked.id)
         async with call as answer:
@@ -124,6 +126,7 @@ class Continuing(Attempts):
             if self._case.at is not None:
                 self._around.trials.got_part(self._case)
             chunk = events.feed(data)
+            data = b""  # the first part holds the prompt's ids, and the next may come late
             if self._change is not None:
                 chunk = sse.rewrite(chunk, self._change)
             if chunk:
@@ -152,7 +155,7 @@ class Continuing(Attempts):
             self._events = None
         transcript = self._transcript
         num_input, num_output = transcript.usage
-        self._record.num_input_tokens = num_input or len(transcript.prompt_ids or ()) or self._record.num_input_tokens
+        self._record.num_input_tokens = num_input or transcript.num_prompt or self._record.num_input_tokens
         self._record.num_output_tokens = num_output or len(transcript.token_ids) or transcript.num_texts
 
     async def _interrupted(self, lost: StreamLost, backend: Backend) -> web.StreamResponse | None:

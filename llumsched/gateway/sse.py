@@ -40,8 +40,9 @@ class EventStream:
         """The client gets them, too."""
         self._rest = b""
         self.first = b""
-        """The first event, as it came."""
-        self.prompt_ids: list[int] | None = None
+        """The first event, but for token ids."""
+        self.prompt_ids: bytes | None = None
+        """With commas between them, as they came: they are many, and hardly ever needed."""
         self.token_ids: list[int] = []
         self.num_texts = 0
         """Parts of the answer, which stand for tokens as long as no ids tell them."""
@@ -74,7 +75,7 @@ class EventStream:
         if b'{"error"' in data and (failed := _FAILED.search(data)):
             self.failure, data = data[failed.start() :], data[: failed.start()]
         if not self.first:
-            self.first = data[: _end_of_first(data)]
+            self.first = _IDS.sub(_without_ids, data[: _end_of_first(data)])
         if not self.token_ids:
             self.num_texts += len(_TEXT.findall(data))
         self.has_text = self.has_text or _TEXT.search(data) is not None
@@ -105,14 +106,22 @@ class EventStream:
         prompt, ids = match.groups(b"")
         if prompt:
             if self.prompt_ids is None:
-                self.prompt_ids = _numbers(ids)
+                self.prompt_ids = ids
         elif ids:
-            self.token_ids += _numbers(ids)
+            self.token_ids += numbers(ids)
         return match.group() if self._keeps_ids else _NULL_IDS[prompt]
 
 
-def _numbers(ids: bytes) -> list[int]:
+def _without_ids(match: re.Match[bytes]) -> bytes:
+    return _NULL_IDS[match[1] or b""]
+
+
+def numbers(ids: bytes) -> list[int]:
     return [int(number) for number in ids.split(b",")] if ids.strip() else []
+
+
+def num_numbers(ids: bytes) -> int:
+    return ids.count(b",") + 1 if ids.strip() else 0
 
 
 def end_of_events(data: bytes) -> int:

@@ -24,6 +24,7 @@ from llumlet.attempts import ATTEMPT_HEADER, attempt_after
 from llumsched import descriptors
 from llumsched.causes import Cause
 from llumsched.gateway.backends import Backend
+from llumsched.gateway.body import Content
 from llumsched.gateway.connection import Connection, State
 from llumsched.gateway.errors import OutOfDescriptors, StreamLost
 
@@ -133,17 +134,16 @@ class Call:
     StreamLost for everything that may happen on the way, also from within the block, and OutOfDescriptors.
     """
 
-    __slots__ = ("_body", "_connection", "_head", "_upstream", "backend", "is_stream", "is_writing", "lost", "moved_s",
+    __slots__ = ("_connection", "_request", "_upstream", "backend", "is_stream", "is_writing", "lost", "moved_s",
                  "task", "timed_out")  # fmt: skip
 
-    def __init__(self, upstream: Upstream, backend: Backend, head: bytes, body: bytes | bytearray) -> None:
+    def __init__(self, upstream: Upstream, backend: Backend, request: Content) -> None:
         task = asyncio.current_task()
         assert task is not None
         self.task = task
         self.backend = backend
         self._upstream = upstream
-        self._head = head
-        self._body = body
+        self._request = request
         self._connection: Connection | None = None
         self.moved_s = time.monotonic()
         self.is_stream = False
@@ -174,14 +174,14 @@ class Call:
         try:
             connection = self._connection = await self._upstream.connect(self.backend)
             was_used, sent_s = connection.idle_since_s > 0, time.monotonic()
-            connection.send(self._head, self._body)
+            connection.send(self._request)
             try:
                 await connection.head()
             except StreamLost:
                 if not was_used or connection.has_answered or time.monotonic() - sent_s > _CLOSED_UNREAD_S:
                     raise
                 connection = self._connection = await self._upstream.connect(self.backend, anew=True)
-                connection.send(self._head, self._body)
+                connection.send(self._request)
                 await connection.head()
             self.moved_s = time.monotonic()  # an API server sends a stream's head on its own
             return connection
@@ -223,7 +223,7 @@ class Upstream:
         self,
         backend: Backend,
         path: str,
-        body: bytes | bytearray,
+        body: Content,
         client: Iterable[tuple[bytes, bytes]],
         request_id: str,
         *,
@@ -236,13 +236,13 @@ class Upstream:
             path,
             client,
             request_id,
-            len(body),
+            sum(map(len, body)),
             method=method,
             num_deaths=num_deaths,
             dp_rank=dp_rank,
             access=self._access,
         )
-        return Call(self, backend, head, body)
+        return Call(self, backend, (head, *body))
 
     async def connect(self, backend: Backend, *, anew: bool = False) -> Connection:
         idle = None if anew else self._idle.get(backend)

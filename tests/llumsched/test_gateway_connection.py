@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import pytest
@@ -55,8 +55,8 @@ class Transport:
         self.is_aborted = False
         self.pauses: list[bool] = []
 
-    def write(self, data: bytes) -> None:
-        self.written += data
+    def writelines(self, parts: Iterable[bytes | memoryview]) -> None:
+        self.written += b"".join(parts)
 
     def abort(self) -> None:
         self.is_aborted = True
@@ -71,7 +71,7 @@ class Transport:
 def _connection() -> tuple[Connection, Any]:
     connection, transport = Connection(), Transport()
     connection.connection_made(transport)  # type: ignore[arg-type]
-    connection.send(b"GET", b"")
+    connection.send((b"GET",))
     return connection, transport
 
 

@@ -19,7 +19,7 @@ from benchmarks.mock_api import VOCABULARY, Detokenizer, Mock, bytes_of, next_to
 from llumsched.gateway import retries, tried
 from llumsched.gateway.body import Body
 from llumsched.gateway.continuation import CannotContinue, Transcript, plan, refusal
-from llumsched.gateway.sse import DONE, EventStream, event, is_clients_fault
+from llumsched.gateway.sse import DONE, EventStream, event, is_clients_fault, numbers
 from tests.llumsched.gateway_support import DEADLINE_S, Cluster, Reply, Scripted, cluster, until
 
 CHAT = "/v1/chat/completions"
@@ -150,10 +150,28 @@ async def test_an_engine_that_does_not_detokenize_is_not_gone_on_with(status: in
         assert f"did not detokenize: it answered {status}" in _error(reply)["message"]
 
 
+@pytest.mark.parametrize("keeps_ids", [True, False])
+def test_prompt_ids_are_kept_once_and_as_they_came(keeps_ids: bool) -> None:
+    events = EventStream(wants_ids=True, keeps_ids=keeps_ids)
+    data = event({"id": "x", "choices": [{"text": "a", "prompt_token_ids": [7, 8, 90], "token_ids": [1]}]})
+    assert (events.feed(data) == data) == keeps_ids
+    assert (events.prompt_ids, events.token_ids) == (b"7,8,90", [1])
+    assert b"90" not in events.first
+    transcript = Transcript(is_chat=False, keeps_ids=keeps_ids)
+    transcript.take(events)
+    assert (transcript.num_prompt, transcript.prompt_and_tokens) == (3, [7, 8, 90, 1])
+    assert transcript.head["id"] == "x"
+    assert (Transcript(is_chat=False, keeps_ids=True, prompt_ids=b" ").num_prompt, numbers(b" ")) == (0, [])
+    body = Body.read(b'{"model": "m"}')
+    (part, _) = body.with_token_ids()
+    assert isinstance(part, memoryview)
+    assert part.obj is body.content
+
+
 def test_what_is_taken_back_is_told_once() -> None:
     """Also if the second engine is lost before it has generated all of it."""
     body = Body.read(json.dumps(BODIES[COMPLETIONS]).encode())
-    transcript = Transcript(is_chat=False, keeps_ids=True, prompt_ids=[1], token_ids=[2, 3, 4])
+    transcript = Transcript(is_chat=False, keeps_ids=True, prompt_ids=b"1", token_ids=[2, 3, 4])
     transcript.take_back()
     transcript.take_back()
     assert (transcript.token_ids, transcript.again) == ([2], [3, 4])

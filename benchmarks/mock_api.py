@@ -28,8 +28,8 @@ from aiohttp import web
 
 _WORDS = ("the", "a", "é", "日本", "🙂", "of", 'qu"ote', "back\\slash", "new\nline", "ß")
 VOCABULARY = 1000
-"""Words. Each also has three parts, whose numbers are higher by one, two and three times as much; what is higher still is
-whole words again."""
+"""Words. Each also has three parts, whose numbers are higher by one, two and three times as much; what is higher still
+is whole words again."""
 _NUM_PARTS = 3
 _SPLIT = (3, 4)
 """Of the words, those that are told in parts."""

@@ -16,11 +16,12 @@ from google.protobuf.message import Message
 from grpc import aio
 
 from llumlet import validation
-from llumlet.agent import Agent, Destination, Operator
+from llumlet.agent import Agent, Destination, Operator, Report
 from llumlet.detached import DetachedCalls
 from llumlet.errors import LlumletError
 from llumlet.proto import llumlet_pb2_grpc
 from llumlet.status_codes import REASON_METADATA
+from llumlet.terms import Terms
 from llumlet.types import (
     AbortMigrateInRequest,
     AbortMigrateInResponse,
@@ -119,12 +120,17 @@ class LlumletServicer(_Calls, llumlet_pb2_grpc.LlumletServicer):
     def __init__(self, agent: Operator, calls: DetachedCalls) -> None:
         super().__init__(calls)
         self._agent = agent
+        self._terms = Terms()
 
     async def Migrate(self, request: MigrateRequest, context: Context) -> None:
         faults = validation.migrate_faults(request)
         await self._stream(
-            context, "Migrate", faults, lambda report: self._agent.migrate(request, report), _progress, _summary
+            context, "Migrate", faults, lambda report: self._migrate(request, report), _progress, _summary
         )
+
+    async def _migrate(self, request: MigrateRequest, report: Report) -> MoveSummary:
+        self._terms.check(request.leader_term)
+        return await self._agent.migrate(request, report)
 
     async def MigrateIn(self, request: MigrateInRequest, context: Context) -> None:
         faults = validation.migrate_in_faults(request)

@@ -50,4 +50,5 @@ STATUS_OF_REASON: Final[dict[Reason, StatusCode]] = {
     Reason.UNKNOWN_MIGRATION: StatusCode.NOT_FOUND,
     Reason.OWNER_LOST: StatusCode.DATA_LOSS,
     Reason.INTERNAL: StatusCode.INTERNAL,
+    Reason.NOT_LEADER: StatusCode.FAILED_PRECONDITION,
 }

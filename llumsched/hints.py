@@ -55,4 +55,5 @@ HINTS: Final[dict[Reason, str]] = {
     Reason.UNKNOWN_MIGRATION: "That move is over, or never was.",
     Reason.OWNER_LOST: "The owner vanished in the middle; the origin replays the request.",
     Reason.INTERNAL: "This is a defect: the instance's log has the traceback.",
+    Reason.NOT_LEADER: "Another rescheduler leads now; this one's plans are void.",
 }

@@ -64,6 +64,7 @@ class Reason(enum.StrEnum):
     UNKNOWN_MIGRATION = "unknown_migration"
     OWNER_LOST = "owner_lost"
     INTERNAL = "internal"
+    NOT_LEADER = "not_leader"
 
 
 class LlumnixError(Exception):

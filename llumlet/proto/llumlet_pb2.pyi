@@ -46,6 +46,7 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     UNKNOWN_MIGRATION: _ClassVar[Reason]
     OWNER_LOST: _ClassVar[Reason]
     INTERNAL: _ClassVar[Reason]
+    NOT_LEADER: _ClassVar[Reason]
 
 class MigrationType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -130,6 +131,7 @@ CANCELLED: Reason
 UNKNOWN_MIGRATION: Reason
 OWNER_LOST: Reason
 INTERNAL: Reason
+NOT_LEADER: Reason
 MIGRATION_TYPE_UNSPECIFIED: MigrationType
 NUM_REQ: MigrationType
 TOKEN: MigrationType
@@ -172,7 +174,7 @@ class Epoch(_message.Message):
     def __init__(self, term: _Optional[int] = ..., hop: _Optional[int] = ...) -> None: ...
 
 class MigrateRequest(_message.Message):
-    __slots__ = ("src_engine_id", "dst_engine_id", "dst_engine_ip", "dst_engine_port", "migration_type", "migration_req_policy", "num_reqs", "num_tokens", "kv_cache_usage_ratio", "trigger_policy", "request_ids", "method", "force", "stall_budget_ms")
+    __slots__ = ("src_engine_id", "dst_engine_id", "dst_engine_ip", "dst_engine_port", "migration_type", "migration_req_policy", "num_reqs", "num_tokens", "kv_cache_usage_ratio", "trigger_policy", "request_ids", "method", "force", "stall_budget_ms", "leader_term")
     SRC_ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     DST_ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     DST_ENGINE_IP_FIELD_NUMBER: _ClassVar[int]
@@ -187,6 +189,7 @@ class MigrateRequest(_message.Message):
     METHOD_FIELD_NUMBER: _ClassVar[int]
     FORCE_FIELD_NUMBER: _ClassVar[int]
     STALL_BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
+    LEADER_TERM_FIELD_NUMBER: _ClassVar[int]
     src_engine_id: str
     dst_engine_id: str
     dst_engine_ip: str
@@ -201,7 +204,8 @@ class MigrateRequest(_message.Message):
     method: Mode
     force: bool
     stall_budget_ms: float
-    def __init__(self, src_engine_id: _Optional[str] = ..., dst_engine_id: _Optional[str] = ..., dst_engine_ip: _Optional[str] = ..., dst_engine_port: _Optional[int] = ..., migration_type: _Optional[_Union[MigrationType, str]] = ..., migration_req_policy: _Optional[_Union[MigrationReqPolicy, str]] = ..., num_reqs: _Optional[int] = ..., num_tokens: _Optional[int] = ..., kv_cache_usage_ratio: _Optional[float] = ..., trigger_policy: _Optional[str] = ..., request_ids: _Optional[_Iterable[str]] = ..., method: _Optional[_Union[Mode, str]] = ..., force: _Optional[bool] = ..., stall_budget_ms: _Optional[float] = ...) -> None: ...
+    leader_term: int
+    def __init__(self, src_engine_id: _Optional[str] = ..., dst_engine_id: _Optional[str] = ..., dst_engine_ip: _Optional[str] = ..., dst_engine_port: _Optional[int] = ..., migration_type: _Optional[_Union[MigrationType, str]] = ..., migration_req_policy: _Optional[_Union[MigrationReqPolicy, str]] = ..., num_reqs: _Optional[int] = ..., num_tokens: _Optional[int] = ..., kv_cache_usage_ratio: _Optional[float] = ..., trigger_policy: _Optional[str] = ..., request_ids: _Optional[_Iterable[str]] = ..., method: _Optional[_Union[Mode, str]] = ..., force: _Optional[bool] = ..., stall_budget_ms: _Optional[float] = ..., leader_term: _Optional[int] = ...) -> None: ...
 
 class MigrateInRequest(_message.Message):
     __slots__ = ("src_address", "request")

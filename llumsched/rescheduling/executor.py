@@ -59,13 +59,15 @@ class Executor:
     ended: Callable[[], None] = lambda: None
     """Called after each move."""
     clock: Callable[[], float] = time.monotonic
+    leader_term: Callable[[], int] = lambda: 0
+    """With which orders are given; 0 where there is no other rescheduler."""
     _numbers: Iterable[int] = field(default_factory=itertools.count)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _sources: dict[Address, _Source] = field(default_factory=dict)
 
     def start(self, moves: Iterable[Move]) -> tuple[int, ...]:
         """Begin them and return their numbers. Instances that left meanwhile are left out."""
-        begun = []
+        begun, term = [], self.leader_term()
         for move in moves:
             if move.source in self.view and move.destination in self.view:
                 number = next(iter(self._numbers))
@@ -73,7 +75,8 @@ class Executor:
                 record = MoveRecord(number, move, time.time())
                 self.counters.began(move)
                 self.records.began(record)
-                task = asyncio.create_task(self._move(record, self.view[move.source], self.view[move.destination]))
+                ends = self.view[move.source], self.view[move.destination]
+                task = asyncio.create_task(self._move(record, *ends, term))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
                 begun.append(number)
@@ -93,10 +96,11 @@ class Executor:
             await source.client.close()
         self._sources.clear()
 
-    async def _move(self, record: MoveRecord, source: Instance, destination: Instance) -> None:
+    async def _move(self, record: MoveRecord, source: Instance, destination: Instance, term: int) -> None:
+        """`term`: in which it was planned."""
         began_s = self.clock()
         try:
-            await self._call(record, source, destination)
+            await self._call(record, source, destination, term)
         except TimeoutError:
             self._timed_out(record, f"no sign of life for {self.config.grpc_timeout_s:g} s")
         except LlumletUnreachable as failure:
@@ -119,10 +123,10 @@ class Executor:
             self.records.changed(record)
             self.ended()
 
-    async def _call(self, record: MoveRecord, instance: Instance, destination: Instance) -> None:
+    async def _call(self, record: MoveRecord, instance: Instance, destination: Instance, term: int) -> None:
         source = self._connect(instance.llumlet)
         source.num_calls += 1
-        request = migrate_request(record.move, destination)
+        request = migrate_request(record.move, destination, term)
         try:
             async with source.places:
                 if not await self._name_requests(record, source, instance, request):
@@ -230,7 +234,7 @@ class Executor:
         record.outcome, record.error = Outcome.FAILED, str(failure)
         reason = failure.word if isinstance(failure, LlumletError) else ""
         if reason in _ENDED:
-            # They ended between the list and the call.
+            # They ended between the list and the call, or this process's leadership has.
             record.outcome = Outcome.STAYED
             self.history.source_gave_nothing(record.move.source, self.clock())
             return
@@ -256,7 +260,7 @@ class Executor:
             await source.client.close()
 
 
-_ENDED: Final = frozenset({"unknown_request", "request_finished"})
+_ENDED: Final = frozenset({"unknown_request", "request_finished", "not_leader"})
 _OF_THE_CALL: Final = frozenset({"shutting_down", "unauthenticated", "wrong_instance"})
 """As the answer to a whole call, these say something of the source."""
 

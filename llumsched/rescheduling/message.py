@@ -8,7 +8,7 @@ from llumsched.cms.view import Instance
 from llumsched.rescheduling.moves import Move, Rule
 
 
-def migrate_request(move: Move, destination: Instance) -> MigrateRequest:
+def migrate_request(move: Move, destination: Instance, leader_term: int = 0) -> MigrateRequest:
     """A failover takes what cannot bring its KV cache along as well: another prefill is better than an end. To balance,
     it is not worth one."""
     selection, llumlet = move.selection, destination.llumlet
@@ -20,6 +20,7 @@ def migrate_request(move: Move, destination: Instance) -> MigrateRequest:
         migration_type=str(selection.rule),
         migration_req_policy=str(selection.order),
         trigger_policy=move.policy,
+        leader_term=leader_term,
         method=Mode.MODE_UNSPECIFIED if move.is_failover else Mode.LIVE,
     )
     match selection.rule:

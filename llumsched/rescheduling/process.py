@@ -14,7 +14,7 @@ from llumlet.credentials import NONE, Credentials
 from llumsched.cms.store import Store, open_store
 from llumsched.rescheduling import http
 from llumsched.rescheduling.config import Config
-from llumsched.rescheduling.rescheduler import Rescheduler
+from llumsched.rescheduling.rescheduler import Rescheduler, lease_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,11 @@ async def serve(
         store = open_store(cms, credentials)
         await store.start()
         stack.push_async_callback(store.close)
-        rescheduler = Rescheduler(store.view, config, credentials, registry)
+        lease = lease_of(cms)
+        if lease is not None:
+            stack.push_async_callback(lease.close)
+            await lease.start()
+        rescheduler = Rescheduler(store.view, config, credentials, registry, lease=lease)
         stack.push_async_callback(rescheduler.close)
         loop = asyncio.create_task(rescheduler.run(), name="rescheduler")
         stack.push_async_callback(_end, loop)

@@ -11,11 +11,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry
 
 from llumlet.credentials import NONE, Credentials
+from llumlet.report_links import REDIS_SCHEMES
 from llumsched.cms.view import View
 from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.counters import RescheduleCounters
@@ -27,12 +28,25 @@ from llumsched.rescheduling.records import PassRecord, Records
 from llumsched.rescheduling.snapshot import Camera
 from llumsched.rescheduling.waking import Waking
 
+if TYPE_CHECKING:
+    from llumsched.rescheduling.leadership import Lease
+
 logger = logging.getLogger(__name__)
 
 LOST_S: Final = 2.0
 """A store that has been lost for longer is not planned with."""
 _SHARE: Final = 20
 """A pass is followed by a pause of at least this many times its length: the process has other work."""
+
+
+def lease_of(cms: str) -> Lease | None:
+    """Of the Redis that instances report to. None for a CMS that is one process: who runs it reschedules."""
+    if not cms.startswith(REDIS_SCHEMES):
+        return None
+    # Its client need not be installed otherwise.
+    from llumsched.rescheduling.leadership import Lease
+
+    return Lease(cms)
 
 
 class Rescheduler:
@@ -49,9 +63,11 @@ class Rescheduler:
         registry: CollectorRegistry | None = None,
         *,
         counters_of: CountersOf = no_account,
+        lease: Lease | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` must be that of the view. Metrics are registered in `registry` (default: one of its own)."""
+        """`clock` must be that of the view. Metrics are registered in `registry` (default: one of its own). `lease`:
+        nothing is planned while another one has it; None: there is no other rescheduler."""
         self.config = config
         self.records = Records()
         self._view = view
@@ -59,6 +75,7 @@ class Rescheduler:
             measure(config, counters_of), staleness_s=config.staleness_s, domain=config.failover_domain
         )
         self._clock = clock
+        self._lease = lease
         self._history = History(config)
         self._counters = RescheduleCounters(registry or CollectorRegistry())
         self._waking = Waking(self._history)
@@ -71,6 +88,7 @@ class Rescheduler:
             credentials,
             lambda: self._waking.wake("move"),
             clock,
+            leader_term=lambda: lease.term if lease is not None else 0,
         )
         self._num_passes = 0
 
@@ -126,7 +144,7 @@ class Rescheduler:
     def _reason_to_skip(self) -> str:
         if not self._view.connected and self._view.age_s > LOST_S:
             return f"the view is {self._view.age_s:.0f} s old: its store is lost"
-        return ""
+        return self._lease.reason if self._lease is not None else ""
 
     def _plan(self, now_s: float) -> Plan:
         config, history = self.config, self._history

@@ -19,7 +19,7 @@ from llumsched.cms.store import Store, open_store
 from llumsched.cms.view import View
 from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.rescheduling.http import add_debug_route
-from llumsched.rescheduling.rescheduler import Rescheduler
+from llumsched.rescheduling.rescheduler import Rescheduler, lease_of
 from llumsched.scheduler import events
 from llumsched.scheduler.access import ServiceTokens
 from llumsched.scheduler.api import Api
@@ -97,7 +97,7 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
         dispatcher = Dispatcher(store.view, config.policy, ledger, time.monotonic, warms_up_s=warms_up_s)
         stack.callback(dispatcher.close)
         _keep(stack, asyncio.create_task(_expire(ledger)))
-        rescheduler = _reschedule(stack, config, store.view, ledger, registry)
+        rescheduler = await _reschedule(stack, config, store.view, ledger, registry)
         app = Api(dispatcher, registry).application()
         events.add_routes(app, store.view, rescheduler)
         if rescheduler is not None:
@@ -116,12 +116,19 @@ def _ledger(config: SchedulerConfig, view: View) -> Ledger:
     return Account(time.monotonic, staleness_s, is_blind=lambda: not view.connected)
 
 
-def _reschedule(
+async def _reschedule(
     stack: AsyncExitStack, config: SchedulerConfig, view: View, ledger: Ledger, registry: CollectorRegistry
 ) -> Rescheduler | None:
     if config.rescheduling is None:
         return None
-    rescheduler = Rescheduler(view, config.rescheduling, config.credentials, registry, counters_of=ledger.in_flight.of)
+    lease = lease_of(config.cms)
+    if lease is not None:
+        stack.push_async_callback(lease.close)
+        await lease.start()
+    counters_of = ledger.in_flight.of
+    rescheduler = Rescheduler(
+        view, config.rescheduling, config.credentials, registry, counters_of=counters_of, lease=lease
+    )
     stack.push_async_callback(rescheduler.close)
     _keep(stack, asyncio.create_task(rescheduler.run()))
     return rescheduler

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One of several reschedulers leads: over a real Redis, and what llumlets make of the orders of the others."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from llumlet.client import LlumletClient
+from llumlet.errors import LlumletError
+from llumlet.types import MigrateRequest, Reason
+from llumsched.rescheduling import process
+from llumsched.rescheduling.config import Config
+from llumsched.rescheduling.leadership import LEASE_S, Lease
+from llumsched.testing import EngineModel, SimulatedCluster
+from tests.llumlet.fake_agent import until
+from tests.llumsched.redis_server import RedisServer
+
+pytestmark = pytest.mark.asyncio
+TAKEOVER_S = 5.0
+
+
+@pytest_asyncio.fixture
+async def redis() -> AsyncIterator[RedisServer]:
+    async with RedisServer("secret") as server:
+        yield server
+
+
+async def started(redis: RedisServer, name: str) -> Lease:
+    lease = Lease(redis.url, name)
+    await lease.start()
+    return lease
+
+
+async def test_one_leads_and_the_next_one_follows_at_once(redis: RedisServer) -> None:
+    first = await started(redis, "first")
+    await until(lambda: first.term > 0)
+    second = await started(redis, "second")
+    await until(lambda: "first/" in second.reason)
+    assert (second.term, first.reason) == (0, "")
+    term, began_s = first.term, time.monotonic()
+    await first.close()
+    await until(lambda: second.term > term)
+    assert time.monotonic() - began_s < LEASE_S, "it was given back"
+    await second.close()
+
+
+async def test_who_stands_still_is_no_leader_when_it_goes_on(redis: RedisServer) -> None:
+    first, second = await started(redis, "first"), await started(redis, "second")
+    await until(lambda: bool(first.term or second.term))
+    leader, other = (first, second) if first.term else (second, first)
+    term = leader.term
+    assert leader._task is not None
+    leader._task.cancel()
+    began_s = time.monotonic()
+    await until(lambda: other.term > 0)
+    assert leader.term == 0, "never two"
+    assert other.term > term
+    assert time.monotonic() - began_s < TAKEOVER_S
+    for lease in (first, second):
+        await lease.close()
+
+
+async def test_without_its_redis_nobody_leads_and_terms_go_on_rising(redis: RedisServer) -> None:
+    lease = await started(redis, "one")
+    await until(lambda: lease.term > 0)
+    term = lease.term
+    redis.signal(signal.SIGSTOP)
+    await until(lambda: lease.term == 0)
+    await redis.kill()
+    await redis.start()  # and has forgotten everything
+    await until(lambda: lease.term > 0)
+    assert lease.term > term
+    await lease.close()
+
+
+async def test_of_two_reschedulers_one_moves_and_the_other_takes_over(redis: RedisServer) -> None:
+    config = Config(policies=("neutral_load",), interval_ms=100)
+    async with SimulatedCluster(2, redis.url, model=EngineModel(speed=0.05)) as cluster:
+        running = [await process.serve(redis.url, config) for _ in range(2)]
+        for number in range(12):
+            cluster[0].submit(200 + number, 1000)
+        await until(lambda: len(cluster[0].engine.requests) < 9)
+        [leader] = [one for one in running if one.rescheduler.records.moves]
+        [standby] = [one for one in running if one is not leader]
+        await until(lambda: any(" leads" in one.skipped for one in standby.rescheduler.records.passes))
+        await leader.close()
+        for number in range(24):
+            cluster[1].submit(200 + number, 1000)
+        await until(lambda: bool(standby.rescheduler.records.moves))
+        await standby.close()
+
+
+async def test_orders_of_an_earlier_leader_are_refused() -> None:
+    async with SimulatedCluster(2) as cluster, LlumletClient(str(cluster[0].address)) as client:
+
+        async def order(term: int) -> int:
+            destination = cluster[1].address
+            request = MigrateRequest(
+                src_engine_id="sim-0", dst_engine_id="sim-1", dst_engine_ip=destination.host,
+                dst_engine_port=destination.port, migration_type="NUM_REQ", migration_req_policy="SR", num_reqs=1,
+                leader_term=term,
+            )  # fmt: skip
+            return max([event.summary.selected async for event in client.migrate(request)])
+
+        assert [await order(term) for term in (5, 5, 7, 0)] == [0, 0, 0, 0]
+        with pytest.raises(LlumletError, match="a rescheduler of term 7 gives the orders, not 6") as refused:
+            await order(6)
+        assert refused.value.reason is Reason.NOT_LEADER
+        assert await order(0) == 0, "a person's"

@@ -50,6 +50,8 @@ class SimulatedApi:
         self._runner: web.AppRunner | None = None
         self._is_open = is_open
         """Otherwise new requests are answered 503, as while it drains."""
+        self.status = 0
+        """With which requests for tokens are answered, if it is not 0."""
 
     async def start(self) -> Address:
         application = web.Application()
@@ -84,6 +86,8 @@ class SimulatedApi:
         return web.json_response({"prompt": _text((await request.json())["tokens"])})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
+        if self.status:
+            return _error(self.status, "simulated")
         if not self._is_open():
             return _error(503, "the instance is being drained")
         try:

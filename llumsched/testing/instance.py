@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +25,8 @@ class SimulatedInstance:
     `metadata_fields` replace what the metadata would hold. Not started, an instance can be loaded with `submit` all
     the same; its engine stands still. With `api`, it serves an OpenAI API, too (`api_address`).
 
-    To make it fail: `agent.refusals` (method name to reason), `agent.delays` (method name to seconds), `hang`, `kill`.
+    To make it fail: `agent.refusals` (method name to reason), `agent.delays` (method name to seconds), `hang`, `kill`,
+    `slow_down`; with an API, `refuse` and `cut_off`.
     """
 
     def __init__(
@@ -39,7 +41,8 @@ class SimulatedInstance:
     ) -> None:
         self.id = instance_id
         self.incarnation = uuid.uuid4().hex
-        self.engine = SimulatedEngine(model or EngineModel(), self._changed)
+        self._model = model or EngineModel()
+        self.engine = SimulatedEngine(self._model, self._changed)
         self.agent = SimulatedAgent(self.id, self.incarnation, self.engine, self._drained, credentials)
         self.agent.metadata_fields = metadata_fields
         self.requests: dict[str, SimulatedRequest] = {}
@@ -97,6 +100,28 @@ class SimulatedInstance:
     def resume(self) -> None:
         self.engine.frozen.set()
         self.engine.note_change()
+
+    def slow_down(self, times: float) -> None:
+        """Its steps take so many times as long from now on; 1: as they did at first."""
+        self.engine.model = dataclasses.replace(self._model, speed=self._model.speed / times)
+
+    def refuse(self, status: int) -> None:
+        """Its API answers every request with this from now on; 0: as usual."""
+        assert self._api is not None
+        self._api.status = status
+
+    async def cut_off(self) -> None:
+        """Nobody reaches its API any more, and streams break. The engine goes on; the CMS hears of it."""
+        assert self._api is not None
+        await self._api.stop()
+
+    async def reconnect(self) -> None:
+        """At another port, which the CMS is told."""
+        assert self._api is not None
+        self.api_address = await self._api.start()
+        self.agent.metadata_fields["api_server_port"] = self.api_address.port
+        if self._reporter is not None:
+            self._reporter.metadata_changed()
 
     def serve(self, *models: str) -> None:
         """Under these names from now on, as when an adapter was loaded at run time."""

@@ -102,6 +102,8 @@ class ServerSpec:
     kv_cache_gib: int = 1
     num_kv_blocks: int | None = None
     instance_id: str | None = None
+    port: int = 0
+    """Of the API server; 0: any free one."""
     bandwidth_limit: int | None = None
     flags: tuple[str, ...] = ()
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -297,7 +299,7 @@ class Server(Command):
     @classmethod
     def launch(cls, spec: ServerSpec, log: Path) -> Self:
         """Start the process and return at once."""
-        port, scratch = free_port(), _scratch()
+        port, scratch = spec.port or free_port(), _scratch()
         log.parent.mkdir(parents=True, exist_ok=True)
         environment = spec.environment(scratch)
         return cls(spec, log, port, start_server(spec.command(port), log, scratch, environment, spec.core))

@@ -2,12 +2,14 @@
 """Does anything get lost in the long run?
 
     python -m benchmarks.soak --minutes 10 --json soak.json
+    python -m benchmarks.soak --minutes 10 --gateway
 
 Three instances that are each other's peers, under a steady mixed load, while requests are moved at random, clients
 leave, and engines are stopped and killed, one at a time; all but the first, which lives through it all, so that what
 grows without end has the time to. Every stream that ends is compared, token for token, with the
 same request on a quiet engine. In float32: a request that an engine's death interrupts is computed again, by other
-kernels.
+kernels. With `--gateway` all of them go through a real gateway, round robin over the three, which has to find out by
+itself who is ill.
 
 Afterwards, what the instances hold is compared with what they held at the start: blocks, requests, sockets, threads.
 The slope of the first one's memory is taken over the last half. The last line is one JSON object; the exit code is 0
@@ -25,6 +27,7 @@ import json
 import random
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator
@@ -37,7 +40,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.client import Client, Stream, StreamFailed
-from benchmarks.harness import Fleet, Server, ServerSpec, command_line, free_port
+from benchmarks.cluster import start
+from benchmarks.harness import Command, Fleet, Server, ServerSpec, command_line, free_port
 from benchmarks.model import PRESETS, build
 from benchmarks.moves import migrate, requests
 from benchmarks.progress import saying
@@ -97,7 +101,10 @@ NUMBERS = tuple(field.name for field in dataclasses.fields(Footprint) if field.c
 class Soak:
     """One run. `counts` are of what was done and of what came of it."""
 
-    def __init__(self, fleet: Fleet, model: Path, random_: random.Random, streams: int) -> None:
+    def __init__(
+        self, fleet: Fleet, model: Path, random_: random.Random, streams: int, gateway_log: Path | None = None
+    ) -> None:
+        """`gateway_log`: there is a gateway, which writes it."""
         self.fleet = fleet
         self.random = random_
         self.num_streams = streams
@@ -117,6 +124,7 @@ class Soak:
                 max_num_seqs=8,
                 num_kv_blocks=NUM_BLOCKS,
                 core=index % 2,
+                port=free_port() if gateway_log is not None else 0,
                 flags=(
                     *("--dtype", "float32", "--llumlet-port", str(port), "--llumlet-lease-seconds", "5"),
                     *("--llumlet-peers", ",".join(f"127.0.0.1:{p}" for n, p in ports.items() if n != name)),
@@ -125,6 +133,14 @@ class Soak:
             for index, (name, port) in enumerate(ports.items())
         }
         self.servers: dict[str, Server] = dict(zip(self._specs, fleet.start(*self._specs.values()), strict=True))
+        self.gateway: Command | None = None
+        self._gateway_url = ""
+        if gateway_log is not None:
+            port = free_port()
+            self._gateway_url = f"http://127.0.0.1:{port}"
+            endpoints = ",".join(f"127.0.0.1:{spec.port}" for spec in self._specs.values())
+            where = ("--port", str(port), "--llm-backend-endpoints", endpoints)
+            self.gateway = start("gateway", "--scheduling-policy", "round-robin", *where, log=gateway_log)
 
     async def tasks(self) -> list[Task]:
         """The requests, with what they produce on an engine that does nothing else."""
@@ -198,8 +214,7 @@ class Soak:
 
     async def _client(self, until: float, tasks: list[Task]) -> None:
         while time.monotonic() < until:
-            well = [server for name, server in self.servers.items() if name not in self._ill]
-            async with Client(self.random.choice(well).base_url) as client:
+            async with Client(self._gateway_url or self._one_that_is_well().base_url) as client:
                 task = self.random.choice(tasks)
                 try:
                     stream = await self._begin(client, task.prompt, task.parameters)
@@ -214,6 +229,9 @@ class Soak:
                     self.counts["left"] += 1
                     continue
                 self._judge(task, stream, await self._end_of(stream))
+
+    def _one_that_is_well(self) -> Server:
+        return self.random.choice([server for name, server in self.servers.items() if name not in self._ill])
 
     async def _end_of(self, stream: Stream) -> str:
         try:
@@ -285,7 +303,8 @@ class Soak:
 
     @contextlib.asynccontextmanager
     async def _illness(self, name: str) -> AsyncIterator[None]:
-        """Clients do not choose an instance that is known to be ill, as no load balancer would."""
+        """Clients do not choose an instance that is known to be ill, as no load balancer would. A gateway does not know
+        by itself."""
         self._ill.add(name)
         try:
             yield
@@ -385,7 +404,18 @@ def _title(pid: int) -> str:
 
 
 async def _soak(arguments: argparse.Namespace, fleet: Fleet) -> tuple[dict[str, Any], list[str]]:
-    soak = Soak(fleet, build(PRESETS["tiny"]), random.Random(arguments.seed), arguments.streams)
+    with contextlib.ExitStack() as stack:
+        log = None
+        if arguments.gateway:
+            logs = arguments.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="llumnix-soak-")))
+            log = logs / "gateway.log"
+        soak = Soak(fleet, build(PRESETS["tiny"]), random.Random(arguments.seed), arguments.streams, log)
+        if soak.gateway is not None:
+            stack.callback(soak.gateway.stop)
+        return await _measured(soak, arguments)
+
+
+async def _measured(soak: Soak, arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     with saying("the same requests on a quiet engine") as say:
         tasks = await soak.tasks()
         await soak.warm_up(tasks)
@@ -408,6 +438,8 @@ async def _soak(arguments: argparse.Namespace, fleet: Fleet) -> tuple[dict[str, 
         "bench": "soak",
         "minutes": arguments.minutes,
         "seed": arguments.seed,
+        "gateway": arguments.gateway,
+        "refused": counts["refused"],
         "streams": counts["streams"],
         "differed": counts["differed"],
         "truncated": counts["truncated"],
@@ -443,6 +475,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description="Does anything get lost?")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--streams", type=int, default=4, help="clients at a time")
+    parser.add_argument("--gateway", action="store_true", help="a gateway before the three")
     parser.add_argument("--seed", type=int, default=0, help="of what is done when; the timing is the machine's")
     parser.add_argument("--json", type=Path, help="also write the JSON line to this file")
     parser.add_argument("--logs", type=Path, help="keep the servers' logs here")

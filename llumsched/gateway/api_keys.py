@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
 from aiohttp import web
 
 from llumlet.secret_files import Watched
-from llumsched.gateway.errors import Overloaded
+from llumsched.gateway.errors import GatewayError, Overloaded
 from llumsched.gateway.key_file import Allowance, read_keys
 from llumsched.hashed_keys import HashedKeys
 
@@ -28,6 +28,7 @@ class Limit(StrEnum):
     RATE = "rate"
     CONCURRENT = "concurrent"
     TOKENS = "tokens"
+    PRIORITY = "priority"
 
 
 class Exceeded(Overloaded):
@@ -35,6 +36,11 @@ class Exceeded(Overloaded):
         super().__init__(message, retry_after_s=retry_after_s)
         self.tenant = tenant
         self.limit = limit
+
+
+class PriorityRefused(GatewayError):
+    status = 403
+    kind = "PermissionDeniedError"
 
 
 class Bucket:
@@ -90,6 +96,18 @@ class Tenant:
             yield
         finally:
             self._num_requests -= 1
+
+    def check_priority(self, asked: Any) -> None:
+        """Of a request, as its body has it: engines read "-1" as -1. Raises PriorityRefused."""
+        best = self.allowance.best_priority
+        if best is None:
+            return
+        try:
+            priority = 0 if asked is None else int(asked)
+        except (TypeError, ValueError, OverflowError):
+            raise PriorityRefused("`priority` is no number.") from None
+        if priority < best:
+            raise PriorityRefused(f"This key's requests have a `priority` of {best} or more (lower ones come first).")
 
     @contextmanager
     def tokens(self, number: int) -> Iterator[None]:

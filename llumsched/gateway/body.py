@@ -30,6 +30,7 @@ class Head(msgspec.Struct):
     tools: Any = None
     include_reasoning: Any = None
     previous_response_id: Any = None
+    priority: Any = None
 
 
 Content = tuple[bytes | bytearray | memoryview, ...]

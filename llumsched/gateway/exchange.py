@@ -15,7 +15,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from llumsched.gateway import errors, estimate
 from llumsched.gateway.access_log import AccessLogger
-from llumsched.gateway.api_keys import TENANT, Exceeded
+from llumsched.gateway.api_keys import TENANT, Exceeded, Limit, PriorityRefused
 from llumsched.gateway.attempts import CLIENT_GONE, Attempts
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.body import Body, Head
@@ -109,7 +109,9 @@ class Exchanges:
                 raise problem
             record.model = body.model
             tenant = request.get(TENANT)
-            record.key = tenant.name if tenant else ""
+            if tenant:
+                record.key = tenant.name
+                tenant.check_priority(body.head.priority)
             counted = _UNCOUNTED
             if not self.config.is_local or (tenant and tenant.allowance.tokens_in_flight):
                 counted = await self._count(body, found)
@@ -125,6 +127,8 @@ class Exchanges:
             record.status = error.status
             if isinstance(error, Exceeded):
                 self.metrics.refused.labels(error.tenant, error.limit).inc()
+            elif isinstance(error, PriorityRefused):
+                self.metrics.refused.labels(record.key, Limit.PRIORITY).inc()
             return failure(error, record.id, found.path.style)
         except asyncio.CancelledError:
             record.status = record.status or CLIENT_GONE

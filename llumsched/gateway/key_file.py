@@ -18,6 +18,7 @@ from llumlet.secret_files import read_secret
 from llumsched.hashed_keys import faults_of
 
 _LEAST_CHARACTERS: Final = 16
+_POSITIVE: Final = ("requests_per_second", "requests_per_minute", "concurrent_requests", "tokens_in_flight")
 
 
 class Allowance(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -29,6 +30,8 @@ class Allowance(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     concurrent_requests: int | None = None
     tokens_in_flight: int | None = None
     """Of the prompts of its requests."""
+    best_priority: int | None = None
+    """The lowest `priority` that its requests may have: as for vLLM, lower ones come first, and none is 0."""
 
 
 def read_keys(path: str) -> dict[str, Allowance]:
@@ -41,9 +44,9 @@ def read_keys(path: str) -> dict[str, Allowance]:
     for name, allowance in found.items():
         if not allowance.keys:
             faults.append(f"{name!r} has no keys")
-        for field in msgspec.structs.fields(Allowance)[1:]:
-            if (value := getattr(allowance, field.name)) is not None and not value > 0:
-                faults.append(f"{field.name} of {name!r} must be positive")
+        for limit in _POSITIVE:
+            if (value := getattr(allowance, limit)) is not None and not value > 0:
+                faults.append(f"{limit} of {name!r} must be positive")
     if faults:
         raise ValueError(f"{path}: {'; '.join(faults)}")
     if not found:

@@ -126,6 +126,37 @@ async def test_a_key_has_so_many_requests_in_flight(write: Write) -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("best", "asked", "status"),
+    [
+        (None, -100, 200),
+        (0, None, 200),
+        (0, 0, 200),
+        (0, -1, 403),
+        (0, "-1", 403),
+        (0, -0.5, 200),
+        (0, -1.5, 403),
+        (0, "first", 403),
+        (0, [0], 403),
+        (5, None, 403),
+        (5, 4, 403),
+        (5, 5, 200),
+        (-2, -2, 200),
+        (-2, -3, 403),
+    ],
+)
+async def test_a_key_has_a_best_priority(write: Write, best: int | None, asked: Any, status: int) -> None:
+    file = write({"a": {"keys": [FIRST]} | ({} if best is None else {"best_priority": best})})
+    async with cluster(num_engines=1, api_key_file=file) as it:
+        body = BODY if asked is None else BODY | {"priority": asked}
+        reply = await it.post(COMPLETIONS, body, _with(FIRST))
+        assert reply.status == status
+        if status == 403:
+            assert reply.json["error"]["type"] == "PermissionDeniedError"
+            assert b'gateway_key_refused_total{key="a",limit="priority"} 1.0' in (await it.get("/metrics")).content
+
+
+@pytest.mark.asyncio
 async def test_a_key_has_so_many_tokens_in_flight(write: Write) -> None:
     file = write({"a": {"keys": [FIRST], "tokens_in_flight": 10}})
     async with cluster(api_key_file=file, mock=Mock(interval_s=0.05)) as it:

@@ -1,12 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of tasks that call libraries."""
+"""Tasks that go on whatever happens, and the end of tasks that call libraries."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, NoReturn
 
+logger = logging.getLogger(__name__)
 _AGAIN_S: Final = 0.2
+_RESTART_S: Final = 1.0
+
+
+async def keep_running(name: str, run: Callable[[], Awaitable[None]]) -> NoReturn:
+    """`run`, until it is cancelled: what looks after others is not to end in silence by an exception that nobody
+    foresaw."""
+    while True:
+        try:
+            await run()
+            logger.error("%s has ended; it is begun again", name)
+        except Exception:
+            logger.exception("%s has failed; it is begun again", name)
+        await asyncio.sleep(_RESTART_S)
 
 
 async def end(*tasks: asyncio.Task[Any]) -> None:

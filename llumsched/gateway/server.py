@@ -15,6 +15,7 @@ from typing import Self
 import msgspec
 from aiohttp import web
 
+from llumlet.tasks import keep_running
 from llumsched.gateway import endpoints, tls
 from llumsched.gateway.access_log import AccessLogger
 from llumsched.gateway.admission import Admission
@@ -97,12 +98,12 @@ class Gateway:
         admission = Admission(self._keys, self._answer, self.metrics) if self._keys else None
         self._server = ClientServer(config, admission.answer if admission else self._answer)
         watch = Watch(config, self.backends, self.upstream, Clients(config, self._server))
-        keep = (self._keep_models(), self._keep_complaining(), watch.run())
-        self._tasks = [asyncio.create_task(task) for task in keep]
+        keep = {"models": self._keep_models, "complaints": self._keep_complaining, "watch": watch.run}
         if admission is not None:
-            self._tasks.append(asyncio.create_task(admission.keep_keys()))
+            keep["keys"] = admission.keep_keys
         if not config.full_mode and config.requests_report_duration_s:
-            self._tasks.append(asyncio.create_task(self._keep_reporting()))
+            keep["reports"] = self._keep_reporting
+        self._tasks = [asyncio.create_task(keep_running(name, run), name=name) for name, run in keep.items()]
         self.port = listening.getsockname()[1]
         self._listener = await asyncio.get_running_loop().create_server(
             self._server,

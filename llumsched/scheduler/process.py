@@ -8,12 +8,14 @@ import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from llumlet.credentials import NONE, Credentials
+from llumlet.tasks import keep_running
 from llumlet.types import Address
 from llumsched.cms.store import Store, open_store
 from llumsched.cms.view import View
@@ -96,7 +98,7 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
         warms_up_s = 0.0 if config.policy.mode is Mode.LITE else config.warms_up_s
         dispatcher = Dispatcher(store.view, config.policy, ledger, time.monotonic, warms_up_s=warms_up_s)
         stack.callback(dispatcher.close)
-        _keep(stack, asyncio.create_task(_expire(ledger)))
+        _keep(stack, asyncio.create_task(keep_running("expiry", partial(_expire, ledger))))
         rescheduler = await _reschedule(stack, config, store.view, ledger, registry)
         app = Api(dispatcher, registry).application()
         events.add_routes(app, store.view, rescheduler)

@@ -8,6 +8,7 @@ import asyncio
 import pytest
 from aiohttp import web
 
+from llumlet import tasks
 from llumlet.types import Address
 from llumsched.gateway import scheduler_client
 from tests.llumsched.gateway_support import DEADLINE_S, Cluster, cluster, engine, until
@@ -78,3 +79,21 @@ async def test_it_is_not_ready_while_nobody_is_known(monkeypatch: pytest.MonkeyP
     settings = {"scheduling_policy": "load-balance", "scheduler_endpoints": (Address("127.0.0.1", 1),)}
     async with cluster(num_engines=0, **settings) as it:
         await _until_ready(it, "no instance is known")
+
+
+@pytest.mark.asyncio
+async def test_what_looks_after_instances_survives_what_nobody_foresaw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "_RESTART_S", 0.01)
+    async with cluster(models_refresh_s=0.02) as it:
+        refresh, asked = it.gateway.backends.refresh, 0
+
+        async def fail() -> None:
+            nonlocal asked
+            asked += 1
+            raise RuntimeError("of the test")
+
+        monkeypatch.setattr(it.gateway.backends, "refresh", fail)
+        await until(lambda: asked > 2)
+        monkeypatch.setattr(it.gateway.backends, "refresh", refresh)
+        await it.lose(0)
+        await until(lambda: any(backend.is_down for backend in it.gateway.backends))

@@ -7,6 +7,7 @@ import asyncio
 import random
 import re
 import time
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -21,6 +22,8 @@ from llumsched.gateway.endpoints import Endpoint
 from llumsched.gateway.outliers import Ejection, Limits, Outliers, Pace
 
 _ASK_TIMEOUT_S = 3.0
+_ASKED_AT_ONCE = 64
+"""A thousand connections in one burst hold up all streams."""
 _FORGOTTEN_S = 300.0
 """An instance that the scheduler named once and that has not answered for so long is gone."""
 _COUNTERS = re.compile(rb"^vllm:(?:prompt_tokens_total|generation_tokens_total|kv_cache_usage_perc)\b.*", re.MULTILINE)
@@ -91,11 +94,11 @@ class Backends:
         self._is_tls = is_tls
         self._all: dict[Endpoint, Backend] = {}
         self._by_address: dict[Address, Backend] = {}
+        self._in_turn: OrderedDict[Backend, None] = OrderedDict()
+        """Whose turn was the longest ago comes first. Gateways do not all begin with the same one."""
         for one in configured:
             self._add(one if isinstance(one, Endpoint) else Endpoint(one, is_tls))
         self._configured = frozenset(self._all)
-        self._next = random.randrange(1 << 16)
-        """Gateways do not all begin with the same one."""
         self._asked: asyncio.Task[None] | None = None
         self._dying: dict[Backend, asyncio.Task[bool]] = {}
         self.refreshed_s = -float("inf")
@@ -107,6 +110,9 @@ class Backends:
     def _add(self, endpoint: Endpoint) -> Backend:
         backend = self._all[endpoint] = Backend(endpoint)
         self._by_address.setdefault(endpoint.address, backend)
+        self._in_turn[backend] = None
+        if random.random() < 1 / len(self._all):
+            self._in_turn.move_to_end(backend, last=False)
         return backend
 
     def __iter__(self) -> Iterator[Backend]:
@@ -141,11 +147,8 @@ class Backends:
     ) -> Backend | None:
         """Round robin over those that serve the model; excluded ones never, shunned ones if there is no other, and
         avoided ones last."""
-        backends = list(self._all.values())
-        self._next += 1
-        reserve = last = None
-        for offset in range(len(backends)):
-            backend = backends[(self._next + offset) % len(backends)]
+        chosen = reserve = last = None
+        for backend in self._in_turn:
             if backend in excluded or not backend.serves(model):
                 continue
             if self.avoids(backend):
@@ -153,9 +156,12 @@ class Backends:
             elif backend in shunned:
                 reserve = reserve or backend
             else:
-                self._next += offset
-                return backend
-        return reserve or last
+                chosen = backend
+                break
+        chosen = chosen or reserve or last
+        if chosen is not None:
+            self._in_turn.move_to_end(chosen)
+        return chosen
 
     async def refresh(self) -> None:
         """Asks all of them what they serve, once for all who wait for it."""
@@ -170,7 +176,13 @@ class Backends:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _refresh(self) -> None:
-        await asyncio.gather(*(self._ask(backend) for backend in list(self._all.values())))
+        places = asyncio.Semaphore(_ASKED_AT_ONCE)
+
+        async def ask(backend: Backend) -> None:
+            async with places:
+                await self._ask(backend)
+
+        await asyncio.gather(*map(ask, list(self._all.values())))
         self.refreshed_s = time.monotonic()
 
     async def cards(self, authorization: str) -> dict[str, dict[str, Any]]:
@@ -212,7 +224,9 @@ class Backends:
             backend.models = None
 
     def _forget(self, backend: Backend) -> None:
-        del self._all[backend.endpoint], self._by_address[backend.address]
+        del self._all[backend.endpoint], self._in_turn[backend]
+        if self._by_address.get(backend.address) is backend:
+            del self._by_address[backend.address]
         self.outliers.forget(backend)
         self.pace.forget(backend)
 

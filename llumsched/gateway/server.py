@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import random
 import socket
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Self
+from typing import Final, Self
 
 import msgspec
 from aiohttp import web
@@ -37,6 +38,10 @@ from llumsched.gateway.upstream import Access, Upstream, new_session
 from llumsched.gateway.watch import Watch
 
 _log = logging.getLogger(__name__)
+_MODELS_S: Final = 3.0
+"""All instances are asked for their models, for those who want to know them, no more often."""
+_FIRST_MODELS_S: Final = 1.0
+"""While none is known."""
 _BACKLOG = 1024
 _LOOK_S = 0.25
 """Between two looks at which instances are avoided."""
@@ -154,7 +159,7 @@ class Gateway:
         while True:
             await self.placement.learn()
             await self.backends.refresh()
-            await asyncio.sleep(self.config.models_refresh_s)
+            await asyncio.sleep(self.config.models_refresh_s * random.uniform(0.8, 1.2))
 
     async def _keep_complaining(self) -> None:
         known: set[Backend] = set()
@@ -178,7 +183,8 @@ class Gateway:
 
     async def models(self, request: web.BaseRequest) -> web.StreamResponse:
         """What all instances serve together."""
-        if time.monotonic() - self.backends.refreshed_s > 1.0:
+        some_are_known = any(backend.models for backend in self.backends)
+        if time.monotonic() - self.backends.refreshed_s > (_MODELS_S if some_are_known else _FIRST_MODELS_S):
             await self.placement.learn()
             await self.backends.refresh()
         key = request.headers.get("Authorization", "") if self._passes_keys else ""

@@ -93,6 +93,12 @@ class Control:
                     return
                 await asyncio.sleep(0.2)
 
+    async def num_on_their_way(self) -> int:
+        """Requests that the first scheduler that lives has placed and that no status shows yet."""
+        async with aiohttp.ClientSession() as session:
+            view = await _get(session, f"{self.scheduler_url}/debug/view")
+        return sum(instance["in_flight"]["num_requests"] for instance in view["instances"].values())
+
     async def scheduler_in_use(self) -> Command:
         """That has placed the most requests."""
         async with aiohttp.ClientSession() as session:

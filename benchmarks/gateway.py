@@ -36,6 +36,7 @@ import uvloop
 
 from benchmarks.harness import cpu_seconds
 from benchmarks.progress import saying
+from benchmarks.report import add_json, print_json
 from benchmarks.stats import quantile
 from llumsched.up import reaper
 from llumsched.up.ports import free_ports
@@ -246,7 +247,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--routers", type=Path, help="directory of the python that has the other routers installed")
-    parser.add_argument("--json", type=Path, help="append the lines to this file, too")
+    add_json(parser)
     args = parser.parse_args()
     rows = run(args)
     print(f"{'':16} {'workers':>7} {'stream':>6} {'requests/s':>10} {'p50 ms':>8} {'p99 ms':>8} {'CPU us':>7}")
@@ -255,11 +256,7 @@ def main() -> None:
             f"{row['target']:16} {row['workers']:7} {row['stream']!s:>6} {row['rps']:10.0f} "
             f"{row['p50_ms']:8.2f} {row['p99_ms']:8.2f} {row['cpu_us']:7.0f}"
         )
-    lines = [json.dumps(row) for row in rows]
-    print("\n".join(lines))
-    if args.json:
-        with args.json.open("a") as file:
-            file.write("\n".join(lines) + "\n")
+    print_json(args.json, *rows)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import json
 import resource
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -28,6 +27,7 @@ import uvloop
 
 from benchmarks.gateway import running
 from benchmarks.progress import Say, saying
+from benchmarks.report import add_json, print_json
 from benchmarks.stats import quantile
 from llumsched.up.ports import free_ports
 
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--hold", type=float, default=20.0, help="seconds for which all are held")
     parser.add_argument("--concurrency", type=int, default=32, help="streams opened at a time")
     parser.add_argument("--engines", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="append the line to this file, too")
+    add_json(parser)
     args = parser.parse_args()
     row = run(args)
     print(f"{'':24} {'before':>9} {'held':>9}")
@@ -176,11 +176,7 @@ def main() -> None:
     )
     print(f"10,000 of them: {row['rss_of_10000_mb']:.0f} MB (bar: {BAR_MB:.0f} MB for 8k tokens)")
     print(f"first event: {row['first_event_ms']:.0f} ms, p99 {row['first_event_p99_ms']:.0f} ms; {row['lost']} lost")
-    line = json.dumps(row)
-    print(line)
-    if args.json:
-        with args.json.open("a") as file:
-            file.write(line + "\n")
+    print_json(args.json, row)
 
 
 if __name__ == "__main__":

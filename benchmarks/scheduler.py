@@ -22,12 +22,10 @@ import argparse
 import asyncio
 import dataclasses
 import gc
-import json
 import random
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 
 import uvloop
@@ -37,6 +35,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks import status_to_view
+from benchmarks.report import add_json, print_json
 from benchmarks.stats import quantile
 from llumlet.types import InstanceMetadata, InstanceStatus, PeersRequest
 from llumsched.causes import Cause
@@ -291,7 +290,7 @@ def main() -> None:
     parser.add_argument("--updates", type=float, default=2.0, help="statuses that come in between two decisions")
     parser.add_argument("--dead", type=int, default=10, help="instances that gateways cannot reach")
     parser.add_argument("--seconds", type=float, default=10.0, help="of status to view; 0: without it")
-    parser.add_argument("--json", type=Path, help="append the JSON line to this file, too")
+    add_json(parser)
     args = parser.parse_args()
     result = measure_all(args.instances, args.decisions, args.updates, args.seconds, dead=args.dead)
     table = Table("figure", "wall", "CPU", "to reach", "by the reference")
@@ -346,11 +345,7 @@ def main() -> None:
     for row in rows:
         table.add_row(*row)
     Console().print(table)
-    line = json.dumps({"bench": "scheduler", **dataclasses.asdict(result)})
-    print(line)
-    if args.json:
-        with args.json.open("a") as file:
-            file.write(line + "\n")
+    print_json(args.json, {"bench": "scheduler", **dataclasses.asdict(result)})
 
 
 if __name__ == "__main__":

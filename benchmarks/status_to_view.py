@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -27,6 +26,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.report import add_json, print_json
 from benchmarks.stats import quantile
 from llumlet.reporter import Reporter
 from llumlet.types import InstanceMetadata, InstanceStatus
@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--requests", type=int, default=10, help="request ids in each status")
     parser.add_argument("--cms", default=EMBEDDED, help="listen://HOST:PORT (default: embedded, any port) or redis://…")
-    parser.add_argument("--json", type=Path, help="append the JSON line to this file, too")
+    add_json(parser)
     parser.add_argument("--send", metavar="ADDRESS", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.send:
@@ -204,11 +204,9 @@ def main() -> None:
     figures = (result.pushes_per_s, result.p50_ms, result.p99_ms, result.max_ms, result.cpu_us_per_push)
     table.add_row(str(result.instances), f"{result.rate:g}", *(f"{figure:,.2f}" for figure in figures))
     Console().print(table)
-    line = json.dumps({"bench": "status_to_view", **dataclasses.asdict(result), "status_to_view_p99_ms": result.p99_ms})
-    print(line)
-    if args.json:
-        with args.json.open("a") as file:
-            file.write(line + "\n")
+    print_json(
+        args.json, {"bench": "status_to_view", **dataclasses.asdict(result), "status_to_view_p99_ms": result.p99_ms}
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from benchmarks.chaos.faults import Faults
 from benchmarks.chaos.load import Load
 from benchmarks.chaos.parts import Cluster, cluster_of
 from benchmarks.progress import Say, saying
+from benchmarks.report import add_json, print_json
 from benchmarks.stats import quantile
 
 MOST_FAILED: Final = 0.001
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=0, help="at once; 0: two for each instance")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--logs", type=Path, help="directory (default: a new one)")
-    parser.add_argument("--json", type=Path, help="append the JSON line to this file, too")
+    add_json(parser)
     args = parser.parse_args()
     logs = args.logs or Path(tempfile.mkdtemp(prefix="llumnix-chaos-"))
     with saying(f"chaos: logs in {logs}") as say:
@@ -135,11 +135,7 @@ def main() -> None:
             run(args.instances, args.minutes * 60, args.streams or 2 * args.instances, args.seed, logs, say)
         )
     show(result)
-    line = json.dumps({name: value for name, value in result.items() if name != "examples"})
-    print(line)
-    if args.json:
-        with args.json.open("a") as file:
-            file.write(line + "\n")
+    print_json(args.json, {name: value for name, value in result.items() if name != "examples"})
     sys.exit(0 if passed(result) else 1)
 
 

@@ -88,7 +88,7 @@ class Intake:
     def left(self, instance_id: str, incarnation: str) -> None:
         """This life is over, by its own word."""
         self._bury(instance_id, incarnation)
-        if self.lives(instance_id, incarnation):
+        if self.lives(instance_id, incarnation) or instance_id in self._view.lost:
             self.remove(instance_id)
 
     def remove(self, instance_id: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from aiohttp import web
 
 from llumlet.secret_files import Watched
-from llumsched.gateway.errors import GatewayError, Overloaded
+from llumsched.gateway.errors import Forbidden, Overloaded
 from llumsched.gateway.key_file import Allowance, read_keys
 from llumsched.hashed_keys import HashedKeys
 
@@ -38,9 +38,8 @@ class Exceeded(Overloaded):
         self.limit = limit
 
 
-class PriorityRefused(GatewayError):
-    status = 403
-    kind = "PermissionDeniedError"
+class PriorityRefused(Forbidden):
+    pass
 
 
 class Bucket:

@@ -136,7 +136,7 @@ class Backends:
         return found
 
     def any_in_use(self, model: str) -> bool:
-        return any(backend.serves(model) and not self.avoids(backend) for backend in self._by_address.values())
+        return any(backend.serves(model) and not self.avoids(backend) for backend in self._all.values())
 
     def listed(self, model: str) -> bool:
         """Whether one of them is known to serve it."""
@@ -238,6 +238,7 @@ class Backends:
             status = await self._status_of_one_token(backend, _ASK_TIMEOUT_S)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if descriptors.none_left(error):
+                self.outliers.asked(backend, takes=None)
                 return
         refuses = ejection is not None and ejection.cause is Cause.REFUSALS
         has_no_completions = status == 404 and bool(backend.models)

@@ -3,7 +3,8 @@
 
 GatewayError                       status and kind of the answer
   InvalidRequest            400
-  PathRefused               403, 501
+  Forbidden                 403
+  CannotPass                501
   UnknownModel              404
   UnknownPath               404
   UnknownResponse           404
@@ -39,13 +40,14 @@ class InvalidRequest(GatewayError):
     kind = "BadRequestError"
 
 
-class PathRefused(GatewayError):
-    """`status`: 403, or 501 for what cannot be passed on."""
+class Forbidden(GatewayError):
+    status = 403
+    kind = "PermissionDeniedError"
 
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
-        self.kind = "NotImplementedError" if status == 501 else "PermissionDeniedError"
+
+class CannotPass(GatewayError):
+    status = 501
+    kind = "NotImplementedError"
 
 
 class UnknownModel(GatewayError):

@@ -185,14 +185,16 @@ class Outliers(Generic[Key]):
             self._records[key].state = _State.ASKED
         return found
 
-    def asked(self, key: Key, *, takes: bool) -> None:
+    def asked(self, key: Key, *, takes: bool | None) -> None:
+        """`takes` None: it could not be asked, for no fault of its own, and is due again."""
         record = self._records.get(key)
         if record is None or record.state is not _State.ASKED:
             return
         if takes:
             self._admit(key, _State.TRIAL)
-        else:
-            record.state = _State.OUT
+            return
+        record.state = _State.OUT
+        if takes is not None:
             self._begin(record)
 
     # Within

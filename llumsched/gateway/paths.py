@@ -24,6 +24,8 @@ class Kind(Enum):
     OWN = auto()
     """Answered by the gateway."""
     REFUSED = auto()
+    """It is for operators."""
+    CANNOT_PASS = auto()
 
 
 class Work(Enum):
@@ -58,10 +60,8 @@ class Path:
     """A client may ask for the answer again, by its id."""
     may_rest: bool = False
     """A stream may be silent while the API server calls a tool."""
-    status: int = 403
-    """Of a refusal."""
     why: str = ""
-    """It is refused."""
+    """It is refused, or cannot be passed."""
 
 
 _TOKENS: Final = Path(Kind.PLACED)
@@ -73,15 +73,17 @@ _READ: Final = ("GET", "HEAD")
 _ALL_METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
-def _refused(why: str, status: int = 403) -> Path:
-    return Path(Kind.REFUSED, _ALL_METHODS, status=status, why=why)
+def _refused(why: str) -> Path:
+    return Path(Kind.REFUSED, _ALL_METHODS, why=why)
 
 
 _CHANGES: Final = _refused("it changes one instance for all its clients; operators ask the instance itself")
 _TELLS: Final = _refused("it tells of one instance; ask that instance itself")
 _ABORTS: Final = _refused("it ends requests of any client; a client ends its own by closing the connection")
 _ADAPTER: Final = _refused("it changes what one instance serves; operators load adapters at each instance")
-_SOCKET: Final = _refused("it is a WebSocket, whose model is not known before it is open", status=501)
+_SOCKET: Final = Path(
+    Kind.CANNOT_PASS, _ALL_METHODS, why="it is a WebSocket, whose model is not known before it is open"
+)
 
 PATHS: Final[Mapping[str, Path]] = {
     "/v1/chat/completions": Path(Kind.CONTINUED),

@@ -24,7 +24,7 @@ from llumsched.gateway.api_keys import ApiKeys
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.clients import Clients, ClientServer
 from llumsched.gateway.config import Config
-from llumsched.gateway.errors import NoInstance, PathRefused, UnknownPath
+from llumsched.gateway.errors import CannotPass, Forbidden, NoInstance, UnknownPath
 from llumsched.gateway.exchange import Exchanges, failure
 from llumsched.gateway.metrics import Metrics
 from llumsched.gateway.outliers import Limits
@@ -42,6 +42,7 @@ _MODELS_S: Final = 3.0
 """All instances are asked for their models, for those who want to know them, no more often."""
 _FIRST_MODELS_S: Final = 1.0
 """While none is known."""
+_REFUSALS: Final = {Kind.REFUSED: Forbidden, Kind.CANNOT_PASS: CannotPass}
 _BACKLOG = 1024
 _LOOK_S = 0.25
 """Between two looks at which instances are avoided."""
@@ -149,8 +150,8 @@ class Gateway:
         path = found.path
         if request.method not in path.methods:
             return _text(405, "Method Not Allowed", Allow=", ".join(path.methods))
-        if path.kind is Kind.REFUSED:
-            return failure(PathRefused(f"`{request.path}` is not passed to engines: {path.why}.", path.status), "")
+        if refusal := _REFUSALS.get(path.kind):
+            return failure(refusal(f"`{request.path}` is not passed to engines: {path.why}."), "")
         if path.kind is Kind.OWN:
             return await _OWN[request.path](self, request)
         return await self.exchanges.run(request, found)

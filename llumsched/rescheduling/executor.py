@@ -59,15 +59,14 @@ class Executor:
     ended: Callable[[], None] = lambda: None
     """Called after each move."""
     clock: Callable[[], float] = time.monotonic
-    leader_term: Callable[[], int] = lambda: 0
-    """With which orders are given; 0 where there is no other rescheduler."""
     _numbers: Iterable[int] = field(default_factory=itertools.count)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _sources: dict[Address, _Source] = field(default_factory=dict)
 
-    def start(self, moves: Iterable[Move]) -> tuple[int, ...]:
-        """Begin them and return their numbers. Instances that left meanwhile are left out."""
-        begun, term = [], self.leader_term()
+    def start(self, moves: Iterable[Move], term: int = 0) -> tuple[int, ...]:
+        """Begin them and return their numbers. Instances that left meanwhile are left out. `term`: of the leader that
+        planned them; 0 where there is no other rescheduler."""
+        begun = []
         for move in moves:
             if move.source in self.view and move.destination in self.view:
                 number = next(iter(self._numbers))
@@ -97,7 +96,6 @@ class Executor:
         self._sources.clear()
 
     async def _move(self, record: MoveRecord, source: Instance, destination: Instance, term: int) -> None:
-        """`term`: in which it was planned."""
         began_s = self.clock()
         try:
             await self._call(record, source, destination, term)

@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 from redis.exceptions import RedisError
 
 from llumlet.redis_link import connect, redis_name
+from llumlet.tasks import keep_running
 
 _log = logging.getLogger(__name__)
 LEASE_S: Final = 3.0
@@ -75,16 +76,14 @@ class Lease:
 
     @property
     def reason(self) -> str:
-        """Why it does not, for people."""
-        if self.term:
-            return ""
+        """Why it does not lead, when it does not; for people."""
         leader = self._holder.rpartition("/")[0]
         return f"{leader} leads" if leader else f"{self._server} has not said who leads"
 
     async def start(self) -> None:
         self._client = connect(self._url)
         self._take = self._client.register_script(_TAKE)
-        self._task = asyncio.create_task(self._keep(), name="rescheduler's lease")
+        self._task = asyncio.create_task(keep_running("the rescheduler's lease", self._keep))
 
     async def close(self) -> None:
         """Gives it back, so that another one need not wait."""

@@ -88,7 +88,6 @@ class Rescheduler:
             credentials,
             lambda: self._waking.wake("move"),
             clock,
-            leader_term=lambda: lease.term if lease is not None else 0,
         )
         self._num_passes = 0
 
@@ -113,10 +112,12 @@ class Rescheduler:
     def run_pass(self, woken_by: str = "call") -> PassRecord:
         """One pass, now. Starts its moves and leaves its record."""
         began_s = self._clock()
-        skipped = self._reason_to_skip()
+        # As of now: what is planned while the lease runs out must not go out as a person's order.
+        term = self._lease.term if self._lease is not None else 0
+        skipped = self._reason_to_skip(term)
         made = Plan((), ()) if skipped else self._plan(began_s)
         duration_ms = (self._clock() - began_s) * 1000
-        numbers = self._executor.start(made.moves)
+        numbers = self._executor.start(made.moves, term)
         self._counters.passed(duration_ms)
         return self._record(woken_by, duration_ms, made, numbers, skipped)
 
@@ -141,10 +142,10 @@ class Rescheduler:
             self._record(woken_by, (self._clock() - began_s) * 1000, Plan((), ()), (), f"it failed: {error!r}")
         return self._clock() - began_s
 
-    def _reason_to_skip(self) -> str:
+    def _reason_to_skip(self, term: int) -> str:
         if not self._view.connected and self._view.age_s > LOST_S:
             return f"the view is {self._view.age_s:.0f} s old: its store is lost"
-        return self._lease.reason if self._lease is not None else ""
+        return self._lease.reason if self._lease is not None and not term else ""
 
     def _plan(self, now_s: float) -> Plan:
         config, history = self.config, self._history

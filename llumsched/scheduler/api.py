@@ -100,7 +100,7 @@ class Api:
             return web.Response(status=_STATUS.get(error.kind, 400), text=str(error))
         self._metrics.placed(placements, time.perf_counter() - began_s)
         asked.scheduling_result = [
-            llm_instance(placed.instance, placed.infer_type, asked.model, self._local_rank(placed.instance))
+            llm_instance(placed.instance, placed.infer_type, asked.model, is_alone=self._is_alone(placed.instance))
             for placed in placements
         ]
         asked.excluded_endpoints = UNSET
@@ -238,12 +238,11 @@ class Api:
             ),
         }
 
-    def _local_rank(self, instance: Instance) -> int | None:
-        """Among the ranks behind its API server, as vLLM counts them there; None if it is alone there."""
-        view, ids = self._dispatcher.view, self._dispatcher.complaints.ids_at(instance.api_server)
-        if instance.metadata.data_parallel_size < 2 or len(ids) < 2:
-            return None
-        return instance.metadata.dp_rank - min(view[one].metadata.dp_rank for one in ids)
+    def _is_alone(self, instance: Instance) -> bool:
+        """Behind its API server."""
+        if instance.metadata.data_parallel_size < 2:
+            return True
+        return len(self._dispatcher.complaints.ids_at(instance.api_server)) < 2
 
     def _request(self, asked: SchedulingRequest) -> Request:
         ids_at = self._dispatcher.complaints.ids_at

@@ -125,9 +125,8 @@ def encode(value: Any) -> bytes:
     return msgspec.json.encode(value)
 
 
-def llm_instance(
-    instance: Instance, infer_type: InferType, model: str, dp_rank_local: int | None = None
-) -> LLMInstance:
+def llm_instance(instance: Instance, infer_type: InferType, model: str, *, is_alone: bool = True) -> LLMInstance:
+    """`is_alone`: its API server has no other rank, and refuses to be told of one."""
     metadata = instance.metadata
     return LLMInstance(
         id=metadata.instance_id,
@@ -138,5 +137,5 @@ def llm_instance(
         aux_port=metadata.kvt_port,
         dp_rank=metadata.dp_rank,
         dp_size=metadata.data_parallel_size,
-        dp_rank_local=UNSET if dp_rank_local is None else dp_rank_local,
+        dp_rank_local=UNSET if is_alone else metadata.dp_local_rank,
     )

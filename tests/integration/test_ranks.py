@@ -5,6 +5,7 @@ those of a mixture of experts compute together."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import time
@@ -14,9 +15,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.client import Client, Stream
+from benchmarks.cluster import Control
 from benchmarks.harness import Fleet, LlumletAddress, ServerSpec
 from benchmarks.moves import Move, migrate_through, move_stream
 from llumlet.client import LlumletClient
+from llumsched.gateway.upstream import RANK_HEADER
+from llumsched.up.ports import free_port
 from tests.integration.conftest import Engines
 from tests.support.experts_on_cpu import experts_on_cpu
 from tests.support.other_models import OTHER, build
@@ -95,6 +99,35 @@ async def test_data_parallel(model_dir: Path, log_dir: Path) -> None:
                 for stream in streams[1:]:
                     assert (await stream.result()).token_ids == expected.token_ids
                 await idle(ranks)
+
+
+async def test_the_scheduler_chooses_the_rank(model_dir: Path, log_dir: Path) -> None:
+    """And vLLM's own balancer does not choose again: with three streams at one rank it would take the other for the
+    next three. This scheduler takes them in turn."""
+    cms = f"127.0.0.1:{free_port()}"
+    logs = log_dir / "ranks-in-a-cluster"
+    in_turn = ("--scheduling-policy", "round-robin")
+    async with Control(logs, f"listen://{cms}", model=model_dir, schedulers=[in_turn]) as control:
+        with Fleet(logs) as fleet:
+            flags = (*DATA_PARALLEL, "--llumlet-cms", cms)
+            spec = ServerSpec(model_dir, name="dp", instance_id="dp", flags=flags, env=ON_ONE_NODE)
+            (server,) = fleet.start(spec)
+            ranks = sorted(server.llumlets())
+            await control.knows(2)
+            async with contextlib.AsyncExitStack() as stack:
+                direct = await stack.enter_async_context(Client(server.base_url, headers={RANK_HEADER: "0"}))
+                client = await stack.enter_async_context(Client(control.gateway_url))
+                before, streams = [await begin(direct) for _ in range(3)], []
+                for stream in before:
+                    await stream.wait_for(20)
+                for _ in range(4):
+                    streams.append(await begin(client))
+                    await streams[-1].wait_for(20)
+                placed = await placement(ranks, [*before, *streams])
+                assert [len(placed[rank]) for rank in ranks] == [5, 2]
+                assert await control.num_on_their_way() == 0, "each is in the status of the rank that was chosen"
+                for stream in (*before, *streams):
+                    await stream.result()
 
 
 @pytest.mark.parametrize("experts", [pytest.param("cut", marks=pytest.mark.full), "scattered"])

@@ -147,6 +147,19 @@ def test_who_takes_nothing_is_asked_again_later_and_later_but_soon_enough(clock:
     assert gaps == [2, 4, 8, 16, 20]
 
 
+def test_who_could_not_be_asked_is_due_again_at_once(clock: Clock) -> None:
+    """The gateway had no descriptors, say: that is nothing against the instance."""
+    rules = outliers(clock)
+    fail(rules, "a", 5)
+    clock.now_s += 2.1
+    for _ in range(3):
+        assert rules.due() == ["a"]
+        rules.asked("a", takes=None)
+    assert rules.due() == ["a"]
+    rules.asked("a", takes=True)
+    assert not rules.is_out("a")
+
+
 def test_earlier_ejections_are_forgiven(clock: Clock) -> None:
     rules = outliers(clock)
     for calm_s, length_s in ((0.0, 2.0), (1.0, 4.0), (61.0, 2.0)):

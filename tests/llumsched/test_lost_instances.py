@@ -10,6 +10,8 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from llumsched.cms.intake import SWEEP_S, Intake
+from llumsched.cms.store import PATIENCE
 from llumsched.cms.view import View
 from llumsched.rescheduling.config import Config, Domain
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
@@ -66,6 +68,19 @@ async def test_the_node_of_a_crashed_instance_is_emptied_and_gets_nothing(schedu
         await until(lambda: "a" in scheduler.view and scheduler.view["a"].status is not None)
         requests = [Request(f"r{number}", prompt_num_tokens=10) for number in range(6)]
         assert {"a", "b"} <= {scheduler.dispatcher.schedule(one)[0].instance.id for one in requests}
+
+
+def test_a_good_bye_counts_after_a_silence_too() -> None:
+    now_s = 0.0
+    view = View(lambda: now_s)
+    intake = Intake(view, PATIENCE, lambda: now_s)
+    intake.metadata(cases.metadata("a", incarnation="1"))
+    now_s += PATIENCE.silent_s + 1.0
+    intake._swept_s = now_s - SWEEP_S  # nobody was held up
+    intake.sweep()
+    assert "a" in view.lost
+    intake.left("a", "1")
+    assert "a" not in view.lost
 
 
 def test_the_dead_are_forgotten_after_a_while() -> None:

@@ -73,9 +73,9 @@ async def test_of_ranks_behind_one_api_server_the_gateway_is_told_which(client: 
     for name in "abc":
         client.running.view.remove(name)
     for rank in (4, 5, 6):
-        ranks = {"data_parallel_size": 8, "dp_rank": rank, "api_server_port": 8100}
+        ranks = {"data_parallel_size": 8, "dp_rank": rank, "dp_local_rank": rank - 4, "api_server_port": 8100}
         cases.put(client.running.view, f"dp{rank}", **ranks)
-    cases.put(client.running.view, "alone", data_parallel_size=8, dp_rank=7, api_server_port=8101)
+    cases.put(client.running.view, "alone", data_parallel_size=8, dp_rank=7, dp_local_rank=3, api_server_port=8101)
     found = {}
     for number in range(4):
         body = {"id": f"r{number}", "model": "m", "gateway_id": "g", "prompt_num_tokens": 10}

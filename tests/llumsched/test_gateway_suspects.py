@@ -120,6 +120,48 @@ async def test_streams_of_a_dead_instance_go_on_at_the_only_one_that_is_left() -
 
 
 @pytest.mark.asyncio
+async def test_what_cannot_be_reached_is_no_attempt() -> None:
+    """Five of six are gone before the gateway knows, and it sends a request again only twice."""
+    async with mortals(6, retry_max_count=2) as it:
+        for mock in it.mocks:
+            mock.seen = []
+        await it.post(body(1, stream=False, max_tokens=1))
+        for mock in it.mocks:
+            if not mock.seen:  # whose turn comes before that of the one that has answered
+                mock.end()
+        assert len(it.dead) == 5
+        status, text = await it.post(body(2, stream=False, max_tokens=1))
+        assert status == 200, text
+
+
+@pytest.mark.asyncio
+async def test_two_on_trial_are_at_two_instances_whosever_turn_it_is() -> None:
+    async with mortals(4) as it, asyncio.TaskGroup() as asking:
+        for mock in it.mocks:
+            mock.interval_s = suspects.TRIAL_S  # all that come stay, those on trial are on trial
+        asked: list[asyncio.Task[tuple[int, str]]] = []
+
+        async def ask(number: int) -> Mortal:
+            """The instance at which it is."""
+            before = [len(mock.answering) for mock in it.mocks]
+            asked.append(asking.create_task(it.post(body(number, stream=True))))
+            await until(lambda: [len(mock.answering) for mock in it.mocks] != before)
+            return next(mock for mock, num in zip(it.mocks, before, strict=True) if len(mock.answering) > num)
+
+        first = await ask(1)
+        first.end()
+        await until(lambda: any(mock.answering for mock in it.mocks if mock is not first))
+        second = next(mock for mock in it.mocks if mock is not first and mock.answering)
+        third, fourth = await ask(2), await ask(3)
+        assert second not in (third, fourth)  # so its turn is the next
+        third.end()
+        await until(lambda: sum(len(mock.answering) for mock in (second, fourth)) == 3)
+        assert (len(second.answering), len(fourth.answering)) == (1, 2)
+        for task in asked:
+            task.cancel()
+
+
+@pytest.mark.asyncio
 async def test_a_client_cannot_say_which_attempt_it_is() -> None:
     async with mortals(1) as it:
         it.mocks[0].seen = []

@@ -23,6 +23,8 @@ from tests.llumsched import scheduling_cases as cases
 from tests.llumsched.redis_server import RedisServer
 
 SLOW = EngineModel(speed=0.05)
+STALENESS_S = 600.0
+"""Longer than the test: what moves is moved because of the crash, not because of the silence after it."""
 
 
 @pytest_asyncio.fixture(params=["embedded", pytest.param("redis", marks=pytest.mark.full)])
@@ -32,8 +34,8 @@ async def scheduler(request: pytest.FixtureRequest) -> AsyncIterator[RunningSche
         cms = "listen://127.0.0.1:0"
         if request.param == "redis":
             cms = (await stack.enter_async_context(RedisServer())).url
-        policy = load_policy("load-balance", Mode.FULL, Overrides(failover_domain="node", staleness_s=30.0))
-        rescheduling = Config(policies=("neutral_failover",), failover_domain=Domain.NODE, staleness_s=30.0)
+        policy = load_policy("load-balance", Mode.FULL, Overrides(failover_domain="node", staleness_s=STALENESS_S))
+        rescheduling = Config(policies=("neutral_failover",), failover_domain=Domain.NODE, staleness_s=STALENESS_S)
         config = SchedulerConfig(policy, "127.0.0.1", 0, cms, warms_up_s=0.0, rescheduling=rescheduling)
         running = await serve(config)
         stack.push_async_callback(running.close)

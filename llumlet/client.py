@@ -102,7 +102,7 @@ class LlumletClient:
         parsed = address if isinstance(address, Address) else Address.parse(address)
         self.address = str(parsed)
         self._deadlines = deadlines
-        self._metadata = credentials.call_metadata
+        self._credentials = credentials
         self._open = functools.partial(credentials.channel, parsed)
         self._connection: _Connection | None = None
         self._calls = 0
@@ -203,7 +203,7 @@ class LlumletClient:
     async def _answer(self, method: Callable[..., Awaitable[T]], request: object, seconds: float) -> T:
         with self._in_use():
             try:
-                return await method(request, timeout=seconds, metadata=self._metadata)
+                return await method(request, timeout=seconds, metadata=self._credentials.call_metadata)
             except aio.AioRpcError as error:
                 raise failure_of(error, self.address) from error
 
@@ -211,7 +211,7 @@ class LlumletClient:
         self, method: Callable[[], aio.UnaryStreamMultiCallable[T, E]], request: T, seconds: float
     ) -> AsyncGenerator[E, None]:
         with self._in_use():
-            call = method()(request, timeout=seconds, metadata=self._metadata)
+            call = method()(request, timeout=seconds, metadata=self._credentials.call_metadata)
             try:
                 async for event in call:
                     yield event

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import ssl
 import stat
 from collections.abc import Mapping
@@ -13,8 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final, Self
 
-MIN_TOKEN_CHARACTERS: Final = 32
-"""The token must not be guessable: who records the relay's traffic can try guesses without asking anybody."""
+from llumlet.tokens import MIN_TOKEN_CHARACTERS, read_tokens
 
 VARIABLES: Final = {
     "tls_cert": "LLUMNIX_TLS_CERT",
@@ -28,8 +26,8 @@ _HELP = {
     "tls_cert": "This side's certificate (PEM). It must name the address under which others reach it.",
     "tls_key": "The certificate's private key (PEM), not readable for everybody.",
     "tls_ca": "Certificates of the authority whose certificates are accepted (PEM).",
-    "token_file": "A file with the token that all instances and their callers share: at least "
-    f"{MIN_TOKEN_CHARACTERS} characters, not readable for everybody.",
+    "token_file": "A file, not readable for everybody, with the token that all instances and their callers share, "
+    f"at least {MIN_TOKEN_CHARACTERS} characters, or with the tokens of each role, as JSON.",
 }
 
 
@@ -57,27 +55,27 @@ class CredentialFiles:
         return cls(**{name: _absolute(values[name] or environ.get(VARIABLES[name], "")) for name in VARIABLES})
 
     def read(self) -> dict[str, bytes]:
-        """The contents by field, empty for what is not used. Raises CredentialsError."""
+        """The contents of those for TLS by field, empty for what is not used. Raises CredentialsError, also for the
+        file of tokens."""
         faults: list[str] = []
         paths = (self.tls_cert, self.tls_key, self.tls_ca)
         if any(paths) and not all(paths):
             flags = ", ".join(_flag(each.name) for each in fields(self)[:3] if not getattr(self, each.name))
             faults.append(f"mutual TLS needs {flags} as well")
         contents = {
-            each.name: _read(_flag(each.name), getattr(self, each.name), each.name in ("tls_key", "token_file"), faults)
-            for each in fields(self)
+            each.name: _read(_flag(each.name), getattr(self, each.name), each.name == "tls_key", faults)
+            for each in fields(self)[:3]
         }
         if not faults and all(paths):
             faults += self._tls_faults()
-        token = contents["token_file"].strip()
-        if self.token_file and not faults and not re.fullmatch(rb"[!-~]{%d,}" % MIN_TOKEN_CHARACTERS, token):
-            faults.append(
-                f"{_flag('token_file')} {self.token_file} must hold one word of at least {MIN_TOKEN_CHARACTERS} "
-                "printable ASCII characters"
-            )
+        if self.token_file:
+            try:
+                read_tokens(self.token_file)
+            except ValueError as error:
+                faults.append(f"{_flag('token_file')} {error}")
         if faults:
             raise CredentialsError(faults)
-        return contents | {"token_file": token}
+        return contents
 
     def _tls_faults(self) -> list[str]:
         """What gRPC would only say to its log, at the first connection."""

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """How llumlets and their callers prove who they are: mutual TLS, and a bearer token.
 
-Both ends of a connection show a certificate of the same authority; with each call the caller sends the token that all
-instances of a cluster share. Only paths travel between processes. The contents are read where they are used, and are
-never printed.
+Both ends of a connection show a certificate of the same authority; with each call the caller sends a token of its role.
+Only paths travel between processes. The contents are read where they are used, and are never printed.
 """
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, Self
@@ -16,7 +14,10 @@ from typing import Final, Self
 import grpc
 from grpc import aio
 
-from llumlet.credential_files import CredentialFiles
+from llumlet.credential_files import CredentialFiles, CredentialsError
+from llumlet.roles import ALL, Role
+from llumlet.secret_files import Current
+from llumlet.tokens import Tokens, read_peers_tokens, read_tokens
 from llumlet.types import MAX_MESSAGE_BYTES, Address
 
 TOKEN_METADATA: Final = "authorization"
@@ -42,13 +43,22 @@ class Credentials:
     certificate: bytes = field(default=b"", repr=False)
     key: bytes = field(default=b"", repr=False)
     authority: bytes = field(default=b"", repr=False)
-    token: bytes = field(default=b"", repr=False)
+    token_file: Current[Tokens] | None = field(default=None, repr=False, compare=False)
+    role: Role = Role.PEER
+    """Whose token this process shows."""
 
     @classmethod
-    def load(cls, files: CredentialFiles) -> Self:
+    def load(cls, files: CredentialFiles, role: Role = Role.PEER) -> Self:
         """Raises CredentialsError."""
         read = files.read()
-        return cls(read["tls_cert"], read["tls_key"], read["tls_ca"], read["token_file"])
+        tokens = None
+        if files.token_file:
+            try:
+                reader = read_peers_tokens if role is Role.PEER else read_tokens
+                tokens = Current(files.token_file, reader, "llumlets' tokens")
+            except ValueError as error:
+                raise CredentialsError([f"--llumlet-token-file {error}"]) from None
+        return cls(read["tls_cert"], read["tls_key"], read["tls_ca"], tokens, role)
 
     @property
     def tls(self) -> bool:
@@ -57,22 +67,35 @@ class Credentials:
     @property
     def complete(self) -> bool:
         """Whether both ends of every connection are authenticated, and it is encrypted."""
-        return self.tls and bool(self.token)
+        return self.tls and self.token_file is not None
+
+    @property
+    def tokens(self) -> Tokens | None:
+        """As the file has them now; None if there is none."""
+        return self.token_file.value if self.token_file else None
+
+    @property
+    def own_tokens(self) -> tuple[bytes, ...]:
+        """Of this process's role, in clear; the first is the one that it shows."""
+        return self.tokens.in_clear(self.role) if self.tokens else ()
 
     @property
     def call_metadata(self) -> tuple[tuple[str, str], ...]:
         """Goes with each call."""
-        return ((TOKEN_METADATA, f"Bearer {self.token.decode()}"),) if self.token else ()
+        own = self.own_tokens
+        return ((TOKEN_METADATA, f"Bearer {own[0].decode()}"),) if own else ()
 
-    def accepts(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        """Whether a call with this metadata shows the token, compared in constant time."""
-        if not self.token:
-            return True
+    def roles(self, metadata: Iterable[tuple[str, str | bytes]]) -> frozenset[Role]:
+        """Of who calls with this metadata: those of the token that it shows, and none for a stranger."""
+        tokens = self.tokens
+        if tokens is None:
+            return ALL
         shown = [value for key, value in metadata if key == TOKEN_METADATA]
         if len(shown) != 1:
-            return False
-        value = shown[0].encode() if isinstance(shown[0], str) else shown[0]
-        return hmac.compare_digest(value, b"Bearer " + self.token)
+            return frozenset()
+        value = shown[0].decode("latin-1") if isinstance(shown[0], bytes) else shown[0]
+        scheme, _, token = value.partition(" ")
+        return tokens.roles(token) if scheme == "Bearer" else frozenset()
 
     def channel(self, address: Address) -> aio.Channel:
         """A channel to a llumlet, opened by its first call. Every client's channel is made here.

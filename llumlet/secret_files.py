@@ -3,9 +3,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Final, Generic, TypeVar
+
+_log = logging.getLogger(__name__)
+LOOK_S: Final = 1.0
+"""Between two looks at a file."""
+
+T = TypeVar("T")
 
 
 def read_secret(path: str) -> bytes:
@@ -37,3 +47,36 @@ class Watched:
         except OSError:
             return None
         return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_mode
+
+
+class Current(Generic[T]):
+    """What a file means, read again within a second of a change. One that cannot be used any more changes nothing, but
+    is told in the log. Any thread may ask.
+
+    `read` and the constructor raise ValueError, which never holds a secret. `what`: for people, a plural.
+    """
+
+    def __init__(self, path: str, read: Callable[[str], T], what: str, clock: Callable[[], float] = time.monotonic):
+        self._file = Watched(path)
+        self._read = read
+        self._what = what
+        self._clock = clock
+        self._looked_s = clock()
+        self._value = read(path)
+
+    @property
+    def value(self) -> T:
+        now_s = self._clock()
+        if now_s - self._looked_s > LOOK_S:
+            self._looked_s = now_s
+            if self._file.has_changed():
+                self._reload()
+        return self._value
+
+    def _reload(self) -> None:
+        try:
+            self._value = self._read(self._file.path)
+        except ValueError as error:
+            _log.error("the %s stay as they were: %s", self._what, error)
+        else:
+            _log.info("the %s were read again", self._what)

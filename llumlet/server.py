@@ -3,7 +3,7 @@
 
 Whoever may call can move and abort requests. Addresses other than loopback are therefore served only with complete
 credentials (mutual TLS and a token), unless the caller says that the network is trusted. All services are behind TLS;
-all but health, which orchestrators ask without secrets, are behind the token.
+all but health, which orchestrators ask without secrets, are behind the tokens, and `roles` says which opens what.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from llumlet.detached import DetachedCalls
 from llumlet.errors import LlumletError
 from llumlet.loopback import is_loopback
 from llumlet.proto import llumlet_pb2
+from llumlet.roles import may_call
 from llumlet.servicer import add_services, refuse
 from llumlet.types import MAX_MESSAGE_BYTES, Address, Reason
 
@@ -127,7 +128,7 @@ def new_server(
             f"{host} is not a loopback address, and whoever reaches this llumlet could move and abort requests: "
             "give it TLS and a token, or say explicitly that the network is trusted."
         )
-    interceptors = [_TokenRequired(credentials)] if credentials.token else []
+    interceptors = [_TokenRequired(credentials)] if credentials.token_file else []
     merged = list((dict(_OPTIONS) | dict(options)).items())
     return aio.server(interceptors=interceptors, options=merged, maximum_concurrent_rpcs=max_calls)
 
@@ -145,20 +146,28 @@ def bind(server: aio.Server, host: str, port: int, credentials: Credentials) -> 
 
 
 class _TokenRequired(aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic at run time
-    """Answers calls without the token itself; their messages are not even read."""
+    """Answers calls without a token, or with one of another role, itself; their messages are not even read."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
-        self._refusal = grpc.stream_stream_rpc_method_handler(_refuse_stranger)
+        self._stranger = grpc.stream_stream_rpc_method_handler(_refuse_stranger)
+        self._other_role = grpc.stream_stream_rpc_method_handler(_refuse_role)
 
     async def intercept_service(
         self, continuation: Callable[..., Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
-        is_health = handler_call_details.method.startswith(f"/{health.SERVICE_NAME}/")
-        if is_health or self._credentials.accepts(handler_call_details.invocation_metadata):
+        method = handler_call_details.method
+        if method.startswith(f"/{health.SERVICE_NAME}/"):
             return await continuation(handler_call_details)
-        return self._refusal
+        roles = self._credentials.roles(handler_call_details.invocation_metadata)
+        if not roles:
+            return self._stranger
+        return await continuation(handler_call_details) if may_call(method, roles) else self._other_role
 
 
 async def _refuse_stranger(messages: object, context: aio.ServicerContext[Any, Any]) -> None:
     await refuse(context, LlumletError(Reason.UNAUTHENTICATED, "this llumlet wants its token (--llumlet-token-file)"))
+
+
+async def _refuse_role(messages: object, context: aio.ServicerContext[Any, Any]) -> None:
+    await refuse(context, LlumletError(Reason.ROLE_REFUSED, "not for the role of this token"))

@@ -51,4 +51,5 @@ STATUS_OF_REASON: Final[dict[Reason, StatusCode]] = {
     Reason.OWNER_LOST: StatusCode.DATA_LOSS,
     Reason.INTERNAL: StatusCode.INTERNAL,
     Reason.NOT_LEADER: StatusCode.FAILED_PRECONDITION,
+    Reason.ROLE_REFUSED: StatusCode.PERMISSION_DENIED,
 }

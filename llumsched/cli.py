@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from llumlet.credential_files import CredentialFiles, CredentialsError, add_arguments
 from llumlet.credentials import Credentials
+from llumlet.roles import Role
 from llumsched.commands import COMMANDS, Command, load
 from llumsched.exit_codes import ExitCode
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         unknown += further
     faults = [f"unknown argument {argument!r}" for argument in unknown] + command.faults(args)
     try:
-        args.credentials = Credentials.load(CredentialFiles.given(args))
+        args.credentials = Credentials.load(CredentialFiles.given(args), Role.OPERATOR)
     except CredentialsError as error:
         faults += error.faults
     if faults:

@@ -56,4 +56,5 @@ HINTS: Final[dict[Reason, str]] = {
     Reason.OWNER_LOST: "The owner vanished in the middle; the origin replays the request.",
     Reason.INTERNAL: "This is a defect: the instance's log has the traceback.",
     Reason.NOT_LEADER: "Another rescheduler leads now; this one's plans are void.",
+    Reason.ROLE_REFUSED: "--llumlet-token-file holds a token of another role: moves and drains want an operator's.",
 }

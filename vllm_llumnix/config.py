@@ -142,7 +142,7 @@ class LlumletConfig:
         """What addresses in messages are worth: see `Reach`."""
         from vllm_llumnix.reach import Reach
 
-        return Reach(anywhere=self.authenticated or self.insecure)
+        return Reach(anywhere=self.authenticated or self.insecure, keys=bool(self.token_file))
 
     @property
     def own_ids(self) -> tuple[str, ...]:

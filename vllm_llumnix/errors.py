@@ -65,6 +65,7 @@ class Reason(enum.StrEnum):
     OWNER_LOST = "owner_lost"
     INTERNAL = "internal"
     NOT_LEADER = "not_leader"
+    ROLE_REFUSED = "role_refused"
 
 
 class LlumnixError(Exception):

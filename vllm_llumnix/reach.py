@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass
 
 from llumlet.types import Address
+from vllm_llumnix.relay_address import RelayAddress
 
 MAX_HOST_CHARACTERS = 253
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
@@ -20,9 +21,11 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """`anywhere`: with complete credentials, or on a network that the operator trusts."""
+    """`anywhere`: with complete credentials, or on a network that the operator trusts. `keys`: with a token, when an
+    origin's address must have its key, and without when it must not."""
 
     anywhere: bool
+    keys: bool = False
 
     def why_not(self, host: str) -> str | None:
         """Why `host`, a name or an IP address without brackets, may not be connected to; None if it may."""
@@ -45,8 +48,16 @@ class Reach:
             return str(error)
 
     def why_not_relay(self, address: str) -> str | None:
-        """The same for the relay of an API server: tcp://IP:PORT. ZMQ knows other transports, and source addresses."""
-        scheme, _, rest = address.partition("://")
+        """The same for the relay of an API server: tcp://IP:PORT, and its key. ZMQ knows other transports, and source
+        addresses."""
+        try:
+            parsed = RelayAddress.parse(address)
+        except ValueError as error:
+            return str(error)
+        if bool(parsed.key) is not self.keys:
+            has, wants = ("no key", "a token") if self.keys else ("a key", "no token")
+            return f"that relay has {has}, and this engine has {wants}: all have the same --llumlet-token-file, or none"
+        scheme, _, rest = parsed.endpoint.partition("://")
         try:
             host = Address.parse(rest).host
             ipaddress.ip_address(host)

@@ -47,6 +47,7 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OWNER_LOST: _ClassVar[Reason]
     INTERNAL: _ClassVar[Reason]
     NOT_LEADER: _ClassVar[Reason]
+    ROLE_REFUSED: _ClassVar[Reason]
 
 class MigrationType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -132,6 +133,7 @@ UNKNOWN_MIGRATION: Reason
 OWNER_LOST: Reason
 INTERNAL: Reason
 NOT_LEADER: Reason
+ROLE_REFUSED: Reason
 MIGRATION_TYPE_UNSPECIFIED: MigrationType
 NUM_REQ: MigrationType
 TOKEN: MigrationType

@@ -12,10 +12,10 @@ from typing import Any, Final
 
 from aiohttp import web
 
+from llumlet.hashed_keys import HashedKeys
 from llumlet.secret_files import Watched
 from llumsched.gateway.errors import Forbidden, Overloaded
 from llumsched.gateway.key_file import Allowance, read_keys
-from llumsched.hashed_keys import HashedKeys
 
 _log = logging.getLogger(__name__)
 _MINUTE_S: Final = 60.0

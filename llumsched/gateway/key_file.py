@@ -14,8 +14,8 @@ from typing import Final
 
 import msgspec
 
+from llumlet.hashed_keys import faults_of
 from llumlet.secret_files import read_secret
-from llumsched.hashed_keys import faults_of
 
 _LEAST_CHARACTERS: Final = 16
 _POSITIVE: Final = ("requests_per_second", "requests_per_minute", "concurrent_requests", "tokens_in_flight")

@@ -11,22 +11,18 @@ processes asks without secrets.
 from __future__ import annotations
 
 import binascii
-import logging
 import time
 from base64 import b64decode
 from collections.abc import Awaitable, Callable
 from enum import StrEnum
 from typing import Final
 
-import msgspec
 from aiohttp import web
 
-from llumlet.credential_files import MIN_TOKEN_CHARACTERS
-from llumlet.secret_files import Watched, read_secret
-from llumsched.hashed_keys import HashedKeys, faults_of
+from llumlet.hashed_keys import HashedKeys
+from llumlet.secret_files import Current
+from llumlet.tokens import read_by_role
 
-_log = logging.getLogger(__name__)
-_LOOK_S: Final = 1.0
 _OPEN: Final = frozenset({"/healthz", "/ready"})
 _OF_GATEWAYS: Final = frozenset({"/schedule", "/release", "/report", "/complaints", "/keepalive", "/debug/view"})
 _CHALLENGE: Final = {"WWW-Authenticate": 'Basic realm="llumnix scheduler: any name, and a token"'}
@@ -53,26 +49,10 @@ class ServiceTokens:
     """Those of a file, read again when it has changed. Raises ValueError, which never holds a token."""
 
     def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._file = Watched(path)
-        self._clock = clock
-        self._looked_s = clock()
-        self._tokens = HashedKeys(read_tokens(path))
+        self._tokens = Current(path, read_tokens, "service tokens", clock)
 
     def role(self, authorization: str) -> Role | None:
-        now_s = self._clock()
-        if now_s - self._looked_s > _LOOK_S:
-            self._looked_s = now_s
-            if self._file.has_changed():
-                self._reload()
-        return self._tokens.whose(_shown(authorization))
-
-    def _reload(self) -> None:
-        try:
-            self._tokens = HashedKeys(read_tokens(self._file.path))
-        except ValueError as error:
-            _log.error("the service tokens stay as they were: %s", error)
-        else:
-            _log.info("the service tokens were read again")
+        return self._tokens.value.whose(_shown(authorization))
 
     @web.middleware
     async def guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -86,18 +66,9 @@ class ServiceTokens:
         return await handler(request)
 
 
-def read_tokens(path: str) -> dict[Role, list[str]]:
+def read_tokens(path: str) -> HashedKeys[Role]:
     """Raises ValueError, which never holds a token."""
-    try:
-        found = msgspec.json.decode(read_secret(path), type=dict[Role, list[str]])
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{path}: {error}") from None
-    faults = faults_of({str(role): tokens for role, tokens in found.items()}, MIN_TOKEN_CHARACTERS)
-    if faults:
-        raise ValueError(f"{path}: {'; '.join(faults)}")
-    if not any(found.values()):
-        raise ValueError(f"{path} holds no tokens")
-    return found
+    return HashedKeys(read_by_role(path, Role))
 
 
 def _shown(authorization: str) -> str:

@@ -14,6 +14,7 @@ import zmq
 import zmq.asyncio
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
+from llumlet.credentials import NONE
 from vllm_llumnix.engine import relay as relay_module
 from vllm_llumnix.engine.relay import OriginUnreachable, Relay
 from vllm_llumnix.engine.request_state import Residence
@@ -89,7 +90,7 @@ async def relay(released: asyncio.Queue[Any]) -> AsyncIterator[Relay]:
         if requests:
             released.put_nowait((origin, requests))
 
-    relay = Relay(HELLO, release, lambda: wire.Health.OK, None)
+    relay = Relay(HELLO, release, lambda: wire.Health.OK, NONE)
     yield relay
     await relay.close()
 

@@ -30,11 +30,13 @@ from vllm.v1.engine import (
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from llumlet.credentials import NONE, Credentials
 from vllm_llumnix import hooks
 from vllm_llumnix.frontend.client import llumnix_client_class
 from vllm_llumnix.ids import Epoch
 from vllm_llumnix.migration import wire
-from vllm_llumnix.relay_keys import RelayKeys
+from vllm_llumnix.relay_address import RelayAddress
+from vllm_llumnix.relay_keys import connect
 
 VOCAB_SIZE = 1000
 FIRST_HOP = Epoch(0, 1)
@@ -138,7 +140,7 @@ class FakePeer:
         address: str,
         name: str = "peer",
         llumlet: str = "127.0.0.1:1",
-        keys: RelayKeys | None = None,
+        credentials: Credentials = NONE,
         incarnation: str = "1",
     ) -> None:
         self.name = name
@@ -146,9 +148,7 @@ class FakePeer:
         self.llumlet = llumlet
         self.socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        if keys is not None:
-            keys.secure_engine(self.socket)
-        self.socket.connect(address)
+        connect(self.socket, RelayAddress.parse(address), credentials)
 
     async def send(self, message: wire.ToOrigin) -> None:
         await self.socket.send(wire.encode(message))

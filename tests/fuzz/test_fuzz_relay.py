@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.v1.engine.core_client import AsyncMPClient
 
+from llumlet.credentials import NONE
 from tests.frontend.conftest import llumlet_enabled
 from tests.frontend.fakes import FakeEngine, FakePeer, close_client, new_client, relayed, request, tokens_of
 from tests.fuzz.hostile import anything, integers, texts
@@ -193,7 +194,7 @@ async def test_an_engine_and_an_origin_that_sends_nonsense() -> None:
     origin.bind("tcp://127.0.0.1:*")
     address = origin.getsockopt_string(zmq.LAST_ENDPOINT)
     released: asyncio.Queue[Any] = asyncio.Queue()
-    relay = EngineRelay(EXAMPLES[0], lambda *release: released.put_nowait(release), lambda: wire.Health.OK, None)
+    relay = EngineRelay(EXAMPLES[0], lambda *release: released.put_nowait(release), lambda: wire.Health.OK, NONE)
     relay.meet(address)
     identity, _ = await origin.recv_multipart()
     for data in (b"", b"\x00", DEEP, NOT_TEXT, wire.encode(EXAMPLES[2]), b"\xff" * 1000):

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two servers with certificates and a token: a live move between them, and strangers who get nothing."""
+"""Two servers with certificates and tokens: live moves between them, and strangers who get nothing."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import hashlib
+import json
 import re
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +22,10 @@ from llumlet.client import LlumletClient
 from llumlet.credential_files import CredentialFiles
 from llumlet.credentials import NONE, Credentials
 from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
+from llumlet.roles import Role
 from llumlet.types import Reason
 from tests.integration.conftest import Engines
+from tests.llumlet import messages
 from tests.support.authority import Authority, credential_files, flags_of, token_file
 
 pytestmark = pytest.mark.asyncio
@@ -30,18 +36,38 @@ GREEDY: dict[str, Any] = {"ignore_eos": True}
 
 class Cluster(NamedTuple):
     authority: Authority
-    token: Path
+    tokens: Path
+    """The instances' file: those of peers in clear, and what is enough to know an operator's."""
     caller: CredentialFiles
+    """An operator's."""
 
     def instance(self, name: str) -> CredentialFiles:
-        return credential_files(self.authority, name, self.token)
+        return credential_files(self.authority, name, self.tokens)
+
+    def peer(self, token: str, directory: Path) -> Credentials:
+        """Who has a certificate of the cluster, and this token alone."""
+        own = token_file(directory, "peer")
+        own.write_text(token)
+        return Credentials.load(dataclasses.replace(self.caller, token_file=str(own)))
+
+    @property
+    def peers_tokens(self) -> list[str]:
+        found: list[str] = json.loads(self.tokens.read_text())["peer"]
+        return found
+
+    def set_peers_tokens(self, *tokens: str) -> None:
+        operators = hashlib.sha256(Path(self.caller.token_file).read_bytes().strip()).hexdigest()
+        self.tokens.write_text(json.dumps({"peer": tokens, "operator": [f"sha256:{operators}"]}))
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     directory = tmp_path_factory.mktemp("cluster")
-    authority, token = Authority(directory), token_file(directory)
-    return Cluster(authority, token, credential_files(authority, "caller", token))
+    authority = Authority(directory)
+    caller = credential_files(authority, "caller", token_file(directory, "operator"))
+    cluster = Cluster(authority, token_file(directory), caller)
+    cluster.set_peers_tokens(secrets.token_hex(32))
+    return cluster
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +91,9 @@ class Pair(NamedTuple):
 
 
 def secrets_of(cluster: Cluster) -> list[str]:
-    """The token, and the lines of a private key."""
-    key = Path(cluster.caller.tls_key).read_text()
-    return [cluster.token.read_text().strip(), *re.findall(r"(?m)^[A-Za-z0-9+/=]{30,}$", key)]
+    """The tokens, and the lines of a private key."""
+    key, operator = (Path(path).read_text() for path in (cluster.caller.tls_key, cluster.caller.token_file))
+    return [operator.strip(), *cluster.peers_tokens, *re.findall(r"(?m)^[A-Za-z0-9+/=]{30,}$", key)]
 
 
 def secrets_shown(server: Server, secrets: list[str]) -> Iterator[str]:
@@ -84,7 +110,7 @@ async def test_a_move_and_strangers(pair: Pair, cluster: Cluster, tmp_path: Path
     a, b = pair
     assert a.llumlet is not None
     assert b.llumlet is not None
-    credentials = Credentials.load(cluster.caller)
+    credentials = Credentials.load(cluster.caller, Role.OPERATOR)
 
     async with Client(a.base_url) as client, LlumletClient(str(a.llumlet), credentials=credentials) as llumlet:
         expected = await (await client.complete(PROMPT, 600, **GREEDY, cache_salt="unmoved")).result()
@@ -106,21 +132,76 @@ async def test_a_move_and_strangers(pair: Pair, cluster: Cluster, tmp_path: Path
             else:
                 assert isinstance(failed.value, LlumletUnreachable)
 
-    secrets = secrets_of(cluster)
-    assert len(secrets) > 1
+    found = secrets_of(cluster)
+    assert len(found) > 2
     for server in (a, b):
-        assert list(secrets_shown(server, secrets)) == []
+        assert list(secrets_shown(server, found)) == []
+
+
+async def test_the_instances_token_is_replaced_under_a_moved_request(
+    pair: Pair, cluster: Cluster, tmp_path: Path
+) -> None:
+    """It goes on reporting to its origin, and moves back with the token that has come in the meantime."""
+    a, b = pair
+    assert a.llumlet is not None
+    assert b.llumlet is not None
+    (last,), following = cluster.peers_tokens, secrets.token_hex(32)
+    credentials = Credentials.load(cluster.caller, Role.OPERATOR)
+
+    async def until(token: str, is_accepted: bool) -> None:
+        for server in pair:
+            async with LlumletClient(str(server.llumlet), credentials=cluster.peer(token, tmp_path)) as peer:
+                async with asyncio.timeout(10):
+                    while await accepts(peer) is not is_accepted:  # noqa: ASYNC110
+                        await asyncio.sleep(0.05)
+
+    async with (
+        Client(a.base_url) as client,
+        LlumletClient(str(a.llumlet), credentials=credentials) as home,
+        LlumletClient(str(b.llumlet), credentials=credentials) as guest,
+    ):
+        expected = await (await client.complete(PROMPT, 3000, **GREEDY, cache_salt="unmoved")).result()
+        stream = await client.complete(PROMPT, 3000, **GREEDY, cache_salt="moved")
+        await stream.wait_for(30)
+        (request,) = (await home.list_requests()).requests
+        ids = [request.request_id]
+        (there,) = await migrate_through(home, a.llumlet, b.llumlet, request_ids=ids)
+        assert there.live, f"{there.phase} {there.reason} {there.detail}"
+        cluster.set_peers_tokens(last, following)
+        await until(following, True)
+        cluster.set_peers_tokens(following)
+        await until(last, False)
+        (back,) = await migrate_through(guest, b.llumlet, a.llumlet, request_ids=ids)
+        assert back.live, f"{back.phase} {back.reason} {back.detail}"
+        result = await stream.result()
+    assert result.token_ids == expected.token_ids
+
+
+async def accepts(peer: LlumletClient) -> bool:
+    try:
+        await peer.get_instance_metadata()
+    except LlumletError as error:
+        assert error.reason is Reason.UNAUTHENTICATED  # noqa: PT017
+        return False
+    return True
+
+
+async def test_an_operator_is_no_peer(pair: Pair, cluster: Cluster) -> None:
+    async with LlumletClient(str(pair.a.llumlet), credentials=Credentials.load(cluster.caller)) as operator:
+        with pytest.raises(LlumletError) as refused:
+            await operator.query(messages.settle())
+        assert refused.value.reason is Reason.ROLE_REFUSED
 
 
 def strangers(cluster: Cluster, tmp_path: Path) -> list[Credentials]:
     """In clear; without the token; with another token; with a certificate of another authority."""
     good = Credentials.load(cluster.caller)
-    other = Credentials.load(credential_files(Authority(tmp_path, "strangers"), "stranger", cluster.token))
+    other = credential_files(Authority(tmp_path, "strangers"), "stranger", Path(cluster.caller.token_file))
     return [
         NONE,
-        dataclasses.replace(good, token=b""),
-        dataclasses.replace(good, token=b"x" * 64),
-        dataclasses.replace(other, authority=good.authority),
+        dataclasses.replace(good, token_file=None),
+        cluster.peer("x" * 64, tmp_path),
+        dataclasses.replace(Credentials.load(other), authority=good.authority),
     ]
 
 

@@ -14,12 +14,12 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from llumlet.secret_files import LOOK_S
 from llumlet.types import Address
 from llumsched.commands import explain
 from llumsched.gateway.config import Config
 from llumsched.gateway.flags import FLAGS
 from llumsched.gateway.scheduler_client import SchedulerAway, SchedulerClient
-from llumsched.scheduler import access
 from llumsched.scheduler.access import ServiceTokens, read_tokens
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
 from llumsched.scheduling.policy import Mode, load_policy
@@ -146,7 +146,7 @@ def test_tokens_are_replaced_without_a_restart(write: Write, caplog: pytest.LogC
     tokens = ServiceTokens(write({"reader": [READER]}), lambda: clock[0])
 
     def roles() -> list[str | None]:
-        clock[0] += access._LOOK_S + 0.1
+        clock[0] += LOOK_S + 0.1
         return [tokens.role(f"Bearer {token}") for token in (READER, NEXT)]
 
     assert roles() == ["reader", None]
@@ -162,7 +162,7 @@ def test_tokens_are_replaced_without_a_restart(write: Write, caplog: pytest.LogC
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        ("{", "truncated"),
+        ("{", "is no JSON"),
         ({}, "holds no tokens"),
         ({"reader": []}, "holds no tokens"),
         ({"peer": [GATEWAY]}, "peer"),

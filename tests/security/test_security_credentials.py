@@ -26,13 +26,13 @@ def faults(files: CredentialFiles) -> str:
 def test_good_files(files: CredentialFiles, token: Path) -> None:
     loaded = Credentials.load(files)
     assert loaded.complete
-    assert loaded.token == token.read_bytes().strip()
+    assert loaded.own_tokens == (token.read_bytes().strip(),)
 
 
 def test_nothing_is_shown(files: CredentialFiles) -> None:
     loaded = Credentials.load(files)
     for text in (repr(loaded), str(loaded), f"{loaded}"):
-        assert loaded.token.decode() not in text
+        assert loaded.own_tokens[0].decode() not in text
         assert "PRIVATE" not in text
 
 
@@ -46,7 +46,7 @@ def test_secrets_of_everybody_are_refused(files: CredentialFiles, name: str, mod
 
 def test_a_group_may_read(files: CredentialFiles) -> None:
     Path(files.token_file).chmod(0o640)
-    assert Credentials.load(files).token
+    assert Credentials.load(files).own_tokens
 
 
 @pytest.mark.parametrize("text", ["", "short", "two words " * 10, "x" * 31, "ü" * 40])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,14 +16,20 @@ import pytest_asyncio
 import zmq
 import zmq.asyncio
 from vllm.v1.engine.core_client import AsyncMPClient
+from zmq.utils import z85
 
+from llumlet.credential_files import CredentialFiles
+from llumlet.credentials import NONE, Credentials
 from tests.frontend.conftest import context, directory, engine
 from tests.frontend.fakes import FakeEngine, FakePeer, close_client, new_client, relayed, request, tokens_of, until
+from tests.support.authority import token_file
 from vllm_llumnix.config import CONFIG_VARIABLE, LlumletConfig
 from vllm_llumnix.engine.relay import Relay as EngineRelay
 from vllm_llumnix.frontend.key_check import KeyCheck
 from vllm_llumnix.migration import wire
-from vllm_llumnix.relay_keys import ZAP_DOMAIN, RelayKeys
+from vllm_llumnix.reach import Reach
+from vllm_llumnix.relay_address import RelayAddress
+from vllm_llumnix.relay_keys import ZAP_DOMAIN, OriginKeys
 
 pytestmark = pytest.mark.asyncio
 __all__ = ["context", "directory", "engine"]
@@ -30,15 +37,13 @@ __all__ = ["context", "directory", "engine"]
 HELLO = wire.Hello(wire.RELAY_VERSION, "b", "1", "127.0.0.1:1", "digest")
 
 
-def keys_of(token: bytes) -> RelayKeys:
-    keys = RelayKeys.from_token(token)
-    assert keys is not None
-    return keys
+def credentials_of(file: Path) -> Credentials:
+    return Credentials.load(CredentialFiles(token_file=str(file)))
 
 
 @pytest.fixture
-def keys(token: Path) -> RelayKeys:
-    return keys_of(token.read_bytes().strip())
+def credentials(token: Path) -> Credentials:
+    return credentials_of(token)
 
 
 @pytest.fixture(autouse=True)
@@ -54,8 +59,8 @@ async def client(engine: FakeEngine, directory: Path) -> AsyncIterator[Any]:
     close_client(client)
 
 
-async def test_an_engine_of_the_cluster(client: Any, context: zmq.asyncio.Context, keys: RelayKeys) -> None:
-    peer = FakePeer(context, client.relay_address, keys=keys)
+async def test_an_engine_of_the_cluster(client: Any, context: zmq.asyncio.Context, credentials: Credentials) -> None:
+    peer = FakePeer(context, client.relay_address, credentials=credentials)
     await peer.hello()
     await peer.tokens(relayed("r", 0, 10, 11))
     assert await tokens_of(client, 2) == [10, 11]
@@ -63,46 +68,78 @@ async def test_an_engine_of_the_cluster(client: Any, context: zmq.asyncio.Contex
     peer.close()
 
 
-async def test_engines_without_the_token(client: Any, context: zmq.asyncio.Context, keys: RelayKeys) -> None:
-    """In clear; with keys of another token; with the right server key, but keys of its own."""
-    public, secret = zmq.curve_keypair()
-    own = RelayKeys(public, secret)
-    strangers = [FakePeer(context, client.relay_address), FakePeer(context, client.relay_address, keys=keys_of(b"x"))]
-    impostor: zmq.asyncio.Socket = context.socket(zmq.DEALER)
-    own.secure_engine(impostor)
-    impostor.setsockopt(zmq.CURVE_SERVERKEY, keys.public)
-    impostor.connect(client.relay_address)
+async def test_engines_without_the_token(
+    client: Any, context: zmq.asyncio.Context, credentials: Credentials, tmp_path: Path
+) -> None:
+    """In clear; with another token; with another token, and a key of the origin that is not its own."""
+    address = RelayAddress.parse(client.relay_address)
+    other = credentials_of(token_file(tmp_path, "other"))
+    strangers = [
+        FakePeer(context, address.endpoint),
+        FakePeer(context, str(address), credentials=other),
+        FakePeer(context, str(RelayAddress(address.endpoint, secrets.token_bytes(32))), credentials=credentials),
+    ]
     for stranger in strangers:
         await stranger.tokens(relayed("r", 0, 66))
-    await impostor.send(wire.encode(wire.TokenBatch("b", "1", "127.0.0.1:1", [relayed("r", 0, 66)])))
     await until(lambda: client.complaints.counts["stranger"] > 0)
-    friend = FakePeer(context, client.relay_address, keys=keys)
+    friend = FakePeer(context, client.relay_address, credentials=credentials)
     await friend.tokens(relayed("r", 0, 10))
     assert await tokens_of(client, 1) == [10]
     assert set(client.complaints.counts) == {"stranger"}
     for peer in (*strangers, friend):
         peer.close()
-    impostor.close(linger=0)
 
 
-async def test_an_origin_without_the_secret_hears_nothing(context: zmq.asyncio.Context, keys: RelayKeys) -> None:
-    """An engine is told the address of somebody who is no API server of the cluster: no token leaves it."""
-    public, secret = zmq.curve_keypair()
-    for server_keys in (None, RelayKeys(public, secret)):
+async def test_a_token_is_replaced_without_a_restart(
+    client: Any, context: zmq.asyncio.Context, token: Path, tmp_path: Path
+) -> None:
+    """The next one is added behind the last, then they change places, then the last one goes. An engine is at most one
+    step away from the origin, and always let in."""
+    last, following = client._credentials.own_tokens[0].decode(), secrets.token_hex(32)
+    steps = ([last], [last, following], [following, last], [following])
+    own = [
+        credentials_of(has_tokens(token_file(tmp_path, f"step-{number}"), step)) for number, step in enumerate(steps)
+    ]
+    for number, step in enumerate(steps):
+        has_tokens(token, step)
+        await until(lambda step=step: client._credentials.own_tokens == tuple(map(str.encode, step)))
+        for near in own[max(0, number - 1) : number + 2]:
+            peer = FakePeer(context, client.relay_address, credentials=near)
+            assert await peer.heartbeat("unknown") == ["unknown"]
+            peer.close()
+    assert client.complaints.counts == {}
+    late = FakePeer(context, client.relay_address, credentials=own[0])
+    await late.hello()
+    await until(lambda: client.complaints.counts["stranger"] > 0)
+    late.close()
+
+
+def has_tokens(file: Path, tokens: list[str]) -> Path:
+    file.write_text(json.dumps({"peer": tokens}))
+    return file
+
+
+async def test_an_origin_without_the_secret_hears_nothing(
+    context: zmq.asyncio.Context, credentials: Credentials
+) -> None:
+    """An engine is told the address of an API server at which somebody else listens: no token leaves the engine."""
+    public, _ = zmq.curve_keypair()
+    _, secret = zmq.curve_keypair()
+    for has_keys in (False, True):
         listener: zmq.asyncio.Socket = context.socket(zmq.ROUTER)
-        if server_keys is not None:
+        if has_keys:
             listener.setsockopt(zmq.CURVE_SERVER, 1)
-            listener.setsockopt(zmq.CURVE_SECRETKEY, server_keys.secret)
+            listener.setsockopt(zmq.CURVE_SECRETKEY, secret)
         listener.bind("tcp://127.0.0.1:*")
-        relay = EngineRelay(HELLO, lambda origin, requests: None, lambda: wire.Health.OK, keys)
-        relay.meet(listener.getsockopt_string(zmq.LAST_ENDPOINT))
+        relay = EngineRelay(HELLO, lambda origin, requests: None, lambda: wire.Health.OK, credentials)
+        relay.meet(str(RelayAddress(listener.getsockopt_string(zmq.LAST_ENDPOINT), z85.decode(public))))
         assert not await listener.poll(300)
         await relay.close()
         listener.close(linger=0)
 
 
-async def test_the_engine_s_own_end_fits(client: Any, keys: RelayKeys) -> None:
-    relay = EngineRelay(HELLO, lambda origin, requests: None, lambda: wire.Health.OK, keys)
+async def test_the_engine_s_own_end_fits(client: Any, credentials: Credentials) -> None:
+    relay = EngineRelay(HELLO, lambda origin, requests: None, lambda: wire.Health.OK, credentials)
     relay.meet(client.relay_address)
     answer = await relay.fence(client.relay_address, "r", relayed("r", 0, 1).epoch, 5.0)
     assert answer.raised is not None
@@ -110,10 +147,11 @@ async def test_the_engine_s_own_end_fits(client: Any, keys: RelayKeys) -> None:
     await relay.close()
 
 
-async def test_nobody_reads_along(context: zmq.asyncio.Context, client: Any, keys: RelayKeys) -> None:
+async def test_nobody_reads_along(context: zmq.asyncio.Context, client: Any, credentials: Credentials) -> None:
     """A listener on the wire sees neither request ids nor addresses."""
     recorded = bytearray()
-    port = int(client.relay_address.rpartition(":")[2])
+    relay = RelayAddress.parse(client.relay_address)
+    port = int(relay.endpoint.rpartition(":")[2])
 
     async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_connection("127.0.0.1", port)
@@ -128,8 +166,8 @@ async def test_nobody_reads_along(context: zmq.asyncio.Context, client: Any, key
         writer.close()
 
     wiretap = await asyncio.start_server(forward, "127.0.0.1", 0)
-    address = f"tcp://127.0.0.1:{wiretap.sockets[0].getsockname()[1]}"
-    peer = FakePeer(context, address, name="instance-in-clear", keys=keys)
+    address = str(RelayAddress(f"tcp://127.0.0.1:{wiretap.sockets[0].getsockname()[1]}", relay.key))
+    peer = FakePeer(context, address, name="instance-in-clear", credentials=credentials)
     await peer.hello()
     assert await peer.heartbeat("request-in-clear") == ["request-in-clear"]
     assert b"CURVE" in recorded
@@ -139,12 +177,14 @@ async def test_nobody_reads_along(context: zmq.asyncio.Context, client: Any, key
     await asyncio.sleep(0.05)
 
 
-async def test_no_handler_means_nobody(context: zmq.asyncio.Context, keys: RelayKeys) -> None:
+async def test_no_handler_means_nobody(context: zmq.asyncio.Context, credentials: Credentials) -> None:
     """If the key check were not there, libzmq would let nobody in rather than everybody."""
     listener: zmq.asyncio.Socket = context.socket(zmq.ROUTER)
-    keys.secure_origin(listener)
+    keys = OriginKeys(credentials)
+    keys.secure(listener)
     listener.bind("tcp://127.0.0.1:*")
-    peer = FakePeer(context, listener.getsockopt_string(zmq.LAST_ENDPOINT), keys=keys)
+    address = str(RelayAddress(listener.getsockopt_string(zmq.LAST_ENDPOINT), keys.public))
+    peer = FakePeer(context, address, credentials=credentials)
     await peer.hello()
     assert not await listener.poll(300)
     peer.close()
@@ -164,14 +204,17 @@ async def test_no_handler_means_nobody(context: zmq.asyncio.Context, keys: Relay
     ],
     ids=str,
 )
-async def test_answers_of_the_key_check(context: zmq.asyncio.Context, keys: RelayKeys, change: dict[str, Any]) -> None:
+async def test_answers_of_the_key_check(
+    context: zmq.asyncio.Context, credentials: Credentials, change: dict[str, Any]
+) -> None:
     refused: list[str] = []
-    check = KeyCheck(context, keys.public, refused.append)
+    keys = OriginKeys(credentials)
+    check = KeyCheck(context, keys, refused.append)
     task = asyncio.create_task(check.run())
     asker: zmq.asyncio.Socket = context.socket(zmq.REQ)
     asker.connect("inproc://zeromq.zap.01")
     fields: dict[str, Any] = {"version": b"1.0", "domain": ZAP_DOMAIN, "mechanism": b"CURVE"}
-    fields |= {"proof": [zmq.utils.z85.decode(keys.public)]} | change
+    fields |= {"proof": list(keys.accepted)} | change
     await asker.send_multipart(
         [fields["version"], b"7", fields["domain"], b"192.0.2.1", b"", fields["mechanism"], *fields["proof"]]
     )
@@ -183,11 +226,26 @@ async def test_answers_of_the_key_check(context: zmq.asyncio.Context, keys: Rela
     asker.close(linger=0)
 
 
-async def test_keys_come_from_the_token_alone_and_are_not_shown() -> None:
-    token = secrets.token_hex(32).encode()
-    assert keys_of(token) == keys_of(token) != keys_of(token + b"x")
-    assert RelayKeys.from_token(b"") is None
-    assert keys_of(token).secret.decode() not in repr(keys_of(token))
+async def test_engines_keys_come_from_the_token_alone_and_an_origin_s_from_nothing(
+    credentials: Credentials, token: Path, tmp_path: Path
+) -> None:
+    one, again = OriginKeys(credentials), OriginKeys(credentials_of(token))
+    assert one.accepted == again.accepted != OriginKeys(credentials_of(token_file(tmp_path, "other"))).accepted
+    assert one.public != again.public
+    assert not set(one.accepted) & {one.public, again.public}
+
+
+async def test_only_relays_with_a_key_are_met_by_who_has_a_token() -> None:
+    address = RelayAddress("tcp://127.0.0.1:1", secrets.token_bytes(32))
+    assert RelayAddress.parse(str(address)) == address
+    with_token, without = Reach(anywhere=False, keys=True), Reach(anywhere=False)
+    assert with_token.why_not_relay(str(address)) is None
+    assert without.why_not_relay(address.endpoint) is None
+    assert "has no key" in str(with_token.why_not_relay(address.endpoint))
+    assert "has a key" in str(without.why_not_relay(str(address)))
+    for damaged in ("", "00", "x" * 64, "+1" * 32, "0" * 66):
+        for reach in (with_token, without):
+            assert reach.why_not_relay(f"{address.endpoint}#{damaged}") is not None
 
 
 async def test_nothing_is_left_when_the_client_goes(engine: FakeEngine, client: Any) -> None:
@@ -208,7 +266,7 @@ async def test_origins_end_only_their_own_requests(context: zmq.asyncio.Context)
         addresses.append(origin.getsockopt_string(zmq.LAST_ENDPOINT))
     released: list[tuple[str, Any]] = []
     relay = EngineRelay(
-        HELLO, lambda origin, requests: released.append((origin, requests)), lambda: wire.Health.OK, None
+        HELLO, lambda origin, requests: released.append((origin, requests)), lambda: wire.Health.OK, NONE
     )
     for address in addresses:
         relay.meet(address)
@@ -234,10 +292,10 @@ async def test_origins_end_only_their_own_requests(context: zmq.asyncio.Context)
 
 @pytest.mark.parametrize("llumlet", ["10.0.0.1:4000", "metadata.internal:80", "unix:/x:1", "", "x" * 400])
 async def test_an_api_server_calls_nobody_elsewhere(
-    client: Any, context: zmq.asyncio.Context, keys: RelayKeys, llumlet: str
+    client: Any, context: zmq.asyncio.Context, credentials: Credentials, llumlet: str
 ) -> None:
     """Silent owners are probed where they say their llumlet is: without TLS that must be here."""
-    peer = FakePeer(context, client.relay_address, llumlet=llumlet, keys=keys)
+    peer = FakePeer(context, client.relay_address, llumlet=llumlet, credentials=credentials)
     epoch = relayed("r", 0, 1).epoch
     await peer.hello()
     await peer.tokens(relayed("r", 0, 66))
@@ -245,7 +303,7 @@ async def test_an_api_server_calls_nobody_elsewhere(
     await peer.heartbeat()
     assert client.complaints.counts == {"bad_address": 3}
     assert {owner.llumlet for owner in client._owners.all()} == {""}
-    good = FakePeer(context, client.relay_address, name="good", keys=keys)
+    good = FakePeer(context, client.relay_address, name="good", credentials=credentials)
     await good.tokens(relayed("r", 0, 10))
     assert await tokens_of(client, 1) == [10]
     for each in (peer, good):

@@ -70,7 +70,6 @@ from vllm_llumnix.ids import Epoch
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES
 from vllm_llumnix.migration import wire
 from vllm_llumnix.migration.source import Plan
-from vllm_llumnix.relay_keys import RelayKeys
 
 if TYPE_CHECKING:
     from vllm_llumnix.engine.bypass import Bypass
@@ -114,7 +113,7 @@ class LlumletAgent:
             ),
             self.release,
             lambda: kvconn.progress.health,
-            RelayKeys.from_token(bypass.credentials.token),
+            bypass.credentials,
         )
         self.departures = Departures(bypass, kvconn, self.relay, self.adapters, self.movers, CALL_SECONDS)
         self.listing = Listing(bypass, kvconn, self.departures)

@@ -20,14 +20,16 @@ import zmq
 import zmq.asyncio
 from vllm.v1.engine import EngineCoreOutputs
 
+from llumlet.credentials import Credentials
 from vllm_llumnix import faults
 from vllm_llumnix.engine.kvconn import FOREIGN_CLIENT
 from vllm_llumnix.engine.request_state import Residence
 from vllm_llumnix.errors import Reason, Refused
 from vllm_llumnix.ids import Epoch
 from vllm_llumnix.migration import wire
+from vllm_llumnix.relay_address import RelayAddress
 from vllm_llumnix.relay_convert import token_output_from
-from vllm_llumnix.relay_keys import RelayKeys
+from vllm_llumnix.relay_keys import connect
 
 logger = logging.getLogger("vllm.llumnix")
 
@@ -56,11 +58,11 @@ class Relay:
         hello: wire.Hello,
         on_release: Callable[[str, list[tuple[str, Epoch]]], None],
         health: Callable[[], wire.Health],
-        keys: RelayKeys | None,
+        credentials: Credentials,
     ) -> None:
         """`on_release` is told which origin wants nothing more of which requests."""
         self._hello = hello
-        self._keys = keys
+        self._credentials = credentials
         self._on_release = on_release
         self._health = health
         self._context = zmq.asyncio.Context()
@@ -166,7 +168,7 @@ class Relay:
     def _origin(self, address: str) -> _Origin:
         origin = self._origins.get(address)
         if origin is None:
-            origin = _Origin(self._context, address, next(self._indices), self._receive, self._keys)
+            origin = _Origin(self._context, address, next(self._indices), self._receive, self._credentials)
             logger.debug("relay: reporting to the API server at %s", address)
             self._origins[address] = self._by_index[origin.index] = origin
             origin.send(self._hello)
@@ -242,7 +244,7 @@ class _Origin:
         address: str,
         index: int,
         receive: Callable[[str, wire.ToEngine], None],
-        keys: RelayKeys | None,
+        credentials: Credentials,
     ) -> None:
         self.address = address
         self.index = index
@@ -251,9 +253,7 @@ class _Origin:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
-        if keys is not None:
-            keys.secure_engine(self._socket)
-        self._socket.connect(address)
+        connect(self._socket, RelayAddress.parse(address), credentials)
         self.is_own = False
         """Of the engine's own front-end."""
         self.claimed: dict[str, Epoch] = {}

@@ -49,7 +49,7 @@ from vllm_llumnix.frontend.streams import Orphan, Stream, Streams
 from vllm_llumnix.frontend.suspects import Suspects, Verdict
 from vllm_llumnix.ids import Epoch
 from vllm_llumnix.migration import wire
-from vllm_llumnix.relay_keys import RelayKeys
+from vllm_llumnix.relay_keys import OriginKeys
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -90,7 +90,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
             raise ConfigError([f"{config.CONFIG_VARIABLE} is not set"])
         self._settings = settings
         credentials = self._credentials = settings.credentials()
-        self._relay_keys = RelayKeys.from_token(credentials.token)
+        self._relay_keys = OriginKeys(credentials) if credentials.tokens else None
         self.complaints = Complaints()
         """What went wrong on the relay, counted by kind."""
         self._owners = Owners()

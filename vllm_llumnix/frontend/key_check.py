@@ -8,22 +8,21 @@ from collections.abc import Callable
 
 import zmq
 import zmq.asyncio
-from zmq.utils import z85
 
-from vllm_llumnix.relay_keys import ZAP_DOMAIN
+from vllm_llumnix.relay_keys import ZAP_DOMAIN, OriginKeys
 
 _ENDPOINT = "inproc://zeromq.zap.01"
 _VERSION = b"1.0"
 
 
 class KeyCheck:
-    """The ZAP handler of one context: accepts one public key. There can be only one.
+    """The ZAP handler of one context: accepts the engines' keys. There can be only one.
 
     `refused` is told the address of everybody else. libzmq holds connections back until `run` answers.
     """
 
-    def __init__(self, context: zmq.asyncio.Context, public_key: bytes, refused: Callable[[str], None]) -> None:
-        self._accepted = z85.decode(public_key)
+    def __init__(self, context: zmq.asyncio.Context, keys: OriginKeys, refused: Callable[[str], None]) -> None:
+        self._keys = keys
         self._refused = refused
         self._socket: zmq.asyncio.Socket = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -34,7 +33,7 @@ class KeyCheck:
         while True:
             version, question, domain, address, _, mechanism, *proof = await self._socket.recv_multipart()
             known = (version, domain, mechanism, len(proof)) == (_VERSION, ZAP_DOMAIN, b"CURVE", 1)
-            if known and hmac.compare_digest(proof[0], self._accepted):
+            if known and any(hmac.compare_digest(proof[0], one) for one in self._keys.accepted):
                 status, text = b"200", b"OK"
             else:
                 status, text = b"400", b"not this cluster's key"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The relay's end at the origin: a ROUTER socket on which engines report the requests that began here.
 
-With a token, only engines that have the same one can connect (`relay_keys`).
+With tokens, only engines that have one of them can connect (`relay_keys`).
 
 One per API server process. A peer can send what it likes: messages are bounded before they are decoded, decoded into
 structs of our own, and whatever is wrong with one of them is counted, logged at a limited rate, and changes nothing for
@@ -26,7 +26,8 @@ import zmq.asyncio
 from vllm_llumnix.frontend.key_check import KeyCheck
 from vllm_llumnix.hosts import reachable_host
 from vllm_llumnix.migration import wire
-from vllm_llumnix.relay_keys import RelayKeys
+from vllm_llumnix.relay_address import RelayAddress
+from vllm_llumnix.relay_keys import OriginKeys
 
 logger = logging.getLogger("vllm.llumnix")
 
@@ -65,7 +66,7 @@ class Relay:
         host: str,
         receive: Receive,
         complaints: Complaints,
-        keys: RelayKeys | None = None,
+        keys: OriginKeys | None = None,
     ) -> None:
         self._receive = receive
         self._complaints = complaints
@@ -74,11 +75,12 @@ class Relay:
         self._socket: zmq.asyncio.Socket = context.socket(zmq.ROUTER)
         try:
             if keys is not None:
-                self._key_check = KeyCheck(context, keys.public, lambda peer: complaints.note("stranger", peer))
-                keys.secure_origin(self._socket)
+                self._key_check = KeyCheck(context, keys, lambda peer: complaints.note("stranger", peer))
+                keys.secure(self._socket)
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
-            self.address = _bind(self._socket, host)
+            self.address = str(RelayAddress(_bind(self._socket, host), keys.public if keys else b""))
+            """For engines."""
         except BaseException:
             self._close()
             raise

@@ -48,6 +48,10 @@ def faults_of(keys: Mapping[str, Iterable[str]], least: int) -> list[str]:
     return found
 
 
+def is_hash(key: str) -> bool:
+    return _HASHED.fullmatch(key) is not None
+
+
 def _digest_of(key: str) -> bytes:
     hashed = _HASHED.fullmatch(key)
     return bytes.fromhex(hashed[1]) if hashed else hashlib.sha256(key.encode()).digest()

@@ -22,7 +22,7 @@ from llumsched.gateway import errors, sse
 from llumsched.gateway.backends import Backend
 from llumsched.gateway.body import Content
 from llumsched.gateway.connection import Connection
-from llumsched.gateway.continuation import CannotContinue
+from llumsched.gateway.continuable import CannotContinue
 from llumsched.gateway.errors import GatewayError, StreamLost
 from llumsched.gateway.placement import Asked, Placed
 from llumsched.gateway.tried import Tried

@@ -18,14 +18,15 @@ detokenizer (`DecodeStream` of tokenizers) starts without a prefix where the pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from llumsched.gateway.body import Body, Content
-from llumsched.gateway.sse import DONE, EventStream, event, num_numbers, numbers, payload
+from llumsched.gateway.continuable import CannotContinue, Outline
+from llumsched.gateway.sse import DONE, EventStream, event, last_numbers, num_numbers, numbers, payload
 
 COMPLETIONS = "/v1/completions"
 DETOKENIZE = "/detokenize"
@@ -37,91 +38,6 @@ _MOST_AGAIN = 16
 _INCOMPLETE = "\ufffd"
 _DEFAULT_MAX_TOKENS = 16
 """Of /v1/completions; a chat may go on to the end of the context."""
-_REPLACED = frozenset(
-    ("messages", "prompt", "max_tokens", "max_completion_tokens", "min_tokens", "tools", "tool_choice", "request_id",
-     "parallel_tool_calls", "return_token_ids", "add_special_tokens", "truncate_prompt_tokens", "truncation_side",
-     "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "documents",
-     "reasoning_effort", "include_reasoning", "return_prompt_text", "logprobs", "top_logprobs", "n", "echo",
-     "response_format")
-)  # fmt: skip
-"""Set anew, or without meaning once the prompt is token ids."""
-
-
-class CannotContinue(Exception):
-    """With the reason, for the client and the log."""
-
-
-def _given(value: Any) -> bool:
-    return bool(value)
-
-
-def _above_one(value: Any) -> bool:
-    return value not in (None, 1)
-
-
-def _not_text(value: Any) -> bool:
-    return bool(value) and (not isinstance(value, dict) or value.get("type") != "text")
-
-
-_REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "n": (_above_one, "it has several choices"),
-    "best_of": (_above_one, "it has several choices"),
-    "use_beam_search": (_given, "beam search"),
-    "echo": (_given, "it echoes its prompt"),
-    "suffix": (_given, "it fills a gap (`suffix`)"),
-    "logprobs": (lambda value: value is not None and value is not False, "it returns logprobs"),
-    "prompt_logprobs": (lambda value: value is not None, "it returns logprobs"),
-    "stop": (_given, "a stop string may lie across the cut"),
-    "bad_words": (_given, "a bad word may lie across the cut"),
-    "presence_penalty": (_given, "a penalty counts its output"),
-    "frequency_penalty": (_given, "a penalty counts its output"),
-    "repetition_detection": (_given, "repetition detection counts its output"),
-    "thinking_token_budget": (_given, "a budget counts its output"),
-    "response_format": (_not_text, "its output is constrained"),
-    "structured_outputs": (_given, "its output is constrained"),
-    "guided_json": (_given, "its output is constrained"),
-    "guided_regex": (_given, "its output is constrained"),
-    "guided_choice": (_given, "its output is constrained"),
-    "guided_grammar": (_given, "its output is constrained"),
-    "include_reasoning": (lambda value: value is False, "hidden reasoning"),
-    "watermarking": (_given, "a watermark depends on its output"),
-    "vllm_xargs": (_given, "it has arguments for extensions"),
-    "logits_processors": (_given, "it has logits processors"),
-    "kv_transfer_params": (_given, "its KV cache comes from elsewhere"),
-    "ec_transfer_params": (_given, "its encoder cache comes from elsewhere"),
-    "prompt_embeds": (_given, "its prompt is embeddings"),
-}
-
-
-def refusal(document: Mapping[str, Any]) -> str:
-    """Why a request with these fields is not continued; "" if it is."""
-    for name, (is_refused, reason) in _REFUSED.items():
-        if name in document and is_refused(document[name]):
-            return reason
-    if document.get("tools") and document.get("tool_choice") != "none":
-        return "its output may hold tool calls"
-    if document.get("seed") is not None and document.get("temperature") != 0:
-        return "a seeded sequence cannot be entered in the middle"
-    if _is_several_prompts(document.get("prompt")):
-        return "it has several prompts"
-    if any(_is_multimodal(message) for message in document.get("messages") or ()):
-        return "its prompt is not text only"
-    return ""
-
-
-def _is_several_prompts(prompt: Any) -> bool:
-    return isinstance(prompt, list) and len(prompt) > 1 and any(not isinstance(part, int) for part in prompt)
-
-
-def _has_several_choices(document: Mapping[str, Any]) -> bool:
-    return _above_one(document.get("n")) or _is_several_prompts(document.get("prompt"))
-
-
-def _is_multimodal(message: Any) -> bool:
-    content = message.get("content") if isinstance(message, dict) else None
-    return isinstance(content, list) and any(
-        not isinstance(part, str) and (not isinstance(part, dict) or part.get("type") != "text") for part in content
-    )
 
 
 @dataclass(slots=True)
@@ -156,6 +72,12 @@ class Transcript:
     @property
     def prompt_and_tokens(self) -> list[int]:
         return numbers(self.prompt_ids or b"") + self.token_ids
+
+    @property
+    def prompt_and_tokens_json(self) -> Content:
+        """The same. A prompt is long, and not worth being read."""
+        between = b"," if self.num_prompt and self.token_ids else b""
+        return b"[", self.prompt_ids or b"", between, msgspec.json.encode(self.token_ids)[1:]
 
     def take(self, events: EventStream) -> None:
         """Adds one engine's part."""
@@ -197,7 +119,9 @@ class Transcript:
 
     def last_tokens(self, model: str) -> bytes:
         """The request for `DETOKENIZE` whose answer tells whether they end a character."""
-        tokens = self.prompt_and_tokens[-_NUM_LAST:]
+        tokens = self.token_ids[-_NUM_LAST:]
+        if more := _NUM_LAST - len(tokens):
+            tokens = last_numbers(self.prompt_ids or b"", more) + tokens
         return msgspec.json.encode({"model": model, "tokens": tokens})
 
 
@@ -218,42 +142,42 @@ class Continuation:
     """From the other engine's events to the client's."""
 
 
-def plan(body: Body, path: str, transcript: Transcript, max_model_len: int | None) -> Continuation:
+def plan(body: Body, outline: Outline, path: str, transcript: Transcript, max_model_len: int | None) -> Continuation:
     """What to ask another engine for. The stream has begun and not finished. Raises CannotContinue."""
-    document = body.document()
-    if reason := refusal(document):
-        raise CannotContinue(reason)
+    if outline.refusal:
+        raise CannotContinue(outline.refusal)
     if transcript.is_parsed:
         raise CannotContinue("the engine was in the middle of reasoning or a tool call")
     if transcript.prompt_ids is None:
         raise CannotContinue("the engine gave no token ids")
     if not transcript.token_ids and not transcript.again:
         return Continuation(path, body.with_token_ids(), _again(transcript))
-    content = _remaining(document, transcript, max_model_len)
-    return Continuation(COMPLETIONS, (msgspec.json.encode(content),), _onward(transcript))
+    fields = msgspec.json.decode(outline.fields, type=dict[str, Any])
+    fields |= {"stream": True, "return_token_ids": True}
+    fields |= _remaining(msgspec.json.decode(outline.limits, type=dict[str, Any]), transcript, max_model_len)
+    content = msgspec.json.encode(fields)[:-1], b',"prompt":', *transcript.prompt_and_tokens_json, b"}"
+    return Continuation(COMPLETIONS, content, _onward(transcript))
 
 
-def _remaining(document: dict[str, Any], transcript: Transcript, max_model_len: int | None) -> dict[str, Any]:
-    prompt = transcript.prompt_and_tokens
+def _remaining(limits: dict[str, Any], transcript: Transcript, max_model_len: int | None) -> dict[str, int]:
     num_delivered = len(transcript.token_ids)
     if transcript.is_chat:
-        limit = document.get("max_completion_tokens")
-        limit = document.get("max_tokens") if limit is None else limit
+        limit = limits.get("max_completion_tokens")
+        limit = limits.get("max_tokens") if limit is None else limit
     else:
-        limit = document.get("max_tokens", _DEFAULT_MAX_TOKENS)
+        limit = limits.get("max_tokens", _DEFAULT_MAX_TOKENS)
     if limit is not None:
         max_tokens = _number(limit) - num_delivered
     elif max_model_len is not None:
-        max_tokens = max_model_len - len(prompt)
+        max_tokens = max_model_len - transcript.num_prompt - num_delivered
     else:
         raise CannotContinue("it has no max_tokens, and the model's length is not known")
     if max_tokens < 1:
         raise CannotContinue("no token is left to generate")
-    content = {name: value for name, value in document.items() if name not in _REPLACED}
-    content |= {"prompt": prompt, "max_tokens": max_tokens, "stream": True, "return_token_ids": True}
-    if min_tokens := document.get("min_tokens"):
-        content["min_tokens"] = max(0, _number(min_tokens) - num_delivered)
-    return content
+    remaining = {"max_tokens": max_tokens}
+    if min_tokens := limits.get("min_tokens"):
+        remaining["min_tokens"] = max(0, _number(min_tokens) - num_delivered)
+    return remaining
 
 
 def _number(value: Any) -> int:
@@ -347,16 +271,15 @@ def _usage(num_prompt: int, num_completion: int) -> dict[str, int]:
     }
 
 
-def ending(body: Body, transcript: Transcript) -> bytes:
+def ending(outline: Outline, transcript: Transcript) -> bytes:
     """What is missing of a stream a finish reason of which has come. Raises CannotContinue if it cannot be known."""
     if transcript.is_done:
         return b""
     if transcript.has_usage:
         return DONE
-    document = body.document()
-    if _has_several_choices(document):
+    if outline.has_several_choices:
         raise CannotContinue("it has several choices")
-    if not (document.get("stream_options") or {}).get("include_usage"):
+    if not outline.tells_usage:
         return DONE
     if transcript.prompt_ids is None or not transcript.head:
         raise CannotContinue("its usage is not known")

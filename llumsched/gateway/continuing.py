@@ -17,7 +17,8 @@ from llumsched.gateway import continuation, errors, sse
 from llumsched.gateway.attempts import Attempts, not_continued
 from llumsched.gateway.backends import Backend
 from llumsched.gateway.connection import Connection
-from llumsched.gateway.continuation import CannotContinue, Transcript
+from llumsched.gateway.continuable import CannotContinue, Outline
+from llumsched.gateway.continuation import Transcript
 from llumsched.gateway.errors import GatewayError, StreamLost
 from llumsched.gateway.paths import Style
 from llumsched.gateway.placement import Placed
@@ -44,13 +45,14 @@ class Continuing(Attempts):
         )
         if self._wants_ids:
             self._content = self._body.with_token_ids()
+        self._outline: Outline | None = None
         self._max_model_len: int | None = None
         """Of the engine that was lost."""
         self._change: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
 
     @property
     def _is_continuable(self) -> bool:
-        """As far as can be told without reading all of the body: `continuation.refusal` has the last word."""
+        """As far as can be told without reading all of the body: `continuable.outline` has the last word."""
         head = self._body.head
         return (
             self._config.continuation
@@ -89,9 +91,9 @@ class Continuing(Attempts):
             transcript.take_back()
         if transcript.is_withheld:
             transcript.forget_tokens()
-            self._plan()
+            await self._plan()
         elif transcript.again:
-            self._plan()
+            await self._plan()
 
     async def _ends_within_character(self, placed: Placed) -> bool:
         content = (self._transcript.last_tokens(self._body.model),)
@@ -161,10 +163,10 @@ class Continuing(Attempts):
     async def _interrupted(self, lost: StreamLost, backend: Backend) -> web.StreamResponse | None:
         try:
             if self._transcript.is_finished:
-                return await self._end(continuation.ending(self._body, self._transcript))
+                return await self._end(continuation.ending(await self._outlined(), self._transcript))
             self._max_model_len = backend.max_model_len(self._body.model)
-            self._plan()
-        except (CannotContinue, errors.InvalidRequest) as reason:
+            await self._plan()
+        except CannotContinue as reason:
             self._count_continuation("refused")
             if failed := self._failure:
                 self._record.status = 502
@@ -172,11 +174,17 @@ class Continuing(Attempts):
             return await self._end_with(not_continued(f"The stream was lost ({lost})", reason))
         return None
 
-    def _plan(self) -> None:
+    async def _outlined(self) -> Outline:
+        """Raises CannotContinue."""
+        if self._outline is None:
+            self._outline = await self._around.tokens.outline(self._body)
+        return self._outline
+
+    async def _plan(self) -> None:
+        outline = await self._outlined()
         if not self._wants_ids:
-            reason = continuation.refusal(self._body.document())
-            raise CannotContinue(reason or "the client did not want that")
-        planned = continuation.plan(self._body, self._first_target, self._transcript, self._max_model_len)
+            raise CannotContinue(outline.refusal or "the client did not want that")
+        planned = continuation.plan(self._body, outline, self._first_target, self._transcript, self._max_model_len)
         self._target, self._content, self._change = planned.path, planned.content, planned.change
 
     def _last_words(self, error: GatewayError) -> bytes:

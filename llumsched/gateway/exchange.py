@@ -81,7 +81,7 @@ class Exchanges:
         self.metrics = metrics
         self.stored = stored
         self._access_log = access_log
-        self._tokens = tokens
+        self.tokens = tokens
         self._ids = RequestIds()
         self.num_in_flight = 0
         self.budget = RetryBudget(config.retry_budget, lambda: self.num_in_flight, time.monotonic)
@@ -153,7 +153,7 @@ class Exchanges:
                 return Body(content, Head()), None
             if found.path.is_form:
                 return Body.read_form(content, request.headers.get("Content-Type", "")), None
-            return await self._tokens.read(content), None
+            return await self.tokens.read(content), None
         except GatewayError as error:
             return None, error
 
@@ -162,7 +162,7 @@ class Exchanges:
         if path.is_form or path.work is Work.TEXT:
             return _UNCOUNTED
         if path.kind is Kind.CONTINUED:
-            return await self._tokens.count(body)
+            return await self.tokens.count(body)
         if len(body.content) > _ESTIMATED_BYTES:
             return Counted(of_bytes(len(body.content)))
         return Counted(estimate.num_tokens(body.document()))

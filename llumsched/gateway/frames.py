@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from llumsched.gateway.body import Head
+from llumsched.gateway.continuable import Outline
 
 JOB_LENGTHS: Final = struct.Struct("!II")
 ANSWER_LENGTH: Final = struct.Struct("!I")
@@ -24,6 +25,7 @@ class Task(StrEnum):
     READ = "read"
     """What `Body.read` reads."""
     COUNT = "count"
+    OUTLINE = "outline"
 
 
 class Job(msgspec.Struct, array_like=True):
@@ -43,6 +45,7 @@ class Answer(msgspec.Struct, array_like=True):
     token_ids: tuple[int, ...] | None = None
     head: Head | None = None
     fault: str = ""
+    outline: Outline | None = None
 
 
 class Settings(msgspec.Struct):

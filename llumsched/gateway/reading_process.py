@@ -23,6 +23,7 @@ import msgspec
 
 from llumsched.gateway import frames, prompts
 from llumsched.gateway.body import Body, Head
+from llumsched.gateway.continuable import outline
 from llumsched.gateway.errors import InvalidRequest
 from llumsched.gateway.frames import Answer, Job, Settings, Task
 
@@ -96,7 +97,13 @@ def _work(connection: socket.socket, tokenizers: dict[str, ModelTokenizer]) -> N
     job = frames.read_job(bytes(_receive(connection, num_header)))
     content = _receive(connection, num_body)
     _limit(job.cpu_s)
-    answer = _read(content) if job.task is Task.READ else _count(connection, job, content, tokenizers)
+    match job.task:
+        case Task.READ:
+            answer = _read(content)
+        case Task.COUNT:
+            answer = _count(connection, job, content, tokenizers)
+        case Task.OUTLINE:
+            answer = _outline(content)
     _limit(0.0)
     connection.sendall(frames.answer_frame(answer))
 
@@ -148,6 +155,13 @@ def _count(connection: socket.socket, job: Job, content: bytearray, tokenizers: 
         connection.sendall(frames.answer_frame(by_length))
     counted = prompts.count(tokenizer, document)
     return Answer(is_last=True, num_tokens=counted.num_tokens, token_ids=counted.token_ids if job.wants_ids else None)
+
+
+def _outline(content: bytearray) -> Answer:
+    try:
+        return Answer(is_last=True, outline=outline(Body(content, Head()).document()))
+    except InvalidRequest as error:
+        return Answer(is_last=True, fault=str(error))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ _TEXT = re.compile(rb'"(?:text|content|reasoning|reasoning_content|arguments)":\
 _FAILED = re.compile(rb'^data:\s*\{\s*"error":', re.MULTILINE)
 _NO_CHOICES = re.compile(rb'"choices":\s*\[\s*\]')
 _DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
+_NUMBERS = msgspec.json.Decoder(list[int])
 
 DONE = b"data: [DONE]\n\n"
 
@@ -117,7 +118,12 @@ def _without_ids(match: re.Match[bytes]) -> bytes:
 
 
 def numbers(ids: bytes) -> list[int]:
-    return [int(number) for number in ids.split(b",")] if ids.strip() else []
+    """Of those with commas between them. 20 ns each."""
+    return _NUMBERS.decode(b"[" + ids + b"]")
+
+
+def last_numbers(ids: bytes, most: int) -> list[int]:
+    return numbers(b",".join(ids.rsplit(b",", most)[-most:]))
 
 
 def num_numbers(ids: bytes) -> int:

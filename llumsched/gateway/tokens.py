@@ -12,6 +12,7 @@ from typing import Final
 
 from llumsched.gateway import errors, prompts
 from llumsched.gateway.body import Body
+from llumsched.gateway.continuable import CannotContinue, Outline, outline
 from llumsched.gateway.errors import InvalidRequest
 from llumsched.gateway.frames import Job, Task
 from llumsched.gateway.prompts import Counted
@@ -66,6 +67,22 @@ class TokenCounter:
         if answer.head is None:
             raise InvalidRequest(answer.fault or "The body takes too long to read.")
         return Body(content, answer.head)
+
+    async def outline(self, body: Body) -> Outline:
+        """Raises CannotContinue."""
+        if len(body.content) <= _COUNTED_HERE_BYTES:
+            try:
+                return outline(body.document())
+            except InvalidRequest as error:
+                raise CannotContinue(str(error)) from None
+        try:
+            cpu_s = self._cpu_s + len(body.content) / _READ_BYTES_PER_S
+            answer = await self._readers.run(Job(Task.OUTLINE, cpu_s), body.content, _LONG_WAIT_S)
+        except Unavailable:
+            raise CannotContinue("too many large requests are being read") from None
+        if answer.outline is None:
+            raise CannotContinue(answer.fault or "its body takes too long to read")
+        return answer.outline
 
     async def count(self, body: Body) -> Counted:
         is_small = len(body.content) <= _COUNTED_HERE_BYTES

@@ -18,7 +18,8 @@ from benchmarks import mock_api
 from benchmarks.mock_api import VOCABULARY, Detokenizer, Mock, bytes_of, next_token
 from llumsched.gateway import retries, tried
 from llumsched.gateway.body import Body
-from llumsched.gateway.continuation import CannotContinue, Transcript, plan, refusal
+from llumsched.gateway.continuable import CannotContinue, outline
+from llumsched.gateway.continuation import Transcript, plan
 from llumsched.gateway.sse import DONE, EventStream, event, is_clients_fault, numbers
 from tests.llumsched.gateway_support import DEADLINE_S, Cluster, Reply, Scripted, cluster, until
 
@@ -192,7 +193,7 @@ def _read(*ids: list[int]) -> EventStream:
 
 def _ids_told(body: Body, transcript: Transcript, *ids: list[int]) -> list[list[int]]:
     """Of another engine's events with these."""
-    change = plan(body, COMPLETIONS, transcript, None).change
+    change = plan(body, outline(body.document()), COMPLETIONS, transcript, None).change
     changed = [change({"choices": [{"index": 0, "text": "", "token_ids": one}]}) for one in ids]
     return [document["choices"][0]["token_ids"] for document in changed if document is not None]
 
@@ -552,7 +553,35 @@ def _error(reply: Reply) -> dict[str, Any]:
     ],
 )
 def test_what_is_refused(fields: dict[str, Any], reason: str) -> None:
-    assert refusal(fields) == reason
+    assert outline(fields).refusal == reason
+
+
+def test_what_would_be_long_to_read_is_refused() -> None:
+    bias = {str(token): 1.0 for token in range(40_000)}
+    assert outline({"prompt": [1] * 200_000, "logit_bias": {"1": 1.0}}).refusal == ""
+    assert outline({"prompt": [1], "logit_bias": bias}).refusal == "its fields beside the prompt are too long"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"), [([7, 8, 90], [1, 2]), ([7], []), ([], [1]), ([], []), (list(range(3000)), [5])]
+)
+def test_a_prompt_goes_on_as_it_came(prompt: list[int], tokens: list[int]) -> None:
+    ids = ",".join(map(str, prompt)).encode()
+    transcript = Transcript(is_chat=False, keeps_ids=True, prompt_ids=ids, token_ids=tokens)
+    assert transcript.prompt_and_tokens == prompt + tokens
+    assert json.loads(b"".join(transcript.prompt_and_tokens_json)) == prompt + tokens
+    assert json.loads(transcript.last_tokens("m")) == {"model": "m", "tokens": (prompt + tokens)[-1024:]}
+
+
+@pytest.mark.asyncio
+async def test_a_long_prompt_goes_on() -> None:
+    """Its request is read by another process."""
+    body = BODIES[COMPLETIONS] | {"prompt": [7] * 50_000, "return_token_ids": True}
+    async with cluster(mock=Mock(seen=[])) as it:
+        whole = _told(await it.post(COMPLETIONS, body))
+        it.engines.fail_at = 2
+        assert _told(await it.post(COMPLETIONS, body)) == whole
+        assert it.gateway.exchanges.tokens._readers._workers
 
 
 def test_reasoning_and_tool_calls_are_not_continued() -> None:
@@ -564,7 +593,7 @@ def test_reasoning_and_tool_calls_are_not_continued() -> None:
         transcript = Transcript(is_chat=True, keeps_ids=False)
         transcript.take(events)
         with pytest.raises(CannotContinue, match="reasoning or a tool call"):
-            plan(body, CHAT, transcript, None)
+            plan(body, outline(body.document()), CHAT, transcript, None)
 
 
 @pytest.mark.asyncio

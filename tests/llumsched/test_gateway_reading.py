@@ -22,8 +22,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from llumlet.types import Address
-from llumsched.gateway import prompts, reading
-from llumsched.gateway.body import Body
+from llumsched.gateway import prompts, reading, tokens
+from llumsched.gateway.body import Body, Head
+from llumsched.gateway.continuable import CannotContinue, outline
 from llumsched.gateway.errors import InvalidRequest
 from llumsched.gateway.model_tokenizer import ModelTokenizer
 from llumsched.gateway.tokens import TokenCounter
@@ -321,7 +322,7 @@ async def test_no_body_keeps_the_loop(body: bytes) -> None:
     nobody = (Address("127.0.0.1", 1),)
     settings = {"scheduling_policy": "load-balance", "scheduler_endpoints": nobody, "backend_endpoints": (engine,)}
     async with server, cluster(num_engines=0, **settings) as it:
-        await it.gateway._tokens.read(b" " * (2 << 20) + b"{}")  # the processes are there
+        await it.gateway.exchanges.tokens.read(b" " * (2 << 20) + b"{}")  # the processes are there
         turns = _Turns()
         measuring = asyncio.create_task(turns.measure())
         answer = await asyncio.to_thread(_ask, it.gateway.port, body)
@@ -329,3 +330,42 @@ async def test_no_body_keeps_the_loop(body: bytes) -> None:
         assert answer.startswith(b"HTTP/1.1 200")
         assert max(sizes) >= len(body)
         assert turns.longest_s < LONGEST_TURN_S
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("frozen")
+async def test_no_lost_stream_keeps_the_loop() -> None:
+    """Of a large request all fields are looked at before its stream goes on at another engine: not here."""
+    document = {"model": "m", "prompt": [1] * (LARGE_BYTES // 3), "max_tokens": 7, "top_k": 5, "logit_bias": {"3": -1}}
+    body = Body(json.dumps(document).encode(), Head())
+    async with _counter({}) as counter:
+        await counter.read(b" " * (2 << 20) + b"{}")  # the processes are there
+        turns = _Turns()
+        measuring = asyncio.create_task(turns.measure())
+        found = await counter.outline(body)
+        measuring.cancel()
+    assert turns.longest_s < LONGEST_TURN_S
+    assert found == outline(document)
+    assert json.loads(found.fields) == {"model": "m", "top_k": 5, "logit_bias": {"3": -1}}
+    assert json.loads(found.limits) == {"max_tokens": 7}
+
+
+@pytest.mark.asyncio
+async def test_what_cannot_be_read_is_not_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "_READ_BYTES_PER_S", 1 << 40)
+    large = Body(b'{"a":[' + b"[]," * (8 << 20) + b"[]]}", Head())
+    async with _counter({}) as counter:
+        for filler in ("", "x" * 80_000):
+            with pytest.raises(CannotContinue, match="out of range"):
+                await counter.outline(Body(b'{"a":1e999,"b":"%b"}' % filler.encode(), Head()))
+        monkeypatch.setattr(counter, "_cpu_s", 0.01)
+        with pytest.raises(CannotContinue, match="takes too long"):
+            await counter.outline(large)
+    async with _counter({}) as counter:
+        monkeypatch.setattr(counter._readers, "start", _no_process)
+        with pytest.raises(CannotContinue, match="too many"):
+            await counter.outline(large)
+
+
+async def _no_process() -> None:
+    raise OSError

@@ -79,7 +79,9 @@ def _parser(name: str, command: Command | None) -> argparse.ArgumentParser:
         if command is not None and each == name:
             sub.description = command.DESCRIPTION
             command.add_arguments(sub)
-            add_arguments(sub.add_argument_group("credentials", "The same as the instances'."))
+            add_arguments(
+                sub.add_argument_group("credentials", "As the instances have them; the token may be an operator's.")
+            )
     return parser
 
 

@@ -27,9 +27,11 @@ def select(engine: SimulatedEngine, request: MigrateRequest) -> list[SimulatedRe
         if unknown:
             raise LlumletError(Reason.UNKNOWN_REQUEST, f"not here: {', '.join(unknown)}")
         return [here[request_id] for request_id in request.request_ids]
-    candidates = [each for each in _ordered(engine, request.migration_req_policy) if not each.moving]
+    candidates = _ordered(engine, request.migration_req_policy)
     if request.migration_type == MigrationType.NUM_REQ:
-        return candidates if request.num_reqs == -1 else candidates[: request.num_reqs]
+        if request.num_reqs == -1:
+            return candidates + [each for each in _movable(engine) if each not in candidates]
+        return candidates[: request.num_reqs]
     tokens = request.num_tokens
     if request.migration_type == MigrationType.RATIO:
         tokens = int(request.kv_cache_usage_ratio * engine.model.num_blocks * engine.model.block_size)
@@ -37,12 +39,19 @@ def select(engine: SimulatedEngine, request: MigrateRequest) -> list[SimulatedRe
 
 
 def _ordered(engine: SimulatedEngine, policy: MigrationReqPolicy) -> list[SimulatedRequest]:
-    waiting = sorted(engine.waiting, key=_ORDERS[MigrationReqPolicy.FCR])
-    if policy == MigrationReqPolicy.FCW:
+    movable = _movable(engine)
+    waiting = [each for each in movable if each in engine.waiting]
+    if policy == MigrationReqPolicy.FCW or (policy == MigrationReqPolicy.FCWSR and waiting):
         return waiting
+    return sorted((each for each in movable if each not in engine.waiting), key=_ORDERS[policy])
+
+
+def _movable(engine: SimulatedEngine) -> list[SimulatedRequest]:
+    """Those that wait before those that run; first come, first."""
     decoding = [each for each in engine.running if not each.in_prefill]
-    running = sorted(decoding, key=_ORDERS[policy])
-    return waiting + running if policy == MigrationReqPolicy.FCWSR else running
+    first_come = _ORDERS[MigrationReqPolicy.FCR]
+    both = sorted(engine.waiting, key=first_come) + sorted(decoding, key=first_come)
+    return [each for each in both if not each.moving]
 
 
 def _of_tokens(candidates: list[SimulatedRequest], tokens: int) -> list[SimulatedRequest]:

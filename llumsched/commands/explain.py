@@ -10,10 +10,12 @@ from typing import Any
 
 import aiohttp
 
-from llumsched import output
+from llumlet.types import Address
+from llumsched import output, scheduler_access
 from llumsched.commands import arguments
 from llumsched.exit_codes import ExitCode
 from llumsched.scheduler.process import PORT
+from llumsched.scheduler_access import Access
 
 DESCRIPTION = """Ask a running scheduler where it would send a request now, and why not elsewhere.
 
@@ -33,13 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scheduling-mode", default="neutral", metavar="MODE", help=f"{', '.join(_MODES)} (default %(default)s)"
     )
-    arguments.add_service_token(parser)
+    scheduler_access.add_arguments(parser)
     arguments.add_json(parser)
 
 
 def faults(args: argparse.Namespace) -> list[str]:
     args.addresses, found = arguments.address("--scheduler", args.scheduler)
-    args.headers, more = arguments.service_headers(args)
+    args.access, more = scheduler_access.given(args)
     found += more
     if not (args.prompt_num_tokens.isascii() and args.prompt_num_tokens.isdigit()):
         found.append(f"--prompt-num-tokens {args.prompt_num_tokens!r} is not a number")
@@ -56,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         "scheduling_mode": args.scheduling_mode,
     }
     try:
-        status, answer = asyncio.run(_ask(f"http://{args.addresses[0]}/debug/schedule", asked, args.headers))
+        status, answer = asyncio.run(_ask(args.addresses[0], asked, args.access))
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         print(f"llumnix explain: scheduler {args.addresses[0]}: {error or 'no answer'}", file=sys.stderr)
         return ExitCode.UNREACHABLE
@@ -70,11 +72,10 @@ def run(args: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
-async def _ask(url: str, asked: dict[str, Any], headers: dict[str, str]) -> tuple[int, Any]:
-    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+async def _ask(scheduler: Address, asked: dict[str, Any], access: Access) -> tuple[int, Any]:
     async with (
-        aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
-        session.post(url, json=asked) as answer,
+        access.session(_TIMEOUT_S) as session,
+        session.post(access.url(scheduler, "/debug/schedule"), json=asked) as answer,
     ):
         return answer.status, await (answer.json() if answer.status == 200 else answer.text())
 

@@ -9,8 +9,8 @@ from dataclasses import fields
 from typing import Any
 
 from llumlet.loopback import is_loopback
+from llumsched import tls
 from llumsched.exit_codes import ExitCode
-from llumsched.gateway import tls
 from llumsched.gateway.config import Config
 from llumsched.gateway.flags import FLAGS, REPEATED, SWITCHES
 
@@ -77,7 +77,7 @@ def _contradictions(config: Config) -> Iterator[tuple[set[str], str]]:
         if getattr(config, f"ssl_{given}") and not getattr(config, f"ssl_{missing}"):
             yield {f"ssl_{missing}"}, f"--ssl-{given} needs --ssl-{missing}"
     if config.ssl_certfile and config.ssl_keyfile:
-        for fault in tls.faults(config.ssl_certfile, config.ssl_keyfile):
+        for fault in tls.server_faults(config.ssl_certfile, config.ssl_keyfile):
             yield {"ssl_certfile", "ssl_keyfile"}, fault
     if not (config.insecure or config.is_guarded or is_loopback(config.host)):
         needed = (

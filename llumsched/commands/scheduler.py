@@ -27,6 +27,7 @@ from llumsched.scheduler.backends import API_KEY_VARIABLE
 from llumsched.scheduling.filters import FailoverDomain
 from llumsched.scheduling.load import InferType
 from llumsched.scheduling.policy import Mode, Overrides, Policy, PolicyError, built_in_policies, load_policy
+from llumsched.tls import server_faults
 
 DESCRIPTION = """Choose an instance for each request of the gateways.
 
@@ -63,6 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--service-token-file", metavar="FILE",
         help='tokens of those who may ask over HTTP, by role: {"gateway": […], "reader": […], "operator": […]}',
     )  # fmt: skip
+    group.add_argument("--ssl-certfile", metavar="FILE", help="certificate to answer HTTP with, over TLS (PEM)")
+    group.add_argument("--ssl-keyfile", metavar="FILE", help="its private key (PEM)")
     _add_cms(parser.add_argument_group("instances"))
     _add_dispatch(parser.add_argument_group("dispatch"))
     rescheduling.add_arguments(parser)
@@ -162,7 +165,10 @@ class _Reader:
             "backend_api_key": os.environ.get(API_KEY_VARIABLE, ""),
             "insecure": args.insecure,
             "service_token_file": self._service_tokens(),
+            "ssl_certfile": args.ssl_certfile or "",
+            "ssl_keyfile": args.ssl_keyfile or "",
         }
+        self.faults += server_faults(values["ssl_certfile"], values["ssl_keyfile"])
         values["policy"] = self._policy(mode)
         values["rescheduling"] = self._rescheduling(mode)
         return values

@@ -10,7 +10,7 @@ import sys
 from rich.table import Table
 
 from llumlet.types import Address
-from llumsched import output
+from llumsched import output, scheduler_access
 from llumsched.commands import arguments
 from llumsched.commands.instances import add_cms, cms_faults
 from llumsched.exit_codes import ExitCode
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scheduler", metavar="HOST:PORT", help="HTTP address of the scheduler whose rescheduler's moves are shown"
     )
-    arguments.add_service_token(parser)
+    scheduler_access.add_arguments(parser)
     parser.add_argument("--once", action="store_true", help="print what is now, and exit")
     parser.add_argument("--interval", default="1", metavar="SECONDS", help="between two objects of --json (default 1)")
     arguments.add_json(parser)
@@ -48,7 +48,7 @@ def faults(args: argparse.Namespace) -> list[str]:
         addresses, more = arguments.address("--scheduler", args.scheduler.removeprefix("http://").rstrip("/"))
         found += more
         args.scheduler_address = addresses[0] if addresses else None
-    args.headers, more = arguments.service_headers(args)
+    args.access, more = scheduler_access.given(args)
     found += more
     args.interval_s, more = arguments.number("--interval", args.interval)
     found += more or ([] if args.interval_s > 0 else ["--interval must be positive"])
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _source(args: argparse.Namespace) -> Source:
     address: Address | None = args.scheduler_address
-    return Source(args.cms, address, args.credentials, args.headers)
+    return Source(args.cms, address, args.credentials, args.access)
 
 
 async def _print(args: argparse.Namespace) -> int:

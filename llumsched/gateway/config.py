@@ -34,6 +34,8 @@ class Config:
     """`round-robin` is done here; with any other the scheduler is asked, which applies its own."""
     backend_endpoints: tuple[Endpoint | Address, ...] = ()
     scheduler_endpoints: tuple[Address, ...] = ()
+    scheduler_ca_file: str = ""
+    """Of those whose certificates schedulers show, who are asked over https then; empty: in clear."""
     backend_api_key: str = field(default="", repr=False)
     """Sent to engines; empty: clients' own."""
     backend_https: bool = False

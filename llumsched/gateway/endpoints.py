@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-import ssl
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -34,9 +33,3 @@ class Endpoint:
 
     def url(self, path: str) -> str:
         return f"{'https' if self.is_tls else 'http'}://{self.address}{self.base}{path}"
-
-
-def context(ca_file: str) -> ssl.SSLContext:
-    """Of connections to engines, whose certificates must be of the authorities of `ca_file`; empty: of the system's.
-    Raises OSError if it holds none; ssl.SSLError is one."""
-    return ssl.create_default_context(cafile=ca_file or None)

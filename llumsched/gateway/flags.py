@@ -12,8 +12,9 @@ from typing import Any
 from llumlet.secret_files import read_secret
 from llumlet.types import Address
 from llumsched.gateway.config import MOST_WORKERS, AccessLog
-from llumsched.gateway.endpoints import Endpoint, context
+from llumsched.gateway.endpoints import Endpoint
 from llumsched.gateway.key_file import read_keys
+from llumsched.tls import checked_ca_file
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)?")
 _UNITS = {None: 1.0, "s": 1.0, "ms": 1e-3, "m": 60.0, "h": 3600.0}
@@ -98,14 +99,6 @@ def _endpoints(text: str) -> tuple[Endpoint, ...]:
     return tuple(dict.fromkeys(Endpoint.parse(part) for part in text.split(",") if part.strip()))
 
 
-def _ca_file(text: str) -> str:
-    try:
-        context(text)
-    except OSError as error:
-        raise ValueError(f"{text} holds no certificates: {error}") from None
-    return text
-
-
 def _access_log(text: str) -> AccessLog:
     try:
         return AccessLog(text)
@@ -175,13 +168,19 @@ FLAGS: dict[str, dict[str, Flag]] = {
             "API servers, for round-robin and while the scheduler is away; also http(s)://HOST:PORT/PATH",
         ),
         "--backend-https": ("backend_https", _switch, "", "instances that the scheduler names are asked over https"),
-        "--backend-ca-file": ("backend_ca_file", _ca_file, "FILE", "authorities of engines' certificates (PEM)"),
+        "--backend-ca-file": ("backend_ca_file", checked_ca_file, "FILE", "authorities of engines' certificates (PEM)"),
         "--backend-api-key-file": ("backend_api_key", _word_of_file, "FILE", "the engines' own --api-key"),
         "--scheduler-endpoints": (
             "scheduler_endpoints",
             _addresses,
             "HOST:PORT,…",
             "schedulers; the first that answers is asked",
+        ),
+        "--scheduler-ca-file": (
+            "scheduler_ca_file",
+            checked_ca_file,
+            "FILE",
+            "authorities of their certificates (PEM): they are asked over https",
         ),
         "--enable-full-mode-scheduling": (
             "full_mode",

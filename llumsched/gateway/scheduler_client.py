@@ -7,12 +7,14 @@ Schedulers know nothing of each other: what becomes of a request is told to the 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
+import ssl
 import time
 from collections import deque
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,6 +24,7 @@ import msgspec
 from llumlet.types import Address
 from llumsched.gateway.config import Config
 from llumsched.gateway.errors import UnknownModel
+from llumsched.tls import client_context
 
 _log = logging.getLogger(__name__)
 _AWAY_S: Final = 1.0
@@ -90,10 +93,11 @@ class SchedulerClient:
         headers = {"Content-Type": "application/json"}
         if config.service_token:
             headers["Authorization"] = config.service_token
-        self._session = session
-        self._headers = headers
         self._timeout_s = config.schedule_timeout_s
-        self._schedulers = {address: _Scheduler(address, session, headers) for address in config.scheduler_endpoints}
+        tls = client_context(config.scheduler_ca_file) if config.scheduler_ca_file else None
+        self._schedulers = {
+            address: _Scheduler(address, session, headers, tls) for address in config.scheduler_endpoints
+        }
         self._in_turn = list(self._schedulers.values())
         self._current = random.randrange(len(self._in_turn)) if self._in_turn else 0
         """The one that answered last. Gateways begin with different ones."""
@@ -175,8 +179,7 @@ class SchedulerClient:
     async def instances(self) -> list[Address]:
         """The API servers of all instances that the scheduler knows; none if it does not say."""
         try:
-            url = f"http://{self._in_turn[self._current].address}/debug/view"
-            async with self._session.get(url, headers=self._headers, timeout=_SHORT) as answer:
+            async with self._in_turn[self._current].get("/debug/view") as answer:
                 view = _VIEW.decode(await answer.read())
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
             return []
@@ -189,9 +192,8 @@ class SchedulerClient:
         now_s = time.monotonic()
         if now_s - self._refusal_s > _READY_S:
             self._refusal_s = now_s
-            url = f"http://{self._in_turn[self._current].address}/ready"
             try:
-                async with self._session.get(url, headers=self._headers, timeout=_SHORT) as answer:
+                async with self._in_turn[self._current].get("/ready") as answer:
                     text = (await answer.text(errors="replace"))[:_MOST_WHY_CHARACTERS]
                     why = None if text.startswith(_WARMING.decode()) else f"the scheduler says: {text}"
                     self._refusal = {200: "", 503: why}.get(answer.status)
@@ -232,10 +234,12 @@ _RELEASED: Final = ("id", "model", "gateway_id", "scheduling_result")
 class _Scheduler:
     """One of them. It is told one thing after another: what was said later never arrives earlier."""
 
-    def __init__(self, address: Address, session: aiohttp.ClientSession, headers: dict[str, str]) -> None:
+    def __init__(
+        self, address: Address, session: aiohttp.ClientSession, headers: dict[str, str], tls: ssl.SSLContext | None
+    ) -> None:
         self.address = address
-        self._session = session
-        self._headers = headers
+        self._url = f"{'https' if tls else 'http'}://{address}"
+        self._request = functools.partial(session.request, headers=headers, ssl=tls or True)
         self._reports: dict[str, dict[str, dict[str, Any]]] = {}
         """The newest of each kind, by request."""
         self._releases: deque[bytes] = deque()
@@ -245,9 +249,11 @@ class _Scheduler:
         self._telling: asyncio.Task[None] | None = None
 
     async def post(self, path: str, body: bytes, limit: aiohttp.ClientTimeout) -> tuple[int, bytes]:
-        url = f"http://{self.address}{path}"
-        async with self._session.post(url, data=body, headers=self._headers, timeout=limit) as answer:
+        async with self._request("POST", self._url + path, data=body, timeout=limit) as answer:
             return answer.status, await answer.read()
+
+    def get(self, path: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        return self._request("GET", self._url + path, timeout=_SHORT)
 
     def report(self, reports: Iterable[dict[str, Any]]) -> None:
         for report in reports:

@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 
 from llumlet.tasks import keep_running
-from llumsched.gateway import endpoints, tls
+from llumsched import tls
 from llumsched.gateway.access_log import AccessLogger
 from llumsched.gateway.admission import Admission
 from llumsched.gateway.api_keys import ApiKeys
@@ -59,7 +59,7 @@ class Gateway:
         self.config = config
         self.port = 0
         self._keys = ApiKeys(config.api_key_file) if config.api_key_file else None
-        self._tls = tls.context(config.ssl_certfile, config.ssl_keyfile) if config.ssl_certfile else None
+        self._tls = tls.server_context(config.ssl_certfile, config.ssl_keyfile) if config.ssl_certfile else None
         self._tokens = TokenCounter(
             config.tokenizers,
             config.chat_template,
@@ -76,7 +76,7 @@ class Gateway:
         except ValueError:
             listening.close()
             raise
-        engines_tls = endpoints.context(config.backend_ca_file) if config.asks_https else None
+        engines_tls = tls.client_context(config.backend_ca_file) if config.asks_https else None
         self._session = new_session(config.connect_timeout_s, engines_tls)
         access = Access(config.backend_api_key, checks_clients=bool(config.api_key_file))
         self._passes_keys = access.passes_clients

@@ -32,6 +32,7 @@ from llumsched.scheduling.load import InferType
 from llumsched.scheduling.lrs import RealtimeState
 from llumsched.scheduling.policy import Mode, Policy
 from llumsched.scheduling.warmth import QUIET_S
+from llumsched.tls import server_context
 
 _EXPIRE_S: Final = 0.5
 _STOP_S: Final = 2.0
@@ -66,6 +67,9 @@ class SchedulerConfig:
     credentials: Credentials = field(default=NONE, repr=False)
     insecure: bool = False
     service_token_file: str = ""
+    ssl_certfile: str = ""
+    """Of the HTTP service; empty: in clear."""
+    ssl_keyfile: str = ""
     """Empty: whoever reaches the HTTP service may ask it."""
 
 
@@ -140,7 +144,8 @@ async def _listen(stack: AsyncExitStack, app: web.Application, config: Scheduler
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=_STOP_S)
     await runner.setup()
     stack.push_async_callback(runner.cleanup)
-    site = web.TCPSite(runner, config.host, config.port)
+    tls = server_context(config.ssl_certfile, config.ssl_keyfile) if config.ssl_certfile else None
+    site = web.TCPSite(runner, config.host, config.port, ssl_context=tls)
     await site.start()
     port: int = runner.addresses[0][1]
     return port

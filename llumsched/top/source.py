@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Self
@@ -17,6 +16,7 @@ import aiohttp
 from llumlet.credentials import NONE, Credentials
 from llumlet.types import Address
 from llumsched.cms.store import open_store
+from llumsched.scheduler_access import IN_CLEAR, Access
 from llumsched.summary import summary
 
 POLL_S: Final = 0.5
@@ -55,13 +55,13 @@ class Source:
         cms: str,
         scheduler: Address | None = None,
         credentials: Credentials = NONE,
-        headers: Mapping[str, str] | None = None,
+        access: Access = IN_CLEAR,
     ) -> None:
-        """`headers`: of requests to the scheduler. Raises ValueError if `cms` is no URL of a store."""
+        """Raises ValueError if `cms` is no URL of a store."""
         self._store = open_store(cms, credentials)
         self._cms = cms
         self._scheduler = scheduler
-        self._headers = headers
+        self._access = access
         self._moves: list[dict[str, Any]] = []
         self._moves_problem = ""
         self._task: asyncio.Task[None] | None = None
@@ -105,9 +105,8 @@ class Source:
         return f": {self._store.problem}" if self._store.problem else ""
 
     async def _poll(self, scheduler: Address) -> None:
-        timeout = aiohttp.ClientTimeout(total=CALL_S)
-        url = f"http://{scheduler}/debug/rescheduling"
-        async with aiohttp.ClientSession(timeout=timeout, headers=self._headers, trust_env=False) as session:
+        url = self._access.url(scheduler, "/debug/rescheduling")
+        async with self._access.session(CALL_S) as session:
             while True:
                 try:
                     async with session.get(url) as answer:

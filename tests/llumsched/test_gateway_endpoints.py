@@ -16,8 +16,8 @@ from aiohttp import web
 
 from benchmarks.mock_api import Mock
 from llumlet.types import Address
+from llumsched import tls
 from llumsched.commands import gateway as command
-from llumsched.gateway import tls
 from llumsched.gateway.endpoints import Endpoint
 from tests.llumsched.gateway_support import cluster
 from tests.support.authority import Authority
@@ -75,7 +75,7 @@ async def _engine(mock: Mock, context: ssl.SSLContext) -> AsyncIterator[Address]
 async def test_an_engine_behind_https_and_a_path(tmp_path: Path) -> None:
     authority, other = Authority(tmp_path), Authority(tmp_path, "other authority")
     mock = _Behind(seen=[])
-    async with _engine(mock, tls.context(*map(str, authority.issue("engine")))) as address:
+    async with _engine(mock, tls.server_context(*map(str, authority.issue("engine")))) as address:
         known: dict[str, Any] = {"num_engines": 0, "backend_endpoints": (Endpoint(address, True, mock.base),)}
         async with cluster(**known, backend_ca_file=str(authority.path)) as it:
             for _ in range(2):
@@ -96,7 +96,7 @@ async def test_an_engine_behind_https_and_a_path(tmp_path: Path) -> None:
 @pytest.mark.asyncio
 async def test_instances_that_the_scheduler_names_may_be_asked_over_https(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
-    async with _engine(Mock(), tls.context(*map(str, authority.issue("engine")))) as address:
+    async with _engine(Mock(), tls.server_context(*map(str, authority.issue("engine")))) as address:
         settings = {"backend_https": True, "backend_ca_file": str(authority.path)}
         async with cluster(num_engines=0, backend_endpoints=(), **settings) as it:
             it.gateway.backends.at(address)

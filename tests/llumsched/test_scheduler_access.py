@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import dataclasses
 import hashlib
 import json
 from collections.abc import AsyncIterator, Callable
@@ -16,21 +18,25 @@ import pytest_asyncio
 
 from llumlet.secret_files import LOOK_S
 from llumlet.types import Address
+from llumsched import scheduler_access
 from llumsched.commands import explain
 from llumsched.gateway.config import Config
 from llumsched.gateway.flags import FLAGS
 from llumsched.gateway.scheduler_client import SchedulerAway, SchedulerClient
 from llumsched.scheduler.access import ServiceTokens, read_tokens
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
+from llumsched.scheduler_access import IN_CLEAR, Access
 from llumsched.scheduling.policy import Mode, load_policy
 from llumsched.top.source import Source
 from tests.llumsched import scheduling_cases as cases
 from tests.llumsched.test_scheduler_cli import parsed
+from tests.support.authority import Authority
 
 GATEWAY, NEXT, READER, OPERATOR = (name * 8 for name in ("gate", "next", "read", "oper"))
 HASHED = "sha256:" + hashlib.sha256(NEXT.encode()).hexdigest()
 TOKENS = {"gateway": [GATEWAY, HASHED], "reader": [READER], "operator": [OPERATOR]}
 ASKED = {"id": "r", "model": "m", "gateway_id": "g"}
+CONFIG = SchedulerConfig(load_policy("load-balance", Mode.FULL), port=0, cms="listen://127.0.0.1:0", warms_up_s=0.0)
 
 Write = Callable[[Any], str]
 
@@ -49,10 +55,7 @@ def write(tmp_path: Path) -> Write:
 
 @pytest_asyncio.fixture
 async def scheduler(write: Write) -> AsyncIterator[RunningScheduler]:
-    policy = load_policy("load-balance", Mode.FULL)
-    tokens = write(TOKENS)
-    config = SchedulerConfig(policy, port=0, cms="listen://127.0.0.1:0", warms_up_s=0.0, service_token_file=tokens)
-    running = await serve(config)
+    running = await serve(dataclasses.replace(CONFIG, service_token_file=write(TOKENS)))
     cases.put(running.view, "a", api_server_port=8000)
     yield running
     await running.close()
@@ -129,16 +132,65 @@ async def test_a_gateway_shows_its_token(scheduler: RunningScheduler, tmp_path: 
 
 @pytest.mark.asyncio
 async def test_people_show_theirs(scheduler: RunningScheduler) -> None:
-    url = f"http://127.0.0.1:{scheduler.port}/debug/schedule"
-    headers = {"Authorization": f"Bearer {READER}"}
-    assert (await explain._ask(url, ASKED, headers))[0] == 200
-    assert (await explain._ask(url, ASKED, {}))[0] == 401
-    address = Address("127.0.0.1", scheduler.port)
-    for shown, why in ((headers, "no rescheduler runs in it"), (None, "it answers 401")):
-        async with Source("127.0.0.1:1", address, headers=shown) as source:
+    address, reader = Address("127.0.0.1", scheduler.port), Access({"Authorization": f"Bearer {READER}"})
+    assert (await explain._ask(address, ASKED, reader))[0] == 200
+    assert (await explain._ask(address, ASKED, IN_CLEAR))[0] == 401
+    for access, why in ((reader, "no rescheduler runs in it"), (IN_CLEAR, "it answers 401")):
+        async with Source("127.0.0.1:1", address, access=access) as source:
             async with asyncio.timeout(30):
                 await source._asked.wait()
             assert why in source._moves_problem
+
+
+@pytest.mark.asyncio
+async def test_what_is_said_to_it_is_encrypted(write: Write, tmp_path: Path) -> None:
+    """By gateways and by people, and to nobody who has no certificate of the authority."""
+    authority, strangers = Authority(tmp_path), Authority(tmp_path, "strangers")
+    certificate, key = map(str, authority.issue("scheduler"))
+    config = dataclasses.replace(CONFIG, service_token_file=write(TOKENS), ssl_certfile=certificate, ssl_keyfile=key)
+    running = await serve(config)
+    cases.put(running.view, "a", api_server_port=8000)
+    address = Address("127.0.0.1", running.port)
+    token = tmp_path / "reader"
+    token.touch(mode=0o600)
+    token.write_text(READER)
+    try:
+        for ca, reached in ((authority, True), (strangers, False)):
+            settings = {"scheduler_ca_file": str(ca.path), "service_token": f"Bearer {GATEWAY}"}
+            args = argparse.Namespace(service_token_file=str(token), scheduler_ca_file=str(ca.path))
+            access, faults = scheduler_access.given(args)
+            assert not faults
+            async with aiohttp.ClientSession() as session:
+                gateway = SchedulerClient(Config(scheduler_endpoints=(address,), **settings), session)
+                assert await gateway.refusal() == ("" if reached else None)
+                assert await gateway.instances() == ([Address("127.0.0.1", 8000)] if reached else [])
+                if reached:
+                    decision = await gateway.schedule(ASKED)
+                    assert decision.result[0]["id"] == "a"
+                    gateway.release(decision.scheduler, ASKED | {"scheduling_result": decision.result})
+                    await gateway.close()
+                    assert (await explain._ask(address, ASKED, access))[0] == 200
+                else:
+                    with pytest.raises(SchedulerAway, match="certificate"):
+                        await gateway.schedule(ASKED)
+                    with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                        await explain._ask(address, ASKED, access)
+        async with aiohttp.ClientSession() as session:
+            in_clear = SchedulerClient(Config(scheduler_endpoints=(address,)), session)
+            with pytest.raises(SchedulerAway):
+                await in_clear.schedule(ASKED)
+    finally:
+        await running.close()
+
+
+def test_files_of_tls_are_looked_at_first(write: Write, tmp_path: Path) -> None:
+    certificate, key = map(str, Authority(tmp_path).issue("scheduler"))
+    _, other = map(str, Authority(tmp_path, "other").issue("other"))
+    assert not parsed("--ssl-certfile", certificate, "--ssl-keyfile", key)[0]
+    assert "belong together" in parsed("--ssl-certfile", certificate)[0][0]
+    assert "do not fit" in parsed("--ssl-certfile", certificate, "--ssl-keyfile", other)[0][0]
+    args = argparse.Namespace(service_token_file=None, scheduler_ca_file=other)
+    assert "holds no certificates" in scheduler_access.given(args)[1][0]
 
 
 def test_tokens_are_replaced_without_a_restart(write: Write, caplog: pytest.LogCaptureFixture) -> None:

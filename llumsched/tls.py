@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TLS of HTTP connections: of those that others open, and of our own."""
+
+from __future__ import annotations
+
+import ssl
+
+
+def server_context(certfile: str, keyfile: str) -> ssl.SSLContext:
+    """TLS 1.2 and above. Raises OSError if the files are no certificate and its key; ssl.SSLError is one."""
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    made.minimum_version = ssl.TLSVersion.TLSv1_2
+    # A key with a passphrase is refused, not asked for at a terminal that may not be there.
+    made.load_cert_chain(certfile, keyfile, password="")
+    made.set_alpn_protocols(["http/1.1"])
+    return made
+
+
+def server_faults(certfile: str, keyfile: str) -> list[str]:
+    """Of `--ssl-certfile` and `--ssl-keyfile`, as they were given; none if neither was."""
+    if bool(certfile) != bool(keyfile):
+        return ["--ssl-certfile and --ssl-keyfile belong together"]
+    try:
+        if certfile:
+            server_context(certfile, keyfile)
+    except (OSError, ValueError) as error:
+        return [f"--ssl-certfile {certfile} and --ssl-keyfile {keyfile} do not fit: {error}"]
+    return []
+
+
+def client_context(ca_file: str) -> ssl.SSLContext:
+    """Servers' certificates must be of the authorities of `ca_file`; empty: of the system's. Raises OSError if it holds
+    none; ssl.SSLError is one."""
+    return ssl.create_default_context(cafile=ca_file or None)
+
+
+def checked_ca_file(path: str) -> str:
+    """Raises ValueError if it holds no certificates."""
+    try:
+        client_context(path)
+    except OSError as error:
+        raise ValueError(f"{path} holds no certificates: {error}") from None
+    return path

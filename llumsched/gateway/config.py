@@ -97,8 +97,10 @@ class Config:
     ssl_keyfile: str = ""
     insecure: bool = False
     """Listens elsewhere than at loopback without keys and TLS."""
+    shutdown_delay_s: float = 0.0
+    """How long requests are accepted after SIGTERM, while `/ready` says that none should come."""
     shutdown_timeout_s: float = 30.0
-    """How long streams may go on after SIGTERM."""
+    """How long streams may go on after that."""
     access_log: AccessLog = AccessLog.LINE
 
     @property

@@ -158,7 +158,13 @@ FLAGS: dict[str, dict[str, Flag]] = {
         "--ssl-certfile": ("ssl_certfile", _file, "FILE", "certificate to listen with (PEM)"),
         "--ssl-keyfile": ("ssl_keyfile", _secret_file, "FILE", "its private key (PEM)"),
         "--insecure": ("insecure", _switch, "", "listen beyond this machine without keys or TLS"),
-        "--shutdown-timeout": ("shutdown_timeout_s", _seconds, "TIME", "how long streams may go on after SIGTERM"),
+        "--shutdown-delay": (
+            "shutdown_delay_s",
+            _seconds,
+            "TIME",
+            "how long requests are accepted after SIGTERM, while /ready is 503 already",
+        ),
+        "--shutdown-timeout": ("shutdown_timeout_s", _seconds, "TIME", "how long streams may go on after that"),
         "--access-log": ("access_log", _access_log, "FORM", "off, line or json"),
     },
     "instances": {

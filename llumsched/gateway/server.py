@@ -120,6 +120,10 @@ class Gateway:
         )
         return self
 
+    def leave(self) -> None:
+        """From now on it says that it is not ready, and that connections end with their answers. It goes on serving."""
+        self._server.is_leaving = True
+
     async def __aexit__(self, *_: object) -> None:
         """Accepts no more, lets what runs come to its end for a while, then ends it."""
         self._listener.close()
@@ -199,7 +203,9 @@ class Gateway:
 
     async def ready(self, request: web.BaseRequest) -> web.StreamResponse:
         reason = "no instance was asked yet"
-        if self.backends.refreshed_s > -math.inf:
+        if self._server.is_leaving:
+            reason = "shutting down"
+        elif self.backends.refreshed_s > -math.inf:
             reason = await self.placement.refusal()
         return _text(503, reason + "\n", **{"Retry-After": "1"}) if reason else _text(200, "OK")
 

@@ -77,6 +77,9 @@ class Metrics:
         self.refused = self._counter(
             "gateway_key_refused", "Requests without a key, or beyond what theirs allows.", ["key", "limit"]
         )
+        self.unlogged = self._counter(
+            "gateway_access_log_dropped", "Lines of the access log that stdout did not take.", []
+        )
         self.e2e = self._histogram("request_e2e_latency_seconds", "Arrival to end, of status 200.", _E2E_S)
         self.ttft = self._histogram("request_ttft_milliseconds", "Arrival to the first event of a stream.", _TTFT_MS)
         self.itl = self._histogram("request_itl_milliseconds", "Gaps between what came of a stream.", _ITL_MS)

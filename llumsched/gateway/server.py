@@ -90,7 +90,7 @@ class Gateway:
         self.metrics = Metrics(self.backends.listed)
         self.upstream = Upstream(config.connect_timeout_s, access, engines_tls)
         self.placement = self._placement()
-        self.access_log = AccessLogger(config.access_log)
+        self.access_log = AccessLogger(config.access_log, self.metrics.unlogged)
         self.exchanges = Exchanges(
             config,
             self.backends,
@@ -140,7 +140,7 @@ class Gateway:
         self.upstream.close()
         await self._session.close()
         await self._tokens.close()
-        self.access_log.flush()
+        self.access_log.close()
 
     def _placement(self) -> Placement:
         if self.config.is_local:

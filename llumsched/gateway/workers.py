@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import multiprocessing
 import os
 import signal
@@ -21,6 +22,7 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from llumsched import descriptors
 from llumsched.gateway.config import Config
+from llumsched.gateway.lines import LineHandler
 
 _WATCH_S = 0.2
 _ONE_SIGNAL_S = 1.0
@@ -49,7 +51,8 @@ def run(config: Config) -> int:
 
 def _work(config: Config) -> int:
     try:
-        uvloop.run(_serve(config))
+        with _logging():
+            uvloop.run(_serve(config))
     except OSError as error:
         print(f"llumnix gateway: {config.host}:{config.port}: {error.strerror or error}", file=sys.stderr)
         return 1
@@ -92,6 +95,18 @@ class _Stop:
             self.first.set()
         elif now_s - self._first_s > _ONE_SIGNAL_S:
             self.second.set()
+
+
+@contextlib.contextmanager
+def _logging() -> Iterator[None]:
+    """As Python does without a configuration, but that nobody waits for stderr."""
+    handler = LineHandler()
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
 
 
 def _child(config: Config) -> None:

@@ -98,14 +98,13 @@ async def test_a_models_name_has_a_limit(model: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_client_writes_no_lines_and_no_fields_into_the_access_log(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_client_writes_no_lines_and_no_fields_into_the_access_log(capfd: pytest.CaptureFixture[str]) -> None:
     async with cluster(num_engines=1, access_log=AccessLog.LINE) as it:
         await it.get("/v1/models")
         forged = "m\n2026-01-01T00:00:00 200 /v1/forged id=root \x1b[31m\u2028\x9b instance=x"
         await it.post(COMPLETIONS, BODY | {"model": forged}, {"X-Request-Id": "one two"})
-        it.gateway.access_log.flush()
-        (line,) = capsys.readouterr().out.splitlines()
-        assert line.isprintable()
-        fields = dict(word.split("=", 1) for word in line.split(" ") if "=" in word)
-        assert fields["model"] == forged.translate({ord(char): f"\\u{ord(char):04x}" for char in "\n \x1b\u2028\x9b"})
-        assert (fields["instance"], fields["id"].isalnum()) == ("-", True)
+    (line,) = capfd.readouterr().out.splitlines()
+    assert line.isprintable()
+    fields = dict(word.split("=", 1) for word in line.split(" ") if "=" in word)
+    assert fields["model"] == forged.translate({ord(char): f"\\u{ord(char):04x}" for char in "\n \x1b\u2028\x9b"})
+    assert (fields["instance"], fields["id"].isalnum()) == ("-", True)

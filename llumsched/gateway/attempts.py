@@ -71,6 +71,7 @@ class Attempts(ABC):
         self._started_s = received.started_s
         self._counted = received.counted
         self._target = received.target
+        self._headers = received.headers
         self._content: Content = (received.body.content,)
         self._tried = Tried(
             self._config,
@@ -221,7 +222,7 @@ class Attempts(ABC):
             placed.backend,
             self._target,
             self._content,
-            self._request.raw_headers,
+            self._headers,
             placed.asked.id,
             method=self._request.method,
             num_deaths=len(self._case.deaths),

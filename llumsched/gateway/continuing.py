@@ -95,8 +95,9 @@ class Continuing(Attempts):
 
     async def _ends_within_character(self, placed: Placed) -> bool:
         content = (self._transcript.last_tokens(self._body.model),)
-        headers = self._request.raw_headers
-        call = self._around.upstream.call(placed.backend, continuation.DETOKENIZE, content, headers, placed.asked.id)
+        call = self._around.upstream.call(
+            placed.backend, continuation.DETOKENIZE, content, self._headers, placed.asked.id
+        )
         async with call as answer:
             status, text = answer.status, await answer.read_all()
         with suppress(msgspec.DecodeError):

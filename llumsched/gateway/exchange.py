@@ -22,6 +22,7 @@ from llumsched.gateway.body import Body, Head
 from llumsched.gateway.config import Config
 from llumsched.gateway.continuing import Continuing
 from llumsched.gateway.errors import GatewayError
+from llumsched.gateway.forwarded import RawHeaders, with_client
 from llumsched.gateway.metrics import Metrics, Record
 from llumsched.gateway.passing import Passing
 from llumsched.gateway.paths import Found, Kind, Style, Work
@@ -52,6 +53,8 @@ class Received:
     """Under which engine and scheduler know it."""
     started_s: float
     counted: Counted
+    headers: RawHeaders
+    """For the engine."""
 
     @property
     def target(self) -> str:
@@ -119,7 +122,7 @@ class Exchanges:
             record.preprocess_s = time.monotonic() - started_s
             self.budget.requested()
             with tenant.tokens(counted.num_tokens) if tenant else nullcontext():
-                received = Received(request, body, record, own_id, started_s, counted)
+                received = Received(request, body, record, own_id, started_s, counted, with_client(request))
                 response = await (await self._attempts(received, found)).run()
             record.status = record.status or response.status
             return response
@@ -145,6 +148,7 @@ class Exchanges:
 
     async def _receive(self, request: web.BaseRequest, found: Found) -> tuple[Body | None, GatewayError | None]:
         try:
+            _check_size(request, request.content_length or 0)
             if request.headers.get("Expect", "").lower() == "100-continue":
                 assert request.transport is not None
                 request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -194,8 +198,7 @@ async def _read(request: web.BaseRequest, timeout_s: float) -> bytes | bytearray
         async with asyncio.timeout(timeout_s) as limit:
             while part := await request.content.readany():
                 body += part
-                if len(body) > request.client_max_size:
-                    raise errors.RequestTooLarge(f"The body has more than {request.client_max_size} bytes.")
+                _check_size(request, len(body))
                 if len(body) >= num_due:
                     num_due = len(body) + _LEAST_BYTES
                     limit.reschedule(loop.time() + timeout_s)
@@ -204,6 +207,11 @@ async def _read(request: web.BaseRequest, timeout_s: float) -> bytes | bytearray
     except (web.RequestPayloadError, HttpProcessingError) as error:
         raise errors.InvalidRequest(f"The body cannot be read: {error}") from None
     return body
+
+
+def _check_size(request: web.BaseRequest, num_bytes: int) -> None:
+    if num_bytes > request.client_max_size:
+        raise errors.RequestTooLarge(f"The body has more than {request.client_max_size} bytes.")
 
 
 def failure(error: GatewayError, request_id: str, style: Style = Style.OPENAI) -> web.Response:

@@ -24,6 +24,7 @@ from llumsched.gateway.api_keys import ApiKeys
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.clients import Clients, ClientServer
 from llumsched.gateway.config import Config
+from llumsched.gateway.cors import Cors
 from llumsched.gateway.errors import CannotPass, Forbidden, NoInstance, UnknownPath
 from llumsched.gateway.exchange import Exchanges, failure
 from llumsched.gateway.metrics import Metrics
@@ -102,7 +103,8 @@ class Gateway:
             StoredResponses(self.backends, self._session, access),
         )
         admission = Admission(self._keys, self._answer, self.metrics) if self._keys else None
-        self._server = ClientServer(config, admission.answer if admission else self._answer)
+        cors = Cors(admission.answer if admission else self._answer, self.backends, self._session)
+        self._server = ClientServer(config, cors.answer)
         watch = Watch(config, self.backends, self.upstream, Clients(config, self._server))
         keep = {"models": self._keep_models, "complaints": self._keep_complaining, "watch": watch.run}
         if admission is not None:

@@ -138,8 +138,8 @@ async def _until_closed(client: aiohttp.ClientSession) -> None:
 async def test_before_it_closes_it_says_for_a_while_that_it_leaves(num_workers: int) -> None:
     mock = Mock(interval_s=0.05)
     async with engine(mock) as (port, _, _):
-        arguments = ("--workers", str(num_workers), "--scheduling-policy", "round-robin", "--access-log", "off")
-        arguments += ("--llm-backend-endpoints", f"127.0.0.1:{port}", "--shutdown-delay", "100s")
+        arguments = ["--workers", str(num_workers), "--scheduling-policy", "round-robin", "--access-log", "off"]
+        arguments += ["--llm-backend-endpoints", f"127.0.0.1:{port}", "--shutdown-delay", "100s"]
         async with _process(*arguments) as (client, process):
             async with client.post(COMPLETIONS, json=BODY | {"stream": True, "max_tokens": 120}) as stream:
                 await stream.content.readany()

@@ -215,7 +215,7 @@ class Gateway:
         self.metrics.observe_load(
             self.exchanges.num_in_flight, self.placement.num_waiting, len(self.backends.avoided())
         )
-        return web.Response(body=self.metrics.text(), headers={"Content-Type": self.metrics.content_type})
+        return web.Response(body=await self.metrics.rendered(), headers={"Content-Type": self.metrics.content_type})
 
 
 _OWN: dict[str, Callable[[Gateway, web.BaseRequest], Awaitable[web.StreamResponse]]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ _LEAST_BYTES: Final = 1024
 """Of a body, that `client_timeout_s` is for."""
 _ESTIMATED_BYTES: Final = 1 << 16
 """Of a longer body that no tokenizer reads only the length counts."""
+_RETRY_SPREAD_S: Final = 3
+"""Who is refused at the same moment is not to come back at the same one."""
 _UNCOUNTED: Final = Counted(0)
 
 
@@ -217,5 +220,5 @@ def _check_size(request: web.BaseRequest, num_bytes: int) -> None:
 def failure(error: GatewayError, request_id: str, style: Style = Style.OPENAI) -> web.Response:
     headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
     if error.retry_after_s is not None:
-        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)) + random.randrange(_RETRY_SPREAD_S))
     return web.Response(status=error.status, body=errors.body(error, style, request_id), headers=headers)

@@ -91,6 +91,8 @@ class Config:
     """For a request's head, or a connection's first."""
     keep_alive_timeout_s: float = 75.0
     """Between two requests on a connection."""
+    sse_keepalive_s: float = 15.0
+    """Silence of a stream after which its client gets a comment; 0: never."""
     api_key_file: str = ""
     """Empty: nobody is asked for a key."""
     ssl_certfile: str = ""

@@ -184,7 +184,7 @@ class Continuing(Attempts):
         return errors.last_event(error, Style.OPENAI)
 
     def _retried(self) -> None:
-        if self._out is None:
+        if not self._has_begun:
             super()._retried()
         else:
             self._record.num_continuations += 1

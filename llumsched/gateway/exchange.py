@@ -42,6 +42,7 @@ _ESTIMATED_BYTES: Final = 1 << 16
 """Of a longer body that no tokenizer reads only the length counts."""
 _RETRY_SPREAD_S: Final = 3
 """Who is refused at the same moment is not to come back at the same one."""
+_KEPT_ALIVE_AT_ONCE: Final = 100
 _UNCOUNTED: Final = Counted(0)
 
 
@@ -148,6 +149,17 @@ class Exchanges:
             record.status = record.status or 500
             self.metrics.ended(record)
             self._access_log.ended(record)
+
+    async def keep_alive(self) -> None:
+        """Looks at all streams, and goes on for ever."""
+        limit_s = self.config.sse_keepalive_s
+        while True:
+            await asyncio.sleep(min(1.0, limit_s / 8))
+            now_s = time.monotonic()
+            for number, attempts in enumerate(list(self.running)):
+                await attempts.keep_alive(now_s - limit_s, now_s)
+                if number % _KEPT_ALIVE_AT_ONCE == 0:
+                    await asyncio.sleep(0)
 
     async def _receive(self, request: web.BaseRequest, found: Found) -> tuple[Body | None, GatewayError | None]:
         try:

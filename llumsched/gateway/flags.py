@@ -154,6 +154,12 @@ FLAGS: dict[str, dict[str, Flag]] = {
             "TIME",
             "between two requests on a client's connection",
         ),
+        "--sse-keepalive": (
+            "sse_keepalive_s",
+            _seconds,
+            "TIME",
+            "silence of a stream after which its client gets a comment line, as proxies close what is silent; 0: never",
+        ),
         "--api-key-file": ("api_key_file", _api_keys, "FILE", "keys of clients, and what each may ask for (JSON)"),
         "--ssl-certfile": ("ssl_certfile", _file, "FILE", "certificate to listen with (PEM)"),
         "--ssl-keyfile": ("ssl_keyfile", _secret_file, "FILE", "its private key (PEM)"),

@@ -109,6 +109,8 @@ class Gateway:
         keep = {"models": self._keep_models, "complaints": self._keep_complaining, "watch": watch.run}
         if admission is not None:
             keep["keys"] = admission.keep_keys
+        if config.sse_keepalive_s:
+            keep["keep-alive"] = self.exchanges.keep_alive
         if not config.full_mode and config.requests_report_duration_s:
             keep["reports"] = self._keep_reporting
         self._tasks = [asyncio.create_task(keep_running(name, run), name=name) for name, run in keep.items()]

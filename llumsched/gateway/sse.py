@@ -25,6 +25,8 @@ _NO_CHOICES = re.compile(rb'"choices":\s*\[\s*\]')
 _DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which every reader of event streams leaves out."""
 
 
 class EventStream:

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from vllm_llumnix.engine.kvconn import KVConnection
 
 CONFIG_VARIABLE = "LLUMNIX_LLUMLET"
-MIDDLEWARE = ("vllm_llumnix.frontend.drain.RefuseNew", "vllm_llumnix.frontend.attempts.ReadAttempt")
+MIDDLEWARE = (
+    "vllm_llumnix.frontend.drain.RefuseNew",
+    "vllm_llumnix.frontend.attempts.ReadAttempt",
+    "vllm_llumnix.frontend.liveness.AnswerLive",
+)
 
 
 def enabled() -> bool:

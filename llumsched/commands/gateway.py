@@ -21,7 +21,8 @@ DESCRIPTION = """Serve the OpenAI API in front of all engines.
 
 Every field of a request reaches the engine as it came. A request whose engine fails before its first token goes to
 another one; a stream whose engine disappears goes on at another one from the tokens that its client has, unless the
-client sent `X-Llumnix-Continuation: off`. SIGTERM ends it once its streams have ended."""
+client sent `X-Llumnix-Continuation: off`. SIGTERM ends it once its streams have ended; behind a load
+balancer give it time to notice first, with --shutdown-delay."""
 
 _DEFAULTS = {field.name: field.default for field in fields(Config)}
 

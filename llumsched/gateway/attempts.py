@@ -71,6 +71,7 @@ class Attempts(ABC):
         self._started_s = received.started_s
         self._counted = received.counted
         self._target = received.target
+        self._headers = received.headers
         self._content: Content = (received.body.content,)
         self._tried = Tried(
             self._config,
@@ -85,7 +86,12 @@ class Attempts(ABC):
         self._pause_s = 0.0
         """Before the next attempt."""
         self._out: web.StreamResponse | None = None
-        """Once the client has got the beginning of a stream."""
+        """Once the client has got the head of a stream."""
+        self._has_begun = False
+        """The client has got an event of a stream: no other instance can begin it anew."""
+        self._streaming: tuple[Connection, Call] | None = None
+        """An engine's event stream that is handed on."""
+        self._kept_alive_s = 0.0
         self._is_delivered = False
         """The client was sent the last event of its stream."""
 
@@ -221,7 +227,7 @@ class Attempts(ABC):
             placed.backend,
             self._target,
             self._content,
-            self._request.raw_headers,
+            self._headers,
             placed.asked.id,
             method=self._request.method,
             num_deaths=len(self._case.deaths),
@@ -229,7 +235,11 @@ class Attempts(ABC):
         )
         async with call as answer:
             if answer.status == 200 and _is_event_stream(answer):
-                return await self._stream(answer, call, placed)
+                self._streaming = answer, call
+                try:
+                    return await self._stream(answer, call, placed)
+                finally:
+                    self._streaming = None
             body = await answer.read_all()
         headers = response_headers(answer.headers, self._record.id)
         response = web.Response(status=answer.status, body=body, headers=headers)
@@ -250,20 +260,40 @@ class Attempts(ABC):
     async def _write(self, chunk: bytes, answer: Connection, call: Call) -> None:
         call.is_writing = True
         try:
-            if self._out is None:
+            if not self._has_begun:
+                self._has_begun = True
                 self._record.ttft_s = time.monotonic() - self._started_s
-                headers = response_headers(answer.headers, self._record.id)
-                self._out = web.StreamResponse(headers=headers)
-                await self._out.prepare(self._request)
+            out = await self._open(answer) if self._out is None else self._out
             if chunk:
-                await self._out.write(chunk)
+                await out.write(chunk)
         except ConnectionError as error:
             raise ClientGone from error
         finally:
             call.is_writing = False
 
+    async def _open(self, answer: Connection) -> web.StreamResponse:
+        self._out = web.StreamResponse(headers=response_headers(answer.headers, self._record.id))
+        await self._out.prepare(self._request)
+        return self._out
+
+    async def keep_alive(self, since_s: float, now_s: float) -> None:
+        """A comment for a client whose stream has been silent since then. Chunks are whole events, so that it stands
+        between two. It waits for nothing: where something waits to be taken there is no need of it."""
+        if self._streaming is None:
+            return
+        answer, call = self._streaming
+        transport = self._request.transport
+        if call.is_writing or max(call.moved_s, self._kept_alive_s) > since_s or transport is None:
+            return
+        if not transport.get_write_buffer_size():
+            self._kept_alive_s = now_s
+            with suppress(ConnectionError):
+                out = await self._open(answer) if self._out is None else self._out
+                await out.write(sse.KEEP_ALIVE)
+
     async def _end(self, last: bytes = b"") -> web.StreamResponse:
         assert self._out is not None
+        self._streaming = None
         self._count_output()
         with suppress(ConnectionError):
             if last:
@@ -284,7 +314,7 @@ class Attempts(ABC):
     async def _after(self, lost: StreamLost, backend: Backend) -> web.StreamResponse | None:
         """The answer with which the exchange ends after all; None: try another instance."""
         self._count_output()
-        if self._out is not None:
+        if self._has_begun:
             ended = await self._interrupted(lost, backend)
             if ended is not None:
                 return ended
@@ -307,7 +337,8 @@ class Attempts(ABC):
     async def _fail(self, error: GatewayError) -> web.StreamResponse:
         if self._out is None:
             raise error
-        self._failed_for_good()
+        if self._has_begun:
+            self._failed_for_good()
         return await self._end_with(error)
 
 

@@ -47,6 +47,8 @@ class ClientServer(web.Server):
         self._answer = answer
         self._keep_alive_timeout_s = config.keep_alive_timeout_s
         self._max_body_bytes = config.max_body_bytes
+        self.is_leaving = False
+        """No connection stays open after its answer."""
 
     def __call__(self) -> ClientConnection:
         return ClientConnection(self, loop=self._loop, keepalive_timeout=self._keep_alive_timeout_s)
@@ -62,7 +64,10 @@ class ClientServer(web.Server):
 
     async def _run(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
-            return await self._answer(request)
+            response = await self._answer(request)
+            if self.is_leaving:
+                response.force_close()
+            return response
         finally:
             cast(ClientConnection, request.protocol).answered()
 

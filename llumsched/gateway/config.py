@@ -93,14 +93,18 @@ class Config:
     """For a request's head, or a connection's first."""
     keep_alive_timeout_s: float = 75.0
     """Between two requests on a connection."""
+    sse_keepalive_s: float = 15.0
+    """Silence of a stream after which its client gets a comment; 0: never."""
     api_key_file: str = ""
     """Empty: nobody is asked for a key."""
     ssl_certfile: str = ""
     ssl_keyfile: str = ""
     insecure: bool = False
     """Listens elsewhere than at loopback without keys and TLS."""
+    shutdown_delay_s: float = 0.0
+    """How long requests are accepted after SIGTERM, while `/ready` says that none should come."""
     shutdown_timeout_s: float = 30.0
-    """How long streams may go on after SIGTERM."""
+    """How long streams may go on after that."""
     access_log: AccessLog = AccessLog.LINE
 
     @property

@@ -97,8 +97,9 @@ class Continuing(Attempts):
 
     async def _ends_within_character(self, placed: Placed) -> bool:
         content = (self._transcript.last_tokens(self._body.model),)
-        headers = self._request.raw_headers
-        call = self._around.upstream.call(placed.backend, continuation.DETOKENIZE, content, headers, placed.asked.id)
+        call = self._around.upstream.call(
+            placed.backend, continuation.DETOKENIZE, content, self._headers, placed.asked.id
+        )
         async with call as answer:
             status, text = answer.status, await answer.read_all()
         with suppress(msgspec.DecodeError):
@@ -191,7 +192,7 @@ class Continuing(Attempts):
         return errors.last_event(error, Style.OPENAI)
 
     def _retried(self) -> None:
-        if self._out is None:
+        if not self._has_begun:
             super()._retried()
         else:
             self._record.num_continuations += 1

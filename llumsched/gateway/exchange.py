@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from llumsched.gateway.body import Body, Head
 from llumsched.gateway.config import Config
 from llumsched.gateway.continuing import Continuing
 from llumsched.gateway.errors import GatewayError
+from llumsched.gateway.forwarded import RawHeaders, with_client
 from llumsched.gateway.metrics import Metrics, Record
 from llumsched.gateway.passing import Passing
 from llumsched.gateway.paths import Found, Kind, Style, Work
@@ -38,6 +40,9 @@ _LEAST_BYTES: Final = 1024
 """Of a body, that `client_timeout_s` is for."""
 _ESTIMATED_BYTES: Final = 1 << 16
 """Of a longer body that no tokenizer reads only the length counts."""
+_RETRY_SPREAD_S: Final = 3
+"""Who is refused at the same moment is not to come back at the same one."""
+_KEPT_ALIVE_AT_ONCE: Final = 100
 _UNCOUNTED: Final = Counted(0)
 
 
@@ -52,6 +57,8 @@ class Received:
     """Under which engine and scheduler know it."""
     started_s: float
     counted: Counted
+    headers: RawHeaders
+    """For the engine."""
 
     @property
     def target(self) -> str:
@@ -119,7 +126,7 @@ class Exchanges:
             record.preprocess_s = time.monotonic() - started_s
             self.budget.requested()
             with tenant.tokens(counted.num_tokens) if tenant else nullcontext():
-                received = Received(request, body, record, own_id, started_s, counted)
+                received = Received(request, body, record, own_id, started_s, counted, with_client(request))
                 response = await (await self._attempts(received, found)).run()
             record.status = record.status or response.status
             return response
@@ -143,8 +150,20 @@ class Exchanges:
             self.metrics.ended(record)
             self._access_log.ended(record)
 
+    async def keep_alive(self) -> None:
+        """Looks at all streams, and goes on for ever."""
+        limit_s = self.config.sse_keepalive_s
+        while True:
+            await asyncio.sleep(min(1.0, limit_s / 8))
+            now_s = time.monotonic()
+            for number, attempts in enumerate(list(self.running)):
+                await attempts.keep_alive(now_s - limit_s, now_s)
+                if number % _KEPT_ALIVE_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+
     async def _receive(self, request: web.BaseRequest, found: Found) -> tuple[Body | None, GatewayError | None]:
         try:
+            _check_size(request, request.content_length or 0)
             if request.headers.get("Expect", "").lower() == "100-continue":
                 assert request.transport is not None
                 request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -194,8 +213,7 @@ async def _read(request: web.BaseRequest, timeout_s: float) -> bytes | bytearray
         async with asyncio.timeout(timeout_s) as limit:
             while part := await request.content.readany():
                 body += part
-                if len(body) > request.client_max_size:
-                    raise errors.RequestTooLarge(f"The body has more than {request.client_max_size} bytes.")
+                _check_size(request, len(body))
                 if len(body) >= num_due:
                     num_due = len(body) + _LEAST_BYTES
                     limit.reschedule(loop.time() + timeout_s)
@@ -206,8 +224,13 @@ async def _read(request: web.BaseRequest, timeout_s: float) -> bytes | bytearray
     return body
 
 
+def _check_size(request: web.BaseRequest, num_bytes: int) -> None:
+    if num_bytes > request.client_max_size:
+        raise errors.RequestTooLarge(f"The body has more than {request.client_max_size} bytes.")
+
+
 def failure(error: GatewayError, request_id: str, style: Style = Style.OPENAI) -> web.Response:
     headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
     if error.retry_after_s is not None:
-        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)) + random.randrange(_RETRY_SPREAD_S))
     return web.Response(status=error.status, body=errors.body(error, style, request_id), headers=headers)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 import uuid
 from collections import defaultdict
@@ -67,14 +68,16 @@ class Scheduled:
         started_s: float,
         reason: NoEndpoint,
     ) -> Placed:
-        pause_s = self._config.wait_scheduling_retry_interval_s
+        interval_s = self._config.wait_scheduling_retry_interval_s
+        pause_s = interval_s * random.uniform(0.1, 1.0)  # who has come together does not ask again together
         while time.monotonic() + pause_s <= started_s + self._config.wait_scheduling_timeout_s:
             await asyncio.sleep(pause_s)
+            pause_s = interval_s
             try:
                 return await self._place(asked, excluded, shunned, started_s)
             except NoEndpoint as error:
                 reason = error
-        raise NoInstance(f"No instance takes requests now: {reason}", retry_after_s=pause_s)
+        raise NoInstance(f"No instance takes requests now: {reason}", retry_after_s=interval_s)
 
     async def _place(
         self, asked: Asked, excluded: Collection[Backend], shunned: Collection[Backend], started_s: float

@@ -24,6 +24,7 @@ from llumsched.gateway.api_keys import ApiKeys
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.clients import Clients, ClientServer
 from llumsched.gateway.config import Config
+from llumsched.gateway.cors import Cors
 from llumsched.gateway.errors import CannotPass, Forbidden, NoInstance, UnknownPath
 from llumsched.gateway.exchange import Exchanges, failure
 from llumsched.gateway.metrics import Metrics
@@ -90,7 +91,7 @@ class Gateway:
         self.metrics = Metrics(self.backends.listed)
         self.upstream = Upstream(config.connect_timeout_s, access, engines_tls)
         self.placement = self._placement()
-        self.access_log = AccessLogger(config.access_log)
+        self.access_log = AccessLogger(config.access_log, self.metrics.unlogged)
         self.exchanges = Exchanges(
             config,
             self.backends,
@@ -102,11 +103,14 @@ class Gateway:
             StoredResponses(self.backends, self._session, access),
         )
         admission = Admission(self._keys, self._answer, self.metrics) if self._keys else None
-        self._server = ClientServer(config, admission.answer if admission else self._answer)
+        cors = Cors(admission.answer if admission else self._answer, self.backends, self._session)
+        self._server = ClientServer(config, cors.answer)
         watch = Watch(config, self.backends, self.upstream, Clients(config, self._server))
         keep = {"models": self._keep_models, "complaints": self._keep_complaining, "watch": watch.run}
         if admission is not None:
             keep["keys"] = admission.keep_keys
+        if config.sse_keepalive_s:
+            keep["keep-alive"] = self.exchanges.keep_alive
         if not config.full_mode and config.requests_report_duration_s:
             keep["reports"] = self._keep_reporting
         self._tasks = [asyncio.create_task(keep_running(name, run), name=name) for name, run in keep.items()]
@@ -119,6 +123,10 @@ class Gateway:
             ssl_handshake_timeout=config.header_timeout_s if self._tls else None,
         )
         return self
+
+    def leave(self) -> None:
+        """From now on it says that it is not ready, and that connections end with their answers. It goes on serving."""
+        self._server.is_leaving = True
 
     async def __aexit__(self, *_: object) -> None:
         """Accepts no more, lets what runs come to its end for a while, then ends it."""
@@ -136,7 +144,7 @@ class Gateway:
         self.upstream.close()
         await self._session.close()
         await self._tokens.close()
-        self.access_log.flush()
+        self.access_log.close()
 
     def _placement(self) -> Placement:
         if self.config.is_local:
@@ -199,7 +207,9 @@ class Gateway:
 
     async def ready(self, request: web.BaseRequest) -> web.StreamResponse:
         reason = "no instance was asked yet"
-        if self.backends.refreshed_s > -math.inf:
+        if self._server.is_leaving:
+            reason = "shutting down"
+        elif self.backends.refreshed_s > -math.inf:
             reason = await self.placement.refusal()
         return _text(503, reason + "\n", **{"Retry-After": "1"}) if reason else _text(200, "OK")
 
@@ -207,7 +217,7 @@ class Gateway:
         self.metrics.observe_load(
             self.exchanges.num_in_flight, self.placement.num_waiting, len(self.backends.avoided())
         )
-        return web.Response(body=self.metrics.text(), headers={"Content-Type": self.metrics.content_type})
+        return web.Response(body=await self.metrics.rendered(), headers={"Content-Type": self.metrics.content_type})
 
 
 _OWN: dict[str, Callable[[Gateway, web.BaseRequest], Awaitable[web.StreamResponse]]] = {

@@ -26,6 +26,8 @@ _DECODER: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 _NUMBERS = msgspec.json.Decoder(list[int])
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which every reader of event streams leaves out."""
 
 
 class EventStream:

@@ -23,6 +23,7 @@ from multidict import CIMultiDict
 from llumlet.attempts import ATTEMPT_HEADER, attempt_after
 from llumsched import descriptors
 from llumsched.causes import Cause
+from llumsched.gateway import forwarded
 from llumsched.gateway.backends import Backend
 from llumsched.gateway.body import Content
 from llumsched.gateway.connection import Connection, State
@@ -113,7 +114,7 @@ def request_head(
     dropped: frozenset[bytes] = _NOT_FORWARDED if access.passes_clients else _NOT_FORWARDED | {b"authorization"}
     for name, value in client:
         if name.lower() == b"connection" and value.lower() not in (b"keep-alive", b"close"):
-            dropped |= {token.strip().lower() for token in value.split(b",")}
+            dropped |= {token.strip().lower() for token in value.split(b",")} - forwarded.NAMES
     lines += [b"%b: %b" % (name, value) for name, value in client if name.lower() not in dropped]
     return b"\r\n".join(lines) + b"\r\n\r\n"
 

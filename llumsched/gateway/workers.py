@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import multiprocessing
 import os
 import signal
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
 import uvloop
@@ -20,8 +22,12 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from llumsched import descriptors
 from llumsched.gateway.config import Config
+from llumsched.gateway.lines import LineHandler
 
 _WATCH_S = 0.2
+_ONE_SIGNAL_S = 1.0
+_END_S = 5.0
+"""For a worker to end in, after its last stream."""
 _COLLECT_AFTER = 20_000
 """New objects before Python looks for cycles; at its default of 700 that is at every few requests."""
 _SHORT_LIFE_S = 10.0
@@ -45,7 +51,8 @@ def run(config: Config) -> int:
 
 def _work(config: Config) -> int:
     try:
-        uvloop.run(_serve(config))
+        with _logging():
+            uvloop.run(_serve(config))
     except OSError as error:
         print(f"llumnix gateway: {config.host}:{config.port}: {error.strerror or error}", file=sys.stderr)
         return 1
@@ -58,15 +65,48 @@ def _work(config: Config) -> int:
 async def _serve(config: Config) -> None:
     from llumsched.gateway.server import Gateway  # after the environment of the metrics is set
 
-    stop = asyncio.Event()
+    stop = _Stop()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, stop.signalled)
     gc.freeze()
     gc.set_threshold(_COLLECT_AFTER, 20, 50)
     async with Gateway(config) as gateway:
         print(f"llumnix gateway: listening at {config.host}:{gateway.port}", file=sys.stderr, flush=True)
-        await stop.wait()
+        await stop.first.wait()
+        gateway.leave()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.second.wait(), config.shutdown_delay_s)
+
+
+class _Stop:
+    """What signals ask for. Two within a second are one: systemd and a terminal signal workers and their parent, which
+    passes it on."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        self._first_s = 0.0
+
+    def signalled(self) -> None:
+        now_s = time.monotonic()
+        if not self.first.is_set():
+            self._first_s = now_s
+            self.first.set()
+        elif now_s - self._first_s > _ONE_SIGNAL_S:
+            self.second.set()
+
+
+@contextlib.contextmanager
+def _logging() -> Iterator[None]:
+    """As Python does without a configuration, but that nobody waits for stderr."""
+    handler = LineHandler()
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
 
 
 def _child(config: Config) -> None:
@@ -113,11 +153,11 @@ class Worker:
 def _supervise(config: Config) -> int:
     """Starts the workers, and starts those anew that die. A worker that cannot even listen ends all."""
     context = multiprocessing.get_context("spawn")
-    stopping = False
+    num_signals = 0
 
     def stop(*_: object) -> None:
-        nonlocal stopping
-        stopping = True
+        nonlocal num_signals
+        num_signals += 1
 
     def start() -> BaseProcess:
         process = context.Process(target=_child, args=(config,))
@@ -127,25 +167,27 @@ def _supervise(config: Config) -> int:
     with _handling(stop):
         workers = [Worker(start) for _ in range(config.workers)]
         code = 0
-        while not stopping:
+        while not (num_signals or code):
             time.sleep(_WATCH_S)
             for worker in workers:
                 exit_code = worker.look()
                 if exit_code == _CANNOT_SERVE:
-                    stopping, code = True, 1
+                    code = 1
                 elif exit_code is not None:
                     mark_process_dead(worker.process.pid)  # type: ignore[no-untyped-call]
                     then = f"another starts in {worker.pause_s:g} s" if worker.pause_s else "another starts"
                     print(f"llumnix gateway: a worker died ({exit_code}); {then}", file=sys.stderr)
         processes = [worker.process for worker in workers]
+        num_passed, due_s = 0, time.monotonic() + config.shutdown_delay_s + config.shutdown_timeout_s + _END_S
+        while (living := [one for one in processes if one.is_alive()]) and time.monotonic() < due_s:
+            if num_passed < (num := max(1, num_signals)):
+                num_passed = num
+                for process in living:
+                    process.terminate()
+            wait([process.sentinel for process in living], _WATCH_S)
         for process in processes:
-            if process.is_alive():
-                process.terminate()
-        for process in processes:
-            process.join(config.shutdown_timeout_s + 5)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.kill()
+            process.join()
     return code
 
 

@@ -136,6 +136,7 @@ async def test_sigterm_moves_everything_away(stage: Stage, expected: dict[str, S
             await stream.wait_for(AT)
         os.kill(leaver.pid, signal.SIGTERM)
         await until_refusing(client)
+        assert await client.status("/live") == 200
         with pytest.raises(StreamFailed, match="503"):
             await begin(client, "greedy")
         for stream, sampling in zip((*streams, guest), (*SAMPLINGS, "seeded"), strict=True):

@@ -289,11 +289,12 @@ async def test_the_own_engine_is_killed(
         stream = await begin(client, sampling)
         await stream.wait_for(AT)
         victim_of(victim).kill()
-        healths = set()
+        healths, lives = set(), set()
         while not stream.done:
             healths.add(await client.status("/health"))
+            lives.add(await client.status("/live"))
         assert_goes_on(await stream.result(), expected[sampling], KILLED_S)
-    assert healths == {200, 503}
+    assert (healths, lives) == ({200, 503}, {200})
     await ends(victim)
     await wait_idle(stage.haven)
 

@@ -83,13 +83,13 @@ runpy.run_module("llumsched.cli", run_name="__main__", alter_sys=True)
 """What is started in the background of a script ignores Ctrl-C, and so do its children; the command line is not."""
 
 
-async def start(*arguments: str) -> asyncio.subprocess.Process:
+async def start(*arguments: str, stdout: int = asyncio.subprocess.PIPE) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",
         FROM_A_TERMINAL,
         *arguments,
-        stdout=asyncio.subprocess.PIPE,
+        stdout=stdout,
         stderr=asyncio.subprocess.PIPE,
         env=os.environ | {"PYTHONWARNINGS": "error", "PYTHONPATH": str(ROOT)},
     )
@@ -103,7 +103,7 @@ async def finish(process: asyncio.subprocess.Process) -> Done:
             process.kill()
             await process.wait()
     assert process.returncode is not None
-    return Done(process.returncode, out.decode(), err.decode())
+    return Done(process.returncode, (out or b"").decode(), err.decode())
 
 
 Llumnix = Callable[..., Awaitable[Done]]

@@ -117,6 +117,17 @@ async def test_a_request_may_come_slowly_but_not_by_the_byte() -> None:
         writer.close()
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("expects", [b"", b"Expect: 100-continue\r\n"])
+async def test_a_request_that_says_that_it_is_too_large_is_not_read(expects: bytes) -> None:
+    async with cluster(max_body_bytes=1000) as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", it.gateway.port)
+        writer.write(_post(b"", 1001).replace(b"\r\n", b"\r\n" + expects, 1))
+        assert await _answer(reader) == 413, "nor was it asked for"
+        await it.until_idle()
+        writer.close()
+
+
 @contextmanager
 def _files(number: int) -> Iterator[None]:
     """No more than so many for a while. Those that are open stay open."""

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,6 +113,59 @@ async def test_workers_share_a_port_and_their_metrics_and_end_with_their_streams
             done = await finish(process)
             assert done.code == 0
             assert len([line for line in done.lines if line["status"] == 200]) == 9
+
+
+async def _until_leaving(client: aiohttp.ClientSession) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            async with client.get("/ready") as answer:
+                if answer.status == 503 and "shutting down" in await answer.text():
+                    assert answer.headers["Retry-After"].isdigit()
+                    return
+            await asyncio.sleep(0.05)
+
+
+async def _until_closed(client: aiohttp.ClientSession) -> None:
+    async with asyncio.timeout(30):
+        with suppress(aiohttp.ClientConnectionError):
+            while True:
+                async with client.get("/health", headers={"Connection": "close"}):
+                    await asyncio.sleep(0.05)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("num_workers", [1, 2])
+async def test_before_it_closes_it_says_for_a_while_that_it_leaves(num_workers: int) -> None:
+    mock = Mock(interval_s=0.05)
+    async with engine(mock) as (port, _, _):
+        arguments = ["--workers", str(num_workers), "--scheduling-policy", "round-robin", "--access-log", "off"]
+        arguments += ["--llm-backend-endpoints", f"127.0.0.1:{port}", "--shutdown-delay", "100s"]
+        async with _process(*arguments) as (client, process):
+            async with client.post(COMPLETIONS, json=BODY | {"stream": True, "max_tokens": 120}) as stream:
+                await stream.content.readany()
+                for _ in range(2):  # within a second: one to all, and one that the parent passes on
+                    process.send_signal(signal.SIGTERM)
+                for _ in range(num_workers * 4):
+                    await _until_leaving(client)
+                await asyncio.sleep(1.1)
+                async with client.get("/health") as answer:
+                    assert answer.status == 200, "nobody is to restart it"
+                async with client.post(COMPLETIONS, json=BODY) as answer:
+                    assert (answer.status, answer.headers["Connection"]) == (200, "close")
+                process.send_signal(signal.SIGTERM)
+                await _until_closed(client)
+                assert (await stream.read()).endswith(b"data: [DONE]\n\n")
+            assert (await finish(process)).code == 0
+
+
+@pytest.mark.asyncio
+async def test_a_while_is_no_longer_than_it_was_said() -> None:
+    arguments = ("--scheduling-policy", "round-robin", "--llm-backend-endpoints", "127.0.0.1:1")
+    async with _process(*arguments, "--shutdown-delay", "500ms") as (client, process):
+        process.send_signal(signal.SIGTERM)
+        await _until_leaving(client)
+        await _until_closed(client)
+        assert (await finish(process)).code == 0
 
 
 def _crash_twice(config: Config) -> None:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from aiohttp import web
 from benchmarks.mock_api import Mock
 from llumsched.gateway.config import AccessLog
 from llumsched.gateway.sse import DONE, event
-from tests.llumsched.gateway_support import Cluster, Scripted, cluster
+from tests.llumsched.gateway_support import DEADLINE_S, Cluster, Scripted, cluster, until
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -66,6 +68,33 @@ async def test_continuations_are_counted_by_the_same_label() -> None:
         assert b'request_continuation_total{model="mock",outcome="continued"} 1.0' in (await it.get("/metrics")).content
 
 
+@pytest.mark.asyncio
+async def test_who_asks_for_metrics_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end, num_begun = threading.Event(), 0
+    async with cluster(num_engines=1) as it:
+        render = it.gateway.metrics.text
+
+        def text() -> bytes:
+            nonlocal num_begun
+            num_begun += 1
+            assert may_end.wait(DEADLINE_S)
+            return render()
+
+        monkeypatch.setattr(it.gateway.metrics, "text", text)
+        try:
+            leaving, *staying = [asyncio.create_task(it.get("/metrics")) for _ in range(3)]
+            await until(lambda: num_begun)
+            leaving.cancel()
+            for _ in range(3):
+                assert (await it.post(COMPLETIONS, BODY)).status == 200
+            assert num_begun == 1, "once for all of them"
+        finally:
+            may_end.set()
+        assert {b"request_total" in reply.content for reply in await asyncio.gather(*staying)} == {True}
+        assert b'status_code="200"} 3.0' in (await it.get("/metrics")).content
+        assert num_begun == 2, "the next one sees what has become of it since"
+
+
 def _chat(**delta: str) -> bytes:
     return event({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
 
@@ -98,14 +127,13 @@ async def test_a_models_name_has_a_limit(model: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_client_writes_no_lines_and_no_fields_into_the_access_log(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_client_writes_no_lines_and_no_fields_into_the_access_log(capfd: pytest.CaptureFixture[str]) -> None:
     async with cluster(num_engines=1, access_log=AccessLog.LINE) as it:
         await it.get("/v1/models")
         forged = "m\n2026-01-01T00:00:00 200 /v1/forged id=root \x1b[31m\u2028\x9b instance=x"
         await it.post(COMPLETIONS, BODY | {"model": forged}, {"X-Request-Id": "one two"})
-        it.gateway.access_log.flush()
-        (line,) = capsys.readouterr().out.splitlines()
-        assert line.isprintable()
-        fields = dict(word.split("=", 1) for word in line.split(" ") if "=" in word)
-        assert fields["model"] == forged.translate({ord(char): f"\\u{ord(char):04x}" for char in "\n \x1b\u2028\x9b"})
-        assert (fields["instance"], fields["id"].isalnum()) == ("-", True)
+    (line,) = capfd.readouterr().out.splitlines()
+    assert line.isprintable()
+    fields = dict(word.split("=", 1) for word in line.split(" ") if "=" in word)
+    assert fields["model"] == forged.translate({ord(char): f"\\u{ord(char):04x}" for char in "\n \x1b\u2028\x9b"})
+    assert (fields["instance"], fields["id"].isalnum()) == ("-", True)

@@ -402,7 +402,7 @@ async def test_the_limits_hold() -> None:
             await answer.content.readany()
             reply = await it.post(COHERE, BODY, {"X-Request-Id": "mine"})
             assert (reply.status, reply.json["id"]) == (429, "mine")
-            assert reply.headers["Retry-After"] == "1"
+            assert reply.headers["Retry-After"] in ("1", "2", "3")
         await it.until_idle()  # its client has left, so the engine's request has ended
         assert 'status_code="499"' in (await it.get("/metrics")).content.decode()
 

@@ -64,8 +64,8 @@ class CredentialFiles:
             flags = ", ".join(_flag(each.name) for each in fields(self)[:3] if not getattr(self, each.name))
             faults.append(f"mutual TLS needs {flags} as well")
         contents = {
-            each.name: _read(_flag(each.name), getattr(self, each.name), each.name in ("tls_key", "token_file"), faults)
-            for each in fields(self)
+            name: read_file(_flag(name), getattr(self, name), name in ("tls_key", "token_file"), faults)
+            for name in (each.name for each in fields(self))
         }
         if not faults and all(paths):
             faults += self._tls_faults()
@@ -108,8 +108,8 @@ def _absolute(path: str) -> str:
     return os.path.abspath(path) if path else ""
 
 
-def _read(flag: str, path: str, secret: bool, faults: list[str]) -> bytes:
-    """The contents of a file; nothing, and a fault, if it cannot or must not be used."""
+def read_file(flag: str, path: str, secret: bool, faults: list[str]) -> bytes:
+    """The contents of a file; nothing, and a fault, if it cannot be used, or is a `secret` that all may read."""
     if not path:
         return b""
     try:

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 from redis.exceptions import RedisError
 
-from llumlet.redis_link import connect, redis_name
+from llumlet.redis_client import checked_name, connect, follow_master
 from llumlet.tasks import keep_running
 
 _log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Lease:
 
     def __init__(self, url: str, name: str = "") -> None:
         self._url = url
-        self._server = redis_name(url)
+        self._server = checked_name(url)
         self._me = f"{name or socket.gethostname()}/{os.getpid()}/{os.urandom(4).hex()}"
         self._term = 0
         self._until_s = 0.0
@@ -110,7 +110,9 @@ class Lease:
             await asyncio.sleep(RENEW_S)
 
     async def _ask(self) -> _Answer:
-        term, holder = await self._take([_KEY, _TERM_KEY], [self._me, int(LEASE_S * 1e3)])
+        async with asyncio.timeout(LEASE_S):
+            await follow_master(self._client)
+            term, holder = await self._take([_KEY, _TERM_KEY], [self._me, int(LEASE_S * 1e3)])
         return _Answer(int(term), holder.decode() if isinstance(holder, bytes) else str(holder))
 
     def _learn(self, answer: _Answer, asked_s: float) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from prometheus_client import CollectorRegistry
 
 from llumlet.credentials import NONE, Credentials
-from llumlet.report_links import REDIS_SCHEMES
+from llumlet.redis_url import REDIS_SCHEMES
 from llumsched.cms.view import View
 from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.counters import RescheduleCounters

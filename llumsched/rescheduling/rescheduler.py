@@ -87,6 +87,7 @@ class Rescheduler:
             self._counters,
             credentials,
             lambda: self._waking.wake("move"),
+            lease.refused if lease is not None else lambda _: None,
             clock,
         )
         self._num_passes = 0

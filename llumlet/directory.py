@@ -18,7 +18,8 @@ from llumlet.client import failure_of
 from llumlet.credentials import NONE, Credentials
 from llumlet.peers import MAX_PEERS, peer_of, takes_requests, usage
 from llumlet.proto.llumlet_pb2_grpc import CmsStub
-from llumlet.report_links import REDIS_SCHEMES, LinkLost
+from llumlet.redis_url import REDIS_SCHEMES
+from llumlet.report_links import LinkLost
 from llumlet.types import (
     Address,
     InstanceState,

@@ -15,16 +15,17 @@ from redis.exceptions import RedisError
 
 from llumlet.directory import MAX_INSTANCES, peers_among
 from llumlet.peers import MAX_PEERS
-from llumlet.redis_link import METADATA_PREFIX, STATUS_PREFIX, connect, peers_key, redis_name
+from llumlet.redis_client import checked_name, connect, follow_master, reason_of
+from llumlet.redis_link import METADATA_PREFIX, STATUS_PREFIX, peers_key
 from llumlet.report_links import LinkLost
 from llumlet.types import InstanceMetadata, InstanceState, InstanceStatus, PeersResponse
 
 
 class RedisDirectory:
-    """A `Directory`. Raises ValueError for a URL that names no server."""
+    """A `Directory`. Raises ValueError for a URL that is none."""
 
     def __init__(self, url: str, deadline_s: float) -> None:
-        redis_name(url)
+        checked_name(url)
         self._url = url
         self._deadline_s = deadline_s
         self._client: Any = None
@@ -34,11 +35,12 @@ class RedisDirectory:
             self._client = connect(self._url)
         try:
             async with asyncio.timeout(self._deadline_s):
+                await follow_master(self._client)
                 return await self._read(own_ids, digest)
         except TimeoutError:
             raise LinkLost(f"no answer within {self._deadline_s:g} s") from None
         except (RedisError, OSError) as error:
-            raise LinkLost(str(error) or type(error).__name__) from error
+            raise LinkLost(reason_of(error)) from error
 
     async def close(self) -> None:
         client, self._client = self._client, None

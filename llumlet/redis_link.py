@@ -15,11 +15,10 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
-from urllib.parse import urlsplit
 
-from redis import asyncio as redis
 from redis.exceptions import RedisError
 
+from llumlet.redis_client import checked_name, connect, follow_master, reason_of
 from llumlet.report_links import Abortable, LinkLost
 from llumlet.types import InstanceMetadata, InstanceStatus
 
@@ -31,7 +30,6 @@ PEERS_PREFIX: Final = "llumnix:peers:"
 TTL_S: Final = 10
 METADATA_EVERY_S: Final = 3.0
 """How often the metadata is written anew, so that it lasts as long as the status."""
-SOCKET_TIMEOUT_S: Final = 2.0
 
 _WRITE = """
 redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
@@ -62,13 +60,13 @@ end
 class RedisLink(Abortable):
     """`min_interval_s` is that of the layout's first writers: a Redis is shared, and each write costs each reader one.
 
-    Raises ValueError for a URL that names no server."""
+    Raises ValueError for a URL that is none."""
 
     min_interval_s = 0.04
 
     def __init__(self, url: str) -> None:
         super().__init__()
-        self.name = redis_name(url)
+        self.name = checked_name(url)
         self._url = url
         self._client: Any = None
         self._scripts: _Scripts | None = None
@@ -84,6 +82,7 @@ class RedisLink(Abortable):
 
     async def push(self, status: InstanceStatus, metadata: Callable[[], InstanceMetadata]) -> None:
         if time.monotonic() - self._written_s > METADATA_EVERY_S:
+            await self._run(follow_master(self._client))
             await self.describe(metadata())
         assert self._scripts is not None
         keys = [STATUS_PREFIX + self._id]
@@ -112,7 +111,7 @@ class RedisLink(Abortable):
             with self._exchange():
                 await exchange
         except (RedisError, OSError) as error:
-            raise LinkLost(str(error) or type(error).__name__) from error
+            raise LinkLost(reason_of(error)) from error
 
 
 class _Scripts:
@@ -126,22 +125,3 @@ class _Scripts:
 
 def peers_key(digest: str) -> str:
     return PEERS_PREFIX + digest
-
-
-def redis_name(url: str) -> str:
-    """`redis://HOST:PORT`, without user and password. Raises ValueError for a URL that names no server."""
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port or 6379
-    except ValueError as error:
-        raise ValueError(f"the redis:// URL is not one: {error}") from error
-    if not host:
-        raise ValueError("the redis:// URL names no host")
-    return f"{parts.scheme}://[{host}]:{port}" if ":" in host else f"{parts.scheme}://{host}:{port}"
-
-
-def connect(url: str) -> Any:
-    """A client that gives up after `SOCKET_TIMEOUT_S` and repeats nothing by itself."""
-    return redis.Redis.from_url(
-        url, socket_timeout=SOCKET_TIMEOUT_S, socket_connect_timeout=SOCKET_TIMEOUT_S, retry=None
-    )

@@ -17,10 +17,10 @@ from grpc import aio
 from llumlet.client import failure_of
 from llumlet.credentials import Credentials
 from llumlet.proto.llumlet_pb2_grpc import CmsStub
+from llumlet.redis_url import REDIS_SCHEMES
 from llumlet.types import Address, InstanceMetadata, InstanceReport, InstanceStatus
 
 EOF: Any = aio.EOF  # type: ignore[attr-defined]  # the stubs leave it out
-REDIS_SCHEMES = ("redis://", "rediss://")
 
 
 class LinkLost(Exception):

@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from llumlet.credentials import NONE, Credentials
+from llumlet.redis_url import split_stores
 from llumlet.report_links import Link, LinkLost, open_link
 from llumlet.tasks import end
 from llumlet.types import InstanceMetadata, InstanceStatus
@@ -59,7 +60,7 @@ class Reporter:
             raise ValueError("; ".join(faults))
         self._metadata = metadata
         self._status = status
-        self._feeds = [_Feed(open_link(store, credentials), self) for store in _stores(cms)]
+        self._feeds = [_Feed(open_link(store, credentials), self) for store in split_stores(cms)]
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._lock = threading.Lock()
@@ -243,16 +244,13 @@ class _Feed:
 
 def cms_faults(cms: str) -> list[str]:
     """What is wrong with the value of `--llumlet-cms`, a sentence each."""
-    if not _stores(cms):
+    stores = split_stores(cms)
+    if not stores:
         return ["HOST:PORT or redis://HOST:PORT of a CMS is missing"]
     faults = []
-    for store in _stores(cms):
+    for store in stores:
         try:
             open_link(store, NONE)
         except ValueError as error:
             faults.append(str(error))
     return faults
-
-
-def _stores(cms: str) -> list[str]:
-    return list(dict.fromkeys(text.strip() for text in cms.split(",") if text.strip()))

@@ -18,12 +18,12 @@ import socket
 import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import msgspec
 
 from llumlet import credential_files
 from llumlet.credential_files import CredentialFiles, CredentialsError
+from llumlet.redis_url import REDIS_SCHEMES, RedisUrl, split_stores
 from llumlet.reporter import cms_faults
 from vllm_llumnix.errors import ConfigError
 from vllm_llumnix.hosts import address_of_interface, reachable_host
@@ -317,8 +317,9 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         "--llumlet-cms",
         default=_DEFAULTS.cms,
         metavar="HOST:PORT|redis://...",
-        help="Cluster metadata stores, separated by commas: schedulers, or a Redis. They are told of this instance, "
-        "and of its load whenever that changes.",
+        help="Cluster metadata stores, separated by commas: schedulers, or a Redis, which may be one behind Sentinels "
+        "(redis+sentinel://HOST:PORT,HOST:PORT/SERVICE). They are told of this instance, and of its load whenever that "
+        "changes.",
     )
     add(
         "--llumlet-peers",
@@ -505,19 +506,19 @@ def _faults(config: LlumletConfig) -> list[str]:
 
 
 def _cms_problems(config: LlumletConfig) -> list[str]:
-    """It goes out unasked, request ids in it: to this host, or to one that proves to be the one that is meant."""
+    """It goes out unasked, request ids in it: to this host, or to one that proves to be the one that is meant. A
+    Sentinel of this host may name a server elsewhere: it is of this host's operator, as a proxy would be."""
     problems = cms_faults(config.cms)
     if problems:
         return problems
-    for store in config.cms.split(","):
-        if "://" not in store:
-            problem = config.reaches.why_not_llumlet(store)
-        elif urlsplit(store.strip()).scheme == "rediss":
-            problem = None
+    for store in split_stores(config.cms):
+        if not store.startswith(REDIS_SCHEMES):
+            found = [config.reaches.why_not_llumlet(store)]
+        elif (url := RedisUrl.parse(store)).tls:
+            found = []
         else:
-            problem = config.reaches.why_not(urlsplit(store.strip()).hostname or "localhost")
-        if problem:
-            problems.append(problem)
+            found = [config.reaches.why_not(host) for host, _ in url.hosts]
+        problems += filter(None, found)
     return problems
 
 

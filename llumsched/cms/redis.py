@@ -19,7 +19,8 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError
 from redis.exceptions import RedisError
 
-from llumlet.redis_link import CHANNEL, METADATA_PREFIX, STATUS_PREFIX, connect, redis_name
+from llumlet.redis_client import checked_name, connect, follow_master, reason_of
+from llumlet.redis_link import CHANNEL, METADATA_PREFIX, STATUS_PREFIX
 from llumlet.tasks import end
 from llumlet.types import InstanceMetadata, InstanceStatus
 from llumsched.cms.intake import MAX_INSTANCES, Intake, Refused
@@ -49,7 +50,7 @@ class RedisStore:
         self.problem = "not connected yet"
         self.complete = asyncio.Event()
         """Everything has been read at least once."""
-        self._name = redis_name(url)
+        self._name = checked_name(url)
         self._url = url
         self._intake = Intake(self.view, patience)
         self._task: asyncio.Task[None] | None = None
@@ -73,7 +74,7 @@ class RedisStore:
                 async with contextlib.aclosing(connect(self._url)) as client:
                     await self._follow(client)
             except (RedisError, OSError) as error:
-                self._lost(str(error) or type(error).__name__)
+                self._lost(reason_of(error))
             except Exception as error:  # noqa: BLE001 - whatever it is: a view that nobody feeds must not look alive
                 self._lost(f"{type(error).__name__}: {error}", error)
             await asyncio.sleep(self._retry_s * random.uniform(0.5, 1.5))
@@ -82,17 +83,21 @@ class RedisStore:
     async def _follow(self, client: Any) -> None:
         """Until the connection is lost."""
         async with client.pubsub(ignore_subscribe_messages=True) as channel:
+            # A Redis Cluster refuses keys of several slots, also while nobody has written any.
+            await client.mget([METADATA_PREFIX, STATUS_PREFIX])
             # Before the scan: a write between the two is then read twice, rather than not at all.
             await channel.subscribe(CHANNEL)
             listener = asyncio.create_task(self._listen(channel), name=f"listen to {self._name}")
-            listener.add_done_callback(lambda _: self._news.set())
+            watcher = asyncio.create_task(_stay_with_master(client), name=f"stay with the master of {self._name}")
+            for task in (listener, watcher):
+                task.add_done_callback(lambda _: self._news.set())
             sweeper = asyncio.create_task(self._intake.keep_sweeping(), name=f"sweep after {self._name}")
             try:
                 await self._scan(client)
                 self._reached()
-                await self._keep_reading(client, listener)
+                await self._keep_reading(client, listener, watcher)
             finally:
-                await end(listener, sweeper)
+                await end(listener, watcher, sweeper)
 
     async def _listen(self, channel: Any) -> None:
         """Collects the ids that are published: what is read is the newest, however often an id came."""
@@ -101,10 +106,12 @@ class RedisStore:
             if instance_id is not None and len(self._changed) < MAX_INSTANCES:
                 self._changed[instance_id] = None
                 self._news.set()
+        raise ConnectionError("the subscription has ended")
 
-    async def _keep_reading(self, client: Any, listener: asyncio.Task[None]) -> None:
+    async def _keep_reading(self, client: Any, *ending: asyncio.Task[None]) -> None:
+        """Until one of the tasks raises why not."""
         scanned_s = heard_s = time.monotonic()
-        while not listener.done():
+        while not any(task.done() for task in ending):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_S / 4):
                     await self._news.wait()
@@ -123,8 +130,9 @@ class RedisStore:
                 scanned_s = now_s
             # A read costs the same for one and for a few.
             await asyncio.sleep(_READ_EVERY_S)
-        await listener
-        raise ConnectionError("the subscription has ended")
+        for task in ending:
+            if task.done():
+                await task
 
     async def _scan(self, client: Any) -> None:
         ids: dict[str, None] = {}
@@ -183,6 +191,14 @@ class RedisStore:
         self.view.connected, self.problem = False, why
         level = logging.WARNING if first else logging.DEBUG
         logger.log(level, "The CMS at %s is lost: %s", self._name, why, exc_info=fault)
+
+
+async def _stay_with_master(client: Any) -> None:
+    """Nobody refuses a reader: a master that the Sentinels gave up would be read for as long as it answers."""
+    while True:
+        await asyncio.sleep(RESCAN_S)
+        if await follow_master(client):
+            raise ConnectionError("the Sentinels name another master")
 
 
 def _id(raw: bytes) -> str | None:

@@ -2,7 +2,7 @@
 """Where a process of the scheduler side learns what the cluster is: one interface, three sources.
 
 listen://HOST:PORT    this process is the CMS: instances report to it (`embedded.py`)
-redis://HOST:PORT     a Redis to which instances report (`redis.py`)
+redis://HOST:PORT     a Redis to which instances report (`redis.py`), also behind Sentinels (`llumlet.redis_url`)
 HOST:PORT             the embedded CMS of another process, watched (`watch.py`)
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from llumlet.credentials import NONE, Credentials
-from llumlet.report_links import REDIS_SCHEMES
+from llumlet.redis_url import REDIS_SCHEMES, redis_name
 from llumlet.types import Address
 from llumsched.cms.view import View
 
@@ -56,9 +56,10 @@ def store_faults(url: str) -> list[str]:
     """What is wrong with a URL of the forms above, a sentence each."""
     try:
         if url.startswith(REDIS_SCHEMES):
-            from llumlet.redis_link import redis_name
+            # Only who uses Redis needs its client.
+            from llumlet.redis_client import checked_name
 
-            redis_name(url)
+            checked_name(url)
         elif "://" in url.removeprefix(LISTEN):
             raise ValueError(f"{url!r} is neither HOST:PORT nor a redis:// URL")
         else:
@@ -70,11 +71,7 @@ def store_faults(url: str) -> list[str]:
 
 def name_of(url: str) -> str:
     """For people: without a password."""
-    if url.startswith(REDIS_SCHEMES):
-        from llumlet.redis_link import redis_name
-
-        return redis_name(url)
-    return url
+    return redis_name(url) if url.startswith(REDIS_SCHEMES) else url
 
 
 def open_store(

@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 from typing import Any, Final
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from llumlet.loopback import is_loopback
 from llumlet.types import Address
@@ -42,7 +42,12 @@ A switch may be written --name, --name=true or --name=false. Policies: docs/poli
 
 _log = logging.getLogger("llumnix.scheduler")
 _REDIS_PORT: Final = "6379"
-_WITH_REDIS_HOST: Final = ("--cms-redis-port", "--cms-redis-username", "--cms-redis-password")
+_WITH_REDIS_HOST: Final = (
+    "--cms-redis-port",
+    "--cms-redis-username",
+    "--cms-redis-password",
+    "--cms-redis-password-file",
+)
 _OF_ONE_MODE: Final = {
     Mode.FULL: (
         "--enable-instance-status-local-account",
@@ -74,14 +79,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_cms(group: Any) -> None:
     group.add_argument(
         "--cms", metavar="URL",
-        help="listen://HOST:PORT: be the CMS; redis://…; HOST:PORT: the CMS of another process "
-        f"(default {process.CMS})",
+        help="listen://HOST:PORT: be the CMS; redis://…; redis+sentinel://HOST:PORT,HOST:PORT/SERVICE; HOST:PORT: the "
+        f"CMS of another process (default {process.CMS})",
     )  # fmt: skip
     group.add_argument("--cms-listen", metavar="HOST:PORT", help="the same as --cms listen://HOST:PORT")
     group.add_argument("--cms-redis-host", metavar="HOST", help="with --cms-redis-port, the same as --cms redis://…")
     group.add_argument("--cms-redis-port", metavar="N", help=f"default {_REDIS_PORT}")
     group.add_argument("--cms-redis-username", metavar="NAME")
-    group.add_argument("--cms-redis-password", metavar="TEXT")
+    group.add_argument(
+        "--cms-redis-password",
+        metavar="TEXT",
+        help="which everybody on this host sees; better: --cms-redis-password-file",
+    )
+    group.add_argument("--cms-redis-password-file", metavar="FILE", help="that holds it, not readable for everybody")
     group.add_argument(
         "--llm-backend-endpoints", default="", metavar="HOST:PORT[=TYPE],…",
         help=f"lite mode: the engines' API servers, and what each is there for: {', '.join(InferType)} (default "
@@ -261,7 +271,9 @@ class _Reader:
             host = "localhost"
         address = Address(host, self._port("--cms-redis-port", args.cms_redis_port or _REDIS_PORT, lowest=1))
         user, password = (quote(text or "", safe="") for text in (args.cms_redis_username, args.cms_redis_password))
-        return f"redis://{user}:{password}@{address}" if user or password else f"redis://{address}"
+        url = f"redis://{user}:{password}@{address}" if user or password else f"redis://{address}"
+        file = args.cms_redis_password_file
+        return f"{url}?{urlencode({'password_file': file})}" if file else url
 
     def _endpoints(self, text: str) -> dict[Address, InferType]:
         flag, found = "--llm-backend-endpoints", dict[Address, InferType]()

@@ -58,6 +58,8 @@ class Executor:
     credentials: Credentials = NONE
     ended: Callable[[], None] = lambda: None
     """Called after each move."""
+    refused: Callable[[int], None] = lambda _: None
+    """Called with the term of orders that a source refused as those of a former leader."""
     clock: Callable[[], float] = time.monotonic
     _numbers: Iterable[int] = field(default_factory=itertools.count)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -108,6 +110,8 @@ class Executor:
                 self._failed(record, failure)
         except LlumletCallFailed as failure:
             self._failed(record, failure)
+            if isinstance(failure, LlumletError) and failure.reason is Reason.NOT_LEADER:
+                self.refused(term)
         except Exception as error:
             record.outcome, record.error = Outcome.FAILED, f"internal: {error!r}"
             self.history.source_failed(record.move.source, self.clock())

@@ -4,8 +4,14 @@
 Who holds the lease renews it every second; the others ask as often, and one of them has it as soon as it has run out,
 or was given back. A holder counts its time from before it asked, by its own clock: it stops planning before the server
 lets another one begin. Each new holder gets a higher term, which llumlets compare (`llumlet.terms`): what a holder
-ordered before it was stopped, and says when it goes on, is refused. Terms begin at the server's time, so that they also
-rise when it has lost its memory.
+ordered before it was stopped, and says when it goes on, is refused.
+
+A server may lose its memory, and one that takes its place may lack the last lease and the last terms: Sentinels promote
+a replica, which gets writes a moment after they were answered. So two may lead for a while, and the one that came later
+must have the higher term whatever a server remembers. Terms are at least the server's time, in microseconds. Everybody
+tells the server the highest one it has heard of, and a holder whose own is lower gets a new one. Servers with the same
+memory must not give two holders the same term: each adds a number that it draws. And a holder whose orders are refused,
+for the term of a leader that nobody who is left has heard of, takes new ones until it has a higher one.
 """
 
 from __future__ import annotations
@@ -14,14 +20,15 @@ import asyncio
 import contextlib
 import logging
 import os
+import random
 import socket
 import time
 from typing import Any, Final, NamedTuple
 
 from redis.exceptions import RedisError
 
-from llumlet.redis_link import connect, redis_name
-from llumlet.tasks import keep_running
+from llumlet.redis_client import checked_name, connect, follow_master, reason_of
+from llumlet.tasks import end, keep_running
 
 _log = logging.getLogger(__name__)
 LEASE_S: Final = 3.0
@@ -29,20 +36,27 @@ RENEW_S: Final = 1.0
 _KEY: Final = "llumnix:rescheduler"
 _TERM_KEY: Final = "llumnix:rescheduler_term"
 
+_MOST_DRAWN: Final = 2**16
+"""Microseconds: far less than it takes to promote a replica."""
+
 _TAKE: Final = """
-local holder = redis.call('GET', KEYS[1])
-if holder and holder ~= ARGV[1] then
-  return {0, holder}
+local holder = redis.call('GET', KEYS[1]) or ARGV[1]
+local highest = math.max(tonumber(redis.call('GET', KEYS[2]) or '0'), tonumber(ARGV[4]))
+local term = 0
+if holder == ARGV[1] then
+  term = tonumber(ARGV[3])
+  if term == 0 or term < highest then
+    local now = redis.call('TIME')
+    term = math.max(highest + 1, now[1] * 1000000 + now[2]) + tonumber(ARGV[5])
+    highest = term
+  end
+  redis.call('SET', KEYS[1], holder, 'PX', ARGV[2])
 end
-if not holder then
-  local now = redis.call('TIME')
-  local last = tonumber(redis.call('GET', KEYS[2]) or '0')
-  local term = math.max(last + 1, now[1] * 1000 + math.floor(now[2] / 1000))
-  redis.call('SET', KEYS[2], string.format('%d', term))
-end
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-return {tonumber(redis.call('GET', KEYS[2])), ARGV[1]}
+redis.call('SET', KEYS[2], string.format('%.0f', highest))
+return {term, holder, highest}
 """
+"""ARGV: who asks, for how many milliseconds, its term if it leads, the highest that it has heard of, what it has drawn.
+Numbers are doubles: exact up to 2**53, which as microseconds is the year 2255."""
 _GIVE_BACK: Final = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then
   redis.call('DEL', KEYS[1])
@@ -54,6 +68,8 @@ class _Answer(NamedTuple):
     term: int
     """0: another one has it."""
     holder: str
+    highest: int
+    """Of the terms that the server knows."""
 
 
 class Lease:
@@ -61,11 +77,13 @@ class Lease:
 
     def __init__(self, url: str, name: str = "") -> None:
         self._url = url
-        self._server = redis_name(url)
+        self._server = checked_name(url)
         self._me = f"{name or socket.gethostname()}/{os.getpid()}/{os.urandom(4).hex()}"
         self._term = 0
+        self._highest = 0
         self._until_s = 0.0
         self._holder = ""
+        self._problem = ""
         self._client: Any = None
         self._task: asyncio.Task[None] | None = None
 
@@ -77,8 +95,16 @@ class Lease:
     @property
     def reason(self) -> str:
         """Why it does not lead, when it does not; for people."""
+        if self._problem:
+            return f"{self._server} does not say who leads: {self._problem}"
         leader = self._holder.rpartition("/")[0]
         return f"{leader} leads" if leader else f"{self._server} has not said who leads"
+
+    def refused(self, term: int) -> None:
+        """A llumlet knows a higher one, of a leader whom no server remembers. The next term is nearer to it by the time
+        that has passed."""
+        if term == self._term:
+            self._term = 0
 
     async def start(self) -> None:
         self._client = connect(self._url)
@@ -88,14 +114,14 @@ class Lease:
     async def close(self) -> None:
         """Gives it back, so that another one need not wait."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end(self._task)
         if self._client is None:
             return
         if self.term:
             self._until_s = 0.0
             with contextlib.suppress(RedisError, OSError):
-                await self._client.register_script(_GIVE_BACK)([_KEY], [self._me])
+                async with asyncio.timeout(LEASE_S):
+                    await self._client.register_script(_GIVE_BACK)([_KEY], [self._me])
         await self._client.aclose()
 
     async def _keep(self) -> None:
@@ -104,19 +130,29 @@ class Lease:
             try:
                 answer = await self._ask()
             except (RedisError, OSError) as error:
-                _log.debug("the lease at %s cannot be asked for: %s", self._server, error)
+                self._failed(reason_of(error))
             else:
+                self._problem = ""
                 self._learn(answer, asked_s)
             await asyncio.sleep(RENEW_S)
 
     async def _ask(self) -> _Answer:
-        term, holder = await self._take([_KEY, _TERM_KEY], [self._me, int(LEASE_S * 1e3)])
-        return _Answer(int(term), holder.decode() if isinstance(holder, bytes) else str(holder))
+        drawn = random.randrange(_MOST_DRAWN)
+        arguments = [self._me, int(LEASE_S * 1e3), self.term, self._highest, drawn]
+        async with asyncio.timeout(LEASE_S):
+            await follow_master(self._client)
+            term, holder, highest = await self._take([_KEY, _TERM_KEY], arguments)
+        return _Answer(int(term), holder.decode() if isinstance(holder, bytes) else str(holder), int(highest))
+
+    def _failed(self, why: str) -> None:
+        level = logging.DEBUG if why == self._problem else logging.WARNING
+        _log.log(level, "the lease at %s cannot be asked for: %s", self._server, why)
+        self._problem = why
 
     def _learn(self, answer: _Answer, asked_s: float) -> None:
-        led, self._holder = self.term, answer.holder
+        led, self._holder, self._highest = self.term, answer.holder, max(self._highest, answer.highest)
         self._term, self._until_s = answer.term, asked_s + LEASE_S if answer.term else 0.0
-        if self.term and not led:
+        if self.term and self.term != led:
             _log.info("this rescheduler leads from now on (term %d)", self._term)
         elif led and not self.term:
             _log.warning("this rescheduler leads no more: %s", self.reason)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from prometheus_client import CollectorRegistry
 
 from llumlet.credentials import NONE, Credentials
-from llumlet.report_links import REDIS_SCHEMES
+from llumlet.redis_url import REDIS_SCHEMES
 from llumsched.cms.view import View
 from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.counters import RescheduleCounters
@@ -87,6 +87,7 @@ class Rescheduler:
             self._counters,
             credentials,
             lambda: self._waking.wake("move"),
+            lease.refused if lease is not None else lambda _: None,
             clock,
         )
         self._num_passes = 0

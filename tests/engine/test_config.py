@@ -132,6 +132,11 @@ def test_stores_that_are_told() -> None:
         with pytest.raises(ConfigError, match=r"--llumlet-cms: 10\.0\.0\.5 is not a loopback address"):
             read("--enable-llumlet", "--llumlet-cms", store)
         assert read("--enable-llumlet", "--llumlet-cms", store, "--llumlet-insecure") is not None
+    sentinels = "redis+sentinel://127.0.0.1:1,10.0.0.5:1,10.0.0.6:1/service"
+    with pytest.raises(ConfigError) as refusal:
+        read("--enable-llumlet", "--llumlet-cms", f"{sentinels},127.0.0.1:7100")
+    assert [fault.split()[1] for fault in refusal.value.faults] == ["10.0.0.5", "10.0.0.6"]
+    assert read("--enable-llumlet", "--llumlet-cms", sentinels.replace("redis", "rediss")) is not None
 
 
 def test_a_unit_is_one_data_parallel_group() -> None:

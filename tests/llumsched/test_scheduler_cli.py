@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from llumlet.redis_url import Login, RedisUrl
 from llumlet.tasks import end
 from llumlet.types import Address
 from llumsched.commands import scheduler
@@ -73,6 +74,20 @@ def test_redis_by_its_parts(arguments: list[str], url: str) -> None:
     assert config(*arguments).cms == url
 
 
+def test_a_password_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "a word"
+    flags = ("--cms-redis-host=h", "--cms-redis-username=u", f"--cms-redis-password-file={file}")
+    assert parsed(*flags)[0] == [f"--cms-redis-host password_file {file}: No such file or directory"]
+    file.touch(0o644)
+    (fault,) = parsed(*flags)[0]
+    assert "everybody" in fault
+    file.chmod(0o600)
+    url = RedisUrl.parse(config(*flags).cms)
+    assert (url.name, url.login) == ("redis://h:6379", Login("u", "", str(file)))
+    (fault,) = parsed(*flags, "--cms-redis-password=p")[0]
+    assert "both password and password_file" in fault
+
+
 def test_what_the_rescheduler_reads_as_well_may_change_nothing_in_the_policy(tmp_path: Path) -> None:
     policy = tmp_path / "bare.yaml"
     policy.write_text("full: {neutral: {selector: roundRobinSelector}}")
@@ -130,10 +145,11 @@ def test_lite_mode_needs_no_further_switch(monkeypatch: pytest.MonkeyPatch) -> N
           "lite.decode: has no load threshold to set to 5",
           "--request-local-account-staleness-seconds is of no use in lite mode",
           "--enable-instance-status-local-account is of no use in lite mode"]),
-        (["--cms-redis-port=abc", "--cms-redis-username=x", "--cms-redis-password=y"],
+        (["--cms-redis-port=abc", "--cms-redis-username=x", "--cms-redis-password=y", "--cms-redis-password-file=z"],
          ["--cms-redis-port is of no use without --cms-redis-host",
           "--cms-redis-username is of no use without --cms-redis-host",
-          "--cms-redis-password is of no use without --cms-redis-host"]),
+          "--cms-redis-password is of no use without --cms-redis-host",
+          "--cms-redis-password-file is of no use without --cms-redis-host"]),
         (["--cms-redis-host=h/../etc", "--cms-redis-port=70000"],
          ["--cms-redis-host 'h/../etc' is not a host", "--cms-redis-port '70000' is not a port"]),
         (["--cms-redis-host=10.0.0.5:6379"], ["--cms-redis-host the redis:// URL is not one"]),

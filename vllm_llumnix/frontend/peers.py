@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 
 from llumlet.credentials import Credentials
 from llumlet.directory import Directory, open_directory
+from llumlet.redis_url import split_stores
 from llumlet.report_links import LinkLost
 from llumlet.types import PeersResponse
 from vllm_llumnix.reach import Reach
@@ -33,7 +34,7 @@ class Peers:
         self, named: Sequence[str], cms: str, own_ids: Sequence[str], credentials: Credentials, reach: Reach
     ) -> None:
         self._named = tuple(named)
-        self._stores = [store.strip() for store in cms.split(",")] if cms else []
+        self._stores = split_stores(cms)
         self._own_ids = tuple(own_ids)
         self._credentials = credentials
         self._reach = reach

@@ -46,7 +46,7 @@ lint: install $(STAMPS)/lint ## ruff (lint and format) and mypy
 
 docs: install ## regenerate what is generated under docs/
 	@$(PY) -m vllm_llumnix.patching.docs
-	@$(PY) -m vllm_llumnix.migration.diagram docs/protocol.md
+	@$(PY) -m llumlet.protocol.diagram docs/protocol.md
 	@$(PY) -m vllm_llumnix.engine.portability
 	@$(PY) -m tests.support.failures docs/failures.md
 

@@ -10,9 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FORBIDDEN = {
-    "vllm_llumnix/migration": {"asyncio", "socket", "time", "datetime", "threading", "torch", "vllm", "zmq", "grpc",
-                               "llumlet", "llumsched", "vllm_llumnix.engine", "vllm_llumnix.frontend",
-                               "vllm_llumnix.kv"},
+    "llumlet/protocol": {"asyncio", "socket", "time", "datetime", "threading", "torch", "vllm", "zmq", "grpc", "google",
+                         "llumsched", "vllm_llumnix"},
     "vllm_llumnix/kv": {"llumlet", "llumsched", "vllm_llumnix.engine", "vllm_llumnix.frontend"},
     "vllm_llumnix/engine": {"llumsched", "vllm_llumnix.frontend"},
     "vllm_llumnix/frontend": {"llumsched", "vllm_llumnix.engine", "vllm_llumnix.kv"},

@@ -26,7 +26,7 @@ import msgspec
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import get_adapter_absolute_path
 
-from vllm_llumnix.errors import Reason, Refused
+from llumlet.protocol.errors import Reason, Refused
 
 logger = logging.getLogger("vllm.llumnix")
 

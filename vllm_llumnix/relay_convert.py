@@ -16,9 +16,9 @@ import numpy as np
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
-from vllm_llumnix.errors import RemoteProtocolError
-from vllm_llumnix.ids import HOME, Epoch
-from vllm_llumnix.migration import wire
+from llumlet.protocol import wire
+from llumlet.protocol.errors import RemoteProtocolError
+from llumlet.protocol.ids import HOME, Epoch
 
 _FINISH_REASONS = frozenset(int(reason) for reason in FinishReason)
 

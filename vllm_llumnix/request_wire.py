@@ -6,8 +6,8 @@ from __future__ import annotations
 import msgspec
 from vllm.sampling_params import SamplingParams
 
-from vllm_llumnix.errors import Reason, Refused
-from vllm_llumnix.migration.wire import MALFORMED
+from llumlet.protocol.errors import Reason, Refused
+from llumlet.protocol.wire import MALFORMED
 
 MAX_STATE_BYTES = 64 << 20
 

@@ -11,10 +11,10 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request, RequestStatus
 
+from llumlet.protocol.errors import Reason, Refused
 from tests.engine.rig import Rig, private_record
 from tests.engine.test_scheduler_port import KINDS, freeze
 from vllm_llumnix.engine.kvconn import KVConnection
-from vllm_llumnix.errors import Reason, Refused
 
 
 def adapter(number: int) -> LoRARequest:

@@ -15,10 +15,10 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from benchmarks.model import PRESETS
+from llumlet.protocol.errors import Reason, Refused
 from tests.support.adapters import write_adapter
 from vllm_llumnix import adapters
 from vllm_llumnix.adapters import Adapters
-from vllm_llumnix.errors import Reason, Refused
 
 pytestmark = pytest.mark.asyncio
 

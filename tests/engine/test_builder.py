@@ -18,12 +18,12 @@ import pytest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.request import Request
 
+from llumlet.protocol.errors import Reason, Refused
 from tests.engine.rig import new_scheduler
 from vllm_llumnix import adapters
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.engine import grammars
 from vllm_llumnix.engine.builder import RequestBuilder
-from vllm_llumnix.errors import Reason, Refused
 from vllm_llumnix.reach import Reach
 from vllm_llumnix.request_wire import RequestState, encode, encode_params
 from vllm_llumnix.step_record import StepRecord, name_of, read

@@ -20,14 +20,14 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import RequestStatus
 
+from llumlet.protocol.errors import Reason, Refused
+from llumlet.protocol.ids import Epoch
+from llumlet.protocol.wire import Health
 from tests.engine.loop import new_loop
 from tests.engine.rig import BLOCK_SIZE, Rig, private_record
 from vllm_llumnix.engine import claims as claims_module
 from vllm_llumnix.engine.claims import Claims
 from vllm_llumnix.engine.kvconn import KVConnection
-from vllm_llumnix.errors import Reason, Refused
-from vllm_llumnix.ids import Epoch
-from vllm_llumnix.migration.wire import Health
 
 pytestmark = pytest.mark.asyncio
 

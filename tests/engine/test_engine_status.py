@@ -12,16 +12,16 @@ from unittest import mock
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
+from llumlet.protocol import wire
+from llumlet.protocol.errors import Reason
+from llumlet.protocol.ids import MigrationId
+from llumlet.protocol.limits import Limits, Slots
 from llumlet.types import Health, InstanceReport
 from llumsched.cms.validation import MAX_LIST, MAX_REPORT_BYTES
 from tests.engine.rig import BLOCK_SIZE, Rig
 from vllm_llumnix.engine.load import MAX_NAMES
 from vllm_llumnix.engine.metadata import node_id, unit_id
 from vllm_llumnix.engine.status import StatusSource
-from vllm_llumnix.errors import Reason
-from vllm_llumnix.ids import MigrationId
-from vllm_llumnix.migration import wire
-from vllm_llumnix.migration.limits import Limits, Slots
 
 
 @pytest.fixture

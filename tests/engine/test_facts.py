@@ -14,9 +14,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, UniformTypeKVCacheSpecs
 from vllm.v1.sample.sampler import Sampler
 
+from llumlet.protocol.errors import Reason, Refused
 from vllm_llumnix.engine.attach import _compile_logprobs, text_config_of
 from vllm_llumnix.engine.memory import SourceMemory, decode_memory, encode_memory
-from vllm_llumnix.errors import Reason, Refused
 from vllm_llumnix.kv.vllm_cache import caches_of
 
 ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "rope_theta": 10000.0}

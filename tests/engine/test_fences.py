@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request, RequestStatus
 
+from llumlet.protocol.errors import Reason, Refused
 from tests.engine.loop import Loop, new_loop
 from tests.engine.rig import BLOCK_SIZE
-from vllm_llumnix.errors import Reason, Refused
 
 pytestmark = pytest.mark.asyncio
 

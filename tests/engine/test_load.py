@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.v1.request import Request, RequestStatus
 
+from llumlet.protocol.errors import Refused
+from llumlet.protocol.ids import gateway_id
 from tests.engine.rig import BLOCK_SIZE, Rig
 from vllm_llumnix.engine.load import RECENT_SECONDS, Load, LoadCounters, Place, recount
 from vllm_llumnix.engine.request_state import why_not_now
-from vllm_llumnix.errors import Refused
-from vllm_llumnix.ids import gateway_id
 
 KINDS = {
     "sync": {"asynchronous": False, "runner_v2": False},

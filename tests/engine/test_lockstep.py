@@ -18,10 +18,10 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
+from llumlet.protocol.errors import Reason, Refused
 from tests.engine.rig import Rig, private_record
 from vllm_llumnix.engine.adoptions import Adoptions
 from vllm_llumnix.engine.kvconn import KVConnection
-from vllm_llumnix.errors import Reason, Refused
 
 
 class Rank(DPEngineCoreProc):

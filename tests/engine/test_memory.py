@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from llumlet.protocol.errors import Reason, Refused
 from tests.kv.fakes import Memory, SourceProcess, describe, source_process
 from vllm_llumnix.engine import memory as engine_memory
 from vllm_llumnix.engine.memory import Movers, SourceMemory
-from vllm_llumnix.errors import Reason, Refused
 from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.endpoint import PrivateDirectory
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES

@@ -15,12 +15,12 @@ import zmq.asyncio
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
 from llumlet.credentials import NONE
+from llumlet.protocol import wire
+from llumlet.protocol.errors import Refused
+from llumlet.protocol.ids import Epoch
 from vllm_llumnix.engine import relay as relay_module
 from vllm_llumnix.engine.relay import OriginUnreachable, Relay
 from vllm_llumnix.engine.request_state import Residence
-from vllm_llumnix.errors import Refused
-from vllm_llumnix.ids import Epoch
-from vllm_llumnix.migration import wire
 
 pytestmark = pytest.mark.asyncio
 

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.request import RequestStatus
 
+from llumlet.protocol.errors import Reason, Refused
 from tests.engine.rig import BLOCK_SIZE, Rig
 from vllm_llumnix.engine.attach import _watch_sleep
 from vllm_llumnix.engine.request_state import why_not_now
-from vllm_llumnix.errors import Reason, Refused
 
 KINDS = {
     "sync": {"asynchronous": False, "runner_v2": False},

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from llumlet.protocol.errors import Refused
 from tests.engine.loop import new_loop
 from vllm_llumnix import step_record
 from vllm_llumnix.engine.identity import EngineIdentity
 from vllm_llumnix.engine.listing import Listing
 from vllm_llumnix.engine.trials import Trials
-from vllm_llumnix.errors import Refused
 from vllm_llumnix.step_record import LastSteps, StepRecord, name_of, read
 
 INCARNATION = "c" * 32

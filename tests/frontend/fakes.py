@@ -31,10 +31,10 @@ from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from llumlet.credentials import NONE, Credentials
+from llumlet.protocol import wire
+from llumlet.protocol.ids import Epoch
 from vllm_llumnix import hooks
 from vllm_llumnix.frontend.client import llumnix_client_class
-from vllm_llumnix.ids import Epoch
-from vllm_llumnix.migration import wire
 from vllm_llumnix.relay_address import RelayAddress
 from vllm_llumnix.relay_keys import connect
 

@@ -15,11 +15,11 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.metrics.stats import IterationStats, PrefillStats
 from vllm.v1.outputs import LogprobsLists
 
+from llumlet.protocol import wire
+from llumlet.protocol.errors import RemoteProtocolError
+from llumlet.protocol.ids import Epoch
 from tests.frontend.conftest import NewPeer
 from tests.frontend.fakes import VOCAB_SIZE, FakeEngine, FakePeer, next_outputs, output, request
-from vllm_llumnix.errors import RemoteProtocolError
-from vllm_llumnix.ids import Epoch
-from vllm_llumnix.migration import wire
 from vllm_llumnix.relay_convert import check, engine_output_from, sliced, token_output_from
 
 

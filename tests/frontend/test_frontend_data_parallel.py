@@ -11,9 +11,9 @@ import pytest_asyncio
 import zmq.asyncio
 from vllm.v1.engine import FinishReason
 
+from llumlet.protocol import wire
+from llumlet.protocol.ids import Epoch
 from tests.frontend.fakes import FakeEngine, FakePeer, next_outputs, output, relayed, request, tokens_of
-from vllm_llumnix.ids import Epoch
-from vllm_llumnix.migration import wire
 
 pytestmark = pytest.mark.asyncio
 

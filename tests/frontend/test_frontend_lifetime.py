@@ -15,6 +15,8 @@ import pytest
 import zmq.asyncio
 from vllm.v1.engine.core_client import AsyncMPClient, DPAsyncMPClient, DPLBAsyncMPClient, MPClient
 
+from llumlet.protocol import wire
+from llumlet.protocol.ids import Epoch
 from tests.frontend.conftest import NewPeer
 from tests.frontend.fakes import (
     FakeEngine,
@@ -31,8 +33,6 @@ from vllm_llumnix import hooks
 from vllm_llumnix.config import CONFIG_VARIABLE
 from vllm_llumnix.errors import ConfigError
 from vllm_llumnix.frontend.client import LlumnixClientMixin, llumnix_client_class
-from vllm_llumnix.ids import Epoch
-from vllm_llumnix.migration import wire
 
 CLASSES = [AsyncMPClient, DPAsyncMPClient, DPLBAsyncMPClient]
 

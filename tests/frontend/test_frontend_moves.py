@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from vllm.v1.engine import FinishReason
 
+from llumlet.protocol import wire
+from llumlet.protocol.ids import Epoch
 from tests.frontend.conftest import NewPeer
 from tests.frontend.fakes import FakeEngine, FakePeer, next_outputs, output, relayed, request, tokens_of
 from vllm_llumnix.frontend import streams
-from vllm_llumnix.ids import Epoch
-from vllm_llumnix.migration import wire
 
 pytestmark = pytest.mark.asyncio
 

@@ -12,13 +12,13 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from llumlet.protocol import wire
+from llumlet.protocol.ids import HOME, Epoch
 from tests.frontend.conftest import NewPeer
 from tests.frontend.fakes import VOCAB_SIZE, FakeEngine, FakePeer, relayed, request, tokens_of, until
 from vllm_llumnix.frontend import relay as relay_module
 from vllm_llumnix.frontend.owners import MAX_OWNERS, Owners
 from vllm_llumnix.frontend.relay import Complaints, Relay
-from vllm_llumnix.ids import HOME, Epoch
-from vllm_llumnix.migration import wire
 
 
 @pytest.mark.asyncio

@@ -13,6 +13,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import FinishReason
 
 from llumlet.errors import LlumletError
+from llumlet.protocol import wire
+from llumlet.protocol.ids import Epoch
 from llumlet.server import serve
 from llumlet.types import AdoptRequest, Reason
 from tests.frontend.conftest import NewPeer
@@ -31,8 +33,6 @@ from tests.frontend.fakes import (
 from tests.llumlet.fake_agent import FakeAgent
 from vllm_llumnix.frontend import owners, replay, streams
 from vllm_llumnix.frontend.client import WATCH_SECONDS
-from vllm_llumnix.ids import Epoch
-from vllm_llumnix.migration import wire
 from vllm_llumnix.request_wire import RequestState, decode_state
 
 pytestmark = pytest.mark.asyncio

@@ -14,6 +14,8 @@ import pytest_asyncio
 from vllm.v1.engine import FinishReason
 
 from llumlet.errors import LlumletError
+from llumlet.protocol.ids import Epoch
+from llumlet.protocol.wire import Health
 from llumlet.server import RunningServer, serve
 from llumlet.types import Reason
 from tests.frontend.conftest import NewPeer
@@ -23,8 +25,6 @@ from vllm_llumnix import step_record
 from vllm_llumnix.frontend import attempts, endings, owners, replay
 from vllm_llumnix.frontend.client import WATCH_SECONDS
 from vllm_llumnix.frontend.suspects import TRIAL_TOKENS
-from vllm_llumnix.ids import Epoch
-from vllm_llumnix.migration.wire import Health
 from vllm_llumnix.request_wire import decode_state
 from vllm_llumnix.step_record import StepRecord
 

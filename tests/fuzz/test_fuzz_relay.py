@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 from vllm.v1.engine.core_client import AsyncMPClient
 
 from llumlet.credentials import NONE
+from llumlet.protocol import wire
+from llumlet.protocol.ids import Epoch
 from tests.frontend.conftest import llumlet_enabled
 from tests.frontend.fakes import FakeEngine, FakePeer, close_client, new_client, relayed, request, tokens_of
 from tests.fuzz.hostile import anything, integers, texts
@@ -26,8 +28,6 @@ from vllm_llumnix.engine.relay import Relay as EngineRelay
 from vllm_llumnix.frontend import client as frontend_client
 from vllm_llumnix.frontend import owners
 from vllm_llumnix.frontend.metrics import MoveMetrics
-from vllm_llumnix.ids import Epoch
-from vllm_llumnix.migration import wire
 
 __all__ = ["llumlet_enabled"]
 

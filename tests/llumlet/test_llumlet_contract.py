@@ -12,6 +12,7 @@ import pytest
 
 import llumlet
 from llumlet.proto.generate import generate
+from llumlet.protocol.errors import Reason as EngineReason
 from llumlet.status_codes import STATUS_OF_REASON
 from llumlet.types import (
     InstanceMetadata,
@@ -23,7 +24,6 @@ from llumlet.types import (
     reason_word,
     word,
 )
-from vllm_llumnix.errors import Reason as EngineReason
 
 ROOT = Path(llumlet.__file__).resolve().parents[1]
 GENERATED = ("llumlet_pb2.py", "llumlet_pb2.pyi", "llumlet_pb2_grpc.py", "llumlet_pb2_grpc.pyi")

@@ -6,10 +6,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llumlet.protocol import selection as llumlet
 from llumlet.types import Mode, RequestInfo
 from llumsched.rescheduling.choice import choose
 from llumsched.rescheduling.moves import Move, Order, Rule, Selection
-from vllm_llumnix.migration import selection as llumlet
 
 CAPACITY = 10_000
 rows = st.lists(st.tuples(st.integers(1, 3000), st.booleans(), st.booleans()), max_size=10)

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llumlet.protocol import selection
+from llumlet.protocol.ids import RequestId
+from llumlet.protocol.selection import ALL, Order, Rule, Unit
 from llumlet.types import MigrateRequest, MigrationReqPolicy, MigrationType
 from llumsched.testing.engine import EngineModel, SimulatedRequest
 from llumsched.testing.selection import select
-from vllm_llumnix.ids import RequestId
-from vllm_llumnix.migration import selection
-from vllm_llumnix.migration.selection import ALL, Order, Rule, Unit
 
 BLOCKS = EngineModel(num_blocks=100, block_size=4)
 LENGTHS = st.lists(st.integers(1, 200), max_size=5)

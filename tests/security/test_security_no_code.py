@@ -17,11 +17,11 @@ from vllm.v1.serial_utils import CUSTOM_TYPE_CLOUDPICKLE, CUSTOM_TYPE_PICKLE, CU
 import llumlet
 import llumsched
 import vllm_llumnix
+from llumlet.protocol import wire
+from llumlet.protocol.errors import Refused
 from vllm_llumnix import request_wire
 from vllm_llumnix.engine import memory, request_state
-from vllm_llumnix.errors import Refused
 from vllm_llumnix.kv import messages
-from vllm_llumnix.migration import wire
 
 PACKAGES = (llumlet, llumsched, vllm_llumnix)
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "marshal", "shelve", "dill", "jsonpickle"}

@@ -32,6 +32,8 @@ from vllm.v1.request import Request
 
 from llumlet.client import LlumletClient
 from llumlet.errors import LlumletCallFailed
+from llumlet.protocol.destination import State as DestinationState
+from llumlet.protocol.source import Plan
 from llumlet.types import Address, MigrateRequest, MovePhase, MoveProgress
 from llumsched.up.ports import free_ports
 from tests.frontend.fakes import close_client, new_client, request
@@ -44,8 +46,6 @@ from vllm_llumnix.engine import claims, progress
 from vllm_llumnix.engine import relay as engine_relay
 from vllm_llumnix.frontend import client as client_module
 from vllm_llumnix.frontend import owners, replay, streams
-from vllm_llumnix.migration.destination import State as DestinationState
-from vllm_llumnix.migration.source import Plan
 
 T = TypeVar("T")
 

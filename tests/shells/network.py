@@ -28,8 +28,8 @@ from grpc import aio
 
 from llumlet import credentials
 from llumlet.credentials import Credentials
+from llumlet.protocol import wire
 from llumlet.types import Address
-from vllm_llumnix.migration import wire
 
 ORIGIN = "O"
 PATIENCE_SECONDS = 0.15

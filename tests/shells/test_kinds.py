@@ -8,12 +8,12 @@ from unittest import mock
 
 import pytest
 
+from llumlet.protocol import errors
 from llumlet.types import Mode, MovePhase, Reason, RequestInfo
 from tests.shells.cells import PLAY, company, goes_on
 from tests.shells.circumstances import hanging, outputs_held
 from tests.shells.cluster import Cluster, Stream, cluster_of, retold, until
 from tests.shells.marks import MARKS
-from vllm_llumnix import errors
 
 pytestmark = MARKS
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from llumlet.errors import LlumletError
+from llumlet.protocol.errors import Refused
+from llumlet.protocol.ids import Epoch
 from llumlet.types import Reason
 from tests.shells.cells import SOON_SECONDS, company, loses_tokens, moves
 from tests.shells.circumstances import outputs_held, recorded, replays_only_at
@@ -22,8 +24,6 @@ from tests.shells.network import Kind
 from vllm_llumnix.engine.departures import OutgoingMove
 from vllm_llumnix.engine.kvconn import Departure, KVConnection
 from vllm_llumnix.engine.request_state import residence_of
-from vllm_llumnix.errors import Refused
-from vllm_llumnix.ids import Epoch
 
 pytestmark = MARKS
 

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request
 
+from llumlet.protocol.gate import Arrival, Gate, Verdict
+from llumlet.protocol.ids import Epoch
 from tests.shells.cells import PLAY, company
 from tests.shells.cluster import cluster_of
 from tests.shells.marks import MARKS
@@ -22,9 +24,7 @@ from vllm_llumnix.engine import relay as engine_relay
 from vllm_llumnix.engine.agent import LlumletAgent
 from vllm_llumnix.engine.scheduler_port import FrozenRequest, Pin, SchedulerPort
 from vllm_llumnix.frontend import replay, streams
-from vllm_llumnix.ids import Epoch
 from vllm_llumnix.kv.transport import local
-from vllm_llumnix.migration.gate import Arrival, Gate, Verdict
 
 pytestmark = MARKS
 

@@ -24,18 +24,18 @@ from typing import Any
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 
-from tests.migration.world import Client, Engine, Message, Outgoing, Request, cell, cells_of
+from llumlet.protocol import effects as do
+from llumlet.protocol import events as ev
+from llumlet.protocol import wire
+from llumlet.protocol.events import Settlement
+from llumlet.protocol.gate import Gate
+from llumlet.protocol.ids import HOME, Epoch
+from llumlet.protocol.ledger import Owner as BlockOwner
+from tests.protocol.world import Client, Engine, Message, Outgoing, Request, cell, cells_of
 from tests.simulation.rescues import MESSAGES, Holder, Rescues
 from vllm_llumnix.frontend.owners import PROBE_SECONDS, Owner, Owners
 from vllm_llumnix.frontend.replay import CALL_SECONDS, REPLAY_SECONDS, RETRY_SECONDS
 from vllm_llumnix.frontend.streams import Orphan, Stream, Streams
-from vllm_llumnix.ids import HOME, Epoch
-from vllm_llumnix.migration import effects as do
-from vllm_llumnix.migration import events as ev
-from vllm_llumnix.migration import wire
-from vllm_llumnix.migration.events import Settlement
-from vllm_llumnix.migration.gate import Gate
-from vllm_llumnix.migration.ledger import Owner as BlockOwner
 
 VOCABULARY = 1 << 48
 DIGEST = "fits"

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from vllm_llumnix.ids import Epoch
-from vllm_llumnix.migration import effects as do
-from vllm_llumnix.migration import events as ev
-from vllm_llumnix.migration.destination import Destination
-from vllm_llumnix.migration.effects import Effect
-from vllm_llumnix.migration.gate import Arrival, FenceDecision, Gate, Verdict
-from vllm_llumnix.migration.machine import install, rows
-from vllm_llumnix.migration.source import Source, State
+from llumlet.protocol import effects as do
+from llumlet.protocol import events as ev
+from llumlet.protocol.destination import Destination
+from llumlet.protocol.effects import Effect
+from llumlet.protocol.gate import Arrival, FenceDecision, Gate, Verdict
+from llumlet.protocol.ids import Epoch
+from llumlet.protocol.machine import install, rows
+from llumlet.protocol.source import Source, State
 
 
 class NaiveGate(Gate):

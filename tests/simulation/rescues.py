@@ -13,12 +13,12 @@ import dataclasses
 import enum
 from collections.abc import Iterator
 
-from tests.migration.world import BLOCK_SIZE, Engine, Message, Request, World, cells_of
+from llumlet.protocol.events import Gone
+from llumlet.protocol.ids import Epoch
+from llumlet.protocol.ledger import Owner
+from tests.protocol.world import BLOCK_SIZE, Engine, Message, Request, World, cells_of
 from vllm_llumnix.engine.claims import LEASE_SECONDS
 from vllm_llumnix.engine.rescue import CLAIM_SECONDS, PULL_SECONDS
-from vllm_llumnix.ids import Epoch
-from vllm_llumnix.migration.events import Gone
-from vllm_llumnix.migration.ledger import Owner
 
 MESSAGES = frozenset({"claim", "claim answer", "end claim", "end claim answer"})
 """Bodies begin with the number of the attempt, which names the rescue and the claim."""

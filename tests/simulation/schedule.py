@@ -11,8 +11,8 @@ from typing import Any
 
 from vllm.v1.engine import EngineCoreOutput
 
-from vllm_llumnix.migration.events import Call
-from vllm_llumnix.migration.source import Method
+from llumlet.protocol.events import Call
+from llumlet.protocol.source import Method
 
 from .cluster import HUNG_S, RELAY, Cluster
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from llumlet.protocol.gate import Gate
 from tests.conftest import NUM_SCHEDULES
 from tests.support.beside import Beside
 from vllm_llumnix.frontend import streams
 from vllm_llumnix.frontend.owners import Owner
 from vllm_llumnix.frontend.streams import Orphan, Stream
-from vllm_llumnix.migration.gate import Gate
 
 from . import mutants
 from .cluster import HOME_LIFE, Cluster

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request, RequestStatus
 
+from llumlet.protocol.errors import Reason, Refused
+from llumlet.protocol.ids import Epoch
 from llumlet.types import AdoptRequest, AdoptResponse
 from vllm_llumnix.engine.arrivals import Arrivals
 from vllm_llumnix.engine.builder import RequestBuilder
@@ -26,8 +28,6 @@ from vllm_llumnix.engine.memory import require_weights
 from vllm_llumnix.engine.relay import Relay
 from vllm_llumnix.engine.request_state import Residence, residence_of
 from vllm_llumnix.engine.rescue import Fetched, Rescue
-from vllm_llumnix.errors import Reason, Refused
-from vllm_llumnix.ids import Epoch
 
 if TYPE_CHECKING:
     from vllm_llumnix.engine.bypass import Bypass

@@ -15,6 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from llumlet.agent import DrainReport, Report
 from llumlet.errors import LlumletCallFailed, LlumletError
+from llumlet.protocol import wire
+from llumlet.protocol.errors import MigrationError, Reason, Refused
+from llumlet.protocol.ids import Epoch
+from llumlet.protocol.source import Plan
 from llumlet.reporter import Reporter
 from llumlet.server import RunningServer
 from llumlet.types import (
@@ -65,11 +69,8 @@ from vllm_llumnix.engine.relay import Relay
 from vllm_llumnix.engine.request_state import residence_of
 from vllm_llumnix.engine.rescue import Rescue
 from vllm_llumnix.engine.status import StatusSource
-from vllm_llumnix.errors import MigrationError, Reason, Refused, TransportError
-from vllm_llumnix.ids import Epoch
+from vllm_llumnix.errors import TransportError
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES
-from vllm_llumnix.migration import wire
-from vllm_llumnix.migration.source import Plan
 
 if TYPE_CHECKING:
     from vllm_llumnix.engine.bypass import Bypass

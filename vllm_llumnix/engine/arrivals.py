@@ -17,6 +17,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from vllm.v1.request import Request
 
 from llumlet.errors import LlumletError
+from llumlet.protocol import effects as do
+from llumlet.protocol import events as on
+from llumlet.protocol.destination import Destination, State, Terms
+from llumlet.protocol.errors import LocalProtocolError, MigrationError, Reason, Refused
+from llumlet.protocol.events import Call, Settlement
+from llumlet.protocol.ids import Epoch, MigrationId
+from llumlet.protocol.limits import Limits, Slots
 from llumlet.types import (
     AbortMigrateInRequest,
     AbortMigrateInResponse,
@@ -39,14 +46,8 @@ from vllm_llumnix.engine.memory import Movers, SourceMemory, decode_memory
 from vllm_llumnix.engine.relay import Relay
 from vllm_llumnix.engine.request_state import Residence, repeat_from
 from vllm_llumnix.engine.way import why_request_not_portable
-from vllm_llumnix.errors import LocalProtocolError, MigrationError, Reason, Refused, TransportError
-from vllm_llumnix.ids import Epoch, MigrationId
+from vllm_llumnix.errors import TransportError
 from vllm_llumnix.kv.messages import PeerMemory
-from vllm_llumnix.migration import effects as do
-from vllm_llumnix.migration import events as on
-from vllm_llumnix.migration.destination import Destination, State, Terms
-from vllm_llumnix.migration.events import Call, Settlement
-from vllm_llumnix.migration.limits import Limits, Slots
 
 if TYPE_CHECKING:
     from vllm_llumnix.engine.bypass import Bypass

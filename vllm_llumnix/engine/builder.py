@@ -10,10 +10,10 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 
+from llumlet.protocol.errors import Reason, Refused
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.engine.grammars import Grammars
 from vllm_llumnix.engine.request_state import Residence, build_request, check_tokens, settle_in
-from vllm_llumnix.errors import Reason, Refused
 from vllm_llumnix.reach import Reach
 from vllm_llumnix.request_wire import RequestState, decode_state
 from vllm_llumnix.step_record import StepRecord

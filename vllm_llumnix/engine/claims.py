@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request, RequestStatus
 
+from llumlet.protocol.errors import Reason, Refused
+from llumlet.protocol.ids import Epoch
 from vllm_llumnix.engine.request_state import residence_of, why_not_now
 from vllm_llumnix.engine.scheduler_port import Pin
-from vllm_llumnix.errors import Reason, Refused
-from vllm_llumnix.ids import Epoch
 
 if TYPE_CHECKING:
     from vllm_llumnix.engine.kvconn import KVConnection

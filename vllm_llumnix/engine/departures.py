@@ -21,6 +21,13 @@ from vllm.v1.request import Request
 
 from llumlet.client import LlumletClient
 from llumlet.errors import LlumletCallFailed, LlumletError
+from llumlet.protocol import effects as do
+from llumlet.protocol import events as on
+from llumlet.protocol import ids, wire
+from llumlet.protocol.errors import LocalProtocolError, MigrationError, Reason, Refused
+from llumlet.protocol.events import Call, Gone
+from llumlet.protocol.limits import Limits, Slots
+from llumlet.protocol.source import Method, Outcome, Plan, Source, State
 from llumlet.types import (
     Address,
     CommitRequest,
@@ -37,7 +44,7 @@ from llumlet.types import (
     parse_reason,
     reason_word,
 )
-from vllm_llumnix import faults, ids
+from vllm_llumnix import faults
 from vllm_llumnix.engine.kvconn import Departure, KVConnection
 from vllm_llumnix.engine.memory import Movers, encode_memory
 from vllm_llumnix.engine.records import MoveRecords
@@ -45,14 +52,8 @@ from vllm_llumnix.engine.relay import OriginUnreachable, Relay
 from vllm_llumnix.engine.request_state import Residence, state_of, why_not_now
 from vllm_llumnix.engine.scheduler_port import Frontier, FrozenRequest, Pin, SchedulerPort
 from vllm_llumnix.engine.way import MODES, Way, has_kv, why_request_not_portable
-from vllm_llumnix.errors import LocalProtocolError, MigrationError, Reason, Refused, TransportError
+from vllm_llumnix.errors import TransportError
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES
-from vllm_llumnix.migration import effects as do
-from vllm_llumnix.migration import events as on
-from vllm_llumnix.migration import wire
-from vllm_llumnix.migration.events import Call, Gone
-from vllm_llumnix.migration.limits import Limits, Slots
-from vllm_llumnix.migration.source import Method, Outcome, Plan, Source, State
 from vllm_llumnix.request_wire import RequestState, encode
 
 if TYPE_CHECKING:

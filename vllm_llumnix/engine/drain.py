@@ -17,9 +17,9 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from llumlet.errors import LlumletCallFailed
+from llumlet.protocol.errors import MigrationError
 from llumlet.types import Address, DrainProgress, MigrateRequest, Mode, MovePhase, MoveProgress, Reason, reason_word
 from vllm_llumnix.engine.departures import Destination
-from vllm_llumnix.errors import MigrationError
 
 if TYPE_CHECKING:
     from vllm_llumnix.engine.agent import LlumletAgent

@@ -17,9 +17,9 @@ from weakref import WeakValueDictionary
 
 from vllm.v1.request import Request
 
+from llumlet.protocol.errors import Reason, Refused
 from vllm_llumnix import faults
 from vllm_llumnix.engine.seams import SEAMS
-from vllm_llumnix.errors import Reason, Refused
 from vllm_llumnix.step_record import StepRecord
 
 GRAMMAR_SECONDS = 20.0

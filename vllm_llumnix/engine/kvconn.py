@@ -25,6 +25,7 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreReque
 from vllm.v1.engine.core import DPEngineCoreProc
 from vllm.v1.request import Request
 
+from llumlet.protocol.errors import Reason, Refused
 from vllm_llumnix import faults
 from vllm_llumnix.engine.claims import Claims
 from vllm_llumnix.engine.progress import Progress
@@ -32,7 +33,6 @@ from vllm_llumnix.engine.request_state import residence_from, settle_in
 from vllm_llumnix.engine.scheduler_port import SchedulerPort
 from vllm_llumnix.engine.seams import SEAMS
 from vllm_llumnix.engine.trials import Trials
-from vllm_llumnix.errors import Reason, Refused
 from vllm_llumnix.step_record import StepRecord
 
 if TYPE_CHECKING:

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request, RequestStatus
 
+from llumlet.protocol.errors import Reason, Refused
+from llumlet.protocol.ids import HOME, RequestId
+from llumlet.protocol.selection import Candidate, parse_rule, select
 from llumlet.types import (
     Epoch,
     ListRequestsResponse,
@@ -21,9 +24,6 @@ from llumlet.types import (
 )
 from vllm_llumnix.engine.request_state import residence_of, why_not_now
 from vllm_llumnix.engine.way import Way, has_kv, mode_of, way_of
-from vllm_llumnix.errors import Reason, Refused
-from vllm_llumnix.ids import HOME, RequestId
-from vllm_llumnix.migration.selection import Candidate, parse_rule, select
 
 if TYPE_CHECKING:
     from vllm_llumnix.engine.arrivals import IncomingMove

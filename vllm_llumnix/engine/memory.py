@@ -12,11 +12,12 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 import zmq.asyncio
 
-from vllm_llumnix.errors import Reason, Refused, TransferFailed
+from llumlet.protocol import wire
+from llumlet.protocol.errors import Reason, Refused
+from vllm_llumnix.errors import TransferFailed
 from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.messages import MoverInfo, PeerMemory
 from vllm_llumnix.kv.settings import UNLIMITED, Limit
-from vllm_llumnix.migration import wire
 
 logger = logging.getLogger("vllm.llumnix")
 

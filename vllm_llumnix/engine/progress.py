@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from vllm_llumnix.migration.wire import Health
+from llumlet.protocol.wire import Health
 
 PATIENCE_SECONDS = 1.5
 PATIENCE_FACTOR = 8.0

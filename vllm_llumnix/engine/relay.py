@@ -21,12 +21,12 @@ import zmq.asyncio
 from vllm.v1.engine import EngineCoreOutputs
 
 from llumlet.credentials import Credentials
+from llumlet.protocol import wire
+from llumlet.protocol.errors import Reason, Refused
+from llumlet.protocol.ids import Epoch
 from vllm_llumnix import faults
 from vllm_llumnix.engine.kvconn import FOREIGN_CLIENT
 from vllm_llumnix.engine.request_state import Residence
-from vllm_llumnix.errors import Reason, Refused
-from vllm_llumnix.ids import Epoch
-from vllm_llumnix.migration import wire
 from vllm_llumnix.relay_address import RelayAddress
 from vllm_llumnix.relay_convert import token_output_from
 from vllm_llumnix.relay_keys import connect

@@ -17,9 +17,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_llumnix.errors import Reason, Refused
-from vllm_llumnix.ids import HOME, Epoch
-from vllm_llumnix.migration.wire import MALFORMED
+from llumlet.protocol.errors import Reason, Refused
+from llumlet.protocol.ids import HOME, Epoch
+from llumlet.protocol.wire import MALFORMED
 from vllm_llumnix.request_wire import RequestState, encode_params
 
 if TYPE_CHECKING:

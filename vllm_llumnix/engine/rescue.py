@@ -16,13 +16,14 @@ from vllm.v1.request import Request
 
 from llumlet.client import LlumletClient
 from llumlet.errors import LlumletCallFailed
+from llumlet.protocol.errors import MigrationError, Reason, Refused
+from llumlet.protocol.ids import Epoch
 from llumlet.types import Address, ClaimRequest, ClaimResponse, EndClaimRequest, Holder
 from llumlet.types import Epoch as WireEpoch
 from vllm_llumnix.engine.arrivals import Arrivals
 from vllm_llumnix.engine.kvconn import KVConnection
 from vllm_llumnix.engine.memory import SourceMemory, decode_memory
-from vllm_llumnix.errors import MigrationError, Reason, Refused, TransportError
-from vllm_llumnix.ids import Epoch
+from vllm_llumnix.errors import TransportError
 
 if TYPE_CHECKING:
     from vllm_llumnix.engine.bypass import Bypass

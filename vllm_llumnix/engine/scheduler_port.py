@@ -27,11 +27,11 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import Request, RequestStatus
 
+from llumlet.protocol.errors import Reason, Refused
+from llumlet.protocol.ledger import audit
 from vllm_llumnix.engine.load_events import counters_of
 from vllm_llumnix.engine.portability import sees_all_tokens
 from vllm_llumnix.engine.request_state import why_not_now
-from vllm_llumnix.errors import Reason, Refused
-from vllm_llumnix.migration.ledger import audit
 
 _COUNTS_FROZEN = __version_tuple__ >= (0, 33)
 """The scheduler counts the LoRA adapters of all running requests; before, of those that it schedules in the step."""

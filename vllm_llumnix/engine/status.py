@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.interface import PauseState
 
+from llumlet.protocol import wire
 from llumlet.types import Health, InstanceStatus
-from vllm_llumnix.migration import wire
 
 if TYPE_CHECKING:
+    from llumlet.protocol.limits import Slots
     from vllm_llumnix.engine.arrivals import Arrivals
     from vllm_llumnix.engine.bypass import Bypass
     from vllm_llumnix.engine.departures import Departures
     from vllm_llumnix.engine.kvconn import KVConnection
     from vllm_llumnix.engine.load import Snapshot
-    from vllm_llumnix.migration.limits import Slots
 
 WATCH_SECONDS = 0.1
 """Between two looks at what changes without an event: whether the loop still gets on."""

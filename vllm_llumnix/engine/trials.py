@@ -11,7 +11,7 @@ import dataclasses
 
 from vllm.v1.request import Request
 
-from vllm_llumnix.errors import Reason, Refused
+from llumlet.protocol.errors import Reason, Refused
 from vllm_llumnix.step_record import StepRecord
 
 

@@ -11,11 +11,11 @@ import dataclasses
 
 from vllm.v1.request import Request
 
+from llumlet.protocol.errors import Reason, Refused
+from llumlet.protocol.source import Method
 from llumlet.types import Mode
 from vllm_llumnix.engine.identity import EngineIdentity
 from vllm_llumnix.engine.portability import why_not_portable
-from vllm_llumnix.errors import Reason, Refused
-from vllm_llumnix.migration.source import Method
 
 MODES = {Method.LIVE: Mode.LIVE, Method.BLOCKING: Mode.BLOCKING, Method.RECOMPUTE: Mode.RECOMPUTE}
 _METHODS = {mode: method for method, mode in MODES.items()}

@@ -33,6 +33,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.serial_utils import MsgpackEncoder
 
+from llumlet.protocol import wire
+from llumlet.protocol.ids import Epoch
 from vllm_llumnix import config
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.errors import ConfigError
@@ -47,8 +49,6 @@ from vllm_llumnix.frontend.replay import Replay, why_not
 from vllm_llumnix.frontend.seams import SEAMS
 from vllm_llumnix.frontend.streams import Orphan, Stream, Streams
 from vllm_llumnix.frontend.suspects import Suspects, Verdict
-from vllm_llumnix.ids import Epoch
-from vllm_llumnix.migration import wire
 from vllm_llumnix.relay_keys import OriginKeys
 
 if TYPE_CHECKING:

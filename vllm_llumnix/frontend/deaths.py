@@ -14,9 +14,9 @@ import time
 from llumlet.client import LlumletClient
 from llumlet.credentials import Credentials
 from llumlet.errors import LlumletCallFailed, LlumletUnreachable, NotALlumlet
+from llumlet.protocol.wire import Health
 from vllm_llumnix import step_record
 from vllm_llumnix.frontend.owners import Owner
-from vllm_llumnix.migration.wire import Health
 from vllm_llumnix.step_record import UNKNOWN, LastSteps
 
 STUCK_SECONDS = 1.5

@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-from vllm_llumnix.migration.wire import Health
+from llumlet.protocol.wire import Health
 from vllm_llumnix.step_record import LastSteps
 
 MAX_OWNERS = 4096

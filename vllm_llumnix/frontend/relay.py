@@ -23,9 +23,9 @@ from collections.abc import Callable
 import zmq
 import zmq.asyncio
 
+from llumlet.protocol import wire
 from vllm_llumnix.frontend.key_check import KeyCheck
 from vllm_llumnix.hosts import reachable_host
-from vllm_llumnix.migration import wire
 from vllm_llumnix.relay_address import RelayAddress
 from vllm_llumnix.relay_keys import OriginKeys
 

@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Any
 from llumlet.client import LlumletClient
 from llumlet.credentials import Credentials
 from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
+from llumlet.protocol.errors import Refused
+from llumlet.protocol.wire import Health
 from llumlet.types import AbortRequest, AdoptRequest, AdoptResponse, Reason
 from llumlet.types import Epoch as WireEpoch
-from vllm_llumnix.errors import Refused
 from vllm_llumnix.frontend.deaths import is_gone
 from vllm_llumnix.frontend.owners import Owner, Owners
 from vllm_llumnix.frontend.placement import Placement, Turn
 from vllm_llumnix.frontend.streams import Stream, Streams
 from vllm_llumnix.frontend.suspects import Suspects
-from vllm_llumnix.migration.wire import Health
 from vllm_llumnix.request_wire import RequestState, encode, encode_params
 
 if TYPE_CHECKING:

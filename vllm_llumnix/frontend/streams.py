@@ -24,11 +24,11 @@ from collections.abc import Callable, Iterable, Iterator
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 
-from vllm_llumnix.errors import RemoteProtocolError
+from llumlet.protocol import wire
+from llumlet.protocol.errors import RemoteProtocolError
+from llumlet.protocol.gate import Arrival, Delivery, Gate
+from llumlet.protocol.ids import HOME, Epoch
 from vllm_llumnix.frontend.owners import Owner
-from vllm_llumnix.ids import HOME, Epoch
-from vllm_llumnix.migration import wire
-from vllm_llumnix.migration.gate import Arrival, Delivery, Gate
 from vllm_llumnix.relay_convert import check, engine_output_from, sliced
 
 Complain = Callable[[str, str], None]

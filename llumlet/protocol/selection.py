@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from vllm_llumnix.errors import Reason, Refused
-from vllm_llumnix.ids import RequestId
+from llumlet.protocol.errors import Reason, Refused
+from llumlet.protocol.ids import RequestId
 
 ALL = -1
 """Value of NUM_REQ: every request, waiting ones included, whatever the order says."""

@@ -35,11 +35,11 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from vllm_llumnix.ids import Epoch
-from vllm_llumnix.migration.events import Call
-from vllm_llumnix.migration.gate import Arrival, Gate
-from vllm_llumnix.migration.ledger import Owner
-from vllm_llumnix.migration.source import Method
+from llumlet.protocol.events import Call
+from llumlet.protocol.gate import Arrival, Gate
+from llumlet.protocol.ids import Epoch
+from llumlet.protocol.ledger import Owner
+from llumlet.protocol.source import Method
 
 from .world import BLOCK_SIZE, REQUEST, Engine, Incoming, Message, Outgoing, World, cells_of
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import msgspec
 
-from vllm_llumnix.errors import Reason
-from vllm_llumnix.ids import Epoch
-from vllm_llumnix.migration.events import Call, Settlement
+from llumlet.protocol.errors import Reason
+from llumlet.protocol.events import Call, Settlement
+from llumlet.protocol.ids import Epoch
 
 # Both machines
 

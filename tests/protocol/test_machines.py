@@ -7,15 +7,15 @@ import inspect
 
 import pytest
 
-from vllm_llumnix.errors import LocalProtocolError, Reason
-from vllm_llumnix.ids import Epoch
-from vllm_llumnix.migration import destination, effects, events, source
-from vllm_llumnix.migration import effects as do
-from vllm_llumnix.migration import events as ev
-from vllm_llumnix.migration.destination import Destination, Terms
-from vllm_llumnix.migration.events import Call, Gone, Settlement
-from vllm_llumnix.migration.machine import Machine
-from vllm_llumnix.migration.source import Method, Plan, Source
+from llumlet.protocol import destination, effects, events, source
+from llumlet.protocol import effects as do
+from llumlet.protocol import events as ev
+from llumlet.protocol.destination import Destination, Terms
+from llumlet.protocol.errors import LocalProtocolError, Reason
+from llumlet.protocol.events import Call, Gone, Settlement
+from llumlet.protocol.ids import Epoch
+from llumlet.protocol.machine import Machine
+from llumlet.protocol.source import Method, Plan, Source
 
 MACHINES = (Source, Destination)
 PEER_MESSAGES = (

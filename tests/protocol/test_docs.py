@@ -6,13 +6,13 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from vllm_llumnix.migration import diagram
+from llumlet.protocol import diagram
 
 PROTOCOL = Path(__file__).parents[2] / "docs" / "protocol.md"
 
 
 def test_protocol_page_is_current() -> None:
-    assert diagram.main(["--check", str(PROTOCOL)]) == 0, "run python -m vllm_llumnix.migration.diagram"
+    assert diagram.main(["--check", str(PROTOCOL)]) == 0, "run python -m llumlet.protocol.diagram"
 
 
 def test_every_part_is_on_the_page() -> None:
@@ -33,7 +33,7 @@ def test_old_part_is_noticed_and_replaced(tmp_path: Path) -> None:
 
 def test_the_protocol_is_pure() -> None:
     """No I/O, no clock, no chance, nothing of vLLM: what decides can be run anywhere, and twice."""
-    allowed = {"__future__", "collections", "dataclasses", "enum", "math", "typing", "msgspec", "vllm_llumnix"}
+    allowed = {"__future__", "collections", "dataclasses", "enum", "math", "typing", "msgspec", "llumlet"}
     for path in Path(diagram.__file__).parent.glob("*.py"):
         if path.stem == "diagram":
             continue  # a command line, not part of the protocol
@@ -45,5 +45,5 @@ def test_the_protocol_is_pure() -> None:
                 modules = [node.module or ""]
             for module in modules:
                 assert module.split(".")[0] in allowed, (path.name, module)
-                if module.startswith("vllm_llumnix"):
-                    assert module.split(".")[1:2][0] in {"errors", "ids", "migration"}, (path.name, module)
+                if module.startswith("llumlet"):
+                    assert module.startswith("llumlet.protocol"), (path.name, module)

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from vllm_llumnix.ids import HOME, Epoch
+from llumlet.protocol.ids import HOME, Epoch
 
 MAX_BARRED = 32
 """Ranges of barred epochs. A request's honest history has a few: one for each time that an owner was lost."""

@@ -14,5 +14,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def rewrite(request: pytest.FixtureRequest) -> bool:
-    # As an environment variable too: pytest knows the option only if tests/migration is among its arguments.
+    # As an environment variable too: pytest knows the option only if tests/protocol is among its arguments.
     return bool(request.config.getoption("--rewrite", False)) or bool(os.environ.get("LLUMNIX_REWRITE"))

@@ -30,7 +30,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Iterable, Mapping
 
-from vllm_llumnix.errors import LocalProtocolError
+from llumlet.protocol.errors import LocalProtocolError
 
 
 class Owner(enum.StrEnum):

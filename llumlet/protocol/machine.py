@@ -17,9 +17,9 @@ import enum
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
-from vllm_llumnix.errors import LocalProtocolError
-from vllm_llumnix.migration.effects import ClearTimer, Effect, SetTimer
-from vllm_llumnix.migration.events import Event, TimerFired
+from llumlet.protocol.effects import ClearTimer, Effect, SetTimer
+from llumlet.protocol.errors import LocalProtocolError
+from llumlet.protocol.events import Event, TimerFired
 
 S = TypeVar("S", bound=enum.StrEnum)
 E = TypeVar("E")

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import msgspec
 
-from vllm_llumnix.errors import Reason, Refused
-from vllm_llumnix.ids import MigrationId
+from llumlet.protocol.errors import Reason, Refused
+from llumlet.protocol.ids import MigrationId
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

@@ -43,12 +43,12 @@ import enum
 
 import msgspec
 
-from vllm_llumnix.errors import Reason
-from vllm_llumnix.migration import effects as do
-from vllm_llumnix.migration import events as ev
-from vllm_llumnix.migration.effects import Effect
-from vllm_llumnix.migration.events import Call, Settlement
-from vllm_llumnix.migration.machine import Machine, install, rows
+from llumlet.protocol import effects as do
+from llumlet.protocol import events as ev
+from llumlet.protocol.effects import Effect
+from llumlet.protocol.errors import Reason
+from llumlet.protocol.events import Call, Settlement
+from llumlet.protocol.machine import Machine, install, rows
 
 LEASE = "lease"
 

@@ -12,8 +12,8 @@ import enum
 
 import msgspec
 
-from vllm_llumnix.errors import Reason
-from vllm_llumnix.ids import Epoch
+from llumlet.protocol.errors import Reason
+from llumlet.protocol.ids import Epoch
 
 
 class Settlement(enum.StrEnum):

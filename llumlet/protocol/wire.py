@@ -13,7 +13,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from vllm_llumnix.ids import Epoch
+from llumlet.protocol.ids import Epoch
 
 RELAY_VERSION = 3
 MAX_MESSAGE_BYTES = 16 << 20

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 
+from llumlet.protocol.destination import Destination
+from llumlet.protocol.gate import Gate
+from llumlet.protocol.source import Source
 from tests.simulation import mutants
-from vllm_llumnix.migration.destination import Destination
-from vllm_llumnix.migration.gate import Gate
-from vllm_llumnix.migration.source import Source
 
 from . import transcript
 from .test_transcripts import SCENARIOS

@@ -48,13 +48,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from vllm_llumnix.errors import LocalProtocolError, Reason
-from vllm_llumnix.ids import Epoch
-from vllm_llumnix.migration import effects as do
-from vllm_llumnix.migration import events as ev
-from vllm_llumnix.migration.effects import Effect
-from vllm_llumnix.migration.events import Call, Gone
-from vllm_llumnix.migration.machine import Machine, install, rows
+from llumlet.protocol import effects as do
+from llumlet.protocol import events as ev
+from llumlet.protocol.effects import Effect
+from llumlet.protocol.errors import LocalProtocolError, Reason
+from llumlet.protocol.events import Call, Gone
+from llumlet.protocol.ids import Epoch
+from llumlet.protocol.machine import Machine, install, rows
 
 LEASE = "lease"
 ASK = "ask"

@@ -26,17 +26,17 @@ from typing import Any
 
 import msgspec
 
-from vllm_llumnix.errors import Reason
-from vllm_llumnix.ids import HOME, Epoch
-from vllm_llumnix.migration import effects as do
-from vllm_llumnix.migration import events as ev
-from vllm_llumnix.migration.destination import Destination, Terms
-from vllm_llumnix.migration.destination import State as DestinationState
-from vllm_llumnix.migration.events import Call, Gone, Settlement
-from vllm_llumnix.migration.gate import Arrival, Gate
-from vllm_llumnix.migration.ledger import Ledger, Owner
-from vllm_llumnix.migration.machine import Machine
-from vllm_llumnix.migration.source import Method, Plan, Source, State
+from llumlet.protocol import effects as do
+from llumlet.protocol import events as ev
+from llumlet.protocol.destination import Destination, Terms
+from llumlet.protocol.destination import State as DestinationState
+from llumlet.protocol.errors import Reason
+from llumlet.protocol.events import Call, Gone, Settlement
+from llumlet.protocol.gate import Arrival, Gate
+from llumlet.protocol.ids import HOME, Epoch
+from llumlet.protocol.ledger import Ledger, Owner
+from llumlet.protocol.machine import Machine
+from llumlet.protocol.source import Method, Plan, Source, State
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 24

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_llumnix.errors import LocalProtocolError, Reason, Refused
-from vllm_llumnix.ids import MigrationId, RequestId
-from vllm_llumnix.migration.ledger import Ledger, Owner, audit
-from vllm_llumnix.migration.limits import Limits, Slots
-from vllm_llumnix.migration.selection import ALL, Candidate, Order, Rule, Unit, parse_rule, select
+from llumlet.protocol.errors import LocalProtocolError, Reason, Refused
+from llumlet.protocol.ids import MigrationId, RequestId
+from llumlet.protocol.ledger import Ledger, Owner, audit
+from llumlet.protocol.limits import Limits, Slots
+from llumlet.protocol.selection import ALL, Candidate, Order, Rule, Unit, parse_rule, select
 
 RUNNING = [("a", 500), ("b", 100), ("c", 900), ("d", 100)]
 WAITING = [("w", 700), ("x", 50)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of the protocol, made from the tables: `python -m vllm_llumnix.migration.diagram docs/protocol.md`.
+"""Pictures of the protocol, made from the tables: `python -m llumlet.protocol.diagram docs/protocol.md`.
 
 Replaces what stands between `<!-- begin NAME -->` and `<!-- end NAME -->` in the file. With `--check`, changes nothing
 and exits with 1 if something would change.
@@ -15,12 +15,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from vllm_llumnix.ids import Epoch
-from vllm_llumnix.migration import effects as do
-from vllm_llumnix.migration import events as ev
-from vllm_llumnix.migration.destination import Destination, Terms
-from vllm_llumnix.migration.machine import Machine, Row
-from vllm_llumnix.migration.source import Method, Plan, Source
+from llumlet.protocol import effects as do
+from llumlet.protocol import events as ev
+from llumlet.protocol.destination import Destination, Terms
+from llumlet.protocol.ids import Epoch
+from llumlet.protocol.machine import Machine, Row
+from llumlet.protocol.source import Method, Plan, Source
 
 AnyRow = Row[enum.StrEnum]
 
@@ -158,9 +158,7 @@ def render(text: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m vllm_llumnix.migration.diagram", description=__doc__.splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m llumlet.protocol.diagram", description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path, nargs="?", default=Path("docs/protocol.md"))
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if the file is not current")
     options = parser.parse_args(arguments)

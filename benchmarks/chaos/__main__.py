@@ -41,11 +41,13 @@ _SAMPLE_S: Final = 2.0
 _MIB: Final = 1 << 20
 
 
-async def run(instances: int, seconds: float, concurrency: int, seed: int, logs: Path, say: Say) -> dict[str, Any]:
+async def run(
+    instances: int, seconds: float, concurrency: int, seed: int, logs: Path, say: Say, *, spares_first: bool = False
+) -> dict[str, Any]:
     draw = random.Random(seed)
     async with cluster_of(instances, logs) as cluster:
         load = Load(cluster.urls, concurrency, random.Random(seed + 1))
-        faults = Faults(cluster, draw, say)
+        faults = Faults(cluster, draw, say, spares_first=spares_first)
         say("load")
         sampling = asyncio.create_task(faults.sample(_SAMPLE_S))
         await asyncio.gather(load.run(seconds), faults.run(seconds))
@@ -126,14 +128,19 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--streams", type=int, default=0, help="at once; 0: two for each instance")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--spare-first",
+        action="store_true",
+        help="the first scheduler and the first gateway live through all of it: for slopes of memory and descriptors",
+    )
     parser.add_argument("--logs", type=Path, help="directory (default: a new one)")
     add_json(parser)
     args = parser.parse_args()
     logs = args.logs or Path(tempfile.mkdtemp(prefix="llumnix-chaos-"))
+    streams = args.streams or 2 * args.instances
     with saying(f"chaos: logs in {logs}") as say:
-        result = uvloop.run(
-            run(args.instances, args.minutes * 60, args.streams or 2 * args.instances, args.seed, logs, say)
-        )
+        chaos = run(args.instances, args.minutes * 60, streams, args.seed, logs, say, spares_first=args.spare_first)
+        result = uvloop.run(chaos)
     show(result)
     print_json(args.json, {name: value for name, value in result.items() if name != "examples"})
     sys.exit(0 if passed(result) else 1)

@@ -22,11 +22,13 @@ _PART_EVERY_S: Final = 20.0
 
 
 class Faults:
-    """`counts`: what was done, by name."""
+    """`counts`: what was done, by name. `spares_first`: of schedulers and gateways."""
 
-    def __init__(self, cluster: Cluster, draw: random.Random, say: Say) -> None:
+    def __init__(self, cluster: Cluster, draw: random.Random, say: Say, *, spares_first: bool = False) -> None:
         self.counts: Counter[str] = Counter()
         self._cluster = cluster
+        self._schedulers = cluster.schedulers[spares_first:]
+        self._gateways = cluster.gateways[spares_first:]
         self._random = draw
         self._say = say
         self._ill: set[str] = set()
@@ -56,8 +58,8 @@ class Faults:
     async def _harm_parts(self, until_s: float) -> None:
         cluster = self._cluster
         harm: dict[str, Callable[[], Awaitable[None]]] = {
-            "scheduler killed": lambda: self._random.choice(cluster.schedulers).kill(),
-            "gateway replaced": lambda: self._random.choice(cluster.gateways).replace(),
+            "scheduler killed": lambda: self._random.choice(self._schedulers).kill(),
+            "gateway replaced": lambda: self._random.choice(self._gateways).replace(),
             "redis stands still": lambda: cluster.redis.stand_still(_REDIS_S),
             "redis killed": cluster.redis.kill,
         }

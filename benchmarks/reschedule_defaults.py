@@ -21,9 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.progress import saying
+from llumlet.protocol.selection import Order, Unit
 from llumsched.cms.embedded import EmbeddedStore
 from llumsched.rescheduling.config import Config, LoadTarget
-from llumsched.rescheduling.moves import Order, Rule, Selection
+from llumsched.rescheduling.moves import Selection
 from llumsched.rescheduling.rescheduler import Rescheduler
 from llumsched.testing import EngineModel, SimulatedCluster, SimulatedInstance, SimulatedRequest
 
@@ -33,7 +34,7 @@ JOINS_S: Final = 2.0
 NEAR: Final = 0.15
 FILLED: Final = 2 / 3
 OURS: Final = Config()
-_LLUMNIX_1024: Final = Selection(Rule.TOKEN, Order.SR, 1024)
+_LLUMNIX_1024: Final = Selection(Unit.TOKEN, Order.SR, 1024)
 VARIANTS: Final = {
     "ours": OURS,
     "no rescheduling": replace(OURS, interval_ms=0),

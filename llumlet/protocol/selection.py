@@ -90,19 +90,24 @@ def parse_rule(unit: str, order: str, value: float) -> Rule:
         raise Refused(Reason.INVALID_REQUEST, str(error)) from error
 
 
-def select(candidates: Sequence[Candidate], rule: Rule, capacity_tokens: int) -> list[RequestId]:
-    """The requests to move, in order. `capacity_tokens` is the size of the KV cache. Nothing movable: empty."""
+def select(
+    candidates: Sequence[Candidate], rule: Rule, capacity_tokens: int, limit_tokens: float = math.inf
+) -> list[RequestId]:
+    """The requests to move, in order. `capacity_tokens` is the size of the KV cache. Nothing movable: empty. One that
+    goes alone because nothing fits is shorter than `limit_tokens`."""
     movable = [candidate for candidate in candidates if candidate.movable]
     if rule.is_all:
         asked = in_order(movable, rule.order)
         seen = {candidate.request_id for candidate in asked}
         rest = [candidate for candidate in movable if candidate.request_id not in seen]
         return [candidate.request_id for candidate in asked + sorted(rest, key=_by_queue)]
-    return take(in_order(movable, rule.order), rule, capacity_tokens)
+    return take(in_order(movable, rule.order), rule, capacity_tokens, limit_tokens)
 
 
-def take(ordered: Sequence[Candidate], rule: Rule, capacity_tokens: int) -> list[RequestId]:
-    """Greedily within the budget; the first alone if none fits."""
+def take(
+    ordered: Sequence[Candidate], rule: Rule, capacity_tokens: int, limit_tokens: float = math.inf
+) -> list[RequestId]:
+    """Greedily within the budget; the first below the limit alone if none fits."""
     budget = int(capacity_tokens * rule.value) if rule.unit is Unit.RATIO else int(rule.value)
     taken: list[RequestId] = []
     for candidate in ordered:
@@ -110,7 +115,7 @@ def take(ordered: Sequence[Candidate], rule: Rule, capacity_tokens: int) -> list
         if cost <= budget:
             budget -= cost
             taken.append(candidate.request_id)
-    return taken or [candidate.request_id for candidate in ordered[:1]]
+    return taken or [candidate.request_id for candidate in ordered if candidate.num_tokens < limit_tokens][:1]
 
 
 def in_order(candidates: Sequence[Candidate], order: Order) -> list[Candidate]:

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
+from llumlet.protocol.selection import ALL, Order, Unit
 from llumsched.rescheduling.config import INFER_TYPES, POLICIES, Config, Domain, LoadTarget, Scope
 from llumsched.rescheduling.loads import metric_fault
-from llumsched.rescheduling.moves import ALL, AS_NEEDED, Order, Rule, Selection
+from llumsched.rescheduling.moves import AS_NEEDED, Selection
 
 _DEFAULT: Final = Config()
 
@@ -166,7 +167,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             )
     selection = _DEFAULT.selection
     choices = (
-        ("rule", ", ".join(Rule), selection.rule),
+        ("rule", ", ".join(Unit), selection.unit),
         ("order", ", ".join(Order), selection.order),
         ("value", "requests, tokens, or share of the KV cache; 0: as much as evens the pair out", selection.value),
     )
@@ -301,17 +302,17 @@ def _target(args: argparse.Namespace, infer_type: str, found: list[str]) -> Load
 
 def _selection(args: argparse.Namespace, found: list[str]) -> Selection | None:
     prefix = "rescheduling_req_select"
-    rule = _word("--rescheduling-req-select-rule", getattr(args, f"{prefix}_rule").upper(), Rule, found)
+    rule = _word("--rescheduling-req-select-rule", getattr(args, f"{prefix}_rule").upper(), Unit, found)
     order = _word("--rescheduling-req-select-order", getattr(args, f"{prefix}_order").upper(), Order, found)
     value = _number("--rescheduling-req-select-value", getattr(args, f"{prefix}_value"), found)
     if rule is None or order is None or value is None:
         return None
     fault = ""
-    if rule is Rule.RATIO:
+    if rule is Unit.RATIO:
         fault = "" if 0 <= value <= 1 else "a RATIO lies in (0, 1]"
     elif value != int(value):
         fault = f"a {rule} is a whole number"
-    elif value < AS_NEEDED and not (rule is Rule.NUM_REQ and value == ALL):
+    elif value < AS_NEEDED and not (rule is Unit.NUM_REQ and value == ALL):
         fault = f"a {rule} is not negative"
     if value == AS_NEEDED and order is Order.FCW:
         fault = "0 (as needed) counts tokens that run, and FCW takes what waits: give a number"

@@ -20,10 +20,11 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
+from llumlet.protocol.selection import Order, Unit
 from llumsched.rescheduling.config import Scope
 from llumsched.rescheduling.domains import Mask
 from llumsched.rescheduling.draft import RATIO, Draft
-from llumsched.rescheduling.moves import AS_NEEDED, Move, Order, Rule, Selection
+from llumsched.rescheduling.moves import AS_NEEDED, Move, Selection
 from llumsched.rescheduling.snapshot import Column
 
 Rows = npt.NDArray[np.intp]
@@ -174,7 +175,7 @@ def _selection(draft: Draft, source: int, destination: int, mean: float) -> Sele
         return asked
     wanted = min(float(draft.load[source]) - mean, mean - float(draft.load[destination]))
     tokens = wanted / (draft.shift(source, 1.0) or 1.0)
-    return Selection(Rule.TOKEN, asked.order, float(max(round(tokens), 1)))
+    return Selection(Unit.TOKEN, asked.order, float(max(round(tokens), 1)))
 
 
 def _most(draft: Draft, source: int, destination: int, difference: float) -> float:
@@ -188,12 +189,12 @@ def _expected(draft: Draft, selection: Selection, source: int, destination: int)
     the source takes the first one alone."""
     snapshot, mean = draft.snapshot, _mean_tokens(draft, source)
     number, tokens = _candidates(draft, source)
-    match selection.rule:
-        case Rule.NUM_REQ:
+    match selection.unit:
+        case Unit.NUM_REQ:
             budget = tokens if selection.value < 0 else selection.value * mean
-        case Rule.RATIO:
+        case Unit.RATIO:
             budget = selection.value * float(snapshot.total_tokens[source])
-        case Rule.TOKEN:
+        case Unit.TOKEN:
             budget = selection.value
     slots = float(min(draft.out_slots[source], draft.in_slots[destination]))
     requests = min(max(budget // mean, 1.0), slots, max(number, 1.0))

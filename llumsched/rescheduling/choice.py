@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which requests to name to a source, where its own choice by rule would not do.
 
-The rules are those of the llumlet: in order, as many as fit the budget, and the first alone if none fits. Beyond them,
-requests that were moved there lately are left out, and the whole never exceeds the limit of the move.
+The rules are those of the llumlet. Beyond them, requests that were moved there lately are left out, as is what would go
+without the KV cache that it has, and the first alone must be within the limit of the move.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Collection, Sequence
 
+from llumlet.protocol.ids import RequestId
+from llumlet.protocol.selection import Candidate, Rule, select
 from llumlet.types import Mode, RequestInfo
-from llumsched.rescheduling.moves import ALL, Move, Order, Rule
+from llumsched.rescheduling.moves import Move
+
+_WAITING = (RequestInfo.WAITING, RequestInfo.PREEMPTED)
 
 
 def choose(
@@ -18,48 +23,26 @@ def choose(
 ) -> list[RequestInfo]:
     """`requests` in the order of the source's queues; `total_tokens` is the size of its KV cache."""
     selection = move.selection
-    movable = [request for request in requests if _loses_nothing(request) and request.request_id not in cooling]
-    ordered = _in_order(movable, selection.order)
-    if selection.rule is Rule.NUM_REQ and selection.value == ALL:
-        return ordered + [request for request in movable if request not in ordered]
-    budget = total_tokens * selection.value if selection.rule is Rule.RATIO else selection.value
-    most = move.limit_tokens if move.limit_tokens is not None else float("inf")
-    taken: list[RequestInfo] = []
-    for request in ordered:
-        cost = 1 if selection.rule is Rule.NUM_REQ else num_tokens(request)
-        if cost <= budget:
-            budget -= cost
-            taken.append(request)
-    return taken or [request for request in ordered if num_tokens(request) < most][:1]
-
-
-def _loses_nothing(request: RequestInfo) -> bool:
-    """Whether it can be moved, and with the KV cache that it has."""
-    return request.movable and (request.moves_as != Mode.RECOMPUTE or request.phase in _WAITING)
+    candidates = [
+        Candidate(
+            RequestId(request.request_id),
+            running=request.phase not in _WAITING,
+            position=position,
+            num_tokens=num_tokens(request),
+            movable=_loses_nothing(request) and request.request_id not in cooling,
+        )
+        for position, request in enumerate(requests)
+    ]
+    rule = Rule(selection.unit, selection.order, selection.value)
+    limit = math.inf if move.limit_tokens is None else move.limit_tokens
+    by_id = {request.request_id: request for request in requests}
+    return [by_id[request_id] for request_id in select(candidates, rule, total_tokens, limit)]
 
 
 def num_tokens(request: RequestInfo) -> int:
     return request.prompt_tokens + request.output_tokens
 
 
-def _in_order(requests: list[RequestInfo], order: Order) -> list[RequestInfo]:
-    waiting = [request for request in requests if request.phase in _WAITING]
-    running = [request for request in requests if request.phase not in _WAITING]
-    match order:
-        case Order.FCW:
-            return waiting
-        case Order.FCWSR:
-            return waiting or sorted(running, key=num_tokens)
-        case Order.FCR:
-            return running
-        case Order.LCR:
-            return running[::-1]
-        case _:
-            return sorted(running, key=_LENGTH[order])
-
-
-_WAITING = (RequestInfo.WAITING, RequestInfo.PREEMPTED)
-_LENGTH: dict[Order, Callable[[RequestInfo], int]] = {
-    Order.SR: num_tokens,
-    Order.LR: lambda request: -num_tokens(request),
-}
+def _loses_nothing(request: RequestInfo) -> bool:
+    """Whether it can be moved, and with the KV cache that it has."""
+    return request.movable and (request.moves_as != Mode.RECOMPUTE or request.phase in _WAITING)

@@ -7,11 +7,12 @@ import enum
 from dataclasses import dataclass
 from typing import Final
 
-from llumsched.rescheduling.moves import AS_NEEDED, Order, Rule, Selection
+from llumlet.protocol.selection import Order, Unit
+from llumsched.rescheduling.moves import AS_NEEDED, Selection
 
 POLICIES: Final = ("decode_load", "neutral_load", "prefill_failover", "decode_failover", "neutral_failover")
 INFER_TYPES: Final = ("prefill", "decode", "neutral")
-SHORTEST_AS_NEEDED: Final = Selection(Rule.TOKEN, Order.SR, AS_NEEDED)
+SHORTEST_AS_NEEDED: Final = Selection(Unit.TOKEN, Order.SR, AS_NEEDED)
 
 
 class Scope(enum.StrEnum):

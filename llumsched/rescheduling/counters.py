@@ -67,7 +67,7 @@ class RescheduleCounters:
         self._broken.inc()
 
     def began(self, move: Move) -> None:
-        self._total.labels(str(move.selection.rule), str(move.selection.order)).inc()
+        self._total.labels(str(move.selection.unit), str(move.selection.order)).inc()
         self._open.inc()
 
     def ended(self, record: MoveRecord) -> None:

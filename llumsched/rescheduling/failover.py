@@ -13,8 +13,9 @@ from itertools import islice
 
 import numpy as np
 
+from llumlet.protocol.selection import ALL, Order, Unit
 from llumsched.rescheduling.draft import Draft
-from llumsched.rescheduling.moves import ALL, Move, Order, Rule, Selection
+from llumsched.rescheduling.moves import Move, Selection
 
 
 def fail_over(draft: Draft, policy: str, infer_type: str) -> tuple[int, int]:
@@ -58,7 +59,7 @@ def _deal(draft: Draft, policy: str, source: int, ring: list[int]) -> None:
         return
     if left <= slots and len(ring) == 1:
         tokens = float(snapshot.running_tokens[source] + snapshot.waiting_tokens[source])
-        _add(draft, policy, (source, destinations[0]), Selection(Rule.NUM_REQ, Order.LR, ALL), tokens, left)
+        _add(draft, policy, (source, destinations[0]), Selection(Unit.NUM_REQ, Order.LR, ALL), tokens, left)
         return
     # Requests with a KV cache first: what waits has the least to lose.
     running = min(int(snapshot.running[source]), left)
@@ -70,7 +71,7 @@ def _deal(draft: Draft, policy: str, source: int, ring: list[int]) -> None:
             else (snapshot.running_tokens, snapshot.running)
         )
         tokens = number * float(held[source]) / max(float(requests[source]), 1.0)
-        _add(draft, policy, (source, destination), Selection(Rule.NUM_REQ, order, float(number)), tokens, number)
+        _add(draft, policy, (source, destination), Selection(Unit.NUM_REQ, order, float(number)), tokens, number)
 
 
 def _shares(draft: Draft, queue: list[Order], destinations: list[int]) -> Counter[tuple[Order, int]]:

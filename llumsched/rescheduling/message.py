@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from llumlet.protocol.selection import Unit
 from llumlet.types import MigrateRequest, Mode
 from llumsched.cms.view import Instance
-from llumsched.rescheduling.moves import Move, Rule
+from llumsched.rescheduling.moves import Move
 
 
 def migrate_request(move: Move, destination: Instance, leader_term: int = 0) -> MigrateRequest:
@@ -17,17 +18,17 @@ def migrate_request(move: Move, destination: Instance, leader_term: int = 0) -> 
         dst_engine_id=move.destination,
         dst_engine_ip=llumlet.host,
         dst_engine_port=llumlet.port,
-        migration_type=str(selection.rule),
+        migration_type=str(selection.unit),
         migration_req_policy=str(selection.order),
         trigger_policy=move.policy,
         leader_term=leader_term,
         method=Mode.MODE_UNSPECIFIED if move.is_failover else Mode.LIVE,
     )
-    match selection.rule:
-        case Rule.NUM_REQ:
+    match selection.unit:
+        case Unit.NUM_REQ:
             request.num_reqs = int(selection.value)
-        case Rule.TOKEN:
+        case Unit.TOKEN:
             request.num_tokens = int(selection.value)
-        case Rule.RATIO:
+        case Unit.RATIO:
             request.kv_cache_usage_ratio = selection.value
     return request

@@ -3,33 +3,10 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 from typing import Final
 
-
-class Rule(enum.StrEnum):
-    """What the value of a selection counts."""
-
-    NUM_REQ = "NUM_REQ"
-    TOKEN = "TOKEN"
-    RATIO = "RATIO"
-    """Share of the source's KV cache, 0 to 1."""
-
-
-class Order(enum.StrEnum):
-    """Which requests a selection looks at, and in which sequence."""
-
-    LCR = "LCR"
-    FCR = "FCR"
-    LR = "LR"
-    SR = "SR"
-    FCW = "FCW"
-    FCWSR = "FCWSR"
-
-
-ALL: Final = -1.0
-"""Value of NUM_REQ: every request, waiting ones included."""
+from llumlet.protocol.selection import Order, Unit
 
 AS_NEEDED: Final = 0.0
 """Value of a balancing policy's selection: as much as evens out the two instances. Never sent to a llumlet."""
@@ -39,12 +16,12 @@ AS_NEEDED: Final = 0.0
 class Selection:
     """Which requests of the source. The source chooses them: only it knows its queues."""
 
-    rule: Rule
+    unit: Unit
     order: Order
     value: float
 
     def __str__(self) -> str:
-        return f"{self.rule} {self.order} {self.value:g}"
+        return f"{self.unit} {self.order} {self.value:g}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ class MoveRecord:
             "policy": move.policy,
             "source": move.source,
             "destination": move.destination,
-            "rule": str(move.selection.rule),
+            "rule": str(move.selection.unit),
             "order": str(move.selection.order),
             "value": move.selection.value,
             "expected_tokens": round(move.expected_tokens),

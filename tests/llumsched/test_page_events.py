@@ -15,10 +15,11 @@ import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from llumlet.protocol.selection import Order, Unit
 from llumlet.tasks import end
 from llumlet.types import Health, InstanceMetadata, InstanceStatus
 from llumsched.cms.view import View
-from llumsched.rescheduling.moves import Move, Order, Rule, Selection
+from llumsched.rescheduling.moves import Move, Selection
 from llumsched.rescheduling.records import MoveRecord, Outcome, Records
 from llumsched.scheduler import events
 from llumsched.scheduler import feed as feed_module
@@ -38,7 +39,7 @@ def status(name: str, update_id: int, **fields: Any) -> InstanceStatus:
 
 
 def move(number: int, **fields: Any) -> MoveRecord:
-    selection = Selection(Rule.NUM_REQ, Order.SR, 1.0)
+    selection = Selection(Unit.NUM_REQ, Order.SR, 1.0)
     return MoveRecord(number, Move("neutral_load", "a", "b", selection, 10.0, gain=float("inf")), time.time(), **fields)
 
 

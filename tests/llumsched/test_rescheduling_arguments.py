@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from llumlet.protocol.selection import Order, Unit
 from llumsched.commands import rescheduler
 from llumsched.rescheduling import arguments
 from llumsched.rescheduling.config import Config, Domain, LoadTarget
-from llumsched.rescheduling.moves import Order, Rule, Selection
+from llumsched.rescheduling.moves import Selection
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,7 +47,7 @@ def test_load_balance_example_of_the_documentation() -> None:
     )
     assert got.policies == ("decode_load", "neutral_load")
     assert got.decode == LoadTarget(threshold=0.7)
-    assert got.selection == Selection(Rule.TOKEN, Order.SR, 1024)
+    assert got.selection == Selection(Unit.TOKEN, Order.SR, 1024)
 
 
 def test_failover_example_of_the_documentation() -> None:

@@ -7,21 +7,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llumlet.protocol import selection as llumlet
+from llumlet.protocol.selection import Order, Unit
 from llumlet.types import Mode, RequestInfo
 from llumsched.rescheduling.choice import choose
-from llumsched.rescheduling.moves import Move, Order, Rule, Selection
+from llumsched.rescheduling.moves import Move, Selection
 
 CAPACITY = 10_000
 rows = st.lists(st.tuples(st.integers(1, 3000), st.booleans(), st.booleans()), max_size=10)
 rules = st.one_of(
-    st.tuples(st.just(Rule.NUM_REQ), st.sampled_from([-1.0, 1.0, 3.0])),
-    st.tuples(st.just(Rule.TOKEN), st.integers(1, 6000).map(float)),
-    st.tuples(st.just(Rule.RATIO), st.sampled_from([0.05, 0.25, 1.0])),
+    st.tuples(st.just(Unit.NUM_REQ), st.sampled_from([-1.0, 1.0, 3.0])),
+    st.tuples(st.just(Unit.TOKEN), st.integers(1, 6000).map(float)),
+    st.tuples(st.just(Unit.RATIO), st.sampled_from([0.05, 0.25, 1.0])),
 )
 
 
 @given(rows, rules, st.sampled_from(list(Order)))
-def test_it_is_the_same(rows: list[tuple[int, bool, bool]], rule: tuple[Rule, float], order: Order) -> None:
+def test_it_is_the_same(rows: list[tuple[int, bool, bool]], rule: tuple[Unit, float], order: Order) -> None:
     ordered = [row for row in rows if row[1]] + [row for row in rows if not row[1]]
     num_running = sum(running for _, running, _ in rows)
     infos, candidates = [], []
@@ -34,7 +35,7 @@ def test_it_is_the_same(rows: list[tuple[int, bool, bool]], rule: tuple[Rule, fl
     theirs = llumlet.select(candidates, llumlet.parse_rule(rule[0], order, rule[1]), CAPACITY)
     move = Move("neutral_load", "a", "b", Selection(rule[0], order, rule[1]), 0.0)
     ours = [info.request_id for info in choose(infos, move, CAPACITY, ())]
-    if rule == (Rule.NUM_REQ, -1.0):
+    if rule == (Unit.NUM_REQ, -1.0):
         assert sorted(ours) == sorted(theirs)
     else:
         assert ours == theirs
@@ -52,5 +53,5 @@ def test_a_prefill_is_not_worth_it() -> None:
         ),
         RequestInfo(request_id="new", phase=RequestInfo.WAITING, prompt_tokens=6, movable=True, moves_as=Mode.WAITING),
     ]
-    move = Move("neutral_load", "a", "b", Selection(Rule.NUM_REQ, Order.LCR, -1.0), 0.0)
+    move = Move("neutral_load", "a", "b", Selection(Unit.NUM_REQ, Order.LCR, -1.0), 0.0)
     assert [info.request_id for info in choose(infos, move, CAPACITY, ())] == ["plain", "gone", "new"]

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from llumlet.protocol.selection import ALL, Order, Unit
 from llumlet.types import Mode
 from llumsched.rescheduling.config import Config, Domain, LoadTarget, Scope
 from llumsched.rescheduling.history import History
 from llumsched.rescheduling.loads import measure
 from llumsched.rescheduling.message import migrate_request
-from llumsched.rescheduling.moves import ALL, Move, Order, Rule, Selection
+from llumsched.rescheduling.moves import Move, Selection
 from tests.llumsched.rescheduling_cluster import CAPACITY, balancing, instance, pairs, planned
 from tests.llumsched.scheduling_cases import distribution
 
-TOKENS_1024 = Selection(Rule.TOKEN, Order.SR, 1024)
+TOKENS_1024 = Selection(Unit.TOKEN, Order.SR, 1024)
 SLOTS = {"max_migrations_out": 4, "max_migrations_in": 4}
 FAILOVERS = ("prefill_failover", "decode_failover", "neutral_failover")
 
@@ -42,7 +43,7 @@ def test_pairing_stops_where_a_destination_is_no_lower() -> None:
 
 def test_default_evens_a_pair_out() -> None:
     [move] = planned([instance("hot", 0.8), instance("empty")], Config()).moves
-    assert move.selection == Selection(Rule.TOKEN, Order.SR, 40_000)
+    assert move.selection == Selection(Unit.TOKEN, Order.SR, 40_000)
     assert move.expected_tokens == 40_000
     assert move.gain > move.cost > 0
 
@@ -214,7 +215,7 @@ def test_metric_that_counts_requests() -> None:
 
 
 def test_waiting_requests_move_when_the_order_takes_them() -> None:
-    selection = Selection(Rule.NUM_REQ, Order.FCW, 2)
+    selection = Selection(Unit.NUM_REQ, Order.FCW, 2)
     waiting = instance("a", 0.0, num_waiting_requests=4, num_uncomputed_tokens_all_waiting_prefills=40_000)
     [move] = planned([waiting, instance("b")], balancing(selection=selection)).moves
     assert (move.expected_requests, move.expected_tokens) == (2, 20_000)
@@ -248,7 +249,7 @@ def test_failover_example_of_the_documentation() -> None:
 def test_failover_to_the_only_healthy_one_takes_everything() -> None:
     cluster = [instance("a", 0.2, schedulable=False), instance("b", 0.9)]
     [move] = planned(cluster, Config(policies=FAILOVERS)).moves
-    assert move.selection == Selection(Rule.NUM_REQ, Order.LR, ALL)
+    assert move.selection == Selection(Unit.NUM_REQ, Order.LR, ALL)
 
 
 def test_failover_spreads_the_requests_of_one_source_over_all_healthy_ones() -> None:
@@ -435,7 +436,7 @@ def test_what_costs_a_prefill_is_moved_from_what_fails_and_not_to_balance() -> N
 
 def test_what_waits_is_moved_to_balance_as_well() -> None:
     cluster = [instance("a", 0.9, **WITHOUT_KV, **WAITING), instance("b", 0.1, **WITHOUT_KV)]
-    first_come = Selection(Rule.NUM_REQ, Order.FCW, 2)
+    first_come = Selection(Unit.NUM_REQ, Order.FCW, 2)
     assert pairs(planned(cluster, balancing(selection=first_come))) == [("a", "b")]
 
 
@@ -452,5 +453,5 @@ def test_what_cannot_go_elsewhere_at_all_is_left() -> None:
 
 @pytest.mark.parametrize(("policy", "method"), [("neutral_load", Mode.LIVE), ("decode_failover", 0)])
 def test_only_a_failover_takes_what_costs_a_prefill(policy: str, method: Mode) -> None:
-    move = Move(policy, "a", "b", Selection(Rule.NUM_REQ, Order.SR, 1.0), 100.0)
+    move = Move(policy, "a", "b", Selection(Unit.NUM_REQ, Order.SR, 1.0), 100.0)
     assert migrate_request(move, instance("b")).method == method

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llumlet.protocol.selection import Order, Unit
 from llumsched.rescheduling.config import SHORTEST_AS_NEEDED, Config
 from llumsched.rescheduling.history import History
-from llumsched.rescheduling.moves import Order, Rule, Selection
+from llumsched.rescheduling.moves import Selection
 from tests.llumsched.rescheduling_cluster import CAPACITY, Cluster, balancing, instance, planned
 
 DEADLINE: Any = {"deadline": None, "max_examples": 60}
@@ -35,9 +36,9 @@ cells = st.fixed_dictionaries(
 selections = st.sampled_from(
     [
         SHORTEST_AS_NEEDED,
-        Selection(Rule.TOKEN, Order.SR, 1024),
-        Selection(Rule.NUM_REQ, Order.LCR, 2),
-        Selection(Rule.RATIO, Order.FCWSR, 0.1),
+        Selection(Unit.TOKEN, Order.SR, 1024),
+        Selection(Unit.NUM_REQ, Order.LCR, 2),
+        Selection(Unit.RATIO, Order.FCWSR, 0.1),
     ]
 )
 
@@ -77,7 +78,7 @@ def test_every_plan_keeps_the_rules(rows: list[dict[str, Any]], selection: Selec
 )
 def test_every_move_lowers_the_imbalance_and_it_comes_to_rest(lengths: list[list[int]], order: Order) -> None:
     fitting = {f"i{number}": _fitting(each) for number, each in enumerate(lengths)}
-    cluster = Cluster(fitting, balancing(selection=Selection(Rule.TOKEN, order, 0.0), max_moves_per_pass=1))
+    cluster = Cluster(fitting, balancing(selection=Selection(Unit.TOKEN, order, 0.0), max_moves_per_pass=1))
     quiet = 0
     for _ in range(400):
         before = cluster.imbalance

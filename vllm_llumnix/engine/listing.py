@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request, RequestStatus
 
+from llumlet.bridge import rule_of
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.ids import HOME, RequestId
-from llumlet.protocol.selection import Candidate, parse_rule, select
+from llumlet.protocol.selection import Candidate, select
 from llumlet.types import (
     Epoch,
     ListRequestsResponse,
     MigrateRequest,
-    MigrationReqPolicy,
-    MigrationType,
     Mode,
     MoveInfo,
     MovePhase,
@@ -68,12 +67,8 @@ class Listing:
 
     def select(self, asked: MigrateRequest) -> list[str]:
         """The requests that a rule takes, best first. Ids only; whether they can move is checked again on the way."""
-        unit = MigrationType.Name(asked.migration_type)
-        order = MigrationReqPolicy.Name(asked.migration_req_policy or MigrationReqPolicy.SR)
-        value = getattr(asked, asked.WhichOneof("value") or "num_reqs")
-        rule = parse_rule(unit, order, value)
         candidates = self._candidates(asked.method)
-        return [str(request_id) for request_id in select(candidates, rule, self._port.capacity_tokens)]
+        return [str(request_id) for request_id in select(candidates, rule_of(asked), self._port.capacity_tokens)]
 
     def _candidates(self, asked: Mode) -> list[Candidate]:
         # `running` is not in order of arrival: newcomers are put at its head.

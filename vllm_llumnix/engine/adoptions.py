@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request, RequestStatus
 
+from llumlet.bridge import epoch_of
 from llumlet.protocol.errors import Reason, Refused
-from llumlet.protocol.ids import Epoch
 from llumlet.types import AdoptRequest, AdoptResponse
 from vllm_llumnix.engine.arrivals import Arrivals
 from vllm_llumnix.engine.builder import RequestBuilder
@@ -88,7 +88,7 @@ class Adoptions:
 
     async def _adopt(self, asked: AdoptRequest, given_up: asyncio.Event) -> AdoptResponse:
         state, residence = await self._builder.read(asked.request_state)
-        request_id, epoch = state.request_id, Epoch(asked.epoch.term, asked.epoch.hop)
+        request_id, epoch = state.request_id, epoch_of(asked.epoch)
         residence.epoch, residence.last_hop = epoch, epoch.hop
         residence.base = residence.next_index = len(state.output_token_ids)
         await self._make_way(request_id, residence)

@@ -14,6 +14,7 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from llumlet.agent import DrainReport, Report
+from llumlet.bridge import epoch_of, reason_number
 from llumlet.errors import LlumletCallFailed, LlumletError
 from llumlet.protocol import wire
 from llumlet.protocol.errors import MigrationError, Reason, Refused
@@ -52,7 +53,6 @@ from llumlet.types import (
     ReserveResponse,
     SettleRequest,
     SettleResponse,
-    parse_reason,
 )
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.config import END_SECONDS, drain_limit
@@ -298,7 +298,7 @@ class LlumletAgent:
         if self.identity.kv_stays is not None:
             raise refusal(Refused(Reason.NOT_PORTABLE, self.identity.kv_stays))
         try:
-            claimed = self.kvconn.claims.take(request.request_id, Epoch(request.epoch.term, request.epoch.hop))
+            claimed = self.kvconn.claims.take(request.request_id, epoch_of(request.epoch))
         except Refused as error:
             raise refusal(error) from error
         self.relay.farewell(request.request_id)
@@ -438,7 +438,7 @@ def _stayed(request_id: str, mode: Mode, error: MigrationError) -> MoveProgress:
     return MoveProgress(
         request_id=request_id,
         phase=MovePhase.STAYED,
-        reason=parse_reason(error.reason),
+        reason=reason_number(error.reason),
         detail=error.detail,
         mode=mode,
     )
@@ -446,4 +446,4 @@ def _stayed(request_id: str, mode: Mode, error: MigrationError) -> MoveProgress:
 
 def refusal(error: MigrationError) -> LlumletError:
     """Our error as the wire knows it."""
-    return LlumletError(parse_reason(error.reason), error.detail)
+    return LlumletError(reason_number(error.reason), error.detail)

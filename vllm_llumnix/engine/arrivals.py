@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from vllm.v1.request import Request
 
+from llumlet.bridge import HANDOVERS, epoch_of, reason_number
 from llumlet.errors import LlumletError
 from llumlet.protocol import effects as do
 from llumlet.protocol import events as on
 from llumlet.protocol.destination import Destination, State, Terms
 from llumlet.protocol.errors import LocalProtocolError, MigrationError, Reason, Refused
 from llumlet.protocol.events import Call, Settlement
-from llumlet.protocol.ids import Epoch, MigrationId
+from llumlet.protocol.ids import MigrationId
 from llumlet.protocol.limits import Limits, Slots
 from llumlet.types import (
     AbortMigrateInRequest,
@@ -37,7 +38,6 @@ from llumlet.types import (
     ReserveResponse,
     SettleRequest,
     SettleResponse,
-    parse_reason,
 )
 from vllm_llumnix import faults
 from vllm_llumnix.engine.builder import RequestBuilder
@@ -57,12 +57,6 @@ logger = logging.getLogger("vllm.llumnix")
 
 TURN_SECONDS = 1.0
 """How long a request waits for the grammars of others from its source: it holds a place that other moves could have."""
-STATES = {
-    Settlement.PENDING: Handover.PENDING,
-    Settlement.COMMITTED: Handover.COMMITTED,
-    Settlement.BARRED: Handover.BARRED,
-    Settlement.UNKNOWN: Handover.UNKNOWN,
-}
 
 
 class Admission:
@@ -124,7 +118,7 @@ class IncomingMove:
             self.feed(event)
         except LocalProtocolError as error:
             self._waiting[kind].remove(answer)
-            raise LlumletError(parse_reason(Reason.INVALID_REQUEST), str(error)) from error
+            raise LlumletError(reason_number(Reason.INVALID_REQUEST), str(error)) from error
         return await answer
 
     def feed(self, event: on.DestinationEvent) -> None:
@@ -171,7 +165,7 @@ class IncomingMove:
                     )
                 self.recomputed_tokens = recomputed if self.request.num_output_tokens else 0
         return on.CommitRequested(
-            Epoch(request.epoch.term, request.epoch.hop),
+            epoch_of(request.epoch),
             request.base,
             request.computed_tokens,
             request.from_block,
@@ -207,11 +201,11 @@ class IncomingMove:
             case do.AnswerReserve():
                 self._answer(Call.RESERVE, self._reserve_response(effect))
             case do.RefuseReserve(reason=reason, detail=detail):
-                self._answer(Call.RESERVE, LlumletError(parse_reason(reason), detail))
+                self._answer(Call.RESERVE, LlumletError(reason_number(reason), detail))
             case do.AnswerRound():
                 self._answer((Call.ROUND, effect.round), self._round_response(effect))
             case do.RefuseRound(round=number, reason=reason, detail=detail):
-                self._answer((Call.ROUND, number), LlumletError(parse_reason(reason), detail))
+                self._answer((Call.ROUND, number), LlumletError(reason_number(reason), detail))
             case do.AnswerCommit():
                 self._answer(Call.COMMIT, self._commit_response(effect))
             case do.AnswerSettle(call=call, state=state, reason=reason):
@@ -377,8 +371,8 @@ class IncomingMove:
 
     def _commit_response(self, effect: do.AnswerCommit) -> CommitResponse:
         return CommitResponse(
-            state=STATES[effect.state],
-            reason=parse_reason(effect.reason or ""),
+            state=HANDOVERS[effect.state],
+            reason=reason_number(effect.reason),
             detail=effect.detail,
             copied_bytes=self.copied_bytes,
             recomputed_tokens=self.recomputed_tokens,
@@ -566,7 +560,7 @@ class Arrivals:
 
     def settlement(self, state: Settlement, reason: Reason | None) -> SettleResponse:
         return SettleResponse(
-            state=STATES[state], reason=parse_reason(reason or ""), dst_incarnation=self.bypass.identity.incarnation
+            state=HANDOVERS[state], reason=reason_number(reason), dst_incarnation=self.bypass.identity.incarnation
         )
 
     async def _settle(
@@ -615,4 +609,4 @@ class Arrivals:
 
 
 def _refuse(reason: Reason, detail: str) -> NoReturn:
-    raise LlumletError(parse_reason(reason), detail)
+    raise LlumletError(reason_number(reason), detail)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from vllm.v1.request import Request
 
+from llumlet.bridge import MODES, PHASES, epoch_message, reason_number, reason_of
 from llumlet.client import LlumletClient
 from llumlet.errors import LlumletCallFailed, LlumletError
 from llumlet.protocol import effects as do
@@ -33,7 +34,6 @@ from llumlet.types import (
     CommitRequest,
     CommitResponse,
     CopyRoundRequest,
-    Epoch,
     Handover,
     Mode,
     MovePhase,
@@ -41,8 +41,6 @@ from llumlet.types import (
     ReserveRequest,
     SettleRequest,
     SettleResponse,
-    parse_reason,
-    reason_word,
 )
 from vllm_llumnix import faults
 from vllm_llumnix.engine.kvconn import Departure, KVConnection
@@ -51,7 +49,7 @@ from vllm_llumnix.engine.records import MoveRecords
 from vllm_llumnix.engine.relay import OriginUnreachable, Relay
 from vllm_llumnix.engine.request_state import Residence, state_of, why_not_now
 from vllm_llumnix.engine.scheduler_port import Frontier, FrozenRequest, Pin, SchedulerPort
-from vllm_llumnix.engine.way import MODES, Way, has_kv, why_request_not_portable
+from vllm_llumnix.engine.way import Way, has_kv, why_request_not_portable
 from vllm_llumnix.errors import TransportError
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES
 from vllm_llumnix.request_wire import RequestState, encode
@@ -70,22 +68,6 @@ asker's: one for each phase was more than all that the move itself asks of the l
 FORWARDING_ENTRIES = 65_536
 MAX_CLIENTS = 256
 """How many requests that left are remembered, to send late aborts after them."""
-
-PHASES = {
-    State.PLANNED: MovePhase.SELECTED,
-    State.RESERVING: MovePhase.RESERVING,
-    State.PINNING: MovePhase.COPYING,
-    State.COPYING: MovePhase.COPYING,
-    State.FREEZING: MovePhase.FREEZING,
-    State.COMMITTING: MovePhase.COMMITTING,
-    State.WITHDRAWING: MovePhase.WITHDRAWING,
-    State.FENCING: MovePhase.FENCING,
-    State.MOVED: MovePhase.MOVED,
-    State.STAYED: MovePhase.STAYED,
-    State.GONE: MovePhase.GONE,
-    State.LOST: MovePhase.LOST,
-}
-"""The machine's states as callers see them."""
 
 Report = Callable[[MoveProgress], None]
 PeerCall = Callable[..., Awaitable[Any]]
@@ -296,7 +278,7 @@ class OutgoingMove:
         assert frozen is not None
         request = CommitRequest(
             handover=self._handover(),
-            epoch=Epoch(term=effect.epoch.term, hop=effect.epoch.hop),
+            epoch=epoch_message(effect.epoch),
             base=effect.base,
             computed_tokens=effect.computed_tokens,
             from_block=effect.from_block,
@@ -352,7 +334,7 @@ class OutgoingMove:
 
     async def _tell(self, call: PeerCall, reason: Reason | None) -> None:
         """Said once; no answer changes anything for us."""
-        message = SettleRequest(handover=self._handover(), reason=parse_reason(reason or ""))
+        message = SettleRequest(handover=self._handover(), reason=reason_number(reason))
         try:
             await call(message, deadline_s=self.departures.deadline_s)
         except LlumletCallFailed as error:
@@ -549,7 +531,7 @@ class OutgoingMove:
     def _settled(self, outcome: Outcome) -> None:
         """The request's fate is known. Pins may outlive it: the machine's lease timer gives them back."""
         self._kvconn.call(self._kvconn.unwatch, self.request.request_id)
-        self.progress.reason = parse_reason(outcome.reason or "")
+        self.progress.reason = reason_number(outcome.reason)
         self.progress.detail = outcome.detail
         self._enter_phase(outcome.state)
         self._report_now()
@@ -618,7 +600,7 @@ class Departures:
         client = self._clients.get(address)
         if client is None:
             if (problem := self.bypass.config.reaches.why_not(address.host)) is not None:
-                raise LlumletError(parse_reason(Reason.ADDRESS_REFUSED), problem, str(address))
+                raise LlumletError(reason_number(Reason.ADDRESS_REFUSED), problem, str(address))
             client = self._clients[address] = LlumletClient(address, credentials=self.bypass.credentials)
             if len(self._clients) > MAX_CLIENTS:
                 # Dropped, not closed: a move may still use the one that was asked for longest ago.
@@ -660,11 +642,3 @@ class Departures:
     async def close(self) -> None:
         for client in self._clients.values():
             await client.close()
-
-
-def reason_of(wire_reason: Any) -> Reason:
-    """Our own enum from the wire's; a reason that this version does not know is an internal one."""
-    try:
-        return Reason(reason_word(wire_reason))
-    except ValueError:
-        return Reason.INTERNAL

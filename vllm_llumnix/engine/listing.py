@@ -7,19 +7,17 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request, RequestStatus
 
-from llumlet.bridge import rule_of
+from llumlet.bridge import epoch_message, reason_number, rule_of
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.ids import HOME, RequestId
 from llumlet.protocol.selection import Candidate, select
 from llumlet.types import (
-    Epoch,
     ListRequestsResponse,
     MigrateRequest,
     Mode,
     MoveInfo,
     MovePhase,
     RequestInfo,
-    parse_reason,
 )
 from vllm_llumnix.engine.request_state import residence_of, why_not_now
 from vllm_llumnix.engine.way import Way, has_kv, mode_of, way_of
@@ -113,7 +111,7 @@ class Listing:
         info.num_blocks = len(self._port.block_ids(request))
         info.movable = problem is None
         if problem is not None:
-            info.reason, info.detail = parse_reason(problem.reason), problem.detail
+            info.reason, info.detail = reason_number(problem.reason), problem.detail
         else:
             info.moves_as = mode_of(request, self._bypass.identity)
             if info.moves_as == Mode.RECOMPUTE and has_kv(request):
@@ -135,7 +133,7 @@ class Listing:
         info = self._base_info(request)
         info.phase = RequestInfo.RESERVED
         info.num_blocks = move.num_blocks
-        info.reason, info.detail = parse_reason(Reason.ALREADY_MIGRATING), "it is on its way here"
+        info.reason, info.detail = reason_number(Reason.ALREADY_MIGRATING), "it is on its way here"
         info.move.CopyFrom(
             MoveInfo(
                 migration_id=move.migration_id,
@@ -159,7 +157,7 @@ class Listing:
             output_tokens=request.num_output_tokens,
             computed_tokens=request.num_computed_tokens - request.num_in_flight_tokens,
             origin=(residence.origin or "") if residence else "",
-            epoch=Epoch(term=epoch.term, hop=epoch.hop),
+            epoch=epoch_message(epoch),
             priority=request.priority,
             arrival_time=request.arrival_time,
         )

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request
 
+from llumlet.bridge import epoch_message
 from llumlet.client import LlumletClient
 from llumlet.errors import LlumletCallFailed
 from llumlet.protocol.errors import MigrationError, Reason, Refused
 from llumlet.protocol.ids import Epoch
 from llumlet.types import Address, ClaimRequest, ClaimResponse, EndClaimRequest, Holder
-from llumlet.types import Epoch as WireEpoch
 from vllm_llumnix.engine.arrivals import Arrivals
 from vllm_llumnix.engine.kvconn import KVConnection
 from vllm_llumnix.engine.memory import SourceMemory, decode_memory
@@ -70,7 +70,7 @@ class Rescue:
             claim = await client.claim(
                 ClaimRequest(
                     request_id=request_id,
-                    epoch=WireEpoch(term=epoch.term, hop=epoch.hop),
+                    epoch=epoch_message(epoch),
                     incarnation=holder.incarnation,
                 ),
                 deadline_s=CLAIM_SECONDS,

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.interface import PauseState
 
+from llumlet.bridge import HEALTHS
 from llumlet.protocol import wire
-from llumlet.types import Health, InstanceStatus
+from llumlet.types import InstanceStatus
 
 if TYPE_CHECKING:
     from llumlet.protocol.limits import Slots
@@ -28,7 +29,6 @@ WATCH_SECONDS = 0.1
 """Between two looks at what changes without an event: whether the loop still gets on."""
 _MOST = (1 << 31) - 1
 """That the field holds."""
-HEALTHS = {wire.Health.OK: Health.OK, wire.Health.SUSPECT: Health.SUSPECT, wire.Health.HUNG: Health.HUNG}
 
 
 class StatusSource:

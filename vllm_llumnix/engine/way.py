@@ -11,14 +11,12 @@ import dataclasses
 
 from vllm.v1.request import Request
 
+from llumlet.bridge import METHODS
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.source import Method
 from llumlet.types import Mode
 from vllm_llumnix.engine.identity import EngineIdentity
 from vllm_llumnix.engine.portability import why_not_portable
-
-MODES = {Method.LIVE: Mode.LIVE, Method.BLOCKING: Mode.BLOCKING, Method.RECOMPUTE: Mode.RECOMPUTE}
-_METHODS = {mode: method for method, mode in MODES.items()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +39,7 @@ def way_of(request: Request, identity: EngineIdentity, asked: Mode) -> Way:
         return Way(Method.RECOMPUTE)
     insists = asked != Mode.MODE_UNSPECIFIED
     if identity.kv_unsupported is None:
-        return Way(_METHODS.get(asked, Method.LIVE), insists=insists)
+        return Way(METHODS.get(asked, Method.LIVE), insists=insists)
     if insists and has_kv(request):
         raise Refused(Reason.NOT_PORTABLE, identity.kv_unsupported)
     return Way(Method.RECOMPUTE, identity.kv_unsupported, insists)

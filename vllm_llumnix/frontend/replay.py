@@ -19,13 +19,13 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
+from llumlet.bridge import epoch_message
 from llumlet.client import LlumletClient
 from llumlet.credentials import Credentials
 from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
 from llumlet.protocol.errors import Refused
 from llumlet.protocol.wire import Health
 from llumlet.types import AbortRequest, AdoptRequest, AdoptResponse, Reason
-from llumlet.types import Epoch as WireEpoch
 from vllm_llumnix.frontend.deaths import is_gone
 from vllm_llumnix.frontend.owners import Owner, Owners
 from vllm_llumnix.frontend.placement import Placement, Turn
@@ -215,7 +215,7 @@ class Replay:
         lora_digest = await self._adapters.digest_of(adapter) if adapter is not None else None
         state = state_of(stream.request, stream.delivered, self._relay_address(), lora_digest)
         request = AdoptRequest(
-            epoch=WireEpoch(term=epoch.term, hop=epoch.hop),
+            epoch=epoch_message(epoch),
             compatibility_digest=search.digest,
             request_state=encode(state),
             weight_version=stream.weights_wanted(time.monotonic()),

@@ -26,7 +26,10 @@ from llumsched.up.ports import free_port
 
 READY_S: Final = 120.0
 _SCHEDULER: Final = ("--colocated-rescheduling-mode", "--enable-rescheduling")
-_GATEWAY: Final = ("--stall-time", "2s", "--engine-stall-time", "6s", "--shutdown-timeout", "60s")
+_GATEWAY: Final = (
+    *("--stall-time", "2s", "--engine-stall-time", "6s"),
+    *("--shutdown-delay", "1s", "--shutdown-timeout", "60s"),
+)  # fmt: skip
 
 
 class Part:

@@ -32,7 +32,7 @@ class Limits:
     """Times in seconds."""
 
     max_ejected: float
-    """Share of the fleet that may be out."""
+    """Share of those that can be reached that may be out."""
     consecutive: int = 5
     """Failures in a row."""
     share: float = 0.2
@@ -222,8 +222,7 @@ class Outliers(Generic[Key]):
     def _eject(self, key: Key, record: _Record, cause: Cause, why: str) -> None:
         if key in self._out:
             return
-        allowed = math.floor(self._limits.max_ejected * self._size())
-        if cause is not Cause.UNREACHABLE and len(self._out) >= allowed:
+        if cause is not Cause.UNREACHABLE and not self._may_eject():
             return
         now_s = self._clock()
         if record.state is _State.IN and now_s - record.in_since_s > self._limits.forgiven_s:
@@ -231,6 +230,13 @@ class Outliers(Generic[Key]):
         record.state = _State.OUT
         self._begin(record)
         self._out[key] = Ejection(cause, why, now_s)
+
+    def _may_eject(self) -> bool:
+        """One more of those that can be reached. The others are no part of the fleet: after a while of crashes and new
+        addresses they may be most of what is known."""
+        num_unreachable = sum(ejection.cause is Cause.UNREACHABLE for ejection in self._out.values())
+        allowed = math.floor(self._limits.max_ejected * (self._size() - num_unreachable))
+        return len(self._out) - num_unreachable < allowed
 
     def _begin(self, record: _Record) -> None:
         """Its time, longer with every one; not the same for all gateways."""

@@ -110,6 +110,16 @@ def test_whom_no_connection_reaches_is_out_at_once_and_whatever_the_others_do(cl
     assert set(rules.ejected) == set("abc")
 
 
+def test_those_that_are_gone_are_no_part_of_the_fleet(clock: Clock) -> None:
+    """They stay known for a while: of the others half may be out, not none."""
+    rules = outliers(clock, size=20)
+    for number in range(12):
+        fail(rules, f"gone-{number}", cause=Cause.UNREACHABLE)
+    for number in range(8):
+        fail(rules, f"here-{number}", 5)
+    assert sum(key.startswith("here") for key in rules.ejected) == 4
+
+
 def test_the_way_back_is_a_question_and_a_trial(clock: Clock) -> None:
     rules = outliers(clock)
     fail(rules, "a", 5)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import re
 import time
@@ -310,7 +311,8 @@ class Backends:
         except aiohttp.ClientConnectorError as error:
             if descriptors.none_left(error):
                 return True
-            self.outliers.failed(backend, Cause.UNREACHABLE, str(error))
+            why = os.strerror(error.errno) if error.errno else str(error)
+            self.outliers.failed(backend, Cause.UNREACHABLE, f"{backend.address} cannot be reached: {why}")
             return False
         except (aiohttp.ClientError, TimeoutError, OSError):
             return False

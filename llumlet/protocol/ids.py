@@ -30,9 +30,6 @@ class Epoch(msgspec.Struct, frozen=True, order=True, array_like=True):
     def next_hop(self) -> Epoch:
         return Epoch(self.term, self.hop + 1)
 
-    def next_term(self) -> Epoch:
-        return Epoch(self.term + 1, 0)
-
     def __str__(self) -> str:
         return f"{self.term}.{self.hop}"
 

@@ -92,11 +92,6 @@ class EventStream:
             return _IDS.sub(self._take_ids, data)
         return data
 
-    @property
-    def has_rest(self) -> bool:
-        """An event has begun and not ended."""
-        return bool(self._rest)
-
     def _take_marks(self, data: bytes, mark: re.Match[bytes] | None) -> None:
         while mark:
             if mark.group(1) == b"finish_reason":

@@ -200,22 +200,6 @@ class MetricBasedFilter:
         return f"{self.metric.name} is {value:g}, not {side} {self.threshold:g}"
 
 
-@dataclass(frozen=True, slots=True)
-class Inverted:
-    """Refuses whom the other lets pass: sources of a move are destinations that would be refused."""
-
-    filter: Filter
-    skip_in_fallback: bool = False
-    marks_failed: ClassVar[bool] = False
-
-    @property
-    def name(self) -> str:
-        return f"not {self.filter.name}"
-
-    def refuse(self, load: Load, context: Context) -> str | None:
-        return None if self.filter.refuse(load, context) is not None else f"passes {self.filter.name}"
-
-
 class FailoverDomain(StrEnum):
     """What fails together."""
 

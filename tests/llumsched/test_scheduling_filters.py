@@ -43,8 +43,6 @@ def context(**fields: Any) -> Context:
          cases.load("a", num_running_requests=3), "num_requests is 4, not below 4"),
         (f.MetricBasedFilter(Metric("free", False, lambda load: load.status.num_free_blocks), 4),
          cases.load("a", num_free_blocks=4), cases.load("a", num_free_blocks=5), "free is 4, not above 4"),
-        (f.Inverted(f.SchedulabilityFilter()), cases.load("a"), cases.load("a", schedulable=False),
-         "passes schedulabilityFilter"),
     ],
 )  # fmt: skip
 def test_filter(one: f.Filter, refused: Load, accepted: Load, reason: str) -> None:

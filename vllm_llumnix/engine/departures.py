@@ -66,8 +66,9 @@ REPORT_SECONDS = 0.1
 """Between two reports of a move that goes on. Each is a message that takes time of the engine's process and of the
 asker's: one for each phase was more than all that the move itself asks of the llumlet."""
 FORWARDING_ENTRIES = 65_536
-MAX_CLIENTS = 256
 """How many requests that left are remembered, to send late aborts after them."""
+MAX_CLIENTS = 256
+"""Peers to which a connection is kept at a time."""
 
 Report = Callable[[MoveProgress], None]
 PeerCall = Callable[..., Awaitable[Any]]

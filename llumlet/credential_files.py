@@ -6,13 +6,12 @@ from __future__ import annotations
 import argparse
 import os
 import ssl
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Final, Self
 
-from llumlet.tokens import MIN_TOKEN_CHARACTERS, read_tokens
+from llumlet.secret_files import read_file
+from llumlet.tokens import MIN_TOKEN_CHARACTERS
 
 VARIABLES: Final = {
     "tls_cert": "LLUMNIX_TLS_CERT",
@@ -54,25 +53,22 @@ class CredentialFiles:
         values = {name: getattr(args, f"llumlet_{name}", None) for name in VARIABLES}
         return cls(**{name: _absolute(values[name] or environ.get(VARIABLES[name], "")) for name in VARIABLES})
 
-    def read(self) -> dict[str, bytes]:
-        """The contents of those for TLS by field, empty for what is not used. Raises CredentialsError, also for the
-        file of tokens."""
+    def read_tls(self) -> dict[str, bytes]:
+        """The contents of those for TLS by field, empty for what is not used. Raises CredentialsError."""
         faults: list[str] = []
+        contents: dict[str, bytes] = {}
         paths = (self.tls_cert, self.tls_key, self.tls_ca)
         if any(paths) and not all(paths):
-            flags = ", ".join(_flag(each.name) for each in fields(self)[:3] if not getattr(self, each.name))
+            flags = ", ".join(flag(each.name) for each in fields(self)[:3] if not getattr(self, each.name))
             faults.append(f"mutual TLS needs {flags} as well")
-        contents = {
-            each.name: _read(_flag(each.name), getattr(self, each.name), each.name == "tls_key", faults)
-            for each in fields(self)[:3]
-        }
+        for each in fields(self)[:3]:
+            path = getattr(self, each.name)
+            try:
+                contents[each.name] = read_file(path, is_secret=each.name == "tls_key") if path else b""
+            except ValueError as error:
+                faults.append(f"{flag(each.name)} {error}")
         if not faults and all(paths):
             faults += self._tls_faults()
-        if self.token_file:
-            try:
-                read_tokens(self.token_file)
-            except ValueError as error:
-                faults.append(f"{_flag('token_file')} {error}")
         if faults:
             raise CredentialsError(faults)
         return contents
@@ -83,39 +79,25 @@ class CredentialFiles:
         try:
             context.load_verify_locations(self.tls_ca)
         except (OSError, ValueError) as error:
-            return [f"{_flag('tls_ca')} {self.tls_ca} holds no certificates: {error}"]
+            return [f"{flag('tls_ca')} {self.tls_ca} holds no certificates: {error}"]
         try:
             # A key with a passphrase is refused, not asked for at a terminal that may not be there.
             context.load_cert_chain(self.tls_cert, self.tls_key, password="")
         except (OSError, ValueError) as error:
-            return [f"{_flag('tls_cert')} {self.tls_cert} and {_flag('tls_key')} {self.tls_key} do not fit: {error}"]
+            return [f"{flag('tls_cert')} {self.tls_cert} and {flag('tls_key')} {self.tls_key} do not fit: {error}"]
         return []
 
 
 def add_arguments(parser: argparse._ActionsContainer) -> None:
     """The flags, the same for servers and callers."""
     for name, text in _HELP.items():
-        parser.add_argument(_flag(name), default=None, metavar="FILE", help=f"{text} Default: {VARIABLES[name]}.")
+        parser.add_argument(flag(name), default=None, metavar="FILE", help=f"{text} Default: {VARIABLES[name]}.")
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """Of a field."""
     return "--llumlet-" + name.replace("_", "-")
 
 
 def _absolute(path: str) -> str:
     return os.path.abspath(path) if path else ""
-
-
-def _read(flag: str, path: str, secret: bool, faults: list[str]) -> bytes:
-    """The contents of a file; nothing, and a fault, if it cannot or must not be used."""
-    if not path:
-        return b""
-    try:
-        with Path(path).open("rb") as file:
-            if secret and os.fstat(file.fileno()).st_mode & (stat.S_IROTH | stat.S_IWOTH):
-                faults.append(f"{flag} {path} can be read or written by everybody on this host: chmod o-rw it")
-                return b""
-            return file.read()
-    except OSError as error:
-        faults.append(f"{flag} {path}: {error.strerror}")
-        return b""

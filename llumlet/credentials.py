@@ -14,7 +14,7 @@ from typing import Final, Self
 import grpc
 from grpc import aio
 
-from llumlet.credential_files import CredentialFiles, CredentialsError
+from llumlet.credential_files import CredentialFiles, CredentialsError, flag
 from llumlet.roles import ALL, Role
 from llumlet.secret_files import Current
 from llumlet.tokens import Tokens, read_peers_tokens, read_tokens
@@ -50,15 +50,20 @@ class Credentials:
     @classmethod
     def load(cls, files: CredentialFiles, role: Role = Role.PEER) -> Self:
         """Raises CredentialsError."""
-        read = files.read()
-        tokens = None
-        if files.token_file:
-            try:
+        faults, tls, tokens = [], dict[str, bytes](), None
+        try:
+            tls = files.read_tls()
+        except CredentialsError as error:
+            faults += error.faults
+        try:
+            if files.token_file:
                 reader = read_peers_tokens if role is Role.PEER else read_tokens
                 tokens = Current(files.token_file, reader, "llumlets' tokens")
-            except ValueError as error:
-                raise CredentialsError([f"--llumlet-token-file {error}"]) from None
-        return cls(read["tls_cert"], read["tls_key"], read["tls_ca"], tokens, role)
+        except ValueError as error:
+            faults.append(f"{flag('token_file')} {error}")
+        if faults:
+            raise CredentialsError(faults)
+        return cls(tls["tls_cert"], tls["tls_key"], tls["tls_ca"], tokens, role)
 
     @property
     def tls(self) -> bool:

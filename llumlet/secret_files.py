@@ -20,9 +20,14 @@ T = TypeVar("T")
 
 def read_secret(path: str) -> bytes:
     """The contents. Raises ValueError, which never holds them, if the file cannot or must not be used."""
+    return read_file(path, is_secret=True)
+
+
+def read_file(path: str, *, is_secret: bool) -> bytes:
+    """The same, also for files that everybody may read."""
     try:
         with Path(path).open("rb") as file:
-            if os.fstat(file.fileno()).st_mode & (stat.S_IROTH | stat.S_IWOTH):
+            if is_secret and os.fstat(file.fileno()).st_mode & (stat.S_IROTH | stat.S_IWOTH):
                 raise ValueError(f"{path} can be read or written by everybody on this host: chmod o-rw it")
             return file.read()
     except OSError as error:

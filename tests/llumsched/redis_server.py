@@ -8,6 +8,7 @@ import asyncio
 import shutil
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -24,7 +25,7 @@ from llumsched.up.ports import free_port
 SERVICE = "llumnix-test"
 
 
-class _Process:
+class _Process(ABC):
     """`async with`; may be killed, paused and started anew at the same port in between."""
 
     def __init__(self) -> None:
@@ -32,8 +33,8 @@ class _Process:
         self._directory = tempfile.TemporaryDirectory(prefix="llumnix-redis-")
         self.port = free_port()
 
-    def _arguments(self) -> list[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def _arguments(self) -> list[str]: ...
 
     async def start(self) -> None:
         program = shutil.which("redis-server")

@@ -355,7 +355,9 @@ async def _longest_turn_of_outline(body: Body) -> tuple[Outline, float]:
         await counter.read(b" " * (2 << 20) + b"{}")  # the processes are there
         turns = _Turns()
         measuring = asyncio.create_task(turns.measure())
+        await asyncio.sleep(0)  # it has begun
         found = await counter.outline(body)
+        await asyncio.sleep(0)  # and seen all of it
         measuring.cancel()
         return found, turns.longest_s
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 import json
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,7 +73,10 @@ async def _stream(it: Cluster, path: str = COMPLETIONS) -> tuple[list[bytes], by
 @pytest.mark.parametrize(("path", "events"), [(COMPLETIONS, EVENTS), (MESSAGES, MESSAGE_EVENTS)])
 async def test_a_silent_stream_gets_comments_from_its_head_to_its_end(path: str, events: list[bytes]) -> None:
     async with cluster(mock=Slow(parts=events), sse_keepalive_s=SOON_S) as it:
+        started_s = time.monotonic()
         chunks, rest = await _stream(it, path)
+        most = (time.monotonic() - started_s) / SOON_S
+        assert b"".join(chunks).count(KEEP_ALIVE) <= most, "one for each silence of that length"
         assert chunks[0] == KEEP_ALIVE, "long before the first event"
         assert KEEP_ALIVE in chunks[chunks.index(events[0]) :], "and between events"
         assert rest == b"".join(events)

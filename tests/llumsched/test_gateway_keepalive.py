@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 import json
+import time
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -13,6 +13,7 @@ import aiohttp
 
 from llumlet.secret_files import read_secret
 from llumlet.types import Address
+from llumsched.gateway.endpoints import Endpoint
 from llumsched.tls import checked_ca_file, client_context
 
 
@@ -24,7 +25,7 @@ class Access:
     tls: ssl.SSLContext | None = None
 
     def url(self, scheduler: Address, path: str) -> str:
-        return f"{'https' if self.tls else 'http'}://{scheduler}{path}"
+        return Endpoint(scheduler, is_tls=self.tls is not None).url(path)
 
     def session(self, timeout_s: float) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(

@@ -23,6 +23,7 @@ import msgspec
 
 from llumlet.types import Address
 from llumsched.gateway.config import Config
+from llumsched.gateway.endpoints import Endpoint
 from llumsched.gateway.errors import UnknownModel
 from llumsched.tls import client_context
 
@@ -238,7 +239,7 @@ class _Scheduler:
         self, address: Address, session: aiohttp.ClientSession, headers: dict[str, str], tls: ssl.SSLContext | None
     ) -> None:
         self.address = address
-        self._url = f"{'https' if tls else 'http'}://{address}"
+        self._endpoint = Endpoint(address, is_tls=tls is not None)
         self._request = functools.partial(session.request, headers=headers, ssl=tls or True)
         self._reports: dict[str, dict[str, dict[str, Any]]] = {}
         """The newest of each kind, by request."""
@@ -249,11 +250,11 @@ class _Scheduler:
         self._telling: asyncio.Task[None] | None = None
 
     async def post(self, path: str, body: bytes, limit: aiohttp.ClientTimeout) -> tuple[int, bytes]:
-        async with self._request("POST", self._url + path, data=body, timeout=limit) as answer:
+        async with self._request("POST", self._endpoint.url(path), data=body, timeout=limit) as answer:
             return answer.status, await answer.read()
 
     def get(self, path: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        return self._request("GET", self._url + path, timeout=_SHORT)
+        return self._request("GET", self._endpoint.url(path), timeout=_SHORT)
 
     def report(self, reports: Iterable[dict[str, Any]]) -> None:
         for report in reports:

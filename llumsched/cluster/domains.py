@@ -3,39 +3,37 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import numpy as np
-import numpy.typing as npt
 
-from llumsched.rescheduling.config import Domain
-
-Mask = npt.NDArray[np.bool_]
-Codes = npt.NDArray[np.int64]
+from llumsched.cluster.columns import Columns, Mask
 
 
-def failing(domain: Domain, sick: Mask, nodes: Codes, units: Codes) -> Mask:
-    """The sick instances, and those that share their domain.
+class FailoverDomain(StrEnum):
+    """What fails with an instance. One without a node or a unit fails alone; a unit has more than one member only with
+    data parallelism, so that engines without it never fail each other, whatever their `unit_id`."""
 
-    `nodes` and `units` are numbers of the names, -1 where there is none: an instance without a node or without a unit
-    fails alone. Instances of one data-parallel engine have a unit; others count as if they had none.
-    """
-    match domain:
-        case Domain.INSTANCE:
-            return sick
-        case Domain.NODE:
-            return sick | _sharing(sick, nodes)
-        case Domain.INSTANCE_UNIT:
-            return sick | _sharing(sick, units)
-        case Domain.NODE_UNIT:
-            on_nodes = sick | _sharing(sick, nodes)
-            return on_nodes | _sharing(on_nodes, units)
+    INSTANCE = "instance"
+    NODE = "node"
+    INSTANCE_UNIT = "instance-unit"
+    NODE_UNIT = "node-unit"
+    """All on its node, and all units that have an instance there."""
 
 
-def _sharing(members: Mask, codes: Codes) -> Mask:
-    shared = np.unique(codes[members & (codes >= 0)])
-    return np.isin(codes, shared)
+def failing_with(domain: FailoverDomain, failed: Mask, cluster: Columns, lost: Columns | None = None) -> Mask:
+    """The failed instances, and those that share their domain, or that of one which is `lost`."""
+    if domain in (FailoverDomain.NODE, FailoverDomain.NODE_UNIT):
+        failed = failed | _sharing("node", failed, cluster, lost)
+    if domain in (FailoverDomain.INSTANCE_UNIT, FailoverDomain.NODE_UNIT):
+        failed = failed | _sharing("engine", failed, cluster, lost)
+    return failed
 
 
-def codes_of(names: list[str]) -> Codes:
-    """A number for each name, equal for equal names; -1 for the empty one."""
-    known: dict[str, int] = {"": -1}
-    return np.array([known.setdefault(name, len(known) - 1) for name in names], dtype=np.int64)
+def _sharing(column: str, members: Mask, cluster: Columns, lost: Columns | None) -> Mask:
+    codes = cluster[column]
+    shared = codes[members]
+    if lost is not None:
+        shared = np.concatenate([shared, lost[column]])
+    shared = shared[shared >= 0]
+    return np.isin(codes, shared) if shared.size else np.zeros(len(cluster), np.bool_)

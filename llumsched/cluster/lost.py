@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from llumsched.cms.view import Instance
+    from llumsched.cluster.instance import Instance
 
 _MOST: Final = 10_000
 

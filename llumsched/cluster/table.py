@@ -1,212 +1,185 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates in arrays, kept current: what changes is one row, what a decision reads are columns.
+"""The cluster in columns, kept current: what changes is one row, what a decision reads are arrays.
 
-A metric that depends only on an instance's load is computed when that load changes, by the pure function itself; so is
-what the built-in filters compare. A decision then is a dozen operations on arrays, whatever the number of instances.
-Metrics of the request, and filters of other packages, are asked for every instance at every decision.
-
-It observes a view, after what keeps `in_flight`: an instance's counters are settled before its row is written.
+It observes a view, after what keeps the counts of its providers: an instance's counts are settled before its row is
+written.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from llumsched.cms.view import Instance
-from llumsched.scheduling import filters as f
-from llumsched.scheduling.in_flight import InFlight
-from llumsched.scheduling.load import Context, Load
-from llumsched.scheduling.metrics import Metric
-from llumsched.scheduling.pipeline import Mask
-from llumsched.scheduling.selectors import Order, Values
+from llumsched.cluster.columns import IdOrder, Mask, UnknownColumn, Values, serves
+from llumsched.cluster.instance import Instance
+from llumsched.cluster.providers import Provider
+from llumsched.cluster.providers.metadata import MetadataColumns
+from llumsched.cluster.providers.status import StatusColumns
+from llumsched.cluster.snapshot import Snapshot
 
 _FIRST_SIZE = 16
 
 
-class Table:
-    """Rows are dense: the last one takes the place of one that leaves."""
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    provider: Provider
+    columns: slice
 
-    def __init__(self, in_flight: InFlight, metrics: Collection[Metric]) -> None:
-        self._in_flight = in_flight
-        self._rows: dict[str, int] = {}
-        self._instances: list[Instance] = []
-        self._metrics = {metric.name: metric for metric in metrics if metric.of_request is None}
-        self._columns: dict[str, Values] = {name: np.empty(_FIRST_SIZE) for name in self._metrics}
-        self._received_s = np.empty(_FIRST_SIZE)
-        self._capacity = np.empty(_FIRST_SIZE)
-        self._unschedulable = np.empty(_FIRST_SIZE, np.bool_)
-        self._reported = np.empty(_FIRST_SIZE, np.bool_)
-        self._by_place: dict[object, tuple[Mask, Callable[[Instance], bool]]] = {}
-        """Masks that change only with members and metadata, by what they are of, and what they say of an instance."""
+
+class Table:
+    """A `Cluster`. Rows are dense: the last one takes the place of one that leaves."""
+
+    def __init__(self, providers: Sequence[Provider]) -> None:
+        """Raises ValueError if two own columns of one name."""
+        self.instances: list[Instance] = []
+        self.index: dict[str, int] = {}
+        self._owners = list(_owners(providers))
+        self._names = _positions(providers)
+        self._numbers = np.zeros((len(self._names), _FIRST_SIZE))
+        """By column, then by row: a column is read in one piece."""
         self._models: Counter[str] = Counter()
         """How many serve it."""
-        self._order: Order | None = None
-        self._groups: dict[f.GroupFilter, tuple[tuple[bytes, tuple[Instance, ...]], Mask]] = {}
-        in_flight.on_change(self._account_changed)
+        self._serving: dict[str, Mask] = {}
+        self._order: IdOrder | None = None
+        for owner in self._owners:
+            owner.provider.on_change(lambda instance_id, owner=owner: self._rewrite(instance_id, owner))  # type: ignore[misc]
 
-    # From the view and the account
+    # From the view
 
     def appeared(self, instance: Instance) -> None:
-        row = len(self._instances)
-        self._rows[instance.id] = row
-        self._instances.append(instance)
-        if row == len(self._received_s):
-            self._resize(2 * row)
+        row = len(self.instances)
+        self.index[instance.id] = row
+        self.instances.append(instance)
+        if row == self._numbers.shape[1]:
+            self._numbers = np.pad(self._numbers, ((0, 0), (0, row)))
         self._models.update(_models_of(instance))
         self._members_changed()
-        self._write(row)
+        self._write(row, None)
 
     def changed(self, instance: Instance) -> None:
-        row = self._rows[instance.id]
-        known, self._instances[row] = self._instances[row], instance
-        if known.metadata is not instance.metadata:
-            self._metadata_changed(row, known)
-        self._write(row)
+        row = self.index[instance.id]
+        before, self.instances[row] = self.instances[row], instance
+        if before.metadata is not instance.metadata:
+            self._models_changed(row, before)
+        self._write(row, before)
 
     def left(self, instance: Instance) -> None:
-        row = self._rows.pop(instance.id)
-        self._serve_no_more(self._instances[row])
-        last = self._instances.pop()
+        row = self.index.pop(instance.id)
+        self._serves_no_more(self.instances[row])
+        last = self.instances.pop()
+        if row < len(self.instances):
+            self.instances[row] = last
+            self.index[last.id] = row
+            self._numbers[:, row] = self._numbers[:, len(self.instances)]
         self._members_changed()
-        if row < len(self._instances):
-            self._instances[row] = last
-            self._rows[last.id] = row
-            self._write(row)
 
-    def _account_changed(self, instance_id: str) -> None:
-        row = self._rows.get(instance_id)
-        if row is not None:
-            self._measure(row)
-
-    # Candidates
+    # As a `Cluster`
 
     def __len__(self) -> int:
-        return len(self._instances)
+        return len(self.instances)
+
+    def __getitem__(self, name: str) -> Values:
+        position = self._names.get(name)
+        if position is None:
+            raise UnknownColumn(name)
+        return self._numbers[position, : len(self.instances)]
 
     @property
-    def order(self) -> Order:
+    def columns(self) -> Sequence[str]:
+        """The names of all there are."""
+        return list(self._names)
+
+    @property
+    def order(self) -> IdOrder:
         if self._order is None:
-            ids = sorted(self._rows)
+            ids = sorted(self.index)
             rank = np.empty(len(ids), np.intp)
-            rank[[self._rows[instance_id] for instance_id in ids]] = np.arange(len(ids))
-            self._order = Order(ids, rank)
+            rank[[self.index[instance_id] for instance_id in ids]] = np.arange(len(ids))
+            self._order = IdOrder(ids, rank)
         return self._order
 
-    @property
-    def reported(self) -> Mask:
-        return self._reported[: len(self)]
+    def serving(self, model: str) -> Mask:
+        if model and model not in self._models:  # and is not kept: clients make up names
+            return np.zeros(len(self), np.bool_)
+        if model not in self._serving:
+            self._serving[model] = np.array([serves(instance, model) for instance in self.instances], np.bool_)
+        return self._serving[model]
 
-    def load(self, row: int) -> Load:
-        instance = self._instances[row]
-        return Load(instance, self._in_flight.of(instance.id))
+    def snapshot(self, lost: Sequence[Instance] = ()) -> Snapshot:
+        """A copy, by id: of the instances that have reported, and of those that are `lost`, as they were last."""
+        by_id = np.argsort(self.order.rank)
+        rows = by_id[self["reported"][by_id] > 0]
+        known = Snapshot(self._names, [self.instances[row] for row in rows], self._numbers[:, rows])
+        gone = [instance for instance in lost if instance.status is not None and instance.id not in self.index]
+        return known.with_lost(self.measured(gone)) if gone else known
 
-    def values(self, metric: Metric, context: Context) -> Values:
-        if self._metrics.get(metric.name) is metric:
-            return self._columns[metric.name][: len(self)]
-        return np.array([metric.value(self.load(row), context) for row in range(len(self))], np.float64)
-
-    def refused(self, one: f.Filter, context: Context) -> Mask:
-        size = len(self)
-        match one:
-            case f.SchedulabilityFilter():
-                return self._unschedulable[:size]
-            case f.StalenessFilter():
-                return context.now_s - self._received_s[:size] > one.seconds
-            case f.MetricBasedFilter():
-                values = self.values(one.metric, context)
-                return values >= one.threshold if one.metric.less_is_better else values <= one.threshold
-            case f.CapacityFilter():
-                return context.request.prompt_num_tokens > self._capacity[:size]
-            case f.InferTypeFilter():
-                return self._place(one.infer_type, lambda instance: f.infer_type(instance) != one.infer_type)
-            case f.ModelFilter():
-                return self._not_serving(context.request.model)
-            case f.RetryFilter():
-                return self._among(context.request.avoid)
-            case f.BreakerFilter():
-                return self._among(context.complaints)
-        return np.array([one.refuse(self.load(row), context) is not None for row in range(size)], np.bool_)
-
-    def refused_among(self, group: f.GroupFilter, failed: Mask, context: Context) -> Mask:
-        lost = context.lost
-        if isinstance(group, f.FailoverFilter) and not lost and not failed.any():
-            return failed
-        key = failed.tobytes(), lost
-        known = self._groups.get(group)
-        if known is not None and known[0] == key:
-            return known[1]
-        failed_ids = {self._instances[row].id for row in np.flatnonzero(failed)}
-        mask = self._among(f.refused_among(group, self._instances, failed_ids, lost))
-        if isinstance(group, f.FailoverFilter | f.FailoverMigrationSrcFilter):
-            self._groups[group] = key, mask
-        return mask
+    def measured(self, instances: Sequence[Instance]) -> Snapshot:
+        """The same columns of instances that are not in the table."""
+        numbers = np.zeros((len(self._names), len(instances)))
+        for row, instance in enumerate(instances):
+            for owner in self._owners:
+                numbers[owner.columns, row] = owner.provider.row(instance, None)
+        return Snapshot(self._names, instances, numbers)
 
     # Rows
 
-    def _write(self, row: int) -> None:
-        instance = self._instances[row]
-        self._received_s[row] = instance.received_s
-        self._unschedulable[row] = f.unschedulable(instance) is not None
-        self._reported[row] = instance.status is not None
-        capacity = f.capacity_tokens(Load(instance))
-        self._capacity[row] = np.inf if capacity is None else capacity
-        self._measure(row)
+    def _write(self, row: int, before: Instance | None) -> None:
+        for owner in self._owners:
+            numbers = owner.provider.row(self.instances[row], before)
+            if numbers is not None:
+                self._numbers[owner.columns, row] = numbers
 
-    def _measure(self, row: int) -> None:
-        load = self.load(row)
-        for name, metric in self._metrics.items():
-            self._columns[name][row] = metric.value(load)
-
-    def _resize(self, size: int) -> None:
-        flags = (self._unschedulable, self._reported)
-        for column in (*self._columns.values(), self._received_s, self._capacity, *flags):
-            column.resize(size, refcheck=False)
+    def _rewrite(self, instance_id: str, owner: _Owner) -> None:
+        row = self.index.get(instance_id)
+        if row is not None:
+            self._numbers[owner.columns, row] = owner.provider.row(self.instances[row], None)
 
     # Masks of members and metadata
 
     def _members_changed(self) -> None:
         self._order = None
-        self._by_place.clear()
-        self._groups.clear()
+        self._serving.clear()
 
-    def _metadata_changed(self, row: int, before: Instance) -> None:
-        instance = self._instances[row]
+    def _models_changed(self, row: int, before: Instance) -> None:
+        instance = self.instances[row]
         self._models.update(_models_of(instance))
-        self._serve_no_more(before)
-        for key, (mask, refused) in self._by_place.items():
+        self._serves_no_more(before)
+        for model, mask in self._serving.items():
             # A decision may still hold the old one.
             mask = mask.copy()
-            mask[row] = refused(instance)
-            self._by_place[key] = mask, refused
-        self._groups.clear()
+            mask[row] = serves(instance, model)
+            self._serving[model] = mask
 
-    def _serve_no_more(self, instance: Instance) -> None:
+    def _serves_no_more(self, instance: Instance) -> None:
         for model in _models_of(instance):
             self._models[model] -= 1
             if not self._models[model]:
                 del self._models[model]
-                self._by_place.pop(("model", model), None)
+                self._serving.pop(model, None)
 
-    def _place(self, key: object, refused: Callable[[Instance], bool]) -> Mask:
-        if key not in self._by_place:
-            self._by_place[key] = np.array([refused(instance) for instance in self._instances], np.bool_), refused
-        return self._by_place[key][0]
 
-    def _not_serving(self, model: str) -> Mask:
-        if model and model not in self._models:  # and is not kept: clients make up names
-            return np.ones(len(self), np.bool_)
-        return self._place(("model", model), lambda instance: not f.serves(instance, model))
+def standard_table(in_flight: Provider) -> Table:
+    """What instances report and are, and what was sent to them."""
+    return Table([StatusColumns(), MetadataColumns(), in_flight])
 
-    def _among(self, ids: Collection[str]) -> Mask:
-        mask = np.zeros(len(self), np.bool_)
-        if not ids:
-            return mask
-        rows = [self._rows[instance_id] for instance_id in ids if instance_id in self._rows]
-        mask[rows] = True
-        return mask
+
+def _owners(providers: Sequence[Provider]) -> Iterator[_Owner]:
+    begin = 0
+    for provider in providers:
+        end = begin + len(provider.columns)
+        yield _Owner(provider, slice(begin, end))
+        begin = end
+
+
+def _positions(providers: Sequence[Provider]) -> dict[str, int]:
+    names = [name for provider in providers for name in provider.columns]
+    twice = [name for name, number in Counter(names).items() if number > 1]
+    if twice:
+        raise ValueError(f"columns of two providers: {', '.join(twice)}")
+    return {name: position for position, name in enumerate(names)}
 
 
 def _models_of(instance: Instance) -> set[str]:

@@ -10,41 +10,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
-from llumlet.types import Address, InstanceMetadata, InstanceStatus
-from llumsched.cms.lost import Lost
+from llumlet.types import InstanceMetadata, InstanceStatus
+from llumsched.cluster.instance import Instance
+from llumsched.cluster.lost import Lost
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Instance:
-    """One life of one engine. A new object with every change: what a reader holds does not change under it."""
-
-    metadata: InstanceMetadata
-    status: InstanceStatus | None
-    """None until the first one has come: nothing is sent to such an instance."""
-    received_s: float
-    """By this process's monotonic clock, when the newest status (before it, the metadata) was received."""
-
-    @property
-    def id(self) -> str:
-        return self.metadata.instance_id
-
-    @property
-    def llumlet(self) -> Address:
-        return Address(self.metadata.ip, self.metadata.llumlet_port)
-
-    @property
-    def api_server(self) -> Address:
-        return Address(self.metadata.ip, self.metadata.api_server_port)
-
-    def age_s(self, now_s: float) -> float:
-        return now_s - self.received_s
-
-
+@runtime_checkable
 class Observer(Protocol):
     """Called on the view's event loop, in the order of the changes. Must not wait, and must not raise."""
 

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 from llumlet.credentials import NONE, Credentials
 from llumlet.redis_url import REDIS_SCHEMES, redis_name
 from llumlet.types import Address
-from llumsched.cms.view import View
+from llumsched.cluster.view import View
 
 LISTEN: Final = "listen://"
 

@@ -14,19 +14,20 @@ from typing import Any, Final
 from urllib.parse import quote, urlencode
 
 from llumlet.loopback import is_loopback
+from llumlet.protocol.infer_type import InferType
 from llumlet.types import Address
 from llumsched import descriptors
+from llumsched.cluster.domains import FailoverDomain
 from llumsched.cms.store import LISTEN, name_of, store_faults
 from llumsched.commands import arguments
 from llumsched.exit_codes import ExitCode
+from llumsched.policy.document import Mode, Overrides, Policy, load_policy
+from llumsched.policy.reader import PolicyError, built_in_policies
 from llumsched.rescheduling import arguments as rescheduling
 from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.scheduler import process
 from llumsched.scheduler.access import read_tokens
 from llumsched.scheduler.backends import API_KEY_VARIABLE
-from llumsched.scheduling.filters import FailoverDomain
-from llumsched.scheduling.load import InferType
-from llumsched.scheduling.policy import Mode, Overrides, Policy, PolicyError, built_in_policies, load_policy
 from llumsched.tls import server_faults
 
 DESCRIPTION = """Choose an instance for each request of the gateways.

@@ -16,7 +16,7 @@ from typing import Final
 
 from llumlet.types import Address
 from llumsched.causes import Cause
-from llumsched.cms.view import Instance
+from llumsched.cluster.instance import Instance
 
 _MOST_GATEWAYS: Final = 10_000
 _MOST_REFUSED: Final = 0.5

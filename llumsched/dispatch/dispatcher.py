@@ -5,22 +5,27 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
-from llumsched.cms.view import Instance, Observer, View
-from llumsched.scheduling import filters as f
-from llumsched.scheduling import pipeline
-from llumsched.scheduling.complaints import Complaints
-from llumsched.scheduling.in_flight import InFlight
-from llumsched.scheduling.load import Context, InferType, Request
-from llumsched.scheduling.pipeline import Decision
-from llumsched.scheduling.policy import Policy
-from llumsched.scheduling.selectors import Draw
-from llumsched.scheduling.table import Table
-from llumsched.scheduling.warmth import Warmth
+from llumlet.protocol.infer_type import InferType
+from llumsched.cluster.instance import Instance
+from llumsched.cluster.providers import RequestProvider
+from llumsched.cluster.providers.in_flight import InFlight
+from llumsched.cluster.request import Request
+from llumsched.cluster.snapshot import Snapshot
+from llumsched.cluster.table import standard_table
+from llumsched.cluster.view import Observer, View
+from llumsched.dispatch.complaints import Complaints
+from llumsched.dispatch.warmth import Warmth
+from llumsched.policy import filters as f
+from llumsched.policy import pipeline
+from llumsched.policy.candidates import Candidates, Context
+from llumsched.policy.document import Policy
+from llumsched.policy.pipeline import Decision
+from llumsched.policy.selectors import Draw
 
 _REMEMBER_S = 10.0
 _MOST_REMEMBERED = 100_000
@@ -81,11 +86,16 @@ class Dispatcher:
         draw: random.Random | None = None,
         *,
         warms_up_s: float = 0.0,
+        providers: Sequence[RequestProvider] = (),
     ) -> None:
-        """`warms_up_s`: how long no instance must have come before it chooses among those that have."""
+        """`warms_up_s`: how long no instance must have come before it chooses among those that have. `providers`: of
+        columns beside those of the table, asked for each request."""
         self.view, self.policy, self.ledger = view, policy, ledger
         self._staleness_s = policy.staleness_s
-        self.table = Table(ledger.in_flight, policy.metrics)
+        self.table = standard_table(ledger.in_flight)
+        self._providers = providers
+        self._lost: tuple[tuple[Instance, ...], Snapshot | None] = (), None
+        """Instances, and their columns."""
         self._clock = clock
         self._random = draw or random.Random()
         self._last: OrderedDict[tuple[InferType, str], str] = OrderedDict()
@@ -93,7 +103,8 @@ class Dispatcher:
         """Where a gateway's request went lately: a second try goes elsewhere, if there is an elsewhere."""
         self.complaints = Complaints(clock)
         self.warmth = Warmth(clock, warms_up_s)
-        self._stop = [view.observe(one) for one in (ledger, self.table, self.complaints, self.warmth)]
+        observers = [one for one in providers if isinstance(one, Observer)]
+        self._stop = [view.observe(one) for one in (ledger, *observers, self.table, self.complaints, self.warmth)]
 
     def close(self) -> None:
         for stop in self._stop:
@@ -110,7 +121,7 @@ class Dispatcher:
         for stage, decision in decisions.items():
             if decision.row is None:
                 raise self._not_placed(decision)
-            placements.append(Placement(stage, self.table.load(decision.row).instance, decision.fallback))
+            placements.append(Placement(stage, self.table.instances[decision.row], decision.fallback))
         for placed in placements:
             self.ledger.dispatched(
                 request.id, placed.instance.id, placed.infer_type, request.prompt_num_tokens, gateway_id
@@ -128,8 +139,9 @@ class Dispatcher:
             self._clock() - self.view.age_s,
             self._with_earlier_tries(request, gateway_id),
             self.complaints.of(gateway_id),
-            self.view.lost.within(self._staleness_s),
+            self._lost_columns(),
         )
+        candidates = Candidates(self.table, context, self._providers)
         decisions = {}
         for infer_type in stages:
             stage = self.policy.stages.get(infer_type)
@@ -138,7 +150,7 @@ class Dispatcher:
                     Refused.NO_MATCH_INFER_TYPE, f"policy {self.policy.name} places no {infer_type} requests"
                 )
             last = self._last.get((infer_type, request.model))
-            decisions[infer_type] = pipeline.run(stage, self.table, context, Draw(self._random, last))
+            decisions[infer_type] = pipeline.run(stage, candidates, Draw(self._random, last))
         return decisions
 
     def refusal(self) -> str:
@@ -167,7 +179,13 @@ class Dispatcher:
         now_s, (until_s, tried) = self._clock(), self._placed.get((gateway_id, request.id), (0.0, frozenset()))
         if until_s <= now_s:
             return request
-        return Request(request.id, request.model, request.prompt_num_tokens, request.avoid | tried)
+        return replace(request, avoid=request.avoid | tried)
+
+    def _lost_columns(self) -> Snapshot | None:
+        lost = self.view.lost.within(self._staleness_s)
+        if lost != self._lost[0]:
+            self._lost = lost, self.table.measured(lost) if lost else None
+        return self._lost[1]
 
     def _remember(self, request: Request, placed: Placement, gateway_id: str) -> None:
         self._last[placed.infer_type, request.model] = placed.instance.id
@@ -183,8 +201,8 @@ class Dispatcher:
 
     def _not_placed(self, decision: Decision) -> NotPlaced:
         """The first of the filters that leaves nobody says why."""
-        request, infer_type = decision.context.request, decision.stage.infer_type
-        masks = {one.name: mask for one, mask in decision.refused}
+        request, infer_type = decision.candidates.context.request, decision.stage.infer_type
+        masks = {one.name: mask for one, mask in decision.screening.refused}
         wrong_model, wrong_type = masks[f.ModelFilter.name], masks[f.InferTypeFilter.name]
         if len(wrong_model) and wrong_model.all():
             return NotPlaced(Refused.ENDPOINT_NOT_FOUND, f"endpoint not found: nobody serves model {request.model!r}")

@@ -8,64 +8,53 @@ from typing import Any
 
 import numpy as np
 
-from llumsched.scheduling.filters import Filter, GroupFilter, refused_among
-from llumsched.scheduling.pipeline import Candidates, Decision
+from llumsched.policy.filters import GroupFilter
+from llumsched.policy.pipeline import Decision
 
 
-def explain(decision: Decision, candidates: Candidates) -> dict[str, Any]:
-    """As JSON, instances by id. `candidates` as they were at the run."""
-    stage, context = decision.stage, decision.context
-    columns = [(metric, candidates.values(metric, context)) for metric in stage.metrics]
-    reasons = _reasons(decision, candidates)
-    rows = sorted(range(len(candidates)), key=lambda row: candidates.load(row).instance.id)
+def explain(decision: Decision) -> dict[str, Any]:
+    """As JSON, instances by id. The candidates must not have changed since the run."""
+    stage, candidates = decision.stage, decision.candidates
+    columns = {metric.name: candidates.values(metric) for metric in stage.metrics}
+    ages_s, cluster = candidates["age_s"], candidates.cluster
+    reasons = _reasons(decision)
     instances = []
-    for row in rows:
-        load = candidates.load(row)
+    for row in map(int, np.argsort(cluster.order.rank)):
         hard = any(not refusal["skipped"] for refusal in reasons[row])
         instances.append(
             {
-                "instance_id": load.instance.id,
+                "instance_id": cluster.instances[row].id,
                 "verdict": "chosen" if row == decision.row else "refused" if hard else "not chosen",
-                "metrics": {metric.name: number(values[row]) for metric, values in columns},
+                "metrics": {name: number(values[row]) for name, values in columns.items()},
                 "refused_by": reasons[row],
-                "age_s": round(load.instance.age_s(context.now_s), 3),
+                "age_s": round(float(ages_s[row]), 3),
             }
         )
     return {
         "infer_type": str(stage.infer_type),
-        "chosen": None if decision.row is None else candidates.load(decision.row).instance.id,
+        "chosen": None if decision.row is None else cluster.instances[decision.row].id,
         "fallback": decision.fallback,
         "selector": stage.selector.name,
         "metrics": [
             {"name": metric.name, "better": "less" if metric.less_is_better else "more"} for metric in stage.metrics
         ],
-        "avoided": sorted(context.request.avoid),
+        "avoided": sorted(candidates.context.request.avoid),
         "instances": instances,
     }
 
 
-def _reasons(decision: Decision, candidates: Candidates) -> list[list[dict[str, Any]]]:
+def _reasons(decision: Decision) -> list[list[dict[str, Any]]]:
     """By row. `skipped`: not held against the instance, in a fallback pass."""
+    candidates, screening = decision.candidates, decision.screening
     found: list[list[dict[str, Any]]] = [[] for _ in range(len(candidates))]
-    for one, mask in decision.refused:
-        among = _among(one, decision, candidates)
+    for one, mask in screening.refused:
         for row in map(int, np.flatnonzero(mask)):
-            load = candidates.load(row)
-            if isinstance(one, Filter):
-                reason = one.refuse(load, decision.context)
-                skipped = decision.fallback and one.skip_in_fallback
+            if isinstance(one, GroupFilter):
+                reason, skipped = one.reason_among(candidates, screening.failed, row), False
             else:
-                reason, skipped = among.get(load.instance.id), False
-            found[row].append({"filter": one.name, "reason": reason or "", "skipped": skipped})
+                reason, skipped = one.reason(candidates, row), decision.fallback and one.skip_in_fallback
+            found[row].append({"filter": one.name, "reason": reason, "skipped": skipped})
     return found
-
-
-def _among(one: Filter | GroupFilter, decision: Decision, candidates: Candidates) -> dict[str, str]:
-    if isinstance(one, Filter):
-        return {}
-    instances = [candidates.load(row).instance for row in range(len(candidates))]
-    failed = {instances[row].id for row in np.flatnonzero(decision.failed)}
-    return dict(refused_among(one, instances, failed, decision.context.lost))
 
 
 def number(value: float) -> float | str:

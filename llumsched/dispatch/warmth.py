@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from llumsched.cms.view import Instance
+from llumsched.cluster.instance import Instance
 
 QUIET_S: Final = 2.0
 """Without a new instance. Reporters connect again after at most three seconds, most of them within one."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that compare instances. Pure functions of a `Load` (and, if they say so, of the request), by name.
+"""Numbers that compare instances: formulas over columns, by name.
 
 Names and formulas are those of Llumnix; where two of its formulas counted a request twice or not at all, this one
 counts it once (docs/policies.md). Metrics of other packages come through the entry point group `llumnix.metrics`: the
-entry point is named like the `Metric` it loads.
+entry point is named like the `Metric` it loads. A policy's file may define more.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from llumsched.scheduling.extensions import load_values
-from llumsched.scheduling.load import Context, Load
+import numpy as np
+
+from llumsched.cluster.columns import Columns, Values
+from llumsched.extensions import load_values
+from llumsched.policy.expression import Expression
 
 ENTRY_POINTS = "llumnix.metrics"
 
@@ -26,35 +29,43 @@ _raised: set[str] = set()
 @dataclass(frozen=True, slots=True)
 class Metric:
     name: str
-    less_is_better: bool
-    of: Callable[[Load], float]
-    """May return an infinity; not a number is as bad as can be, and so is an exception. It is also asked of an instance
-    before its first status, when all of that is zero."""
-    of_request: Callable[[Load, Context], float] | None = None
-    """Instead of `of`, for a metric that depends on the request or on the time: called for every instance at every
-    decision, where `of` is called when an instance's load changes."""
+    of: Expression | Callable[[Columns], Values]
+    """For all rows at a time; a function may return a single number. May be an infinity; not a number is as bad as can
+    be, and so is an exception. Before an instance's first status all of that is zero."""
+    less_is_better: bool = True
+    is_share: bool = False
+    """1 is a full instance. Other metrics are compared with the greatest value there is."""
     lite: bool = False
     """Needs nothing of the instance's status: what the scheduler sent there says it."""
     full: bool = True
     """Means something beside a status."""
 
-    def value(self, load: Load, context: Context | None = None) -> float:
-        """For comparing: never NaN. A metric of another package may raise; whoever asks goes on without its value."""
+    def values(self, columns: Columns) -> Values:
+        """By row, for comparing: never NaN. Whoever asks goes on without the values of a metric that raises."""
         try:
-            if self.of_request is not None and context is not None:
-                value = float(self.of_request(load, context))
+            if isinstance(self.of, Expression):
+                raw = self.of.of(columns.__getitem__)
             else:
-                value = float(self.of(load))
+                with np.errstate(all="ignore"):
+                    raw = self.of(columns)
+            values = np.broadcast_to(np.asarray(raw, np.float64), len(columns))
         except Exception as error:  # noqa: BLE001 - whatever a foreign metric raises
-            if load.instance.status is not None:  # before it, all is zero, and a ratio of that is no fault
-                self._log_once(error)
-            return self.worst
+            self._log_once(error)
+            return np.full(len(columns), self.worst)
+        unknown = np.isnan(values)
+        return np.where(unknown, self.worst, values) if unknown.any() else values
+
+    def at(self, columns: Columns, row: int, weight: Mapping[str, float] | None = None) -> float:
+        """The value of one instance; as it would be if `weight` were added to its columns."""
+        if not isinstance(self.of, Expression):
+            return float(self.values(_OneRow(columns, row, weight or {}))[0])
+        value = float(self.of.of(lambda name: _number(columns, row, weight or {}, name)))
         return self.worst if math.isnan(value) else value
 
     def _log_once(self, error: Exception) -> None:
         if self.name not in _raised:
             _raised.add(self.name)
-            _log.error("Metric %s raises, and ranks an instance last when it does", self.name, exc_info=error)
+            _log.error("Metric %s raises, and ranks all instances last when it does", self.name, exc_info=error)
 
     @property
     def worst(self) -> float:
@@ -65,73 +76,73 @@ class Metric:
         return one < other if self.less_is_better else one > other
 
 
-def _kv_cache_usage_ratio_projected(load: Load) -> float:
-    status = load.status
-    if status.num_total_gpu_tokens <= 0:
-        return math.inf
-    tokens = (
-        status.num_used_gpu_tokens
-        + status.num_uncomputed_tokens_all_waiting_prefills
-        + status.num_unallocated_tokens_scheduler_running_prefills
-        + status.num_unallocated_tokens_hybrid_scheduler_waiting_decodes
-        + load.account.num_tokens
-    )
-    return tokens / status.num_total_gpu_tokens
+@dataclass(frozen=True, slots=True)
+class _OneRow:
+    """`Columns` of one instance, with something added."""
+
+    columns: Columns
+    row: int
+    weight: Mapping[str, float]
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, name: str) -> Values:
+        return np.array([_number(self.columns, self.row, self.weight, name)])
 
 
-def _decode_batch_size(load: Load) -> float:
-    status = load.status
-    return (
-        status.hybrid_scheduler_waiting_to_decode_requests_num
-        + status.num_loading_requests
-        + status.scheduler_waiting_to_decode_requests_num
-        + status.scheduler_running_to_decode_requests_num
-        + load.account.num_decode_requests
-    )
-
-
-def _num_waiting_requests(load: Load) -> float:
-    return load.status.num_waiting_requests + load.account.num_requests
-
-
-def _all_prefills_tokens_num(load: Load) -> float:
-    status = load.status
-    return (
-        status.num_uncomputed_tokens_all_waiting_prefills
-        + status.num_uncomputed_tokens_scheduler_running_prefills
-        + load.account.num_uncomputed_prefill_tokens
-    )
-
-
-def _num_requests(load: Load) -> float:
-    status = load.status
-    in_engine = status.num_waiting_requests + status.num_loading_requests + status.num_running_requests
-    return in_engine + load.account.num_requests
-
-
-def _all_decodes_tokens_num(load: Load) -> float:
-    status = load.status
-    return (
-        status.hybrid_scheduler_waiting_to_decode_tokens_num
-        + status.scheduler_waiting_to_decode_tokens_num
-        + status.scheduler_running_to_decode_tokens_num
-        + status.num_tokens_loading_requests
-        + load.account.num_decode_tokens
-    )
-
-
-def _num_tokens(load: Load) -> float:
-    return load.account.num_tokens
+def _number(columns: Columns, row: int, weight: Mapping[str, float], name: str) -> float:
+    number = float(columns[name][row])
+    return max(number + weight[name], 0.0) if name in weight else number
 
 
 _BUILT_IN = (
-    Metric("kv_cache_usage_ratio_projected", True, _kv_cache_usage_ratio_projected),
-    Metric("decode_batch_size", True, _decode_batch_size),
-    Metric("num_waiting_requests", True, _num_waiting_requests),
-    Metric("all_prefills_tokens_num", True, _all_prefills_tokens_num),
-    Metric("num_requests", True, _num_requests, lite=True),
-    Metric("all_decodes_tokens_num", True, _all_decodes_tokens_num),
-    Metric("num_tokens", True, _num_tokens, lite=True, full=False),
+    Metric(
+        "kv_cache_usage_ratio_projected",
+        Expression("""
+            (num_used_gpu_tokens
+             + num_uncomputed_tokens_all_waiting_prefills
+             + num_unallocated_tokens_scheduler_running_prefills
+             + num_unallocated_tokens_hybrid_scheduler_waiting_decodes
+             + sent_tokens) / num_total_gpu_tokens
+        """),
+        is_share=True,
+    ),
+    Metric(
+        "decode_batch_size",
+        Expression("""
+            hybrid_scheduler_waiting_to_decode_requests_num
+            + num_loading_requests
+            + scheduler_waiting_to_decode_requests_num
+            + scheduler_running_to_decode_requests_num
+            + sent_decode_requests
+        """),
+    ),
+    Metric("num_waiting_requests", Expression("num_waiting_requests + sent_requests")),
+    Metric(
+        "all_prefills_tokens_num",
+        Expression("""
+            num_uncomputed_tokens_all_waiting_prefills
+            + num_uncomputed_tokens_scheduler_running_prefills
+            + sent_uncomputed_prefill_tokens
+        """),
+    ),
+    Metric(
+        "num_requests",
+        Expression("num_waiting_requests + num_loading_requests + num_running_requests + sent_requests"),
+        lite=True,
+    ),
+    Metric(
+        "all_decodes_tokens_num",
+        Expression("""
+            hybrid_scheduler_waiting_to_decode_tokens_num
+            + scheduler_waiting_to_decode_tokens_num
+            + scheduler_running_to_decode_tokens_num
+            + num_tokens_loading_requests
+            + sent_decode_tokens
+        """),
+    ),
+    Metric("num_tokens", Expression("sent_tokens"), lite=True, full=False),
 )
 
 METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _BUILT_IN}
@@ -142,6 +153,18 @@ def all_metrics() -> dict[str, Metric]:
     """The built-in ones and those of installed packages. Raises ValueError for one that is none, or that takes a name
     that is taken."""
     return load_values(ENTRY_POINTS, METRICS, _fault)
+
+
+def metric_fault(name: str) -> str:
+    """Why it cannot tell hot instances from cold ones; empty if it can."""
+    try:
+        known = all_metrics()
+    except ValueError as error:
+        return str(error)
+    loads = [metric.name for metric in known.values() if metric.less_is_better and metric.full]
+    if name not in known:
+        return f"{name!r} is none of {', '.join(sorted(loads))}"
+    return "" if name in loads else f"{name!r} is no load of a status; there are {', '.join(sorted(loads))}"
 
 
 def _fault(name: str, value: object) -> str | None:

@@ -12,9 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
+from llumlet.protocol.infer_type import InferType
 from llumlet.protocol.selection import ALL, Order, Unit
-from llumsched.rescheduling.config import INFER_TYPES, POLICIES, Config, Domain, LoadTarget, Scope
-from llumsched.rescheduling.loads import metric_fault
+from llumsched.cluster.domains import FailoverDomain
+from llumsched.policy.metrics import metric_fault
+from llumsched.rescheduling.config import POLICIES, Config, LoadTarget, Scope
 from llumsched.rescheduling.moves import AS_NEEDED, Selection
 
 _DEFAULT: Final = Config()
@@ -150,7 +152,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_switches(group)
     policies = ",".join(_DEFAULT.policies)
     group.add_argument("--rescheduling-policies", default=policies, metavar="NAMES", help="default %(default)s")
-    for infer_type in INFER_TYPES:
+    for infer_type in InferType:
         target = _DEFAULT.target(infer_type)
         group.add_argument(
             f"--rescheduling-{infer_type}-load-metric",
@@ -192,7 +194,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_failover(parser: argparse._ActionsContainer) -> None:
     """For a command that has no scheduler, which has these itself."""
-    domains = ", ".join(Domain)
+    domains = ", ".join(FailoverDomain)
     parser.add_argument(
         "--failover-domain",
         default=str(_DEFAULT.failover_domain),
@@ -214,7 +216,7 @@ def faults(args: argparse.Namespace) -> list[str]:
         found += _switch(args, name)[1]
     if _switch(args, "colocated_rescheduling_mode")[0] and _switch(args, "standalone_rescheduling_mode")[0]:
         found.append("--colocated-rescheduling-mode and --standalone-rescheduling-mode exclude each other")
-    for infer_type in INFER_TYPES:
+    for infer_type in InferType:
         fault = metric_fault(getattr(args, f"rescheduling_{infer_type}_load_metric"))
         if fault:
             found.append(f"--rescheduling-{infer_type}-load-metric {fault}")
@@ -267,10 +269,10 @@ def _parse(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
             found.append(f"{number.flag} must be a whole number")
         else:
             values[number.field] = int(value) if number.whole else value
-    for infer_type in INFER_TYPES:
+    for infer_type in InferType:
         values[infer_type] = _target(args, infer_type, found)
     values["scope"] = _word("--rescheduling-load-balance-scope", args.rescheduling_load_balance_scope, Scope, found)
-    values["failover_domain"] = _word("--failover-domain", args.failover_domain, Domain, found)
+    values["failover_domain"] = _word("--failover-domain", args.failover_domain, FailoverDomain, found)
     staleness = _number("--instance-staleness-seconds", args.instance_staleness_seconds, found)
     if staleness is not None and staleness <= 0:
         found.append("--instance-staleness-seconds must be positive")
@@ -282,10 +284,10 @@ def _parse(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 def _policies(text: str, found: list[str]) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(",") if name.strip())
-    unknown = [name for name in names if name not in POLICIES]
+    unknown = [name for name in names if name not in POLICIES and not name.endswith((".yaml", ".yml"))]
     if unknown:
         known = ", ".join(POLICIES)
-        found.append(f"--rescheduling-policies: {', '.join(unknown)} is none of {known}")
+        found.append(f"--rescheduling-policies: {', '.join(unknown)} is none of {known}, nor a .yaml file")
     if not names:
         found.append("--rescheduling-policies is empty")
     return names

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from llumlet.protocol.selection import Order, Unit
+from llumsched.cluster.domains import FailoverDomain
 from llumsched.rescheduling.moves import AS_NEEDED, Selection
 
 POLICIES: Final = ("decode_load", "neutral_load", "prefill_failover", "decode_failover", "neutral_failover")
-INFER_TYPES: Final = ("prefill", "decode", "neutral")
 SHORTEST_AS_NEEDED: Final = Selection(Unit.TOKEN, Order.SR, AS_NEEDED)
 
 
@@ -19,15 +19,6 @@ class Scope(enum.StrEnum):
     CLUSTER = "cluster"
     UNIT = "unit"
     """Among the instances of one unit; thresholds do not apply."""
-
-
-class Domain(enum.StrEnum):
-    """What fails with an instance."""
-
-    INSTANCE = "instance"
-    NODE = "node"
-    INSTANCE_UNIT = "instance-unit"
-    NODE_UNIT = "node-unit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +61,7 @@ class Config:
     avoid_s: float = 10.0
     """How long a destination that refused or failed is left alone; twice as long each time it does so again."""
 
-    failover_domain: Domain = Domain.INSTANCE
+    failover_domain: FailoverDomain = FailoverDomain.INSTANCE
     staleness_s: float = 60.0
     connection_pool_size: int = 10
     """Moves that one source is asked for at a time."""

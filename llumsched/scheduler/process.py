@@ -15,10 +15,18 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from llumlet.credentials import NONE, Credentials
+from llumlet.protocol.infer_type import InferType
 from llumlet.tasks import keep_running
 from llumlet.types import Address
+from llumsched.cluster.providers import all_request_providers
+from llumsched.cluster.providers.account import Account
+from llumsched.cluster.providers.lrs import RealtimeState
+from llumsched.cluster.table import Table
+from llumsched.cluster.view import View
 from llumsched.cms.store import Store, open_store
-from llumsched.cms.view import View
+from llumsched.dispatch.dispatcher import Dispatcher, Ledger
+from llumsched.dispatch.warmth import QUIET_S
+from llumsched.policy.document import Mode, Policy
 from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.rescheduling.http import add_debug_route
 from llumsched.rescheduling.rescheduler import Rescheduler, lease_of
@@ -26,12 +34,6 @@ from llumsched.scheduler import events
 from llumsched.scheduler.access import ServiceTokens
 from llumsched.scheduler.api import Api
 from llumsched.scheduler.backends import Backends
-from llumsched.scheduling.account import Account
-from llumsched.scheduling.dispatch import Dispatcher, Ledger
-from llumsched.scheduling.load import InferType
-from llumsched.scheduling.lrs import RealtimeState
-from llumsched.scheduling.policy import Mode, Policy
-from llumsched.scheduling.warmth import QUIET_S
 from llumsched.tls import server_context
 
 _EXPIRE_S: Final = 0.5
@@ -100,10 +102,17 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
         registry = CollectorRegistry()
         ledger = _ledger(config, store.view)
         warms_up_s = 0.0 if config.policy.mode is Mode.LITE else config.warms_up_s
-        dispatcher = Dispatcher(store.view, config.policy, ledger, time.monotonic, warms_up_s=warms_up_s)
+        dispatcher = Dispatcher(
+            store.view,
+            config.policy,
+            ledger,
+            time.monotonic,
+            warms_up_s=warms_up_s,
+            providers=all_request_providers(),
+        )
         stack.callback(dispatcher.close)
         _keep(stack, asyncio.create_task(keep_running("expiry", partial(_expire, ledger))))
-        rescheduler = await _reschedule(stack, config, store.view, ledger, registry)
+        rescheduler = await _reschedule(stack, config, store.view, dispatcher.table, registry)
         app = Api(dispatcher, registry).application()
         events.add_routes(app, store.view, rescheduler)
         if rescheduler is not None:
@@ -123,7 +132,7 @@ def _ledger(config: SchedulerConfig, view: View) -> Ledger:
 
 
 async def _reschedule(
-    stack: AsyncExitStack, config: SchedulerConfig, view: View, ledger: Ledger, registry: CollectorRegistry
+    stack: AsyncExitStack, config: SchedulerConfig, view: View, table: Table, registry: CollectorRegistry
 ) -> Rescheduler | None:
     if config.rescheduling is None:
         return None
@@ -131,10 +140,7 @@ async def _reschedule(
     if lease is not None:
         stack.push_async_callback(lease.close)
         await lease.start()
-    counters_of = ledger.in_flight.of
-    rescheduler = Rescheduler(
-        view, config.rescheduling, config.credentials, registry, counters_of=counters_of, lease=lease
-    )
+    rescheduler = Rescheduler(view, config.rescheduling, config.credentials, registry, table=table, lease=lease)
     stack.push_async_callback(rescheduler.close)
     _keep(stack, asyncio.create_task(rescheduler.run()))
     return rescheduler

@@ -18,6 +18,7 @@ import pytest
 from aiohttp import web
 
 from benchmarks.mock_api import Mock
+from llumlet.protocol.infer_type import InferType
 from llumlet.types import Address
 from llumsched.gateway import scheduler_client
 from llumsched.gateway.access_log import AccessLogger
@@ -27,9 +28,8 @@ from llumsched.gateway.exchange import failure
 from llumsched.gateway.metrics import Record
 from llumsched.gateway.scheduled import _PREFILL_REPORT_S, Scheduled
 from llumsched.gateway.scheduler_client import SchedulerClient
+from llumsched.policy.document import Mode, load_policy
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
-from llumsched.scheduling.load import InferType
-from llumsched.scheduling.policy import Mode, load_policy
 from tests.llumsched.gateway_support import DEADLINE_S, Cluster, cluster, engine, turns, until
 
 COMPLETIONS = "/v1/completions"

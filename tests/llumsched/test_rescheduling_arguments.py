@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from llumlet.protocol.selection import Order, Unit
+from llumsched.cluster.domains import FailoverDomain
 from llumsched.commands import rescheduler
 from llumsched.rescheduling import arguments
-from llumsched.rescheduling.config import Config, Domain, LoadTarget
+from llumsched.rescheduling.config import Config, LoadTarget
 from llumsched.rescheduling.moves import Selection
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +57,7 @@ def test_failover_example_of_the_documentation() -> None:
         "--failover-domain=node",
         "--instance-staleness-seconds=100",
     )
-    assert (got.failover_domain, got.staleness_s) == (Domain.NODE, 100)
+    assert (got.failover_domain, got.staleness_s) == (FailoverDomain.NODE, 100)
 
 
 def test_examples_of_help_are_right() -> None:

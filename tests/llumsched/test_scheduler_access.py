@@ -23,10 +23,10 @@ from llumsched.commands import explain
 from llumsched.gateway.config import Config
 from llumsched.gateway.flags import FLAGS
 from llumsched.gateway.scheduler_client import SchedulerAway, SchedulerClient
+from llumsched.policy.document import Mode, load_policy
 from llumsched.scheduler.access import ServiceTokens, read_tokens
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
 from llumsched.scheduler_access import IN_CLEAR, Access
-from llumsched.scheduling.policy import Mode, load_policy
 from llumsched.top.source import Source
 from tests.llumsched import scheduling_cases as cases
 from tests.llumsched.test_scheduler_cli import parsed

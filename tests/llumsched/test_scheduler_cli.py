@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from llumlet.protocol.infer_type import InferType
 from llumlet.redis_url import Login, RedisUrl
 from llumlet.tasks import end
 from llumlet.types import Address
 from llumsched.commands import scheduler
+from llumsched.policy.document import Mode
 from llumsched.scheduler.process import SchedulerConfig
-from llumsched.scheduling.load import InferType
-from llumsched.scheduling.policy import Mode
 from tests.llumlet.fake_agent import until
 from tests.llumsched.conftest import start
 

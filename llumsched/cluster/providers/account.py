@@ -27,9 +27,9 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from llumsched.cms.view import Instance
-from llumsched.scheduling.in_flight import InFlight, counters_of
-from llumsched.scheduling.load import Counters, InferType
+from llumlet.protocol.infer_type import InferType
+from llumsched.cluster.instance import Instance
+from llumsched.cluster.providers.in_flight import Counters, InFlight, counters_of
 
 _NAME_CHARACTERS: Final = 128
 _MOST_OVERDUE: Final = 100_000

@@ -20,9 +20,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
 
-from llumsched.cms.view import Instance
-from llumsched.scheduling.in_flight import InFlight, counters_of
-from llumsched.scheduling.load import Counters, InferType
+from llumlet.protocol.infer_type import InferType
+from llumsched.cluster.instance import Instance
+from llumsched.cluster.providers.in_flight import Counters, InFlight, counters_of
 
 _log = logging.getLogger(__name__)
 _RELEASED_FOR_S = 10.0
@@ -200,7 +200,7 @@ class RealtimeState:
     def _count(self, state: _State) -> None:
         counters = counters_of(state.infer_type, state.num_tokens, prefilled=state.prefilled)
         if counters != state.counters:
-            self.in_flight.add(state.instance_id, counters - state.counters)
+            self.in_flight.add(state.instance_id, counters.minus(state.counters))
             state.counters = counters
 
     def _drop(self, state: _State) -> None:

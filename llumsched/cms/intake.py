@@ -16,7 +16,7 @@ from typing import Final
 
 from llumlet.types import InstanceMetadata, InstanceStatus
 from llumsched.cluster.view import View
-from llumsched.cms.store import Patience
+from llumsched.cms.patience import Patience
 from llumsched.cms.validation import metadata_faults, status_faults
 
 logger = logging.getLogger(__name__)

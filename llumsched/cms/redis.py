@@ -25,7 +25,7 @@ from llumlet.tasks import end
 from llumlet.types import InstanceMetadata, InstanceStatus
 from llumsched.cluster.view import View
 from llumsched.cms.intake import MAX_INSTANCES, Intake, Refused
-from llumsched.cms.store import PATIENCE, Patience
+from llumsched.cms.patience import PATIENCE, Patience
 from llumsched.cms.validation import MAX_ID_CHARACTERS, MAX_REPORT_BYTES
 
 logger = logging.getLogger(__name__)

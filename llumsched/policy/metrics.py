@@ -48,7 +48,9 @@ class Metric:
             else:
                 with np.errstate(all="ignore"):
                     raw = self.of(columns)
-            values = np.broadcast_to(np.asarray(raw, np.float64), len(columns))
+            values = np.asarray(raw, np.float64)
+            if values.shape != (len(columns),):
+                values = np.broadcast_to(values, len(columns))
         except Exception as error:  # noqa: BLE001 - whatever a foreign metric raises
             self._log_once(error)
             return np.full(len(columns), self.worst)

@@ -581,7 +581,7 @@ async def test_a_long_prompt_goes_on() -> None:
         whole = _told(await it.post(COMPLETIONS, body))
         it.engines.fail_at = 2
         assert _told(await it.post(COMPLETIONS, body)) == whole
-        assert it.gateway.exchanges.tokens._readers._workers
+        assert it.gateway.services.tokens._readers._workers
 
 
 def test_reasoning_and_tool_calls_are_not_continued() -> None:

@@ -119,7 +119,7 @@ async def test_a_key_has_so_many_requests_in_flight(write: Write) -> None:
         await _refusal(it, FIRST, Limit.CONCURRENT)
         assert (await it.post(COMPLETIONS, BODY, _with(SECOND))).status == 200
         running[0].cancel()
-        await until(lambda: it.gateway.exchanges.num_in_flight == 1)
+        await until(lambda: it.gateway.services.num_in_flight == 1)
         assert (await it.post(COMPLETIONS, BODY, _with(FIRST))).status == 200
         running[1].cancel()
         await it.until_idle()

@@ -328,7 +328,7 @@ async def _longest_turn_with(body: bytes) -> float:
     nobody = (Address("127.0.0.1", 1),)
     settings = {"scheduling_policy": "load-balance", "scheduler_endpoints": nobody, "backend_endpoints": (engine,)}
     async with server, cluster(num_engines=0, **settings) as it:
-        await it.gateway.exchanges.tokens.read(b" " * (2 << 20) + b"{}")  # the processes are there
+        await it.gateway.services.tokens.read(b" " * (2 << 20) + b"{}")  # the processes are there
         turns = _Turns()
         measuring = asyncio.create_task(turns.measure())
         answer = await asyncio.to_thread(_ask, it.gateway.port, body)

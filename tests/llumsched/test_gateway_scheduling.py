@@ -576,7 +576,7 @@ async def test_the_real_scheduler_balances_streams_and_forgets_them() -> None:
         loads = [scheduler.dispatcher.ledger.in_flight.of(instance) for instance in scheduler.view]
         assert len(loads) == 2
         await it.until_idle()
-        await until(lambda: not it.gateway.exchanges.running)
+        await until(lambda: not it.gateway.services.running)
 
 
 @pytest.mark.asyncio

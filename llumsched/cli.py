@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The console command `llumnix`. Each sub-command is a module of `llumsched.commands`.
 
-Every mistake in a command line is reported at once, so the parser itself checks next to nothing:
-what can be wrong with a sub-command's arguments is said by its `faults`.
+Every mistake in a command line is reported at once, so the parser itself checks next to nothing: what can be wrong is
+found by the settings' readers, and by the command's `prepare`.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from llumlet.credential_files import CredentialFiles, CredentialsError, add_arguments
-from llumlet.credentials import Credentials
+from llumlet import settings
+from llumlet.credential_files import CredentialFiles, CredentialsError
+from llumlet.credentials import NONE, Credentials
 from llumlet.roles import Role
-from llumsched.commands import COMMANDS, Command, load
+from llumsched.commands import COMMANDS, WITH_FURTHER, load
 from llumsched.exit_codes import ExitCode
 
 _EPILOG = """exit codes:
@@ -28,40 +31,73 @@ _EPILOG = """exit codes:
 """
 
 
+_CONFIG = "settings in YAML, such as `port: 8001`; what is said here, or by variables, goes before: docs/settings.md"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    given, further = _split(sys.argv[1:] if argv is None else argv)
-    name = next((word for word in given if word in COMMANDS), "")
-    command = load(name) if name else None
-    parser = _parser(name, command)
-    args, unknown = parser.parse_known_args(given)
-    if command is None:
+    words = sys.argv[1:] if argv is None else argv
+    name = next((word for word in _split(words)[0] if word in COMMANDS), "")
+    if not name:
+        parser = _parser("", None)
+        parser.parse_known_args(words)
         parser.print_help(sys.stderr)
         return ExitCode.USAGE
+    command: Any = load(name)
+    config, credentials, faults = prepare(name, words)
+    if faults:
+        return _report_faults(name, faults)
+    try:
+        return int(command.run(config, credentials) if hasattr(command, "SETTINGS") else command.run(config))
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+
+
+def prepare(
+    name: str, words: Sequence[str], environ: Mapping[str, str] = os.environ
+) -> tuple[Any, Credentials, list[str]]:
+    """What the command's `run` takes, and everything that is wrong with the command line, the variables and the file
+    of --config, a sentence each."""
+    given, further = _split(words)
+    command: Any = load(name)
+    args, unknown = _parser(name, command).parse_known_args(given)
+    if not hasattr(command, "SETTINGS"):
+        return _prepare_args(command, args, unknown, further)
+    if name not in WITH_FURTHER:
+        unknown += further
+    reading = settings.read(name, (*command.SETTINGS, CredentialFiles), args, environ, args.config, tuple(further))
+    reading.faults[:0] = [f"unknown argument {argument!r}" for argument in unknown]
+    config = command.prepare(reading)
+    credentials = NONE
+    try:
+        credentials = Credentials.load(reading.make(CredentialFiles), Role.OPERATOR)
+    except CredentialsError as error:
+        reading.faults += error.faults
+    return config, credentials, reading.faults
+
+
+def _prepare_args(
+    command: Any, args: argparse.Namespace, unknown: list[str], further: list[str]
+) -> tuple[Any, Credentials, list[str]]:
     args.further = further
     if not args.takes_further:
         unknown += further
     faults = [f"unknown argument {argument!r}" for argument in unknown] + command.faults(args)
     try:
-        args.credentials = Credentials.load(CredentialFiles.given(args), Role.OPERATOR)
+        files = settings.read("", (CredentialFiles,), args).make(CredentialFiles)
+        args.credentials = Credentials.load(files, Role.OPERATOR)
     except CredentialsError as error:
         faults += error.faults
-    if faults:
-        return _report_faults(name, faults)
-    try:
-        return command.run(args)
-    except KeyboardInterrupt:
-        return ExitCode.INTERRUPTED
+    return args, NONE, faults
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our arguments, and those after the first `--`: a command that hands them on sets `takes_further`, and finds
-    them in `args.further`."""
+    """Our arguments, and those after the first `--`, for a command that hands them on."""
     words = list(argv)
     end = words.index("--") if "--" in words else len(words)
     return words[:end], words[end + 1 :]
 
 
-def _parser(name: str, command: Command | None) -> argparse.ArgumentParser:
+def _parser(name: str, command: Any) -> argparse.ArgumentParser:
     """With the arguments of one command, and the names of all."""
     parser = argparse.ArgumentParser(
         prog="llumnix",
@@ -78,10 +114,12 @@ def _parser(name: str, command: Command | None) -> argparse.ArgumentParser:
         )
         if command is not None and each == name:
             sub.description = command.DESCRIPTION
-            command.add_arguments(sub)
-            add_arguments(
-                sub.add_argument_group("credentials", "As the instances have them; the token may be an operator's.")
-            )
+            classes = (*getattr(command, "SETTINGS", ()), CredentialFiles)
+            if not hasattr(command, "SETTINGS"):
+                command.add_arguments(sub)
+            else:
+                sub.add_argument("--config", default="", metavar="FILE", help=_CONFIG)
+            settings.add_arguments(sub, classes)
     return parser
 
 

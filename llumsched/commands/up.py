@@ -10,6 +10,7 @@ import os
 import sys
 from typing import Any
 
+from llumlet import settings
 from llumlet.credential_files import CredentialFiles
 from llumsched.commands import arguments
 from llumsched.up.plan import UpConfig, faults_of, plan_of
@@ -77,7 +78,7 @@ def faults(args: argparse.Namespace) -> list[str]:
             values[name] = given
     if args.model is None:
         found.append("MODEL is missing")
-    if CredentialFiles.given(args, {}) != CredentialFiles():
+    if settings.read("up", (CredentialFiles,), args, {}).given:
         found.append("credentials are for several hosts; here everything but the gateway listens at loopback")
     args.config = UpConfig(args.model or "", **values, engine_args=tuple(args.further))
     return found + faults_of(args.config)

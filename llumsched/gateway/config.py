@@ -50,7 +50,6 @@ class Config:
     """Requests that wait for an instance; more are refused."""
     max_requests: int = 8192
     """Requests in flight; more are refused."""
-    forward_tokens: bool = False
     requests_report_duration_s: float = 1.0
     """Lite mode only; 0: no reports."""
     service_token: str = field(default="", repr=False)

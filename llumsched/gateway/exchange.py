@@ -28,7 +28,7 @@ from llumsched.gateway.metrics import Metrics, Record
 from llumsched.gateway.passing import Passing
 from llumsched.gateway.paths import Found, Kind, Style, Work
 from llumsched.gateway.placement import Placed, Placement
-from llumsched.gateway.prompts import Counted, of_bytes
+from llumsched.gateway.prompts import of_bytes
 from llumsched.gateway.request_id import RequestIds
 from llumsched.gateway.retries import RetryBudget
 from llumsched.gateway.stored import StoredResponses
@@ -43,7 +43,6 @@ _ESTIMATED_BYTES: Final = 1 << 16
 _RETRY_SPREAD_S: Final = 3
 """Who is refused at the same moment is not to come back at the same one."""
 _KEPT_ALIVE_AT_ONCE: Final = 100
-_UNCOUNTED: Final = Counted(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,8 @@ class Received:
     own_id: str
     """Under which engine and scheduler know it."""
     started_s: float
-    counted: Counted
+    num_tokens: int
+    """Of its prompt; 0 if nobody asks for that."""
     headers: RawHeaders
     """For the engine."""
 
@@ -119,14 +119,14 @@ class Exchanges:
             if tenant:
                 record.key = tenant.name
                 tenant.check_priority(body.head.priority)
-            counted = _UNCOUNTED
+            num_tokens = 0
             if not self.config.is_local or (tenant and tenant.allowance.tokens_in_flight):
-                counted = await self._count(body, found)
-            record.num_input_tokens = counted.num_tokens
+                num_tokens = await self._count(body, found)
+            record.num_input_tokens = num_tokens
             record.preprocess_s = time.monotonic() - started_s
             self.budget.requested()
-            with tenant.tokens(counted.num_tokens) if tenant else nullcontext():
-                received = Received(request, body, record, own_id, started_s, counted, with_client(request))
+            with tenant.tokens(num_tokens) if tenant else nullcontext():
+                received = Received(request, body, record, own_id, started_s, num_tokens, with_client(request))
                 response = await (await self._attempts(received, found)).run()
             record.status = record.status or response.status
             return response
@@ -176,15 +176,15 @@ class Exchanges:
         except GatewayError as error:
             return None, error
 
-    async def _count(self, body: Body, found: Found) -> Counted:
+    async def _count(self, body: Body, found: Found) -> int:
         path = found.path
         if path.is_form or path.work is Work.TEXT:
-            return _UNCOUNTED
+            return 0
         if path.kind is Kind.CONTINUED:
             return await self.tokens.count(body)
         if len(body.content) > _ESTIMATED_BYTES:
-            return Counted(of_bytes(len(body.content)))
-        return Counted(estimate.num_tokens(body.document()))
+            return of_bytes(len(body.content))
+        return estimate.num_tokens(body.document())
 
     async def _attempts(self, received: Received, found: Found) -> Attempts:
         """Raises UnknownResponse."""

@@ -206,7 +206,6 @@ FLAGS: dict[str, dict[str, Flag]] = {
             "TIME",
             "lite mode: between two reports; 0: none",
         ),
-        "--forward-tokens": ("forward_tokens", _switch, "BOOL", "send the scheduler the prompt's token ids, too"),
         "--service-token": ("service_token", _text, "TEXT", "sent to the scheduler as Authorization"),
         "--service-token-file": ("service_token", _bearer_of_file, "FILE", "the same, a token out of a file"),
         "--models-refresh": (

@@ -67,8 +67,12 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Its key in a file."""
-        return self.flag.removeprefix("--")
+        return self.names[0]
+
+    @property
+    def names(self) -> list[str]:
+        """Its keys in a file."""
+        return [flag.removeprefix("--") for flag in (self.flag, *self.aliases)]
 
     @property
     def dest(self) -> str:
@@ -150,7 +154,7 @@ def add_arguments(
         group = into or groups.get(setting.group)
         if group is None:
             title, description = setting.group.title, setting.group.description
-            group = groups[setting.group] = parser.add_argument_group(title, description) if title else parser
+            group = groups[setting.group] = parser.add_argument_group(title, description or None) if title else parser
         options = dict(setting.kind.options)
         if setting.kind.metavar:
             options["metavar"] = setting.kind.metavar
@@ -291,7 +295,7 @@ def _of_file(path: str, settings: Mapping[str, Setting], faults: list[str]) -> d
         return {}
     if root is not None and not isinstance(root, yaml.MappingNode):
         faults.append(f"--config {path} holds no settings, such as `port: 8001`")
-    by_name = {setting.name: setting for setting in settings.values()}
+    by_name = {name: setting for setting in settings.values() for name in setting.names}
     found: dict[str, tuple[str, Any]] = {}
     for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
         name, where = str(key.value).replace("_", "-"), f"{path}:{key.start_mark.line + 1}: {key.value}"

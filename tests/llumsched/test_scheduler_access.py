@@ -19,9 +19,9 @@ import pytest_asyncio
 from llumlet.secret_files import LOOK_S
 from llumlet.types import Address
 from llumsched import scheduler_access
+from llumsched.cli import prepare
 from llumsched.commands import explain
 from llumsched.gateway.config import Config
-from llumsched.gateway.flags import FLAGS
 from llumsched.gateway.scheduler_client import SchedulerAway, SchedulerClient
 from llumsched.scheduler.access import ServiceTokens, read_tokens
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
@@ -119,13 +119,15 @@ async def test_a_gateway_shows_its_token(scheduler: RunningScheduler, tmp_path: 
     file = tmp_path / "one"
     file.write_text(NEXT + "\n")
     file.chmod(0o600)
-    setting, read, *_ = FLAGS["instances"]["--service-token-file"]
-    endpoint = (Address("127.0.0.1", scheduler.port),)
+    address = Address("127.0.0.1", scheduler.port)
+    flags = ["gateway", "--scheduler-endpoints", str(address), "--service-token-file", str(file)]
+    config, _, faults = prepare("gateway", flags, {})
+    assert not faults
     async with aiohttp.ClientSession() as session:
-        knows = SchedulerClient(Config(scheduler_endpoints=endpoint, **{setting: read(str(file))}), session)
+        knows = SchedulerClient(config, session)
         assert (await knows.schedule(ASKED)).result[0]["id"] == "a"
         assert await knows.instances() == [Address("127.0.0.1", 8000)]
-        stranger = SchedulerClient(Config(scheduler_endpoints=endpoint), session)
+        stranger = SchedulerClient(Config(scheduler_endpoints=(address,)), session)
         with pytest.raises(SchedulerAway, match="answered 401"):
             await stranger.schedule(ASKED)
 

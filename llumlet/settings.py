@@ -215,10 +215,14 @@ class Reading:
 
     def make(self, cls: type[T], **others: Any) -> T:
         """With `others` where nothing was said. What could not be read is missing from it: see `check`."""
-        made = cls(**(others | self._values[cls]))
+        made = self.make_with_defaults(cls, **others)
         for name in self._unread[cls]:
             object.__delattr__(made, name)
         return made
+
+    def make_with_defaults(self, cls: type[T], **others: Any) -> T:
+        """The same, with the default of what could not be read: for who goes on all the same to find further faults."""
+        return cls(**(others | self._values[cls]))
 
     def check(self, check: Callable[..., Iterable[str]], *arguments: Any) -> None:
         """Adds what `check` finds wrong with what was made. It ends at a setting that could not be read: that has its

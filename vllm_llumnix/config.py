@@ -23,7 +23,7 @@ import msgspec
 
 from llumlet import kinds, settings
 from llumlet.credential_files import CredentialFiles, CredentialsError
-from llumlet.kinds import MARK, Kind, integer, number, one_of, seconds, several, text
+from llumlet.kinds import MARK, Kind
 from llumlet.redis_url import REDIS_SCHEMES, RedisUrl, split_stores
 from llumlet.reporter import cms_faults
 from llumlet.settings import Group, Reading
@@ -97,7 +97,7 @@ class LlumletConfig(CredentialFiles):
 
     host: str = _llumlet.setting(
         "127.0.0.1",
-        text("ADDRESS"),
+        kinds.text("ADDRESS"),
         "Address on which the llumlet's gRPC service and the token relay listen. An address other than loopback needs "
         "mutual TLS and a token, or --llumlet-insecure.",
     )
@@ -110,62 +110,62 @@ class LlumletConfig(CredentialFiles):
         "Name of this instance, unique in the cluster. Default: host name and a random suffix.",
     )
     instance_type: str = _llumlet.setting(
-        "neutral", one_of(INSTANCE_TYPES), "What the scheduler uses this instance for: neutral, prefill, decode."
+        "neutral", kinds.one_of(INSTANCE_TYPES), "What the scheduler uses this instance for: neutral, prefill, decode."
     )
     transport: str = _llumlet.setting(
         "auto",
-        one_of(TRANSPORTS),
+        kinds.one_of(TRANSPORTS),
         "How KV blocks travel. 'local' reads the peer's memory on the same host, 'tcp' connects to where the peer's "
         "workers serve it, 'mooncake' uses the Mooncake transfer engine; 'auto' picks the first of local, mooncake "
         "(with --llumlet-mooncake-interface or --llumlet-insecure) and tcp that works between two instances.",
     )
     mooncake_protocol: str = _llumlet.setting(
-        "tcp", one_of(MOONCAKE_PROTOCOLS), "What Mooncake runs over: tcp or rdma."
+        "tcp", kinds.one_of(MOONCAKE_PROTOCOLS), "What Mooncake runs over: tcp or rdma."
     )
     mooncake_devices: str = _llumlet.setting(
-        "", text("NAME,..."), "RDMA devices that Mooncake may use, such as mlx5_0. Default: all."
+        "", kinds.text("NAME,..."), "RDMA devices that Mooncake may use, such as mlx5_0. Default: all."
     )
     mooncake_gpu_direct: bool = _llumlet.setting(
         True, MARK, "Let RDMA devices read and write buffers on the GPU, where they can, instead of in main memory."
     )
     mooncake_interface: str = _llumlet.setting(
         "",
-        text("NAME"),
+        kinds.text("NAME"),
         "Network interface, isolated from everybody but the instances, under whose address Mooncake is reached: it "
         "authenticates nobody. Its ports listen at all addresses all the same; keep others from them.",
     )
     max_migrations_in: int = _llumlet.setting(
-        4, integer(at_least=0), "How many requests may be on their way into this instance at once."
+        4, kinds.integer(at_least=0), "How many requests may be on their way into this instance at once."
     )
     max_migrations_out: int = _llumlet.setting(
-        4, integer(at_least=0), "How many requests may be on their way out of this instance at once."
+        4, kinds.integer(at_least=0), "How many requests may be on their way out of this instance at once."
     )
     max_migration_tokens_in: int | None = _llumlet.setting(
         None,
-        integer(at_least=1),
+        kinds.integer(at_least=1),
         "How many tokens the requests on their way into this instance may have together. A longer request goes alone. "
         "Default: no limit.",
     )
     max_migration_tokens_out: int | None = _llumlet.setting(
-        None, integer(at_least=1), "The same for requests on their way out of this instance."
+        None, kinds.integer(at_least=1), "The same for requests on their way out of this instance."
     )
     max_migration_kv_ratio_in: float = _llumlet.setting(
         0.25,
-        number("SHARE", above=0, at_most=1),
+        kinds.number("SHARE", above=0, at_most=1),
         "The limit of tokens on their way in as a share of this instance's KV cache: so much of it can moves keep from "
         "the instance's own requests, or one longer request that goes alone.",
     )
     max_migration_kv_ratio_out: float = _llumlet.setting(
-        0.25, number("SHARE", above=0, at_most=1), "The same for requests on their way out of this instance."
+        0.25, kinds.number("SHARE", above=0, at_most=1), "The same for requests on their way out of this instance."
     )
     lease_seconds: float = _llumlet.setting(
         30.0,
-        seconds(at_least=1),
+        kinds.seconds(at_least=1),
         "How long blocks stay reserved, or pinned, for a peer that has fallen silent; no single copy may take longer.",
     )
     stall_budget_ms: float = _llumlet.setting(
         200.0,
-        number("MS", above=0),
+        kinds.number("MS", above=0),
         "A move is given up when its last copy would hold the stream up for longer than this.",
     )
     bandwidth_limit: Limit = _llumlet.setting(
@@ -190,26 +190,26 @@ class LlumletConfig(CredentialFiles):
     )
     cms: str = _llumlet.setting(
         "",
-        text("HOST:PORT|redis://..."),
+        kinds.text("HOST:PORT|redis://..."),
         "Cluster metadata stores, separated by commas: schedulers, or a Redis, which may be one behind Sentinels "
         "(redis+sentinel://HOST:PORT,HOST:PORT/SERVICE). They are told of this instance, and of its load whenever that "
         "changes.",
     )
     peers: tuple[str, ...] = _llumlet.setting(
         (),
-        several(Kind(_host_port), "HOST:PORT,..."),
+        kinds.several(Kind(_host_port), "HOST:PORT,..."),
         "Llumlets of other instances of the same model: when an engine is lost, its requests go on there from what "
         "their clients have received.",
     )
     drain_seconds: float = _llumlet.setting(
         25.0,
-        seconds(),
+        kinds.seconds(),
         "On SIGTERM, with --llumlet-peers or --llumlet-cms: how long streams may go on while requests move to the "
         "peers. The default fits the 30 seconds that Kubernetes gives; raise both for longer streams. 0: end at once.",
     )
     utility_seconds: float = _llumlet.setting(
         300.0,
-        seconds(at_least=1),
+        kinds.seconds(at_least=1),
         "How long the engine's loop may be busy with one call, such as loading an adapter, writing a profile or new "
         "weights, before it counts as hung and its streams go on elsewhere. It gets no new requests meanwhile.",
     )

@@ -6,9 +6,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from llumlet import kinds
 from llumlet.client import LlumletClient
+from llumlet.settings import Group, Reading
 from llumlet.types import Address
 from llumsched.cms.snapshot import CmsUnreachable, look
 from llumsched.cms.store import LISTEN, name_of, store_faults
@@ -23,6 +26,26 @@ INSTANCE: Final = "INSTANCE"
 
 Place = Address | str
 """A string is the id of an instance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cms:
+    cms: str = Group("").setting(
+        "",
+        kinds.text("HOST:PORT|redis://…"),
+        "the scheduler, or the Redis, that knows the instances by their ids",
+        variable=CMS_VARIABLE,
+    )
+
+
+def cms_of(reading: Reading) -> str:
+    """The URL, or an empty string."""
+    url = reading.make(Cms).cms
+    if url.startswith(LISTEN):
+        reading.faults.append("--cms: a command does not listen; name the CMS as HOST:PORT or redis://HOST:PORT")
+    elif url:
+        reading.faults += [f"--cms {fault}" for fault in store_faults(url)]
+    return url
 
 
 def add_instances(parser: argparse.ArgumentParser) -> None:

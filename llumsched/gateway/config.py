@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from llumlet.kinds import SWITCH, Kind, file, integer, is_file, number, one_of, seconds, several, text
-from llumlet.kinds import port as port_number
+from llumlet import kinds
+from llumlet.kinds import SWITCH, Kind
 from llumlet.loopback import is_loopback
 from llumlet.secret_files import read_secret
 from llumlet.settings import Group, Reading
@@ -54,9 +54,9 @@ def _tokenizers(texts: list[str]) -> Mapping[str, str]:
 
 
 _ADDRESS: Final = Kind(lambda each: Address.parse(each.removeprefix("http://")))
-_SHARE: Final = number("SHARE", at_least=0, at_most=1)
-_COUNT: Final = integer(at_least=1)
-_TIME: Final = seconds(above=0)
+_SHARE: Final = kinds.number("SHARE", at_least=0, at_most=1)
+_COUNT: Final = kinds.integer(at_least=1)
+_TIME: Final = kinds.seconds(above=0)
 
 _listening = Group("listening")
 _instances = Group("instances")
@@ -69,10 +69,12 @@ _tokens = Group("tokens")
 class Config:
     """All times in seconds."""
 
-    host: str = _listening.setting("127.0.0.1", text("HOST"), "address to listen at")
-    port: int = _listening.setting(8001, port_number(), "0: any free one")
-    workers: int = _listening.setting(1, integer(at_least=1, at_most=MOST_WORKERS), "processes that share the port")
-    max_body_bytes: int = _listening.setting(64 << 20, integer("BYTES", at_least=1), "largest request")
+    host: str = _listening.setting("127.0.0.1", kinds.text("HOST"), "address to listen at")
+    port: int = _listening.setting(8001, kinds.port(), "0: any free one")
+    workers: int = _listening.setting(
+        1, kinds.integer(at_least=1, at_most=MOST_WORKERS), "processes that share the port"
+    )
+    max_body_bytes: int = _listening.setting(64 << 20, kinds.integer("BYTES", at_least=1), "largest request")
     client_timeout_s: float = _listening.setting(
         60.0,
         _TIME,
@@ -87,26 +89,28 @@ class Config:
     )
     sse_keepalive_s: float = _listening.setting(
         15.0,
-        seconds(),
+        kinds.seconds(),
         "silence of a stream after which its client gets a comment line, as proxies close what is silent; 0: never",
         flag="--sse-keepalive",
     )
     api_key_file: str = _listening.setting(
-        "", file(read_keys), "keys of clients, and what each may ask for (JSON); without it nobody is asked for one"
+        "",
+        kinds.file(read_keys),
+        "keys of clients, and what each may ask for (JSON); without it nobody is asked for one",
     )
-    ssl_certfile: str = _listening.setting("", file(is_file), "certificate to listen with (PEM)")
-    ssl_keyfile: str = _listening.setting("", file(read_secret), "its private key (PEM)")
+    ssl_certfile: str = _listening.setting("", kinds.file(kinds.is_file), "certificate to listen with (PEM)")
+    ssl_keyfile: str = _listening.setting("", kinds.file(read_secret), "its private key (PEM)")
     insecure: bool = _listening.setting(False, SWITCH, "listen beyond this machine without keys or TLS")
     shutdown_delay_s: float = _listening.setting(
         0.0,
-        seconds(),
+        kinds.seconds(),
         "how long requests are accepted after SIGTERM, while /ready is 503 already",
         flag="--shutdown-delay",
     )
     shutdown_timeout_s: float = _listening.setting(
-        30.0, seconds(), "how long streams may go on after that", flag="--shutdown-timeout"
+        30.0, kinds.seconds(), "how long streams may go on after that", flag="--shutdown-timeout"
     )
-    access_log: AccessLog = _listening.setting(AccessLog.LINE, one_of(AccessLog), "form of its lines")
+    access_log: AccessLog = _listening.setting(AccessLog.LINE, kinds.one_of(AccessLog), "form of its lines")
 
     scheduling_policy: str = _instances.setting(
         "load-balance",
@@ -115,7 +119,7 @@ class Config:
     )
     backend_endpoints: tuple[Endpoint | Address, ...] = _instances.setting(
         (),
-        several(Kind(Endpoint.parse), "HOST:PORT,…"),
+        kinds.several(Kind(Endpoint.parse), "HOST:PORT,…"),
         "API servers, for round-robin and while the scheduler is away; also http(s)://HOST:PORT/PATH",
         flag="--llm-backend-endpoints",
     )
@@ -123,7 +127,7 @@ class Config:
         False, SWITCH, "instances of which only the address is known, as the scheduler names them, are asked over https"
     )
     backend_ca_file: str = _instances.setting(
-        "", file(tls.checked_ca_file), "authorities of engines' certificates (PEM) instead of the system's"
+        "", kinds.file(tls.checked_ca_file), "authorities of engines' certificates (PEM) instead of the system's"
     )
     backend_api_key: str = _instances.setting(
         "",
@@ -133,10 +137,10 @@ class Config:
         secret=True,
     )
     scheduler_endpoints: tuple[Address, ...] = _instances.setting(
-        (), several(_ADDRESS, "HOST:PORT,…"), "schedulers; the first that answers is asked"
+        (), kinds.several(_ADDRESS, "HOST:PORT,…"), "schedulers; the first that answers is asked"
     )
     scheduler_ca_file: str = _instances.setting(
-        "", file(tls.checked_ca_file), "authorities of their certificates (PEM): they are asked over https"
+        "", kinds.file(tls.checked_ca_file), "authorities of their certificates (PEM): they are asked over https"
     )
     full_mode: bool = _instances.setting(
         True,
@@ -145,9 +149,11 @@ class Config:
         flag="--enable-full-mode-scheduling",
     )
     requests_report_duration_s: float = _instances.setting(
-        1.0, seconds(), "between two reports; 0: none", flag="--requests-report-duration"
+        1.0, kinds.seconds(), "between two reports; 0: none", flag="--requests-report-duration"
     )
-    service_token: str = _instances.setting("", text("TEXT"), "sent to the scheduler as Authorization", secret=True)
+    service_token: str = _instances.setting(
+        "", kinds.text("TEXT"), "sent to the scheduler as Authorization", secret=True
+    )
     service_token_of_file: str = _instances.setting(
         "", Kind(_word_of_file, "FILE"), "the same, a token out of a file", flag="--service-token-file", secret=True
     )
@@ -158,7 +164,7 @@ class Config:
     max_queue_size: int = _waiting.setting(512, _COUNT, "requests that may wait for an instance; more get 429")
     max_requests: int = _waiting.setting(8192, _COUNT, "requests that may be in flight per worker; more get 429")
     wait_scheduling_timeout_s: float = _waiting.setting(
-        5.0, seconds(), "how long a request waits for an instance", flag="--wait-scheduling-timeout"
+        5.0, kinds.seconds(), "how long a request waits for an instance", flag="--wait-scheduling-timeout"
     )
     wait_scheduling_retry_interval_s: float = _waiting.setting(
         1.0, _TIME, "between two tries of that", flag="--wait-scheduling-retry-interval"
@@ -166,11 +172,13 @@ class Config:
     schedule_timeout_s: float = _waiting.setting(2.0, _TIME, "for the scheduler's answer", flag="--schedule-timeout")
 
     retry_max_count: int = _failures.setting(
-        2, integer(at_least=0), "other instances tried for one request before its first byte, and continuations after"
+        2,
+        kinds.integer(at_least=0),
+        "other instances tried for one request before its first byte, and continuations after",
     )
     retry_budget: float = _failures.setting(0.2, _SHARE, "of the requests, that may be sent again")
     retry_patience_s: float = _failures.setting(
-        10.0, seconds(), "how long a request that lost its instance waits for that", flag="--retry-patience"
+        10.0, kinds.seconds(), "how long a request that lost its instance waits for that", flag="--retry-patience"
     )
     max_ejected: float = _failures.setting(
         0.5,
@@ -203,7 +211,7 @@ class Config:
         aliases=("--tokenizer-name",),
     )
     """By model; the model "" is any other."""
-    chat_template: str = _tokens.setting("", file(is_file), "instead of the tokenizers' own")
+    chat_template: str = _tokens.setting("", kinds.file(kinds.is_file), "instead of the tokenizers' own")
     count_timeout_s: float = _tokens.setting(
         0.5,
         _TIME,
@@ -211,7 +219,7 @@ class Config:
         flag="--count-timeout",
     )
     reader_processes: int = _tokens.setting(
-        2, integer(at_least=1, at_most=MOST_WORKERS), "per worker, that count tokens and read large requests"
+        2, kinds.integer(at_least=1, at_most=MOST_WORKERS), "per worker, that count tokens and read large requests"
     )
 
     @property

@@ -178,9 +178,9 @@ def shown_default(value: object) -> str:
         return "true"
     if isinstance(value, float):
         return f"{value:g}"
-    if isinstance(value, tuple):
+    if type(value) is tuple:
         return ",".join(map(str, value))
-    return str(value) if isinstance(value, str | int) and value is not False else ""
+    return str(value) if isinstance(value, str | int | tuple) and value is not False else ""
 
 
 class Reading:

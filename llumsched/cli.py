@@ -17,7 +17,7 @@ from llumlet import settings
 from llumlet.credential_files import CredentialFiles, CredentialsError
 from llumlet.credentials import NONE, Credentials
 from llumlet.roles import Role
-from llumsched.commands import COMMANDS, WITH_FURTHER, load
+from llumsched.commands import COMMANDS, WITH_FURTHER, Command, load
 from llumsched.exit_codes import ExitCode
 
 _EPILOG = """exit codes:
@@ -42,12 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.parse_known_args(words)
         parser.print_help(sys.stderr)
         return ExitCode.USAGE
-    command: Any = load(name)
     config, credentials, faults = prepare(name, words)
     if faults:
         return _report_faults(name, faults)
     try:
-        return int(command.run(config, credentials) if hasattr(command, "SETTINGS") else command.run(config))
+        return load(name).run(config, credentials)
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
 
@@ -58,10 +57,8 @@ def prepare(
     """What the command's `run` takes, and everything that is wrong with the command line, the variables and the file
     of --config, a sentence each."""
     given, further = _split(words)
-    command: Any = load(name)
+    command = load(name)
     args, unknown = _parser(name, command).parse_known_args(given)
-    if not hasattr(command, "SETTINGS"):
-        return _prepare_args(command, args, unknown, further)
     if name not in WITH_FURTHER:
         unknown += further
     reading = settings.read(name, (*command.SETTINGS, CredentialFiles), args, environ, args.config, tuple(further))
@@ -75,21 +72,6 @@ def prepare(
     return config, credentials, reading.faults
 
 
-def _prepare_args(
-    command: Any, args: argparse.Namespace, unknown: list[str], further: list[str]
-) -> tuple[Any, Credentials, list[str]]:
-    args.further = further
-    if not args.takes_further:
-        unknown += further
-    faults = [f"unknown argument {argument!r}" for argument in unknown] + command.faults(args)
-    try:
-        files = settings.read("", (CredentialFiles,), args).make(CredentialFiles)
-        args.credentials = Credentials.load(files, Role.OPERATOR)
-    except CredentialsError as error:
-        faults += error.faults
-    return args, NONE, faults
-
-
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Our arguments, and those after the first `--`, for a command that hands them on."""
     words = list(argv)
@@ -97,7 +79,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return words[:end], words[end + 1 :]
 
 
-def _parser(name: str, command: Any) -> argparse.ArgumentParser:
+def _parser(name: str, command: Command | None) -> argparse.ArgumentParser:
     """With the arguments of one command, and the names of all."""
     parser = argparse.ArgumentParser(
         prog="llumnix",
@@ -106,7 +88,6 @@ def _parser(name: str, command: Any) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.set_defaults(takes_further=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for each, text in COMMANDS.items():
         sub = commands.add_parser(
@@ -114,12 +95,8 @@ def _parser(name: str, command: Any) -> argparse.ArgumentParser:
         )
         if command is not None and each == name:
             sub.description = command.DESCRIPTION
-            classes = (*getattr(command, "SETTINGS", ()), CredentialFiles)
-            if not hasattr(command, "SETTINGS"):
-                command.add_arguments(sub)
-            else:
-                sub.add_argument("--config", default="", metavar="FILE", help=_CONFIG)
-            settings.add_arguments(sub, classes)
+            sub.add_argument("--config", default="", metavar="FILE", help=_CONFIG)
+            settings.add_arguments(sub, (*command.SETTINGS, CredentialFiles))
     return parser
 
 

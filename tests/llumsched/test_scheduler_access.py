@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
 import hashlib
@@ -18,7 +17,6 @@ import pytest_asyncio
 
 from llumlet.secret_files import LOOK_S
 from llumlet.types import Address
-from llumsched import scheduler_access
 from llumsched.cli import prepare
 from llumsched.commands import explain
 from llumsched.gateway.config import Config
@@ -159,9 +157,10 @@ async def test_what_is_said_to_it_is_encrypted(write: Write, tmp_path: Path) -> 
     try:
         for ca, reached in ((authority, True), (strangers, False)):
             settings = {"scheduler_ca_file": str(ca.path), "service_token": f"Bearer {GATEWAY}"}
-            args = argparse.Namespace(service_token_file=str(token), scheduler_ca_file=str(ca.path))
-            access, faults = scheduler_access.given(args)
+            flags = ["explain", "--service-token-file", str(token), "--scheduler-ca-file", str(ca.path)]
+            (_, given, _), _, faults = prepare("explain", flags, {})
             assert not faults
+            access = given.access
             async with aiohttp.ClientSession() as session:
                 gateway = SchedulerClient(Config(scheduler_endpoints=(address,), **settings), session)
                 assert await gateway.refusal() == ("" if reached else None)
@@ -191,8 +190,11 @@ def test_files_of_tls_are_looked_at_first(write: Write, tmp_path: Path) -> None:
     assert not parsed("--ssl-certfile", certificate, "--ssl-keyfile", key)[0]
     assert "belong together" in parsed("--ssl-certfile", certificate)[0][0]
     assert "do not fit" in parsed("--ssl-certfile", certificate, "--ssl-keyfile", other)[0][0]
-    args = argparse.Namespace(service_token_file=None, scheduler_ca_file=other)
-    assert "holds no certificates" in scheduler_access.given(args)[1][0]
+    assert "holds no certificates" in prepare("explain", ["explain", "--scheduler-ca-file", other], {})[2][0]
+    (tmp_path / "token").touch(mode=0o600)
+    (tmp_path / "token").write_bytes(b"\xff")
+    (fault,) = prepare("explain", ["explain", "--service-token-file", str(tmp_path / "token")], {})[2]
+    assert fault == f"--service-token-file {tmp_path / 'token'} holds no token"
 
 
 def test_tokens_are_replaced_without_a_restart(write: Write, caplog: pytest.LogCaptureFixture) -> None:

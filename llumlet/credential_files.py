@@ -40,10 +40,7 @@ class CredentialFiles:
         "", _PATH, "The certificate's private key (PEM), not readable for everybody.", variable="LLUMNIX_TLS_KEY"
     )
     tls_ca: str = _credentials.setting(
-        "",
-        _PATH,
-        "Certificates of the authority whose certificates are accepted (PEM).",
-        variable="LLUMNIX_TLS_CA",
+        "", _PATH, "Certificates of the authority whose certificates are accepted (PEM).", variable="LLUMNIX_TLS_CA"
     )
     token_file: str = _credentials.setting(
         "",

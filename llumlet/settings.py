@@ -87,11 +87,17 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Settings that are shown together. Flags are `prefix` and the field's name, unless a setting says otherwise."""
+    """Settings that are shown together. Flags are `prefix` and the field's name, whose `_s` is said as `unit`, unless a
+    setting says otherwise."""
 
     title: str
     description: str = ""
     prefix: str = "--"
+    unit: str = "-seconds"
+
+    def flag(self, name: str) -> str:
+        said = name.removesuffix("_s") + self.unit if name.endswith("_s") else name
+        return self.prefix + said.replace("_", "-")
 
     def setting(
         self, default: D, kind: Kind[T], help: str, *, flag: str | None = None, secret: bool = False, **more: Any
@@ -130,7 +136,7 @@ def entries(cls: type) -> Iterator[Entry]:
     for each in fields(cls):
         for part, setting in each.metadata.get(_METADATA, {}).items():
             default = each.default_factory() if callable(each.default_factory) else each.default
-            flag = setting.flag or setting.group.prefix + each.name.replace("_", "-")
+            flag = setting.flag or setting.group.flag(each.name)
             yield Entry(each.name, part, replace(setting, flag=flag), getattr(default, part) if part else default)
 
 

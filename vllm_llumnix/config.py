@@ -178,9 +178,7 @@ class LlumletConfig(CredentialFiles):
         UNLIMITED, _LIMIT, "The same for peers on this host, whose link is the memory."
     )
     exact: bool = _llumlet.setting(
-        False,
-        MARK,
-        "Copy every KV block, also those that this instance's prefix cache already holds: bit-exact moves.",
+        False, MARK, "Copy every KV block, also those that this instance's prefix cache already holds: bit-exact moves."
     )
     bypass: bool = _llumlet.setting(
         False,

@@ -9,7 +9,7 @@ from typing import Final
 from llumlet.kinds import MARK
 from llumlet.settings import Group
 
-OPTIONS: Final = Group("")
+OPTIONS: Final = Group("", unit="")
 """Not in a group of their own in `--help`."""
 
 

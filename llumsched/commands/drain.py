@@ -51,10 +51,7 @@ class Options:
         "who takes the requests (repeatable), as the instance reaches them (default: its peers)",
     )
     timeout_s: float = OPTIONS.setting(
-        0.0,
-        kinds.seconds(above=0),
-        "how long streams may go on (default: the instance's --llumlet-drain-seconds)",
-        flag="--timeout",
+        0.0, kinds.seconds(above=0), "how long streams may go on (default: the instance's --llumlet-drain-seconds)"
     )
 
 

@@ -44,7 +44,7 @@ _METHODS: Final = {
     "recompute": Mode.RECOMPUTE,
 }
 _TRIGGER: Final = "manual"
-_how = Group("how")
+_how = Group("how", unit="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,7 @@ class Options:
     stall_budget_ms: float | None = _how.setting(
         None, kinds.number("MS", at_least=0), "instead of the source's own --llumlet-stall-budget-ms"
     )
-    timeout_s: float = _how.setting(
-        600.0, kinds.seconds(above=0), "how long to watch; the moves go on afterwards", flag="--timeout"
-    )
+    timeout_s: float = _how.setting(600.0, kinds.seconds(above=0), "how long to watch; the moves go on afterwards")
 
 
 SETTINGS: Final = (Options, instances.Cms, selection.Selection, Output)

@@ -36,11 +36,7 @@ class Selection:
 def ask_for(selection: Selection, given: Container[str], request: MigrateRequest) -> Iterator[str]:
     """Puts a rule into `request`, and says what is wrong with it, or with the flags that were `given`."""
     rule = [flag for flag in ("--rule", "--order", "--value") if flag != "--order" or not selection.all]
-    ways = {
-        "--request": bool(selection.request),
-        "--all": selection.all,
-        "a rule": any(flag in given for flag in rule),
-    }
+    ways = {"--request": bool(selection.request), "--all": selection.all, "a rule": any(flag in given for flag in rule)}
     chosen = [way for way, is_given in ways.items() if is_given]
     if not chosen:
         yield "say which requests: --request ID, --all, or --rule with --order and --value"

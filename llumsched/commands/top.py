@@ -43,7 +43,7 @@ class Options:
         "HTTP address of the scheduler whose rescheduler's moves are shown",
     )
     once: bool = OPTIONS.setting(False, MARK, "print what is now, and exit")
-    interval_s: float = OPTIONS.setting(1.0, kinds.seconds(above=0), "between two objects of --json", flag="--interval")
+    interval_s: float = OPTIONS.setting(1.0, kinds.seconds(above=0), "between two objects of --json")
 
 
 SETTINGS: Final = (Cms, Options, AccessSettings, Output)

@@ -58,11 +58,11 @@ _SHARE: Final = kinds.number("SHARE", at_least=0, at_most=1)
 _COUNT: Final = kinds.integer(at_least=1)
 _TIME: Final = kinds.seconds(above=0)
 
-_listening = Group("listening")
-_instances = Group("instances")
-_waiting = Group("waiting")
-_failures = Group("failures")
-_tokens = Group("tokens")
+_listening = Group("listening", unit="")
+_instances = Group("instances", unit="")
+_waiting = Group("waiting", unit="")
+_failures = Group("failures", unit="")
+_tokens = Group("tokens", unit="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +76,14 @@ class Config:
     )
     max_body_bytes: int = _listening.setting(64 << 20, kinds.integer("BYTES", at_least=1), "largest request")
     client_timeout_s: float = _listening.setting(
-        60.0,
-        _TIME,
-        "for the next KiB of a client's request, or with nothing taken by it of its answer",
-        flag="--client-timeout",
+        60.0, _TIME, "for the next KiB of a client's request, or with nothing taken by it of its answer"
     )
-    header_timeout_s: float = _listening.setting(
-        10.0, _TIME, "for a request's head, once it or a connection has begun", flag="--header-timeout"
-    )
-    keep_alive_timeout_s: float = _listening.setting(
-        75.0, _TIME, "between two requests on a client's connection", flag="--keep-alive-timeout"
-    )
+    header_timeout_s: float = _listening.setting(10.0, _TIME, "for a request's head, once it or a connection has begun")
+    keep_alive_timeout_s: float = _listening.setting(75.0, _TIME, "between two requests on a client's connection")
     sse_keepalive_s: float = _listening.setting(
         15.0,
         kinds.seconds(),
         "silence of a stream after which its client gets a comment line, as proxies close what is silent; 0: never",
-        flag="--sse-keepalive",
     )
     api_key_file: str = _listening.setting(
         "",
@@ -102,14 +94,9 @@ class Config:
     ssl_keyfile: str = _listening.setting("", kinds.file(read_secret), "its private key (PEM)")
     insecure: bool = _listening.setting(False, SWITCH, "listen beyond this machine without keys or TLS")
     shutdown_delay_s: float = _listening.setting(
-        0.0,
-        kinds.seconds(),
-        "how long requests are accepted after SIGTERM, while /ready is 503 already",
-        flag="--shutdown-delay",
+        0.0, kinds.seconds(), "how long requests are accepted after SIGTERM, while /ready is 503 already"
     )
-    shutdown_timeout_s: float = _listening.setting(
-        30.0, kinds.seconds(), "how long streams may go on after that", flag="--shutdown-timeout"
-    )
+    shutdown_timeout_s: float = _listening.setting(30.0, kinds.seconds(), "how long streams may go on after that")
     access_log: AccessLog = _listening.setting(AccessLog.LINE, kinds.one_of(AccessLog), "form of its lines")
 
     scheduling_policy: str = _instances.setting(
@@ -143,33 +130,24 @@ class Config:
         "", kinds.file(tls.checked_ca_file), "authorities of their certificates (PEM): they are asked over https"
     )
     full_mode: bool = _instances.setting(
-        True,
-        SWITCH,
-        "false: lite mode, in which the gateway reports what runs",
-        flag="--enable-full-mode-scheduling",
+        True, SWITCH, "false: lite mode, in which the gateway reports what runs", flag="--enable-full-mode-scheduling"
     )
-    requests_report_duration_s: float = _instances.setting(
-        1.0, kinds.seconds(), "between two reports; 0: none", flag="--requests-report-duration"
-    )
+    requests_report_duration_s: float = _instances.setting(1.0, kinds.seconds(), "between two reports; 0: none")
     service_token: str = _instances.setting(
         "", kinds.text("TEXT"), "sent to the scheduler as Authorization", secret=True
     )
     service_token_of_file: str = _instances.setting(
         "", Kind(_word_of_file, "FILE"), "the same, a token out of a file", flag="--service-token-file", secret=True
     )
-    models_refresh_s: float = _instances.setting(
-        10.0, _TIME, "between two looks at what instances serve", flag="--models-refresh"
-    )
+    models_refresh_s: float = _instances.setting(10.0, _TIME, "between two looks at what instances serve")
 
     max_queue_size: int = _waiting.setting(512, _COUNT, "requests that may wait for an instance; more get 429")
     max_requests: int = _waiting.setting(8192, _COUNT, "requests that may be in flight per worker; more get 429")
     wait_scheduling_timeout_s: float = _waiting.setting(
-        5.0, kinds.seconds(), "how long a request waits for an instance", flag="--wait-scheduling-timeout"
+        5.0, kinds.seconds(), "how long a request waits for an instance"
     )
-    wait_scheduling_retry_interval_s: float = _waiting.setting(
-        1.0, _TIME, "between two tries of that", flag="--wait-scheduling-retry-interval"
-    )
-    schedule_timeout_s: float = _waiting.setting(2.0, _TIME, "for the scheduler's answer", flag="--schedule-timeout")
+    wait_scheduling_retry_interval_s: float = _waiting.setting(1.0, _TIME, "between two tries of that")
+    schedule_timeout_s: float = _waiting.setting(2.0, _TIME, "for the scheduler's answer")
 
     retry_max_count: int = _failures.setting(
         2,
@@ -178,23 +156,19 @@ class Config:
     )
     retry_budget: float = _failures.setting(0.2, _SHARE, "of the requests, that may be sent again")
     retry_patience_s: float = _failures.setting(
-        10.0, kinds.seconds(), "how long a request that lost its instance waits for that", flag="--retry-patience"
+        10.0, kinds.seconds(), "how long a request that lost its instance waits for that"
     )
     max_ejected: float = _failures.setting(
-        0.5,
-        _SHARE,
-        "of the instances, that may be left out as they fail; 0: none but those that no connection reaches",
+        0.5, _SHARE, "of the instances, that may be left out as they fail; 0: none but those that no connection reaches"
     )
     continuation: bool = _failures.setting(True, SWITCH, "continue streams that lose their engine")
-    connect_timeout_s: float = _failures.setting(3.0, _TIME, "for a connection to an engine", flag="--connect-timeout")
-    response_timeout_s: float = _failures.setting(
-        900.0, _TIME, "until an answer's first byte", flag="--response-timeout"
-    )
-    read_timeout_s: float = _failures.setting(300.0, _TIME, "between two bytes of a stream", flag="--read-timeout")
+    connect_timeout_s: float = _failures.setting(3.0, _TIME, "for a connection to an engine")
+    response_timeout_s: float = _failures.setting(900.0, _TIME, "until an answer's first byte")
+    read_timeout_s: float = _failures.setting(300.0, _TIME, "between two bytes of a stream")
     stall_s: float = _failures.setting(
         5.0, _TIME, "silence after which an instance's health is asked for", flag="--stall-time"
     )
-    health_timeout_s: float = _failures.setting(3.0, _TIME, "for that", flag="--health-timeout")
+    health_timeout_s: float = _failures.setting(3.0, _TIME, "for that")
     engine_stall_s: float = _failures.setting(
         60.0,
         _TIME,
@@ -213,10 +187,7 @@ class Config:
     """By model; the model "" is any other."""
     chat_template: str = _tokens.setting("", kinds.file(kinds.is_file), "instead of the tokenizers' own")
     count_timeout_s: float = _tokens.setting(
-        0.5,
-        _TIME,
-        "of a processor, to render and encode one request; then its tokens are estimated",
-        flag="--count-timeout",
+        0.5, _TIME, "of a processor, to render and encode one request; then its tokens are estimated"
     )
     reader_processes: int = _tokens.setting(
         2, kinds.integer(at_least=1, at_most=MOST_WORKERS), "per worker, that count tokens and read large requests"

@@ -118,7 +118,6 @@ class Config:
         2.0,
         kinds.seconds(above=0),
         "how long a better balance counts when it is weighed against a move's cost; more means more moves",
-        flag="--rescheduling-horizon-seconds",
     )
     link_bytes_per_s: float = rescheduling.setting(
         1e9,
@@ -130,22 +129,15 @@ class Config:
         32, kinds.integer(at_least=1), "pairs of instances that one pass may choose"
     )
     request_cooldown_s: float = rescheduling.setting(
-        10.0,
-        kinds.seconds(),
-        "how long a request that was moved to balance load stays where it is",
-        flag="--rescheduling-request-cooldown-seconds",
+        10.0, kinds.seconds(), "how long a request that was moved to balance load stays where it is"
     )
     pair_cooldown_s: float = rescheduling.setting(
-        10.0,
-        kinds.seconds(),
-        "how long nothing goes back between two instances; forwards it is one interval",
-        flag="--rescheduling-pair-cooldown-seconds",
+        10.0, kinds.seconds(), "how long nothing goes back between two instances; forwards it is one interval"
     )
     avoid_s: float = rescheduling.setting(
         10.0,
         kinds.seconds(),
         "how long a destination that refused or failed is left alone; twice as long each time in a row",
-        flag="--rescheduling-avoid-seconds",
     )
     connection_pool_size: int = rescheduling.setting(
         10,
@@ -154,10 +146,7 @@ class Config:
         flag="--llumlet-grpc-connection-pool-size",
     )
     grpc_timeout_s: float = rescheduling.setting(
-        5.0,
-        kinds.seconds(above=0),
-        "longest silence of a source during a call",
-        flag="--llumlet-grpc-timeout-seconds",
+        5.0, kinds.seconds(above=0), "longest silence of a source during a call", flag="--llumlet-grpc-timeout-seconds"
     )
 
     failover_domain: Domain = _failover.setting(

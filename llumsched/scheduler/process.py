@@ -117,11 +117,7 @@ class SchedulerConfig:
         mode=Mode.FULL,
     )
     gateway_ttl_s: float = _dispatch.setting(
-        30.0,
-        _TIME,
-        "silence after which a gateway's requests count no more",
-        flag="--gateway-ttl-seconds",
-        mode=Mode.LITE,
+        30.0, _TIME, "silence after which a gateway's requests count no more", mode=Mode.LITE
     )
     state_ttl_s: float = _dispatch.setting(
         600.0,

@@ -42,11 +42,7 @@ OWN_FLAGS = {
     "--api-key": "the gateway sends requests on as they come, and asks engines for their models without a key",
 }
 """Flags of `vllm serve` that are set here, and why nobody else may."""
-_WIDTH_FLAGS = (
-    ("--tensor-parallel-size", "-tp"),
-    ("--pipeline-parallel-size", "-pp"),
-    ("--data-parallel-size", "-dp"),
-)
+_WIDTH_FLAGS = (("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp"), ("--data-parallel-size", "-dp"))
 
 
 _cluster = Group("")
@@ -81,9 +77,7 @@ class UpConfig:
     insecure: bool = _cluster.setting(
         False, MARK, "the gateway may listen beyond this machine, without keys or TLS: it asks nobody who they are"
     )
-    drain_s: float = _cluster.setting(
-        25.0, kinds.seconds(), "how long streams may go on when everything stops", flag="--drain-seconds"
-    )
+    drain_s: float = _cluster.setting(25.0, kinds.seconds(), "how long streams may go on when everything stops")
     start_timeout_s: float = _cluster.setting(
         600.0, kinds.seconds(above=0), "within which an engine must be ready", flag="--start-timeout"
     )

@@ -174,7 +174,7 @@ def add_arguments(
 def help_of(entry: Entry) -> str:
     mode = f"{entry.setting.mode} mode: " if entry.setting.mode else ""
     default = shown_default(entry.default)
-    variable = f" Or {entry.setting.variable}." if entry.setting.variable else ""
+    variable = f" (or {entry.setting.variable})" if entry.setting.variable else ""
     return f"{mode}{entry.setting.help}{variable}" + (f" (default {default})" if default else "")
 
 

@@ -110,7 +110,7 @@ class LlumletConfig(CredentialFiles):
         "Name of this instance, unique in the cluster. Default: host name and a random suffix.",
     )
     instance_type: str = _llumlet.setting(
-        "neutral", kinds.one_of(INSTANCE_TYPES), "What the scheduler uses this instance for: neutral, prefill, decode."
+        "neutral", kinds.one_of(INSTANCE_TYPES), "What the scheduler uses this instance for."
     )
     transport: str = _llumlet.setting(
         "auto",
@@ -119,9 +119,7 @@ class LlumletConfig(CredentialFiles):
         "workers serve it, 'mooncake' uses the Mooncake transfer engine; 'auto' picks the first of local, mooncake "
         "(with --llumlet-mooncake-interface or --llumlet-insecure) and tcp that works between two instances.",
     )
-    mooncake_protocol: str = _llumlet.setting(
-        "tcp", kinds.one_of(MOONCAKE_PROTOCOLS), "What Mooncake runs over: tcp or rdma."
-    )
+    mooncake_protocol: str = _llumlet.setting("tcp", kinds.one_of(MOONCAKE_PROTOCOLS), "What Mooncake runs over.")
     mooncake_devices: str = _llumlet.setting(
         "", kinds.text("NAME,..."), "RDMA devices that Mooncake may use, such as mlx5_0. Default: all."
     )

@@ -50,8 +50,8 @@ class Options:
         Kind(tuple, "INSTANCE[,INSTANCE…]", repeated=True),
         "who takes the requests (repeatable), as the instance reaches them (default: its peers)",
     )
-    timeout_s: float = OPTIONS.setting(
-        0.0, kinds.seconds(above=0), "how long streams may go on (default: the instance's --llumlet-drain-seconds)"
+    timeout_s: float | None = OPTIONS.setting(
+        None, kinds.seconds(above=0), "how long streams may go on (default: the instance's --llumlet-drain-seconds)"
     )
 
 
@@ -62,8 +62,8 @@ SETTINGS: Final = (Options, instances.Cms, Output)
 class Drain:
     instance: instances.Places
     destinations: instances.Places
-    timeout_s: float
-    """0: the instance's own."""
+    timeout_s: float | None
+    """None: the instance's own."""
     as_json: bool
 
 
@@ -99,7 +99,7 @@ async def _drain(drain: Drain, credentials: Credentials) -> ExitCode:
         address, *destinations = await both.resolve(credentials)
     except CmsUnreachable as error:
         return _failed(error, as_json=as_json)
-    request = DrainRequest(timeout_s=drain.timeout_s, destinations=map(str, destinations))
+    request = DrainRequest(timeout_s=drain.timeout_s or 0.0, destinations=map(str, destinations))
     async with LlumletClient(address, credentials=credentials) as client:
         try:
             # Without --timeout the limit is the instance's, which its first progress tells.
@@ -123,7 +123,7 @@ def _failed(error: LlumletCallFailed, *, as_json: bool) -> ExitCode:
     return output.exit_code(error)
 
 
-def _deadline_s(timeout_s: float) -> float:
+def _deadline_s(timeout_s: float | None) -> float:
     return timeout_s + _GRACE_SECONDS if timeout_s else 24 * 3600.0
 
 

@@ -33,11 +33,13 @@ _TIMEOUT_S: Final = 5.0
 @dataclass(frozen=True, slots=True)
 class Question:
     scheduler: Address = OPTIONS.setting(
-        Address("127.0.0.1", PORT), Kind(Address.parse, "HOST:PORT"), "of its HTTP port"
+        Address("127.0.0.1", PORT), Kind(Address.parse, "HOST:PORT"), "address of its HTTP service"
     )
-    model: str = OPTIONS.setting("", kinds.text("MODEL"), "that the request asks for; default: any")
+    model: str = OPTIONS.setting("", kinds.text("MODEL"), "model that the request asks for; default: any")
     prompt_num_tokens: int = OPTIONS.setting(0, kinds.integer(at_least=0), "length of its prompt")
-    scheduling_mode: str = OPTIONS.setting("neutral", kinds.one_of(_MODES), "how many instances it is for")
+    scheduling_mode: str = OPTIONS.setting(
+        "neutral", kinds.one_of(_MODES), "on one instance, or prefill and decode on two"
+    )
 
 
 SETTINGS: Final = (Question, AccessSettings, Output)

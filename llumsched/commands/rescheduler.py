@@ -34,7 +34,7 @@ _http = Group("HTTP", "/metrics, /healthz and /debug/rescheduling.")
 @dataclass(frozen=True, slots=True)
 class Http:
     host: str = _http.setting("127.0.0.1", kinds.text("HOST"), "to listen at")
-    port: int | None = _http.setting(None, kinds.port(), "0: any free one (default: no HTTP)")
+    port: int | None = _http.setting(None, kinds.port(), "to listen at; 0: any free one (default: no HTTP)")
 
 
 SETTINGS: Final = (instances.Cms, Http, Switches, Config)

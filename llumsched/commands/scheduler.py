@@ -55,6 +55,24 @@ _instances = Group("instances")
 
 
 @dataclass(frozen=True, slots=True)
+class LoadOverride:
+    metric: str | None = None
+    threshold: float | None = None
+
+
+def _load(infer_type: str) -> LoadOverride:
+    of = f"of {infer_type} instances (default: the policy's)"
+    flag = f"--dispatch-{infer_type}-load"
+    return _dispatch.parts(
+        LoadOverride(),
+        metric=_dispatch.part(kinds.text("METRIC"), f"how the load is measured {of}", flag=f"{flag}-metric"),
+        threshold=_dispatch.part(
+            kinds.number("LOAD"), f"load from which on nothing is sent {of}", flag=f"{flag}-threshold"
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Dispatch:
     """The mode, the policy, and what is said instead of it. None: as the policy has it."""
 
@@ -70,12 +88,9 @@ class Dispatch:
         f"{', '.join(built_in_policies())}, or a .yaml file",
         flag="--scheduling-policy",
     )
-    neutral_load_metric: str | None = _dispatch.setting(None, kinds.text("METRIC"), "default: the policy's")
-    neutral_load_threshold: float | None = _dispatch.setting(None, kinds.number("LOAD"), "default: the policy's")
-    prefill_load_metric: str | None = _dispatch.setting(None, kinds.text("METRIC"), "default: the policy's")
-    prefill_load_threshold: float | None = _dispatch.setting(None, kinds.number("LOAD"), "default: the policy's")
-    decode_load_metric: str | None = _dispatch.setting(None, kinds.text("METRIC"), "default: the policy's")
-    decode_load_threshold: float | None = _dispatch.setting(None, kinds.number("LOAD"), "default: the policy's")
+    neutral: LoadOverride = _load("neutral")
+    prefill: LoadOverride = _load("prefill")
+    decode: LoadOverride = _load("decode")
     top_k: int | None = _dispatch.setting(
         None, kinds.integer(at_least=1), "choose among the N best (default: the policy's, 1)"
     )
@@ -95,11 +110,10 @@ class Dispatch:
 
     def load_policy(self, *, is_rescheduled: bool) -> Policy:
         """Raises PolicyError."""
-        metrics = {each: self._of(each, "metric") for each in InferType}
-        thresholds = {each: self._of(each, "threshold") for each in InferType}
+        loads: dict[InferType, LoadOverride] = {each: getattr(self, each) for each in InferType}
         overrides = Overrides(
-            {each: metric for each, metric in metrics.items() if metric is not None},
-            {each: threshold for each, threshold in thresholds.items() if threshold is not None},
+            {each: load.metric for each, load in loads.items() if load.metric is not None},
+            {each: load.threshold for each, load in loads.items() if load.threshold is not None},
             self.top_k,
             self.failover_domain,
             self.staleness_s,
@@ -107,9 +121,6 @@ class Dispatch:
             frozenset({"failover_domain", "staleness_s"} if is_rescheduled else ()),
         )
         return load_policy(self.policy, self.mode, overrides)
-
-    def _of(self, infer_type: InferType, what: str) -> Any:
-        return getattr(self, f"{infer_type}_load_{what}")
 
 
 def _host(value: str) -> str:
@@ -136,17 +147,17 @@ class CmsSettings:
     cms_redis_host: str = _instances.setting(
         "", Kind(_host, "HOST"), "with --cms-redis-port, the same as --cms redis://…", mode=Mode.FULL
     )
-    cms_redis_port: int = _instances.setting(6379, kinds.port(1), "of that", mode=Mode.FULL)
-    cms_redis_username: str = _instances.setting("", kinds.text("NAME"), "there", mode=Mode.FULL)
+    cms_redis_port: int = _instances.setting(6379, kinds.port(1), "port of that Redis", mode=Mode.FULL)
+    cms_redis_username: str = _instances.setting("", kinds.text("NAME"), "user at that Redis", mode=Mode.FULL)
     cms_redis_password: str = _instances.setting(
         "",
         kinds.text("TEXT"),
-        "which everybody on this host sees; better: --cms-redis-password-file",
+        "password there, which everybody on this host sees; better: --cms-redis-password-file",
         mode=Mode.FULL,
         secret=True,
     )
     cms_redis_password_file: str = _instances.setting(
-        "", kinds.text("FILE"), "that holds it, not readable for everybody", mode=Mode.FULL
+        "", kinds.text("FILE"), "a file with that password, not readable for everybody", mode=Mode.FULL
     )
 
     @property

@@ -27,7 +27,7 @@ class Selection:
     """Which requests they mean is for the source to say."""
     all: bool = _which.setting(False, MARK, "all requests, waiting and running")
     rule: str | None = _which.setting(None, kinds.one_of(_RULES), "what --value counts")
-    order: str | None = _which.setting(None, kinds.one_of(_ORDERS), "whom first")
+    order: str | None = _which.setting(None, kinds.one_of(_ORDERS), "which requests first")
     value: float | None = _which.setting(
         None, kinds.number(), "requests (-1: all), tokens, or share of the KV cache in (0, 1]"
     )

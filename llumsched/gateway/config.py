@@ -69,8 +69,8 @@ _tokens = Group("tokens", unit="")
 class Config:
     """All times in seconds."""
 
-    host: str = _listening.setting("127.0.0.1", kinds.text("HOST"), "address to listen at")
-    port: int = _listening.setting(8001, kinds.port(), "0: any free one")
+    host: str = _listening.setting("127.0.0.1", kinds.text("HOST"), "to listen at")
+    port: int = _listening.setting(8001, kinds.port(), "to listen at; 0: any free one")
     workers: int = _listening.setting(
         1, kinds.integer(at_least=1, at_most=MOST_WORKERS), "processes that share the port"
     )
@@ -96,8 +96,12 @@ class Config:
     shutdown_delay_s: float = _listening.setting(
         0.0, kinds.seconds(), "how long requests are accepted after SIGTERM, while /ready is 503 already"
     )
-    shutdown_timeout_s: float = _listening.setting(30.0, kinds.seconds(), "how long streams may go on after that")
-    access_log: AccessLog = _listening.setting(AccessLog.LINE, kinds.one_of(AccessLog), "form of its lines")
+    shutdown_timeout_s: float = _listening.setting(
+        30.0, kinds.seconds(), "how long streams may go on once nothing new is accepted"
+    )
+    access_log: AccessLog = _listening.setting(
+        AccessLog.LINE, kinds.one_of(AccessLog), "what is written of each request"
+    )
 
     scheduling_policy: str = _instances.setting(
         "load-balance",
@@ -127,17 +131,23 @@ class Config:
         (), kinds.several(_ADDRESS, "HOST:PORT,…"), "schedulers; the first that answers is asked"
     )
     scheduler_ca_file: str = _instances.setting(
-        "", kinds.file(tls.checked_ca_file), "authorities of their certificates (PEM): they are asked over https"
+        "", kinds.file(tls.checked_ca_file), "authorities of schedulers' certificates (PEM): they are asked over https"
     )
     full_mode: bool = _instances.setting(
         True, SWITCH, "false: lite mode, in which the gateway reports what runs", flag="--enable-full-mode-scheduling"
     )
-    requests_report_duration_s: float = _instances.setting(1.0, kinds.seconds(), "between two reports; 0: none")
+    requests_report_duration_s: float = _instances.setting(
+        1.0, kinds.seconds(), "lite mode: between two reports to the scheduler; 0: none"
+    )
     service_token: str = _instances.setting(
         "", kinds.text("TEXT"), "sent to the scheduler as Authorization", secret=True
     )
     service_token_of_file: str = _instances.setting(
-        "", Kind(_word_of_file, "FILE"), "the same, a token out of a file", flag="--service-token-file", secret=True
+        "",
+        Kind(_word_of_file, "FILE"),
+        "a file with a token that the scheduler is shown",
+        flag="--service-token-file",
+        secret=True,
     )
     models_refresh_s: float = _instances.setting(10.0, _TIME, "between two looks at what instances serve")
 
@@ -146,7 +156,7 @@ class Config:
     wait_scheduling_timeout_s: float = _waiting.setting(
         5.0, kinds.seconds(), "how long a request waits for an instance"
     )
-    wait_scheduling_retry_interval_s: float = _waiting.setting(1.0, _TIME, "between two tries of that")
+    wait_scheduling_retry_interval_s: float = _waiting.setting(1.0, _TIME, "between two tries for an instance")
     schedule_timeout_s: float = _waiting.setting(2.0, _TIME, "for the scheduler's answer")
 
     retry_max_count: int = _failures.setting(
@@ -168,7 +178,7 @@ class Config:
     stall_s: float = _failures.setting(
         5.0, _TIME, "silence after which an instance's health is asked for", flag="--stall-time"
     )
-    health_timeout_s: float = _failures.setting(3.0, _TIME, "for that")
+    health_timeout_s: float = _failures.setting(3.0, _TIME, "for an instance to say that it is well")
     engine_stall_s: float = _failures.setting(
         60.0,
         _TIME,
@@ -185,7 +195,9 @@ class Config:
         aliases=("--tokenizer-name",),
     )
     """By model; the model "" is any other."""
-    chat_template: str = _tokens.setting("", kinds.file(kinds.is_file), "instead of the tokenizers' own")
+    chat_template: str = _tokens.setting(
+        "", kinds.file(kinds.is_file), "a chat template instead of the tokenizers' own"
+    )
     count_timeout_s: float = _tokens.setting(
         0.5, _TIME, "of a processor, to render and encode one request; then its tokens are estimated"
     )

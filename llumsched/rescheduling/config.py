@@ -76,7 +76,9 @@ class Config:
     """All times in seconds unless the name says otherwise."""
 
     policies: tuple[str, ...] = rescheduling.setting(
-        POLICIES, kinds.several(kinds.one_of(POLICIES), "NAMES"), "what it does"
+        POLICIES,
+        kinds.several(kinds.one_of(POLICIES), "NAMES"),
+        "what it looks at: loads to even out, failures to get away from",
     )
     interval_ms: float = rescheduling.setting(
         500.0,

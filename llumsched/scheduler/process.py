@@ -73,7 +73,7 @@ def _endpoints(value: str) -> dict[Address, InferType]:
 class SchedulerConfig:
     policy: Policy
     host: str = _process.setting(HOST, kinds.text("HOST"), "to listen at")
-    port: int = _process.setting(PORT, kinds.port(), "0: any free one")
+    port: int = _process.setting(PORT, kinds.port(), "to listen at; 0: any free one")
     cms: str = CMS
     """Full mode: of `llumsched.cms.store.open_store`."""
     service_token_file: str = _process.setting(
@@ -105,7 +105,7 @@ class SchedulerConfig:
     account_staleness_s: float = _dispatch.setting(
         10.0,
         _TIME,
-        "how long, for a request that never gets there",
+        "how long a request that was sent counts if it never gets there",
         flag="--request-local-account-staleness-seconds",
         mode=Mode.FULL,
     )

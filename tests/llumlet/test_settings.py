@@ -207,7 +207,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         "--glossy, --no-glossy shines",
         "--thick [BOOL] wet mode: is thick (default true)",
         "--layers LAYER, --coat LAYER on it",
-        "--password TEXT that opens it Or LLUMNIX_CMS.",
+        "--password TEXT that opens it (or LLUMNIX_CMS)",
         "--drying-time TIME until dry (default 60)",
         "--pair-left N of the pair (default 1)",
     ):

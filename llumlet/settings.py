@@ -22,10 +22,10 @@ import argparse
 import difflib
 import os
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from llumlet.kinds import Kind, faults_of
 
@@ -100,26 +100,33 @@ class Group:
         return self.prefix + said.replace("_", "-")
 
     def setting(
-        self, default: D, kind: Kind[T], help: str, *, flag: str | None = None, secret: bool = False, **more: Any
+        self,
+        default: D,
+        kind: Kind[T],
+        help: str,
+        *,
+        flag: str = "",
+        aliases: tuple[str, ...] = (),
+        variable: str | None = "",
+        mode: str = "",
+        secret: bool = False,
     ) -> D | T:
-        """A field. `more`: of `Setting`."""
-        return self._field(default, {"": self.part(kind, help, flag=flag, **more)}, repr=not secret)
+        """A field. A `secret` is not in the representation of its object."""
+        return _field(default, {"": Setting(self, kind, help, flag, aliases, variable, mode)}, is_shown=not secret)
 
-    def parts(self, default: D, **parts: Setting) -> D:
-        """A field that is a dataclass, some fields of which are settings."""
-        return self._field(default, parts)
+    def part(self, kind: Kind[Any], help: str, flag: str) -> Setting:
+        return Setting(self, kind, help, flag)
 
-    def part(self, kind: Kind[Any], help: str, *, flag: str | None = None, **more: Any) -> Setting:
-        return Setting(self, kind, help, flag or "", **more)
 
-    @staticmethod
-    def _field(default: D, parts: Mapping[str, Setting], **more: Any) -> D:
-        # A dataclass takes no mutable default.
-        held: dict[str, Any] = (
-            {"default": default} if isinstance(default, Hashable) else {"default_factory": lambda: default}
-        )
-        made: D = field(**held, metadata={_METADATA: parts}, **more)
-        return made
+def field_of(default: D, **parts: Setting) -> D:
+    """A field that is a dataclass, of which these fields are settings: see `Group.part`."""
+    return _field(default, parts)
+
+
+def _field(default: D, parts: Mapping[str, Setting], *, is_shown: bool = True) -> D:
+    # Not `default`, which may not be of a mutable type.
+    made: D = field(default_factory=lambda: default, repr=is_shown, metadata={_METADATA: parts})
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,15 +136,20 @@ class Entry:
     field: str
     part: str
     setting: Setting
-    default: Any
+    whole: Any
+    """The default of the field."""
+
+    @property
+    def default(self) -> Any:
+        return getattr(self.whole, self.part) if self.part else self.whole
 
 
 def entries(cls: type) -> Iterator[Entry]:
     for each in fields(cls):
         for part, setting in each.metadata.get(_METADATA, {}).items():
-            default = each.default_factory() if callable(each.default_factory) else each.default
             flag = setting.flag or setting.group.flag(each.name)
-            yield Entry(each.name, part, replace(setting, flag=flag), getattr(default, part) if part else default)
+            default = cast(Callable[[], Any], each.default_factory)()
+            yield Entry(each.name, part, replace(setting, flag=flag), default)
 
 
 def all_entries(classes: Iterable[type]) -> list[Entry]:
@@ -216,7 +228,7 @@ class Reading:
                 unread.add(entry.field)
                 continue
             if entry.part:
-                value = replace(values.get(entry.field, _default_of(cls, entry.field)), **{entry.part: value})
+                value = replace(values.get(entry.field, entry.whole), **{entry.part: value})
             values[entry.field] = value
 
     def make(self, cls: type[T], **others: Any) -> T:
@@ -326,7 +338,3 @@ def _of_file(path: str, settings: Mapping[str, Setting], faults: list[str]) -> d
 
 def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _default_of(cls: type, name: str) -> Any:
-    return next(each.default for each in fields(cls) if each.name == name)

@@ -11,7 +11,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from llumlet import settings
 from llumlet.credential_files import CredentialFiles, CredentialsError
@@ -51,11 +51,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.INTERRUPTED
 
 
-def prepare(
-    name: str, words: Sequence[str], environ: Mapping[str, str] = os.environ
-) -> tuple[Any, Credentials, list[str]]:
-    """What the command's `run` takes, and everything that is wrong with the command line, the variables and the file
-    of --config, a sentence each."""
+class Prepared(NamedTuple):
+    """What `run` of a command takes, if there are no faults."""
+
+    config: Any
+    credentials: Credentials
+    faults: list[str]
+    """Everything that is wrong with command line, variables and file, a sentence each."""
+
+
+def prepare(name: str, words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Prepared:
     given, further = _split(words)
     command = load(name)
     args, unknown = _parser(name, command).parse_known_args(given)
@@ -69,7 +74,7 @@ def prepare(
         credentials = Credentials.load(reading.make(CredentialFiles), Role.OPERATOR)
     except CredentialsError as error:
         reading.faults += error.faults
-    return config, credentials, reading.faults
+    return Prepared(config, credentials, reading.faults)
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

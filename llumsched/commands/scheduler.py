@@ -18,7 +18,7 @@ from llumlet import kinds
 from llumlet.credentials import Credentials
 from llumlet.kinds import SWITCH, Kind
 from llumlet.loopback import is_loopback
-from llumlet.settings import Group, Reading
+from llumlet.settings import Group, Reading, field_of
 from llumlet.types import Address
 from llumsched import descriptors
 from llumsched.cms.store import LISTEN, name_of, store_faults
@@ -63,7 +63,7 @@ class LoadOverride:
 def _load(infer_type: str) -> LoadOverride:
     of = f"of {infer_type} instances (default: the policy's)"
     flag = f"--dispatch-{infer_type}-load"
-    return _dispatch.parts(
+    return field_of(
         LoadOverride(),
         metric=_dispatch.part(kinds.text("METRIC"), f"how the load is measured {of}", flag=f"{flag}-metric"),
         threshold=_dispatch.part(

@@ -9,7 +9,7 @@ from typing import Final
 
 from llumlet import kinds
 from llumlet.protocol.selection import Order, Unit
-from llumlet.settings import Group
+from llumlet.settings import Group, field_of
 from llumsched.rescheduling.moves import AS_NEEDED, Selection
 
 POLICIES: Final = ("decode_load", "neutral_load", "prefill_failover", "decode_failover", "neutral_failover")
@@ -56,7 +56,7 @@ _failover = Group("failover")
 
 
 def _target(infer_type: str) -> LoadTarget:
-    return rescheduling.parts(
+    return field_of(
         LoadTarget(),
         metric=rescheduling.part(
             kinds.text("METRIC"),
@@ -105,7 +105,7 @@ class Config:
         "among which instances; thresholds apply to the cluster",
         flag="--rescheduling-load-balance-scope",
     )
-    selection: Selection = rescheduling.parts(
+    selection: Selection = field_of(
         SHORTEST_AS_NEEDED,
         unit=rescheduling.part(kinds.one_of(Unit), "what the value counts", flag="--rescheduling-req-select-rule"),
         order=rescheduling.part(kinds.one_of(Order), "which requests first", flag="--rescheduling-req-select-order"),

@@ -42,7 +42,7 @@ class Config:
     password: str = _paint.setting("", text("TEXT"), "that opens it", secret=True, variable="LLUMNIX_CMS")
     drying_s: float = _time.setting(60.0, seconds(above=0), "until dry", flag="--drying-time")
     years: int | None = _time.setting(None, integer(at_least=1), "to last", variable=None)
-    pair: Pair = _paint.parts(
+    pair: Pair = settings.field_of(
         Pair(),
         left=_paint.part(number(), "of the pair", flag="--pair-left"),
         right=_paint.part(text("R"), "of the pair", flag="--pair-right"),

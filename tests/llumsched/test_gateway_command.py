@@ -82,7 +82,7 @@ def test_settings_of_a_file_and_of_variables(tmp_path: Path) -> None:
         continuation=False,
     )  # fmt: skip
     path.write_text("prot: 1\nport: x\n")
-    assert prepare("gateway", ["gateway", "--scheduler-endpoints", "a:1", "--config", str(path)], {})[2] == [
+    assert prepare("gateway", ["gateway", "--scheduler-endpoints", "a:1", "--config", str(path)], {}).faults == [
         f"{path}:1: prot is no setting; did you mean port?",
         f"{path}:2: port 'x' is not a port",
     ]

@@ -114,7 +114,7 @@ async def test_two_engines_may_be_at_one_address() -> None:
 
 
 def _faults(*flags: str) -> str:
-    return "\n".join(prepare("gateway", ["gateway", "--scheduling-policy", "round-robin", *flags], {})[2])
+    return "\n".join(prepare("gateway", ["gateway", "--scheduling-policy", "round-robin", *flags], {}).faults)
 
 
 def test_flags(tmp_path: Path) -> None:

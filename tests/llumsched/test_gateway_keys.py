@@ -266,7 +266,7 @@ def test_files_of_keys_that_are_none(write: Write, content: Any, fault: str) -> 
 
 
 def _faults(*flags: str) -> str:
-    return "\n".join(prepare("gateway", ["gateway", "--scheduler-endpoints", "a:1", *flags], {})[2])
+    return "\n".join(prepare("gateway", ["gateway", "--scheduler-endpoints", "a:1", *flags], {}).faults)
 
 
 def test_beyond_this_machine_it_wants_keys_and_tls(write: Write, tmp_path: Path) -> None:

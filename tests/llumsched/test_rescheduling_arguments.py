@@ -83,7 +83,7 @@ def test_examples_of_help_are_right() -> None:
     lines = [line.split() for line in rescheduler.DESCRIPTION.splitlines() if line.startswith("  llumnix")]
     assert lines
     for line in lines:
-        assert prepare("rescheduler", line[1:], {})[2] == []
+        assert prepare("rescheduler", line[1:], {}).faults == []
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_selections(rule: str, order: str, value: str, fault: str) -> None:
     ],
 )
 def test_faults_of_the_command(given: list[str], faults: list[str]) -> None:
-    found = prepare("rescheduler", ["rescheduler", *given], {})[2]
+    found = prepare("rescheduler", ["rescheduler", *given], {}).faults
     for fault, said in zip(faults, found, strict=True):
         assert fault in said
 

@@ -190,10 +190,10 @@ def test_files_of_tls_are_looked_at_first(write: Write, tmp_path: Path) -> None:
     assert not parsed("--ssl-certfile", certificate, "--ssl-keyfile", key)[0]
     assert "belong together" in parsed("--ssl-certfile", certificate)[0][0]
     assert "do not fit" in parsed("--ssl-certfile", certificate, "--ssl-keyfile", other)[0][0]
-    assert "holds no certificates" in prepare("explain", ["explain", "--scheduler-ca-file", other], {})[2][0]
+    assert "holds no certificates" in prepare("explain", ["explain", "--scheduler-ca-file", other], {}).faults[0]
     (tmp_path / "token").touch(mode=0o600)
     (tmp_path / "token").write_bytes(b"\xff")
-    (fault,) = prepare("explain", ["explain", "--service-token-file", str(tmp_path / "token")], {})[2]
+    (fault,) = prepare("explain", ["explain", "--service-token-file", str(tmp_path / "token")], {}).faults
     assert fault == f"--service-token-file {tmp_path / 'token'} holds no token"
 
 

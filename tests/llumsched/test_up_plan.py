@@ -120,7 +120,7 @@ def test_all_faults_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
 
 def test_more_than_one_machine_takes() -> None:
-    found = cli.prepare("up", ["up", "m", "--engines", "100001", "--gateway-workers", "100001"], {})[2]
+    found = cli.prepare("up", ["up", "m", "--engines", "100001", "--gateway-workers", "100001"], {}).faults
     assert {"--engines must be from 1 to 256", "--gateway-workers must be from 1 to 256"} <= set(found)
 
 

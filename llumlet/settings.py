@@ -48,7 +48,6 @@ _OF_A_KUBERNETES_SERVICE: Final = re.compile(
     r"LLUMNIX_(\w+_)?("
     r"SERVICE_HOST=.*|SERVICE_PORT(_\w+)?=.*|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?=.*|PORT=(tcp|udp|sctp)://.*)"
 )
-"""What kubelet sets in every container of a namespace that has a Service called `llumnix` or `llumnix-…`."""
 _METADATA: Final = "settings"
 
 
@@ -278,7 +277,7 @@ def read(
         sources |= _of_file(file, settings, reading.faults)
     variables = {variable: flag for flag, each in settings.items() if (variable := each.variable_of(program))}
     for name, flag in variables.items():
-        if value := environ.get(name):
+        if (value := environ.get(name)) and not _is_of_kubernetes(name, value):
             sources[flag] = (name, [value] if settings[flag].kind.repeated else value)
     for flag, setting in settings.items():
         said = getattr(args, setting.dest, None)
@@ -302,8 +301,14 @@ def unknown_variables(program: str, classes: Iterable[type], environ: Mapping[st
         if name.startswith("LLUMNIX_")
         and name not in known
         and (name.startswith(own) or not name.startswith(others))
-        and not _OF_A_KUBERNETES_SERVICE.fullmatch(f"{name}={value}")
+        and not _is_of_kubernetes(name, value)
     )
+
+
+def _is_of_kubernetes(name: str, value: str) -> bool:
+    """Whether kubelet made the variable, for a Service called `llumnix` or `llumnix-…`: it is in every container of the
+    namespace, and `LLUMNIX_GATEWAY_PORT` is a setting as well."""
+    return _OF_A_KUBERNETES_SERVICE.fullmatch(f"{name}={value}") is not None
 
 
 def _of_file(path: str, settings: Mapping[str, Setting], faults: list[str]) -> dict[str, tuple[str, Any]]:

@@ -81,6 +81,9 @@ def test_settings_of_a_file_and_of_variables(tmp_path: Path) -> None:
         read_timeout_s=180.0, tokenizers={"m": "/a", "": "/b"}, port=2, workers=4, max_ejected=0.0, insecure=True,
         continuation=False,
     )  # fmt: skip
+    link = {"LLUMNIX_GATEWAY_PORT": "tcp://10.96.0.8:8001", "LLUMNIX_GATEWAY_SERVICE_HOST": "10.96.0.8"}
+    config, _, faults = prepare("gateway", ["gateway", "--config", str(path)], link)
+    assert (faults, config.port) == ([], 1), "what Kubernetes tells of a Service called llumnix-gateway is no setting"
     path.write_text("prot: 1\nport: x\n")
     assert prepare("gateway", ["gateway", "--scheduler-endpoints", "a:1", "--config", str(path)], {}).faults == [
         f"{path}:1: prot is no setting; did you mean port?",

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from llumlet import settings
+from llumlet import setting_sources, settings
 from llumlet.credential_files import CredentialFiles, CredentialsError
 from llumlet.credentials import NONE, Credentials
 from llumlet.roles import Role
@@ -66,7 +66,9 @@ def prepare(name: str, words: Sequence[str], environ: Mapping[str, str] = os.env
     args, unknown = _parser(name, command).parse_known_args(given)
     if name not in WITH_FURTHER:
         unknown += further
-    reading = settings.read(name, (*command.SETTINGS, CredentialFiles), args, environ, args.config, tuple(further))
+    reading = setting_sources.read(
+        name, (*command.SETTINGS, CredentialFiles), args, environ, args.config, tuple(further)
+    )
     reading.faults[:0] = [f"unknown argument {argument!r}" for argument in unknown]
     config = command.prepare(reading)
     credentials = NONE

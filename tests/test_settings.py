@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 
 from llumlet.credential_files import CredentialFiles
-from llumlet.settings import SHARED_VARIABLES, Entry, all_entries, shown_default
+from llumlet.setting_sources import SHARED_VARIABLES
+from llumlet.settings import Entry, all_entries, shown_default
 from llumsched.commands import COMMANDS, load
 from tests.support.settings import ROOT, document
 from vllm_llumnix.config import LlumletConfig, Switch

@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from llumlet import kinds, settings
+from llumlet import kinds, setting_sources, settings
 from llumlet.credential_files import CredentialFiles, CredentialsError
 from llumlet.kinds import MARK, Kind
 from llumlet.redis_url import REDIS_SCHEMES, RedisUrl, split_stores
 from llumlet.reporter import cms_faults
-from llumlet.settings import Group, Reading
+from llumlet.setting_sources import Reading
+from llumlet.settings import Group
 from vllm_llumnix.errors import ConfigError
 from vllm_llumnix.hosts import address_of_interface, reachable_host
 from vllm_llumnix.kv.settings import UNLIMITED, Limit, MooncakeSettings, WorkerSettings
@@ -314,10 +315,10 @@ def config_from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.e
     Raises ConfigError with every fault found in the flags and in `LLUMNIX_*` variables.
     """
     if not getattr(args, "enable_llumlet", False):
-        if given := settings.read("llumlet", (LlumletConfig,), args, {}).given:
+        if given := setting_sources.read("llumlet", (LlumletConfig,), args, {}).given:
             raise ConfigError([f"{', '.join(given)} needs --enable-llumlet"])
         return None
-    reading = settings.read("llumlet", (LlumletConfig,), args, environ)
+    reading = setting_sources.read("llumlet", (LlumletConfig,), args, environ)
     config = reading.make(
         LlumletConfig,
         instance_id=f"{socket.gethostname()[:100]}-{uuid.uuid4().hex[:8]}",

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from llumlet.settings import unknown_variables
+from llumlet.setting_sources import unknown_variables
 from vllm_llumnix.config import LlumletConfig
 from vllm_llumnix.kv.mooncake import why_not_installed
 from vllm_llumnix.patching.installed import examine, find_vllm

@@ -8,7 +8,7 @@ import importlib
 from typing import Any, Final, Protocol
 
 from llumlet.credentials import Credentials
-from llumlet.settings import Reading
+from llumlet.setting_sources import Reading
 
 
 class Command(Protocol):

@@ -14,7 +14,7 @@ from llumlet.client import LlumletClient
 from llumlet.credentials import Credentials
 from llumlet.errors import LlumletCallFailed, LlumletUnreachable
 from llumlet.kinds import Kind
-from llumlet.settings import Reading
+from llumlet.setting_sources import Reading
 from llumlet.types import DrainProgress, DrainRequest
 from llumsched import output
 from llumsched.cms.snapshot import CmsUnreachable

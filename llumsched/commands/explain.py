@@ -13,7 +13,7 @@ import aiohttp
 from llumlet import kinds
 from llumlet.credentials import Credentials
 from llumlet.kinds import Kind
-from llumlet.settings import Reading
+from llumlet.setting_sources import Reading
 from llumlet.types import Address
 from llumsched import output
 from llumsched.commands.arguments import OPTIONS, Output

@@ -11,7 +11,7 @@ from llumlet import kinds
 from llumlet.client import LlumletClient
 from llumlet.credentials import Credentials
 from llumlet.kinds import Kind
-from llumlet.settings import Reading
+from llumlet.setting_sources import Reading
 from llumlet.types import Address
 from llumsched.cms.snapshot import CmsUnreachable, look
 from llumsched.cms.store import LISTEN, name_of, store_faults

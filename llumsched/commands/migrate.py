@@ -14,7 +14,8 @@ from llumlet.client import LlumletClient
 from llumlet.credentials import Credentials
 from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
 from llumlet.kinds import MARK
-from llumlet.settings import Group, Reading
+from llumlet.setting_sources import Reading
+from llumlet.settings import Group
 from llumlet.types import MigrateRequest, Mode, MoveSummary, Reason
 from llumsched import output
 from llumsched.cms.snapshot import CmsUnreachable

@@ -12,7 +12,8 @@ from typing import Final
 
 from llumlet import kinds
 from llumlet.credentials import Credentials
-from llumlet.settings import Group, Reading
+from llumlet.setting_sources import Reading
+from llumlet.settings import Group
 from llumsched.cms.store import name_of
 from llumsched.commands import instances
 from llumsched.exit_codes import ExitCode

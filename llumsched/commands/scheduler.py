@@ -18,7 +18,8 @@ from llumlet import kinds
 from llumlet.credentials import Credentials
 from llumlet.kinds import SWITCH, Kind
 from llumlet.loopback import is_loopback
-from llumlet.settings import Group, Reading, field_of
+from llumlet.setting_sources import Reading
+from llumlet.settings import Group, field_of
 from llumlet.types import Address
 from llumsched import descriptors
 from llumsched.cms.store import LISTEN, name_of, store_faults

@@ -8,7 +8,7 @@ from typing import Final
 
 from llumlet.client import LlumletClient
 from llumlet.credentials import Credentials
-from llumlet.settings import Reading
+from llumlet.setting_sources import Reading
 from llumlet.types import NOT_WELL, Health, InstanceMetadata, InstanceStatus, word
 from llumsched import output
 from llumsched.commands import instances

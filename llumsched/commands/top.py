@@ -14,7 +14,7 @@ from rich.table import Table
 from llumlet import kinds
 from llumlet.credentials import Credentials
 from llumlet.kinds import MARK, Kind
-from llumlet.settings import Reading
+from llumlet.setting_sources import Reading
 from llumlet.types import Address
 from llumsched import output
 from llumsched.commands.arguments import OPTIONS, Output

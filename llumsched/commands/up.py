@@ -10,7 +10,8 @@ from typing import Final
 
 from llumlet.credential_files import CredentialFiles
 from llumlet.credentials import Credentials
-from llumlet.settings import Reading, entries
+from llumlet.setting_sources import Reading
+from llumlet.settings import entries
 from llumsched.up.plan import CHECKS, UpConfig, plan_of
 
 DESCRIPTION = """Start engines, scheduler, rescheduler and gateway on this machine, and stop them all together.

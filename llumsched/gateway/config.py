@@ -13,7 +13,8 @@ from llumlet import kinds
 from llumlet.kinds import SWITCH, Kind
 from llumlet.loopback import is_loopback
 from llumlet.secret_files import read_secret
-from llumlet.settings import Group, Reading
+from llumlet.setting_sources import Reading
+from llumlet.settings import Group
 from llumlet.types import Address
 from llumsched import tls
 from llumsched.gateway.endpoints import Endpoint

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from llumlet.kinds import SWITCH
 from llumlet.protocol.selection import ALL, Order, Unit
-from llumlet.settings import Reading
+from llumlet.setting_sources import Reading
 from llumsched.rescheduling.config import Config, rescheduling
 from llumsched.rescheduling.loads import metric_fault
 from llumsched.rescheduling.moves import AS_NEEDED

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from llumlet import settings
+from llumlet import setting_sources, settings
 from llumlet.kinds import MARK, SWITCH, Kind, file, integer, is_file, number, one_of, port, seconds, several, text
-from llumlet.settings import PROGRAMS, Group, Reading
+from llumlet.setting_sources import PROGRAMS, Reading
+from llumlet.settings import Group
 
 
 class Colour(enum.StrEnum):
@@ -66,7 +67,7 @@ def read(*words: str, path: str = "", **environ: str) -> Reading:
     settings.add_arguments(parser, (Config, Other))
     args, unknown = parser.parse_known_args(words)
     assert not unknown
-    return settings.read("gateway", (Config, Other), args, environ, path)
+    return setting_sources.read("gateway", (Config, Other), args, environ, path)
 
 
 def config(*words: str, path: str = "", **environ: str) -> Config:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from llumlet import settings
+from llumlet import setting_sources, settings
 from llumlet.protocol.selection import Order, Unit
-from llumlet.settings import Reading
+from llumlet.setting_sources import Reading
 from llumsched.cli import prepare
 from llumsched.commands import rescheduler
 from llumsched.rescheduling import arguments
@@ -26,7 +26,7 @@ def read(*given: str) -> Reading:
     parser = argparse.ArgumentParser()
     classes = (Switches, Config)
     settings.add_arguments(parser, classes)
-    return settings.read("rescheduler", classes, parser.parse_args(given), {})
+    return setting_sources.read("rescheduler", classes, parser.parse_args(given), {})
 
 
 def prepared(*given: str) -> tuple[Switches, Config]:

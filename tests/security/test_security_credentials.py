@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llumlet import settings
+from llumlet import setting_sources, settings
 from llumlet.credential_files import CredentialFiles, CredentialsError
 from llumlet.credentials import Credentials
 from tests.support.authority import Authority, flags_of
@@ -89,7 +89,7 @@ def test_flags_win_over_variables(tmp_path: Path) -> None:
     settings.add_arguments(parser, (CredentialFiles,))
     environ = {"LLUMNIX_TLS_CERT": "/variable", "LLUMNIX_TOKEN_FILE": "/variable"}
     args = parser.parse_args(["--llumlet-token-file", "/flag"])
-    given = settings.read("ps", (CredentialFiles,), args, environ).make(CredentialFiles)
+    given = setting_sources.read("ps", (CredentialFiles,), args, environ).make(CredentialFiles)
     assert given == CredentialFiles(tls_cert="/variable", token_file="/flag")
 
 

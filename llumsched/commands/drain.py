@@ -60,8 +60,8 @@ SETTINGS: Final = (Options, instances.Cms, Output)
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    instance: instances.Places
-    destinations: instances.Places
+    places: instances.Places
+    """The instance, then the destinations."""
     timeout_s: float | None
     """None: the instance's own."""
     as_json: bool
@@ -78,7 +78,8 @@ def prepare(reading: Reading) -> Drain:
     destinations = instances.places(reading, [("--to", text) for text in instances.words(options.to)], cms)
     if both := set(instance.places) & set(destinations.places):
         reading.faults.append(f"--llumlet and --to name the same llumlet, {both.pop()}")
-    return Drain(instance, destinations, options.timeout_s, reading.make(Output).json)
+    places = instances.Places([*instance.places, *destinations.places], cms)
+    return Drain(places, options.timeout_s, reading.make(Output).json)
 
 
 def run(drain: Drain, credentials: Credentials) -> int:
@@ -95,8 +96,7 @@ def run(drain: Drain, credentials: Credentials) -> int:
 async def _drain(drain: Drain, credentials: Credentials) -> ExitCode:
     as_json = drain.as_json
     try:
-        both = instances.Places([*drain.instance.places, *drain.destinations.places], drain.instance.cms)
-        address, *destinations = await both.resolve(credentials)
+        address, *destinations = await drain.places.resolve(credentials)
     except CmsUnreachable as error:
         return _failed(error, as_json=as_json)
     request = DrainRequest(timeout_s=drain.timeout_s or 0.0, destinations=map(str, destinations))

@@ -22,6 +22,8 @@ from llumlet.protocol.ids import RequestId
 
 ALL = -1
 """Value of NUM_REQ: every request, waiting ones included, whatever the order says."""
+_MOST = 1 << 62
+"""In messages it has 64 bits."""
 
 
 class Unit(enum.StrEnum):
@@ -81,6 +83,8 @@ def value_fault(unit: Unit, value: float) -> str:
         return "" if 0 < value <= 1 else f"{value:g} is not in (0, 1]"
     if not math.isfinite(value) or value != int(value):
         return f"{value:g} is not a whole number"
+    if value >= _MOST:
+        return f"{value:g} is too large"
     if value >= 1 or (unit is Unit.NUM_REQ and value == ALL):
         return ""
     least = f"neither positive nor {ALL} (all)" if unit is Unit.NUM_REQ else "not positive"

@@ -65,9 +65,9 @@ class Attempts(ABC):
         self._request = received.request
         self._body = received.body
         self._record = received.record
+        self._num_counted = received.num_tokens
         self._own_id = received.own_id
         self._started_s = received.started_s
-        self._counted = received.counted
         self._target = received.target
         self._headers = received.headers
         self._content: Content = (received.body.content,)
@@ -113,9 +113,9 @@ class Attempts(ABC):
         return self._record.num_input_tokens
 
     @property
-    def _asked_for(self) -> tuple[int, tuple[int, ...] | None]:
-        """Tokens that an engine gets as its prompt, and their ids if they are known."""
-        return self._counted.num_tokens, self._counted.token_ids
+    def _num_prompt_tokens(self) -> int:
+        """That an engine gets as its prompt."""
+        return self._num_counted
 
     async def _prepare(self, placed: Placed) -> None:
         """Before the request is sent."""
@@ -203,9 +203,7 @@ class Attempts(ABC):
         started_s = time.monotonic()
         suffix = f"-r{self._tried.num_placed}" if self._tried.num_placed else ""
         try:
-            num_tokens, token_ids = self._asked_for
-            ids = token_ids if self._config.forward_tokens else None
-            asked = Asked(self._own_id + suffix, self._body.model, num_tokens, ids)
+            asked = Asked(self._own_id + suffix, self._body.model, self._num_prompt_tokens)
             placed = await self._choose(asked)
         finally:
             self._record.schedule_s += time.monotonic() - started_s

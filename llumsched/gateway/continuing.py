@@ -72,13 +72,10 @@ class Continuing(Attempts):
         return self._record.num_input_tokens + num_output
 
     @property
-    def _asked_for(self) -> tuple[int, tuple[int, ...] | None]:
+    def _num_prompt_tokens(self) -> int:
         if self._out is None or not self._transcript.token_ids:
-            return super()._asked_for
-        if not self._config.forward_tokens:
-            return self._transcript.num_prompt + len(self._transcript.token_ids), None
-        tokens = tuple(self._transcript.prompt_and_tokens)
-        return len(tokens), tokens
+            return super()._num_prompt_tokens
+        return self._transcript.num_prompt + len(self._transcript.token_ids)
 
     async def _prepare(self, placed: Placed) -> None:
         """Takes tokens that end within a character from the transcript. The engine that is to go on knows which do."""

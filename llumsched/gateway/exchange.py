@@ -25,7 +25,7 @@ from llumsched.gateway.forwarded import with_client
 from llumsched.gateway.metrics import Record
 from llumsched.gateway.passing import Passing
 from llumsched.gateway.paths import Found, Kind, Style, Work
-from llumsched.gateway.prompts import Counted, of_bytes
+from llumsched.gateway.prompts import of_bytes
 from llumsched.gateway.request_id import RequestIds
 from llumsched.gateway.services import Received, Services
 
@@ -36,7 +36,6 @@ _ESTIMATED_BYTES: Final = 1 << 16
 _RETRY_SPREAD_S: Final = 3
 """Who is refused at the same moment is not to come back at the same one."""
 _KEPT_ALIVE_AT_ONCE: Final = 100
-_UNCOUNTED: Final = Counted(0)
 
 
 class Exchanges:
@@ -72,14 +71,14 @@ class Exchanges:
             if tenant:
                 record.key = tenant.name
                 tenant.check_priority(body.head.priority)
-            counted = _UNCOUNTED
+            num_tokens = 0
             if not self._config.is_local or (tenant and tenant.allowance.tokens_in_flight):
-                counted = await self._count(body, found)
-            record.num_input_tokens = counted.num_tokens
+                num_tokens = await self._count(body, found)
+            record.num_input_tokens = num_tokens
             record.preprocess_s = time.monotonic() - started_s
             self._services.budget.requested()
-            with tenant.tokens(counted.num_tokens) if tenant else nullcontext():
-                received = Received(request, body, record, own_id, started_s, counted, with_client(request))
+            with tenant.tokens(num_tokens) if tenant else nullcontext():
+                received = Received(request, body, record, own_id, started_s, num_tokens, with_client(request))
                 response = await (await self._attempts(received, found)).run()
             record.status = record.status or response.status
             return response
@@ -129,15 +128,15 @@ class Exchanges:
         except GatewayError as error:
             return None, error
 
-    async def _count(self, body: Body, found: Found) -> Counted:
+    async def _count(self, body: Body, found: Found) -> int:
         path = found.path
         if path.is_form or path.work is Work.TEXT:
-            return _UNCOUNTED
+            return 0
         if path.kind is Kind.CONTINUED:
             return await self._services.tokens.count(body)
         if len(body.content) > _ESTIMATED_BYTES:
-            return Counted(of_bytes(len(body.content)))
-        return Counted(estimate.num_tokens(body.document()))
+            return of_bytes(len(body.content))
+        return estimate.num_tokens(body.document())
 
     async def _attempts(self, received: Received, found: Found) -> Attempts:
         """Raises UnknownResponse."""

@@ -67,7 +67,6 @@ class Gateway:
             config.chat_template,
             cpu_s=config.count_timeout_s,
             num_processes=config.reader_processes,
-            wants_ids=config.forward_tokens,
         )
 
     async def __aenter__(self) -> Self:

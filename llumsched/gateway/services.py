@@ -15,7 +15,6 @@ from llumsched.gateway.config import Config
 from llumsched.gateway.forwarded import RawHeaders
 from llumsched.gateway.metrics import Metrics, Record
 from llumsched.gateway.placement import Placed, Placement
-from llumsched.gateway.prompts import Counted
 from llumsched.gateway.retries import RetryBudget
 from llumsched.gateway.stored import StoredResponses
 from llumsched.gateway.suspects import Trials
@@ -33,7 +32,8 @@ class Received:
     own_id: str
     """Under which engine and scheduler know it."""
     started_s: float
-    counted: Counted
+    num_tokens: int
+    """Of its prompt; 0 if nobody asks for that."""
     headers: RawHeaders
     """For the engine."""
 

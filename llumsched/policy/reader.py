@@ -45,6 +45,11 @@ class PolicyError(ValueError):
         self.faults = faults
 
 
+def is_own_file(name: str) -> bool:
+    """Whether it is a path, and no name of a built-in policy."""
+    return name.endswith((".yaml", ".yml"))
+
+
 def built_in_policies(section: str = "full") -> list[str]:
     """Those that say something of dispatch, or, with "rescheduling", of that."""
     return sorted(
@@ -56,7 +61,7 @@ def built_in_policies(section: str = "full") -> list[str]:
 
 def read_policy(name: str, section: str = "full") -> Any:
     """The document of a built-in policy by name, or of a file by its path: it ends in `.yaml`. Raises PolicyError."""
-    if name.endswith((".yaml", ".yml")):
+    if is_own_file(name):
         try:
             text = Path(name).read_text()
         except (OSError, UnicodeError) as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from llumlet.protocol.selection import Order, Rule, Unit
+from llumlet.protocol.selection import Order, Unit, value_fault
 
 AS_NEEDED: Final = 0.0
 """Value of a balancing policy's selection: as much as evens out the two instances. Never sent to a llumlet."""
@@ -26,13 +26,10 @@ class Selection:
 
 
 def selection_fault(selection: Selection) -> str:
-    """What is wrong with the value; empty if nothing is."""
+    """What is wrong with the value, as the end of a sentence that names it; empty if nothing is."""
     if selection.value != AS_NEEDED:
-        try:
-            Rule(selection.unit, selection.order, selection.value)
-        except ValueError as error:
-            return str(error)
-    elif selection.order is Order.FCW:
+        return value_fault(selection.unit, selection.value)
+    if selection.order is Order.FCW:
         return "0 (as needed) counts tokens that run, and FCW takes what waits: give a number"
     return ""
 

@@ -124,11 +124,11 @@ async def scheduled_by(number: int, **settings: Any) -> AsyncIterator[tuple[Clus
 
 @pytest.mark.asyncio
 async def test_the_scheduler_is_told_the_same_id_as_the_engine() -> None:
-    async with scheduled(forward_tokens=True) as (it, scheduler):
+    async with scheduled() as (it, scheduler):
         await it.post(COMPLETIONS, BODY, {"X-Request-Id": "mine"})
         (asked,) = scheduler.of("/schedule")
         assert (asked["id"], asked["model"], asked["prompt_num_tokens"]) == ("mine", "mock", 5)
-        assert (asked["prompt_token_ids"], asked["scheduling_mode"]) == ([1, 2, 3, 4, 5], "neutral")
+        assert asked["scheduling_mode"] == "neutral"
         assert (it.engines.seen or [])[0]["headers"]["X-Request-Id"] == "mine"
         assert not scheduler.of("/release")  # full mode: the engine's status tells
 
@@ -299,13 +299,11 @@ async def test_a_retry_releases_the_first_place_and_excludes_it() -> None:
 
 @pytest.mark.asyncio
 async def test_a_continuation_is_placed_by_all_of_its_tokens() -> None:
-    async with scheduled(forward_tokens=True) as (it, scheduler):
+    async with scheduled() as (it, scheduler):
         it.engines.fail_at = 3
         reply = await it.post(COMPLETIONS, BODY | {"stream": True, "return_token_ids": True})
-        delivered = [event["choices"][0]["token_ids"][0] for event in reply.events[:3]]
-        first, second = scheduler.of("/schedule")
-        assert (first["prompt_num_tokens"], first["prompt_token_ids"]) == (5, BODY["prompt"])
-        assert (second["prompt_num_tokens"], second["prompt_token_ids"]) == (8, BODY["prompt"] + delivered)
+        assert reply.status == 200
+        assert [asked["prompt_num_tokens"] for asked in scheduler.of("/schedule")] == [5, 8]
 
 
 @pytest.mark.asyncio

@@ -12,7 +12,8 @@ GET  /healthz          200: it runs
 GET  /ready            200, or 503 and why no instance would take a request now
 GET  /metrics          Prometheus
 POST /debug/schedule   what `/schedule` would do, and why; GET with `model` and `prompt_num_tokens` does as well
-GET  /debug/view       what is known of the instances
+GET  /instances        the instances that are known, as `scheduling_result` names them
+GET  /debug/view       everything that is known of them
 """
 
 from __future__ import annotations
@@ -32,30 +33,33 @@ from msgspec import UNSET, UnsetType
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from llumlet.protocol.infer_type import InferType
 from llumlet.types import Address
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.lrs import RealtimeState, Update
+from llumsched.cluster.providers.metadata import type_of
 from llumsched.cluster.request import Request
-from llumsched.dispatch.complaints import Complaint
-from llumsched.dispatch.dispatcher import Dispatcher, NotPlaced, Refused
-from llumsched.dispatch.explain import explain
-from llumsched.scheduler.messages import (
+from llumsched.contract import (
     MAX_BODY_BYTES,
     Complaining,
     Endpoint,
+    Instances,
+    LLMInstance,
     Question,
     Report,
     SchedulingRequest,
     decode,
     encode,
-    llm_instance,
 )
+from llumsched.dispatch.complaints import Complaint
+from llumsched.dispatch.dispatcher import Dispatcher, NotPlaced, Refused
+from llumsched.dispatch.explain import explain
 from llumsched.scheduler.metrics import SchedulerMetrics
 
 _log = logging.getLogger(__name__)
 _KEEPALIVE_S: Final = 3.0
 _MOST_REPORTS: Final = 100_000
+_NAMED_AT_ONCE: Final = 200
+"""Instances of `/instances`, between which requests are placed; half a millisecond."""
 _SHOWN_AT_ONCE: Final = 8
 """Instances of `/debug/view`, between which requests are placed; a millisecond."""
 _STATUS: Final = {
@@ -85,6 +89,7 @@ class Api:
                 web.get("/metrics", self.metrics),
                 web.post("/debug/schedule", self.debug_schedule),
                 web.get("/debug/schedule", self.debug_schedule),
+                web.get("/instances", self.instances),
                 web.get("/debug/view", self.debug_view),
             ]
         )
@@ -101,8 +106,7 @@ class Api:
             return web.Response(status=_STATUS.get(error.kind, 400), text=str(error))
         self._metrics.placed(placements, time.perf_counter() - began_s)
         asked.scheduling_result = [
-            llm_instance(placed.instance, placed.infer_type, asked.model, is_alone=self._is_alone(placed.instance))
-            for placed in placements
+            self._named(placed.instance, placed.infer_type, asked.model) for placed in placements
         ]
         asked.excluded_endpoints = UNSET
         return _json(asked)
@@ -129,7 +133,7 @@ class Api:
                 fault
                 for one in reports
                 if (fault := state.reported(
-                    Update(one.id, one.instance_id, InferType(one.infer_type), one.gateway_id, one.num_tokens,
+                    Update(one.id, one.instance_id, one.infer_type, one.gateway_id, one.num_tokens,
                            prefill_done=one.kind == "prefill_done")
                 ))
             )  # fmt: skip
@@ -211,6 +215,14 @@ class Api:
             }
         )
 
+    async def instances(self, http: web.Request) -> web.Response:
+        named: list[LLMInstance] = []
+        for instance in list(self._dispatcher.view.values()):
+            named.append(self._named(instance, type_of(instance), ""))
+            if len(named) % _NAMED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return _json(Instances(named))
+
     async def debug_view(self, http: web.Request) -> web.Response:
         view, instances = self._dispatcher.view, dict[str, msgspec.Raw]()
         for number, instance in enumerate(list(view.values()), 1):
@@ -239,8 +251,23 @@ class Api:
             ),
         }
 
+    def _named(self, instance: Instance, infer_type: str, model: str) -> LLMInstance:
+        """As gateways are told of it."""
+        metadata = instance.metadata
+        return LLMInstance(
+            id=metadata.instance_id,
+            endpoint=Endpoint(metadata.ip, metadata.api_server_port),
+            model=model or metadata.model,
+            infer_type=infer_type,
+            aux_ip=metadata.ip_kvt,
+            aux_port=metadata.kvt_port,
+            dp_rank=metadata.dp_rank,
+            dp_size=metadata.data_parallel_size,
+            dp_rank_local=UNSET if self._is_alone(instance) else metadata.dp_local_rank,
+        )
+
     def _is_alone(self, instance: Instance) -> bool:
-        """Behind its API server."""
+        """Behind its API server, which then refuses to be told of a rank."""
         if instance.metadata.data_parallel_size < 2:
             return True
         return len(self._dispatcher.complaints.ids_at(instance.api_server)) < 2

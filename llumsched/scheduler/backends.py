@@ -20,7 +20,7 @@ import msgspec
 from llumlet.protocol.infer_type import InferType
 from llumlet.types import Address, InstanceMetadata, InstanceStatus
 from llumsched.cluster.view import View
-from llumsched.scheduler.messages import decode
+from llumsched.contract import decode
 
 _log = logging.getLogger(__name__)
 _TRIES: Final = 3

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON of the scheduler's API, field for field that of Llumnix. What is not known is ignored; what is known must
-have the right type and size. Additions: `excluded_endpoints`, with which a second try names who failed the first, and
-`dp_rank_local`, the rank among those of its API server, unless it is the only one there."""
+"""The JSON between gateways and schedulers, field for field that of Llumnix.
+
+What is not known is ignored; what is known must have the right type and size. Additions: `excluded_endpoints`, with
+which a second try names who failed the first, and `dp_rank_local`, the rank among those of its API server, unless it is
+the only one there.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
 from llumlet.protocol.infer_type import InferType
+from llumlet.types import Address
 from llumsched.causes import Cause
-from llumsched.cluster.instance import Instance
 
 MAX_BODY_BYTES = 16 << 20
 """Of one call. The token ids of a prompt of a million take half of it."""
@@ -28,6 +31,13 @@ T = TypeVar("T")
 class Endpoint(Struct):
     host: Name
     port: Port
+
+    def __bool__(self) -> bool:
+        return bool(self.host and self.port)
+
+    @property
+    def address(self) -> Address:
+        return Address(self.host, self.port)
 
 
 class LLMInstance(Struct):
@@ -47,7 +57,8 @@ class SchedulingRequest(Struct, omit_defaults=True):
     id: RequestId
     model: Name = ""
     gateway_id: Name = ""
-    scheduling_mode: Literal["neutral", "pd_batch", "pd_staged"] = "neutral"
+    scheduling_mode: Literal["neutral", "pd_batch", "pd_staged"] = field(default_factory=lambda: "neutral")
+    """Always written, so no plain default."""
     scheduling_stage: Literal["", "prefill", "decode"] = ""
     prompt_num_tokens: Count = 0
     prompt_token_ids: Raw | UnsetType = UNSET
@@ -77,10 +88,22 @@ class SchedulingRequest(Struct, omit_defaults=True):
             raise ValueError(f"prompt_token_ids: {error}") from error
 
 
+class Placing(Struct):
+    """What a gateway reads of the answer to `/schedule`."""
+
+    scheduling_result: list[LLMInstance] = []
+
+
 class Question(SchedulingRequest):
     """Where a request would go: one in particular, or any such."""
 
     id: Name = ""
+
+
+class Instances(Struct):
+    """The instances that a scheduler knows: the answer to `/instances`."""
+
+    instances: list[LLMInstance] = []
 
 
 class Report(Struct):
@@ -90,7 +113,7 @@ class Report(Struct):
     instance_id: Name
     kind: Literal["state_update", "prefill_done"] = "state_update"
     model: Name = ""
-    infer_type: Literal["neutral", "prefill", "decode"] = "neutral"
+    infer_type: InferType = InferType.NEUTRAL
     gateway_id: Name = ""
     num_tokens: Count = 0
 
@@ -123,19 +146,3 @@ def decode(body: bytes, of: type[T]) -> T:
 
 def encode(value: Any) -> bytes:
     return msgspec.json.encode(value)
-
-
-def llm_instance(instance: Instance, infer_type: InferType, model: str, *, is_alone: bool = True) -> LLMInstance:
-    """`is_alone`: its API server has no other rank, and refuses to be told of one."""
-    metadata = instance.metadata
-    return LLMInstance(
-        id=metadata.instance_id,
-        endpoint=Endpoint(metadata.ip, metadata.api_server_port),
-        model=model or metadata.model,
-        infer_type=infer_type,
-        aux_ip=metadata.ip_kvt,
-        aux_port=metadata.kvt_port,
-        dp_rank=metadata.dp_rank,
-        dp_size=metadata.data_parallel_size,
-        dp_rank_local=UNSET if is_alone else metadata.dp_local_rank,
-    )

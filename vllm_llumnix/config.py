@@ -24,6 +24,7 @@ import msgspec
 from llumlet import kinds, setting_sources, settings
 from llumlet.credential_files import CredentialFiles, CredentialsError
 from llumlet.kinds import MARK, Kind
+from llumlet.protocol.infer_type import InferType
 from llumlet.redis_url import REDIS_SCHEMES, RedisUrl, split_stores
 from llumlet.reporter import cms_faults
 from llumlet.setting_sources import Reading
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from vllm_llumnix.reach import Reach
 
 CONFIG_VARIABLE = "LLUMNIX_LLUMLET"
-INSTANCE_TYPES = ("neutral", "prefill", "decode")
+INSTANCE_TYPES = tuple(map(str, InferType))
 TRANSPORTS = ("auto", "local", "tcp", "mooncake")
 MOONCAKE_PROTOCOLS = ("tcp", "rdma")
 END_SECONDS = 5

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from llumlet.kinds import SWITCH
 from llumlet.setting_sources import Reading
-from llumsched.policy.metrics import metric_fault
 from llumsched.policy.reader import PolicyError, is_own_file
 from llumsched.rescheduling.config import Config, rescheduling
 from llumsched.rescheduling.moves import selection_fault
@@ -42,7 +41,6 @@ def prepare(reading: Reading) -> tuple[Switches, Config]:
     config = reading.make(Config)
     for check in (_policies, _selection):
         reading.check(check, config)
-    reading.check(_metrics, reading.make_with_defaults(Config))
     switches = reading.make_with_defaults(Switches)
     if switches.colocated and switches.standalone:
         reading.faults.append("--colocated-rescheduling-mode and --standalone-rescheduling-mode exclude each other")
@@ -58,12 +56,6 @@ def _policies(config: Config) -> Iterator[str]:
                 load_rescheduling_policy(name, config)
             except PolicyError as error:
                 yield from error.faults
-
-
-def _metrics(config: Config) -> Iterator[str]:
-    for infer_type in ("decode", "neutral"):
-        if fault := metric_fault(config.target(infer_type).metric):
-            yield f"--rescheduling-{infer_type}-load-metric {fault}"
 
 
 def _selection(config: Config) -> Iterator[str]:

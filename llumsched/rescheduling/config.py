@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from llumlet import kinds
+from llumlet.kinds import Kind
 from llumlet.protocol.infer_type import InferType
 from llumlet.protocol.selection import Order, Unit
 from llumlet.settings import Group, field_of
 from llumsched.cluster.domains import FailoverDomain
+from llumsched.policy.metrics import metric_fault
 from llumsched.rescheduling.moves import AS_NEEDED, Selection
 
 POLICIES: Final = ("decode_load", "neutral_load", "prefill_failover", "decode_failover", "neutral_failover")
@@ -47,11 +49,17 @@ rescheduling = Group("rescheduling", _DESCRIPTION, "--rescheduling-")
 _failover = Group("failover")
 
 
+def _metric(name: str) -> str:
+    if fault := metric_fault(name):
+        raise ValueError(fault)
+    return name
+
+
 def _target(infer_type: str) -> LoadTarget:
     return field_of(
         LoadTarget(),
         metric=rescheduling.part(
-            kinds.text("METRIC"),
+            Kind(_metric, "METRIC"),
             f"how the load of {infer_type} instances is measured",
             flag=f"--rescheduling-{infer_type}-load-metric",
         ),

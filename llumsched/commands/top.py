@@ -22,7 +22,7 @@ from llumsched.commands.instances import Cms, cms_of
 from llumsched.exit_codes import ExitCode
 from llumsched.scheduler_access import AccessSettings
 from llumsched.top import rows
-from llumsched.top.source import Snapshot, Source
+from llumsched.top.source import Glance, Source
 
 DESCRIPTION = """Watch instances, their load, and the moves between them.
 
@@ -97,7 +97,7 @@ async def _print(top: Top, credentials: Credentials) -> int:
             await asyncio.sleep(top.options.interval_s)
 
 
-def _print_tables(snapshot: Snapshot) -> None:
+def _print_tables(snapshot: Glance) -> None:
     screen = output.console()
     screen.print(rows.headline(snapshot))
     tables: list[tuple[Table, dict[str, rows.Cells]]] = [

@@ -31,7 +31,7 @@ _REMEMBER_S = 10.0
 _MOST_REMEMBERED = 100_000
 
 
-class Refused(StrEnum):
+class NotPlacedKind(StrEnum):
     """Why a request was not placed, by the names of the counter `scheduler_scheduling_failed_total`."""
 
     ENDPOINT_NOT_FOUND = "endpoint_not_found"
@@ -47,7 +47,7 @@ class Refused(StrEnum):
 
 
 class NotPlaced(Exception):
-    def __init__(self, kind: Refused, said: str) -> None:
+    def __init__(self, kind: NotPlacedKind, said: str) -> None:
         super().__init__(said)
         self.kind = kind
 
@@ -68,7 +68,7 @@ class Ledger(Observer, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class Assignment:
     infer_type: InferType
     instance: Instance
     fallback: bool
@@ -112,16 +112,16 @@ class Dispatcher:
 
     def schedule(
         self, request: Request, stages: tuple[InferType, ...] = (InferType.NEUTRAL,), gateway_id: str = ""
-    ) -> list[Placement]:
+    ) -> list[Assignment]:
         """An instance for each stage, or, if one of them finds none, for none. Raises NotPlaced."""
         if warming := self._warming:
-            raise NotPlaced(Refused.WARMING, warming)
+            raise NotPlaced(NotPlacedKind.WARMING, warming)
         decisions = self.decide(request, stages, gateway_id)
         placements = []
         for stage, decision in decisions.items():
             if decision.row is None:
                 raise self._not_placed(decision)
-            placements.append(Placement(stage, self.table.instances[decision.row], decision.fallback))
+            placements.append(Assignment(stage, self.table.instances[decision.row], decision.fallback))
         for placed in placements:
             self.ledger.dispatched(
                 request.id, placed.instance.id, placed.infer_type, request.prompt_num_tokens, gateway_id
@@ -134,7 +134,7 @@ class Dispatcher:
     ) -> Mapping[InferType, Decision]:
         """What `schedule` would choose now. Changes nothing. Raises NotPlaced for what no run can tell."""
         if not self.view and not self.view.connected:
-            raise NotPlaced(Refused.CMS_NOT_AVAILABLE, "cms not available")
+            raise NotPlaced(NotPlacedKind.CMS_NOT_AVAILABLE, "cms not available")
         context = Context(
             self._clock() - self.view.age_s,
             self._with_earlier_tries(request, gateway_id),
@@ -147,7 +147,7 @@ class Dispatcher:
             stage = self.policy.stages.get(infer_type)
             if stage is None:
                 raise NotPlaced(
-                    Refused.NO_MATCH_INFER_TYPE, f"policy {self.policy.name} places no {infer_type} requests"
+                    NotPlacedKind.NO_MATCH_INFER_TYPE, f"policy {self.policy.name} places no {infer_type} requests"
                 )
             last = self._last.get((infer_type, request.model))
             decisions[infer_type] = pipeline.run(stage, candidates, Draw(self._random, last))
@@ -187,7 +187,7 @@ class Dispatcher:
             self._lost = lost, self.table.measured(lost) if lost else None
         return self._lost[1]
 
-    def _remember(self, request: Request, placed: Placement, gateway_id: str) -> None:
+    def _remember(self, request: Request, placed: Assignment, gateway_id: str) -> None:
         self._last[placed.infer_type, request.model] = placed.instance.id
         while len(self._last) > _MOST_REMEMBERED:
             self._last.popitem(last=False)
@@ -205,10 +205,14 @@ class Dispatcher:
         masks = {one.name: mask for one, mask in decision.screening.refused}
         wrong_model, wrong_type = masks[f.ModelFilter.name], masks[f.InferTypeFilter.name]
         if len(wrong_model) and wrong_model.all():
-            return NotPlaced(Refused.ENDPOINT_NOT_FOUND, f"endpoint not found: nobody serves model {request.model!r}")
+            return NotPlaced(
+                NotPlacedKind.ENDPOINT_NOT_FOUND, f"endpoint not found: nobody serves model {request.model!r}"
+            )
         if (wrong_model | wrong_type).all():
-            return NotPlaced(Refused.NO_MATCH_INFER_TYPE, f"no available endpoint: no {infer_type} instance is there")
+            return NotPlaced(
+                NotPlacedKind.NO_MATCH_INFER_TYPE, f"no available endpoint: no {infer_type} instance is there"
+            )
         if (wrong_model | wrong_type | masks[f.CapacityFilter.name]).all():
             tokens = request.prompt_num_tokens
-            return NotPlaced(Refused.PROMPT_TOO_LONG, f"no instance can hold a prompt of {tokens} tokens")
-        return NotPlaced(Refused.NO_AVAILABLE_ENDPOINT, "no available endpoint")
+            return NotPlaced(NotPlacedKind.PROMPT_TOO_LONG, f"no instance can hold a prompt of {tokens} tokens")
+        return NotPlaced(NotPlacedKind.NO_AVAILABLE_ENDPOINT, "no available endpoint")

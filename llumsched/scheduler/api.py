@@ -51,7 +51,7 @@ from llumsched.contract import (
     encode,
 )
 from llumsched.dispatch.complaints import Complaint
-from llumsched.dispatch.dispatcher import Dispatcher, NotPlaced, Refused
+from llumsched.dispatch.dispatcher import Dispatcher, NotPlaced, NotPlacedKind
 from llumsched.dispatch.explain import explain
 from llumsched.scheduler.metrics import SchedulerMetrics
 
@@ -63,10 +63,10 @@ _NAMED_AT_ONCE: Final = 200
 _SHOWN_AT_ONCE: Final = 8
 """Instances of `/debug/view`, between which requests are placed; a millisecond."""
 _STATUS: Final = {
-    Refused.ENDPOINT_NOT_FOUND: 404,
-    Refused.NO_AVAILABLE_ENDPOINT: 429,
-    Refused.NO_MATCH_INFER_TYPE: 429,
-    Refused.WARMING: 503,
+    NotPlacedKind.ENDPOINT_NOT_FOUND: 404,
+    NotPlacedKind.NO_AVAILABLE_ENDPOINT: 429,
+    NotPlacedKind.NO_MATCH_INFER_TYPE: 429,
+    NotPlacedKind.WARMING: 503,
 }
 
 

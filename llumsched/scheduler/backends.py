@@ -55,7 +55,7 @@ class _Backend:
         return str(self.address)
 
 
-class Backends:
+class StaticEngines:
     """Feeds a view, as a store does. `endpoints`: and what each engine is there for. `api_key`: if they want one."""
 
     def __init__(

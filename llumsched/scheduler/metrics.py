@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from llumsched.cluster.columns import Columns, Values
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.metadata import type_of
-from llumsched.dispatch.dispatcher import Dispatcher, Placement, Refused
+from llumsched.dispatch.dispatcher import Assignment, Dispatcher, NotPlacedKind
 from llumsched.policy.document import Mode
 from llumsched.policy.metrics import METRICS
 from llumsched.scheduler.gauges import Gauge, exposition
@@ -79,7 +79,7 @@ class SchedulerMetrics:
         self._failed = Counter(
             "scheduler_scheduling_failed", "Requests that were not, by reason.", ("error_type",), registry=registry
         )
-        for kind in Refused:
+        for kind in NotPlacedKind:
             self._failed.labels(kind)
         self._duration = Histogram(
             "request_full_mode_schedule_duration_milliseconds",
@@ -108,7 +108,7 @@ class SchedulerMetrics:
         gauges, labels = (_LITE, _lite_labels) if self._dispatcher.policy.mode is Mode.LITE else (_FULL, _labels)
         return b"".join([own, *await exposition(gauges, table, table.instances, labels)])
 
-    def placed(self, placements: Iterable[Placement], duration_s: float) -> None:
+    def placed(self, placements: Iterable[Assignment], duration_s: float) -> None:
         self._total.inc()
         self._duration.observe(duration_s * 1e3)
         if self._dispatcher.policy.mode is Mode.LITE:

@@ -36,7 +36,7 @@ from llumsched.rescheduling.rescheduler import Rescheduler, lease_of
 from llumsched.scheduler import events
 from llumsched.scheduler.access import ServiceTokens, read_tokens
 from llumsched.scheduler.api import Api
-from llumsched.scheduler.backends import API_KEY_VARIABLE, Backends
+from llumsched.scheduler.backends import API_KEY_VARIABLE, StaticEngines
 from llumsched.tls import server_context
 
 _EXPIRE_S: Final = 0.5
@@ -152,7 +152,7 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
     async with AsyncExitStack() as stack:
         store: Store
         if config.policy.mode is Mode.LITE:
-            store = Backends(config.backend_endpoints, api_key=config.backend_api_key)
+            store = StaticEngines(config.backend_endpoints, api_key=config.backend_api_key)
         else:
             store = open_store(config.cms, config.credentials, insecure=config.insecure)
         stack.push_async_callback(store.close)

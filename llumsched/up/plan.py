@@ -19,7 +19,7 @@ from llumlet.settings import Group
 from llumlet.types import Address
 from llumsched.gateway.config import MOST_WORKERS
 from llumsched.up import device
-from llumsched.up.cluster import Plan
+from llumsched.up.cluster import ClusterPlan
 from llumsched.up.component import ComponentSpec
 from llumsched.up.ports import free_ports, is_free
 
@@ -138,14 +138,14 @@ CHECKS: Final = (_host_faults, _port_faults, _engine_faults, _model_faults, _gpu
 """What would keep the cluster from starting, a sentence each."""
 
 
-def plan_of(config: UpConfig, environment: Mapping[str, str] = os.environ) -> Plan:
+def plan_of(config: UpConfig, environment: Mapping[str, str] = os.environ) -> ClusterPlan:
     """The components. Ports are chosen here: they are free now."""
     *engine_ports, spare_gateway, spare_scheduler, spare_cms = free_ports(config.num_engines + 3)
     port = config.port or spare_gateway
     scheduler = Address(HOST, config.scheduler_port or spare_scheduler)
     cms = Address(HOST, config.cms_port or spare_cms)
     gateway = f"http://{Address(_reachable(config.host), port)}"
-    return Plan(
+    return ClusterPlan(
         scheduler=_scheduler(config, scheduler, cms),
         gateway=_gateway(config, port, scheduler, f"{gateway}/healthz"),
         engines=tuple(_engine(config, index, own, cms, environment) for index, own in enumerate(engine_ports)),

@@ -12,7 +12,7 @@ from llumlet.protocol.infer_type import InferType
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.request import Request
 from llumsched.cluster.view import View
-from llumsched.dispatch.dispatcher import Dispatcher, NotPlaced, Refused
+from llumsched.dispatch.dispatcher import Dispatcher, NotPlaced, NotPlacedKind
 from llumsched.policy.document import Mode, Overrides, Policy, load_policy, parse_policy
 from tests.llumsched import scheduling_cases as cases
 
@@ -107,7 +107,7 @@ def test_both_stages_or_none() -> None:
     stages = (InferType.PREFILL, InferType.DECODE)
     with pytest.raises(NotPlaced) as error:
         cluster.place("r", 100, *stages)
-    assert error.value.kind is Refused.NO_MATCH_INFER_TYPE
+    assert error.value.kind is NotPlacedKind.NO_MATCH_INFER_TYPE
     assert not cluster.account.in_flight.counters
     cases.put(cluster.view, "d", instance_type="decode")
     assert cluster.place("r", 100, *stages) == ["p", "d"]
@@ -149,11 +149,11 @@ def test_nothing_known_and_nobody_to_ask() -> None:
     cluster.view.connected = False
     with pytest.raises(NotPlaced) as error:
         cluster.place()
-    assert error.value.kind is Refused.CMS_NOT_AVAILABLE
+    assert error.value.kind is NotPlacedKind.CMS_NOT_AVAILABLE
     cluster.view.connected = True
     with pytest.raises(NotPlaced) as error:
         cluster.place()
-    assert error.value.kind is Refused.NO_MATCH_INFER_TYPE
+    assert error.value.kind is NotPlacedKind.NO_MATCH_INFER_TYPE
 
 
 def test_a_policy_without_the_stage() -> None:

@@ -21,7 +21,7 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from tests.kv.fakes import ROOT, FakeWorker, Memory, describe, on_gpu, packed, source_process, until
+from tests.kv.fakes import ROOT, FakeWorker, Memory, describe, on_gpu, packed, pull_of, source_process, until
 from tests.support.authority import Authority, credential_files, token_file
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
 from vllm_llumnix.kv import block_server, block_stage
@@ -123,7 +123,7 @@ class Reader:
         capability: bytes = CAPABILITY,
         chunk_bytes: int = CHUNK,
     ) -> Any:
-        return self.transport.pull(peer, source, destination, chunk_bytes, capability)
+        return self.transport.pull(pull_of(peer, source, destination, capability), chunk_bytes)
 
     @property
     def all_free(self) -> bool:
@@ -678,7 +678,7 @@ async def test_a_worker_starts_stops_and_starts_again(engines: list[MooncakeEngi
             client = MoverClient(info)
             assert await client.probe(source.peer, "mooncake") is None
             report = await client.pull(
-                1, source.peer, [3], [4 * times], transport="mooncake", deadline_s=5, capability=CAPABILITY
+                pull_of(source.peer, [3], [4 * times], transport="mooncake", capability=CAPABILITY)
             )
             assert report.error is None
             assert memory.block(4 * times) == source.memory.block(3)

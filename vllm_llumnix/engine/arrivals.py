@@ -47,7 +47,7 @@ from vllm_llumnix.engine.relay import Relay
 from vllm_llumnix.engine.request_state import Residence, repeat_from
 from vllm_llumnix.engine.way import why_request_not_portable
 from vllm_llumnix.errors import TransportError
-from vllm_llumnix.kv.messages import PeerMemory
+from vllm_llumnix.kv.messages import BlockCopy, PeerMemory
 
 if TYPE_CHECKING:
     from vllm_llumnix.engine.bypass import Bypass
@@ -288,18 +288,18 @@ class IncomingMove:
             detail = f"the source did not say where blocks {effect.from_block} to {effect.to_block} are"
             self.feed(on.PullFailed(effect.job, Reason.INVALID_REQUEST, detail))
             return
+        copy = BlockCopy(
+            job=self._mover_job(effect.job),
+            src_blocks=[self._source_blocks[index] for index in blocks],
+            dst_blocks=self._block_ids[effect.from_block : effect.to_block],
+            transport=self.transport,
+            # The lease began earlier, so it is what ends a copy that takes too long.
+            deadline_s=arrivals.terms.lease_s,
+            final=final,
+            tag=f"from {effect.from_block}",
+        )
         try:
-            copied = await arrivals.movers.pull(
-                self._mover_job(effect.job),
-                self._memory,
-                [self._source_blocks[index] for index in blocks],
-                self._block_ids[effect.from_block : effect.to_block],
-                transport=self.transport,
-                # The lease began earlier, so it is what ends a copy that takes too long.
-                deadline_s=arrivals.terms.lease_s,
-                final=final,
-                tag=f"from {effect.from_block}",
-            )
+            copied = await arrivals.movers.pull(copy, self._memory)
         except TransportError as error:
             self.feed(on.PullFailed(effect.job, Reason.TRANSFER_FAILED, str(error)))
             return

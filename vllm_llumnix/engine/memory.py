@@ -16,7 +16,7 @@ from llumlet.protocol import wire
 from llumlet.protocol.errors import Reason, Refused
 from vllm_llumnix.errors import TransferFailed
 from vllm_llumnix.kv.client import MoverClient
-from vllm_llumnix.kv.messages import MoverInfo, PeerMemory
+from vllm_llumnix.kv.messages import BlockCopy, MoverInfo, PeerMemory, Pull
 from vllm_llumnix.kv.settings import UNLIMITED, Limit
 
 logger = logging.getLogger("vllm.llumnix")
@@ -114,42 +114,25 @@ class Movers:
             obstacles += [f"{transport}, rank {rank}: {why}" for rank, why in enumerate(found) if why is not None]
         raise Refused(Reason.TRANSPORT_UNAVAILABLE, "; ".join(obstacles))
 
-    async def pull(
-        self,
-        job: int,
-        peer: SourceMemory,
-        src_blocks: list[int],
-        dst_blocks: list[int],
-        *,
-        transport: str,
-        deadline_s: float,
-        final: bool,
-        tag: str,
-    ) -> int:
-        """Copy blocks on every rank; returns the bytes copied. Raises TransferFailed, and then movers may still be
-        writing: `stop` says when they no longer are."""
-        reports = await asyncio.gather(
-            *(
-                client.pull(
-                    job,
-                    memory,
-                    src_blocks,
-                    dst_blocks,
-                    transport=transport,
-                    capability=peer.capability,
-                    deadline_s=deadline_s,
-                    limit=self._limit_here if memory.boot_id == self._host else self._limit,
-                    link="here" if memory.boot_id == self._host else "remote",
-                    final=final,
-                    tag=tag,
-                )
-                for client, memory in zip(self._clients, peer.ranks, strict=True)
-            )
-        )
+    async def pull(self, copy: BlockCopy, source: SourceMemory) -> int:
+        """Copy blocks on every rank; returns the bytes copied, of all of them together. Raises TransferFailed, and then
+        movers may still be writing: `stop` says when they no longer are."""
+        pulls = [self._part_of(copy, memory, source.capability) for memory in source.ranks]
+        reports = await asyncio.gather(*(client.pull(pull) for client, pull in zip(self._clients, pulls, strict=True)))
         for report in reports:
             if report.error is not None:
                 raise TransferFailed(report.error)
         return sum(report.bytes for report in reports)
+
+    def _part_of(self, copy: BlockCopy, peer: PeerMemory, capability: bytes) -> Pull:
+        here = peer.boot_id == self._host
+        return Pull(
+            **msgspec.structs.asdict(copy),
+            peer=peer,
+            capability=capability,
+            limit=self._limit_here if here else self._limit,
+            link="here" if here else "remote",
+        )
 
     async def stop(self, job: int) -> None:
         """Returns when no mover writes for this job any more, however long it takes: blocks that may still be written

@@ -24,6 +24,7 @@ from vllm_llumnix.engine.arrivals import Arrivals
 from vllm_llumnix.engine.kvconn import KVConnection
 from vllm_llumnix.engine.memory import SourceMemory, decode_memory
 from vllm_llumnix.errors import TransportError
+from vllm_llumnix.kv.messages import BlockCopy
 
 if TYPE_CHECKING:
     from vllm_llumnix.engine.bypass import Bypass
@@ -119,17 +120,17 @@ class Rescue:
         if not destination:
             return 0
         job = self._movers.next_job()
+        copy = BlockCopy(
+            job=job,
+            src_blocks=source,
+            dst_blocks=destination,
+            transport=transport,
+            deadline_s=PULL_SECONDS,
+            final=True,
+            tag="rescue",
+        )
         try:
-            return await self._movers.pull(
-                job,
-                memory,
-                source,
-                destination,
-                transport=transport,
-                deadline_s=PULL_SECONDS,
-                final=True,
-                tag="rescue",
-            )
+            return await self._movers.pull(copy, memory)
         except TransportError as error:
             task = asyncio.get_running_loop().create_task(self._give_up(request, job))
             self._tasks.add(task)

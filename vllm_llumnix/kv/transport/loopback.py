@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
 from vllm_llumnix.kv.layout import BlockLayout, pair_pieces, require_same_pages
-from vllm_llumnix.kv.messages import PeerMemory
+from vllm_llumnix.kv.messages import PeerMemory, Pull
 from vllm_llumnix.kv.process import OFFER_BYTES, PinnedProcess, offer_of
 
 
@@ -31,18 +31,11 @@ class LoopbackTransport:
             raise TransportUnavailable(str(error)) from error
         _require_self(peer)
 
-    def pull(
-        self,
-        peer: PeerMemory,
-        src_blocks: list[int],
-        dst_blocks: list[int],
-        chunk_bytes: int,
-        capability: bytes = b"",
-        final: bool = False,
-    ) -> Iterator[int]:
+    def pull(self, pull: Pull, chunk_bytes: int) -> Iterator[int]:
+        peer = pull.peer
         if peer.unavailable is not None:
             raise TransportUnavailable(peer.unavailable)
-        pieces = pair_pieces(peer.layout, src_blocks, self._layout, dst_blocks)
+        pieces = pair_pieces(peer.layout, pull.src_blocks, self._layout, pull.dst_blocks)
         _require_self(peer)
         for source, destination, length in zip(*(array.tolist() for array in pieces), strict=True):
             for done in range(0, length, chunk_bytes):

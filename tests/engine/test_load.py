@@ -436,7 +436,7 @@ class History:
             request.max_tokens = request.num_output_tokens + 4
             request.prefill_stats = None
         try:
-            self.rig.port.reserve(request, use_prefix_cache=True)
+            self.rig.port.reservations.make(request, use_prefix_cache=True)
         except Refused:
             return
         self.reserved.append(request)
@@ -445,11 +445,11 @@ class History:
         if self.reserved:
             request = self.reserved.pop()
             computed = self.random.choice([0, request.num_tokens - 1]) if request.num_output_tokens else 0
-            self.rig.port.admit(request, computed)
+            self.rig.port.reservations.admit(request, computed)
 
     def cancel(self) -> None:
         if self.reserved:
-            self.rig.port.cancel_reservation(self.reserved.pop())
+            self.rig.port.reservations.cancel(self.reserved.pop())
 
     def reset(self) -> None:
         if self.random.random() < 0.2 and not self.moving:

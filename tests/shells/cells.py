@@ -75,14 +75,14 @@ async def unheard(cluster: Cluster, stream: Stream) -> str:
 
 async def fenced(cluster: Cluster, stream: Stream) -> str:
     """Commit and Withdraw are lost: A asks the origin, which bars the epoch."""
-    cluster["A"].engine.agent.departures.deadline_s = 0.3
+    cluster["A"].engine.agent.departures.side.deadline_s = 0.3
     cluster.network.arm("Withdraw", Kind.DROPPED)
     return await in_doubt(cluster, stream)
 
 
 async def fenced_late(cluster: Cluster, stream: Stream) -> str:
     """B commits, and neither its answer nor Withdraw arrives: A asks the origin, which has heard of B."""
-    cluster["A"].engine.agent.departures.deadline_s = 0.3
+    cluster["A"].engine.agent.departures.side.deadline_s = 0.3
     cluster.network.arm("Withdraw", Kind.DROPPED)
     return await unheard(cluster, stream)
 
@@ -156,7 +156,7 @@ async def preempted(cluster: Cluster, stream: Stream) -> str:
 
     with slow_copies(cluster["B"], 0.2):
         outcome = cluster.begin(_migrate(cluster, stream, method=Mode.BLOCKING))
-        await until(lambda: any(move.frozen for move in moves.values()), lambda: "not frozen")
+        await until(lambda: any(move.leaving.frozen for move in moves.values()), lambda: "not frozen")
         cluster.on_loop("A", preempt)
         return await outcome
 
@@ -209,7 +209,7 @@ async def goes_on(cluster: Cluster, stream: Stream) -> str:
     await until(lambda: bool(known.replays), lambda: "not replayed")
     assert known.owner is not None
     await stream.reaches(len(stream.tokens) + 20)
-    return "rescued" if cluster[known.owner.instance].engine.kvconn.bypass.num_rescued else "computed again"
+    return "rescued" if cluster[known.owner.instance].engine.agent.adoptions.num_rescued else "computed again"
 
 
 PLAY: dict[str, Play] = {

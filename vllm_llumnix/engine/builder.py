@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds an arriving request off the engine's loop: checks, token history, compiled grammar. Bypass thread."""
+"""Builds an arriving request off the engine's loop: checks, token history, compiled grammar. Llumlet thread."""
 
 from __future__ import annotations
 

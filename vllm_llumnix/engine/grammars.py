@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the grammars of arriving requests, in the threads that vLLM has for that. Bypass thread only.
+"""Compiles the grammars of arriving requests, in the threads that vLLM has for that. Llumlet thread only.
 
 No thread of ours waits for a grammar: vLLM's own future is awaited on the event loop. A grammar may take minutes, and
 nothing stops its compilation once that has begun; so of one source only a few are compiled at a time.

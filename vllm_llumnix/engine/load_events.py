@@ -3,7 +3,7 @@
 
 The scheduler's methods are attributes of the instance, so that they can be wrapped without a patch; it calls them at
 every place where a request changes its place. What only we do to its queues is told by `SchedulerPort` and
-`KVConnection`.
+`EngineLoop`.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Trials:
         self._record = record
         self._open: _Trial | None = None
 
-    # Bypass thread
+    # Llumlet thread
 
     def open(self, request: Request, num_tokens: int) -> None:
         """Before the request is given to the scheduler. Raises Refused(destination_busy) if another one is on trial."""

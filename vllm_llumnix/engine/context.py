@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all parts of one engine's llumlet are given, and what does not change while it lives."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+from llumlet.credentials import Credentials
+from llumlet.types import Address
+from vllm_llumnix.config import LlumletConfig
+from vllm_llumnix.engine.identity import EngineIdentity
+from vllm_llumnix.engine.loop import EngineLoop
+from vllm_llumnix.engine.memory import Movers
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineContext:
+    """One engine: what it was told, who it is, its loop and its memory. Made on the llumlet's thread.
+
+    `engine` is vLLM's EngineCore. `address` is where peers and API servers reach the llumlet, `credentials` what it
+    shows them. `started_at` is the time of day, in seconds since the epoch.
+    """
+
+    config: LlumletConfig
+    identity: EngineIdentity
+    engine: Any
+    loop: EngineLoop
+    movers: Movers
+    credentials: Credentials
+    address: Address
+    started_at: float = dataclasses.field(default_factory=time.time)
+
+    @property
+    def weight_version(self) -> str:
+        """vLLM's name of the weights that are loaded at this moment."""
+        return str(self.engine.get_weight_version())
+
+    def offered_memory(self, capability: bytes) -> bytes:
+        """Where the KV cache of this engine's workers lies, for a peer that will have blocks granted."""
+        return self.movers.offer(self.identity.digest, capability, self.weight_version)

@@ -20,7 +20,7 @@ from llumlet.protocol.limits import Limits, Slots
 from llumlet.types import Health, InstanceReport
 from llumsched.cms.validation import MAX_LIST, MAX_REPORT_BYTES
 from tests.engine.rig import BLOCK_SIZE, Rig
-from vllm_llumnix.engine.load import MAX_NAMES
+from vllm_llumnix.engine.load_counters import MAX_NAMES
 from vllm_llumnix.engine.metadata import node_id, unit_id
 from vllm_llumnix.engine.status import StatusSource
 

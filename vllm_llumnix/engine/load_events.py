@@ -15,7 +15,7 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.request import Request, RequestStatus
 
 from llumlet.protocol.ids import gateway_id
-from vllm_llumnix.engine.load import LoadCounters
+from vllm_llumnix.engine.load_counters import LoadCounters
 from vllm_llumnix.engine.progress import Progress
 from vllm_llumnix.engine.request_state import residence_of
 from vllm_llumnix.engine.seams import SEAMS

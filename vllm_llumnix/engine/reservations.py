@@ -15,7 +15,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
 from llumlet.protocol.errors import Reason, Refused
-from vllm_llumnix.engine.load import LoadCounters
+from vllm_llumnix.engine.load_counters import LoadCounters
 from vllm_llumnix.engine.newcomers import Newcomers
 from vllm_llumnix.engine.portability import sees_all_tokens
 

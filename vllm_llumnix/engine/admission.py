@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import threading
 
-from vllm.v1.request import Request
-
 from llumlet.protocol.effects import Admit
 from llumlet.protocol.errors import MigrationError, Reason, Refused
 from vllm_llumnix.engine.forwarding import Forwarding
 from vllm_llumnix.engine.loop import EngineLoop
 from vllm_llumnix.engine.relay import Relay
 from vllm_llumnix.engine.request_state import Residence, repeat_from
+from vllm_llumnix.engine.vllm_types import Request
 
 
 class Admission:

@@ -26,6 +26,7 @@ from vllm_llumnix.engine.request_state import digest_of
 from vllm_llumnix.engine.scheduler_port import SchedulerPort
 from vllm_llumnix.engine.seams import SEAMS, require
 from vllm_llumnix.engine.thread import LlumletThread
+from vllm_llumnix.engine.vllm_types import Engine, Executor
 from vllm_llumnix.errors import ConfigError, PatchError
 from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.seams import SEAMS as KV_SEAMS
@@ -36,7 +37,7 @@ from vllm_llumnix.step_record import StepRecord
 logger = logging.getLogger("vllm.llumnix")
 
 
-def attach(engine: Any) -> EngineLoop:
+def attach(engine: Engine) -> EngineLoop:
     """Start movers and the llumlet's thread; returns when the llumlet listens.
 
     Raises ConfigError when the llumlet cannot run in this process, and whatever stops the gRPC server (a port in use).
@@ -88,7 +89,7 @@ def attach(engine: Any) -> EngineLoop:
     return loop
 
 
-def _stop_with(engine: Any, thread: LlumletThread, record: StepRecord) -> None:
+def _stop_with(engine: Engine, thread: LlumletThread, record: StepRecord) -> None:
     """End the llumlet's thread before the engine takes down what it uses. An engine that ends because it was asked to
     leaves no record; what an error has ended is read later."""
     stock = engine.shutdown
@@ -102,7 +103,7 @@ def _stop_with(engine: Any, thread: LlumletThread, record: StepRecord) -> None:
     SEAMS.wrap(engine, "EngineCore.shutdown", shutdown)
 
 
-def _watch_sleep(executor: Any, port: SchedulerPort) -> None:
+def _watch_sleep(executor: Executor, port: SchedulerPort) -> None:
     """Requests on their way here must not go on with blocks that lost their content. See also `kv.worker`."""
     stock_sleep, stock_discard = executor.sleep, executor.discard
 
@@ -119,7 +120,7 @@ def _watch_sleep(executor: Any, port: SchedulerPort) -> None:
     SEAMS.wrap(executor, "Executor.discard", discard)
 
 
-def _watch_adapters(engine: Any, thread: LlumletThread, llumlet: LlumletAgent) -> None:
+def _watch_adapters(engine: Engine, thread: LlumletThread, llumlet: LlumletAgent) -> None:
     """Learn which LoRA adapters the front-end has loaded and removed; `--lora-modules` comes this way too."""
     stock_add, stock_remove = engine.add_lora, engine.remove_lora
 
@@ -140,7 +141,7 @@ def _watch_adapters(engine: Any, thread: LlumletThread, llumlet: LlumletAgent) -
     SEAMS.wrap(engine, "EngineCore.remove_lora", remove_lora)
 
 
-def _check_workers(engine: Any) -> None:
+def _check_workers(engine: Engine) -> None:
     """Raises PatchError unless every worker runs the same patch series as this process, and has what it wraps there."""
     ours = state.current().digest
     answers = engine.model_executor.collective_rpc(_examine_worker)
@@ -163,7 +164,7 @@ def _examine_worker(worker: Any) -> tuple[str | None, str | None]:
     return state.current().digest, None
 
 
-def what_runs(engine: Any) -> str:
+def what_runs(engine: Engine) -> str:
     """The runner and the scheduler that are there, whatever flags and fallbacks led to them."""
     runners = sorted(set(engine.model_executor.collective_rpc(_runner_of_worker)))
     depth = 1 if engine.batch_queue is None else engine.batch_queue_size
@@ -215,7 +216,7 @@ def text_config_of(model: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def engine_facts(engine: Any, movers: list[MoverInfo]) -> dict[str, Any]:
+def engine_facts(engine: Engine, movers: list[MoverInfo]) -> dict[str, Any]:
     """What two engines must have in common for KV bytes and sampler state of one to be right in the other."""
     import vllm
 

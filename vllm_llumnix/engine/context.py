@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any
 
 from llumlet.credentials import Credentials
 from llumlet.types import Address
@@ -13,6 +12,7 @@ from vllm_llumnix.config import LlumletConfig
 from vllm_llumnix.engine.identity import EngineIdentity
 from vllm_llumnix.engine.loop import EngineLoop
 from vllm_llumnix.engine.memory import Movers
+from vllm_llumnix.engine.vllm_types import Engine
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class EngineContext:
 
     config: LlumletConfig
     identity: EngineIdentity
-    engine: Any
+    engine: Engine
     loop: EngineLoop
     movers: Movers
     credentials: Credentials

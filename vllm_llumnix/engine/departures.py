@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from vllm.v1.request import Request
-
 from llumlet.protocol import events as on
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.limits import Limits, Slots
@@ -14,6 +12,7 @@ from vllm_llumnix.engine.move_report import Report
 from vllm_llumnix.engine.outgoing import OutgoingMove, SourceSide
 from vllm_llumnix.engine.records import MoveRecords
 from vllm_llumnix.engine.request_state import Residence
+from vllm_llumnix.engine.vllm_types import Request
 from vllm_llumnix.engine.way import Way
 
 

@@ -15,11 +15,10 @@ from concurrent.futures import Future
 from typing import Any
 from weakref import WeakValueDictionary
 
-from vllm.v1.request import Request
-
 from llumlet.protocol.errors import Reason, Refused
 from vllm_llumnix import faults
 from vllm_llumnix.engine.seams import SEAMS
+from vllm_llumnix.engine.vllm_types import Request
 from vllm_llumnix.step_record import StepRecord
 
 GRAMMAR_SECONDS = 20.0

@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from typing import Any
 
-from vllm.v1.request import Request
-
 from llumlet.bridge import HANDOVERS, epoch_of, reason_number
 from llumlet.errors import LlumletError
 from llumlet.protocol import effects as do
@@ -43,6 +41,7 @@ from vllm_llumnix.engine.forwarding import Forwarding
 from vllm_llumnix.engine.relay import Relay
 from vllm_llumnix.engine.request_state import Residence
 from vllm_llumnix.engine.shell import Shell
+from vllm_llumnix.engine.vllm_types import Request
 from vllm_llumnix.engine.way import why_request_not_portable
 from vllm_llumnix.errors import TransportError
 

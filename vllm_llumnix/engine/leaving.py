@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vllm.v1.request import Request
-
 from llumlet.protocol.errors import Reason, Refused
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.loop import Leaving
 from vllm_llumnix.engine.request_state import Residence, state_of, why_not_now
 from vllm_llumnix.engine.scheduler_port import Frontier, FrozenRequest, Pin
+from vllm_llumnix.engine.vllm_types import Request
 from vllm_llumnix.engine.way import has_kv, why_request_not_portable
 from vllm_llumnix.request_wire import RequestState
 

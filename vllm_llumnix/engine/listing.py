@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
 from llumlet.bridge import epoch_message, reason_number, rule_of
 from llumlet.protocol.errors import Reason, Refused
@@ -21,6 +21,7 @@ from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.departures import Departures
 from vllm_llumnix.engine.incoming import IncomingMove
 from vllm_llumnix.engine.request_state import residence_of, why_not_now
+from vllm_llumnix.engine.vllm_types import Request
 from vllm_llumnix.engine.way import Way, has_kv, mode_of, way_of
 
 

@@ -25,7 +25,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from vllm_llumnix.engine.load import NOTHING, Countable, Load, Output, Place, Snapshot, share_of
+from vllm_llumnix.engine.load import NOTHING, Load, Output, Place, Snapshot, share_of
+from vllm_llumnix.engine.vllm_types import Request
 
 RECENT_SECONDS = 10.0
 """How long the id of a request that has arrived is shown, whatever has become of it."""
@@ -46,7 +47,7 @@ class _Entry:
 
     __slots__ = ("cached_tokens", "moving", "name", "place", "request", "share")
 
-    def __init__(self, request: Countable, name: str) -> None:
+    def __init__(self, request: Request, name: str) -> None:
         self.request = request
         self.name = name
         self.place = Place.WAITING
@@ -66,9 +67,9 @@ class LoadCounters:
 
     def __init__(
         self,
-        look_up: Callable[[Countable], int],
+        look_up: Callable[[Request], int],
         free_blocks: Callable[[], int],
-        name_of: Callable[[Countable], str],
+        name_of: Callable[[Request], str],
         *,
         one_token_each: bool = False,
         always_exact: bool = False,
@@ -109,7 +110,7 @@ class LoadCounters:
 
     # Input thread
 
-    def received(self, request: Countable) -> None:
+    def received(self, request: Request) -> None:
         """A client's request is here, and will be `queued` or `settled`."""
         cached = self._look_up(request)
         with self._lock:
@@ -137,7 +138,7 @@ class LoadCounters:
             self._version += 1
         self._tell()
 
-    def queued(self, request: Countable) -> None:
+    def queued(self, request: Request) -> None:
         request_id = request.request_id
         if request_id in self._received:
             # Counted as it is.
@@ -153,11 +154,11 @@ class LoadCounters:
             self._put(entry, Place.WAITING)
         self._tell()
 
-    def preempted(self, request: Countable) -> None:
+    def preempted(self, request: Request) -> None:
         self._num_preemptions += 1
         self.queued(request)
 
-    def loading(self, request: Countable) -> None:
+    def loading(self, request: Request) -> None:
         with self._lock:
             self._put(self._entries.get(request.request_id) or self._enter(request), Place.LOADING)
         self._tell()
@@ -258,7 +259,7 @@ class LoadCounters:
 
     # With the lock
 
-    def _enter(self, request: Countable) -> _Entry:
+    def _enter(self, request: Request) -> _Entry:
         entry = self._entries[request.request_id] = _Entry(request, self._name_of(request)[:MAX_NAME_CHARACTERS])
         self._waiting[entry.name] = self._waiting.get(entry.name, 0) + 1
         return entry

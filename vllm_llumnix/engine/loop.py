@@ -26,7 +26,6 @@ from typing import Any, Protocol, TypeVar
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.engine.core import DPEngineCoreProc
-from vllm.v1.request import Request
 
 from llumlet.protocol.errors import Reason, Refused
 from vllm_llumnix import faults
@@ -35,6 +34,7 @@ from vllm_llumnix.engine.request_state import residence_from, settle_in
 from vllm_llumnix.engine.scheduler_port import SchedulerPort
 from vllm_llumnix.engine.thread import LlumletThread
 from vllm_llumnix.engine.trials import Trials
+from vllm_llumnix.engine.vllm_types import Engine, Request
 from vllm_llumnix.step_record import StepRecord
 
 logger = logging.getLogger("vllm.llumnix")
@@ -96,7 +96,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        engine: Any,
+        engine: Engine,
         port: SchedulerPort,
         thread: LlumletThread,
         record: StepRecord,
@@ -361,7 +361,7 @@ class EngineLoop:
 
     def _pass_fences(self) -> None:
         """Batches leave the queue in order, and have been processed when they have."""
-        in_flight = {id(batch) for batch in self.engine.batch_queue}
+        in_flight = {id(batch) for batch in self.engine.batch_queue or ()}
         while self._fences and in_flight.isdisjoint(map(id, self._fences[0][0])):
             self._fences.popleft()[1]()
 

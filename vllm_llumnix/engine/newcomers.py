@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
+
+from vllm_llumnix.engine.vllm_types import Request, Scheduler
 
 
 class Newcomers:
     """Those of one scheduler."""
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._waiting: dict[str, Request] = {}
         self._stock_threshold: tuple[int, bool] | None = None
@@ -60,7 +60,7 @@ class Newcomers:
             self._stock_threshold = None
 
 
-def protect(scheduler: Any, request: Request) -> None:
+def protect(scheduler: Scheduler, request: Request) -> None:
     """First come, first served preempts the last of `running`: go to the front. Priorities are left alone."""
     running = scheduler.running
     if scheduler.policy != SchedulingPolicy.PRIORITY and request in running:

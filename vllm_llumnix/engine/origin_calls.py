@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from vllm.v1.request import Request
-
 from llumlet.protocol import events as on
 from llumlet.protocol import wire
 from llumlet.protocol.events import Call
@@ -12,6 +10,7 @@ from llumlet.protocol.ids import Epoch
 from vllm_llumnix.engine.handover_calls import Target
 from vllm_llumnix.engine.relay import OriginUnreachable, Relay
 from vllm_llumnix.engine.request_state import Residence
+from vllm_llumnix.engine.vllm_types import Request
 
 
 class OriginCalls:

@@ -20,7 +20,6 @@ import uuid
 from collections.abc import Callable, Sequence
 
 import msgspec
-from vllm.v1.request import Request
 
 from llumlet.bridge import epoch_message
 from llumlet.protocol import effects as do
@@ -43,6 +42,7 @@ from vllm_llumnix.engine.relay import Relay
 from vllm_llumnix.engine.request_state import Residence
 from vllm_llumnix.engine.scheduler_port import Frontier, FrozenRequest
 from vllm_llumnix.engine.shell import Shell
+from vllm_llumnix.engine.vllm_types import Request
 from vllm_llumnix.engine.way import Way
 from vllm_llumnix.errors import TransportError
 from vllm_llumnix.request_wire import RequestState, encode

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable
-from typing import Any
 
 from vllm import __version_tuple__
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
 from llumlet.protocol.errors import Reason, Refused
 from vllm_llumnix.engine.load_counters import LoadCounters
 from vllm_llumnix.engine.newcomers import Newcomers
 from vllm_llumnix.engine.portability import sees_all_tokens
+from vllm_llumnix.engine.vllm_types import KVCacheManager, Request, Scheduler
 
 _COUNTS_FROZEN = __version_tuple__ >= (0, 33)
 """The scheduler counts the LoRA adapters of all running requests; before, of those that it schedules in the step."""
@@ -26,7 +26,7 @@ _COUNTS_FROZEN = __version_tuple__ >= (0, 33)
 class Reservations:
     """Those at one scheduler. `load` and `newcomers` hear of requests that it is given."""
 
-    def __init__(self, scheduler: Any, load: LoadCounters, newcomers: Newcomers) -> None:
+    def __init__(self, scheduler: Scheduler, load: LoadCounters, newcomers: Newcomers) -> None:
         self._scheduler = scheduler
         self._load = load
         self._newcomers = newcomers
@@ -276,7 +276,7 @@ class Reservations:
         return num_tokens + 1 + int(self._scheduler.num_lookahead_tokens)
 
 
-def block_ids(manager: Any, request: Request) -> list[int]:
+def block_ids(manager: KVCacheManager, request: Request) -> list[int]:
     """The request's block table in vLLM's KVCacheManager; empty if it holds none."""
     return [block.block_id for block in manager.get_blocks(request.request_id).blocks[0]]
 

@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.ledger import audit
@@ -31,6 +30,7 @@ from vllm_llumnix.engine.load_events import counters_of
 from vllm_llumnix.engine.newcomers import Newcomers, protect
 from vllm_llumnix.engine.request_state import why_not_now
 from vllm_llumnix.engine.reservations import Reservations, adapters_of, block_ids
+from vllm_llumnix.engine.vllm_types import Block, Request, Scheduler
 
 _NEVER = 1 << 60
 """A step number that is never reached: a request with this `next_decode_eligible_step` is skipped by the scheduler."""
@@ -40,7 +40,7 @@ _NEVER = 1 << 60
 class Pin:
     """References on blocks of the pool, to be given back with `SchedulerPort.unpin`, once."""
 
-    blocks: Sequence[Any]
+    blocks: Sequence[Block]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Frontier:
     frontier_blocks: int
     num_tokens: int
     block_ids: list[int]
-    output_token_ids: list[int]
+    output_token_ids: Sequence[int]
     pin: Pin
 
 
@@ -62,7 +62,7 @@ class FrozenRequest:
     num_tokens: int
     computed_tokens: int
     block_ids: list[int]
-    output_token_ids: list[int]
+    output_token_ids: Sequence[int]
     pin: Pin
 
 
@@ -73,7 +73,7 @@ class SchedulerPort:
     `load` follows the scheduler from here on: it has no request yet.
     """
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.load = counters_of(scheduler)
         self.newcomers = Newcomers(scheduler)
@@ -251,11 +251,10 @@ class SchedulerPort:
             later = (at for at, other in enumerate(waiting) if other.arrival_time > request.arrival_time)
             waiting.insert(next(later, len(waiting)), request)
 
-    def _blocks(self, request: Request) -> Sequence[Any]:
-        blocks: Sequence[Any] = self.kv_cache_manager.get_blocks(request.request_id).blocks[0]
-        return blocks
+    def _blocks(self, request: Request) -> Sequence[Block]:
+        return self.kv_cache_manager.get_blocks(request.request_id).blocks[0]
 
-    def _pin(self, blocks: Iterable[Any]) -> Pin:
+    def _pin(self, blocks: Iterable[Block]) -> Pin:
         pinned = list(blocks)
         self.block_pool.touch(pinned)
         self._num_pins += 1

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from vllm.v1.request import Request
-
 from llumlet.protocol.errors import Reason, Refused
+from vllm_llumnix.engine.vllm_types import Request
 from vllm_llumnix.step_record import StepRecord
 
 

@@ -38,8 +38,8 @@ class Rank(DPEngineCoreProc):
         self.input_queue, self.output_queue = queue.Queue(), queue.Queue()
         self.dummies = 0
         self.kvconn = new_engine_loop(self, rig)
-        context: Any = SimpleNamespace(engine=self, loop=self.kvconn)
-        self.adoptions = Adoptions(context, *[SimpleNamespace()] * 5)
+        context: Any = SimpleNamespace(engine=self, loop=self.kvconn, relay=None)
+        self.adoptions = Adoptions(context, *[SimpleNamespace()] * 3)
 
     def is_running(self) -> bool:
         return True

@@ -75,14 +75,14 @@ async def unheard(cluster: Cluster, stream: Stream) -> str:
 
 async def fenced(cluster: Cluster, stream: Stream) -> str:
     """Commit and Withdraw are lost: A asks the origin, which bars the epoch."""
-    cluster["A"].engine.agent.departures.side.deadline_s = 0.3
+    cluster["A"].engine.agent.departures.deadline_s = 0.3
     cluster.network.arm("Withdraw", Kind.DROPPED)
     return await in_doubt(cluster, stream)
 
 
 async def fenced_late(cluster: Cluster, stream: Stream) -> str:
     """B commits, and neither its answer nor Withdraw arrives: A asks the origin, which has heard of B."""
-    cluster["A"].engine.agent.departures.side.deadline_s = 0.3
+    cluster["A"].engine.agent.departures.deadline_s = 0.3
     cluster.network.arm("Withdraw", Kind.DROPPED)
     return await unheard(cluster, stream)
 

@@ -83,7 +83,7 @@ async def play(seed: int, model: Path, reached: Counter[str] | None = None) -> l
     combination = Combination.of(seed)
     async with cluster_of(model, seed=seed, asynchronous=combination.asynchronous) as cluster:
         cluster.network.faults = [Fault(message, kind, times) for message, kind, times in combination.faults]
-        cluster["A"].engine.agent.departures.side.deadline_s = 0.3
+        cluster["A"].engine.agent.departures.deadline_s = 0.3
         stream = await company(cluster)
         for hop in combination.hops:
             await _take(cluster, stream, hop)

@@ -46,7 +46,7 @@ async def test_peers_before_commit(model_dir: Path) -> None:
 async def test_peers_in_doubt(model_dir: Path) -> None:
     async def cut(direction: str, outcome: str) -> list[str]:
         async with cluster_of(model_dir) as cluster:
-            cluster["A"].engine.agent.departures.side.deadline_s = 0.3
+            cluster["A"].engine.agent.departures.deadline_s = 0.3
             stream = await company(cluster)
             cluster.network.cut(*ways("A", "B", direction), at="Commit")
             assert await moves(cluster, stream) == outcome
@@ -86,7 +86,7 @@ async def test_owner_and_origin(model_dir: Path) -> None:
 async def test_origin_in_doubt(model_dir: Path) -> None:
     async def cut(direction: str) -> list[str]:
         async with cluster_of(model_dir) as cluster:
-            cluster["A"].engine.agent.departures.side.deadline_s = 0.2
+            cluster["A"].engine.agent.departures.deadline_s = 0.2
             stream = await company(cluster)
             outcome = cluster.begin(moves(cluster, stream))
             origin = [way for party in "AB" for way in ways("O", party, direction)]
@@ -103,7 +103,7 @@ async def test_origin_in_doubt(model_dir: Path) -> None:
 @failure("nobody answers: neither the destination nor the origin", "in doubt", "lost: let go of, and replayed")
 async def test_nobody_answers(model_dir: Path) -> None:
     async with cluster_of(model_dir) as cluster:
-        cluster["A"].engine.agent.departures.side.deadline_s = 0.2
+        cluster["A"].engine.agent.departures.deadline_s = 0.2
         cluster.deadlines["fence_s"] = 0.5
         stream = await company(cluster)
         cluster.network.cut("A>B", *ways("A", "O", "both"), at="Commit")

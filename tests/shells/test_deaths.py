@@ -65,7 +65,7 @@ async def test_the_source(model_dir: Path) -> None:
 async def test_the_destination(model_dir: Path) -> None:
     async def die(at: str, replayed: set[bool]) -> list[str]:
         async with cluster_of(model_dir) as cluster:
-            cluster["A"].engine.agent.departures.side.deadline_s = 0.3
+            cluster["A"].engine.agent.departures.deadline_s = 0.3
             stream = await company(cluster)
             was_replayed = replays(stream)
             await dies(cluster, stream, "B", at)

@@ -21,7 +21,7 @@ COPY_SECONDS = 0.3
 
 
 async def move_slowly(cluster: Cluster, method: int) -> tuple[Stream, list[str]]:
-    cluster["A"].engine.agent.departures.side.deadline_s = CALL_SECONDS
+    cluster["A"].engine.agent.departures.deadline_s = CALL_SECONDS
     stream = await company(cluster)
     with slow_copies(cluster["B"], COPY_SECONDS):
         last = await cluster.migrate(stream, method=method, force=True)

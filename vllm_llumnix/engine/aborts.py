@@ -8,22 +8,19 @@ import contextlib
 from llumlet.errors import LlumletCallFailed
 from llumlet.protocol.ids import Epoch
 from llumlet.types import AbortRequest, AbortResponse, Address
-from vllm_llumnix.engine.forwarding import Forwarding
-from vllm_llumnix.engine.loop import EngineLoop
-from vllm_llumnix.engine.relay import Relay
+from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.request_state import residence_of
 from vllm_llumnix.engine.shell import Tasks
-from vllm_llumnix.peer_clients import PeerClients
 
 
 class Aborts:
     """Ends requests here, and sends aborts after those that have left."""
 
-    def __init__(self, loop: EngineLoop, relay: Relay, forwarding: Forwarding, peers: PeerClients) -> None:
-        self._loop = loop
-        self._relay = relay
-        self._forwarding = forwarding
-        self._peers = peers
+    def __init__(self, context: EngineContext) -> None:
+        self._loop = context.loop
+        self._relay = context.relay
+        self._forwarding = context.forwarding
+        self._peers = context.peers
         self._tasks = Tasks()
 
     async def abort(self, request: AbortRequest) -> AbortResponse:

@@ -7,9 +7,7 @@ import threading
 
 from llumlet.protocol.effects import Admit
 from llumlet.protocol.errors import MigrationError, Reason, Refused
-from vllm_llumnix.engine.forwarding import Forwarding
-from vllm_llumnix.engine.loop import EngineLoop
-from vllm_llumnix.engine.relay import Relay
+from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.request_state import Residence, repeat_from
 from vllm_llumnix.engine.vllm_types import Request
 
@@ -17,10 +15,10 @@ from vllm_llumnix.engine.vllm_types import Request
 class Admission:
     """Of one request: the loop begins it, or it is revoked, whichever comes first."""
 
-    def __init__(self, loop: EngineLoop, relay: Relay, forwarding: Forwarding) -> None:
-        self._loop = loop
-        self._relay = relay
-        self._forwarding = forwarding
+    def __init__(self, context: EngineContext) -> None:
+        self._loop = context.loop
+        self._relay = context.relay
+        self._forwarding = context.forwarding
         self._lock = threading.Lock()
         self._decided = False
 

@@ -22,10 +22,8 @@ from llumlet.types import AdoptRequest, AdoptResponse
 from vllm_llumnix.engine.arrivals import Arrivals
 from vllm_llumnix.engine.builder import RequestBuilder
 from vllm_llumnix.engine.context import EngineContext
-from vllm_llumnix.engine.forwarding import Forwarding
 from vllm_llumnix.engine.grammars import GRAMMAR_SECONDS
 from vllm_llumnix.engine.memory import require_weights
-from vllm_llumnix.engine.relay import Relay
 from vllm_llumnix.engine.request_state import Residence, residence_of
 from vllm_llumnix.engine.rescue import Fetched, Rescue
 
@@ -39,10 +37,8 @@ class Adoptions:
     def __init__(
         self,
         context: EngineContext,
-        relay: Relay,
         builder: RequestBuilder,
         arrivals: Arrivals,
-        forwarding: Forwarding,
         rescue: Rescue,
     ) -> None:
         self.num_adopted = 0
@@ -51,10 +47,9 @@ class Adoptions:
         """Of these, the ones that brought their KV cache."""
         self._context = context
         self._loop = context.loop
-        self._relay = relay
+        self._relay = context.relay
         self._builder = builder
         self._arrivals = arrivals
-        self._forwarding = forwarding
         self._rescue = rescue
         self._num_adopting = 0
         self._preparing: dict[str, Residence] = {}
@@ -116,7 +111,7 @@ class Adoptions:
             if fetched is not None:
                 await self._loop.call(self._loop.port.reservations.cancel, request)
             raise
-        self._forwarding.came_back(request_id)
+        self._context.forwarding.came_back(request_id)
         return self._answer(request, fetched)
 
     async def _make_way(self, request_id: str, residence: Residence) -> None:

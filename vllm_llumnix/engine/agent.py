@@ -32,10 +32,6 @@ from llumlet.types import (
     AdoptResponse,
     ClaimRequest,
     ClaimResponse,
-    CommitRequest,
-    CommitResponse,
-    CopyRoundRequest,
-    CopyRoundResponse,
     DrainProgress,
     DrainRequest,
     EndClaimRequest,
@@ -46,10 +42,6 @@ from llumlet.types import (
     MigrateInRequest,
     MigrateRequest,
     MoveSummary,
-    ReserveRequest,
-    ReserveResponse,
-    SettleRequest,
-    SettleResponse,
 )
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.config import LlumletConfig, drain_limit
@@ -69,7 +61,6 @@ from vllm_llumnix.engine.loop import EngineLoop
 from vllm_llumnix.engine.memory import Grant, Movers
 from vllm_llumnix.engine.metadata import metadata_of
 from vllm_llumnix.engine.migrations import Migrations
-from vllm_llumnix.engine.outgoing import SourceSide
 from vllm_llumnix.engine.relay import Relay
 from vllm_llumnix.engine.rescue import Rescue
 from vllm_llumnix.engine.shell import Tasks
@@ -93,20 +84,26 @@ async def open_llumlet(
     credentials = config.credentials()
     server = llumlet.server.new_server(config.host, credentials, config.insecure)
     bound = llumlet.server.bind(server, config.host, config.port, credentials)
+    address = Address(reachable_host(config.host), bound.port)
+    limits = config.bandwidth_limit, config.bandwidth_limit_local
+    hello = wire.Hello(wire.RELAY_VERSION, identity.instance, identity.incarnation, str(address), identity.digest)
     context = EngineContext(
         config=config,
         identity=identity,
         engine=loop.engine,
         loop=loop,
-        movers=Movers(
-            movers,
-            config.transports,
-            config.bandwidth_limit,
-            config.bandwidth_limit_local,
-            on_lost=identity.stop_carrying_kv,
+        movers=Movers(movers, config.transports, *limits, on_lost=identity.stop_carrying_kv),
+        relay=Relay(
+            hello,
+            lambda origin, requests: agent.aborts.release(origin, requests),
+            lambda: loop.progress.health,
+            credentials,
         ),
+        peers=PeerClients(credentials, config.reaches),
+        adapters=Adapters(loop.engine.vllm_config.lora_config),
+        forwarding=Forwarding(),
         credentials=credentials,
-        address=Address(reachable_host(config.host), bound.port),
+        address=address,
     )
     agent = LlumletAgent(context, claims)
     await agent.open(await llumlet.server.start(agent, server, bound))
@@ -117,30 +114,26 @@ class LlumletAgent:
     """Implements `llumlet.agent.Agent`, and hears what the engine's threads say: `loop.Llumlet`."""
 
     def __init__(self, context: EngineContext, claims: Claims) -> None:
-        config, identity, loop = context.config, context.identity, context.loop
         self.context = context
         self.claims = claims
-        self.adapters = Adapters(context.engine.vllm_config.lora_config)
-        self.relay = Relay(
-            wire.Hello(
-                wire.RELAY_VERSION, identity.instance, identity.incarnation, str(context.address), identity.digest
-            ),
-            lambda origin, requests: self.aborts.release(origin, requests),
-            lambda: loop.progress.health,
-            context.credentials,
-        )
-        self.peers = PeerClients(context.credentials, config.reaches)
-        forwarding = Forwarding()
-        self.aborts = Aborts(loop, self.relay, forwarding, self.peers)
-        self.departures = Departures(SourceSide(context, self.relay, self.adapters, forwarding, CALL_SECONDS))
+        self.aborts = Aborts(context)
+        self.departures = Departures(context, CALL_SECONDS)
         self.listing = Listing(context, self.departures)
-        self.migrations = Migrations(context, self.departures, self.listing, self.peers)
-        self.drains = Drain(context, self.departures, self.listing, self.migrations, self.peers)
-        builder = RequestBuilder(context.engine, config.reaches, self.adapters, loop.record)
-        self.arrivals = Arrivals(context, self.relay, builder, forwarding, self.aborts.end_soon)
-        rescue = Rescue(context, self.peers)
-        self.adoptions = Adoptions(context, self.relay, builder, self.arrivals, forwarding, rescue)
+        self.migrations = Migrations(context, self.departures, self.listing)
+        self.drains = Drain(context, self.migrations)
+        builder = RequestBuilder(context.engine, context.config.reaches, context.adapters, context.loop.record)
+        self.arrivals = Arrivals(context, builder, self.aborts.end_soon)
+        self.adoptions = Adoptions(context, builder, self.arrivals, Rescue(context))
         self.status = StatusSource(context, self.departures, self.arrivals, self.adoptions)
+        # What peers ask for goes straight there.
+        self.reserve = self.arrivals.reserve
+        self.copy_round = self.arrivals.copy_round
+        self.commit = self.arrivals.commit
+        self.withdraw = self.arrivals.withdraw
+        self.cancel = self.arrivals.cancel
+        self.abort_handover = self.arrivals.abort
+        self.close_handover = self.arrivals.close_handover
+        self.query = self.arrivals.query
         self._reporter: Reporter | None = None
         self._server: RunningServer | None = None
         self._tasks = Tasks()
@@ -155,11 +148,9 @@ class LlumletAgent:
     def _report_to(self, cms: str) -> None:
         """Have the cluster metadata store know this instance, and its load whenever that changes."""
         context = self.context
-        self._reporter = Reporter(
-            cms, lambda: metadata_of(context, self.adapters.names), self.status.now, context.credentials
-        )
+        self._reporter = Reporter(cms, lambda: metadata_of(context), self.status.now, context.credentials)
         context.loop.port.load.on_change = self._reporter.changed
-        self.adapters.on_change = self._reporter.metadata_changed
+        context.adapters.on_change = self._reporter.metadata_changed
         self._tasks.spawn(self._reporter.run())
 
     async def close(self) -> None:
@@ -169,8 +160,8 @@ class LlumletAgent:
             await self._reporter.leave()
         if self._server is not None:
             await self._server.stop(grace_s=0.0)
-        await self.relay.close()
-        await self.peers.close()
+        await self.context.relay.close()
+        await self.context.peers.close()
         self.context.movers.close()
 
     # What operators ask for
@@ -211,7 +202,7 @@ class LlumletAgent:
         return self.status.now()
 
     async def get_instance_metadata(self) -> InstanceMetadata:
-        return metadata_of(self.context, self.adapters.names)
+        return metadata_of(self.context)
 
     async def list_requests(self) -> ListRequestsResponse:
         loop, arriving = self.context.loop, self.arrivals.pending()
@@ -219,32 +210,6 @@ class LlumletAgent:
             # It stands still, and somebody wants to see what it holds.
             return self.listing.requests(arriving)
         return await loop.call(self.listing.requests, arriving)
-
-    # What peers ask for: see arrivals
-
-    async def reserve(self, request: ReserveRequest) -> ReserveResponse:
-        return await self.arrivals.reserve(request)
-
-    async def copy_round(self, request: CopyRoundRequest) -> CopyRoundResponse:
-        return await self.arrivals.copy_round(request)
-
-    async def commit(self, request: CommitRequest) -> CommitResponse:
-        return await self.arrivals.commit(request)
-
-    async def withdraw(self, request: SettleRequest) -> SettleResponse:
-        return await self.arrivals.withdraw(request)
-
-    async def cancel(self, request: SettleRequest) -> SettleResponse:
-        return await self.arrivals.cancel(request)
-
-    async def abort_handover(self, request: SettleRequest) -> SettleResponse:
-        return await self.arrivals.abort(request)
-
-    async def close_handover(self, request: SettleRequest) -> SettleResponse:
-        return await self.arrivals.close_handover(request)
-
-    async def query(self, request: SettleRequest) -> SettleResponse:
-        return await self.arrivals.query(request)
 
     # What origins ask for
 
@@ -262,7 +227,7 @@ class LlumletAgent:
             if identity.kv_stays is not None:
                 raise Refused(Reason.NOT_PORTABLE, identity.kv_stays)
             claimed = self.claims.take(request.request_id, epoch_of(request.epoch))
-        self.relay.farewell(request.request_id)
+        self.context.relay.farewell(request.request_id)
         grant = Grant(self.context.movers)
         self._tasks.spawn(_grant_for_claim(grant, claimed.block_ids))
         return ClaimResponse(
@@ -279,16 +244,16 @@ class LlumletAgent:
     # What the engine's threads say
 
     def relay_outputs(self, client_index: int, outputs: EngineCoreOutputs) -> None:
-        self.relay.send(client_index, outputs)
+        self.context.relay.send(client_index, outputs)
 
     def meet_origin(self, address: str) -> None:
-        self.relay.meet(address)
+        self.context.relay.meet(address)
 
     def forward_aborts(self, request_ids: list[str]) -> None:
         self.aborts.forward(request_ids)
 
     def learn_adapter(self, adapter: LoRARequest, reloaded: bool = False) -> None:
-        self.adapters.learn(adapter, reloaded=reloaded)
+        self.context.adapters.learn(adapter, reloaded=reloaded)
 
     def revoke_youngest_reservation(self) -> None:
         self.arrivals.revoke_youngest()

@@ -31,27 +31,19 @@ from llumlet.types import (
 from vllm_llumnix import faults
 from vllm_llumnix.engine.builder import RequestBuilder
 from vllm_llumnix.engine.context import EngineContext
-from vllm_llumnix.engine.forwarding import Forwarding
-from vllm_llumnix.engine.incoming import DestinationSide, IncomingMove, settle_response
-from vllm_llumnix.engine.relay import Relay
+from vllm_llumnix.engine.incoming import IncomingMove, settle_response
 
 
 class Arrivals:
     """All moves into this engine, settled ones included for as long as their source can be in doubt."""
 
-    def __init__(
-        self,
-        context: EngineContext,
-        relay: Relay,
-        builder: RequestBuilder,
-        forwarding: Forwarding,
-        end_here: Callable[[list[str]], None],
-    ) -> None:
+    def __init__(self, context: EngineContext, builder: RequestBuilder, end_here: Callable[[list[str]], None]) -> None:
         self._context = context
         self._loop = context.loop
+        self._builder = builder
+        self._end_here = end_here
         config, port = context.config, context.loop.port
-        terms = Terms(block_size=port.block_size, lease_s=config.lease_seconds)
-        self._side = DestinationSide(context, relay, builder, terms, forwarding, end_here)
+        self._terms = Terms(block_size=port.block_size, lease_s=config.lease_seconds)
         self.moves: dict[str, IncomingMove] = {}
         self._unsettled: dict[str, IncomingMove] = {}
         """Moves whose fate is open, or whose blocks may still be written: few."""
@@ -193,7 +185,7 @@ class Arrivals:
         return answer
 
     def _begin(self, handover: Handover) -> IncomingMove:
-        move = IncomingMove(self._side, handover, self._look)
+        move = IncomingMove(self._context, self._builder, self._terms, handover, self._end_here, self._look)
         self.moves[move.migration_id] = self._unsettled[move.migration_id] = move
         self._loop.port.load.touch()
         return move

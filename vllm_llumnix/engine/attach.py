@@ -133,7 +133,7 @@ def _watch_adapters(engine: Engine, thread: LlumletThread, llumlet: LlumletAgent
 
     @functools.wraps(stock_remove)
     def remove_lora(lora_id: int) -> bool:
-        thread.post(llumlet.adapters.forget, lora_id)
+        thread.post(llumlet.context.adapters.forget, lora_id)
         removed: bool = stock_remove(lora_id)
         return removed
 

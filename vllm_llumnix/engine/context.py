@@ -8,19 +8,24 @@ import time
 
 from llumlet.credentials import Credentials
 from llumlet.types import Address
+from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.config import LlumletConfig
+from vllm_llumnix.engine.forwarding import Forwarding
 from vllm_llumnix.engine.identity import EngineIdentity
 from vllm_llumnix.engine.loop import EngineLoop
 from vllm_llumnix.engine.memory import Movers
+from vllm_llumnix.engine.relay import Relay
 from vllm_llumnix.engine.vllm_types import Engine
+from vllm_llumnix.peer_clients import PeerClients
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineContext:
-    """One engine: what it was told, who it is, its loop and its memory. Made on the llumlet's thread.
+    """One engine: what it was told, who it is, its loop and its memory, and those whom it speaks to. Made on the
+    llumlet's thread.
 
-    `engine` is vLLM's EngineCore. `address` is where peers and API servers reach the llumlet, `credentials` what it
-    shows them. `started_at` is the time of day, in seconds since the epoch.
+    `address` is where peers and API servers reach the llumlet, `credentials` what it shows them. `started_at` is the
+    time of day, in seconds since the epoch.
     """
 
     config: LlumletConfig
@@ -28,6 +33,10 @@ class EngineContext:
     engine: Engine
     loop: EngineLoop
     movers: Movers
+    relay: Relay
+    peers: PeerClients
+    adapters: Adapters
+    forwarding: Forwarding
     credentials: Credentials
     address: Address
     started_at: float = dataclasses.field(default_factory=time.time)

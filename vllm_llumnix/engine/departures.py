@@ -7,9 +7,10 @@ from llumlet.protocol import events as on
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.limits import Limits, Slots
 from llumlet.protocol.source import Plan
+from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.handover_calls import Target
 from vllm_llumnix.engine.move_report import Report
-from vllm_llumnix.engine.outgoing import OutgoingMove, SourceSide
+from vllm_llumnix.engine.outgoing import OutgoingMove
 from vllm_llumnix.engine.records import MoveRecords
 from vllm_llumnix.engine.request_state import Residence
 from vllm_llumnix.engine.vllm_types import Request
@@ -17,14 +18,15 @@ from vllm_llumnix.engine.way import Way
 
 
 class Departures:
-    """`side` is what each of the moves works with; `moves` has those that are on their way, by request."""
+    """`moves` has those that are on their way, by request. `deadline_s`: see `OutgoingMove`."""
 
-    def __init__(self, side: SourceSide) -> None:
-        self.side = side
+    def __init__(self, context: EngineContext, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
         self.moves: dict[str, OutgoingMove] = {}
         self.records = MoveRecords()
-        self._loop = side.context.loop
-        config, port = side.context.config, self._loop.port
+        self._context = context
+        self._loop = context.loop
+        config, port = context.config, context.loop.port
         limits = Limits(
             max_requests=config.max_migrations_out,
             max_tokens=config.max_migration_tokens_out,
@@ -36,7 +38,7 @@ class Departures:
         self, request: Request, residence: Residence, to: Target, plan: Plan, way: Way, report: Report
     ) -> OutgoingMove:
         """Raises Refused(source_busy) when as much is on its way as may be."""
-        move = OutgoingMove(self.side, request, residence, to, plan, way, report, self._ended)
+        move = OutgoingMove(self._context, request, residence, to, plan, way, report, self.deadline_s, self._ended)
         self.slots.take(move.migration_id, request.num_tokens)
         self.moves[request.request_id] = move
         self._loop.port.load.touch()

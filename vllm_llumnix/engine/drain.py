@@ -31,12 +31,9 @@ from llumlet.types import (
 )
 from vllm_llumnix.config import END_SECONDS, drain_limit
 from vllm_llumnix.engine.context import EngineContext
-from vllm_llumnix.engine.departures import Departures
 from vllm_llumnix.engine.handover_calls import Target
-from vllm_llumnix.engine.listing import Listing
 from vllm_llumnix.engine.migrations import Migrations
 from vllm_llumnix.engine.shell import Tasks
-from vllm_llumnix.peer_clients import PeerClients
 
 logger = logging.getLogger("vllm.llumnix")
 
@@ -54,20 +51,10 @@ FOR_GOOD = frozenset(
 class Drain:
     """Of one engine. Once begun, it ends with the process."""
 
-    def __init__(
-        self,
-        context: EngineContext,
-        departures: Departures,
-        listing: Listing,
-        migrations: Migrations,
-        peers: PeerClients,
-    ) -> None:
+    def __init__(self, context: EngineContext, migrations: Migrations) -> None:
         self._context = context
         self._loop = context.loop
-        self._departures = departures
-        self._listing = listing
         self._migrations = migrations
-        self._peers = peers
         self._began: float | None = None
         self._addresses: list[str] = []
         self._named = False
@@ -134,7 +121,7 @@ class Drain:
         return {
             "seconds": self._seconds,
             "num_requests": len(self._loop.engine.scheduler.requests),
-            "num_moving": len(self._departures.moves),
+            "num_moving": self._migrations.num_moving,
             "num_moved": self._num_moved,
         }
 
@@ -156,7 +143,7 @@ class Drain:
             timeout_s=self._seconds,
             num_streams=sum(self._num_streams.values()),
             num_requests=len(self._loop.engine.scheduler.requests),
-            num_moving=len(self._departures.moves),
+            num_moving=self._migrations.num_moving,
             num_moved=self._num_moved,
             num_recomputed=self._num_recomputed,
             refusals=self._stayed,
@@ -178,8 +165,8 @@ class Drain:
 
     async def _run(self) -> None:
         while True:
-            for request_id in await self._loop.call(self._movable):
-                if len(self._departures.moves) >= self._context.config.max_migrations_out:
+            for request_id in await self._loop.call(self._migrations.movable):
+                if self._migrations.num_moving >= self._context.config.max_migrations_out:
                     break
                 self._offer(request_id)
             await asyncio.sleep(TURN_SECONDS)
@@ -188,7 +175,7 @@ class Drain:
         """Until the instance there says who it is."""
         while True:
             try:
-                client = self._peers.at(address)
+                client = self._context.peers.at(address)
                 found = await client.get_instance_metadata()
             except LlumletCallFailed as error:
                 logger.info("llumlet: nothing can be moved to %s: %s", address, error)
@@ -197,14 +184,6 @@ class Drain:
                 if found.instance_id != self._context.identity.instance:
                     self._destinations[str(address)] = Target(found.instance_id, address, client)
                 return
-
-    def _movable(self) -> list[str]:
-        """Loop thread."""
-        return [
-            request_id
-            for request_id, request in self._loop.engine.scheduler.requests.items()
-            if request_id not in self._departures.moves and self._listing.why_not(request) is None
-        ]
 
     def _offer(self, request_id: str) -> None:
         now = time.monotonic()

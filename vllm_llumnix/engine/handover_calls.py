@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from llumlet.bridge import reason_number, reason_of
 from llumlet.client import LlumletClient
@@ -30,8 +30,7 @@ from llumlet.types import (
 
 logger = logging.getLogger("vllm.llumnix")
 
-Method = Callable[..., Awaitable[Any]]
-"""Of a LlumletClient."""
+A = TypeVar("A")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,18 +68,16 @@ class HandoverCalls:
         return self._handover.dst_incarnation
 
     async def reserve(self, message: ReserveRequest) -> ReserveResponse | None:
-        answer: ReserveResponse | None = await self._ask(Call.RESERVE, self._client.reserve, message)
+        answer = await self._ask(Call.RESERVE, self._client.reserve, message)
         if answer is not None:
             self._handover.dst_incarnation = answer.dst_incarnation
         return answer
 
     async def copy_round(self, message: CopyRoundRequest) -> CopyRoundResponse | None:
-        answer: CopyRoundResponse | None = await self._ask(Call.ROUND, self._client.copy_round, message)
-        return answer
+        return await self._ask(Call.ROUND, self._client.copy_round, message)
 
     async def commit(self, message: CommitRequest) -> CommitResponse | None:
-        answer: CommitResponse | None = await self._ask(Call.COMMIT, self._client.commit, message)
-        return answer
+        return await self._ask(Call.COMMIT, self._client.commit, message)
 
     async def settle(self, call: Call) -> None:
         """Withdraw, Query or Abort: tells the machine what the destination has decided, if it has."""
@@ -89,7 +86,7 @@ class HandoverCalls:
             Call.QUERY: self._client.query,
             Call.ABORT: self._client.abort_handover,
         }
-        answer: SettleResponse | None = await self._ask(call, methods[call], SettleRequest())
+        answer = await self._ask(call, methods[call], SettleRequest())
         if answer is not None:
             self._feed(decided(answer))
 
@@ -99,7 +96,7 @@ class HandoverCalls:
     async def close(self) -> None:
         await self._say(self._client.close_handover, None)
 
-    async def _say(self, method: Method, reason: Reason | None) -> None:
+    async def _say(self, method: Callable[..., Awaitable[SettleResponse]], reason: Reason | None) -> None:
         """Said once; no answer changes anything for us."""
         message = self._numbered(SettleRequest(reason=reason_number(reason)))
         try:
@@ -107,7 +104,7 @@ class HandoverCalls:
         except LlumletCallFailed as error:
             logger.info("move %s: %s", self._handover.migration_id, error)
 
-    async def _ask(self, call: Call, method: Method, message: Any) -> Any:
+    async def _ask(self, call: Call, method: Callable[..., Awaitable[A]], message: Any) -> A | None:
         deadline_s = self._deadlines.get(call, self._deadline_s)
         try:
             return await method(self._numbered(message), deadline_s=deadline_s)

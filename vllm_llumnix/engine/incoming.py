@@ -7,7 +7,6 @@ answer again. Nothing of a request is visible to the engine's scheduler before t
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from typing import Any
@@ -37,8 +36,6 @@ from vllm_llumnix.engine.arriving import ArrivingBlocks
 from vllm_llumnix.engine.builder import RequestBuilder
 from vllm_llumnix.engine.callers import Callers
 from vllm_llumnix.engine.context import EngineContext
-from vllm_llumnix.engine.forwarding import Forwarding
-from vllm_llumnix.engine.relay import Relay
 from vllm_llumnix.engine.request_state import Residence
 from vllm_llumnix.engine.shell import Shell
 from vllm_llumnix.engine.vllm_types import Request
@@ -49,26 +46,25 @@ TURN_SECONDS = 1.0
 """How long a request waits for the grammars of others from its source: it holds a place that other moves could have."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DestinationSide:
-    """What all moves into an engine work with. `end_here` aborts requests of this engine, by id."""
-
-    context: EngineContext
-    relay: Relay
-    builder: RequestBuilder
-    terms: Terms
-    forwarding: Forwarding
-    end_here: Callable[[list[str]], None]
-
-
 class IncomingMove(Shell[Destination]):
-    """One request that may come. `on_event` is called after each event of its machine."""
+    """One request that may come. `end_here` aborts requests of this engine, by id; `on_event` is called after each
+    event of the machine."""
 
-    def __init__(self, side: DestinationSide, handover: Handover, on_event: Callable[[IncomingMove], None]) -> None:
-        super().__init__(Destination(side.terms))
-        self._side = side
-        self._context = side.context
-        self._loop = side.context.loop
+    def __init__(
+        self,
+        context: EngineContext,
+        builder: RequestBuilder,
+        terms: Terms,
+        handover: Handover,
+        end_here: Callable[[list[str]], None],
+        on_event: Callable[[IncomingMove], None],
+    ) -> None:
+        super().__init__(Destination(terms))
+        self._context = context
+        self._loop = context.loop
+        self._builder = builder
+        self._terms = terms
+        self._end_here = end_here
         self._on_event = on_event
         self.migration_id = MigrationId(handover.migration_id)
         self.request_id = handover.request_id
@@ -76,7 +72,7 @@ class IncomingMove(Shell[Destination]):
         self.source_address = ""
         self.request: Request | None = None
         self.residence: Residence | None = None
-        self.blocks = ArrivingBlocks(side.context)
+        self.blocks = ArrivingBlocks(context)
         self.tokens_alone = ""
         """Why the KV cache cannot be brought here, if the request may come without."""
         self.phase_ms: dict[str, float] = {}
@@ -85,7 +81,7 @@ class IncomingMove(Shell[Destination]):
         self._offer: ReserveRequest | None = None
         self._last_round = 0
         self._commit_seen = False
-        self._admission = Admission(self._loop, side.relay, side.forwarding)
+        self._admission = Admission(context)
         self._lease_end = 0.0
         self.callers = Callers()
 
@@ -153,7 +149,7 @@ class IncomingMove(Shell[Destination]):
         """The source's block ids, and the tokens it produced since its last message. Raises Refused."""
         self.blocks.find_at_source(from_block, block_ids)
         if self.request is not None and token_ids:
-            self._side.builder.append(self.request, list(token_ids))
+            self._builder.append(self.request, list(token_ids))
 
     def _perform(self, effect: do.Effect) -> None:
         answer = self.callers.answer
@@ -175,7 +171,7 @@ class IncomingMove(Shell[Destination]):
                 if self.request is not None:
                     self._loop.call(self._loop.port.reservations.cancel, self.request)
             case do.AbortAdmitted():
-                self._side.end_here([self.request_id])
+                self._end_here([self.request_id])
             case do.AnswerReserve():
                 answer(Call.RESERVE, self._reserve_response(effect))
             case do.RefuseReserve(reason=reason, detail=detail):
@@ -192,7 +188,7 @@ class IncomingMove(Shell[Destination]):
     # The loop and the movers
 
     async def _reserve(self) -> None:
-        side, context, offer = self._side, self._context, self._offer
+        context, offer = self._context, self._offer
         assert offer is not None
         try:
             queued = offer.method == Mode.WAITING
@@ -200,14 +196,16 @@ class IncomingMove(Shell[Destination]):
             if offer.method != Mode.RECOMPUTE:
                 may_stay = queued or offer.tokens_will_do
                 self.tokens_alone = await self.blocks.choose_transport(may_stay=may_stay)
-            state, self.residence = await side.builder.read(offer.request_state)
-            self.request = await side.builder.build(state, self.residence, offer.src_engine_id, patience_s=TURN_SECONDS)
+            state, self.residence = await self._builder.read(offer.request_state)
+            self.request = await self._builder.build(
+                state, self.residence, offer.src_engine_id, patience_s=TURN_SECONDS
+            )
             if self.request.request_id != self.request_id:
                 raise Refused(Reason.INVALID_REQUEST, "the request state names another request")
             if (problem := why_request_not_portable(self.request, context.identity)) is not None:
                 raise Refused(Reason.NOT_PORTABLE, problem)
             # Connect to the origin now, not when its client waits for the first token from here.
-            side.relay.client_index(state.origin)
+            context.relay.client_index(state.origin)
             hit_blocks, self.blocks.block_ids = await self._loop.call_for_blocks(
                 self._loop.reserve, self.request, queued, not context.config.exact, behind_outputs=True
             )
@@ -238,7 +236,7 @@ class IncomingMove(Shell[Destination]):
     async def _pull(self, effect: do.Pull) -> None:
         final = self.machine.state is State.COMMITTING
         # The lease began earlier, so it is what ends a copy that takes too long.
-        deadline_s = self._side.terms.lease_s
+        deadline_s = self._terms.lease_s
         began = time.perf_counter()
         try:
             copied = await self.blocks.pull(
@@ -264,7 +262,7 @@ class IncomingMove(Shell[Destination]):
     async def _admit(self, effect: do.Admit) -> None:
         assert self.request is not None
         assert self.residence is not None
-        cached_tokens = self.machine.hit_blocks * self._side.terms.block_size
+        cached_tokens = self.machine.hit_blocks * self._terms.block_size
         began = time.perf_counter()
         try:
             await self._admission.run(self.request, self.residence, effect, cached_tokens)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import socket
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import vllm
@@ -40,8 +39,7 @@ def unit_id(group: str) -> str:
     return hashlib.sha256(group.encode()).hexdigest()[:32]
 
 
-def metadata_of(context: EngineContext, adapters: Iterable[str]) -> InstanceMetadata:
-    """`adapters`: the names of those that the engine knows now."""
+def metadata_of(context: EngineContext) -> InstanceMetadata:
     config, engine, address = context.config, context.engine, context.address
     model, parallel = engine.vllm_config.model_config, engine.vllm_config.parallel_config
     ranks = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
@@ -82,5 +80,5 @@ def metadata_of(context: EngineContext, adapters: Iterable[str]) -> InstanceMeta
         exact=config.exact,
         compatibility_digest=context.identity.digest,
         unsupported=context.identity.unsupported or "",
-        served_models=dict.fromkeys([*(config.served_models or (model.model,)), *adapters]),
+        served_models=dict.fromkeys([*(config.served_models or (model.model,)), *context.adapters.names]),
     )

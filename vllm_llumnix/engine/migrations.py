@@ -18,7 +18,6 @@ from vllm_llumnix.engine.handover_calls import Target
 from vllm_llumnix.engine.listing import Listing
 from vllm_llumnix.engine.outgoing import OutgoingMove
 from vllm_llumnix.engine.request_state import residence_of
-from vllm_llumnix.peer_clients import PeerClients
 
 _OUTCOMES = (MovePhase.MOVED, MovePhase.STAYED, MovePhase.GONE, MovePhase.LOST)
 
@@ -26,18 +25,17 @@ _OUTCOMES = (MovePhase.MOVED, MovePhase.STAYED, MovePhase.GONE, MovePhase.LOST)
 class Migrations:
     """Carries out `Migrate` and `MigrateIn`, and begins the moves of a drain."""
 
-    def __init__(self, context: EngineContext, departures: Departures, listing: Listing, peers: PeerClients) -> None:
+    def __init__(self, context: EngineContext, departures: Departures, listing: Listing) -> None:
         self._context = context
         self._departures = departures
         self._listing = listing
-        self._peers = peers
 
     async def migrate(self, asked: MigrateRequest, report: Report) -> MoveSummary:
         """Returns when every selected request is settled. Raises Refused, LlumletError."""
         began = time.monotonic()
         self._check(asked)
         address = Address(asked.dst_engine_ip, asked.dst_engine_port)
-        to = Target(asked.dst_engine_id, address, self._peers.at(address))
+        to = Target(asked.dst_engine_id, address, self._context.peers.at(address))
         moves, refused = [], []
         for request_id in self._select(asked):
             try:
@@ -65,7 +63,7 @@ class Migrations:
         here, wanted = self._context.address, asked.request
         wanted.dst_engine_id = self._context.identity.instance
         wanted.dst_engine_ip, wanted.dst_engine_port = here.host, here.port
-        client = self._peers.at(Address.parse(asked.src_address))
+        client = self._context.peers.at(Address.parse(asked.src_address))
         summary = MoveSummary()
         try:
             async for event in client.migrate(wanted):
@@ -98,6 +96,18 @@ class Migrations:
             round_s=config.lease_seconds,
         )
         return self._departures.begin(request, residence, to, plan, way, report)
+
+    @property
+    def num_moving(self) -> int:
+        return len(self._departures.moves)
+
+    def movable(self) -> list[str]:
+        """Requests that could leave now and do not. Loop thread."""
+        return [
+            request_id
+            for request_id, request in self._context.engine.scheduler.requests.items()
+            if request_id not in self._departures.moves and self._listing.why_not(request) is None
+        ]
 
     def _check(self, asked: MigrateRequest) -> None:
         """Raises Refused for what no request of this engine could obey."""

@@ -13,7 +13,6 @@ the results back. Whatever happens to a call, an event comes of it: an answer, a
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import time
 import uuid
@@ -30,15 +29,12 @@ from llumlet.protocol.ids import Epoch, MigrationId
 from llumlet.protocol.source import Method, Plan, Source, State
 from llumlet.types import CommitRequest, CopyRoundRequest, Handover, Mode, MoveProgress, ReserveRequest
 from vllm_llumnix import faults
-from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.engine.context import EngineContext
-from vllm_llumnix.engine.forwarding import Forwarding
 from vllm_llumnix.engine.handover_calls import HandoverCalls, Target, decided
 from vllm_llumnix.engine.leaving import LeavingRequest
 from vllm_llumnix.engine.memory import Grant
 from vllm_llumnix.engine.move_report import MoveReport, Report
 from vllm_llumnix.engine.origin_calls import OriginCalls
-from vllm_llumnix.engine.relay import Relay
 from vllm_llumnix.engine.request_state import Residence
 from vllm_llumnix.engine.scheduler_port import Frontier, FrozenRequest
 from vllm_llumnix.engine.shell import Shell
@@ -53,53 +49,44 @@ LOCAL = "local"
 """The one transport for which the source has nothing to do."""
 
 
-@dataclasses.dataclass(slots=True)
-class SourceSide:
-    """What all moves out of an engine work with. `deadline_s`: seconds, for a call in which no bytes move, and for a
-    question to an origin."""
-
-    context: EngineContext
-    relay: Relay
-    adapters: Adapters
-    forwarding: Forwarding
-    deadline_s: float
-
-
 class OutgoingMove(Shell[Source]):
-    """One attempt to move one request. `done` is resolved with the last report; `on_end` is called when nothing of the
-    move holds the request here any more."""
+    """One attempt to move one request. `done` is resolved with the last report.
+
+    `deadline_s`: for a call in which no bytes move, and for a question to the origin. `on_end` is called when nothing
+    of the move holds the request here any more.
+    """
 
     def __init__(
         self,
-        side: SourceSide,
+        context: EngineContext,
         request: Request,
         residence: Residence,
         to: Target,
         plan: Plan,
         way: Way,
         report: Report,
+        deadline_s: float,
         on_end: Callable[[OutgoingMove], None],
     ) -> None:
         super().__init__(Source(plan))
         self.request = request
         self.to = to
         self.migration_id = MigrationId(uuid.uuid4().hex)
-        self.leaving = LeavingRequest(side.context, request, residence, self._frozen_now, self._ended)
+        self.leaving = LeavingRequest(context, request, residence, self._frozen_now, self._ended)
         self.done: asyncio.Future[MoveProgress] = asyncio.get_running_loop().create_future()
-        self._side = side
-        self._context = side.context
-        self._call = side.context.loop.call
+        self._context = context
+        self._call = context.loop.call
         handover = Handover(
             migration_id=self.migration_id,
             request_id=request.request_id,
-            src_incarnation=side.context.identity.incarnation,
+            src_incarnation=context.identity.incarnation,
         )
-        self._calls = HandoverCalls(to, handover, plan, side.deadline_s, self.feed)
-        self._origin = OriginCalls(side.relay, request, residence, side.deadline_s)
+        self._calls = HandoverCalls(to, handover, plan, deadline_s, self.feed)
+        self._origin = OriginCalls(context.relay, request, residence, deadline_s)
         self._report = MoveReport(self.migration_id, self.leaving, way, report)
         self._insists = way.insists
         self._on_end = on_end
-        self._grant = Grant(side.context.movers)
+        self._grant = Grant(context.movers)
         self._seen = self.machine.state
         self._frontier: Frontier | None = None
         self._frozen: FrozenRequest | None = None
@@ -171,7 +158,7 @@ class OutgoingMove(Shell[Source]):
                 else:
                     call(leaving.unpin)
             case do.Release():
-                self._side.forwarding.remember(self.request.request_id, self.to.address)
+                self._context.forwarding.remember(self.request.request_id, self.to.address)
                 self._tell_origin()
                 self._released = call(leaving.release)
                 faults.hit("source.committed")
@@ -211,7 +198,7 @@ class OutgoingMove(Shell[Source]):
         adapter = self.request.lora_request
         if adapter is None:
             return state
-        return msgspec.structs.replace(state, lora_digest=await self._side.adapters.digest_of(adapter))
+        return msgspec.structs.replace(state, lora_digest=await self._context.adapters.digest_of(adapter))
 
     async def _snapshot(self, taken: asyncio.Future[Frontier]) -> None:
         try:

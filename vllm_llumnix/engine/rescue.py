@@ -23,7 +23,6 @@ from vllm_llumnix.engine.memory import SourceMemory, decode_memory
 from vllm_llumnix.engine.shell import Tasks
 from vllm_llumnix.errors import TransportError
 from vllm_llumnix.kv.messages import BlockCopy
-from vllm_llumnix.peer_clients import PeerClients
 
 logger = logging.getLogger("vllm.llumnix")
 
@@ -47,10 +46,9 @@ class _Abandoned(Exception):
 class Rescue:
     """The adopting side of `Claim`. Llumlet thread."""
 
-    def __init__(self, context: EngineContext, peers: PeerClients) -> None:
+    def __init__(self, context: EngineContext) -> None:
         self._context = context
         self._loop = context.loop
-        self._peers = peers
         self._tasks = Tasks()
 
     async def fetch(self, request: Request, epoch: Epoch, holder: Holder) -> Fetched | None:
@@ -60,7 +58,7 @@ class Rescue:
         """
         request_id = request.request_id
         try:
-            client = self._peers.at(Address.parse(holder.address))
+            client = self._context.peers.at(Address.parse(holder.address))
             claim = await client.claim(
                 ClaimRequest(
                     request_id=request_id,

@@ -82,7 +82,7 @@ def harness(memory: Memory, source: SourceProcess, tmp_path: Path) -> Iterator[H
         assert np.array_equal(before, memory.bytes)
         harness.check()
         assert worker._running is not None
-        assert worker._running[0].num_errors == 0
+        assert worker._running.mover.num_errors == 0
         assert len(os.listdir("/proc/self/fd")) <= files
     finally:
         harness.close()

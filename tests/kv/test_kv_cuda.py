@@ -33,9 +33,8 @@ from tests.kv.fakes import (
     until,
 )
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
+from vllm_llumnix.kv import data_plane, mover
 from vllm_llumnix.kv import memory as kv_memory
-from vllm_llumnix.kv import mover
-from vllm_llumnix.kv import worker as kv_worker
 from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.cuda_share import require_plausible
@@ -304,7 +303,7 @@ async def test_a_worker_on_a_gpu(exported: bool, monkeypatch: pytest.MonkeyPatch
 
     shapes = [(4, 4096)]
     memory = Memory(shapes=shapes, seed=2)
-    monkeypatch.setattr(kv_worker, "share", share)
+    monkeypatch.setattr(data_plane, "share", share)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
     worker = FakeWorker(memory, device="cuda")
     info = msgspec.msgpack.decode(start_mover(worker, packed(transports=("local", "tcp"))), type=MoverInfo)
@@ -331,7 +330,7 @@ async def test_local_alone_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None
     def share(_: Any) -> CudaShare:
         raise TransportUnavailable("sleep mode's allocator")
 
-    monkeypatch.setattr(kv_worker, "share", share)
+    monkeypatch.setattr(data_plane, "share", share)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
     worker = FakeWorker(Memory(shapes=[(4, 4096)], seed=2), device="cuda")
     info = msgspec.msgpack.decode(start_mover(worker, packed(transports=("local",))), type=MoverInfo)

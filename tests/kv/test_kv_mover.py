@@ -21,7 +21,7 @@ from tests.kv.fakes import FakeWorker, Memory, SourceProcess, packed, pull_of, s
 from vllm_llumnix import faults
 from vllm_llumnix.engine.attach import what_copies
 from vllm_llumnix.errors import TransferFailed
-from vllm_llumnix.kv import messages, worker
+from vllm_llumnix.kv import data_plane, messages, worker
 from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.grants import ASLEEP, CAPABILITY_BYTES
 from vllm_llumnix.kv.memory import HostMemory
@@ -469,7 +469,7 @@ class TestStart:
 
         thread = next(t for t in threading.enumerate() if t.name == "llumnix-mover")
         assert thread.native_id is not None
-        assert os.sched_getaffinity(thread.native_id) == worker._unbound_cpus()
+        assert os.sched_getaffinity(thread.native_id) == data_plane._unbound_cpus()
 
 
 class TestFingerprint:

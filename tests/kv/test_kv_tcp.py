@@ -23,6 +23,7 @@ from vllm_llumnix.errors import TransferFailed, TransportUnavailable
 from vllm_llumnix.kv import block_server
 from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.blocks_tcp import receive_frame
+from vllm_llumnix.kv.data_plane import tls_context
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES, Grants
 from vllm_llumnix.kv.memory import HostMemory
 from vllm_llumnix.kv.messages import PeerMemory, decode_block_answer
@@ -30,7 +31,6 @@ from vllm_llumnix.kv.process import NoncePage
 from vllm_llumnix.kv.settings import WorkerSettings
 from vllm_llumnix.kv.transport import connections, tcp
 from vllm_llumnix.kv.transport.tcp import TcpTransport
-from vllm_llumnix.kv.worker import tls_context
 
 CHUNK = 1 << 20
 CAPABILITY = bytes(range(CAPABILITY_BYTES))

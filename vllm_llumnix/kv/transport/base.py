@@ -10,12 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, Protocol
 
+from vllm_llumnix.errors import TransportUnavailable
+from vllm_llumnix.kv.layout import BlockLayout, require_same_pages
 from vllm_llumnix.kv.messages import PeerMemory, Pull
 
 STALL_SECONDS: Final = 5.0
 """How long nothing may come in the middle of a pull."""
 TURN_SECONDS: Final = 0.005
 """The longest that the mover waits for a peer, or for the GPU, before it listens to its engine again."""
+
+
+def require_readable(ours: BlockLayout, peer: PeerMemory) -> None:
+    """Raises TransportUnavailable for a peer whose memory nobody reads, or whose pages are other ones than ours."""
+    if peer.unavailable is not None:
+        raise TransportUnavailable(peer.unavailable)
+    try:
+        require_same_pages(ours, peer.layout)
+    except ValueError as error:
+        raise TransportUnavailable(str(error)) from error
 
 
 class Transport(Protocol):

@@ -23,9 +23,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from vllm_llumnix.errors import TransferFailed, TransportError, TransportUnavailable
-from vllm_llumnix.kv.layout import BlockLayout, Pieces, Words, pair_pieces, require_same_pages
+from vllm_llumnix.kv.layout import BlockLayout, Pieces, Words, pair_pieces
 from vllm_llumnix.kv.messages import PeerMemory, Pull
 from vllm_llumnix.kv.process import OFFER_BYTES, PinnedProcess, offer_of, yama_scope
+from vllm_llumnix.kv.transport.base import require_readable
 
 IOV_MAX = 1024
 MAX_PEERS = 64
@@ -55,12 +56,7 @@ class LocalTransport:
         self._peers: OrderedDict[PeerMemory, _Peer] = OrderedDict()
 
     def probe(self, peer: PeerMemory) -> None:
-        if peer.unavailable is not None:
-            raise TransportUnavailable(peer.unavailable)
-        try:
-            require_same_pages(self._layout, peer.layout)
-        except ValueError as error:
-            raise TransportUnavailable(str(error)) from error
+        require_readable(self._layout, peer)
         self._verified(peer)
 
     def pull(self, pull: Pull, chunk_bytes: int) -> Iterator[int]:

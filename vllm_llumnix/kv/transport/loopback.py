@@ -8,9 +8,10 @@ import os
 from collections.abc import Iterator
 
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
-from vllm_llumnix.kv.layout import BlockLayout, pair_pieces, require_same_pages
+from vllm_llumnix.kv.layout import BlockLayout, pair_pieces
 from vllm_llumnix.kv.messages import PeerMemory, Pull
 from vllm_llumnix.kv.process import OFFER_BYTES, PinnedProcess, offer_of
+from vllm_llumnix.kv.transport.base import require_readable
 
 
 class LoopbackTransport:
@@ -23,12 +24,7 @@ class LoopbackTransport:
         self._layout = layout
 
     def probe(self, peer: PeerMemory) -> None:
-        if peer.unavailable is not None:
-            raise TransportUnavailable(peer.unavailable)
-        try:
-            require_same_pages(self._layout, peer.layout)
-        except ValueError as error:
-            raise TransportUnavailable(str(error)) from error
+        require_readable(self._layout, peer)
         _require_self(peer)
 
     def pull(self, pull: Pull, chunk_bytes: int) -> Iterator[int]:

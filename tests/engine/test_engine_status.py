@@ -103,8 +103,8 @@ def test_moves_are_part_of_it(rig: Rig, source: StatusSource) -> None:
     request = rig.add("a")
     source._departures.moves["a"] = SimpleNamespace(request=request, leaving=SimpleNamespace(num_pinned_blocks=2))
     source._departures.slots.take(MigrationId("m"), request.num_tokens)
-    coming = SimpleNamespace(request=rig.request("b", num_prompt=40), num_blocks=3)
-    settling = SimpleNamespace(request=None, num_blocks=0)
+    coming = SimpleNamespace(request=rig.request("b", num_prompt=40), blocks=SimpleNamespace(count=3))
+    settling = SimpleNamespace(request=None, blocks=SimpleNamespace(count=0))
     source._arrivals.pending = lambda: [coming, settling]
     status = source.now()
     assert (status.num_migrate_out_reqs, status.num_migrate_out_tokens, status.num_pinned_blocks) == (1, 70, 2)

@@ -30,8 +30,9 @@ from llumlet.types import (
 )
 from vllm_llumnix import faults
 from vllm_llumnix.engine.builder import RequestBuilder
+from vllm_llumnix.engine.callers import settle_response
 from vllm_llumnix.engine.context import EngineContext
-from vllm_llumnix.engine.incoming import IncomingMove, settle_response
+from vllm_llumnix.engine.incoming import IncomingMove
 
 
 class Arrivals:
@@ -60,7 +61,7 @@ class Arrivals:
 
     def draining_blocks(self) -> int:
         """Any thread."""
-        return sum(move.num_blocks for move in list(self._unsettled.values()) if move.machine.state is State.DRAINING)
+        return sum(move.blocks.count for move in list(self._unsettled.values()) if move.machine.state is State.DRAINING)
 
     def _look(self, move: IncomingMove) -> None:
         """Its machine has had an event."""
@@ -168,7 +169,7 @@ class Arrivals:
         if any(move.machine.state is State.DRAINING for move in self._unsettled.values()):
             return
         for move in reversed(self.pending()):
-            if move.num_blocks and move.machine.state in (State.RESERVED, State.PULLING):
+            if move.blocks.count and move.machine.state in (State.RESERVED, State.PULLING):
                 move.feed(on.Revoked(Reason.DESTINATION_NEEDS_BLOCKS, "the destination's own requests need them"))
                 return
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from llumlet.protocol.effects import Pull
 from llumlet.protocol.errors import Reason, Refused
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.memory import SourceMemory, decode_memory
@@ -26,6 +27,11 @@ class ArrivingBlocks:
         """Block ids of the source, by index in the request."""
         self._jobs: dict[int, int] = {}
         """The machine numbers its jobs from 1, the movers' are those of all moves."""
+
+    @property
+    def count(self) -> int:
+        """Those that are held here. Any thread."""
+        return len(self.block_ids)
 
     def come_from(self, source_memory: bytes) -> None:
         """Raises Refused unless the bytes there mean the same here."""
@@ -51,22 +57,22 @@ class ArrivingBlocks:
         """The source says where blocks are, from index `from_block` on."""
         self._at_source.update(enumerate(block_ids, from_block))
 
-    async def pull(self, job: int, from_block: int, to_block: int, *, final: bool, deadline_s: float) -> int:
-        """Copy the blocks of these indices; returns the bytes of all ranks. Raises Refused(invalid_request) if the
+    async def pull(self, wanted: Pull, *, final: bool, deadline_s: float) -> int:
+        """Copy the blocks that the machine says; returns the bytes of all ranks. Raises Refused(invalid_request) if the
         source has not said where they are, and TransportError: then `stop` says when nothing is written any more."""
         assert self._memory is not None
-        indices = range(from_block, to_block)
+        indices = range(wanted.from_block, wanted.to_block)
         if not self._at_source.keys() >= set(indices):
-            detail = f"the source did not say where blocks {from_block} to {to_block} are"
+            detail = f"the source did not say where blocks {wanted.from_block} to {wanted.to_block} are"
             raise Refused(Reason.INVALID_REQUEST, detail)
         copy = BlockCopy(
-            job=self._job(job),
+            job=self._job(wanted.job),
             src_blocks=[self._at_source[index] for index in indices],
-            dst_blocks=self.block_ids[from_block:to_block],
+            dst_blocks=self.block_ids[wanted.from_block : wanted.to_block],
             transport=self.transport,
             deadline_s=deadline_s,
             final=final,
-            tag=f"from {from_block}",
+            tag=f"from {wanted.from_block}",
         )
         return await self._context.movers.pull(copy, self._memory)
 

@@ -7,6 +7,11 @@ import asyncio
 from collections.abc import Hashable
 from typing import Any
 
+from llumlet.bridge import HANDOVERS, reason_number
+from llumlet.protocol.errors import Reason
+from llumlet.protocol.events import Settlement
+from llumlet.types import SettleResponse
+
 
 class Callers:
     """Those who wait, by what they have asked for: the same call twice gets one answer."""
@@ -35,3 +40,8 @@ class Callers:
                 waiting.set_exception(answer)
             else:
                 waiting.set_result(answer)
+
+
+def settle_response(state: Settlement, reason: Reason | None, incarnation: str) -> SettleResponse:
+    """What became of a hand-over, by the machine or by what is known without one."""
+    return SettleResponse(state=HANDOVERS[state], reason=reason_number(reason), dst_incarnation=incarnation)

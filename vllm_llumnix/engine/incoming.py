@@ -17,7 +17,7 @@ from llumlet.protocol import effects as do
 from llumlet.protocol import events as on
 from llumlet.protocol.destination import Destination, State, Terms
 from llumlet.protocol.errors import LocalProtocolError, MigrationError, Reason, Refused
-from llumlet.protocol.events import Call, Settlement
+from llumlet.protocol.events import Call
 from llumlet.protocol.ids import MigrationId
 from llumlet.types import (
     CommitRequest,
@@ -28,13 +28,12 @@ from llumlet.types import (
     Mode,
     ReserveRequest,
     ReserveResponse,
-    SettleResponse,
 )
 from vllm_llumnix import faults
 from vllm_llumnix.engine.admission import Admission
 from vllm_llumnix.engine.arriving import ArrivingBlocks
 from vllm_llumnix.engine.builder import RequestBuilder
-from vllm_llumnix.engine.callers import Callers
+from vllm_llumnix.engine.callers import Callers, settle_response
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.request_state import Residence
 from vllm_llumnix.engine.shell import Shell
@@ -63,7 +62,6 @@ class IncomingMove(Shell[Destination]):
         self._context = context
         self._loop = context.loop
         self._builder = builder
-        self._terms = terms
         self._end_here = end_here
         self._on_event = on_event
         self.migration_id = MigrationId(handover.migration_id)
@@ -84,10 +82,6 @@ class IncomingMove(Shell[Destination]):
         self._admission = Admission(context)
         self._lease_end = 0.0
         self.callers = Callers()
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.blocks.block_ids)
 
     async def ask(self, kind: Hashable, event: on.DestinationEvent) -> Any:
         """Feed a peer's message and wait for its answer. Raises LlumletError for what the machine refuses."""
@@ -219,7 +213,7 @@ class IncomingMove(Shell[Destination]):
             self._offer = None
         await self._loop.warm_up()
         faults.hit("destination.reserved")
-        self.feed(on.BlocksReserved(hit_blocks, self.num_blocks))
+        self.feed(on.BlocksReserved(hit_blocks, self.blocks.count))
 
     async def _grow(self, num_tokens: int) -> None:
         if self.tokens_alone:
@@ -231,17 +225,14 @@ class IncomingMove(Shell[Destination]):
         except MigrationError as error:
             self.feed(on.GrowFailed(error.reason, error.detail))
             return
-        self.feed(on.Grown(self.num_blocks))
+        self.feed(on.Grown(self.blocks.count))
 
     async def _pull(self, effect: do.Pull) -> None:
         final = self.machine.state is State.COMMITTING
-        # The lease began earlier, so it is what ends a copy that takes too long.
-        deadline_s = self._terms.lease_s
         began = time.perf_counter()
         try:
-            copied = await self.blocks.pull(
-                effect.job, effect.from_block, effect.to_block, final=final, deadline_s=deadline_s
-            )
+            # The lease began earlier, so it is what ends a copy that takes too long.
+            copied = await self.blocks.pull(effect, final=final, deadline_s=self.machine.terms.lease_s)
         except Refused as error:
             self.feed(on.PullFailed(effect.job, error.reason, error.detail))
             return
@@ -262,7 +253,7 @@ class IncomingMove(Shell[Destination]):
     async def _admit(self, effect: do.Admit) -> None:
         assert self.request is not None
         assert self.residence is not None
-        cached_tokens = self.machine.hit_blocks * self._terms.block_size
+        cached_tokens = self.machine.hit_blocks * self.machine.terms.block_size
         began = time.perf_counter()
         try:
             await self._admission.run(self.request, self.residence, effect, cached_tokens)
@@ -307,7 +298,3 @@ class IncomingMove(Shell[Destination]):
         if name == "lease":
             self._lease_end = time.monotonic() + seconds
         super()._set_timer(name, seconds)
-
-
-def settle_response(state: Settlement, reason: Reason | None, incarnation: str) -> SettleResponse:
-    return SettleResponse(state=HANDOVERS[state], reason=reason_number(reason), dst_incarnation=incarnation)

@@ -38,7 +38,7 @@ class LeavingRequest(Leaving):
         self._on_frozen = on_frozen
         self._on_end = on_end
         self.num_known_tokens = 0
-        """Output tokens that the destination has been told of."""
+        """Output tokens that the destination has been told of. From the first state on, the llumlet's thread counts."""
         self.queued = False
         """It had computed nothing when it was first looked at."""
         self._with_kv = True

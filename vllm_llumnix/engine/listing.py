@@ -126,7 +126,7 @@ class Listing:
     def _arriving_info(self, move: IncomingMove, request: Request) -> RequestInfo:
         info = self._base_info(request)
         info.phase = RequestInfo.RESERVED
-        info.num_blocks = move.num_blocks
+        info.num_blocks = move.blocks.count
         info.reason, info.detail = reason_number(Reason.ALREADY_MIGRATING), "it is on its way here"
         info.move.CopyFrom(
             MoveInfo(

@@ -11,6 +11,7 @@ from llumlet.bridge import MODES, PHASES, reason_number
 from llumlet.protocol.source import Outcome, State
 from llumlet.types import Mode, MovePhase, MoveProgress
 from vllm_llumnix.engine.leaving import LeavingRequest
+from vllm_llumnix.engine.scheduler_port import FrozenRequest
 from vllm_llumnix.engine.way import Way
 
 REPORT_SECONDS = 0.1
@@ -50,8 +51,15 @@ class MoveReport:
         self._tell()
 
     def leaves_kv(self, why: str) -> None:
-        """It goes with its tokens alone, `why` says why; empty for a request that had no KV cache to leave."""
+        """It goes with its tokens alone, `why` says why."""
         self.progress.mode, self.progress.tokens_alone = Mode.RECOMPUTE, why
+
+    def freezes(self, frozen: FrozenRequest) -> None:
+        """It may have no KV cache to leave, after all."""
+        self.progress.context_tokens = frozen.num_tokens
+        if not frozen.computed_tokens:
+            self.progress.mode = Mode.RECOMPUTE if frozen.request.num_output_tokens else Mode.WAITING
+            self.progress.tokens_alone = ""
 
     def _enter(self, phase: State) -> None:
         now = time.perf_counter()

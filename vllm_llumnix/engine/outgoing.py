@@ -72,7 +72,9 @@ class OutgoingMove(Shell[Source]):
         self.request = request
         self.to = to
         self.migration_id = MigrationId(uuid.uuid4().hex)
-        self.leaving = LeavingRequest(context, request, residence, self._frozen_now, self._ended)
+        self.leaving = LeavingRequest(
+            context, request, residence, self._frozen_now, lambda how: self.feed(on.RequestGone(Gone(how)))
+        )
         self.done: asyncio.Future[MoveProgress] = asyncio.get_running_loop().create_future()
         self._context = context
         self._call = context.loop.call
@@ -169,7 +171,9 @@ class OutgoingMove(Shell[Source]):
     async def _reserve(self, first_state: asyncio.Future[RequestState]) -> None:
         context, block_size = self._context, self._context.loop.port.block_size
         try:
-            state = await self._with_adapter(await first_state)
+            state = await first_state
+            if (adapter := self.request.lora_request) is not None:
+                state = msgspec.structs.replace(state, lora_digest=await context.adapters.digest_of(adapter))
         except Refused as error:
             self.feed(on.Refused(error.reason, error.detail))
             return
@@ -193,13 +197,6 @@ class OutgoingMove(Shell[Source]):
                 self._report.leaves_kv(answer.tokens_alone)
             self.feed(on.Reserved(answer.hit_blocks, answer.lease_s, answer.dst_incarnation))
 
-    async def _with_adapter(self, state: RequestState) -> RequestState:
-        """Raises Refused(lora_not_available) when nobody here knows what the adapter holds."""
-        adapter = self.request.lora_request
-        if adapter is None:
-            return state
-        return msgspec.structs.replace(state, lora_digest=await self._context.adapters.digest_of(adapter))
-
     async def _snapshot(self, taken: asyncio.Future[Frontier]) -> None:
         try:
             self._frontier = frontier = await taken
@@ -215,17 +212,13 @@ class OutgoingMove(Shell[Source]):
             self._not_taken(error)
 
     def _not_taken(self, error: MigrationError) -> None:
-        # That the request has ended, and how, is what the loop's watch over it says in the same turn (`_ended`).
+        # That the request has ended, and how, is what the loop's watch over it says in the same turn.
         if error.reason is not Reason.REQUEST_FINISHED:
             self.feed(on.SnapshotFailed(error.reason, error.detail))
 
     def _frozen_now(self, frozen: FrozenRequest) -> None:
         self._frozen = frozen
-        self.progress.context_tokens = frozen.num_tokens
-        if not frozen.computed_tokens:
-            self._report.leaves_kv("")
-            if not self.request.num_output_tokens:
-                self.progress.mode = Mode.WAITING
+        self._report.freezes(frozen)
         self.feed(
             on.Frozen(
                 num_tokens=frozen.num_tokens,
@@ -234,9 +227,6 @@ class OutgoingMove(Shell[Source]):
                 base=frozen.num_tokens - self.request.num_prompt_tokens,
             )
         )
-
-    def _ended(self, kind: str) -> None:
-        self.feed(on.RequestGone(Gone(kind)))
 
     async def _round(self, effect: do.SendRound) -> None:
         frontier = self._frontier

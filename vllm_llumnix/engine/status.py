@@ -130,7 +130,7 @@ class StatusSource:
         status.available_kv_cache_usage_ratio_migrate_in = in_left[1] / capacity
         status.available_kv_cache_usage_ratio_migrate_out = out_left[1] / capacity
         status.num_pinned_blocks = sum(move.leaving.num_pinned_blocks for move in leaving)
-        status.num_reserved_blocks = sum(move.num_blocks for move in arriving)
+        status.num_reserved_blocks = sum(move.blocks.count for move in arriving)
         status.num_draining_blocks = self._arrivals.draining_blocks()
 
 

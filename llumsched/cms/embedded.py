@@ -31,12 +31,12 @@ from llumlet.types import (
     ViewChange,
     WatchRequest,
 )
+from llumsched.cluster.view import View
 from llumsched.cms.allowance import Allowance
 from llumsched.cms.intake import MAX_INSTANCES, Intake, Refused
+from llumsched.cms.patience import PATIENCE, Patience
 from llumsched.cms.peers import PeerLists
-from llumsched.cms.store import PATIENCE, Patience
 from llumsched.cms.validation import MAX_ID_CHARACTERS, MAX_REPORT_BYTES
-from llumsched.cms.view import View
 from llumsched.cms.watchers import Watcher
 
 logger = logging.getLogger(__name__)

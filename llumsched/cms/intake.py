@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Final
 
 from llumlet.types import InstanceMetadata, InstanceStatus
-from llumsched.cms.store import Patience
+from llumsched.cluster.view import View
+from llumsched.cms.patience import Patience
 from llumsched.cms.validation import metadata_faults, status_faults
-from llumsched.cms.view import View
 
 logger = logging.getLogger(__name__)
 

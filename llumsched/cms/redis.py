@@ -23,10 +23,10 @@ from llumlet.redis_client import checked_name, connect, follow_master, reason_of
 from llumlet.redis_link import CHANNEL, METADATA_PREFIX, STATUS_PREFIX
 from llumlet.tasks import end
 from llumlet.types import InstanceMetadata, InstanceStatus
+from llumsched.cluster.view import View
 from llumsched.cms.intake import MAX_INSTANCES, Intake, Refused
-from llumsched.cms.store import PATIENCE, Patience
+from llumsched.cms.patience import PATIENCE, Patience
 from llumsched.cms.validation import MAX_ID_CHARACTERS, MAX_REPORT_BYTES
-from llumsched.cms.view import View
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ class Asked:
     id: str
     model: str
     num_prompt_tokens: int = 0
-    prompt_token_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,7 @@ class Scheduled:
         return Placed(asked, backend, decision, waited_s=took_s, dp_rank=rank if isinstance(rank, int) else None)
 
     def _request(self, asked: Asked, excluded: Collection[Backend] = ()) -> dict[str, Any]:
-        request: dict[str, Any] = {
+        return {
             "id": asked.id,
             "model": asked.model,
             "gateway_id": self.gateway_id,
@@ -133,9 +133,6 @@ class Scheduled:
             "prompt_num_tokens": asked.num_prompt_tokens,
             "excluded_endpoints": [str(backend.address) for backend in excluded],
         }
-        if asked.prompt_token_ids is not None:
-            request["prompt_token_ids"] = asked.prompt_token_ids
-        return request
 
     def release(self, placed: Placed, *, completed: bool) -> None:
         """In full mode the engine's own status tells of what it took: only the rest is released."""

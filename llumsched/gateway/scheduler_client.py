@@ -92,8 +92,8 @@ class Decision:
 class SchedulerClient:
     def __init__(self, config: Config, session: aiohttp.ClientSession) -> None:
         headers = {"Content-Type": "application/json"}
-        if config.service_token:
-            headers["Authorization"] = config.service_token
+        if config.authorization:
+            headers["Authorization"] = config.authorization
         self._timeout_s = config.schedule_timeout_s
         tls = client_context(config.scheduler_ca_file) if config.scheduler_ca_file else None
         self._schedulers = {

@@ -32,8 +32,14 @@ from msgspec import UNSET, UnsetType
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from llumlet.protocol.infer_type import InferType
 from llumlet.types import Address
-from llumsched.cms.view import Instance
+from llumsched.cluster.instance import Instance
+from llumsched.cluster.providers.lrs import RealtimeState, Update
+from llumsched.cluster.request import Request
+from llumsched.dispatch.complaints import Complaint
+from llumsched.dispatch.dispatcher import Dispatcher, NotPlaced, Refused
+from llumsched.dispatch.explain import explain
 from llumsched.scheduler.messages import (
     MAX_BODY_BYTES,
     Complaining,
@@ -46,11 +52,6 @@ from llumsched.scheduler.messages import (
     llm_instance,
 )
 from llumsched.scheduler.metrics import SchedulerMetrics
-from llumsched.scheduling.complaints import Complaint
-from llumsched.scheduling.dispatch import Dispatcher, NotPlaced, Refused
-from llumsched.scheduling.explain import explain
-from llumsched.scheduling.load import InferType, Request
-from llumsched.scheduling.lrs import RealtimeState, Update
 
 _log = logging.getLogger(__name__)
 _KEEPALIVE_S: Final = 3.0
@@ -206,7 +207,7 @@ class Api:
                 "mode": policy.mode,
                 "warming": self._dispatcher.warmth.is_warming,
                 "view_age_s": round(self._dispatcher.view.age_s, 3),
-                "stages": [explain(decision, self._dispatcher.table) for decision in decisions.values()],
+                "stages": [explain(decision) for decision in decisions.values()],
             }
         )
 
@@ -230,7 +231,7 @@ class Api:
     def _shown(self, instance: Instance) -> dict[str, Any]:
         return {
             "age_s": round(instance.age_s(time.monotonic()), 3),
-            "in_flight": msgspec.to_builtins(self._dispatcher.ledger.in_flight.of(instance.id)),
+            "in_flight": self._dispatcher.ledger.in_flight.of(instance.id)._asdict(),
             "metadata": MessageToDict(instance.metadata, preserving_proto_field_name=True),
             "status": instance.status
             and MessageToDict(

@@ -17,10 +17,10 @@ from typing import Final
 import aiohttp
 import msgspec
 
+from llumlet.protocol.infer_type import InferType
 from llumlet.types import Address, InstanceMetadata, InstanceStatus
-from llumsched.cms.view import View
+from llumsched.cluster.view import View
 from llumsched.scheduler.messages import decode
-from llumsched.scheduling.load import InferType
 
 _log = logging.getLogger(__name__)
 _TRIES: Final = 3

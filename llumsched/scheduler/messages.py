@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
+from llumlet.protocol.infer_type import InferType
 from llumsched.causes import Cause
-from llumsched.cms.view import Instance
-from llumsched.scheduling.load import InferType
+from llumsched.cluster.instance import Instance
 
 MAX_BODY_BYTES = 16 << 20
 """Of one call. The token ids of a prompt of a million take half of it."""

@@ -434,7 +434,7 @@ async def test_a_stored_response_is_asked_of_the_instance_that_has_it() -> None:
         made.append({"id": "resp_s", "port": mock.ports[-1]})
         for is_known in (True, False):
             if not is_known:
-                it.gateway.exchanges.stored = StoredResponses(it.gateway.backends, it.gateway._session, Access())
+                it.gateway.services.stored = StoredResponses(it.gateway.backends, it.gateway._session, Access())
             for one in made:
                 del (mock.seen or [])[:]
                 url = f"{RESPONSES}/{one['id']}"

@@ -14,11 +14,11 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
+from llumlet.protocol.infer_type import InferType
 from llumlet.types import Address
+from llumsched.policy.document import Mode, load_policy
 from llumsched.scheduler.backends import Backends
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
-from llumsched.scheduling.load import InferType
-from llumsched.scheduling.policy import Mode, load_policy
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 

@@ -8,11 +8,12 @@ from collections import Counter
 
 import pytest
 
-from llumsched.cms.view import View
-from llumsched.scheduling.account import Account
-from llumsched.scheduling.dispatch import Dispatcher, NotPlaced, Refused
-from llumsched.scheduling.load import InferType, Request
-from llumsched.scheduling.policy import Mode, Overrides, Policy, load_policy, parse_policy
+from llumlet.protocol.infer_type import InferType
+from llumsched.cluster.providers.account import Account
+from llumsched.cluster.request import Request
+from llumsched.cluster.view import View
+from llumsched.dispatch.dispatcher import Dispatcher, NotPlaced, Refused
+from llumsched.policy.document import Mode, Overrides, Policy, load_policy, parse_policy
 from tests.llumsched import scheduling_cases as cases
 
 PREFILL_ONLY = """
@@ -95,7 +96,7 @@ def test_the_threshold_of_the_first_metric_counts_where_more_than_the_best_may_b
             cases.put(cluster.view, name, num_uncomputed_tokens_all_waiting_prefills=tokens)
         dispatcher, request = cluster.dispatcher, Request("", "m", 100)
         rows = {dispatcher.decide(request)[InferType.NEUTRAL].row or 0 for _ in range(50)}
-        return {dispatcher.table.load(row).instance.id for row in rows}
+        return {dispatcher.table.instances[row].id for row in rows}
 
     assert [chosen(threshold, top_k=1) for threshold in (1, 150, 1e6)] == [{"b"}] * 3
     assert [chosen(threshold, top_k=2) for threshold in (1, 150, 1e6)] == [{"b", "c"}, {"b"}, {"b", "c"}]

@@ -7,7 +7,7 @@ under a lock which the loop takes on its way out of the model, and before anythi
 claims and ends their requests without a word: they live elsewhere by then, under an epoch of their own.
 
     loop     model_begins() ........ stuck ........ model_ended(): pins, ends silently
-    bypass            take(): blocks    [reads]    end(): intact?
+    llumlet           take(): blocks    [reads]    end(): intact?
 
 The step that is stuck may still write the KV of the last token: that position lies behind `computed_tokens`, and
 whoever claims the request computes it again.
@@ -20,17 +20,14 @@ import dataclasses
 import itertools
 import logging
 import threading
-from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request, RequestStatus
 
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.ids import Epoch
+from vllm_llumnix.engine.loop import EngineLoop
 from vllm_llumnix.engine.request_state import residence_of, why_not_now
 from vllm_llumnix.engine.scheduler_port import Pin
-
-if TYPE_CHECKING:
-    from vllm_llumnix.engine.kvconn import KVConnection
 
 logger = logging.getLogger("vllm.llumnix")
 
@@ -63,15 +60,15 @@ class _Claim:
 class Claims:
     """All claims on the requests of one engine."""
 
-    def __init__(self, kvconn: KVConnection) -> None:
-        self._kvconn = kvconn
-        self._port = kvconn.port
+    def __init__(self, loop: EngineLoop) -> None:
+        self._loop = loop
+        self._port = loop.port
         self._lock = threading.Lock()
         self._in_model = False
         self._waiting: list[_Claim] = []
         """Made in the present step; the loop knows nothing of them yet."""
         self._claims: dict[str, _Claim] = {}
-        """By id, from `take` to `end`. Bypass thread."""
+        """By id, from `take` to `end`. Llumlet thread."""
         self._numbers = itertools.count(1)
 
     # Loop thread
@@ -92,10 +89,10 @@ class Claims:
                     claim.pin = self._port.pin_all(claim.request)
         for claim in claims:
             logger.warning("llumlet: request %s went on elsewhere meanwhile", claim.request.request_id)
-            self._kvconn.note_aborted([claim.request.request_id])
+            self._loop.note_aborted([claim.request.request_id])
             self._port.release(claim.request)
 
-    # Bypass thread
+    # Llumlet thread
 
     def take(self, request_id: str, epoch: Epoch) -> Claimed:
         """The request is over here; its blocks are kept until `end`, or for `LEASE_SECONDS`.
@@ -133,8 +130,8 @@ class Claims:
         with self._lock:
             claim.over = True
         if claim.pin is not None:
-            self._kvconn.call(self._port.unpin, claim.pin)
-        self._kvconn.audit_when_idle()
+            self._loop.call(self._port.unpin, claim.pin)
+        self._loop.audit_when_idle()
         return True
 
     def _find(self, request_id: str, epoch: Epoch) -> Request:

@@ -7,10 +7,8 @@ All that can be lost is the KV cache, and then the request is computed again fro
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
-from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request
 
@@ -20,14 +18,11 @@ from llumlet.errors import LlumletCallFailed
 from llumlet.protocol.errors import MigrationError, Reason, Refused
 from llumlet.protocol.ids import Epoch
 from llumlet.types import Address, ClaimRequest, ClaimResponse, EndClaimRequest, Holder
-from vllm_llumnix.engine.arrivals import Arrivals
-from vllm_llumnix.engine.kvconn import KVConnection
+from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.memory import SourceMemory, decode_memory
+from vllm_llumnix.engine.shell import Tasks
 from vllm_llumnix.errors import TransportError
-
-if TYPE_CHECKING:
-    from vllm_llumnix.engine.bypass import Bypass
-    from vllm_llumnix.engine.departures import Departures
+from vllm_llumnix.kv.messages import BlockCopy
 
 logger = logging.getLogger("vllm.llumnix")
 
@@ -49,15 +44,12 @@ class _Abandoned(Exception):
 
 
 class Rescue:
-    """The adopting side of `Claim`. Bypass thread."""
+    """The adopting side of `Claim`. Llumlet thread."""
 
-    def __init__(self, bypass: Bypass, kvconn: KVConnection, arrivals: Arrivals, departures: Departures) -> None:
-        self._bypass = bypass
-        self._kvconn = kvconn
-        self._arrivals = arrivals
-        self._movers = arrivals.movers
-        self._departures = departures
-        self._tasks: set[asyncio.Task[None]] = set()
+    def __init__(self, context: EngineContext) -> None:
+        self._context = context
+        self._loop = context.loop
+        self._tasks = Tasks()
 
     async def fetch(self, request: Request, epoch: Epoch, holder: Holder) -> Fetched | None:
         """Reserve blocks and fill them. None when the holder's KV cannot be had; then nothing is held.
@@ -66,7 +58,7 @@ class Rescue:
         """
         request_id = request.request_id
         try:
-            client = self._departures.client(Address.parse(holder.address))
+            client = self._context.peers.at(Address.parse(holder.address))
             claim = await client.claim(
                 ClaimRequest(
                     request_id=request_id,
@@ -87,18 +79,19 @@ class Rescue:
         if intact:
             return fetched
         logger.info("llumlet: %s could not keep the KV cache of request %s", holder.instance_id, request_id)
-        await self._kvconn.call(self._kvconn.port.cancel_reservation, request)
+        await self._loop.call(self._loop.port.reservations.cancel, request)
         return None
 
     async def _fill(self, request: Request, claim: ClaimResponse) -> Fetched:
         computed = self._usable(request, claim)
         memory = decode_memory(claim.source_memory)
-        memory.require_same(self._bypass.identity.digest, self._bypass.engine.get_weight_version())
-        for rank in memory.ranks:
-            self._arrivals.require_reachable(rank)
-        transport = await self._movers.probe(memory)
-        block_size = self._kvconn.port.block_size
-        hits, block_ids = await self._kvconn.call_for_blocks(self._arrivals.reserve_on_loop, request, False)
+        memory.require_same(self._context.identity.digest, self._context.weight_version)
+        memory.require_reachable(self._context.config.reaches)
+        transport = await self._context.movers.probe(memory)
+        block_size = self._loop.port.block_size
+        hits, block_ids = await self._loop.call_for_blocks(
+            self._loop.reserve, request, False, not self._context.config.exact
+        )
         last = -(-computed // block_size)
         copied = await self._pull(request, memory, list(claim.block_ids[hits:last]), block_ids[hits:last], transport)
         return Fetched(max(computed, hits * block_size), copied)
@@ -108,8 +101,8 @@ class Rescue:
         delivered = list(request.output_token_ids)
         if list(claim.output_token_ids[: len(delivered)]) != delivered:
             raise Refused(Reason.INVALID_REQUEST, "the holder's tokens are not those that the client has received")
-        computed = min(claim.computed_tokens, request.num_tokens - 1)
-        if not 0 < computed <= len(claim.block_ids) * self._kvconn.port.block_size:
+        computed = int(min(claim.computed_tokens, request.num_tokens - 1))
+        if not 0 < computed <= len(claim.block_ids) * self._loop.port.block_size:
             raise Refused(Reason.INVALID_REQUEST, f"{computed} tokens in {len(claim.block_ids)} blocks")
         return computed
 
@@ -118,28 +111,26 @@ class Rescue:
     ) -> int:
         if not destination:
             return 0
-        job = self._movers.next_job()
+        job = self._context.movers.next_job()
+        copy = BlockCopy(
+            job=job,
+            src_blocks=source,
+            dst_blocks=destination,
+            transport=transport,
+            deadline_s=PULL_SECONDS,
+            final=True,
+            tag="rescue",
+        )
         try:
-            return await self._movers.pull(
-                job,
-                memory,
-                source,
-                destination,
-                transport=transport,
-                deadline_s=PULL_SECONDS,
-                final=True,
-                tag="rescue",
-            )
+            return await self._context.movers.pull(copy, memory)
         except TransportError as error:
-            task = asyncio.get_running_loop().create_task(self._give_up(request, job))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.spawn(self._give_up(request, job))
             raise _Abandoned(str(error)) from error
 
     async def _give_up(self, request: Request, job: int) -> None:
         """The blocks are not given back while a mover may write them."""
-        await self._movers.stop(job)
-        await self._kvconn.call(self._kvconn.port.cancel_reservation, request)
+        await self._context.movers.stop(job)
+        await self._loop.call(self._loop.port.reservations.cancel, request)
 
 
 async def _end(client: LlumletClient, claim_id: str) -> bool:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from vllm.v1.request import Request
-
 from llumlet.protocol.errors import Reason, Refused
+from vllm_llumnix.engine.vllm_types import Request
 from vllm_llumnix.step_record import StepRecord
 
 
@@ -33,7 +32,7 @@ class Trials:
         self._record = record
         self._open: _Trial | None = None
 
-    # Bypass thread
+    # Llumlet thread
 
     def open(self, request: Request, num_tokens: int) -> None:
         """Before the request is given to the scheduler. Raises Refused(destination_busy) if another one is on trial."""

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine loop's view of migration: `kvconn.step()` before every schedule, and the seams of the I/O threads.
+"""The engine's loop, as migrations see it: what it is asked to do between two steps, and what its threads tell.
 
-The state of requests, blocks and queues changes inside `step()` and nowhere else. The bypass thread asks for such a
+The state of requests, blocks and queues changes inside `step()` and nowhere else. The llumlet's thread asks for such a
 change with `call()` and is told the result on its own event loop. Between steps the loop is not disturbed: without
 migrations a step costs a truth test or two.
 
     step(), has_work()   loop thread
     on_add(), on_abort() input thread
     divert()             output thread
-    call()               bypass thread
+    call()               llumlet thread
+
+vLLM knows the one object of this module as `engine.kvconn`: that is what the patches call it.
 """
 
 from __future__ import annotations
@@ -17,33 +19,30 @@ import asyncio
 import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.engine.core import DPEngineCoreProc
-from vllm.v1.request import Request
 
 from llumlet.protocol.errors import Reason, Refused
 from vllm_llumnix import faults
-from vllm_llumnix.engine.claims import Claims
 from vllm_llumnix.engine.progress import Progress
 from vllm_llumnix.engine.request_state import residence_from, settle_in
 from vllm_llumnix.engine.scheduler_port import SchedulerPort
-from vllm_llumnix.engine.seams import SEAMS
+from vllm_llumnix.engine.thread import LlumletThread
 from vllm_llumnix.engine.trials import Trials
+from vllm_llumnix.engine.vllm_types import Engine, Request
 from vllm_llumnix.step_record import StepRecord
-
-if TYPE_CHECKING:
-    from vllm_llumnix.engine.bypass import Bypass
 
 logger = logging.getLogger("vllm.llumnix")
 
 FOREIGN_CLIENT = 1 << 16
 """Client indices from here on stand for relay addresses, one each; vLLM's own clients are numbered from 0."""
 NO_CLIENT = FOREIGN_CLIENT - 1
-"""Marks a place in the engine's outputs: see `KVConnection.call_behind_outputs`."""
+"""Marks a place in the engine's outputs: see `EngineLoop.call_behind_outputs`."""
 
 WARM_STEPS = 4
 """Steps until an engine that was idle decodes at its usual speed. Measured on CPU: 1.7, 1.6, 1.4, 1.1 times the usual
@@ -52,38 +51,66 @@ duration, and then 1.0; how much memory a step reads makes no difference."""
 T = TypeVar("T")
 
 
-class Departure:
-    """A request on its way out, as the loop watches it.
+class Llumlet(Protocol):
+    """What the engine's threads have to say; it is posted to the llumlet's thread, where they do not wait for it."""
 
-    `on_drained` is called between steps from the freeze on, until it returns True: no step in flight works on the
-    request any more. `on_gone` is called once when the request finishes, is aborted or preempted by its own engine.
-    """
+    def relay_outputs(self, client_index: int, outputs: EngineCoreOutputs) -> None:
+        """Outputs of one step, for the origin that `client_index` stands for."""
 
-    __slots__ = ("freezing", "frozen", "num_preemptions", "on_drained", "on_gone", "request")
+    def meet_origin(self, address: str) -> None:
+        """An API server sends us requests: let it know who we are and that we live."""
 
-    def __init__(self, request: Request, on_drained: Callable[[], bool], on_gone: Callable[[str], None]) -> None:
+    def forward_aborts(self, request_ids: list[str]) -> None:
+        """The front-end aborts requests; those that have moved on from here are ended at their owner."""
+
+    def learn_adapter(self, adapter: LoRARequest, reloaded: bool = False) -> None:
+        """The front-end names a LoRA adapter of its own."""
+
+    def revoke_youngest_reservation(self) -> None:
+        """The engine's own requests are short of blocks."""
+
+
+class Leaving:
+    """A request on its way out, as the loop watches it: see `EngineLoop.watch`."""
+
+    def __init__(self, request: Request) -> None:
         self.request = request
-        self.num_preemptions = request.num_preemptions
+        self.num_preemptions: int = request.num_preemptions
         self.freezing = False
         self.frozen = False
-        self.on_drained = on_drained
-        self.on_gone = on_gone
+
+    def on_drained(self) -> bool:
+        """Called between steps from the freeze on, until it returns True: no step in flight works on the request."""
+        raise NotImplementedError
+
+    def on_gone(self, kind: str) -> None:
+        """Called once, when the request was "finished", "aborted" or "preempted" by its own engine."""
+        raise NotImplementedError
 
 
-class KVConnection:
-    """One per engine. See the module docstring for which thread calls what."""
+class EngineLoop:
+    """The loop of one engine. `thread` is the llumlet's. See the module docstring for which thread calls what."""
+
+    llumlet: Llumlet
+    """Set once it listens, which is before anything of the engine's runs."""
 
     def __init__(
-        self, engine: Any, port: SchedulerPort, bypass: Bypass, record: StepRecord, progress: Progress | None = None
+        self,
+        engine: Engine,
+        port: SchedulerPort,
+        thread: LlumletThread,
+        record: StepRecord,
+        progress: Progress | None = None,
     ) -> None:
         self.engine = engine
         self.port = port
-        self.bypass = bypass
+        self.thread = thread
         self.steps = 0
         self.progress = progress or Progress()
         self.record = record
         self.trials = Trials(record)
-        self.claims = Claims(self)
+        self.draining = False
+        """The engine is being emptied."""
         self._in_lockstep = isinstance(engine, DPEngineCoreProc)
         """A data-parallel rank of a mixture of experts: no rank computes anything unless all do."""
         self._origins: set[str] = set()
@@ -92,19 +119,29 @@ class KVConnection:
         self._commands: deque[Callable[[], None]] = deque()
         self._fences: deque[tuple[list[Any], Callable[[], None]]] = deque()
         """Batches in flight, and what is answered when none of them is any more."""
-        self._departures: dict[str, Departure] = {}
+        self._leaving: dict[str, Leaving] = {}
         self._aborted: deque[str] = deque(maxlen=4096)
+        self._outputs: list[tuple[int, EngineCoreOutputs]] = []
+        """Of the step that is being made: what goes out behind the outputs of all steps before."""
         self._behind_outputs: deque[Callable[[], None]] = deque()
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether new requests and moves may come; not when the engine is on its way out. Any thread."""
+        return bool(self.engine.is_running()) and not self.draining
 
     # Loop thread
 
-    def step(self) -> Iterable[tuple[int, EngineCoreOutputs]]:
-        """Apply what migrations ask for. Called before every schedule, and while only migrations have work."""
+    def step(self) -> Sequence[tuple[int, EngineCoreOutputs]]:
+        """Apply what migrations ask for. Called before every schedule, and while only migrations have work.
+
+        Returns what is to be put out now, by the client that it is for.
+        """
         self.steps += 1
         self.progress.step()
         faults.hit("loop.step")
         self.trials.look()
-        if not self.bypass.takes_requests:
+        if not self.takes_requests:
             self.record.leave()
         if self._fences:
             self._pass_fences()
@@ -112,15 +149,16 @@ class KVConnection:
         while commands:
             commands.popleft()()
         port = self.port
-        if self._departures:
+        if self._leaving:
             port.park_preempted()
-            for departure in list(self._departures.values()):
-                self._observe(departure)
-        if port.short_of_blocks():
-            self.bypass.post(self.bypass.revoke_youngest_reservation)
+            for leaving in list(self._leaving.values()):
+                self._observe(leaving)
+        if port.reservations.short_of_blocks():
+            self.thread.post(self.llumlet.revoke_youngest_reservation)
         port.before_step()
         port.load.blocks_changed()
-        return ()
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def has_work(self, stock: bool) -> bool:
         """Whether the loop should turn: vLLM's answer, except that frozen requests alone are no work.
@@ -137,56 +175,6 @@ class KVConnection:
         if self._audit_due:
             self._audit()
         return False
-
-    def watch_model(self) -> None:
-        """See the engine give its model a batch, and turn to what the model made of it. Called once.
-
-        Steps, executors and the scheduler's methods are attributes; so this needs no patch.
-        """
-        engine, scheduler, progress, claims = self.engine, self.port.scheduler, self.progress, self.claims
-        record, marked = self.record, faults.armed("loop.request")
-        execute, update = engine.model_executor.execute_model, scheduler.update_from_output
-        process_aborts, step = engine._process_aborts_queue, engine.step_fn
-
-        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            progress.execute(scheduler_output, scheduler_output.total_num_scheduled_tokens)
-            record.begin(scheduler_output)
-            claims.model_begins()
-            faults.hit("loop.model")
-            if marked:
-                requests = (scheduler.requests.get(name) for name in scheduler_output.num_scheduled_tokens)
-                faults.hit_tokens("loop.request", (request.prompt_token_ids for request in requests if request))
-            return execute(scheduler_output, *args, **kwargs)
-
-        def process_aborts_queue() -> None:
-            # The first thing that vLLM does with the scheduler after the model has returned.
-            claims.model_ended()
-            process_aborts()
-
-        def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
-            progress.returned(scheduler_output)
-            outputs = update(scheduler_output, model_runner_output)
-            record.end(scheduler_output)
-            return outputs
-
-        def step_fn() -> Any:
-            if engine.batch_queue and not scheduler.has_requests():
-                # A paused scheduler: nothing is scheduled, and the step only waits for what is in flight.
-                claims.model_begins()
-            record.scheduling()
-            # With several batches in flight a step may end without having waited for the model.
-            try:
-                outputs = step()
-            finally:
-                claims.model_ended()
-            # Not after an error: it ends the engine, and the record says in what.
-            record.idle()
-            return outputs
-
-        SEAMS.wrap(engine.model_executor, "Executor.execute_model", execute_model)
-        SEAMS.wrap(engine, "EngineCore._process_aborts_queue", process_aborts_queue)
-        SEAMS.wrap(engine, "EngineCore.step_fn", step_fn)
-        SEAMS.wrap(scheduler, "Scheduler.update_from_output", update_from_output)
 
     def load_adapter(self, request: Request) -> None:
         """Loop thread: have the LoRA adapter of a request that comes here loaded now, if the workers do not hold it.
@@ -208,12 +196,24 @@ class KVConnection:
             problem = f"adapter {adapter.lora_name!r} cannot be loaded here: {type(error).__name__}"
             raise Refused(Reason.LORA_NOT_AVAILABLE, problem) from error
 
+    def reserve(self, request: Request, queued: bool, use_prefix_cache: bool) -> tuple[int, list[int]]:
+        """Loop thread: `Reservations.make`, of a request that no step here still works on, with its adapter loaded.
+        Raises Refused."""
+        self.require_out_of_flight(request.request_id)
+        reserved = self.port.reservations.make(request, use_prefix_cache=use_prefix_cache, queued=queued)
+        try:
+            self.load_adapter(request)
+        except Refused:
+            self.port.reservations.cancel(request)
+            raise
+        return reserved
+
     def admit(self, request: Request, computed_tokens: int) -> None:
-        """Loop thread: hand an expected request to the scheduler. Raises Refused, see `SchedulerPort.admit`."""
+        """Loop thread: hand an expected request to the scheduler. Raises Refused, see `Reservations.admit`."""
         if self._in_lockstep and computed_tokens and self.port.paused and not self.engine.engines_running:
             # Paused schedulers go on with requests that have KV, but these ranks have agreed to stand still.
             raise Refused(Reason.DESTINATION_PAUSED, "the destination's data-parallel ranks are paused")
-        self.port.admit(request, computed_tokens)
+        self.port.reservations.admit(request, computed_tokens)
         self.wake_group()
 
     def wake_group(self) -> None:
@@ -226,10 +226,10 @@ class KVConnection:
         if not self._in_lockstep or not engine.has_coordinator or engine.engines_running or self.port.paused:
             return
         engine.engines_running = True
-        engine.output_queue.put_nowait((-1, EngineCoreOutputs(start_wave=engine.current_wave)))
+        self._outputs.append((-1, EngineCoreOutputs(start_wave=engine.current_wave)))
 
     def _is_draining(self) -> bool:
-        return any(departure.freezing for departure in self._departures.values())
+        return any(leaving.freezing for leaving in self._leaving.values())
 
     def _audit(self) -> None:
         """Nothing runs and nothing moves: every block must be free."""
@@ -237,10 +237,10 @@ class KVConnection:
         for fault in self.port.audit_idle():
             logger.error("llumlet: KV blocks are not conserved: %s", fault)
 
-    def watch(self, departure: Departure) -> None:
+    def watch(self, leaving: Leaving) -> None:
         """Loop thread: observe a request that is about to leave."""
-        self._departures[departure.request.request_id] = departure
-        self.port.load.moving(departure.request.request_id, True)
+        self._leaving[leaving.request.request_id] = leaving
+        self.port.load.moving(leaving.request.request_id, True)
 
     def require_out_of_flight(self, request_id: str) -> None:
         """Loop thread: raises Refused(handover_open) while a step computes a token for a former life of the request.
@@ -252,29 +252,29 @@ class KVConnection:
             raise Refused(Reason.HANDOVER_OPEN, "a step in flight still works on a former life of the request")
 
     def unwatch(self, request_id: str) -> None:
-        if self._departures.pop(request_id, None) is not None:
+        if self._leaving.pop(request_id, None) is not None:
             self.port.load.moving(request_id, False)
 
-    def freeze(self, departure: Departure) -> None:
+    def freeze(self, leaving: Leaving) -> None:
         """Loop thread: stop scheduling the request; `on_drained` follows, at once if no step is in flight."""
-        self.port.freeze(departure.request)
-        departure.freezing = True
+        self.port.freeze(leaving.request)
+        leaving.freezing = True
 
-    def _observe(self, departure: Departure) -> None:
-        request = departure.request
+    def _observe(self, leaving: Leaving) -> None:
+        request = leaving.request
         if request.is_finished():
             kind = "aborted" if request.request_id in self._aborted else "finished"
             self.port.forget(request)
-        elif not departure.frozen and request.num_preemptions != departure.num_preemptions:
+        elif not leaving.frozen and request.num_preemptions != leaving.num_preemptions:
             kind = "preempted"
             self.port.unfreeze(request)
         else:
-            if departure.freezing and departure.on_drained():
-                departure.freezing = False
-                departure.frozen = True
+            if leaving.freezing and leaving.on_drained():
+                leaving.freezing = False
+                leaving.frozen = True
             return
         self.unwatch(request.request_id)
-        departure.on_gone(kind)
+        leaving.on_gone(kind)
 
     def _step_idly(self) -> bool:
         """Loop thread: one forward pass without a request. False, and nothing done, unless the engine is idle."""
@@ -296,13 +296,13 @@ class KVConnection:
         self.port.load.received(request)
         if residence.origin is not None and residence.origin not in self._origins:
             self._origins.add(residence.origin)
-            self.bypass.post(self.bypass.meet_origin, residence.origin)
+            self.thread.post(self.llumlet.meet_origin, residence.origin)
         if core_request.lora_request is not None:
-            self.bypass.post(self.bypass.learn_adapter, core_request.lora_request, False)
+            self.thread.post(self.llumlet.learn_adapter, core_request.lora_request)
 
     def on_abort(self, request_ids: list[str]) -> None:
         self.note_aborted(request_ids)
-        self.bypass.post(self.bypass.forward_aborts, list(request_ids))
+        self.thread.post(self.llumlet.forward_aborts, list(request_ids))
 
     # Output thread
 
@@ -316,7 +316,7 @@ class KVConnection:
             # vLLM hangs the step's statistics on the first client's outputs; they belong to our own front-end.
             stats = EngineCoreOutputs(scheduler_stats=outputs.scheduler_stats)
             self.engine.output_queue.put_nowait((0, stats))
-        self.bypass.post(self.bypass.relay_outputs, client_index, outputs)
+        self.thread.post(self.llumlet.relay_outputs, client_index, outputs)
         return True
 
     # Any thread
@@ -330,11 +330,11 @@ class KVConnection:
         self._audit_due = True
 
     def call(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
-        """Run `function` on the loop, before its next step; await the result on the bypass thread's event loop."""
+        """Run `function` on the loop, before its next step; await the result on the llumlet's event loop."""
         return self._call(function, args, _at_once)
 
     def call_behind_outputs(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
-        """As `call`, but the result comes behind the outputs of all steps before: they have been posted to `bypass`.
+        """As `call`, but the result comes behind the outputs of all steps before: they have been posted to the llumlet.
 
         Outputs name a request, not which of its lives here they are of.
         """
@@ -361,14 +361,14 @@ class KVConnection:
 
     def _pass_fences(self) -> None:
         """Batches leave the queue in order, and have been processed when they have."""
-        in_flight = {id(batch) for batch in self.engine.batch_queue}
+        in_flight = {id(batch) for batch in self.engine.batch_queue or ()}
         while self._fences and in_flight.isdisjoint(map(id, self._fences[0][0])):
             self._fences.popleft()[1]()
 
     def _queue(self, answer: Callable[[], None]) -> None:
         """Have the output thread answer, behind the outputs that are on their way."""
         self._behind_outputs.append(answer)
-        self.engine.output_queue.put_nowait((NO_CLIENT, EngineCoreOutputs()))
+        self._outputs.append((NO_CLIENT, EngineCoreOutputs()))
 
     def _call(
         self, function: Callable[..., T], args: tuple[Any, ...], deliver: Callable[[Callable[[], None]], None]
@@ -391,7 +391,7 @@ class KVConnection:
         return asyncio.wrap_future(result)
 
     async def warm_up(self) -> None:
-        """Run an idle engine a few steps, one at a time, until it has something to do. Bypass thread.
+        """Run an idle engine a few steps, one at a time, until it has something to do. Llumlet thread.
 
         After a second of idleness the caches have lost the weights and the clocks have fallen, and the first steps take
         half as long again as later ones: here they would be the client's.

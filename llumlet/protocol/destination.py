@@ -88,7 +88,7 @@ _SETTLEMENT = {
 }
 
 
-class Destination(Machine[State]):
+class Destination(Machine[State, ev.DestinationEvent, do.DestinationEffect]):
     """Feed it events with `on()`; throw it away when `over`."""
 
     def __init__(self, terms: Terms) -> None:

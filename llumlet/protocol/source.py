@@ -125,7 +125,7 @@ class Outcome(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-class Source(Machine[State]):
+class Source(Machine[State, ev.SourceEvent, do.SourceEffect]):
     """Feed it events with `on()` until `over`; read `outcome` as soon as `settled`."""
 
     def __init__(self, plan: Plan) -> None:
@@ -274,7 +274,7 @@ class Source(Machine[State]):
     def _failed(self, event: ev.SnapshotFailed | ev.RoundFailed | ev.CancelRequested) -> list[Effect]:
         return self._call_off(event.reason, event.detail)
 
-    def _refused(self, event: ev.Refused) -> list[Effect]:
+    def _refused(self, event: ev.ReserveRefused) -> list[Effect]:
         self._reason, self._detail = event.reason, event.detail
         return []
 
@@ -400,7 +400,15 @@ def _unheard(call: Call) -> Callable[[Source, ev.PeerUnreachable], bool]:
 
 _P = State
 _OWNED = (_P.RESERVING, _P.PINNING, _P.COPYING, _P.FREEZING)
-_ANSWERS = (ev.Reserved, ev.Refused, ev.RoundDone, ev.RoundFailed, ev.PeerUnreachable, ev.Forgotten, ev.Unsettled)
+_ANSWERS = (
+    ev.Reserved,
+    ev.ReserveRefused,
+    ev.RoundDone,
+    ev.RoundFailed,
+    ev.PeerUnreachable,
+    ev.Forgotten,
+    ev.Unsettled,
+)
 _FENCE_ANSWERS = (ev.FenceStarted, ev.FenceRaised, ev.OriginFinished)
 
 install(
@@ -410,7 +418,7 @@ install(
         rows(_P.PLANNED, ev.Start, _P.RESERVING, Source._reserve),
         rows(_P.RESERVING, ev.Reserved, _P.PINNING, Source._begin, when=Source._is_live),
         rows(_P.RESERVING, ev.Reserved, _P.FREEZING, Source._begin),
-        rows(_P.RESERVING, ev.Refused, _P.STAYED, Source._refused),
+        rows(_P.RESERVING, ev.ReserveRefused, _P.STAYED, Source._refused),
         rows(_P.PINNING, ev.Snapshot, _P.COPYING, Source._send_round, when=Source._round_pays),
         rows(_P.PINNING, ev.Snapshot, _P.STAYED, Source._stay_for_stall, when=Source._stall_too_long),
         rows(_P.PINNING, ev.Snapshot, _P.FREEZING, Source._freeze_after),
@@ -461,7 +469,7 @@ install(
         rows((_P.WITHDRAWING, _P.FENCING, *SETTLED), ev.CancelRequested, None, late=True),
         rows((_P.PINNING, _P.COPYING, _P.FREEZING), ev.PeerUnreachable, None, late=True),
         rows((_P.PINNING, _P.COPYING, _P.FREEZING), ev.Reserved, None, late=True),
-        rows((_P.PINNING, _P.COPYING, _P.FREEZING), ev.Refused, None, late=True),
+        rows((_P.PINNING, _P.COPYING, _P.FREEZING), ev.ReserveRefused, None, late=True),
         rows((_P.PINNING, _P.COPYING, _P.FREEZING), ev.RoundDone, None, late=True),
         rows((_P.PINNING, _P.COPYING, _P.FREEZING), ev.RoundFailed, None, late=True),
         rows(SETTLED, ev.SnapshotFailed, None, late=True),

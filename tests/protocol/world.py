@@ -34,9 +34,10 @@ from llumlet.protocol.errors import Reason
 from llumlet.protocol.events import Call, Gone, Settlement
 from llumlet.protocol.gate import Arrival, Gate
 from llumlet.protocol.ids import HOME, Epoch
-from llumlet.protocol.ledger import Ledger, Owner
+from llumlet.protocol.ledger import Owner
 from llumlet.protocol.machine import Machine
 from llumlet.protocol.source import Method, Plan, Source, State
+from tests.protocol.ledger import Ledger
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 24
@@ -443,7 +444,7 @@ class World:
         if incoming.machine.over:
             engine.into.pop(move, None)
 
-    def _feed(self, who: str, machine: Machine[Any], event: ev.Event) -> list[do.Effect]:
+    def _feed(self, who: str, machine: Machine[Any, Any, Any], event: ev.Event) -> list[do.Effect]:
         before = machine.state
         effects = machine.on(event)
         if self.traced:
@@ -745,7 +746,7 @@ class World:
             case do.AnswerReserve():
                 return ev.Reserved(body.hit_blocks, body.lease_s, incarnation)
             case do.RefuseReserve():
-                return ev.Refused(body.reason)
+                return ev.ReserveRefused(body.reason)
             case do.AnswerRound():
                 return ev.RoundDone(body.round, body.num_bytes, body.seconds)
             case do.RefuseRound():

@@ -67,7 +67,7 @@ from vllm_llumnix.engine.memory import Movers
 from vllm_llumnix.engine.metadata import metadata_of
 from vllm_llumnix.engine.relay import Relay
 from vllm_llumnix.engine.request_state import residence_of
-from vllm_llumnix.engine.rescue import Rescue
+from vllm_llumnix.engine.rescue import Rescues
 from vllm_llumnix.engine.status import StatusSource
 from vllm_llumnix.errors import TransportError
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES
@@ -128,7 +128,7 @@ class LlumletAgent:
             builder,
             self.arrivals,
             self.departures,
-            Rescue(bypass, kvconn, self.arrivals, self.departures),
+            Rescues(bypass, kvconn, self.arrivals, self.departures),
         )
         self.status = StatusSource(bypass, kvconn, self.departures, self.arrivals)
         self.status.open()

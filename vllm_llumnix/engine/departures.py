@@ -203,7 +203,7 @@ class OutgoingMove:
         try:
             state = await self._with_adapter(await first_state)
         except Refused as error:
-            self.feed(on.Refused(error.reason, error.detail))
+            self.feed(on.ReserveRefused(error.reason, error.detail))
             return
         request = ReserveRequest(
             handover=self._handover(),
@@ -464,7 +464,7 @@ class OutgoingMove:
         except LlumletError as error:
             reason = reason_of(error.reason)
             if name is Call.RESERVE:
-                self.feed(on.Refused(reason, error.detail))
+                self.feed(on.ReserveRefused(reason, error.detail))
             elif name is Call.ROUND:
                 self.feed(on.RoundFailed(round_number, reason, error.detail))
             else:

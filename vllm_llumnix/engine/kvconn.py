@@ -26,13 +26,13 @@ from vllm.v1.engine.core import DPEngineCoreProc
 from vllm.v1.request import Request
 
 from llumlet.protocol.errors import Reason, Refused
+from llumlet.protocol.trials import Trials
 from vllm_llumnix import faults
 from vllm_llumnix.engine.claims import Claims
 from vllm_llumnix.engine.progress import Progress
 from vllm_llumnix.engine.request_state import residence_from, settle_in
 from vllm_llumnix.engine.scheduler_port import SchedulerPort
 from vllm_llumnix.engine.seams import SEAMS
-from vllm_llumnix.engine.trials import Trials
 from vllm_llumnix.step_record import StepRecord
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class KVConnection:
         self.steps = 0
         self.progress = progress or Progress()
         self.record = record
-        self.trials = Trials(record)
+        self.trials = Trials(record.try_out)
         self.claims = Claims(self)
         self._in_lockstep = isinstance(engine, DPEngineCoreProc)
         """A data-parallel rank of a mixture of experts: no rank computes anything unless all do."""

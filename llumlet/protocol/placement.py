@@ -9,15 +9,11 @@ hashing, by which API servers that know nothing of each other spread what they s
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import hashlib
 import math
-import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Self
+from collections.abc import Mapping, Sequence
 
 IN_FLIGHT = 8
 """Attempts of one API server at one engine at a time: enough to keep its helper threads busy."""
@@ -28,16 +24,19 @@ SHUN_SECONDS = 2.0
 
 
 class Placement:
-    """Of one API server process, on its event loop."""
+    """Requests on their way to engines, of one API server process. `come` says who may go since it was last asked."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._destinations: dict[str, _Destination] = defaultdict(_Destination)
+        self._visits: dict[str, _Visit] = {}
+        """By request: on its way, or waiting for a place."""
+        self._come: list[str] = []
 
-    def choose(self, request_id: str, num_tokens: int, addresses: Sequence[str], room: Mapping[str, int]) -> str:
+    def choose(
+        self, request_id: str, num_tokens: int, addresses: Sequence[str], room: Mapping[str, int], now: float
+    ) -> str:
         """Whom to ask, of at least one. `room` is what is known of the free KV cache by address, in tokens; who is not
         in it counts as one with the usual room."""
-        now = self._clock()
         usual = sum(room.values()) / len(room) if room else 1.0
 
         def key(address: str) -> tuple[bool, float]:
@@ -50,55 +49,71 @@ class Placement:
 
         return min(addresses, key=key)
 
-    def turn(self, address: str, num_tokens: int) -> Turn:
-        """To be entered (`async with`) by who goes to `address` with so many tokens."""
-        return Turn(self._destinations[address], num_tokens, self._clock)
+    def enter(self, request_id: str, address: str, num_tokens: int, now: float) -> None:
+        """The request goes to `address` as soon as there is a place; its tokens count there from now on."""
+        destination = self._destinations[address]
+        self._visits[request_id] = _Visit(address, num_tokens, now)
+        destination.num_tokens_coming += num_tokens
+        destination.waiting.append(request_id)
+        self._let_in(destination)
 
-
-class Turn:
-    """One request's turn at a destination. Its tokens count there from now on, and while it waits for its turn."""
-
-    def __init__(self, destination: _Destination, num_tokens: int, clock: Callable[[], float]) -> None:
-        self._destination = destination
-        self._num_tokens = num_tokens
-        self._clock = clock
-        self._chosen_at = clock()
-        self.taken = False
-        """To be set when the destination has the request."""
-
-    @property
-    def is_stale(self) -> bool:
+    def is_stale(self, request_id: str) -> bool:
         """Whether the destination has turned others down since it was chosen: better choose again."""
-        return self._destination.shunned_at > self._chosen_at
+        visit = self._visits[request_id]
+        return self._destinations[visit.address].shunned_at > visit.chosen_at
 
-    def shun(self) -> None:
+    def address_of(self, request_id: str) -> str:
+        """Where the request goes."""
+        return self._visits[request_id].address
+
+    def shun(self, address: str, now: float) -> None:
         """It is no good for any request at the moment."""
-        self._destination.shunned_at = now = self._clock()
-        self._destination.shunned_until = now + SHUN_SECONDS
+        destination = self._destinations[address]
+        destination.shunned_at = now
+        destination.shunned_until = now + SHUN_SECONDS
 
-    async def __aenter__(self) -> Self:
-        self._destination.num_tokens_coming += self._num_tokens
-        try:
-            await self._destination.places.acquire()
-        except BaseException:
-            self._destination.num_tokens_coming -= self._num_tokens
-            raise
-        return self
+    def leave(self, request_id: str, *, taken: bool, now: float) -> None:
+        """The request is not on its way any more; `taken`: it is there. Leaving without having entered is nothing."""
+        visit = self._visits.pop(request_id, None)
+        if visit is None:
+            return
+        destination = self._destinations[visit.address]
+        destination.num_tokens_coming -= visit.num_tokens
+        if request_id in destination.inside:
+            destination.inside.remove(request_id)
+        else:
+            destination.waiting.remove(request_id)
+        if taken:
+            destination.note_sent(now, visit.num_tokens)
+        self._let_in(destination)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._destination.places.release()
-        self._destination.num_tokens_coming -= self._num_tokens
-        if self.taken:
-            self._destination.note_sent(self._clock(), self._num_tokens)
+    def come(self) -> list[str]:
+        """Requests whose turn it is to go where they have been sent."""
+        come, self._come = [request_id for request_id in self._come if request_id in self._visits], []
+        return come
+
+    def _let_in(self, destination: _Destination) -> None:
+        while destination.waiting and len(destination.inside) < IN_FLIGHT:
+            request_id = destination.waiting.popleft()
+            destination.inside.add(request_id)
+            self._come.append(request_id)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Visit:
+    address: str
+    num_tokens: int
+    chosen_at: float
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Destination:
-    places: asyncio.Semaphore = dataclasses.field(default_factory=lambda: asyncio.Semaphore(IN_FLIGHT))
+    inside: set[str] = dataclasses.field(default_factory=set)
+    """Requests that are on their way there."""
+    waiting: deque[str] = dataclasses.field(default_factory=deque)
+    """Requests for which there is no place yet, the first comer first."""
     num_tokens_coming: int = 0
-    """Of requests that are on their way or wait for their turn."""
+    """Of both."""
     shunned_at: float = -math.inf
     shunned_until: float = -math.inf
     _sent: deque[tuple[float, int]] = dataclasses.field(default_factory=deque)

@@ -16,18 +16,18 @@ engine that dies of it now and then is more likely to do so in a trial.
 
 A gateway may have seen instances die with a request before it came (`attempts`): that is on trial from the beginning.
 
-Pure: no clock, no I/O. On the API server's event loop.
+Whoever asks for a turn gets it at once or later: `come` says whose turn has come since it was last asked.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import enum
 from collections.abc import Callable, Container
 
-from vllm_llumnix.frontend.owners import Owner
-from vllm_llumnix.step_record import LastSteps
+from llumlet.protocol.owners import Owner
+from llumlet.protocol.steps import UNKNOWN, LastSteps
+from llumlet.protocol.wire import Health
 
 TRIAL_TOKENS = 4
 """More than are in flight between an engine's model and the client: a request that goes on from what its client has
@@ -35,6 +35,32 @@ comes to the step that killed its engine within so many."""
 LONGER = 16
 """By how much, each time."""
 MAX_TRIAL_TOKENS = 1024
+STUCK_SECONDS = 1.5
+"""A silent engine whose step is older hangs in it; if it is younger, the engine gets on and was cut off."""
+
+ReadSteps = Callable[[str], LastSteps | None]
+"""The record of the life of an engine with this incarnation; None if it cannot be read here."""
+
+
+def steps_of(owner: Owner, now: float, read: ReadSteps, ends: bool = False) -> LastSteps | None:
+    """The steps in which `owner` died or hangs. None: it is on its way out, or as far as is known it only is cut off,
+    or stands still outside of any step. `ends`: it has just said that it does, if not why.
+
+    On the same machine the engine's record of its steps says it. Of one on another machine nothing can be read: if it
+    died, or says itself that it hangs, it may have been in a step of each of its requests.
+    """
+    if owner.dead:
+        if owner.last_steps is None:
+            # Once: the next engine that starts there removes the record.
+            owner.last_steps = read(owner.incarnation) or UNKNOWN
+        return None if owner.last_steps.leaving else owner.last_steps
+    hangs = owner.health is Health.HUNG
+    steps = read(owner.incarnation)
+    if steps is None:
+        return UNKNOWN if hangs else None
+    stuck = hangs or ends or (bool(steps.under_way) and now - steps.began > STUCK_SECONDS)
+    counts = stuck and not steps.leaving and (steps.under_way or steps.anybody)
+    return dataclasses.replace(steps, compiling=frozenset()) if counts else None
 
 
 class Verdict(enum.Enum):
@@ -57,7 +83,6 @@ class _Case:
     """It has to be tried, or is being tried."""
     delivered: int = 0
     """Tokens that its client had when it became a suspect: how much speaks for it."""
-    turn: asyncio.Future[None] | None = None
     at: Owner | None = None
     """Where it is tried."""
     until: int = 0
@@ -77,6 +102,7 @@ class Suspects:
         self._cases: dict[str, _Case] = {}
         self._waiting: dict[str, _Case] = {}
         self._trying: dict[str, _Case] = {}
+        self._come: list[str] = []
 
     def __len__(self) -> int:
         return len(self._cases)
@@ -134,15 +160,14 @@ class Suspects:
             case.at is owner and steps.had(case.request_id) for case in others
         )
 
-    async def turn(self, request_id: str) -> None:
-        """Returns at once for who is no suspect; for a suspect, when it may be tried. Until then it is nowhere."""
+    def ask_turn(self, request_id: str) -> None:
+        """The turn of who is no suspect comes at once; a suspect's when it may be tried. Until then it is nowhere."""
         case = self._cases.get(request_id)
         if case is None or not case.pending or request_id in self._trying:
+            self._come.append(request_id)
             return
-        case.turn = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = case
         self.advance()
-        await case.turn
 
     def advance(self) -> None:
         """Let as many be tried as may be. Those first for whom least speaks: a culprit is found early."""
@@ -150,9 +175,12 @@ class Suspects:
             case = min(self._waiting.values(), key=lambda case: case.delivered)
             del self._waiting[case.request_id]
             self._trying[case.request_id] = case
-            assert case.turn is not None
-            if not case.turn.done():
-                case.turn.set_result(None)
+            self._come.append(case.request_id)
+
+    def come(self) -> list[str]:
+        """Requests whose turn has come."""
+        come, self._come = self._come, []
+        return come
 
     def without_trial(self, addresses: list[str]) -> list[str]:
         """Those of these llumlets at whose engines nobody is on trial from here; all of them, if there is none."""
@@ -192,8 +220,6 @@ class Suspects:
     def keep(self, streams: Container[str]) -> None:
         """Forget requests that have ended."""
         for request_id in [request_id for request_id in self._cases if request_id not in streams]:
-            case = self._cases.pop(request_id)
+            del self._cases[request_id]
             self._waiting.pop(request_id, None)
-            if case.turn is not None and not case.turn.done():
-                case.turn.set_result(None)
             self.step_back(request_id)

@@ -15,7 +15,8 @@ from llumlet.protocol.events import Call
 from llumlet.protocol.source import Method
 
 from .adopting import Attempt
-from .cluster import HUNG_S, RELAY, Cluster, Finish, HomeWord
+from .cluster import HUNG_S, RELAY, Cluster
+from .serving import Finish, HomeWord
 
 Action = tuple[Callable[..., object], tuple[Any, ...]]
 METHODS = (Method.LIVE, Method.LIVE, Method.BLOCKING, Method.RECOMPUTE)

@@ -20,8 +20,9 @@ from tests.conftest import NUM_SCHEDULES
 from tests.support.beside import Beside
 
 from . import mutants
-from .cluster import Cluster, Watched
+from .cluster import Cluster
 from .schedule import play
+from .serving import Watched
 
 LONGEST_S = 1200
 """On a slow machine, of which they have had nothing before."""

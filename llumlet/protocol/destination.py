@@ -41,27 +41,15 @@ from __future__ import annotations
 
 import enum
 
-import msgspec
-
 from llumlet.protocol import effects as do
 from llumlet.protocol import events as ev
 from llumlet.protocol.effects import Effect
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.events import Call, Settlement
 from llumlet.protocol.machine import Machine, install, rows
+from llumlet.protocol.plan import Terms
 
 LEASE = "lease"
-
-
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """What a destination grants, the same for all migrations."""
-
-    block_size: int
-    lease_s: float = 30.0
-    admit_s: float = 2.5
-    """How long the loop may take to begin an admission."""
-    tombstone_s: float = 600.0
-    """How long a settled record is kept: longer than `Plan`'s deadlines from Commit to the end of the fence summed."""
 
 
 class State(enum.StrEnum):

@@ -21,12 +21,13 @@ from llumlet.protocol import effects as do
 from llumlet.protocol import events as ev
 from llumlet.protocol.adoption import Adoption
 from llumlet.protocol.claim import Claim
-from llumlet.protocol.destination import Destination, Terms
+from llumlet.protocol.destination import Destination
 from llumlet.protocol.ids import Epoch
 from llumlet.protocol.machine import Machine, Row
+from llumlet.protocol.plan import Method, Plan, Terms
 from llumlet.protocol.replay import Replay
 from llumlet.protocol.rescue import Rescue
-from llumlet.protocol.source import Method, Plan, Source
+from llumlet.protocol.source import Source
 
 AnyRow = Row[enum.StrEnum]
 

@@ -31,17 +31,17 @@ import enum
 from collections.abc import Collection, Iterable, Mapping
 
 
-class Owner(enum.StrEnum):
+class BlockOwner(enum.StrEnum):
     SCHEDULER = "scheduler"
     PIN = "pin"
     RESERVATION = "reservation"
     DRAINING = "draining"
 
 
-EXCLUSIVE = frozenset({Owner.RESERVATION, Owner.DRAINING})
+EXCLUSIVE = frozenset({BlockOwner.RESERVATION, BlockOwner.DRAINING})
 
 
-def audit(num_blocks: int, free: Iterable[int], held: Mapping[Owner, Collection[int]]) -> list[str]:
+def audit(num_blocks: int, free: Iterable[int], held: Mapping[BlockOwner, Collection[int]]) -> list[str]:
     """What is wrong with a block pool as it was found, one sentence per fault.
 
     `free` lists the pool's free blocks, `held` the blocks by kind of owner, each block under every kind that holds it.

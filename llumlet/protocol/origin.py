@@ -31,7 +31,7 @@ from llumlet.protocol.owners import PROBE_SECONDS, Owner, Owners
 from llumlet.protocol.placement import Placement
 from llumlet.protocol.replay import Around, Replay, State
 from llumlet.protocol.streams import Check, Complain, HomeOutput, Orphan, Part, Stream, Streams, TakenHome
-from llumlet.protocol.suspects import ReadSteps, Suspects, Verdict, steps_of
+from llumlet.protocol.suspects import Judgement, ReadSteps, Suspects, steps_of
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -61,17 +61,12 @@ class Probe(msgspec.Struct, frozen=True):
     owner: Owner
 
 
-class Log(msgspec.Struct, frozen=True):
-    text: str
-    is_error: bool = False
-
-
 OriginEffect = (
     Send
     | Deliver
     | Fail
     | Probe
-    | Log
+    | words.Log
     | words.Identify
     | words.Adopt
     | words.CallOff
@@ -308,7 +303,7 @@ class Origin:
 
     def _begin_replay(self, orphan: Orphan, digest: str) -> None:
         stream = orphan.stream
-        self._effects.append(Log(f"request {stream.request_id} goes on elsewhere: {orphan.reason}"))
+        self._effects.append(words.Log(f"request {stream.request_id} goes on elsewhere: {orphan.reason}"))
         self.streams.depose(stream, self._around.now)
         self.replays[stream.request_id] = self.replay_class(self._around, stream, orphan.lost, digest)
         self._feed(stream.request_id, words.ReplayBegun())
@@ -319,7 +314,7 @@ class Origin:
         if steps is None:
             return False
         request_id = stream.request_id
-        if self.suspects.judge(request_id, lost, steps, len(stream.delivered)) is not Verdict.GUILTY:
+        if self.suspects.judge(request_id, lost, steps, len(stream.delivered)) is not Judgement.GUILTY:
             return False
         names = ["unknown here"] * self.suspects.num_before(request_id) + self.suspects.deaths(request_id)
         reason = (
@@ -339,7 +334,7 @@ class Origin:
             self._effects.append(Send(owner.identity, wire.Release(requests)))
 
     def _give_up(self, stream: Stream, why: str, explanation: str = "") -> None:
-        self._effects.append(Log(why, is_error=True))
+        self._effects.append(words.Log(why, is_error=True))
         self.streams.give_up(stream)
         self._effects.append(Fail(stream, explanation))
 
@@ -396,7 +391,5 @@ class Origin:
             case words.GiveUp():
                 self.streams.give_up(stream)
                 self._effects.append(Fail(stream))
-            case words.Note(text=text):
-                self._effects.append(Log(text, is_error=replay.state is State.GIVEN_UP))
             case _:
                 self._effects.append(effect)

@@ -27,7 +27,7 @@ class Placement:
     """Requests on their way to engines, of one API server process. `come` says who may go since it was last asked."""
 
     def __init__(self) -> None:
-        self._destinations: dict[str, _Destination] = defaultdict(_Destination)
+        self._engines: dict[str, _Engine] = defaultdict(_Engine)
         self._visits: dict[str, _Visit] = {}
         """By request: on its way, or waiting for a place."""
         self._come: list[str] = []
@@ -40,27 +40,27 @@ class Placement:
         usual = sum(room.values()) / len(room) if room else 1.0
 
         def key(address: str) -> tuple[bool, float]:
-            destination = self._destinations[address]
-            sent = destination.num_tokens_since(now - SENT_SECONDS)
+            engine = self._engines[address]
+            sent = engine.num_tokens_since(now - SENT_SECONDS)
             # Of exponential variates divided by the rooms, each is the least with a probability proportional to its
             # room. As soon as something was sent, that outweighs them.
             share = sent + num_tokens * _exponential(address, request_id)
-            return now < destination.shunned_until, share / max(1.0, room.get(address, usual))
+            return now < engine.shunned_until, share / max(1.0, room.get(address, usual))
 
         return min(addresses, key=key)
 
     def enter(self, request_id: str, address: str, num_tokens: int, now: float) -> None:
         """The request goes to `address` as soon as there is a place; its tokens count there from now on."""
-        destination = self._destinations[address]
+        engine = self._engines[address]
         self._visits[request_id] = _Visit(address, num_tokens, now)
-        destination.num_tokens_coming += num_tokens
-        destination.waiting.append(request_id)
-        self._let_in(destination)
+        engine.num_tokens_coming += num_tokens
+        engine.waiting.append(request_id)
+        self._let_in(engine)
 
     def is_stale(self, request_id: str) -> bool:
-        """Whether the destination has turned others down since it was chosen: better choose again."""
+        """Whether the engine has turned others down since it was chosen: better choose again."""
         visit = self._visits[request_id]
-        return self._destinations[visit.address].shunned_at > visit.chosen_at
+        return self._engines[visit.address].shunned_at > visit.chosen_at
 
     def address_of(self, request_id: str) -> str:
         """Where the request goes."""
@@ -68,34 +68,34 @@ class Placement:
 
     def shun(self, address: str, now: float) -> None:
         """It is no good for any request at the moment."""
-        destination = self._destinations[address]
-        destination.shunned_at = now
-        destination.shunned_until = now + SHUN_SECONDS
+        engine = self._engines[address]
+        engine.shunned_at = now
+        engine.shunned_until = now + SHUN_SECONDS
 
     def leave(self, request_id: str, *, taken: bool, now: float) -> None:
         """The request is not on its way any more; `taken`: it is there. Leaving without having entered is nothing."""
         visit = self._visits.pop(request_id, None)
         if visit is None:
             return
-        destination = self._destinations[visit.address]
-        destination.num_tokens_coming -= visit.num_tokens
-        if request_id in destination.inside:
-            destination.inside.remove(request_id)
+        engine = self._engines[visit.address]
+        engine.num_tokens_coming -= visit.num_tokens
+        if request_id in engine.inside:
+            engine.inside.remove(request_id)
         else:
-            destination.waiting.remove(request_id)
+            engine.waiting.remove(request_id)
         if taken:
-            destination.note_sent(now, visit.num_tokens)
-        self._let_in(destination)
+            engine.note_sent(now, visit.num_tokens)
+        self._let_in(engine)
 
     def come(self) -> list[str]:
         """Requests whose turn it is to go where they have been sent."""
         come, self._come = [request_id for request_id in self._come if request_id in self._visits], []
         return come
 
-    def _let_in(self, destination: _Destination) -> None:
-        while destination.waiting and len(destination.inside) < IN_FLIGHT:
-            request_id = destination.waiting.popleft()
-            destination.inside.add(request_id)
+    def _let_in(self, engine: _Engine) -> None:
+        while engine.waiting and len(engine.inside) < IN_FLIGHT:
+            request_id = engine.waiting.popleft()
+            engine.inside.add(request_id)
             self._come.append(request_id)
 
 
@@ -107,7 +107,7 @@ class _Visit:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class _Destination:
+class _Engine:
     inside: set[str] = dataclasses.field(default_factory=set)
     """Requests that are on their way there."""
     waiting: deque[str] = dataclasses.field(default_factory=deque)

@@ -160,7 +160,10 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
 
     def _give_up(self, event: w.TurnCame) -> list[w.ReplayEffect]:
         self._around.suspects.step_back(self.stream.request_id)
-        return [w.Note(f"no engine takes request {self.stream.request_id}; its client gets an error"), w.GiveUp()]
+        return [
+            w.Log(f"no engine takes request {self.stream.request_id}; its client gets an error", is_error=True),
+            w.GiveUp(),
+        ]
 
     def _rest(self, event: w.TurnCame) -> list[w.ReplayEffect]:
         self._begin_with_turn()
@@ -251,7 +254,7 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
 
     def _call_off(self, event: TimerFired) -> list[w.ReplayEffect]:
         why = f"{self._address} is not waited for with request {self.stream.request_id}: {self._why_silent()}"
-        return [w.CallOff(self.stream.request_id, self.attempt), w.Note(why), *self._look()]
+        return [w.CallOff(self.stream.request_id, self.attempt), w.Log(why), *self._look()]
 
     def _call_off_closed(self, event: TimerFired) -> list[w.ReplayEffect]:
         return [w.CallOff(self.stream.request_id, self.attempt), *self._dismiss(), *self._leave_closed(event)]
@@ -287,19 +290,19 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
         said = f"{event.reason}: {event.detail}" if event.detail else str(event.reason)
         return [
             *self._stop_watching(),
-            w.Note(f"{self._address} does not take request {request_id}: {said}"),
+            w.Log(f"{self._address} does not take request {request_id}: {said}"),
             *self._next(),
         ]
 
     def _not_sent(self, event: w.NotSent) -> list[w.ReplayEffect]:
         self._holder = None
         said = f"request {self.stream.request_id} cannot be sent to {self._address}: {event.detail}"
-        return [*self._stop_watching(), w.Note(said), *self._next()]
+        return [*self._stop_watching(), w.Log(said), *self._next()]
 
     def _come_back(self, event: w.GivenUpThere) -> list[w.ReplayEffect]:
         self._around.placement.shun(self._address, self._around.now)
         said = f"{self._address} has taken request {self.stream.request_id}, and given it up"
-        return [w.CallOff(self.stream.request_id, self.attempt), *self._stop_watching(), w.Note(said), *self._next()]
+        return [w.CallOff(self.stream.request_id, self.attempt), *self._stop_watching(), w.Log(said), *self._next()]
 
     def _is_broken(self, event: w.AnswerLost) -> bool:
         return event.broken
@@ -312,8 +315,8 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
         self._learn()
         return [*self._stop_watching(), self._not_waited_for(event), *self._dismiss(), *self._next()]
 
-    def _not_waited_for(self, event: w.AnswerLost) -> w.Note:
-        return w.Note(f"{self._address} is not waited for with request {self.stream.request_id}: {event.detail}")
+    def _not_waited_for(self, event: w.AnswerLost) -> w.Log:
+        return w.Log(f"{self._address} is not waited for with request {self.stream.request_id}: {event.detail}")
 
     def _look(self) -> list[w.ReplayEffect]:
         self._give_up_attempt()

@@ -141,10 +141,9 @@ class GiveUp(msgspec.Struct, frozen=True):
     """The client gets an error."""
 
 
-class Note(msgspec.Struct, frozen=True):
-    """For the log."""
-
+class Log(msgspec.Struct, frozen=True):
     text: str
+    is_error: bool = False
 
 
 ReplayEvent = (
@@ -161,4 +160,4 @@ ReplayEvent = (
     | StreamEnded
     | TimerFired
 )
-ReplayEffect = SetTimer | ClearTimer | Identify | Adopt | CallOff | AskWhetherGone | AbortAt | Dismiss | GiveUp | Note
+ReplayEffect = SetTimer | ClearTimer | Identify | Adopt | CallOff | AskWhetherGone | AbortAt | Dismiss | GiveUp | Log

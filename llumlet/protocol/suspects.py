@@ -63,7 +63,7 @@ def steps_of(owner: Owner, now: float, read: ReadSteps, ends: bool = False) -> L
     return dataclasses.replace(steps, compiling=frozenset()) if counts else None
 
 
-class Verdict(enum.Enum):
+class Judgement(enum.Enum):
     INNOCENT = enum.auto()
     SUSPECT = enum.auto()
     GUILTY = enum.auto()
@@ -77,7 +77,7 @@ class _Case:
     deaths: list[Owner] = dataclasses.field(default_factory=list)
     num_before: int = 0
     """Deaths that a gateway has seen, before the request came here."""
-    verdict: Verdict = Verdict.SUSPECT
+    judgement: Judgement = Judgement.SUSPECT
     """After the last of them."""
     pending: bool = False
     """It has to be tried, or is being tried."""
@@ -128,7 +128,7 @@ class Suspects:
             self._trying[request_id] = case
             self.sent(request_id, owner, 0)
 
-    def judge(self, request_id: str, owner: Owner, steps: LastSteps, delivered: int) -> Verdict:
+    def judge(self, request_id: str, owner: Owner, steps: LastSteps, delivered: int) -> Judgement:
         """`owner`, which had the request, has died, or hangs, in `steps`. The same question gets the same answer.
 
         delivered: number of tokens that the client has.
@@ -138,11 +138,11 @@ class Suspects:
         # An engine has one on trial. It knows sooner than the origin that a trial is over, and takes the next one.
         tried = is_there and not steps.tried_another(request_id)
         if case is not None and case.pending and owner in case.deaths:
-            return case.verdict
+            return case.judgement
         if not steps.had(request_id) or (not tried and self._is_explained(request_id, owner, steps)):
             if is_there:
                 self.step_back(request_id)
-            return Verdict.SUSPECT if case is not None and case.pending else Verdict.INNOCENT
+            return Judgement.SUSPECT if case is not None and case.pending else Judgement.INNOCENT
         if case is None:
             case = self._cases[request_id] = _Case(request_id)
         case.deaths.append(owner)
@@ -150,8 +150,8 @@ class Suspects:
         case.delivered = delivered
         # Where the engine does not say whom it has on trial, there may be another one by what is known here.
         alone = steps.tried(request_id) or not self._is_explained(request_id, owner, steps)
-        case.verdict = Verdict.GUILTY if tried and alone else Verdict.SUSPECT
-        return case.verdict
+        case.judgement = Judgement.GUILTY if tried and alone else Judgement.SUSPECT
+        return case.judgement
 
     def _is_explained(self, request_id: str, owner: Owner, steps: LastSteps) -> bool:
         """Whether somebody else was on trial there; of an engine on another host, somebody of ours."""

@@ -31,7 +31,7 @@ from tests.frontend.fakes import (
     until,
 )
 from tests.llumlet.fake_agent import FakeAgent
-from vllm_llumnix.frontend.origin import WATCH_SECONDS
+from vllm_llumnix.frontend.origin import LOOK_SECONDS
 from vllm_llumnix.request_wire import RequestState, decode_state
 
 pytestmark = pytest.mark.asyncio
@@ -161,7 +161,7 @@ async def test_a_request_sent_after_a_hang_was_reported(
     await home.heartbeat(health=Health.HUNG)
     await start(client, engine, 10)
     await rescue.heartbeat()
-    await asyncio.sleep(3 * WATCH_SECONDS)
+    await asyncio.sleep(3 * LOOK_SECONDS)
     assert rescuer.asked("adopt") == []
     await home.heartbeat(health=Health.HUNG)
     _, state = await adoption(rescuer)
@@ -298,11 +298,11 @@ async def test_a_peer_that_has_parted_is_neither_lost_nor_watched(
     await rescue.send(wire.Parting("rescuer", "1"))
     await until(lambda: client.origin.core.owners.named("rescuer").parted)
     client.origin.core.owners.named("rescuer").last_heard -= 20.0
-    await asyncio.sleep(3 * WATCH_SECONDS)
+    await asyncio.sleep(3 * LOOK_SECONDS)
     assert rescuer.calls == [], "nobody asks it whether it is there"
     await home.send(wire.HandedOver("r", FIRST_HOP, "rescuer", "1", rescue.llumlet))
     await home.heartbeat()
-    await asyncio.sleep(3 * WATCH_SECONDS)
+    await asyncio.sleep(3 * LOOK_SECONDS)
     assert rescuer.asked("adopt") == [], "it has just been given the request"
     client.origin.core.owners.named("rescuer").parted = True
     assert rescue.llumlet in client.origin.core.targets(None)

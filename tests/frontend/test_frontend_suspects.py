@@ -25,7 +25,7 @@ from tests.frontend.fakes import FakeEngine, FakePeer, next_outputs, output, rel
 from tests.llumlet.fake_agent import FakeAgent
 from vllm_llumnix import step_record
 from vllm_llumnix.frontend import attempts, endings
-from vllm_llumnix.frontend.origin import WATCH_SECONDS
+from vllm_llumnix.frontend.origin import LOOK_SECONDS
 from vllm_llumnix.request_wire import decode_state
 from vllm_llumnix.step_record import StepRecord
 
@@ -98,7 +98,7 @@ async def test_suspects_one_at_a_time_and_the_others_at_once(
     await until(lambda: rescuer.adopted == {"a": TRIAL_TOKENS, "other": 0})
     await rescuer.peer.tokens(relayed("a", 1, *range(20, 20 + TRIAL_TOKENS - 1), epoch=RAISED, base=1))
     await tokens_of(client, TRIAL_TOKENS - 1)
-    await asyncio.sleep(2 * WATCH_SECONDS)
+    await asyncio.sleep(2 * LOOK_SECONDS)
     assert "b" not in rescuer.adopted, "the former one has not survived enough"
     await rescuer.peer.tokens(relayed("a", TRIAL_TOKENS, 30, epoch=RAISED, base=1))
     await until(lambda: rescuer.adopted == {"a": TRIAL_TOKENS, "other": 0, "b": TRIAL_TOKENS})

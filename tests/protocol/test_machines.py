@@ -14,14 +14,15 @@ from llumlet.protocol import effects as do
 from llumlet.protocol import events as ev
 from llumlet.protocol.adoption import Adoption
 from llumlet.protocol.claim import Claim
-from llumlet.protocol.destination import Destination, Terms
+from llumlet.protocol.destination import Destination
 from llumlet.protocol.errors import LocalProtocolError, Reason
 from llumlet.protocol.events import Call, Gone, Settlement
 from llumlet.protocol.ids import Epoch
 from llumlet.protocol.machine import Machine
+from llumlet.protocol.plan import Method, Plan, Terms
 from llumlet.protocol.replay import Replay
 from llumlet.protocol.rescue import Rescue
-from llumlet.protocol.source import Method, Plan, Source
+from llumlet.protocol.source import Source
 
 STATES: dict[type[Machine[Any, Any, Any]], type[enum.StrEnum]] = {
     Source: source.State,

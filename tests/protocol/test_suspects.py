@@ -7,9 +7,9 @@ import pytest
 
 from llumlet.protocol.owners import Owner
 from llumlet.protocol.steps import UNKNOWN, LastSteps, name_of
-from llumlet.protocol.suspects import LONGER, TRIAL_TOKENS, Suspects, Verdict
+from llumlet.protocol.suspects import LONGER, TRIAL_TOKENS, Judgement, Suspects
 
-INNOCENT, SUSPECT, GUILTY = Verdict.INNOCENT, Verdict.SUSPECT, Verdict.GUILTY
+INNOCENT, SUSPECT, GUILTY = Judgement.INNOCENT, Judgement.SUSPECT, Judgement.GUILTY
 
 
 def engine(name: str) -> Owner:

@@ -34,7 +34,7 @@ from llumlet.client import LlumletClient
 from llumlet.errors import LlumletCallFailed
 from llumlet.protocol import origin, owners, replay, streams
 from llumlet.protocol.destination import State as DestinationState
-from llumlet.protocol.source import Plan
+from llumlet.protocol.plan import Plan
 from llumlet.types import Address, MigrateRequest, MovePhase, MoveProgress
 from llumsched.up.ports import free_ports
 from tests.frontend.fakes import close_client, new_client, request
@@ -66,7 +66,7 @@ HURRIED: dict[tuple[Any, str], float] = {
     (origin, "PROBE_SECONDS"): 0.2,
     (owners, "SUSPECT_SECONDS"): 0.3,
     (owners, "LOST_SECONDS"): 0.7,
-    (origin_shell, "WATCH_SECONDS"): 0.05,
+    (origin_shell, "LOOK_SECONDS"): 0.05,
     (replay, "CALL_SECONDS"): 1.0,
     (replay, "RETRY_SECONDS"): 0.05,
 }

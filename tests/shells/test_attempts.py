@@ -7,7 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 from llumlet.protocol import replay
-from llumlet.protocol.suspects import Suspects, Verdict
+from llumlet.protocol.suspects import Judgement, Suspects
 from tests.shells.circumstances import building_slowly, recorded, recorded_requests, replays_only_at
 from tests.shells.cluster import cluster_of, retold, until
 from tests.shells.marks import MARKS
@@ -59,7 +59,7 @@ async def test_an_attempt_that_nobody_wants_any_more(model_dir: Path) -> list[st
 @retold
 async def test_a_limit_at_the_destination(model_dir: Path) -> list[str]:
     """All of them at once: that some may be why their engine died is another matter."""
-    innocent = mock.patch.object(Suspects, "judge", return_value=Verdict.INNOCENT)
+    innocent = mock.patch.object(Suspects, "judge", return_value=Judgement.INNOCENT)
     async with cluster_of(model_dir) as cluster:
         streams = [await cluster.stream("A", num_prompt=40) for _ in range(6)]
         for stream in streams:

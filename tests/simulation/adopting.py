@@ -21,7 +21,7 @@ from llumlet.protocol.effects import ClearTimer, SetTimer
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.events import Gone, Settlement
 from llumlet.protocol.ids import Epoch
-from llumlet.protocol.ledger import Owner
+from llumlet.protocol.ledger import BlockOwner
 from llumlet.protocol.rescue import Rescue
 from llumlet.protocol.trials import Trials
 from tests.protocol.world import BLOCK_SIZE, Engine, Message, Request, World, cells_of
@@ -180,7 +180,7 @@ class Adopting(World):
                     del desk.preparing[attempt.request_id]
                 engine.commands.append(("add", lambda: self._tell(attempt, self._add(attempt, with_cache))))
             case adoption.FreeCache():
-                engine.commands.append(("free", lambda: engine.ledger.give_back(Owner.RESERVATION, attempt.key)))
+                engine.commands.append(("free", lambda: engine.ledger.give_back(BlockOwner.RESERVATION, attempt.key)))
             case adoption.AnswerAdopt():
                 self._answer(attempt, words.Adopted(engine.name, engine.incarnation))
             case adoption.RefuseAdopt(reason=reason):
@@ -233,7 +233,7 @@ class Adopting(World):
             request.blocks, request.computed = attempt.blocks, attempt.rescue.computed_tokens
             if engine.cells(request.blocks, request.computed) != cells_of(request.tokens)[: request.computed]:
                 self.faults.append(f"{engine.name} published bytes that are not the request's")
-            engine.ledger.pass_on(attempt.key, Owner.SCHEDULER, request.id)
+            engine.ledger.pass_on(attempt.key, BlockOwner.SCHEDULER, request.id)
             self.num_rescued += 1
         engine.requests[request.id] = request
         attempt.added = True
@@ -245,7 +245,9 @@ class Adopting(World):
         pending = (move.request_id for move in moves if move.machine.settlement is Settlement.PENDING)
         attempts = (one for one in self.desks[engine.name].attempts.values() if one.request_id == request_id)
         return request_id in pending or any(
-            engine.ledger.held(owner, one.key) for one in attempts for owner in (Owner.RESERVATION, Owner.DRAINING)
+            engine.ledger.held(owner, one.key)
+            for one in attempts
+            for owner in (BlockOwner.RESERVATION, BlockOwner.DRAINING)
         )
 
     # Rescue
@@ -279,7 +281,7 @@ class Adopting(World):
                 attempt.pairs = list(zip(attempt.source_blocks[first:end], attempt.blocks[first:end], strict=True))
                 attempt.due = (self.now + seconds, rescue.CopyFailed("too long"))
             case rescue.StopCopy():
-                engine.ledger.pass_on(attempt.key, Owner.DRAINING)
+                engine.ledger.pass_on(attempt.key, BlockOwner.DRAINING)
             case rescue.EndClaim(seconds=seconds):
                 self._send(engine.name, holder.name, "end claim", (attempt.call,), request=attempt.request_id)
                 attempt.due = (self.now + seconds, rescue.ClaimSettled(intact=False))
@@ -291,7 +293,7 @@ class Adopting(World):
         wanted, free = len(request.tokens) // BLOCK_SIZE + 1, engine.ledger.free()
         if wanted > len(free) or request.id in engine.requests or self._is_reserved(engine, request.id):
             return rescue.RoomRefused("no room")
-        engine.ledger.hold(Owner.RESERVATION, attempt.key, free[:wanted])
+        engine.ledger.hold(BlockOwner.RESERVATION, attempt.key, free[:wanted])
         attempt.blocks = free[:wanted]
         return rescue.RoomTaken(hit_blocks=0)
 
@@ -363,12 +365,12 @@ class Adopting(World):
                 case claim.AnswerClaim() | claim.RefuseClaim():
                     answer = type(effect)
                 case claim.KeepBlocks():
-                    engine.ledger.hold(Owner.PIN, held.key, held.request.blocks)
+                    engine.ledger.hold(BlockOwner.PIN, held.key, held.request.blocks)
                 case claim.EndSilently():
                     if engine.requests.get(held.request.id) is held.request:
                         self._end(engine, held.request, Gone.ABORTED)
                 case claim.GiveBack():
-                    engine.commands.append(("unpin", lambda: engine.ledger.give_back(Owner.PIN, held.key)))
+                    engine.commands.append(("unpin", lambda: engine.ledger.give_back(BlockOwner.PIN, held.key)))
                 case claim.AnswerEnd(intact=intact):
                     answer = intact
         if held.machine.over:

@@ -16,7 +16,7 @@ from typing import Any
 from llumlet.protocol import effects as do
 from llumlet.protocol import wire
 from llumlet.protocol.ids import HOME, Epoch
-from llumlet.protocol.ledger import Owner as BlockOwner
+from llumlet.protocol.ledger import BlockOwner
 from llumlet.protocol.replay import REPLAY_SECONDS
 from tests.protocol.world import Engine, Message, Outgoing
 from tests.simulation.adopting import CALLS, MESSAGES, ORIGIN, Attempt, Desk

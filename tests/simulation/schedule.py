@@ -12,7 +12,7 @@ from typing import Any
 
 from llumlet.protocol.claim import LEASE_SECONDS
 from llumlet.protocol.events import Call
-from llumlet.protocol.source import Method
+from llumlet.protocol.plan import Method
 
 from .adopting import Attempt
 from .cluster import HUNG_S, RELAY, Cluster

@@ -20,7 +20,7 @@ from llumlet.protocol import replay_words as words
 from llumlet.protocol import wire
 from llumlet.protocol.gate import Gate
 from llumlet.protocol.ids import HOME, Epoch
-from llumlet.protocol.origin import Deliver, Fail, Log, Origin, OriginEffect, Probe, Send, Surroundings
+from llumlet.protocol.origin import Deliver, Fail, Origin, OriginEffect, Probe, Send, Surroundings
 from llumlet.protocol.owners import Owner
 from llumlet.protocol.steps import LastSteps, name_of
 from llumlet.protocol.streams import Part, Stream
@@ -243,7 +243,7 @@ class Serving(Adopting):
                 self._fail(stream, explanation)
             case Probe(owner=owner):
                 self.probes.append(owner)
-            case Log(text=text):
+            case words.Log(text=text):
                 self.note(f"O: {text}")
             case words.Identify():
                 self._call("identify", effect, (), effect.seconds)

@@ -19,7 +19,7 @@ from llumlet.errors import LlumletCallFailed, LlumletError
 from llumlet.protocol import wire
 from llumlet.protocol.errors import MigrationError, Reason, Refused
 from llumlet.protocol.ids import Epoch
-from llumlet.protocol.source import Plan
+from llumlet.protocol.plan import Plan
 from llumlet.reporter import Reporter
 from llumlet.server import RunningServer
 from llumlet.types import (

@@ -28,7 +28,8 @@ from llumlet.protocol import ids, wire
 from llumlet.protocol.errors import LocalProtocolError, MigrationError, Reason, Refused
 from llumlet.protocol.events import Call, Gone
 from llumlet.protocol.limits import Limits, Slots
-from llumlet.protocol.source import Method, Outcome, Plan, Source, State
+from llumlet.protocol.plan import Method, Plan
+from llumlet.protocol.source import Outcome, Source, State
 from llumlet.types import (
     Address,
     CommitRequest,

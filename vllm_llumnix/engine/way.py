@@ -13,7 +13,7 @@ from vllm.v1.request import Request
 
 from llumlet.bridge import METHODS
 from llumlet.protocol.errors import Reason, Refused
-from llumlet.protocol.source import Method
+from llumlet.protocol.plan import Method
 from llumlet.types import Mode
 from vllm_llumnix.engine.identity import EngineIdentity
 from vllm_llumnix.engine.portability import why_not_portable

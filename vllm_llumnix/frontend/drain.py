@@ -91,8 +91,8 @@ class Standing:
         return not (self.num_requests or self.num_moving or self.silent)
 
 
-class Holder(Protocol):
-    """Who holds the streams that are waited for."""
+class Drained(Protocol):
+    """What a drain is of: who holds the streams that are waited for."""
 
     client: Any
     """vLLM's engine client."""
@@ -103,7 +103,7 @@ class Holder(Protocol):
     def cut_streams(self) -> None: ...
 
 
-async def drain(holder: Holder, seconds: float) -> None:
+async def drain(holder: Drained, seconds: float) -> None:
     """Returns when no stream is left and the engine is empty, after the time limit, or on a second signal.
 
     `seconds` is the limit of this process's own configuration; one that an operator gave to the engine goes before it.
@@ -145,7 +145,7 @@ async def drain(holder: Holder, seconds: float) -> None:
     await asyncio.sleep(LINGER_SECONDS)
 
 
-async def _report(holder: Holder, seconds: float, num_cut: int | None = None) -> Standing:
+async def _report(holder: Drained, seconds: float, num_cut: int | None = None) -> Standing:
     """Tell every engine how it stands here; returns how it stands there."""
     client = holder.client
     peers = list(holder.peers.addresses)
@@ -170,6 +170,6 @@ async def _report(holder: Holder, seconds: float, num_cut: int | None = None) ->
     return Standing(limit, silent=silent, **counts)
 
 
-def _words(holder: Holder, standing: Standing) -> str:
+def _words(holder: Drained, standing: Standing) -> str:
     here = "an engine that does not answer" if standing.silent else f"{standing.num_requests} requests in the engine"
     return f"{holder.num_streams} streams, {here}, {standing.num_moved} moved away"

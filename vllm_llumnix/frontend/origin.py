@@ -20,7 +20,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 from llumlet.protocol import replay_words as words
 from llumlet.protocol import wire
-from llumlet.protocol.origin import Deliver, Fail, Log, Origin, OriginEffect, Probe, Send, Surroundings
+from llumlet.protocol.origin import Deliver, Fail, Origin, OriginEffect, Probe, Send, Surroundings
 from llumlet.protocol.owners import Owner
 from llumlet.protocol.streams import Part, Stream
 from vllm_llumnix import step_record
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.llumnix")
 
-WATCH_SECONDS = 0.25
+LOOK_SECONDS = 0.25
 
 
 class ClientStream(Stream):
@@ -260,7 +260,7 @@ class OriginShell:
                 self._fail(_ours(stream), explanation)
             case Probe(owner=owner):
                 self._calls.spawn(self._probe(owner))
-            case Log(text=text, is_error=is_error):
+            case words.Log(text=text, is_error=is_error):
                 logger.log(logging.ERROR if is_error else logging.WARNING, "llumlet: %s", text)
             case words.Identify():
                 self._calls.identify(effect)
@@ -397,7 +397,7 @@ def _receiver(shell: OriginShell) -> Receive:
 async def _watch(reference: weakref.ref[OriginShell]) -> None:
     """Look after the client's streams for as long as there is a client."""
     while True:
-        await asyncio.sleep(WATCH_SECONDS)
+        await asyncio.sleep(LOOK_SECONDS)
         shell = reference()
         if shell is None:
             return

@@ -303,7 +303,9 @@ class Origin:
 
     def _begin_replay(self, orphan: Orphan, digest: str) -> None:
         stream = orphan.stream
-        self._effects.append(words.Log(f"request {stream.request_id} goes on elsewhere: {orphan.reason}"))
+        self._effects.append(
+            words.Log(f"request {stream.request_id} goes on elsewhere: {orphan.reason}", words.Level.WARNING)
+        )
         self.streams.depose(stream, self._around.now)
         self.replays[stream.request_id] = self.replay_class(self._around, stream, orphan.lost, digest)
         self._feed(stream.request_id, words.ReplayBegun())
@@ -334,7 +336,7 @@ class Origin:
             self._effects.append(Send(owner.identity, wire.Release(requests)))
 
     def _give_up(self, stream: Stream, why: str, explanation: str = "") -> None:
-        self._effects.append(words.Log(why, is_error=True))
+        self._effects.append(words.Log(why, words.Level.ERROR))
         self.streams.give_up(stream)
         self._effects.append(Fail(stream, explanation))
 

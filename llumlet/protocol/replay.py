@@ -161,7 +161,7 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
     def _give_up(self, event: w.TurnCame) -> list[w.ReplayEffect]:
         self._around.suspects.step_back(self.stream.request_id)
         return [
-            w.Log(f"no engine takes request {self.stream.request_id}; its client gets an error", is_error=True),
+            w.Log(f"no engine takes request {self.stream.request_id}; its client gets an error", w.Level.ERROR),
             w.GiveUp(),
         ]
 

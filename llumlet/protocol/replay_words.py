@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
 
 from llumlet.protocol.effects import ClearTimer, SetTimer
@@ -141,9 +143,17 @@ class GiveUp(msgspec.Struct, frozen=True):
     """The client gets an error."""
 
 
+class Level(enum.IntEnum):
+    """As in `logging`."""
+
+    INFO = 20
+    WARNING = 30
+    ERROR = 40
+
+
 class Log(msgspec.Struct, frozen=True):
     text: str
-    is_error: bool = False
+    level: Level = Level.INFO
 
 
 ReplayEvent = (

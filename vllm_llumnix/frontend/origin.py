@@ -260,8 +260,8 @@ class OriginShell:
                 self._fail(_ours(stream), explanation)
             case Probe(owner=owner):
                 self._calls.spawn(self._probe(owner))
-            case words.Log(text=text, is_error=is_error):
-                logger.log(logging.ERROR if is_error else logging.WARNING, "llumlet: %s", text)
+            case words.Log(text=text, level=level):
+                logger.log(level, "llumlet: %s", text)
             case words.Identify():
                 self._calls.identify(effect)
             case words.Adopt():

@@ -108,7 +108,7 @@ class Origin:
         self.home_dead = False
         """The engine that the requests were sent to is gone for good."""
         self._homes: dict[str, str] = {}
-        """Incarnations of the own engines, by instance. What is started anew under that name is another engine."""
+        """Incarnations of the own engines, by instance."""
         self._around = Around(
             self.streams,
             self.owners,
@@ -247,16 +247,21 @@ class Origin:
 
     def home_of(self, stream: Stream) -> Owner | None:
         """The engine that the request was sent to; None until it has said hello, or died."""
-        known = self._homes.get(stream.home)
-        home = self.owners.named(stream.home) if known is None else self.owners.life(stream.home, known)
+        home = self.own_engine(stream.home)
         if self.home_dead:
             # Also one that has died before it could say hello.
             now = self._around.now
-            home = home or self.owners.expected(stream.home, incarnation=known or "", llumlet="", now=now)
+            home = home or self.owners.expected(stream.home, incarnation="", llumlet="", now=now)
             home.died("its engine has died", now)
-        if home is not None and home.incarnation:
-            self._homes[stream.home] = home.incarnation
         return home
+
+    def own_engine(self, instance: str) -> Owner | None:
+        """The life of an own engine that has been heard of. What is started anew under its name is another engine."""
+        known = self._homes.get(instance)
+        engine = self.owners.named(instance) if known is None else self.owners.life(instance, known)
+        if engine is not None and engine.incarnation:
+            self._homes[instance] = engine.incarnation
+        return engine
 
     def targets(self, avoid: Owner | None) -> list[str]:
         """Addresses of llumlets that could take a request: engines that are known to live, and peers that may."""

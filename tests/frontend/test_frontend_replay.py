@@ -31,6 +31,7 @@ from tests.frontend.fakes import (
     until,
 )
 from tests.llumlet.fake_agent import FakeAgent
+from vllm_llumnix.frontend import calls
 from vllm_llumnix.frontend.origin import LOOK_SECONDS
 from vllm_llumnix.request_wire import RequestState, decode_state
 
@@ -398,6 +399,24 @@ async def test_who_is_not_waited_for_is_told(
     await rescue.send(wire.Heartbeat("rescuer", "1", Health.OK, []))
     later, _ = await adoption(rescuer, 2)
     assert later > epoch
+
+
+async def test_a_call_that_cannot_be_made_is_made_again(
+    client: Any,
+    engine: FakeEngine,
+    home: FakePeer,
+    rescue: FakePeer,
+    rescuer: FakeAgent,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever was wrong with it."""
+    await start(client, engine, 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(calls, "state_of", lambda *_: 1 / 0)
+        client.origin.bury_home()
+        await until(lambda: client.origin.core.replays["r"].attempt > 1)
+    _, state = await adoption(rescuer)
+    assert state.output_token_ids == [10]
 
 
 async def test_who_is_at_it_is_waited_for(

@@ -44,13 +44,13 @@ class Calls:
         self._others: set[asyncio.Task[None]] = set()
 
     def identify(self, effect: words.Identify) -> None:
-        self._begin(effect, self._identify(effect))
+        self._begin(effect, self._identify(effect), words.AnswerLost(broken=False))
 
     def adopt(self, effect: words.Adopt, request: EngineCoreRequest) -> None:
-        self._begin(effect, self._adopt(effect, request))
+        self._begin(effect, self._adopt(effect, request), words.AnswerLost(broken=False))
 
     def ask_whether_gone(self, effect: words.AskWhetherGone) -> None:
-        self._begin(effect, self._ask_whether_gone(effect))
+        self._begin(effect, self._ask_whether_gone(effect), words.GoneKnown(gone=False))
 
     def call_off(self, effect: words.CallOff) -> None:
         """Whoever does not wait for the answer calls the attempt off: see `Destination.adopt`."""
@@ -71,11 +71,18 @@ class Calls:
         self,
         effect: words.Identify | words.Adopt | words.AskWhetherGone,
         call: Coroutine[Any, Any, words.ReplayEvent],
+        failure: words.ReplayEvent,
     ) -> None:
+        """`failure` is answered if the call cannot even be made."""
         key = (effect.request_id, effect.attempt)
 
         async def answer() -> None:
-            event = await call
+            try:
+                event = await call
+            except Exception:
+                # Outermost: the replay goes on, whatever this was.
+                logger.exception("llumlet: a call for request %s failed", effect.request_id)
+                event = failure
             if self._attempts.get(key) is task:
                 del self._attempts[key]
                 self._answered(*key, event)

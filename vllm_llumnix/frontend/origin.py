@@ -322,7 +322,7 @@ class OriginShell:
         """For an API server among several, whose engines belong to their parent process: nobody else tells it."""
         if self.client.resources.engine_manager is not None:
             return False
-        homes = [self.core.owners.named(self._instance_of(engine)) for engine in self.client.core_engines]
+        homes = [self.core.own_engine(self._instance_of(engine)) for engine in self.client.core_engines]
         return any(home is not None and home.dead for home in homes)
 
     def engine_died(self) -> None:

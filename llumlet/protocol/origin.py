@@ -193,7 +193,7 @@ class Origin:
             case wire.Heartbeat():
                 owner = self.owners.heard(identity, message.instance, message.incarnation, now)
                 owner.says(message.health)
-                unknown = self.streams.claim(owner, message.requests, now)
+                unknown = self.streams.confirm(owner, message.requests, now)
                 self._effects.append(Send(identity, wire.HeartbeatAck(unknown)))
             case wire.HandedOver():
                 owner = self.owners.expected(message.instance, message.incarnation, message.llumlet, now)

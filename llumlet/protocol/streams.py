@@ -37,7 +37,7 @@ PATIENCE_SECONDS = 5.0
 """After one replay a hang has to last three times this before it counts again, after two 15 times, and so on."""
 WEIGHTS_SECONDS = 5.0
 """How long a lost request waits for an engine whose weights are of the same version, before it takes any."""
-CLAIM_SECONDS = 3.0
+CONFIRM_SECONDS = 3.0
 """How long the owner of a request that moved may leave it out of its heartbeats: six of them."""
 
 
@@ -55,7 +55,7 @@ class Stream:
     """One request whose client is here. `home` names the engine it was sent to."""
 
     __slots__ = (
-        "claimed_at",
+        "confirmed_at",
         "delivered",
         "deposed_at",
         "epoch",
@@ -106,7 +106,7 @@ class Stream:
         """Who runs the request, once it has moved; learnt from its outputs. None: the home engine, or unknown yet."""
         self.epoch = HOME
         """The owner's epoch."""
-        self.claimed_at = 0.0
+        self.confirmed_at = 0.0
         """When the owner last said that it has the request; matters once the request has moved."""
         self.gap_since: float | None = None
         """Since when later tokens wait for missing ones."""
@@ -143,7 +143,7 @@ class Stream:
         return PATIENCE_SECONDS * (4.0**self.replays - 1.0)
 
     def owned_by(self, owner: Owner | None, epoch: Epoch, now: float) -> None:
-        self.owner, self.epoch, self.claimed_at = owner, epoch, now
+        self.owner, self.epoch, self.confirmed_at = owner, epoch, now
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -286,7 +286,7 @@ class Streams:
             part.stream.weight_version = batch.weight_version
         return taken
 
-    def claim(self, owner: Owner, requests: Iterable[tuple[str, Epoch]], now: float) -> list[str]:
+    def confirm(self, owner: Owner, requests: Iterable[tuple[str, Epoch]], now: float) -> list[str]:
         """`owner` says that it has these requests. Returns those that it should not have."""
         unknown = []
         for request_id, epoch in requests:
@@ -323,8 +323,8 @@ class Streams:
         elif now - stream.gap_since > GAP_SECONDS:
             hopeless = now - stream.gap_since > HOPELESS_SECONDS
             return Orphan(stream, f"token {gate.next_index} is missing", None, hopeless)
-        if stream.owner is not None and (unclaimed := stream.owner.last_heard - stream.claimed_at) > CLAIM_SECONDS:
-            hopeless = unclaimed > HOPELESS_SECONDS
+        if stream.owner is not None and (missing := stream.owner.last_heard - stream.confirmed_at) > CONFIRM_SECONDS:
+            hopeless = missing > HOPELESS_SECONDS
             return Orphan(stream, f"{stream.owner.instance} does not have it", None, hopeless)
         return None
 

@@ -178,7 +178,7 @@ async def test_an_owner_that_does_not_claim_the_request(
     rescuer: FakeAgent,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(streams, "CLAIM_SECONDS", 2.0)
+    monkeypatch.setattr(streams, "CONFIRM_SECONDS", 2.0)
     await start(client, engine, 10)
     await home.send(wire.HandedOver("r", FIRST_HOP, "rescuer", "1", rescue.llumlet))
     for _ in range(24):

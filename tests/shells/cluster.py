@@ -60,7 +60,7 @@ HURRIED: dict[tuple[Any, str], float] = {
     (streams, "GAP_SECONDS"): 0.15,
     (streams, "GRACE_SECONDS"): 0.3,
     (streams, "PATIENCE_SECONDS"): 0.5,
-    (streams, "CLAIM_SECONDS"): 0.4,
+    (streams, "CONFIRM_SECONDS"): 0.4,
     (streams, "WEIGHTS_SECONDS"): 0.5,
     (owners, "PROBE_SECONDS"): 0.2,
     (origin, "PROBE_SECONDS"): 0.2,

@@ -121,7 +121,7 @@ async def test_a_step_that_is_too_long(model_dir: Path) -> list[str]:
             assert await moves(cluster, stream) == "stayed"
             await stream.reaches(len(stream.tokens) + 20)
             # B, which never had the request, has not told its origin that it has.
-            await asyncio.sleep(2 * streams.CLAIM_SECONDS)
+            await asyncio.sleep(2 * streams.CONFIRM_SECONDS)
         assert not stream.at.client.origin.core.num_replayed
         return await cluster.verdict(stream)
 

@@ -68,11 +68,9 @@ class State(enum.StrEnum):
 
 
 _SETTLEMENT = {
-    State.NEW: Settlement.UNKNOWN,
+    **dict.fromkeys((State.NEW, State.FORGOTTEN), Settlement.UNKNOWN),
+    **dict.fromkeys((State.DRAINING, State.BARRED), Settlement.BARRED),
     State.COMMITTED: Settlement.COMMITTED,
-    State.DRAINING: Settlement.BARRED,
-    State.BARRED: Settlement.BARRED,
-    State.FORGOTTEN: Settlement.UNKNOWN,
 }
 
 
@@ -375,6 +373,7 @@ _BUSY = (_P.RESERVING, _P.GROWING, _P.PULLING, _P.EXTENDING, _P.COMMITTING)
 """The loop or the movers are at work for us: being barred means DRAINING first."""
 _LEASED = (_P.GROWING, _P.PULLING, _P.EXTENDING, _P.COMMITTING)
 _TAKEN = (_P.EXTENDING, _P.COMMITTING, _P.ADMITTING)
+_GRANTED = (_P.RESERVED, _P.GROWING, _P.PULLING, *_TAKEN, _P.COMMITTED)
 _BARRED = (_P.DRAINING, _P.BARRED)
 _SETTLED = (_P.COMMITTED, *_BARRED)
 _KNOWN = tuple(state for state in State if state not in (_P.NEW, *_BARRED))
@@ -433,8 +432,7 @@ install(
         rows((_P.COMMITTED, _P.BARRED), ev.TimerFired, _P.FORGOTTEN, when=_deadline),
         # Repetitions: join what is in work, or get the same answer again
         rows(_P.RESERVING, ev.ReserveRequested, None, late=True),
-        rows((_P.RESERVED, _P.GROWING, _P.PULLING, *_TAKEN), ev.ReserveRequested, None, _D._reserved_before, late=True),
-        rows(_P.COMMITTED, ev.ReserveRequested, None, _D._reserved_before, late=True),
+        rows(_GRANTED, ev.ReserveRequested, None, _D._reserved_before, late=True),
         rows(_BARRED, ev.ReserveRequested, None, _D._refuse_reserve, late=True),
         rows((_P.GROWING, _P.PULLING), ev.RoundRequested, None, when=_D._in_work, late=True),
         rows(_KNOWN, ev.RoundRequested, None, _D._answer_round, when=_D._answered, late=True),

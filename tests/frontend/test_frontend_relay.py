@@ -18,7 +18,7 @@ from llumlet.protocol.owners import MAX_OWNERS, Owners
 from tests.frontend.conftest import NewPeer
 from tests.frontend.fakes import VOCAB_SIZE, FakeEngine, FakePeer, relayed, request, tokens_of, until
 from vllm_llumnix.frontend import relay as relay_module
-from vllm_llumnix.frontend.relay import Complaints, Relay
+from vllm_llumnix.frontend.relay import Complaints, RelaySocket
 
 
 @pytest.mark.asyncio
@@ -159,14 +159,14 @@ async def test_ten_thousand_tokens(client: Any, engine: FakeEngine, peer: FakePe
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("host", "reached"), [("localhost", "127.0.0.1"), ("127.0.0.1", "127.0.0.1")])
 async def test_the_address_is_one_that_engines_can_use(context: zmq.asyncio.Context, host: str, reached: str) -> None:
-    relay = Relay(context, host, lambda identity, message: None, Complaints())
+    relay = RelaySocket(context, host, lambda identity, message: None, Complaints())
     assert relay.address.startswith(f"tcp://{reached}:")
     relay.close()
 
 
 @pytest.mark.asyncio
 async def test_a_wildcard_is_not_advertised(context: zmq.asyncio.Context) -> None:
-    relay = Relay(context, "0.0.0.0", lambda identity, message: None, Complaints())
+    relay = RelaySocket(context, "0.0.0.0", lambda identity, message: None, Complaints())
     assert "0.0.0.0" not in relay.address
     relay.close()
 
@@ -174,7 +174,7 @@ async def test_a_wildcard_is_not_advertised(context: zmq.asyncio.Context) -> Non
 @pytest.mark.asyncio
 async def test_an_address_that_is_not_ours_is_an_error(context: zmq.asyncio.Context) -> None:
     with pytest.raises(zmq.ZMQError):
-        Relay(context, "192.0.2.1", lambda identity, message: None, Complaints())
+        RelaySocket(context, "192.0.2.1", lambda identity, message: None, Complaints())
 
 
 def test_complaints_are_logged_at_a_limited_rate(monkeypatch: pytest.MonkeyPatch) -> None:

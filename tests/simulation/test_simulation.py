@@ -126,6 +126,8 @@ def test_random_schedules(random_schedules: Beside) -> None:
     for common in ("moved", "stayed", "gone", "replays", "streams"):
         assert reached[common] > NUM_SCHEDULES / 4, lines[-2]
     assert reached["rescued"] > NUM_SCHEDULES / 50, lines[-2]
+    assert reached["tried"] > NUM_SCHEDULES / 10, lines[-2]
+    assert reached["guilty"] > 0
     assert reached["lost"] > 0
     # Where no engine is left that a client could go to, it gets an error.
     assert reached["errors"] < reached["streams"] / 10, lines[-2]

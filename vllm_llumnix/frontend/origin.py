@@ -32,7 +32,7 @@ from vllm_llumnix.frontend.deaths import is_gone
 from vllm_llumnix.frontend.drain import drain
 from vllm_llumnix.frontend.metrics import MoveMetrics, Report
 from vllm_llumnix.frontend.peers import Peers
-from vllm_llumnix.frontend.relay import Complaints, Receive, Relay
+from vllm_llumnix.frontend.relay import Complaints, Receive, RelaySocket
 from vllm_llumnix.relay_convert import check, engine_output_from, sliced
 from vllm_llumnix.relay_keys import OriginKeys
 
@@ -76,7 +76,7 @@ class OriginShell:
         """What went wrong on the relay, counted by kind."""
         self.adapters = Adapters(vllm_config.lora_config)
         self.peers = Peers(settings.peers, settings.cms, settings.own_ids, self.credentials, settings.reaches)
-        self.relay: Relay | None = None
+        self.relay: RelaySocket | None = None
         self.watch: asyncio.Task[None] | None = None
         vocab_size = vllm_config.model_config.get_vocab_size()
         self.core = Origin(
@@ -98,10 +98,10 @@ class OriginShell:
 
     # Its life
 
-    def ensure_relay(self) -> Relay:
+    def ensure_relay(self) -> RelaySocket:
         """The relay, from the moment that the event loop runs."""
         if self.relay is None:
-            relay = Relay(self.client.ctx, self.settings.host, _receiver(self), self.complaints, self._keys)
+            relay = RelaySocket(self.client.ctx, self.settings.host, _receiver(self), self.complaints, self._keys)
             relay.start()
             self.watch = asyncio.get_running_loop().create_task(_watch(weakref.ref(self)), name="llumnix-watch")
             weakref.finalize(self, _end, relay, self.watch, self._metrics, self.peers)
@@ -409,7 +409,7 @@ async def _watch(reference: weakref.ref[OriginShell]) -> None:
         del shell
 
 
-def _end(relay: Relay, watch: asyncio.Task[None], metrics: MoveMetrics, peers: Peers) -> None:
+def _end(relay: RelaySocket, watch: asyncio.Task[None], metrics: MoveMetrics, peers: Peers) -> None:
     """From any thread. Again is nothing."""
     relay.close()
     loop = watch.get_loop()

@@ -11,8 +11,9 @@ from llumlet.protocol import wire
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.events import Settlement
 from llumlet.protocol.ids import Epoch
+from llumlet.protocol.plan import Method
 from llumlet.protocol.selection import Rule, parse_rule
-from llumlet.protocol.source import Method, State
+from llumlet.protocol.source import State
 from llumlet.types import Handover, MigrateRequest, MigrationReqPolicy, MigrationType, Mode, MovePhase
 
 HANDOVERS: Final[Mapping[Settlement, Handover.State]] = {

@@ -100,7 +100,7 @@ def test_as_vllm_does_for_its_own_requests(rig: Rig, monkeypatch: pytest.MonkeyP
 
 def test_an_adoption_wakes_the_group(rig: Rig) -> None:
     rank = Rank(rig)
-    rank.adoptions._add_on_loop(rig.request("a"), None)
+    rank.adoptions.add_on_loop(rig.request("a"), None)
     assert rank.engines_running
     assert rank.told_coordinator() == [7]
 
@@ -116,7 +116,7 @@ def test_a_paused_group_sleeps_on(rig: Rig, state: PauseState) -> None:
         rank.kvconn.admit(request, request.num_tokens - 1)
     assert refused.value.reason is Reason.DESTINATION_PAUSED
     assert "a" in rig.port.reservations
-    rank.adoptions._add_on_loop(rig.request("b"), None)
+    rank.adoptions.add_on_loop(rig.request("b"), None)
     assert not rank.engines_running
     assert rank.told_coordinator() == []
 

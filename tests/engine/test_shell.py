@@ -31,7 +31,7 @@ class Script:
         return self.answers[type(event)]
 
 
-class Recorder(Shell[Machine[Any]]):
+class Recorder(Shell[Machine[Any, Any, Any]]):
     """Answers RevokeAdmit on the spot."""
 
     def __init__(self, script: Script, answer: Event = FAILED) -> None:

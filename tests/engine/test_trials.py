@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from llumlet.protocol.errors import Refused
+from llumlet.protocol.trials import Trials
 from tests.engine.loop import new_loop
 from vllm_llumnix import step_record
 from vllm_llumnix.engine.identity import EngineIdentity
 from vllm_llumnix.engine.listing import Listing
-from vllm_llumnix.engine.trials import Trials
 from vllm_llumnix.step_record import LastSteps, StepRecord, name_of, read
 
 INCARNATION = "c" * 32

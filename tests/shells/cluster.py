@@ -32,8 +32,9 @@ from vllm.v1.request import Request
 
 from llumlet.client import LlumletClient
 from llumlet.errors import LlumletCallFailed
+from llumlet.protocol import origin, owners, replay, streams
 from llumlet.protocol.destination import State as DestinationState
-from llumlet.protocol.source import Plan
+from llumlet.protocol.plan import Plan
 from llumlet.types import Address, MigrateRequest, MovePhase, MoveProgress
 from llumsched.up.ports import free_ports
 from tests.frontend.fakes import close_client, new_client, request
@@ -44,8 +45,7 @@ from vllm_llumnix.config import CONFIG_VARIABLE, LlumletConfig
 from vllm_llumnix.engine import agent as agent_module
 from vllm_llumnix.engine import claims, migrations, progress
 from vllm_llumnix.engine import relay as engine_relay
-from vllm_llumnix.frontend import client as client_module
-from vllm_llumnix.frontend import owners, replay, streams
+from vllm_llumnix.frontend import origin as origin_shell
 
 T = TypeVar("T")
 
@@ -60,13 +60,13 @@ HURRIED: dict[tuple[Any, str], float] = {
     (streams, "GAP_SECONDS"): 0.15,
     (streams, "GRACE_SECONDS"): 0.3,
     (streams, "PATIENCE_SECONDS"): 0.5,
-    (streams, "CLAIM_SECONDS"): 0.4,
+    (streams, "CONFIRM_SECONDS"): 0.4,
     (streams, "WEIGHTS_SECONDS"): 0.5,
     (owners, "PROBE_SECONDS"): 0.2,
-    (client_module, "PROBE_SECONDS"): 0.2,
+    (origin, "PROBE_SECONDS"): 0.2,
     (owners, "SUSPECT_SECONDS"): 0.3,
     (owners, "LOST_SECONDS"): 0.7,
-    (client_module, "WATCH_SECONDS"): 0.05,
+    (origin_shell, "LOOK_SECONDS"): 0.05,
     (replay, "CALL_SECONDS"): 1.0,
     (replay, "RETRY_SECONDS"): 0.05,
 }
@@ -229,7 +229,7 @@ class Instance:
 
     def listen(self, network: Network, context: zmq.asyncio.Context) -> None:
         network.name(self.name, self.engine.kvconn.thread.event_loop, self.address.port)
-        relay = self.client._ensure_relay()
+        relay = self.client.origin.ensure_relay()
         self.proxy = RelayProxy(network, context, relay.address)
         relay.address = self.proxy.address
         self._reader = asyncio.create_task(self._read(), name=f"reader-{self.name}")
@@ -251,7 +251,7 @@ class Instance:
         thread.stop = lambda: None  # type: ignore[method-assign]
         # Its sockets are the test's to close.
         self._ending.enter_context(mock.patch.object(self.client, "shutdown"))
-        self.client._engine_died()
+        self.client.origin.engine_died()
 
     async def close(self) -> None:
         assert self._reader is not None
@@ -260,8 +260,8 @@ class Instance:
         self.engine.model_executor.turns.set()
         # Its end is no surprise, and nothing is to go on elsewhere; nor does the client end by itself on hearing of it.
         self.client.resources.engine_dead = True
-        if self.client._watch is not None:
-            self.client._watch.cancel()
+        if self.client.origin.watch is not None:
+            self.client.origin.watch.cancel()
         await asyncio.to_thread(self.engine.stop_loop)
         await self.client.input_socket.send_multipart([self.client.core_engine, NO_MESSAGE])
         self._reader.cancel()
@@ -300,9 +300,9 @@ class Instance:
             "load": sum(port.load.snapshot().load),
             "names": len(port.load.snapshot().waiting) + len(port.load._entries) + len(port.load._exact),
             "blocks by the counters": port.num_blocks - port.load.snapshot().num_free_blocks,
-            "streams": len(client._streams),
-            "replays": int(client._replay.busy),
-            "suspects": len(client._suspects),
+            "streams": len(client.origin.core.streams),
+            "replays": len(client.origin.core.replays),
+            "suspects": len(client.origin.core.suspects),
             "trials": int(engine.kvconn.trials._open is not None and not engine.kvconn.trials._open.is_over),
         }
         return [f"{self.name} holds {count} {what}" for what, count in counts.items() if count]
@@ -465,7 +465,7 @@ class Cluster:
         return (
             self.network.quiet
             and not any(agent.departures.moves or agent.arrivals.pending() for agent in agents)
-            and not any(instance.client._replay.busy for instance in self.instances.values())
+            and not any(instance.client.origin.core.is_busy for instance in self.instances.values())
         )
 
     def _is_waiting(self, stream: Stream) -> bool:
@@ -474,9 +474,9 @@ class Cluster:
 
     async def lose(self, name: str) -> None:
         """An engine dies. Returns when all streams of its API server go on elsewhere."""
-        replay = self[name].client._replay
+        core = self[name].client.origin.core
         await self[name].die()
-        await until(lambda: replay.replayed and not replay.busy, lambda: "streams still wait for an engine", SECONDS)
+        await until(lambda: core.num_replayed and not core.is_busy, lambda: "streams still wait for an engine", SECONDS)
 
     def hurry(self) -> None:
         for instance in self.instances.values():

@@ -16,6 +16,8 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.request import Request
 
 from llumlet.errors import LlumletError
+from llumlet.protocol import streams
+from llumlet.protocol.placement import IN_FLIGHT
 from llumlet.types import AdoptRequest, Epoch, Reason
 from tests.frontend.fakes import request
 from tests.shells.cells import SOON_SECONDS, company, loses_tokens, moves
@@ -24,9 +26,7 @@ from tests.shells.cluster import SECONDS, Cluster, Instance, cluster_of, retold,
 from tests.shells.marks import MARKS
 from tests.shells.network import Kind
 from tests.support.failures import failure
-from vllm_llumnix.frontend import streams
-from vllm_llumnix.frontend.placement import IN_FLIGHT
-from vllm_llumnix.frontend.replay import state_of
+from vllm_llumnix.frontend.calls import state_of
 from vllm_llumnix.request_wire import encode
 
 pytestmark = MARKS
@@ -90,7 +90,7 @@ async def test_an_engine_that_is_too_small(model_dir: Path) -> list[str]:
         assert "450 positions, this engine has 400" in cluster.last_report.detail
         with replays_only_at(cluster, stream, "BC"):
             await cluster["A"].die()
-            await until(lambda: bool(stream.at.client._replay.replayed), lambda: "not replayed")
+            await until(lambda: bool(stream.at.client.origin.core.num_replayed), lambda: "not replayed")
             await until(lambda: cluster.owners(stream) == {"C"}, lambda: str(cluster.owners(stream)))
         return await cluster.verdict(stream)
 
@@ -121,8 +121,8 @@ async def test_a_step_that_is_too_long(model_dir: Path) -> list[str]:
             assert await moves(cluster, stream) == "stayed"
             await stream.reaches(len(stream.tokens) + 20)
             # B, which never had the request, has not told its origin that it has.
-            await asyncio.sleep(2 * streams.CLAIM_SECONDS)
-        assert not stream.at.client._replay.replayed
+            await asyncio.sleep(2 * streams.CONFIRM_SECONDS)
+        assert not stream.at.client.origin.core.num_replayed
         return await cluster.verdict(stream)
 
 

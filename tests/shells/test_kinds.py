@@ -51,7 +51,7 @@ async def test_a_hybrids_request_moves(asynchronous: bool, model_dir: Path) -> l
             assert move.recomputed_tokens == move.context_tokens - 1 > 100
             await stream.reaches(len(stream.tokens) + 10)
         assert not cluster.network.seen["CopyRound"]
-        assert not stream.at.client._replay.replayed
+        assert not stream.at.client.origin.core.num_replayed
         return await cluster.verdict(stream)
 
 
@@ -160,7 +160,7 @@ async def test_a_dead_hybrid(asynchronous: bool, model_dir: Path) -> list[str]:
         status = await cluster.llumlet("A").get_instance_status()
         assert status.kv_unsupported == SEVERAL_GROUPS
         await cluster["A"].die()
-        await until(lambda: bool(stream.at.client._replay.replayed), lambda: "not replayed")
+        await until(lambda: bool(stream.at.client.origin.core.num_replayed), lambda: "not replayed")
         return await cluster.verdict(stream)
 
 

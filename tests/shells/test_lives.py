@@ -49,7 +49,7 @@ async def test_outputs_that_are_still_on_their_way(released: bool, asynchronous:
                 # Without order between calls and outputs a second attempt gets through meanwhile.
                 await asyncio.sleep(0.3)
             assert not await cluster.verdict(stream)
-        assert stream.at.client._replay.replayed
+        assert stream.at.client.origin.core.num_replayed
 
 
 async def test_a_late_call_does_not_end_a_later_life(model_dir: Path) -> None:
@@ -58,15 +58,15 @@ async def test_a_late_call_does_not_end_a_later_life(model_dir: Path) -> None:
         stream = await company(cluster)
         with replays_only_at(cluster, stream, "B"):
             assert await loses_tokens(cluster, stream) == "moved"
-            replay = stream.at.client._replay
+            replay = stream.at.client.origin.core
             cluster.network.arm("TokenBatch", Kind.DROPPED, sender="B")
-            await until(lambda: replay.replayed == 2, lambda: "not replayed again")
+            await until(lambda: replay.num_replayed == 2, lambda: "not replayed again")
             for call in list(calls):
                 with pytest.raises(LlumletError) as refused:
                     await cluster.llumlet("B").adopt(call)
                 assert refused.value.reason == Reason.HANDOVER_OPEN
             assert not await cluster.verdict(stream)
-        assert replay.replayed == 2
+        assert replay.num_replayed == 2
 
 
 async def test_a_step_in_flight_is_of_the_former_life(model_dir: Path) -> None:
@@ -106,9 +106,9 @@ async def test_a_step_in_flight_is_of_the_former_life(model_dir: Path) -> None:
         while await engine.kvconn.call(is_in_flight):
             pass
         assert await engine.kvconn.call(agent.adoptions._make_way_on_loop, stream.request_id, newer) is None
-        agent.adoptions._relay.farewell(stream.request_id, residence)
+        agent.adoptions.relay.farewell(stream.request_id, residence)
         assert not await cluster.verdict(stream)
-        assert stream.at.client._replay.replayed
+        assert stream.at.client.origin.core.num_replayed
 
 
 async def test_a_reservation_that_comes_after_its_move_was_called_off(model_dir: Path) -> None:

@@ -19,6 +19,7 @@ from llumlet.agent import DrainReport, Report
 from llumlet.bridge import epoch_of, reason_number
 from llumlet.errors import LlumletError
 from llumlet.protocol import wire
+from llumlet.protocol.claim import LEASE_SECONDS
 from llumlet.protocol.errors import MigrationError, Reason, Refused
 from llumlet.reporter import Reporter
 from llumlet.server import RunningServer
@@ -45,7 +46,6 @@ from llumlet.types import (
 )
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.config import LlumletConfig, drain_limit
-from vllm_llumnix.engine import claims
 from vllm_llumnix.engine.aborts import Aborts
 from vllm_llumnix.engine.adoptions import Adoptions
 from vllm_llumnix.engine.arrivals import Arrivals
@@ -62,7 +62,7 @@ from vllm_llumnix.engine.memory import Grant, Movers
 from vllm_llumnix.engine.metadata import metadata_of
 from vllm_llumnix.engine.migrations import Migrations
 from vllm_llumnix.engine.relay import Relay
-from vllm_llumnix.engine.rescue import Rescue
+from vllm_llumnix.engine.rescue import Rescues
 from vllm_llumnix.engine.shell import Tasks
 from vllm_llumnix.engine.status import StatusSource
 from vllm_llumnix.errors import TransportError
@@ -123,7 +123,7 @@ class LlumletAgent:
         self.drains = Drain(context, self.migrations)
         builder = RequestBuilder(context.engine, context.config.reaches, context.adapters, context.loop.record)
         self.arrivals = Arrivals(context, builder, self.aborts.end_soon)
-        self.adoptions = Adoptions(context, builder, self.arrivals, Rescue(context))
+        self.adoptions = Adoptions(context, builder, self.arrivals, Rescues(context))
         self.status = StatusSource(context, self.departures, self.arrivals, self.adoptions)
         # What peers ask for goes straight there.
         self.reserve = self.arrivals.reserve
@@ -274,7 +274,7 @@ async def _grant_for_claim(grant: Grant, block_ids: list[int]) -> None:
     """Whether the blocks were the request's all the time is what `EndClaim` answers."""
     with contextlib.suppress(TransportError):
         await grant.add(block_ids)
-        await asyncio.sleep(claims.LEASE_SECONDS)
+        await asyncio.sleep(LEASE_SECONDS)
         await grant.revoke()
 
 

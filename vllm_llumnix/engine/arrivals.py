@@ -9,11 +9,12 @@ from typing import NoReturn
 from llumlet.bridge import reason_number
 from llumlet.errors import LlumletError
 from llumlet.protocol import events as on
-from llumlet.protocol.destination import State, Terms
+from llumlet.protocol.destination import State
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.events import Call, Settlement
 from llumlet.protocol.ids import MigrationId
 from llumlet.protocol.limits import Limits, Slots
+from llumlet.protocol.plan import Terms
 from llumlet.types import (
     AbortMigrateInRequest,
     AbortMigrateInResponse,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from llumlet.protocol import events as on
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.limits import Limits, Slots
-from llumlet.protocol.source import Plan
+from llumlet.protocol.plan import Plan
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.handover_calls import Target
 from vllm_llumnix.engine.move_report import Report

@@ -14,7 +14,7 @@ from llumlet.errors import LlumletCallFailed, LlumletError
 from llumlet.protocol import events as on
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.events import Call
-from llumlet.protocol.source import Plan
+from llumlet.protocol.plan import Plan
 from llumlet.types import (
     Address,
     CommitRequest,
@@ -111,7 +111,7 @@ class HandoverCalls:
         except LlumletError as error:
             reason = reason_of(error.reason)
             if call is Call.RESERVE:
-                self._feed(on.Refused(reason, error.detail))
+                self._feed(on.ReserveRefused(reason, error.detail))
             elif call is Call.ROUND:
                 self._feed(on.RoundFailed(message.round, reason, error.detail))
             else:

@@ -15,10 +15,11 @@ from llumlet.bridge import HANDOVERS, epoch_of, reason_number
 from llumlet.errors import LlumletError
 from llumlet.protocol import effects as do
 from llumlet.protocol import events as on
-from llumlet.protocol.destination import Destination, State, Terms
+from llumlet.protocol.destination import Destination, State
 from llumlet.protocol.errors import LocalProtocolError, MigrationError, Reason, Refused
 from llumlet.protocol.events import Call
 from llumlet.protocol.ids import MigrationId
+from llumlet.protocol.plan import Terms
 from llumlet.types import (
     CommitRequest,
     CommitResponse,

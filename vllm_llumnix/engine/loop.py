@@ -28,12 +28,12 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreReque
 from vllm.v1.engine.core import DPEngineCoreProc
 
 from llumlet.protocol.errors import Reason, Refused
+from llumlet.protocol.trials import Trials
 from vllm_llumnix import faults
 from vllm_llumnix.engine.progress import Progress
 from vllm_llumnix.engine.request_state import residence_from, settle_in
 from vllm_llumnix.engine.scheduler_port import SchedulerPort
 from vllm_llumnix.engine.thread import LlumletThread
-from vllm_llumnix.engine.trials import Trials
 from vllm_llumnix.engine.vllm_types import Engine, Request
 from vllm_llumnix.step_record import StepRecord
 
@@ -108,7 +108,7 @@ class EngineLoop:
         self.steps = 0
         self.progress = progress or Progress()
         self.record = record
-        self.trials = Trials(record)
+        self.trials = Trials(record.try_out)
         self.draining = False
         """The engine is being emptied."""
         self._in_lockstep = isinstance(engine, DPEngineCoreProc)

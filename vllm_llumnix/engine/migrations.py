@@ -10,7 +10,7 @@ from llumlet.agent import Report
 from llumlet.bridge import reason_number
 from llumlet.errors import LlumletCallFailed, LlumletError
 from llumlet.protocol.errors import MigrationError, Reason, Refused
-from llumlet.protocol.source import Plan
+from llumlet.protocol.plan import Plan
 from llumlet.types import Address, MigrateInRequest, MigrateRequest, Mode, MovePhase, MoveProgress, MoveSummary
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.departures import Departures

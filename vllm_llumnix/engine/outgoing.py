@@ -26,7 +26,8 @@ from llumlet.protocol import events as on
 from llumlet.protocol.errors import LocalProtocolError, MigrationError, Reason, Refused
 from llumlet.protocol.events import Call, Gone
 from llumlet.protocol.ids import Epoch, MigrationId
-from llumlet.protocol.source import Method, Plan, Source, State
+from llumlet.protocol.plan import Method, Plan
+from llumlet.protocol.source import Source, State
 from llumlet.types import CommitRequest, CopyRoundRequest, Handover, Mode, MoveProgress, ReserveRequest
 from vllm_llumnix import faults
 from vllm_llumnix.engine.context import EngineContext
@@ -175,7 +176,7 @@ class OutgoingMove(Shell[Source]):
             if (adapter := self.request.lora_request) is not None:
                 state = msgspec.structs.replace(state, lora_digest=await context.adapters.digest_of(adapter))
         except Refused as error:
-            self.feed(on.Refused(error.reason, error.detail))
+            self.feed(on.ReserveRefused(error.reason, error.detail))
             return
         request = ReserveRequest(
             src_engine_id=context.identity.instance,

@@ -12,7 +12,7 @@ from llumlet.protocol.effects import ClearTimer, Effect, SetTimer
 from llumlet.protocol.events import Event, TimerFired
 from llumlet.protocol.machine import Machine
 
-M = TypeVar("M", bound=Machine[Any])
+M = TypeVar("M", bound=Machine[Any, Any, Any])
 
 
 class Tasks:

@@ -11,7 +11,7 @@ import dataclasses
 
 from llumlet.bridge import METHODS
 from llumlet.protocol.errors import Reason, Refused
-from llumlet.protocol.source import Method
+from llumlet.protocol.plan import Method
 from llumlet.types import Mode
 from vllm_llumnix.engine.identity import EngineIdentity
 from vllm_llumnix.engine.portability import why_not_portable

@@ -89,11 +89,8 @@ RELIED_ON: tuple[Reliance, ...] = (
     *_of(_REQUEST, "engine/request_state.py", "__init__ append_output_token_ids is_finished", "Request"),
     *_of(_REQUEST, "engine/request_state.py", "num_tokens num_output_tokens use_structured_output", "Request"),
     *_of(_REQUEST, "engine/request_state.py", "RequestStatus"),
-    *_of(
-        _MESSAGES,
-        "frontend/client.py",
-        "EngineCoreRequest EngineCoreOutput EngineCoreOutputs FinishReason EngineCoreRequestType",
-    ),
+    *_of(_MESSAGES, "frontend/origin.py", "EngineCoreRequest EngineCoreOutput EngineCoreOutputs FinishReason"),
+    *_of(_MESSAGES, "frontend/client.py", "EngineCoreRequestType"),
     # The engine's loop and its threads.
     *_of(_CORE, "engine/model_watch.py", "step step_with_batch_queue", "EngineCore", refuses=True),
     *_of(_CORE, "engine/model_watch.py", "_process_aborts_queue", "EngineCore"),
@@ -125,10 +122,11 @@ RELIED_ON: tuple[Reliance, ...] = (
     *_of(
         _CLIENT,
         "frontend/client.py",
-        "_ensure_output_queue_task add_request_async abort_requests_async _send_input _call_utility_async "
+        "_ensure_output_queue_task add_request_async abort_requests_async _send_input "
         "pause_scheduler_async sleep_async add_lora_async remove_lora_async",
         "AsyncMPClient",
     ),
+    *_of(_CLIENT, "frontend/origin.py", "_call_utility_async", "AsyncMPClient"),
     *_of(_CLIENT, "frontend/client.py", "start_engine_core_monitor shutdown", "MPClient"),
     *_of(_CLIENT, "frontend/client.py", "validate_alive", "BackgroundResources"),
     *_of(

@@ -16,18 +16,18 @@ engine that dies of it now and then is more likely to do so in a trial.
 
 A gateway may have seen instances die with a request before it came (`attempts`): that is on trial from the beginning.
 
-Pure: no clock, no I/O. On the API server's event loop.
+Whoever asks for a turn gets it at once or later: `come` says whose turn has come since it was last asked.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import enum
 from collections.abc import Callable, Container
 
-from vllm_llumnix.frontend.owners import Owner
-from vllm_llumnix.step_record import LastSteps
+from llumlet.protocol.owners import Owner
+from llumlet.protocol.steps import UNKNOWN, LastSteps
+from llumlet.protocol.wire import Health
 
 TRIAL_TOKENS = 4
 """More than are in flight between an engine's model and the client: a request that goes on from what its client has
@@ -35,9 +35,35 @@ comes to the step that killed its engine within so many."""
 LONGER = 16
 """By how much, each time."""
 MAX_TRIAL_TOKENS = 1024
+STUCK_SECONDS = 1.5
+"""A silent engine whose step is older hangs in it; if it is younger, the engine gets on and was cut off."""
+
+ReadSteps = Callable[[str], LastSteps | None]
+"""The record of the life of an engine with this incarnation; None if it cannot be read here."""
 
 
-class Verdict(enum.Enum):
+def steps_of(owner: Owner, now: float, read: ReadSteps, ends: bool = False) -> LastSteps | None:
+    """The steps in which `owner` died or hangs. None: it is on its way out, or as far as is known it only is cut off,
+    or stands still outside of any step. `ends`: it has just said that it does, if not why.
+
+    On the same machine the engine's record of its steps says it. Of one on another machine nothing can be read: if it
+    died, or says itself that it hangs, it may have been in a step of each of its requests.
+    """
+    if owner.dead:
+        if owner.last_steps is None:
+            # Once: the next engine that starts there removes the record.
+            owner.last_steps = read(owner.incarnation) or UNKNOWN
+        return None if owner.last_steps.leaving else owner.last_steps
+    hangs = owner.health is Health.HUNG
+    steps = read(owner.incarnation)
+    if steps is None:
+        return UNKNOWN if hangs else None
+    stuck = hangs or ends or (bool(steps.under_way) and now - steps.began > STUCK_SECONDS)
+    counts = stuck and not steps.leaving and (steps.under_way or steps.anybody)
+    return dataclasses.replace(steps, compiling=frozenset()) if counts else None
+
+
+class Judgement(enum.Enum):
     INNOCENT = enum.auto()
     SUSPECT = enum.auto()
     GUILTY = enum.auto()
@@ -51,13 +77,12 @@ class _Case:
     deaths: list[Owner] = dataclasses.field(default_factory=list)
     num_before: int = 0
     """Deaths that a gateway has seen, before the request came here."""
-    verdict: Verdict = Verdict.SUSPECT
+    judgement: Judgement = Judgement.SUSPECT
     """After the last of them."""
     pending: bool = False
     """It has to be tried, or is being tried."""
     delivered: int = 0
     """Tokens that its client had when it became a suspect: how much speaks for it."""
-    turn: asyncio.Future[None] | None = None
     at: Owner | None = None
     """Where it is tried."""
     until: int = 0
@@ -77,6 +102,7 @@ class Suspects:
         self._cases: dict[str, _Case] = {}
         self._waiting: dict[str, _Case] = {}
         self._trying: dict[str, _Case] = {}
+        self._come: list[str] = []
 
     def __len__(self) -> int:
         return len(self._cases)
@@ -102,7 +128,7 @@ class Suspects:
             self._trying[request_id] = case
             self.sent(request_id, owner, 0)
 
-    def judge(self, request_id: str, owner: Owner, steps: LastSteps, delivered: int) -> Verdict:
+    def judge(self, request_id: str, owner: Owner, steps: LastSteps, delivered: int) -> Judgement:
         """`owner`, which had the request, has died, or hangs, in `steps`. The same question gets the same answer.
 
         delivered: number of tokens that the client has.
@@ -112,11 +138,11 @@ class Suspects:
         # An engine has one on trial. It knows sooner than the origin that a trial is over, and takes the next one.
         tried = is_there and not steps.tried_another(request_id)
         if case is not None and case.pending and owner in case.deaths:
-            return case.verdict
+            return case.judgement
         if not steps.had(request_id) or (not tried and self._is_explained(request_id, owner, steps)):
             if is_there:
                 self.step_back(request_id)
-            return Verdict.SUSPECT if case is not None and case.pending else Verdict.INNOCENT
+            return Judgement.SUSPECT if case is not None and case.pending else Judgement.INNOCENT
         if case is None:
             case = self._cases[request_id] = _Case(request_id)
         case.deaths.append(owner)
@@ -124,8 +150,8 @@ class Suspects:
         case.delivered = delivered
         # Where the engine does not say whom it has on trial, there may be another one by what is known here.
         alone = steps.tried(request_id) or not self._is_explained(request_id, owner, steps)
-        case.verdict = Verdict.GUILTY if tried and alone else Verdict.SUSPECT
-        return case.verdict
+        case.judgement = Judgement.GUILTY if tried and alone else Judgement.SUSPECT
+        return case.judgement
 
     def _is_explained(self, request_id: str, owner: Owner, steps: LastSteps) -> bool:
         """Whether somebody else was on trial there; of an engine on another host, somebody of ours."""
@@ -134,15 +160,14 @@ class Suspects:
             case.at is owner and steps.had(case.request_id) for case in others
         )
 
-    async def turn(self, request_id: str) -> None:
-        """Returns at once for who is no suspect; for a suspect, when it may be tried. Until then it is nowhere."""
+    def ask_turn(self, request_id: str) -> None:
+        """The turn of who is no suspect comes at once; a suspect's when it may be tried. Until then it is nowhere."""
         case = self._cases.get(request_id)
         if case is None or not case.pending or request_id in self._trying:
+            self._come.append(request_id)
             return
-        case.turn = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = case
         self.advance()
-        await case.turn
 
     def advance(self) -> None:
         """Let as many be tried as may be. Those first for whom least speaks: a culprit is found early."""
@@ -150,9 +175,12 @@ class Suspects:
             case = min(self._waiting.values(), key=lambda case: case.delivered)
             del self._waiting[case.request_id]
             self._trying[case.request_id] = case
-            assert case.turn is not None
-            if not case.turn.done():
-                case.turn.set_result(None)
+            self._come.append(case.request_id)
+
+    def come(self) -> list[str]:
+        """Requests whose turn has come."""
+        come, self._come = self._come, []
+        return come
 
     def without_trial(self, addresses: list[str]) -> list[str]:
         """Those of these llumlets at whose engines nobody is on trial from here; all of them, if there is none."""
@@ -192,8 +220,6 @@ class Suspects:
     def keep(self, streams: Container[str]) -> None:
         """Forget requests that have ended."""
         for request_id in [request_id for request_id in self._cases if request_id not in streams]:
-            case = self._cases.pop(request_id)
+            del self._cases[request_id]
             self._waiting.pop(request_id, None)
-            if case.turn is not None and not case.turn.done():
-                case.turn.set_result(None)
             self.step_back(request_id)

@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import OrderedDict
-from collections.abc import Callable
 
+from llumlet.protocol.steps import LastSteps
 from llumlet.protocol.wire import Health
-from vllm_llumnix.step_record import LastSteps
 
 MAX_OWNERS = 4096
 """Engine processes remembered; beyond that the one that has been silent for longest is forgotten."""
@@ -90,15 +88,14 @@ class Owner:
 class Owners:
     """Owners by name and by socket identity, bounded."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._by_name: OrderedDict[tuple[str, str], Owner] = OrderedDict()
         self._by_identity: dict[bytes, Owner] = {}
 
     def __len__(self) -> int:
         return len(self._by_name)
 
-    def heard(self, identity: bytes, instance: str, incarnation: str) -> Owner:
+    def heard(self, identity: bytes, instance: str, incarnation: str, now: float) -> Owner:
         """A message came from this engine over this connection."""
         name = (instance, incarnation)
         owner = self._by_name.get(name)
@@ -112,22 +109,25 @@ class Owners:
         self._by_identity[identity] = owner
         self._by_name.move_to_end(name)
         owner.parted = False
-        owner.last_heard = self._clock()
+        owner.last_heard = now
         return owner
 
-    def expected(self, instance: str, incarnation: str, llumlet: str) -> Owner:
+    def expected(self, instance: str, incarnation: str, llumlet: str, now: float) -> Owner:
         """An engine that somebody named: it should be heard of soon."""
         owner = self._by_name.get((instance, incarnation))
         if owner is None:
             owner = self._by_name[instance, incarnation] = Owner(
-                instance, incarnation, identity=b"", llumlet=llumlet, last_heard=self._clock()
+                instance, incarnation, identity=b"", llumlet=llumlet, last_heard=now
             )
         elif owner.parted:
-            owner.parted, owner.last_heard = False, self._clock()
+            owner.parted, owner.last_heard = False, now
         return owner
 
     def all(self) -> list[Owner]:
         return list(self._by_name.values())
+
+    def life(self, instance: str, incarnation: str) -> Owner | None:
+        return self._by_name.get((instance, incarnation))
 
     def named(self, instance: str) -> Owner | None:
         """The latest life of an instance."""

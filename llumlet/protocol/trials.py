@@ -8,50 +8,56 @@ this engine dies of it, every origin that has requests in the same step knows th
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Protocol
 
 from llumlet.protocol.errors import Reason, Refused
-from vllm_llumnix.engine.vllm_types import Request
-from vllm_llumnix.step_record import StepRecord
+
+
+class Tried(Protocol):
+    """What a trial needs of an engine's request."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def num_output_tokens(self) -> int: ...
+    def is_finished(self) -> bool: ...
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Trial:
-    request: Request
+    request: Tried
     until: int
     """So many output tokens are the end of it."""
 
     @property
     def is_over(self) -> bool:
-        return bool(self.request.is_finished()) or self.request.num_output_tokens >= self.until
+        return self.request.is_finished() or self.request.num_output_tokens >= self.until
 
 
 class Trials:
-    """Of one engine. At most one is open."""
+    """Trials at one engine, at most one open. `note` writes down who is tried: None, nobody is."""
 
-    def __init__(self, record: StepRecord) -> None:
-        self._record = record
+    def __init__(self, note: Callable[[str | None], None]) -> None:
+        self._note = note
         self._open: _Trial | None = None
 
-    # Llumlet thread
-
-    def open(self, request: Request, num_tokens: int) -> None:
+    def open(self, request: Tried, num_tokens: int) -> None:
         """Before the request is given to the scheduler. Raises Refused(destination_busy) if another one is on trial."""
         if self._open is not None and not self._open.is_over:
             raise Refused(Reason.DESTINATION_BUSY, "another request is on trial here")
         self._open = _Trial(request, request.num_output_tokens + num_tokens)
-        self._record.try_out(request.request_id)
+        self._note(request.request_id)
 
-    def close(self, request: Request) -> None:
+    def close(self, request: Tried) -> None:
         """What was to be seen has been seen, or it has not become the scheduler's after all."""
         if self._open is not None and self._open.request is request:
-            self._record.try_out(None)
+            self._note(None)
             self._open = None
 
-    def has(self, request: Request) -> bool:
+    def has(self, request: Tried) -> bool:
         trial = self._open
         return trial is not None and trial.request is request and not trial.is_over
-
-    # Loop thread
 
     def look(self) -> None:
         """Between two steps: whether it has survived."""

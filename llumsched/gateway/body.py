@@ -12,7 +12,7 @@ from llumsched.gateway.errors import InvalidRequest
 from llumsched.gateway.forms import model_of
 
 _MOST_MODEL_CHARACTERS = 256
-"""Names end up in answers, logs and metrics."""
+"""Limit of a model's name: names end up in answers, logs and metrics."""
 
 
 class Head(msgspec.Struct):
@@ -34,7 +34,7 @@ class Head(msgspec.Struct):
 
 
 Content = tuple[bytes | bytearray | memoryview, ...]
-"""Of a request to an engine, in parts: bodies are long, and nobody keeps a second copy for what is added to one."""
+"""A request to an engine, in parts: bodies are long, and nobody keeps a second copy for what is added to one."""
 
 _HEAD = msgspec.json.Decoder(Head)
 _DOCUMENT = msgspec.json.Decoder(dict[str, Any])
@@ -91,6 +91,6 @@ class Body:
         return _decoded(_DOCUMENT, self.content)
 
     def with_token_ids(self) -> Content:
-        """The same bytes, and the wish for token ids as the last field: it counts if the client set it, too."""
+        """The body's bytes, with the wish for token ids as the last field: it counts if the client set it, too."""
         end = self.content.rindex(b"}")
         return memoryview(self.content)[:end], b',"return_token_ids":true}'

@@ -18,7 +18,7 @@ class Endpoint:
     address: Address
     is_tls: bool = False
     base: str = ""
-    """Empty, or a path that does not end with a slash."""
+    """A path before vLLM's own that does not end with a slash, or empty."""
 
     @classmethod
     def parse(cls, text: str) -> Self:

@@ -19,7 +19,7 @@ NAMES: Final = frozenset((_FOR, _PROTO))
 
 
 def with_client(request: web.BaseRequest) -> RawHeaders:
-    """Its headers, and what they do not say of its connection."""
+    """A request's headers, and what they do not say of its connection."""
     headers = request.raw_headers
     addresses, has_scheme = [], False
     for name, value in headers:

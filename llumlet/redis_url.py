@@ -56,7 +56,7 @@ class RedisUrl:
 
     @classmethod
     def parse(cls, url: str) -> Self:
-        """Raises ValueError with every fault, in words that show no password."""
+        """The parts of a URL. Raises ValueError with every fault, in words that show no password."""
         match = _PARTS.fullmatch(url)
         if match is None:
             raise ValueError("the URL is neither a redis:// nor a redis+sentinel:// URL")

@@ -151,7 +151,7 @@ def _is_of_kubernetes(name: str, value: str) -> bool:
 
 
 def _of_file(path: str, settings: Mapping[str, Setting], faults: list[str]) -> dict[str, tuple[str, Any]]:
-    """Where and what, by flag. A scalar is its text, as on a command line: `off` is a word, and 1:30 no number."""
+    """Texts and their places, by flag. A scalar stays as it is written: `off` is a word, and 1:30 no number."""
     import yaml
 
     try:

@@ -51,7 +51,7 @@ class Setting:
 
     @property
     def names(self) -> list[str]:
-        """Its keys in a file."""
+        """Keys of the setting in a file."""
         return [flag.removeprefix("--") for flag in (self.flag, *self.aliases)]
 
     @property

@@ -146,7 +146,7 @@ def word(enum: _Enum, value: int) -> str:
 
 
 def reason_word(reason: Reason) -> str:
-    """`destination_full` for `Reason.DESTINATION_FULL`; empty for `REASON_NONE`."""
+    """Word of a reason: `destination_full` for `Reason.DESTINATION_FULL`; empty for `REASON_NONE`."""
     return "" if reason == Reason.REASON_NONE else word(Reason, reason)
 
 

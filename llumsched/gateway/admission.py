@@ -25,7 +25,7 @@ Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class Admission:
-    """The check before `answer`: a request needs a known key, and one that POSTs some of its allowance."""
+    """Checks requests before `answer`: each needs a known key, and a POST some of its allowance."""
 
     def __init__(self, keys: ApiKeys, answer: Answer, metrics: Metrics) -> None:
         self._keys = keys

@@ -64,7 +64,7 @@ class Body:
 
     @classmethod
     def read(cls, content: bytes | bytearray) -> Body:
-        """Raises InvalidRequest for what no engine could take."""
+        """A body whose head is read. Raises InvalidRequest for what no engine could take."""
         try:
             if not content.isascii():
                 content.decode()  # what is skipped is not looked at
@@ -74,7 +74,7 @@ class Body:
 
     @classmethod
     def read_form(cls, content: bytes | bytearray, content_type: str) -> Body:
-        """Raises InvalidRequest."""
+        """A body of a multipart form. Raises InvalidRequest."""
         return cls(content, _checked(Head(model=model_of(content, content_type) or None)))
 
     @property

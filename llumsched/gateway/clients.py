@@ -40,7 +40,7 @@ class ClientConnection(web.RequestHandler):
 
 
 class ClientServer(web.Server):
-    """`answer` gets each request, whose head is whole then."""
+    """A server whose `answer` gets each request when its head is whole."""
 
     def __init__(self, config: Config, answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> None:
         super().__init__(self._run, request_factory=self._request, handler_cancellation=True)

@@ -49,7 +49,7 @@ Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class Cors:
-    """The handling of other origins before `answer`."""
+    """Handles other origins before `answer`."""
 
     def __init__(self, answer: Answer, backends: Backends, session: aiohttp.ClientSession) -> None:
         self._answer = answer

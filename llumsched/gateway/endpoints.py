@@ -22,7 +22,7 @@ class Endpoint:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises ValueError that says what is wrong."""
+        """The endpoint that a text names. Raises ValueError that says what is wrong."""
         match = _URL.fullmatch(text.strip())
         if match is None:
             raise ValueError(f"{text!r} is neither HOST:PORT nor http(s)://HOST:PORT/PATH")

@@ -15,7 +15,7 @@ RawHeaders = tuple[tuple[bytes, bytes], ...]
 _FOR: Final = b"x-forwarded-for"
 _PROTO: Final = b"x-forwarded-proto"
 NAMES: Final = frozenset((_FOR, _PROTO))
-"""No client can have them left out."""
+"""Headers that no client can have left out."""
 
 
 def with_client(request: web.BaseRequest) -> RawHeaders:

@@ -33,7 +33,7 @@ class LineWriter:
         self._thread.start()
 
     def write(self, lines: str) -> bool:
-        """False if so much waits that these are dropped."""
+        """Takes lines; False if so much waits that these are dropped."""
         data = lines.encode(errors="backslashreplace")
         if self._num_given - self._num_written + len(data) > _MOST_BYTES:
             return False

@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class ModelTokenizer:
-    """Raises ValueError if the tokenizer, or the chat template, cannot be loaded."""
+    """A tokenizer. Raises ValueError if it, or the chat template, cannot be loaded."""
 
     def __init__(self, where: str, chat_template: str = "") -> None:
         path = Path(where)

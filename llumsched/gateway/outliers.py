@@ -159,7 +159,7 @@ class Outliers(Generic[Key]):
         return record.num_refused > self._limits.trusted_refusals or record.state is _State.TRIAL
 
     def confirmed(self, key: Key) -> None:
-        """Another instance refused the same request."""
+        """Notes that another instance refused the same request."""
         self._of(key).num_refused = 0
 
     def slow(self, key: Key, why: str) -> None:
@@ -186,7 +186,7 @@ class Outliers(Generic[Key]):
         return found
 
     def asked(self, key: Key, *, takes: bool | None) -> None:
-        """Told whether it `takes` a request; None: it could not be asked, for no fault of its own, and is due again."""
+        """Notes if it `takes` a request; None: it could not be asked, for no fault of its own, and is due again."""
         record = self._records.get(key)
         if record is None or record.state is not _State.ASKED:
             return

@@ -48,19 +48,19 @@ class Placement(Protocol):
         ...
 
     def begun(self, placed: Placed) -> None:
-        """Told when the first token has come. Does not wait."""
+        """Notes that the first token has come. Does not wait."""
         ...
 
     def release(self, placed: Placed, *, completed: bool) -> None:
-        """Told when the request has ended there. `completed`: the engine took it and came to an end. Does not wait."""
+        """Notes that the request has ended there. `completed`: the engine came to an end with it. Does not wait."""
         ...
 
     def report_running(self, running: Iterable[tuple[Placed, int]]) -> None:
-        """Told which requests run, and how many tokens each has, prompt and output. Does not wait."""
+        """Notes which requests run, and how many tokens each has, prompt and output. Does not wait."""
         ...
 
     def complain(self, avoided: Mapping[Backend, Ejection]) -> None:
-        """Told all instances to which nothing is sent now, and why, for others to know. Does not wait."""
+        """Notes all instances to which nothing is sent now, and why, for others to know. Does not wait."""
         ...
 
     async def learn(self) -> None:

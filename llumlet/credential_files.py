@@ -28,7 +28,7 @@ class CredentialsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class CredentialFiles:
-    """Paths; empty for what is not used. The same settings for instances and for their callers."""
+    """Paths, the same settings for instances and for their callers; empty for what is not used."""
 
     tls_cert: str = _credentials.setting(
         "",
@@ -51,7 +51,7 @@ class CredentialFiles:
     )
 
     def read_tls(self) -> dict[str, bytes]:
-        """The contents of those for TLS by field, empty for what is not used. Raises CredentialsError."""
+        """The contents of the TLS files by field, empty for what is not used. Raises CredentialsError."""
         faults: list[str] = []
         contents: dict[str, bytes] = {}
         paths = {name: getattr(self, name) for name in _TLS}
@@ -85,5 +85,5 @@ class CredentialFiles:
 
 
 def flag(name: str) -> str:
-    """Of a field."""
+    """The flag that sets a field."""
     return _credentials.prefix + name.replace("_", "-")

@@ -30,11 +30,11 @@ from llumlet.types import (
 LOOK_S: Final = 3.0
 MAX_INSTANCES: Final = 10_000
 OLD_FOR_S: Final = 300.0
-"""How long a store that does not know the question is not asked it again."""
+"""Time for which a store that does not know the question is not asked it again."""
 
 
 class Directory(Protocol):
-    """One store, and the connection to it, which is kept from one question to the next. On one event loop."""
+    """One store, and the connection to it, which is kept from one question to the next. Belongs to one event loop."""
 
     async def peers(self, own_ids: Sequence[str], digest: str) -> PeersResponse:
         """Instances that could take the requests of `own_ids`; `digest` is that of the last answer, or empty. Raises
@@ -100,7 +100,7 @@ async def _first_part(call: Any) -> list[InstanceState]:
 
 
 def peers_among(states: Iterable[InstanceState], own_ids: Sequence[str], digest: str) -> PeersResponse:
-    """As a store would answer, from all that it knows."""
+    """What a store would answer that knows these states and has to answer for itself."""
     states = list(states)
     digest = next((one.metadata.compatibility_digest for one in states if one.metadata.instance_id in own_ids), digest)
     others = [

@@ -33,7 +33,7 @@ class Faulty(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[T]):
-    """`read` takes the text, or all texts of what may be given several times (`repeated`)."""
+    """A reader of values: `read` takes the text, or all texts of what may be given several times (`repeated`)."""
 
     read: Callable[[Any], T]
     metavar: str = ""
@@ -53,9 +53,9 @@ def _read_switch(value: str) -> bool:
 
 
 SWITCH: Final = Kind(_read_switch, "BOOL", {"nargs": "?", "const": "true"})
-"""`--name`, `--name=true` or `--name=false`. Takes the next word, so not for commands with positional arguments."""
+"""A switch: `--name`, `--name=true` or `--name=false`. Takes the next word: nothing for commands with positionals."""
 MARK: Final = Kind(_read_switch, options={"action": argparse.BooleanOptionalAction})
-"""`--name` or `--no-name`; true or false in a variable or a file."""
+"""A switch: `--name` or `--no-name`; true or false in a variable or a file."""
 
 
 def one_of(options: Iterable[T], *, or_file: str = "") -> Kind[T]:
@@ -76,7 +76,7 @@ def one_of(options: Iterable[T], *, or_file: str = "") -> Kind[T]:
 def number(
     metavar: str = "N", *, at_least: float = -_INFINITE, above: float = -_INFINITE, at_most: float = _INFINITE
 ) -> Kind[float]:
-    """A finite one."""
+    """A finite number."""
 
     def read(value: str) -> float:
         found = _finite(value, value)
@@ -101,7 +101,7 @@ def integer(metavar: str = "N", *, at_least: float = -_INFINITE, at_most: float 
 
 
 def seconds(*, at_least: float = 0.0, above: float = -_INFINITE) -> Kind[float]:
-    """`5`, `500ms`, `3m`, `1h`: in seconds."""
+    """A time said as `5`, `500ms`, `3m` or `1h`; its value is in seconds."""
 
     def read(value: str) -> float:
         digits, unit = _DURATION.fullmatch(value).groups()  # type: ignore[union-attr]  # matches everything
@@ -113,7 +113,7 @@ def seconds(*, at_least: float = 0.0, above: float = -_INFINITE) -> Kind[float]:
 
 
 def port(at_least: int = 0) -> Kind[int]:
-    """0 is any free one."""
+    """A port; 0 is any free one."""
 
     def read(value: str) -> int:
         if not (value.isascii() and value.isdigit() and at_least <= int(value) < 65536):
@@ -124,7 +124,7 @@ def port(at_least: int = 0) -> Kind[int]:
 
 
 def several(kind: Kind[T], metavar: str) -> Kind[tuple[T, ...]]:
-    """With commas between them, each once; everything that is wrong with any of them is said."""
+    """Values with commas between them, each kept once; everything that is wrong with any of them is said."""
 
     def read(value: str) -> tuple[T, ...]:
         found: dict[T, None] = {}

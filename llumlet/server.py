@@ -29,7 +29,7 @@ from llumlet.servicer import add_services, refuse
 from llumlet.types import MAX_MESSAGE_BYTES, Address, Reason
 
 MAX_CONCURRENT_CALLS = 1024
-"""More are answered RESOURCE_EXHAUSTED by gRPC itself, before a message is read."""
+"""Calls at a time; gRPC itself answers more with RESOURCE_EXHAUSTED, before a message is read."""
 
 SERVICES = tuple(llumlet_pb2.DESCRIPTOR.services_by_name[name].full_name for name in ("Llumlet", "Peer"))
 

@@ -24,15 +24,15 @@ T = TypeVar("T")
 PROGRAMS: Final = (
     "llumlet", "up", "top", "ps", "status", "migrate", "drain", "explain", "gateway", "scheduler", "rescheduler",
 )  # fmt: skip
-"""Whose variables are `LLUMNIX_<PROGRAM>_<FLAG>`: each looks after its own. The first is in `vllm serve`."""
+"""Programs whose variables are `LLUMNIX_<PROGRAM>_<FLAG>`: each looks after its own. The first is in `vllm serve`."""
 SHARED_VARIABLES: Final = frozenset(
     {
         "LLUMNIX_CMS", "LLUMNIX_TLS_CERT", "LLUMNIX_TLS_KEY", "LLUMNIX_TLS_CA", "LLUMNIX_TOKEN_FILE",
         "LLUMNIX_LLUMLET", "LLUMNIX_FAULTS",
     }
 )  # fmt: skip
-"""Of several programs; the last two are not settings: an engine's configuration on its way to child processes, and what
-tests make fail in an engine."""
+"""Variables of several programs. The last two are not settings: an engine's configuration on its way to child
+processes, and what tests make fail in an engine."""
 _OF_A_KUBERNETES_SERVICE: Final = re.compile(
     r"LLUMNIX_(\w+_)?("
     r"SERVICE_HOST=.*|SERVICE_PORT(_\w+)?=.*|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?=.*|PORT=(tcp|udp|sctp)://.*)"
@@ -48,7 +48,7 @@ class Reading:
         self.further = further
         """Words of the command line that are for somebody else."""
         self.given: dict[str, str] = {}
-        """By flag, where that was said: the flag itself if it was there."""
+        """Where each value was said, by flag: the flag itself, a variable, or a line of the file."""
         self._values: dict[type, dict[str, Any]] = {}
         self._unread: dict[type, set[str]] = {}
 
@@ -70,14 +70,14 @@ class Reading:
             values[entry.field] = value
 
     def make(self, cls: type[T], **others: Any) -> T:
-        """With `others` where nothing was said. What could not be read is missing from it: see `check`."""
+        """An object, with `others` where nothing was said. What could not be read is missing from it: see `check`."""
         made = self.make_with_defaults(cls, **others)
         for name in self._unread[cls]:
             object.__delattr__(made, name)
         return made
 
     def make_with_defaults(self, cls: type[T], **others: Any) -> T:
-        """The same, with the default of what could not be read: for who goes on all the same to find further faults."""
+        """An object, with defaults for what could not be read: for who goes on all the same to find further faults."""
         return cls(**(others | self._values[cls]))
 
     def check(self, check: Callable[..., Iterable[str]], *arguments: Any) -> None:
@@ -108,7 +108,7 @@ def read(
     file: str = "",
     further: tuple[str, ...] = (),
 ) -> Reading:
-    """`args`: of a parser that `add_arguments` was asked for, and perhaps of others. `file`: see `--config`."""
+    """All that was said. `args`: of a parser with `add_arguments`, and perhaps others. `file`: see `--config`."""
     settings = {entry.setting.flag: entry.setting for entry in all_entries(classes)}
     reading = Reading([], further)
     sources: dict[str, tuple[str, Any]] = {}
@@ -151,7 +151,7 @@ def _is_of_kubernetes(name: str, value: str) -> bool:
 
 
 def _of_file(path: str, settings: Mapping[str, Setting], faults: list[str]) -> dict[str, tuple[str, Any]]:
-    """By flag. A scalar is its text, as on a command line: `off` is a word, and 1:30 no number."""
+    """Texts and their places, by flag. A scalar stays as it is written: `off` is a word, and 1:30 no number."""
     import yaml
 
     try:

@@ -34,8 +34,8 @@ _METADATA: Final = "settings"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a flag means. `variable`: in place of `LLUMNIX_<PROGRAM>_<FLAG>`; None: there is none. `mode`: the only one
-    in which it is of any use. A `flag` without dashes is a positional argument."""
+    """What a flag means. `variable` stands in place of `LLUMNIX_<PROGRAM>_<FLAG>`, and None is no variable. `mode` is
+    the only one in which it is of any use. A `flag` without dashes is a positional argument."""
 
     group: Group
     kind: Kind[Any]
@@ -51,7 +51,7 @@ class Setting:
 
     @property
     def names(self) -> list[str]:
-        """Its keys in a file."""
+        """Keys of the setting in a file."""
         return [flag.removeprefix("--") for flag in (self.flag, *self.aliases)]
 
     @property
@@ -117,7 +117,7 @@ class Entry:
     part: str
     setting: Setting
     whole: Any
-    """The default of the field."""
+    """The field's default, of which `part` is one attribute."""
 
     @property
     def default(self) -> Any:
@@ -144,8 +144,8 @@ def all_entries(classes: Iterable[type]) -> list[Entry]:
 def add_arguments(
     parser: argparse.ArgumentParser, classes: Sequence[type], into: argparse._ActionsContainer | None = None
 ) -> None:
-    """In groups of their own, or all `into` one. Nothing is read by the parser, and what is not given is not in its
-    namespace."""
+    """Adds an argument for each flag, in groups of their own, or all `into` one. Nothing is read by the parser, and
+    what is not given is not in its namespace."""
     groups: dict[Group, argparse._ActionsContainer] = {}
     for entry in all_entries(classes):
         setting = entry.setting
@@ -171,7 +171,7 @@ def help_of(entry: Entry) -> str:
 
 
 def shown_default(value: object) -> str:
-    """As it would be said; empty where there is nothing to say."""
+    """A default as it would be said; empty where there is nothing to say."""
     if value is True:
         return "true"
     if isinstance(value, float):

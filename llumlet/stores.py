@@ -11,7 +11,7 @@ from llumlet.types import Address
 
 
 def open_link(store: str, credentials: Credentials) -> Link:
-    """For `HOST:PORT` or a `redis://` URL. Raises ValueError; connects to nothing."""
+    """A link to `HOST:PORT` or a `redis://` URL. Raises ValueError; connects to nothing."""
     if store.startswith(REDIS_SCHEMES):
         # Only who uses Redis needs its client.
         from llumlet.redis_link import RedisLink
@@ -23,7 +23,7 @@ def open_link(store: str, credentials: Credentials) -> Link:
 
 
 def open_directory(store: str, credentials: Credentials = NONE, deadline_s: float = LOOK_S) -> Directory:
-    """For HOST:PORT, or a redis:// URL. Connects to nothing yet. Raises ValueError for what names no store."""
+    """A directory at `HOST:PORT` or a `redis://` URL. Raises ValueError; connects to nothing yet."""
     if store.startswith(REDIS_SCHEMES):
         # Only who uses Redis needs its client.
         from llumlet.redis_directory import RedisDirectory

@@ -33,7 +33,7 @@ from llumlet.types import (
 )
 
 MAX_ID_CHARACTERS = 64 << 10
-"""A client names its request in an HTTP header, which may be about as long."""
+"""Length limit of an id: a client names its request in an HTTP header, which may be about as long."""
 MAX_BLOCK_ID = 2**31 - 1
 
 _VALUE_FIELD = {
@@ -214,5 +214,5 @@ def _name_faults(where: str, message: object, fields: Iterable[str]) -> list[str
 
 
 def _length_faults(field: str, text: str) -> list[str]:
-    """Ids are kept, logged and quoted."""
+    """The fault of an id that is too long: ids are kept, logged and quoted."""
     return [f"{field} has {len(text)} characters"] if len(text) > MAX_ID_CHARACTERS else []

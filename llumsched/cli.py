@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Prepared(NamedTuple):
-    """What `run` of a command takes, if there are no faults."""
+    """Arguments of `run` of a command, if there are no faults."""
 
     config: Any
     credentials: Credentials
@@ -87,7 +87,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _parser(name: str, command: Command | None) -> argparse.ArgumentParser:
-    """With the arguments of one command, and the names of all."""
+    """A parser with the arguments of one command, and the names of all."""
     parser = argparse.ArgumentParser(
         prog="llumnix",
         description="Serve language models on several engines, look at these, and move their running requests.",

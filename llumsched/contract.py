@@ -18,11 +18,11 @@ from llumlet.types import Address
 from llumsched.causes import Cause
 
 MAX_BODY_BYTES = 16 << 20
-"""Of one call. The token ids of a prompt of a million take half of it."""
+"""Limit of one call. The token ids of a prompt of a million take half of it."""
 
 Name = Annotated[str, Meta(max_length=1024)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=1024)]
-"""Not empty: requests without one would all be the same, each a retry of the one before."""
+"""An id that is not empty: requests without one would all be the same, each a retry of the one before."""
 Count = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 T = TypeVar("T")
@@ -58,18 +58,18 @@ class SchedulingRequest(Struct, omit_defaults=True):
     model: Name = ""
     gateway_id: Name = ""
     scheduling_mode: Literal["neutral", "pd_batch", "pd_staged"] = field(default_factory=lambda: "neutral")
-    """Always written, so no plain default."""
+    """The mode; always written, so no plain default."""
     scheduling_stage: Literal["", "prefill", "decode"] = ""
     prompt_num_tokens: Count = 0
     prompt_token_ids: Raw | UnsetType = UNSET
-    """Echoed, and counted if `prompt_num_tokens` is missing."""
+    """Token ids, which are echoed, and counted if `prompt_num_tokens` is missing."""
     scheduling_result: Annotated[list[LLMInstance], Meta(max_length=16)] | None = None
     excluded_endpoints: Annotated[list[Name], Meta(max_length=1024)] | UnsetType = UNSET
-    """Also if there is none: a gateway that leaves it out has its retries known by their ids."""
+    """Who failed it, sent also if nobody did: a gateway that leaves it out has its retries known by their ids."""
 
     @property
     def stages(self) -> tuple[InferType, ...]:
-        """Raises ValueError for a staged request without its stage."""
+        """Infer types to place it for. Raises ValueError for a staged request without its stage."""
         if self.scheduling_mode == "neutral":
             return (InferType.NEUTRAL,)
         if self.scheduling_mode == "pd_batch":
@@ -79,7 +79,7 @@ class SchedulingRequest(Struct, omit_defaults=True):
         return (InferType(self.scheduling_stage),)
 
     def count_tokens(self) -> int:
-        """Raises ValueError for token ids that are none."""
+        """Tokens of the prompt. Raises ValueError for token ids that are none."""
         if self.prompt_num_tokens or isinstance(self.prompt_token_ids, UnsetType):
             return self.prompt_num_tokens
         try:
@@ -95,7 +95,7 @@ class Placing(Struct):
 
 
 class Question(SchedulingRequest):
-    """Where a request would go: one in particular, or any such."""
+    """A question where a request would go: one in particular, or any such."""
 
     id: Name = ""
 
@@ -107,7 +107,7 @@ class Instances(Struct):
 
 
 class Report(Struct):
-    """Of one request, by its gateway (lite mode)."""
+    """The state of one request, by its gateway (lite mode)."""
 
     id: RequestId
     instance_id: Name
@@ -125,7 +125,7 @@ class Avoided(Struct):
     cause: Cause
     reason: Annotated[str, Meta(max_length=1024)] = ""
     since_s: Annotated[float, Meta(ge=0)] = 0.0
-    """For so long."""
+    """Seconds for which it has been avoided."""
 
 
 class Complaining(Struct):
@@ -137,7 +137,7 @@ class Complaining(Struct):
 
 
 def decode(body: bytes, of: type[T]) -> T:
-    """Raises ValueError that says where the body is wrong."""
+    """The message in a body. Raises ValueError that says where it is wrong."""
     try:
         return msgspec.json.decode(body, type=of)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

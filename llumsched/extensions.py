@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def load_values(group: str, built_in: Mapping[str, T], fault: Callable[[str, object], str | None]) -> dict[str, T]:
-    """`built_in` and what the entry points of `group` load, by name.
+    """Values by name: `built_in`, and what the entry points of `group` load.
 
     Raises ValueError that lists everything wrong with them: what does not load, what `fault` says of it, a name that
     is taken.

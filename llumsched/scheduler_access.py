@@ -38,7 +38,7 @@ class Access:
 
 
 IN_CLEAR: Final = Access()
-"""And as nobody in particular."""
+"""Access over plain HTTP, as nobody in particular."""
 
 
 def _token(path: str) -> str:

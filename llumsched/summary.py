@@ -10,7 +10,7 @@ from llumsched.cluster.instance import Instance
 
 
 def summary(instance: Instance) -> dict[str, Any]:
-    """JSON types only. Loads are null before the first status has come; `received_s` is by the view's clock."""
+    """An instance in JSON's types only. Loads are null before the first status; `received_s` is by the view's clock."""
     metadata, status = instance.metadata, instance.status
     about = {
         "id": instance.id,

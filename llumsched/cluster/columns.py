@@ -33,7 +33,7 @@ class IdOrder:
 
     sorted_ids: Sequence[str]
     rank: Rows
-    """By row, the position in `sorted_ids`."""
+    """Positions in `sorted_ids`, by row."""
 
 
 class Columns(Protocol):
@@ -42,7 +42,7 @@ class Columns(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, name: str) -> Values:
-        """Not to be written to, and void when the instances change. Raises UnknownColumn."""
+        """A column, not to be written to, and void when the instances change. Raises UnknownColumn."""
         ...
 
 
@@ -51,7 +51,7 @@ class Cluster(Columns, Protocol):
 
     @property
     def instances(self) -> Sequence[Instance]:
-        """By row."""
+        """The instances by row."""
         ...
 
     @property
@@ -63,11 +63,11 @@ class Cluster(Columns, Protocol):
     def order(self) -> IdOrder: ...
 
     def serving(self, model: str) -> Mask:
-        """Rows of the instances that serve it; all of them for an empty name."""
+        """Rows of the instances that serve a model; all of them for an empty name."""
         ...
 
 
 def serves(instance: Instance, model: str) -> bool:
-    """By the names of its API server; by the engine's model if there are none."""
+    """Whether an instance serves a model, by the names of its API server; by the engine's model if there are none."""
     metadata = instance.metadata
     return not model or model in (metadata.served_models or (metadata.model,))

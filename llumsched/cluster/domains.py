@@ -18,7 +18,7 @@ class FailoverDomain(StrEnum):
     NODE = "node"
     INSTANCE_UNIT = "instance-unit"
     NODE_UNIT = "node-unit"
-    """All on its node, and all units that have an instance there."""
+    """The instances on its node, and all units that have an instance there."""
 
 
 def failing_with(domain: FailoverDomain, failed: Mask, cluster: Columns, lost: Columns | None = None) -> Mask:

@@ -14,9 +14,9 @@ class Instance:
 
     metadata: InstanceMetadata
     status: InstanceStatus | None
-    """None until the first one has come: nothing is sent to such an instance."""
+    """The newest status; None until the first one has come: nothing is sent to such an instance."""
     received_s: float
-    """By this process's monotonic clock, when the newest status (before it, the metadata) was received."""
+    """When the newest status (before it, the metadata) was received, by this process's monotonic clock."""
 
     @property
     def id(self) -> str:

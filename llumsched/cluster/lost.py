@@ -17,7 +17,7 @@ _MOST: Final = 10_000
 
 
 class Lost:
-    """By id, the oldest first. `clock`: monotonic seconds."""
+    """Instances by id, the longest lost first. `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -30,18 +30,18 @@ class Lost:
         return instance_id in self._instances
 
     def add(self, instance: Instance) -> None:
-        """As it was last."""
+        """Keeps an instance as it was last."""
         self._instances.pop(instance.id, None)
         self._instances[instance.id] = self._clock(), instance
         if len(self._instances) > _MOST:
             del self._instances[next(iter(self._instances))]
 
     def discard(self, instance_id: str) -> None:
-        """It is back, or has said good-bye after all."""
+        """Drops an instance that is back, or has said good-bye after all."""
         self._instances.pop(instance_id, None)
 
     def within(self, seconds: float) -> tuple[Instance, ...]:
-        """Those lost no longer ago than this."""
+        """Instances lost no longer ago than this."""
         if not self._instances:
             return ()
         since_s = self._clock() - seconds

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Whatever a later policy needs of one (a prefix, a priority, a deadline) becomes a field here; providers and
-    filters are given all of it."""
+    """A request that asks for a place. Whatever a later policy needs of one (a prefix, a priority, a deadline) becomes
+    a field here; providers and filters are given all of it."""
 
     id: str = ""
     model: str = ""
-    """Empty: any."""
+    """The model's name; empty: any."""
     prompt_num_tokens: int = 0
-    """0 when it was not counted."""
+    """Tokens of the prompt; 0 when they were not counted."""
     avoid: frozenset[str] = frozenset()
     """Ids of instances that had it and failed it; taken again only if nobody else is there."""
     tells_tries: bool = False
-    """`avoid` names all of them: the id need not be remembered, and may be a session's that comes again and again."""
+    """Whether `avoid` names all: the id need not be remembered, and may be a session's that comes again and again."""

@@ -26,7 +26,7 @@ class Snapshot:
         return Snapshot(self._names, self.instances, self._numbers.copy())
 
     def with_lost(self, lost: Snapshot) -> Snapshot:
-        """These instances and those that went without a word a while ago, as they were last."""
+        """A snapshot with the instances that went without a word a while ago, as they were last."""
         lost["lost"][:] = 1
         instances = [*self.instances, *lost.instances]
         rows = sorted(range(len(instances)), key=lambda row: instances[row].id)
@@ -51,8 +51,8 @@ class Snapshot:
         return np.array([serves(instance, model) for instance in self.instances], np.bool_)
 
     def add(self, row: int, weight: Mapping[str, float]) -> None:
-        """As if `weight`, by column, had come to the instance (or left it, where it is negative). Nothing falls below
-        0."""
+        """Adds `weight`, by column, as if it had come to the instance (or left it, where it is negative). Nothing falls
+        below 0."""
         for name, number in weight.items():
             column = self[name]
             column[row] = max(column[row] + number, 0.0)

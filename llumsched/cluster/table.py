@@ -39,9 +39,9 @@ class Table:
         self._owners = list(_owners(providers))
         self._names = _positions(providers)
         self._numbers = np.zeros((len(self._names), _FIRST_SIZE))
-        """By column, then by row: a column is read in one piece."""
+        """Numbers by column, then by row: a column is read in one piece."""
         self._models: Counter[str] = Counter()
-        """How many serve it."""
+        """Number of instances that serve each model."""
         self._serving: dict[str, Mask] = {}
         self._order: IdOrder | None = None
         for owner in self._owners:
@@ -89,7 +89,7 @@ class Table:
 
     @property
     def columns(self) -> Sequence[str]:
-        """The names of all there are."""
+        """Names of all columns."""
         return list(self._names)
 
     @property
@@ -117,7 +117,7 @@ class Table:
         return known.with_lost(self.measured(gone)) if gone else known
 
     def measured(self, instances: Sequence[Instance]) -> Snapshot:
-        """The same columns of instances that are not in the table."""
+        """Columns of instances that are not in the table."""
         numbers = np.zeros((len(self._names), len(instances)))
         for row, instance in enumerate(instances):
             for owner in self._owners:
@@ -162,7 +162,7 @@ class Table:
 
 
 def standard_table(in_flight: Provider) -> Table:
-    """What instances report and are, and what was sent to them."""
+    """A table of what instances report and are, and what was sent to them."""
     return Table([StatusColumns(), MetadataColumns(), in_flight])
 
 

@@ -24,13 +24,13 @@ class Observer(Protocol):
     """Called on the view's event loop, in the order of the changes. Must not wait, and must not raise."""
 
     def appeared(self, instance: Instance) -> None:
-        """With an id that was not there, or as a new life of one that was (after `left`)."""
+        """Hears of an id that was not there, or of a new life of one that was (after `left`)."""
 
     def changed(self, instance: Instance) -> None:
-        """A newer status, or other metadata."""
+        """Hears of a newer status, or of other metadata."""
 
     def left(self, instance: Instance) -> None:
-        """As it was last."""
+        """Hears of an instance that leaves, as it was last."""
 
 
 class View(Mapping[str, Instance]):
@@ -45,7 +45,7 @@ class View(Mapping[str, Instance]):
         self._instances: dict[str, Instance] = {}
         self._observers: list[Observer] = []
         self._faults: set[tuple[str, type[Exception]]] = set()
-        """Of observers, said once."""
+        """Faults of observers that were told in the log."""
         self.lost = Lost(clock)
         self.heard_s = clock()
         self.connected = True
@@ -64,7 +64,7 @@ class View(Mapping[str, Instance]):
 
     @property
     def age_s(self) -> float:
-        """Since the store was last heard; 0 while it is connected."""
+        """Seconds since the store was last heard; 0 while it is connected."""
         return 0.0 if self.connected else self._clock() - self.heard_s
 
     def observe(self, observer: Observer) -> Callable[[], None]:
@@ -77,7 +77,7 @@ class View(Mapping[str, Instance]):
     # Writing
 
     def put_metadata(self, metadata: InstanceMetadata) -> None:
-        """An instance is there. One of the same id and another incarnation is gone with it."""
+        """Takes an instance in, or its new metadata. One of the same id and another incarnation is gone with it."""
         self.lost.discard(metadata.instance_id)
         known = self._instances.get(metadata.instance_id)
         if known is not None and known.metadata.incarnation != metadata.incarnation:
@@ -89,8 +89,8 @@ class View(Mapping[str, Instance]):
             self._keep(Instance(metadata, known.status, known.received_s))
 
     def put_status(self, status: InstanceStatus, age_s: float = 0.0) -> bool:
-        """Take a status that left its instance `age_s` ago. False, and nothing is changed, for one of an instance or
-        a life that is not known, or that is not newer than the one that is there."""
+        """Takes a status that left its instance `age_s` ago. False, and nothing is changed, for one of an instance or a
+        life that is not known, or that is not newer than the one that is there."""
         known = self._instances.get(status.instance_id)
         if known is None or known.metadata.incarnation != status.incarnation:
             return False
@@ -101,12 +101,12 @@ class View(Mapping[str, Instance]):
         return True
 
     def remove(self, instance_id: str) -> None:
-        """It is gone, and has said so."""
+        """Takes out an instance that is gone, and has said so."""
         self.lost.discard(instance_id)
         self._take_out(instance_id)
 
     def lose(self, instance_id: str) -> None:
-        """It is gone without a word. Observers hear what they hear of any that leaves."""
+        """Takes out an instance that is gone without a word. Observers hear what they hear of any that leaves."""
         gone = self._take_out(instance_id)
         if gone is not None:
             self.lost.add(gone)
@@ -124,7 +124,7 @@ class View(Mapping[str, Instance]):
             self._tell(observer.appeared if appeared else observer.changed, instance)
 
     def _tell(self, hear: Callable[[Instance], None], instance: Instance) -> None:
-        """An observer that raises keeps neither the others from hearing of it, nor the store from going on."""
+        """Tells one observer. If it raises, the others hear of it all the same, and the store goes on."""
         try:
             hear(instance)
         except Exception as error:
@@ -135,7 +135,7 @@ class View(Mapping[str, Instance]):
 
 
 def _without_time(metadata: InstanceMetadata) -> InstanceMetadata:
-    """What a repetition that only keeps an entry alive does not change."""
+    """Metadata without what a repetition that only keeps an entry alive changes."""
     same = InstanceMetadata()
     same.CopyFrom(metadata)
     same.ClearField("utc_update")

@@ -44,7 +44,7 @@ Context = aio.ServicerContext[Any, Any]
 
 MAX_WATCHERS: Final = 64
 FIRST_REPORT_S: Final = 5.0
-"""From the begin of a stream to its metadata."""
+"""Time from the begin of a stream to its metadata."""
 _STOP_S: Final = 0.2
 _TAKEN = ReportTaken()
 _OPTIONS = [
@@ -134,7 +134,7 @@ class _Servicer(CmsServicer):
             await context.abort(grpc.StatusCode.ABORTED, "the instance has begun another stream")
 
     def _refuse(self, who: tuple[str, str], why: str) -> None:
-        """A reporter comes back as long as its instance lives."""
+        """Logs a refusal once: a reporter comes back as long as its instance lives."""
         if self._refused.get(who) != why and len(self._refused) < MAX_INSTANCES:
             self._refused[who] = why
             logger.warning("A report of %r is refused: %s", who[0], why)

@@ -35,7 +35,7 @@ class ReportRefused(Exception):
 
 
 class Intake:
-    """Writes `view`. On its event loop."""
+    """Writes `view`, on its event loop."""
 
     def __init__(self, view: View, patience: Patience, clock: Callable[[], float] = time.monotonic) -> None:
         self._view = view
@@ -43,11 +43,11 @@ class Intake:
         self._clock = clock
         self._over: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._deadlines: dict[str, float] = {}
-        """When an instance is gone unless it is heard, by this clock."""
+        """Times by this clock at which instances are gone unless they are heard."""
         self._swept_s = clock()
 
     def metadata(self, metadata: InstanceMetadata) -> None:
-        """Raises ReportRefused."""
+        """Takes metadata. Raises ReportRefused."""
         faults = metadata_faults(metadata)
         if faults:
             raise ReportRefused("; ".join(faults))
@@ -67,7 +67,7 @@ class Intake:
         self.heard(metadata.instance_id)
 
     def status(self, status: InstanceStatus, instance_id: str, incarnation: str, age_s: float = 0.0) -> bool:
-        """False for a status that comes too late, or of an instance that is not there. Raises ReportRefused."""
+        """Takes a status; False for one that is late, or of an instance that is not there. Raises ReportRefused."""
         faults = status_faults(status, instance_id, incarnation)
         if faults:
             raise ReportRefused("; ".join(faults))
@@ -80,19 +80,19 @@ class Intake:
         self._deadlines[instance_id] = self._clock() + self._patience.silent_s
 
     def cut(self, instance_id: str, incarnation: str) -> None:
-        """The connection to this life broke."""
+        """Notes that the connection to this life broke."""
         if self.lives(instance_id, incarnation):
             soon = self._clock() + self._patience.cut_s
             self._deadlines[instance_id] = min(self._deadlines.get(instance_id, soon), soon)
 
     def left(self, instance_id: str, incarnation: str) -> None:
-        """This life is over, by its own word."""
+        """Notes that this life is over, by its own word."""
         self._bury(instance_id, incarnation)
         if self.lives(instance_id, incarnation) or instance_id in self._view.lost:
             self.remove(instance_id)
 
     def remove(self, instance_id: str) -> None:
-        """It is gone; the same life may come back."""
+        """Takes an instance out that is gone; the same life may come back."""
         self._deadlines.pop(instance_id, None)
         if instance_id in self._view:
             logger.info("Instance %s has left", instance_id)
@@ -103,7 +103,7 @@ class Intake:
         return known is not None and known.metadata.incarnation == incarnation
 
     async def keep_sweeping(self) -> None:
-        """While instances can be heard. The time since the last sweep is not held against them."""
+        """Sweeps while instances can be heard. The time since the last sweep is not held against them."""
         self._forgive(self._clock() - self._swept_s)
         self._swept_s = self._clock()
         while True:

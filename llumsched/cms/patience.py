@@ -9,12 +9,12 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """After how many seconds without a word an instance is taken out of the view."""
+    """Seconds without a word after which an instance is taken out of the view."""
 
     silent_s: float = 10.0
-    """Its connection stands, and nothing comes. Ten keep-alives: a process that starves comes back in time."""
+    """Silence while the connection stands. Ten keep-alives: a process that starves comes back in time."""
     cut_s: float = 3.0
-    """Its connection broke (a process that was killed), and no new one was made. Two attempts of a reporter."""
+    """Time after a connection broke (a process that was killed) for a new one. Two attempts of a reporter."""
 
 
 PATIENCE: Final = Patience()

@@ -22,8 +22,8 @@ class CmsUnreachable(LlumletUnreachable):
 
 @asynccontextmanager
 async def look(url: str, credentials: Credentials = NONE, timeout_s: float = LOOK_S) -> AsyncIterator[View]:
-    """Everything that the CMS knows; kept up to date inside `async with`. Raises CmsUnreachable, and ValueError for a
-    URL that is none."""
+    """A view of everything that the CMS knows, kept up to date inside `async with`. Raises CmsUnreachable, and
+    ValueError for a URL that is none."""
     store = open_store(url, credentials)
     await store.start()
     try:

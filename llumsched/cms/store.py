@@ -57,7 +57,7 @@ def store_faults(url: str) -> list[str]:
 
 
 def name_of(url: str) -> str:
-    """For people: without a password."""
+    """The store's name for people: without a password."""
     return redis_name(url) if url.startswith(REDIS_SCHEMES) else url
 
 
@@ -86,7 +86,7 @@ def open_store(
 
 
 def _listen_address(url: str) -> tuple[str, int]:
-    """Port 0 takes a free one."""
+    """Host and port; port 0 takes a free one."""
     text = url.removeprefix(LISTEN)
     if text.endswith(":0"):
         return Address.parse(text[:-1] + "1").host, 0

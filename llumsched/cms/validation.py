@@ -17,10 +17,10 @@ from llumlet.protocol.infer_type import InferType
 from llumlet.types import InstanceMetadata, InstanceStatus
 
 MAX_ID_CHARACTERS: Final = 256
-"""Of an instance or a life: they are keys, labels of metrics, and logged."""
+"""Limit of an id of an instance or a life: they are keys, labels of metrics, and logged."""
 MAX_TEXT_CHARACTERS: Final = 4096
 MAX_LIST: Final = 4096
-"""Requests in each list of an instance, and names that it serves."""
+"""Limit of the requests in each list of an instance, and of the names that it serves."""
 MAX_REPORT_BYTES: Final = 2 << 20
 
 _FLOATS = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
@@ -67,7 +67,7 @@ def metadata_faults(metadata: InstanceMetadata) -> list[str]:
 
 
 def status_faults(status: InstanceStatus, instance_id: str, incarnation: str) -> list[str]:
-    """Of a status that came as one of this instance's life."""
+    """Faults of a status that came as one of this instance's life."""
     faults = []
     if status.instance_id != instance_id:
         faults.append(f"instance_id {status.instance_id[:MAX_ID_CHARACTERS]!r} is not that of the metadata")

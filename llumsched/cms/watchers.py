@@ -15,7 +15,7 @@ from llumsched.cluster.view import View
 from llumsched.cms.intake import MAX_INSTANCES
 
 BEAT_S: Final = 1.0
-"""A watcher that is told nothing is told so: `complete` again."""
+"""Time after which a watcher that is told nothing is told so: `complete` again."""
 _MAX_PENDING: Final = 2 * MAX_INSTANCES
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several commands have."""
+"""Arguments that several commands have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llumlet.kinds import MARK
 from llumlet.settings import Group
 
 OPTIONS: Final = Group("", unit="")
-"""Not in a group of their own in `--help`."""
+"""Options that are not in a group of their own in `--help`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ interrupted; a SIGTERM to the instance then ends it at once.
 With --json: an object per event, `"event"` is progress, summary or error, the summary last."""
 
 _GRACE_SECONDS = 15.0
-"""Beyond the instance's own limit: after that it does not answer."""
+"""Time beyond the instance's own limit after which it is held not to answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,9 @@ SETTINGS: Final = (Options, instances.Cms, Output)
 @dataclass(frozen=True, slots=True)
 class Drain:
     places: instances.Places
-    """The instance, then the destinations."""
+    """Places of the instance, then of the destinations."""
     timeout_s: float | None
-    """None: the instance's own."""
+    """Limit; None: the instance's own."""
     as_json: bool
 
 

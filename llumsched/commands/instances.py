@@ -22,10 +22,10 @@ CMS_VARIABLE: Final = "LLUMNIX_CMS"
 
 T = TypeVar("T")
 INSTANCE: Final = "INSTANCE"
-"""In place of a flag, for the positional argument."""
+"""Word in place of a flag, for the positional argument."""
 
 Place = Address | str
-"""A string is the id of an instance."""
+"""An instance's address, or its id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Named:
 
 
 def cms_of(reading: Reading) -> str:
-    """The URL, or an empty string."""
+    """The URL of `--cms`, or an empty string."""
     url = reading.make(Cms).cms
     if url.startswith(LISTEN):
         reading.faults.append("--cms: a command does not listen; name the CMS as HOST:PORT or redis://HOST:PORT")
@@ -65,13 +65,13 @@ def cms_of(reading: Reading) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Each once; none are all that the CMS knows. `cms`: its URL, or empty."""
+    """Instances, each once; without any, all that the CMS knows. `cms`: its URL, or empty."""
 
     places: Sequence[Place]
     cms: str
 
     async def ask(self, question: Callable[[LlumletClient], Awaitable[T]], credentials: Credentials) -> list[Answer[T]]:
-        """The answers of all; one without an address if the CMS does not say where they are."""
+        """The answers of all instances; one without an address if the CMS does not say where they are."""
         try:
             addresses = await self.resolve(credentials)
         except CmsUnreachable as failure:
@@ -79,7 +79,7 @@ class Places:
         return await ask_all(addresses, question, credentials)
 
     async def resolve(self, credentials: Credentials) -> list[Address]:
-        """Where their llumlets listen, in their order. Raises CmsUnreachable if the CMS cannot be asked, or does not
+        """Addresses of their llumlets, in their order. Raises CmsUnreachable if the CMS cannot be asked, or does not
         know an id."""
         if self.places and all(isinstance(each, Address) for each in self.places):
             return [each for each in self.places if isinstance(each, Address)]
@@ -95,7 +95,7 @@ class Places:
 
 
 def named(reading: Reading) -> Places:
-    """What `Named` was given."""
+    """Places that `Named` was given."""
     given, cms = reading.make(Named), cms_of(reading)
     texts = [(INSTANCE, text) for text in given.instances]
     texts += [("--llumlet", text) for text in words(given.llumlet)]
@@ -105,7 +105,7 @@ def named(reading: Reading) -> Places:
 
 
 def places(reading: Reading, texts: Iterable[tuple[str, str]], cms: str) -> Places:
-    """`texts`: flag, and address or id. Without a CMS only addresses are places."""
+    """The places that texts name. `texts`: flag, and address or id. Without a CMS only addresses are places."""
     found: dict[Place, None] = {}
     for flag, text in texts:
         try:
@@ -120,5 +120,5 @@ def places(reading: Reading, texts: Iterable[tuple[str, str]], cms: str) -> Plac
 
 
 def words(arguments: Iterable[str]) -> list[str]:
-    """Of a repeatable argument with commas."""
+    """The values of a repeatable argument with commas."""
     return [text for argument in arguments for text in argument.split(",")]

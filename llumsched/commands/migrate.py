@@ -78,9 +78,9 @@ SETTINGS: Final = (Options, instances.Cms, selection.Selection, Output)
 @dataclass(frozen=True, slots=True)
 class Migration:
     ends: instances.Places
-    """Source and destination."""
+    """Places of source and destination."""
     request: MigrateRequest
-    """Without the ends, and what `request_ids` mean."""
+    """The call without the ends, and without what `request_ids` mean."""
     request_ids: tuple[str, ...]
     timeout_s: float
     as_json: bool

@@ -68,7 +68,7 @@ def run(prepared: tuple[str, Http, Config], credentials: Credentials) -> int:
 
 
 async def _serve(cms: str, http: Http, config: Config, credentials: Credentials) -> None:
-    """Until SIGTERM or SIGINT."""
+    """Serves until SIGTERM or SIGINT."""
     from llumsched.rescheduling import process
 
     ended = asyncio.Event()

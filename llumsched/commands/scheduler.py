@@ -77,7 +77,7 @@ def _load(infer_type: str) -> LoadOverride:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """The mode, the policy, and what is said instead of it. None: as the policy has it."""
+    """The mode, the policy, and what is said instead of it; None is what the policy says."""
 
     full_mode: bool = _dispatch.setting(
         True,
@@ -112,7 +112,7 @@ class Dispatch:
         return Mode.FULL if self.full_mode else Mode.LITE
 
     def load_policy(self, *, is_rescheduled: bool) -> Policy:
-        """Raises PolicyError."""
+        """The policy, with what was said instead. Raises PolicyError."""
         loads: dict[InferType, LoadOverride] = {each: getattr(self, each) for each in InferType}
         overrides = Overrides(
             {each: load.metric for each, load in loads.items() if load.metric is not None},
@@ -165,7 +165,7 @@ class CmsSettings:
 
     @property
     def urls(self) -> dict[str, str]:
-        """By the flag that names it."""
+        """URLs of stores, by the flag that names one."""
         found = {"--cms": self.cms, "--cms-listen": self.cms_listen and LISTEN + self.cms_listen}
         found["--cms-redis-host"] = self.cms_redis_host and self._redis_url()
         return {flag: url for flag, url in found.items() if url}
@@ -251,7 +251,7 @@ def run(config: process.SchedulerConfig, credentials: Credentials) -> int:
 
 
 async def _serve(config: process.SchedulerConfig) -> None:
-    """Until SIGTERM or SIGINT."""
+    """Serves until SIGTERM or SIGINT."""
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)

@@ -31,7 +31,7 @@ and OUT are moves now. With --json: one object per --interval, with the CMS's vi
 --once one of them, and exit code 4 if the CMS was not reached."""
 
 FIRST_S = 5.0
-"""How long --once waits for the CMS and the scheduler."""
+"""Time for which --once waits for the CMS and the scheduler."""
 NUM_MOVES = 20
 
 

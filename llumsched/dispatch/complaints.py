@@ -21,16 +21,16 @@ from llumsched.cluster.instance import Instance
 _MOST_GATEWAYS: Final = 10_000
 _MOST_REFUSED: Final = 0.5
 _OF_THE_WAY: Final = frozenset((Cause.UNREACHABLE, Cause.SILENCE))
-"""They may be the network's fault, or the gateway's."""
+"""Causes that may be the network's fault, or the gateway's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Complaint:
     cause: Cause
     why: str
-    """For people."""
+    """The reason, for people."""
     since_s: float
-    """By the clock of `Complaints`."""
+    """The beginning, by the clock of `Complaints`."""
 
 
 @dataclass(slots=True)
@@ -40,14 +40,14 @@ class _Gateway:
 
 
 class Complaints:
-    """Observes a view. One event loop; `clock` in seconds, monotonic."""
+    """Weighs complaints. Observes a view, on one event loop; `clock` in seconds, monotonic."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._gateways: dict[str, _Gateway] = {}
         self._addresses: dict[str, Address] = {}
         self._ids: defaultdict[Address, set[str]] = defaultdict(set)
-        """Of the instances behind an API server: several, if it has data-parallel ranks."""
+        """Ids of the instances behind an API server: several, if it has data-parallel ranks."""
         self._refused: dict[str, Mapping[str, str]] = {}
         """Answers of `of`, while nothing changes; "" is any gateway that has not said anything."""
         self._valid_until_s = float("inf")
@@ -55,7 +55,7 @@ class Complaints:
     # From gateways
 
     def complain(self, gateway_id: str, complaints: Mapping[Address, Complaint], ttl_s: float) -> None:
-        """All that this gateway complains of now; what it said before is void, and this is after `ttl_s`."""
+        """Takes all that this gateway complains of now; what it said before is void, and this is after `ttl_s`."""
         known = self._gateways.pop(gateway_id, None)
         if len(self._gateways) >= _MOST_GATEWAYS:
             del self._gateways[next(iter(self._gateways))]
@@ -88,11 +88,11 @@ class Complaints:
     # For decisions
 
     def ids_at(self, address: Address) -> frozenset[str]:
-        """Of the instances whose API server it is."""
+        """Ids of the instances whose API server it is."""
         return frozenset(self._ids.get(address, ()))
 
     def of(self, gateway_id: str) -> Mapping[str, str]:
-        """Why not, by instance id, for those to which this gateway's requests are not sent."""
+        """Instances to which this gateway's requests are not sent, by id, and why not."""
         if not self._gateways:
             return {}
         if self._clock() >= self._valid_until_s:

@@ -41,7 +41,7 @@ class NotPlacedKind(StrEnum):
     CMS_NOT_AVAILABLE = "cms_not_available"
     """Nothing is known of any instance, and the store cannot be reached."""
     PROMPT_TOO_LONG = "prompt_too_long"
-    """For every instance that serves the model."""
+    """No instance that serves the model can hold the prompt."""
     WARMING = "warming"
     """Not enough is known yet to choose."""
 
@@ -75,7 +75,7 @@ class Assignment:
 
 
 class Dispatcher:
-    """One event loop. Decisions are made one after the other: each sees what the ones before it placed."""
+    """Places requests, on one event loop, one after the other: each decision sees what those before it placed."""
 
     def __init__(
         self,
@@ -88,19 +88,19 @@ class Dispatcher:
         warms_up_s: float = 0.0,
         providers: Sequence[RequestProvider] = (),
     ) -> None:
-        """`warms_up_s`: how long no instance must have come before it chooses among those that have. `providers`: of
+        """`warms_up_s`: how long no instance must have come before one is chosen among those that have. `providers`: of
         columns beside those of the table, asked for each request."""
         self.view, self.policy, self.ledger = view, policy, ledger
         self._staleness_s = policy.staleness_s
         self.table = standard_table(ledger.in_flight)
         self._providers = providers
         self._lost: tuple[tuple[Instance, ...], Snapshot | None] = (), None
-        """Instances, and their columns."""
+        """Lost instances, and their columns."""
         self._clock = clock
         self._random = draw or random.Random()
         self._last: OrderedDict[tuple[InferType, str], str] = OrderedDict()
         self._placed: OrderedDict[tuple[str, str], tuple[float, frozenset[str]]] = OrderedDict()
-        """Where a gateway's request went lately: a second try goes elsewhere, if there is an elsewhere."""
+        """Instances that a gateway's request went to lately: a second try goes elsewhere, if there is an elsewhere."""
         self.complaints = Complaints(clock)
         self.warmth = Warmth(clock, warms_up_s)
         observers = [one for one in providers if isinstance(one, Observer)]
@@ -132,7 +132,7 @@ class Dispatcher:
     def decide(
         self, request: Request, stages: tuple[InferType, ...] = (InferType.NEUTRAL,), gateway_id: str = ""
     ) -> Mapping[InferType, Decision]:
-        """What `schedule` would choose now. Changes nothing. Raises NotPlaced for what no run can tell."""
+        """The decisions that `schedule` would make now. Changes nothing. Raises NotPlaced for what no run can tell."""
         if not self.view and not self.view.connected:
             raise NotPlaced(NotPlacedKind.CMS_NOT_AVAILABLE, "cms not available")
         context = Context(
@@ -170,7 +170,7 @@ class Dispatcher:
         return f"warming: {len(self.view)} instances are known so far"
 
     def release(self, request_id: str, instance_ids: Collection[str], gateway_id: str = "") -> None:
-        """It did not get there, or it is over there. Idempotent."""
+        """Takes back a request that did not get there, or is over there. Idempotent."""
         self.ledger.released(request_id, instance_ids, gateway_id)
 
     def _with_earlier_tries(self, request: Request, gateway_id: str) -> Request:
@@ -200,7 +200,7 @@ class Dispatcher:
             self._placed.popitem(last=False)
 
     def _not_placed(self, decision: Decision) -> NotPlaced:
-        """The first of the filters that leaves nobody says why."""
+        """The reason: the first of the filters that leaves nobody gives it."""
         request, infer_type = decision.candidates.context.request, decision.stage.infer_type
         masks = {one.name: mask for one, mask in decision.screening.refused}
         wrong_model, wrong_type = masks[f.ModelFilter.name], masks[f.InferTypeFilter.name]

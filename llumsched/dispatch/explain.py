@@ -13,7 +13,7 @@ from llumsched.policy.pipeline import Decision
 
 
 def explain(decision: Decision) -> dict[str, Any]:
-    """As JSON, instances by id. The candidates must not have changed since the run."""
+    """A decision as JSON, instances by id. The candidates must not have changed since the run."""
     stage, candidates = decision.stage, decision.candidates
     columns = {metric.name: candidates.values(metric) for metric in stage.metrics}
     ages_s, cluster = candidates["age_s"], candidates.cluster
@@ -44,7 +44,7 @@ def explain(decision: Decision) -> dict[str, Any]:
 
 
 def _reasons(decision: Decision) -> list[list[dict[str, Any]]]:
-    """By row. `skipped`: not held against the instance, in a fallback pass."""
+    """Refusals by row. `skipped`: not held against the instance, in a fallback pass."""
     candidates, screening = decision.candidates, decision.screening
     found: list[list[dict[str, Any]]] = [[] for _ in range(len(candidates))]
     for one, mask in screening.refused:
@@ -58,5 +58,5 @@ def _reasons(decision: Decision) -> list[list[dict[str, Any]]]:
 
 
 def number(value: float) -> float | str:
-    """JSON knows no infinity."""
+    """A number for JSON, which knows no infinity."""
     return round(float(value), 6) if math.isfinite(value) else str(float(value))

@@ -14,13 +14,13 @@ from typing import Final
 from llumsched.cluster.instance import Instance
 
 QUIET_S: Final = 2.0
-"""Without a new instance. Reporters connect again after at most three seconds, most of them within one."""
+"""Time without a new instance. Reporters connect again after at most three seconds, most of them within one."""
 _MOST_S: Final = 15.0
-"""A fleet that grows all the time is placed all the same."""
+"""Time after which a fleet that grows all the time is warm all the same."""
 
 
 class Warmth:
-    """Observes a view. `clock`: monotonic seconds. `quiet_s` 0: always warm."""
+    """Tells warm from cold. Observes a view. `clock`: monotonic seconds. `quiet_s` 0: always warm."""
 
     def __init__(self, clock: Callable[[], float], quiet_s: float = QUIET_S) -> None:
         self._clock = clock

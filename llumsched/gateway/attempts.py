@@ -41,14 +41,14 @@ class _Doubted(Exception):
 
 
 def _is_event_stream(answer: Connection) -> bool:
-    """One that can be read: engines do not compress, but something between may."""
+    """Whether events can be read: engines do not compress, but something between may."""
     return answer.headers.get("Content-Type", "").startswith("text/event-stream") and (
         "Content-Encoding" not in answer.headers
     )
 
 
 class Attempts(ABC):
-    """`run` once."""
+    """The attempts at one request; to `run` once."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Attempts(ABC):
         is_engines_work: bool = True,
         pardoned: frozenset[int] = frozenset(),
     ) -> None:
-        """The last two are `Tried`'s."""
+        """`is_engines_work` and `pardoned` are `Tried`'s."""
         self._services = services
         self._is_engines_work = is_engines_work
         self._config = services.config
@@ -82,16 +82,16 @@ class Attempts(ABC):
         )
         self._case = self._tried.case
         self._pause_s = 0.0
-        """Before the next attempt."""
+        """Wait before the next attempt."""
         self._out: web.StreamResponse | None = None
-        """Once the client has got the head of a stream."""
+        """The stream's response, once the client has got its head."""
         self._has_begun = False
-        """The client has got an event of a stream: no other instance can begin it anew."""
+        """Whether the client has got an event of a stream: no other instance can begin it anew."""
         self._streaming: tuple[Connection, Call] | None = None
         """An engine's event stream that is handed on."""
         self._kept_alive_s = 0.0
         self._is_delivered = False
-        """The client was sent the last event of its stream."""
+        """Whether the client was sent the last event of its stream."""
 
     # What differs
 
@@ -101,33 +101,33 @@ class Attempts(ABC):
 
     @abstractmethod
     async def _interrupted(self, lost: StreamLost, backend: Backend) -> web.StreamResponse | None:
-        """A stream was lost of which the client has the beginning: how it ends; None if it can go on elsewhere."""
+        """How a stream ends that was lost when the client had its beginning; None if it can go on elsewhere."""
 
     @abstractmethod
     def _last_words(self, error: GatewayError) -> bytes:
-        """With which a stream ends that has begun: the client sees an error, and that it is the end."""
+        """The end of a stream that has begun: the client sees an error, and that it is the end."""
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and output, so far."""
+        """Tokens of prompt and output so far."""
         return self._record.num_input_tokens
 
     @property
     def _num_prompt_tokens(self) -> int:
-        """That an engine gets as its prompt."""
+        """Tokens that an engine gets as its prompt."""
         return self._num_counted
 
     async def _prepare(self, placed: Placed) -> None:
-        """Before the request is sent."""
+        """Called before the request is sent."""
         return
 
     def _answered(self, body: bytes, backend: Backend) -> None:
-        """In one piece."""
+        """Called with an answer in one piece."""
         num_input, self._record.num_output_tokens = sse.usage_of(body)
         self._record.num_input_tokens = num_input or self._record.num_input_tokens
 
     def _count_output(self) -> None:
-        """The stream is over, or this part of it."""
+        """Called when the stream is over, or this part of it."""
         return
 
     def _is_doubtful(self, status: int, backend: Backend) -> bool:
@@ -138,7 +138,7 @@ class Attempts(ABC):
         self._record.num_retries += 1
 
     def _failed_for_good(self) -> None:
-        """A stream that had begun."""
+        """Called when a stream that had begun has failed."""
         return
 
     # What does not
@@ -273,8 +273,8 @@ class Attempts(ABC):
         return self._out
 
     async def keep_alive(self, since_s: float, now_s: float) -> None:
-        """A comment for a client whose stream has been silent since then. Chunks are whole events, so that it stands
-        between two. It waits for nothing: where something waits to be taken there is no need of it."""
+        """Writes a comment to a client whose stream has been silent since then. Chunks are whole events, so that it
+        stands between two. It waits for nothing: where something waits to be taken there is no need of it."""
         if self._streaming is None:
             return
         answer, call = self._streaming
@@ -298,7 +298,7 @@ class Attempts(ABC):
         return self._out
 
     def _client_left(self) -> bool:
-        """Whether it had everything: some do not wait for the end of the connection's answer."""
+        """Whether the client that left had everything: some do not wait for the end of the connection's answer."""
         self._count_output()
         self._record.status = self._record.status or (200 if self._is_delivered else CLIENT_GONE)
         return self._is_delivered

@@ -68,7 +68,7 @@ _tokens = Group("tokens", unit="")
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """All times in seconds."""
+    """The settings of a gateway. All times in seconds."""
 
     host: str = _listening.setting("127.0.0.1", kinds.text("HOST"), "to listen at")
     port: int = _listening.setting(8001, kinds.port(), "to listen at; 0: any free one")
@@ -186,7 +186,8 @@ class Config:
         "silence on all its streams that makes an instance hung, healthy or not; twice that if none has begun",
         flag="--engine-stall-time",
     )
-    """If no stream has begun, it is asked for a token then, and is hung if it computes nothing for as long again."""
+    """An instance with no stream begun is asked for a token then, and is hung if it computes nothing for as long
+    again."""
 
     tokenizers: Mapping[str, str] = _tokens.setting(
         {},
@@ -195,7 +196,7 @@ class Config:
         flag="--tokenizer-path",
         aliases=("--tokenizer-name",),
     )
-    """By model; the model "" is any other."""
+    """Tokenizers by model; the model "" is any other."""
     chat_template: str = _tokens.setting(
         "", kinds.file(kinds.is_file), "a chat template instead of the tokenizers' own"
     )
@@ -208,12 +209,12 @@ class Config:
 
     @property
     def authorization(self) -> str:
-        """What schedulers are shown; empty: nothing."""
+        """The header that schedulers are shown; empty: nothing."""
         return f"Bearer {self.service_token_of_file}" if self.service_token_of_file else self.service_token
 
     @property
     def asks_https(self) -> bool:
-        """Whether an engine may be."""
+        """Whether an engine may be reached by https."""
         endpoints = self.backend_endpoints
         return self.backend_https or any(isinstance(one, Endpoint) and one.is_tls for one in endpoints)
 
@@ -228,7 +229,7 @@ class Config:
 
 
 def prepare(reading: Reading) -> Config:
-    """Adds what contradicts itself to the faults."""
+    """The settings of a gateway; what contradicts itself is added to the faults."""
     config = reading.make(Config)
     for check in (_endpoints, _workers, _authorities, _certificate, _host, _template, _token):
         reading.check(check, config)

@@ -41,7 +41,7 @@ class Connection(asyncio.Protocol):
         self.status = 0
         self.headers: CIMultiDict[str] = CIMultiDict()
         self.has_answered = False
-        """A byte of the answer to the current request has come."""
+        """Whether a byte of the answer to the current request has come."""
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
         self._raw = b""
@@ -57,14 +57,14 @@ class Connection(asyncio.Protocol):
         self._in_trailers = False
 
     def send(self, request: Content) -> None:
-        """Head and body. The connection is IDLE."""
+        """Writes head and body. The connection is IDLE."""
         assert self.state is ConnectionState.IDLE
         self.state = ConnectionState.HEAD
         self.has_answered = False
         self._transport.writelines(request)
 
     async def head(self) -> None:
-        """Until `status` and `headers` are there. Raises StreamLost."""
+        """Waits until `status` and `headers` are there. Raises StreamLost."""
         while self.state is ConnectionState.HEAD:
             await self._wait()
         if self.state is ConnectionState.CLOSED and not self._parts:
@@ -94,11 +94,11 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_delimited(self) -> bool:
-        """The answer's end is told apart from a connection that is lost."""
+        """Whether the answer's end is told apart from a connection that is lost."""
         return self._is_chunked or self._left is not None
 
     def settle(self) -> bool:
-        """After a request: whether the connection can take another. Otherwise it is closed."""
+        """Whether the connection can take another request after this one. Otherwise it is closed."""
         if self.state is ConnectionState.DONE and self._is_kept and not self._parts:
             self.state = ConnectionState.IDLE
             self.idle_since_s = time.monotonic()
@@ -149,7 +149,7 @@ class Connection(asyncio.Protocol):
             self._wake()
 
     def _take_head(self, data: bytes) -> bytes:
-        """The rest, once the head is whole."""
+        """Bytes after the head, once it is whole."""
         data = self._raw + data
         end = data.find(b"\r\n\r\n")
         if end < 0:

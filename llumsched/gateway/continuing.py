@@ -26,7 +26,7 @@ from llumsched.gateway.services import Received, Services
 from llumsched.gateway.upstream import Call
 
 NO_CONTINUATION_HEADER: Final = "X-Llumnix-Continuation"
-"""With the value `off`: a stream that loses its engine ends with an error."""
+"""Header with whose value `off` a stream that loses its engine ends with an error."""
 
 
 class Continuing(Attempts):
@@ -45,12 +45,12 @@ class Continuing(Attempts):
             self._content = self._body.with_token_ids()
         self._outline: Outline | None = None
         self._max_model_len: int | None = None
-        """Of the engine that was lost."""
+        """Length limit of the engine that was lost, in tokens."""
         self._change: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
 
     @property
     def _is_continuable(self) -> bool:
-        """As far as can be told without reading all of the body: `continuable.outline` has the last word."""
+        """Whether it may go on, as far as the head of its body tells: `continuable.outline` has the last word."""
         head = self._body.head
         return (
             self._config.continuation
@@ -64,7 +64,7 @@ class Continuing(Attempts):
 
     @property
     def num_tokens(self) -> int:
-        """Parts of the answer stand for tokens that are not told."""
+        """Tokens of prompt and answer; parts of the answer stand for tokens that are not told."""
         events = self._events
         num_output = len(self._transcript.token_ids)
         if events is not None:
@@ -171,7 +171,7 @@ class Continuing(Attempts):
         return None
 
     async def _outlined(self) -> Outline:
-        """Raises CannotContinue."""
+        """The outline of the request, made once. Raises CannotContinue."""
         if self._outline is None:
             self._outline = await self._services.tokens.outline(self._body)
         return self._outline

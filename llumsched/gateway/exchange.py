@@ -30,11 +30,11 @@ from llumsched.gateway.request_id import RequestIds
 from llumsched.gateway.services import Received, Services
 
 _LEAST_BYTES: Final = 1024
-"""Of a body, that `client_timeout_s` is for."""
+"""Bytes of a body that `client_timeout_s` is for."""
 _ESTIMATED_BYTES: Final = 1 << 16
-"""Of a longer body that no tokenizer reads only the length counts."""
+"""Length above which only the length of a body counts that no tokenizer reads."""
 _RETRY_SPREAD_S: Final = 3
-"""Who is refused at the same moment is not to come back at the same one."""
+"""Random seconds on top of Retry-After: who is refused at the same moment is not to come back at the same one."""
 _KEPT_ALIVE_AT_ONCE: Final = 100
 
 
@@ -47,7 +47,7 @@ class Exchanges:
         self._access_log = access_log
         self._ids = RequestIds()
         self.idle = asyncio.Event()
-        """Nothing is in flight."""
+        """Set while nothing is in flight."""
         self.idle.set()
 
     async def run(self, request: web.BaseRequest, found: Found) -> web.StreamResponse:
@@ -103,7 +103,7 @@ class Exchanges:
             self._access_log.ended(record)
 
     async def keep_alive(self) -> None:
-        """Looks at all streams, and goes on for ever."""
+        """Looks at all streams again and again, for ever."""
         limit_s = self._config.sse_keepalive_s
         while True:
             await asyncio.sleep(min(1.0, limit_s / 8))
@@ -139,7 +139,7 @@ class Exchanges:
         return estimate.num_tokens(body.document())
 
     async def _attempts(self, received: Received, found: Found) -> Attempts:
-        """Raises UnknownResponse."""
+        """The right kind of attempts for the path. Raises UnknownResponse."""
         if found.path.kind is Kind.CONTINUED:
             return Continuing(self._services, received)
         return Passing(self._services, received, found.path, await self._owner(received, found))

@@ -54,7 +54,7 @@ class Passing(Attempts):
         self._path = path
         self._owner = owner
         self._last = b""
-        """What the client got last of a stream."""
+        """The last events of a stream that the client got."""
         self._usage = (0, 0)
 
     async def _choose(self, asked: Asked) -> Placed:
@@ -68,7 +68,7 @@ class Passing(Attempts):
         return backend is not self._owner and super()._is_doubtful(status, backend)
 
     def _release(self, placed: Placed, *, completed: bool) -> None:
-        """Whatever became of it: engines report such requests under names of their own, or not at all."""
+        """Releases the place as not completed: engines report such requests under names of their own, or not at all."""
         super()._release(placed, completed=False)
 
     def _answered(self, body: bytes, backend: Backend) -> None:
@@ -108,7 +108,7 @@ class Passing(Attempts):
         return await self._end(rest)
 
     def _failed(self, backend: Backend) -> None:
-        """The engine's own error ends the stream."""
+        """Notes an engine's own error, which ended the stream."""
         if sse.is_clients_fault(self._last):
             self._record.status = errors.InvalidRequest.status
             return
@@ -127,7 +127,7 @@ class Passing(Attempts):
                     self._services.stored.remember(event.response.id, placed.backend)
 
     def _moved(self, call: Call) -> None:
-        """Another part has come."""
+        """Notes that another part has come."""
         before_s, is_first = call.moved_s, not self._last
         if not self._is_engines_work:
             call.heard()

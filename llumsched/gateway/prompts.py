@@ -13,18 +13,18 @@ from typing import Any, Final, Protocol
 
 _BYTES_PER_TOKEN: Final = 4
 _TOKENS_AROUND_MESSAGE: Final = 4
-"""Role and delimiters, where there is no chat template to tell."""
+"""Tokens of role and delimiters, where there is no chat template to tell."""
 MOST_ENCODED_CHARACTERS: Final = 1 << 18
-"""A quarter of a second. Of a longer text so much is encoded, and the rest is taken to be like it."""
+"""Characters of which each is encoded: a quarter of a second. The rest of a longer text is taken to be like them."""
 
 
 class Tokenizer(Protocol):
     def encode(self, text: str, *, special: bool = True) -> Sequence[int]:
-        """`special`: with the tokens that the model has around a text."""
+        """Token ids of a text. `special`: with the tokens that the model has around a text."""
         ...
 
     def render(self, chat: Mapping[str, Any], variables: Mapping[str, Any]) -> str | None:
-        """By the model's own template, and `variables` of that; None if these messages cannot be rendered here."""
+        """A chat by the model's own template, and `variables` of that; None if it cannot be rendered here."""
         ...
 
     @property
@@ -59,7 +59,7 @@ def _rendered(tokenizer: Tokenizer, document: Mapping[str, Any]) -> str | None:
 
 
 def _are_variables(given: Any, reserved: frozenset[str]) -> bool:
-    """Scalars, by names that are the template's own: all that a client may tell it."""
+    """Whether these are scalars, by names that are the template's own: all that a client may tell it."""
     return isinstance(given, dict) and all(
         name not in reserved and isinstance(value, str | int | float | bool | None) for name, value in given.items()
     )
@@ -81,12 +81,12 @@ def _text(tokenizer: Tokenizer | None, text: Any) -> int:
 
 
 def of_bytes(num_bytes: int) -> int:
-    """Tokens, as far as can be told by the length alone."""
+    """Tokens, as far as the length alone tells."""
     return -(-num_bytes // _BYTES_PER_TOKEN)
 
 
 def _texts(messages: Any) -> Sequence[str]:
-    """Of messages, in OpenAI's form; what has another form has no texts."""
+    """Texts of messages in OpenAI's form; what has another form has no texts."""
     texts = []
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None

@@ -31,10 +31,10 @@ from llumsched.gateway.scheduler_client import (
 )
 
 COMPLAINT_TTL_S = 15.0
-"""After which a scheduler forgets what a gateway complained of."""
+"""Time after which a scheduler forgets what a gateway complained of."""
 _MOST_WHY_CHARACTERS = 500
 _PREFILL_REPORT_S = 0.02
-"""Requests whose first token comes within so long of each other are reported together."""
+"""Time that reports of first tokens wait for others, to go together."""
 
 
 class Scheduled:
@@ -46,7 +46,7 @@ class Scheduled:
         self.gateway_id = uuid.uuid4().hex
         self.num_waiting = 0
         self._begun: dict[str, tuple[Address, Report]] = {}
-        """What is to be reported soon, by request."""
+        """Reports that go soon, by request."""
 
     async def place(
         self, asked: Asked, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()
@@ -86,7 +86,7 @@ class Scheduled:
     async def _place(
         self, asked: Asked, excluded: Collection[Backend], shunned: Collection[Backend], started_s: float
     ) -> Placed:
-        """Raises NoEndpoint, UnknownModel, NoInstance."""
+        """A place, by whoever can tell one. Raises NoEndpoint, UnknownModel, NoInstance."""
         named = {*excluded, *shunned}
         try:
             placed = await self._scheduled(asked, named, started_s)
@@ -108,7 +108,7 @@ class Scheduled:
         return await self._without_scheduler(asked, excluded, shunned)
 
     async def _scheduled(self, asked: Asked, excluded: Collection[Backend], started_s: float) -> Placed:
-        """Elsewhere than at `excluded`, if the scheduler knows of one."""
+        """A place by the scheduler, elsewhere than at `excluded` if it knows of one."""
         answer = await self._client.schedule(
             SchedulingRequest(
                 asked.id,
@@ -136,13 +136,13 @@ class Scheduled:
         return Placed(asked, backend, answer, waited_s=took_s, dp_rank=rank)
 
     def release(self, placed: Placed, *, completed: bool) -> None:
-        """In full mode the engine's own status tells of what it took: only the rest is released."""
+        """Releases what the engine's own status does not tell of: in full mode that is only what it did not take."""
         if placed.answer is not None and (not completed or not self._config.full_mode):
             self._begun.pop(placed.asked.id, None)
             self._client.release(placed.answer)
 
     def begun(self, placed: Placed) -> None:
-        """Its prompt has been computed."""
+        """Reports soon that a prompt has been computed."""
         if self._config.full_mode or placed.answer is None:
             return
         if not self._begun:
@@ -151,7 +151,7 @@ class Scheduled:
         self._begun[placed.asked.id] = (placed.answer.scheduler, report)
 
     def report_running(self, running: Iterable[tuple[Placed, int]]) -> None:
-        """The requests that run, and how many tokens each has, prompt and output."""
+        """Reports the requests that run, and how many tokens each has, prompt and output."""
         self._send(
             [
                 (placed.answer.scheduler, self._report(placed.asked, placed.answer, num_tokens, "state_update"))
@@ -197,7 +197,7 @@ class Scheduled:
             self._backends.at(address)
 
     async def refusal(self) -> str:
-        """The scheduler's, if it says. Even if it would place requests, one of the instances known is to be well."""
+        """The scheduler's, if it says; even if it would place requests, an instance that is known is to be well."""
         said = await self._client.refusal()
         if said is None or (not said and len(self._backends)):
             return await self._fallback.refusal()

@@ -29,15 +29,15 @@ from llumsched.tls import client_context
 
 _log = logging.getLogger(__name__)
 _AWAY_S: Final = 1.0
-"""After a failure the scheduler is left alone for so long; then one request tries it again."""
+"""Time after a failure for which the scheduler is left alone; then one request tries it again."""
 _RELEASE_TRIES: Final = 3
 _RELEASE_PAUSE_S: Final = 0.5
 _RELEASES_AT_ONCE: Final = 256
 _MOST_RELEASES: Final = 100_000
-"""Waiting to be told: some 30 MB. The scheduler forgets what it is not told by itself, much later."""
+"""Releases that wait to be told: some 30 MB. The scheduler forgets what it is not told by itself, much later."""
 _CLIENT_TIMEOUT_S: Final = 3.0
 _LATE_S: Final = 30.0
-"""An answer to a request for a place may still come for so long after nobody waits for it any more."""
+"""Time for which an answer to a request for a place may still come after nobody waits for it any more."""
 _MOST_ABANDONED: Final = 1000
 _SHORT: Final = aiohttp.ClientTimeout(total=_CLIENT_TIMEOUT_S)
 _READY_S: Final = 1.0
@@ -51,7 +51,7 @@ class SchedulerAway(Exception):
 
 
 class SchedulerWarming(Exception):
-    """It is there, and does not know enough of the cluster yet."""
+    """The scheduler is there, and does not know enough of the cluster yet."""
 
 
 class NoEndpoint(Exception):
@@ -59,9 +59,8 @@ class NoEndpoint(Exception):
 
 
 class NotScheduled(Exception):
-    """The scheduler is there and does not place this one: it knows no instance at all, or none that the prompt fits.
-    An engine will say what is wrong.
-    """
+    """The scheduler is there and does not place this request: it knows no instance at all, or none that the prompt
+    fits. An engine will say what is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ class SchedulerAnswer:
     scheduler: Address
     request: SchedulingRequest
     result: list[LLMInstance]
-    """Not empty."""
+    """Instances; one at least."""
 
 
 class SchedulerClient:
@@ -86,17 +85,17 @@ class SchedulerClient:
         }
         self._in_turn = list(self._schedulers.values())
         self._current = random.randrange(len(self._in_turn)) if self._in_turn else 0
-        """The one that answered last. Gateways begin with different ones."""
+        """Number of the scheduler that answered last. Gateways begin with different ones."""
         self._away_until_s = 0.0
         self.is_away = False
-        """None of them answered."""
+        """Whether none of the schedulers answered."""
         self._abandoned: set[asyncio.Task[tuple[int, bytes]]] = set()
         """Requests for a place that nobody waits for any more."""
         self._refusal: str | None = None
         self._refusal_s = -float("inf")
 
     async def schedule(self, request: SchedulingRequest) -> SchedulerAnswer:
-        """Raises SchedulerAway, SchedulerWarming, NoEndpoint, NotScheduled, UnknownModel."""
+        """The place of a request. Raises SchedulerAway, SchedulerWarming, NoEndpoint, NotScheduled, UnknownModel."""
         now_s = time.monotonic()
         if self.is_away and now_s < self._away_until_s:
             raise SchedulerAway("The scheduler did not answer lately.")
@@ -131,7 +130,7 @@ class SchedulerClient:
         raise SchedulerAway(str(reason))
 
     async def _ask(self, scheduler: _Scheduler, request: SchedulingRequest, body: bytes) -> tuple[int, bytes]:
-        """The place that an answer gives is released if it comes too late, or after the client has left."""
+        """The answer. The place that it gives is released if it comes too late, or after the client has left."""
         limit = aiohttp.ClientTimeout(total=self._timeout_s + _LATE_S, sock_connect=self._timeout_s)
         asking = asyncio.create_task(scheduler.post("/schedule", body, limit))
         try:
@@ -187,20 +186,19 @@ class SchedulerClient:
         return self._refusal
 
     def release(self, placed: SchedulerAnswer) -> None:
-        """Told in the background, in order, three times at most. Reports of it that were not sent yet are void."""
+        """Tells in the background, in order, three times at most. Reports of the request not sent yet are void."""
         request = placed.request
         self._schedulers[placed.scheduler].release(
             SchedulingRequest(request.id, request.model, request.gateway_id, scheduling_result=placed.result)
         )
 
     def report(self, scheduler: Address, reports: Iterable[Report]) -> None:
-        """Told in the background; of a request that waits to be reported, the newest state. Lost if the scheduler is
-        away: the next report tells it again.
-        """
+        """Tells in the background; of a request that waits to be reported, the newest state. Lost if the scheduler is
+        away: the next report tells it again."""
         self._schedulers[scheduler].report(reports)
 
     def complain(self, complaints: Complaining) -> None:
-        """Told to all schedulers in the background, the newest only."""
+        """Tells all schedulers in the background, the newest only."""
         body = encode(complaints)
         for scheduler in self._in_turn:
             scheduler.complain(body)
@@ -216,7 +214,7 @@ class SchedulerClient:
 
 
 class _Scheduler:
-    """One of them. It is told one thing after another: what was said later never arrives earlier."""
+    """One scheduler. It is told one thing after another: what was said later never arrives earlier."""
 
     def __init__(
         self, address: Address, session: aiohttp.ClientSession, headers: dict[str, str], tls: ssl.SSLContext | None
@@ -225,11 +223,11 @@ class _Scheduler:
         self._endpoint = Endpoint(address, is_tls=tls is not None)
         self._request = functools.partial(session.request, headers=headers, ssl=tls or True)
         self._reports: dict[str, dict[str, Report]] = {}
-        """The newest of each kind, by request."""
+        """Newest report of each kind, by request."""
         self._releases: deque[bytes] = deque()
         self._num_dropped = 0
         self._complaints = b""
-        """The newest that were not told yet."""
+        """Newest complaints, until they are told."""
         self._telling: asyncio.Task[None] | None = None
 
     async def post(self, path: str, body: bytes, limit: aiohttp.ClientTimeout) -> tuple[int, bytes]:
@@ -283,7 +281,7 @@ class _Scheduler:
             self._num_dropped = 0
 
     async def _say(self, path: str, body: bytes) -> None:
-        """Lost if the scheduler is away: it is said again."""
+        """Tells once, and lets it be lost if the scheduler is away: it is said again."""
         try:
             await self.post(path, body, _SHORT)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -307,7 +305,7 @@ class _Scheduler:
 
 
 def _result(scheduler: Address, status: int, text: bytes) -> list[LLMInstance]:
-    """Raises SchedulerAway, SchedulerWarming, NoEndpoint, NotScheduled, UnknownModel."""
+    """The place in an answer. Raises SchedulerAway, SchedulerWarming, NoEndpoint, NotScheduled, UnknownModel."""
     if status == 503 and text.startswith(_WARMING):
         raise SchedulerWarming(text.decode(errors="replace"))
     if status == 429:

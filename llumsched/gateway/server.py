@@ -41,13 +41,13 @@ from llumsched.gateway.watch import Watch
 
 _log = logging.getLogger(__name__)
 _MODELS_S: Final = 3.0
-"""All instances are asked for their models, for those who want to know them, no more often."""
+"""Least time between two rounds that ask all instances for their models, for those who want to know them."""
 _FIRST_MODELS_S: Final = 1.0
-"""While none is known."""
+"""Least time between such rounds while no model is known."""
 _REFUSALS: Final = {Kind.REFUSED: Forbidden, Kind.CANNOT_PASS: CannotPass}
 _BACKLOG = 1024
 _LOOK_S = 0.25
-"""Between two looks at which instances are avoided."""
+"""Time between two looks at which instances are avoided."""
 
 
 class Gateway:
@@ -125,7 +125,7 @@ class Gateway:
         return self
 
     def leave(self) -> None:
-        """From now on it says that it is not ready, and that connections end with their answers. It goes on serving."""
+        """Has the gateway say that it is not ready, and connections end with their answers. It goes on serving."""
         self._server.is_leaving = True
 
     async def __aexit__(self, *_: object) -> None:
@@ -237,7 +237,7 @@ def _json(status: int, document: object) -> web.Response:
 
 
 def _listen(host: str, port: int, *, shared: bool) -> socket.socket:
-    """Bound, not yet listening. `shared`: other processes bind the same port."""
+    """A socket that is bound, not yet listening. `shared`: other processes bind the same port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

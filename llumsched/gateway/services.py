@@ -30,12 +30,12 @@ class Received:
     body: Body
     record: Record
     own_id: str
-    """Under which engine and scheduler know it."""
+    """The id under which engine and scheduler know the request."""
     started_s: float
     num_tokens: int
-    """Of its prompt; 0 if nobody asks for that."""
+    """Tokens of its prompt; 0 if nobody asks for that."""
     headers: RawHeaders
-    """For the engine."""
+    """Headers for the engine."""
 
     @property
     def target(self) -> str:
@@ -49,7 +49,7 @@ class Running(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and answer so far."""
+        """Tokens of prompt and answer so far."""
         ...
 
     async def keep_alive(self, since_s: float, now_s: float) -> None:

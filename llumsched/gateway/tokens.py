@@ -18,19 +18,19 @@ from llumsched.gateway.frames import Job, Task
 from llumsched.gateway.reading import Readers, Unavailable
 
 _READ_HERE_BYTES: Final = 1 << 20
-"""5 ms at most; of a larger body not even the few fields that route it are read here."""
+"""Longest body that is read here, 5 ms at most; of a larger one not even the few fields that route it are."""
 _COUNTED_HERE_BYTES: Final = 1 << 16
-"""4 ms at most, by length."""
+"""Longest body that is counted here by its length, 4 ms at most."""
 _MEMORY_BYTES: Final = 1 << 30
 _READ_BYTES_PER_S: Final = 16 << 20
 _WAIT_S: Final = 0.1
-"""For a process to be free, of a request that can be estimated at once."""
+"""Wait for a process to be free, of a request that can be estimated at once."""
 _LONG_WAIT_S: Final = 5.0
-"""Of one that cannot."""
+"""Wait of a request that cannot be estimated at once."""
 
 
 class TokenCounter:
-    """`cpu_s`: time of a processor that one count may take."""
+    """Reads and counts. `cpu_s`: time of a processor that one count may take."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class TokenCounter:
         self._readers = Readers(dict(tokenizers), chat_template, num_processes, _MEMORY_BYTES)
 
     async def start(self) -> None:
-        """Raises ValueError for a tokenizer that is not there."""
+        """Starts the processes. Raises ValueError for a tokenizer that is not there."""
         if self._models:
             await self._readers.start()
 
@@ -53,7 +53,7 @@ class TokenCounter:
         await self._readers.close()
 
     async def read(self, content: bytes | bytearray) -> Body:
-        """Raises InvalidRequest for what no engine could take, Overloaded if it cannot be read now."""
+        """A body. Raises InvalidRequest for what no engine could take, Overloaded if it cannot be read now."""
         if len(content) <= _READ_HERE_BYTES:
             return Body.read(content)
         try:
@@ -66,7 +66,7 @@ class TokenCounter:
         return Body(content, answer.head)
 
     async def outline(self, body: Body) -> Outline:
-        """Raises CannotContinue."""
+        """The outline of a body. Raises CannotContinue."""
         if len(body.content) <= _COUNTED_HERE_BYTES:
             try:
                 return outline(body.document())

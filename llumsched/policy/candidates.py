@@ -15,7 +15,7 @@ from llumsched.cluster.request import Request
 from llumsched.policy.metrics import Metric
 
 OF_DECISION: Final = ("prompt_num_tokens", "age_s")
-"""Columns that every decision has beside those of the cluster: of the request, and the seconds since an instance's last
+"""Columns that every decision has beside those of the cluster: the request's, and seconds since an instance's last
 report."""
 
 
@@ -24,17 +24,17 @@ class Context:
     """What a decision is made with, the same for all instances."""
 
     now_s: float
-    """By the clock of the view. While its store is lost, the time at which it was: instances do not grow stale
+    """The time by the view's clock; while its store is lost, the time at which it was: instances do not grow stale
     because the store does not tell of them."""
     request: Request = field(default_factory=Request)
     complaints: Mapping[str, str] = field(default_factory=dict)
-    """Of the gateway that asks: why not, by instance id."""
+    """Complaints of the gateway that asks, by instance id: why not."""
     lost: Columns | None = None
     """Instances that went without a word a while ago. They are no candidates; others may share their domain."""
 
 
 class Candidates:
-    """`Columns`, each computed at most once. Void when the cluster changes."""
+    """The `Columns` of one decision, each computed at most once. Void when the cluster changes."""
 
     def __init__(self, cluster: Cluster, context: Context, providers: Sequence[RequestProvider] = ()) -> None:
         self.cluster, self.context = cluster, context
@@ -70,7 +70,7 @@ class Candidates:
         return self.cluster["reported"] > 0
 
     def values(self, metric: Metric) -> Values:
-        """By row; never NaN."""
+        """Values of a metric by row; never NaN."""
         known = self._values.get(metric.name)
         if known is None:
             known = self._values[metric.name] = metric.values(self)

@@ -26,7 +26,7 @@ class Mode(StrEnum):
     FULL = "full"
     """Instances report their status to a CMS."""
     LITE = "lite"
-    """They do not; load is what was sent to them."""
+    """Instances report nothing; load is what was sent to them."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Overrides:
     """What flags say instead of the policy. None and what is not there leave it as it is."""
 
     metrics: Mapping[InferType, str] = field(default_factory=dict)
-    """Instead of the first metric, in the selector and in the filters that have a threshold for it."""
+    """Metrics in place of the first one, in the selector and in the filters that have a threshold for it."""
     thresholds: Mapping[InferType, float] = field(default_factory=dict)
     top_k: int | None = None
     failover_domain: str | None = None
     staleness_s: float | None = None
     optional: frozenset[str] = frozenset()
-    """Names of fields above that are for others too. Of the rest, what finds nothing to override is a fault."""
+    """Names of fields above that others use, too. A value of the rest that finds nothing to override is a fault."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def load_policy(name: str, mode: Mode, overrides: Overrides | None = None) -> Po
 
 
 def parse_policy(text: str, source: str, mode: Mode, overrides: Overrides) -> Policy:
-    """Raises PolicyError."""
+    """The policy of a text. Raises PolicyError."""
     return _policy(parse_yaml(text, source), source, mode, overrides)
 
 
@@ -95,10 +95,10 @@ class _DispatchReader(Reader):
         super().__init__(source, document)
         self._mode, self._overrides = mode, overrides
         self._overridden: set[str] = set()
-        """Fields of the overrides, those by infer type with it."""
+        """Fields of the overrides that were used, those by infer type with it."""
 
     def policy(self) -> Policy:
-        """Not to be used if there are faults."""
+        """The policy; not to be used if there are faults."""
         return Policy(self.name, self._mode, self._stages(self.document.get(self._mode)) if self.document else {})
 
     def _stages(self, sections: Any) -> dict[InferType, Stage]:
@@ -169,7 +169,7 @@ class _DispatchReader(Reader):
         return made
 
     def _instead(self, name: str) -> dict[str, Any]:
-        """What an override sets in a filter or a selector."""
+        """Settings that an override changes in a filter or a selector."""
         if name not in _SETTINGS:
             return {}
         field_name, setting = _SETTINGS[name]
@@ -178,7 +178,7 @@ class _DispatchReader(Reader):
         return {} if value is None else {setting: value}
 
     def _all_overridden(self) -> None:
-        """Who gives a flag that changes nothing meant something by it."""
+        """Faults of overrides that found nothing: who gives a flag that changes nothing meant something by it."""
         for infer_type, metric in self._overrides.metrics.items():
             if f"metrics {infer_type}" not in self._overridden:
                 self.fault(f"{self._mode}.{infer_type}", f"uses no metric that {metric!r} could take the place of")

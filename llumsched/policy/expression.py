@@ -25,7 +25,7 @@ class ExpressionError(ValueError):
 
 
 class Expression:
-    """A value: two of the same text are equal."""
+    """A formula. It is a value: two of the same text are equal."""
 
     def __init__(self, text: str) -> None:
         """Raises ExpressionError."""
@@ -41,18 +41,18 @@ class Expression:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise ExpressionError(f"{self.text!r} is no formula: {getattr(error, 'msg', error)}") from None
         self.names = frozenset(compiler.names)
-        """Of the columns that it reads."""
+        """Names of the columns that it reads."""
         code = compile(ast.fix_missing_locations(ast.Expression(body)), "<expression>", "eval")
         self._evaluate: Callable[[Mapping[str, Any]], Any] = functools.partial(eval, code, _FUNCTIONS)
 
     def of(self, value_of: Callable[[str], Any]) -> Any:
-        """`value_of` gives arrays of one length or single numbers by name. An array, or a single number."""
+        """The result: an array, or a single number. `value_of` gives arrays of one length or single numbers by name."""
         values = {name: value_of(name) for name in self.names}
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             return self._evaluate(values)
 
     def with_names(self, formulas: Mapping[str, Expression]) -> Expression:
-        """The same with other formulas in the place of their names. Raises ExpressionError if it becomes too long."""
+        """A formula with others in the place of their names. Raises ExpressionError if it becomes too long."""
         if not self.names & formulas.keys():
             return self
         tree = _Replacing(formulas).visit(ast.parse(self.text, mode="eval"))
@@ -104,7 +104,7 @@ class _Compiler(ast.NodeVisitor):
         return ast.BinOp(left, node.op, right)
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
-        """A chain is the conjunction of its parts."""
+        """A chain of comparisons as the conjunction of its parts."""
         sides = [self.visit(side) for side in (node.left, *node.comparators)]
         parts: list[ast.expr] = []
         for left, operator, right in zip(sides, node.ops, sides[1:], strict=False):

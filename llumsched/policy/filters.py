@@ -63,7 +63,7 @@ class GroupFilter(Protocol):
 
 
 def filter_fault(value: object) -> str | None:
-    """Why it is no `Filter` and no `GroupFilter` either; None if it is one."""
+    """Why a value is no `Filter` and no `GroupFilter` either; None if it is one."""
     if isinstance(value, Filter | GroupFilter):
         return None
     group = hasattr(value, "refuse_among")

@@ -30,18 +30,18 @@ _raised: set[str] = set()
 class Metric:
     name: str
     of: Expression | Callable[[Columns], Values]
-    """For all rows at a time; a function may return a single number. May be an infinity; not a number is as bad as can
-    be, and so is an exception. Before an instance's first status all of that is zero."""
+    """The formula, for all rows at a time; a function may return a single number. May be an infinity; not a number is
+    as bad as can be, and so is an exception. Before an instance's first status all of that is zero."""
     less_is_better: bool = True
     is_share: bool = False
-    """1 is a full instance. Other metrics are compared with the greatest value there is."""
+    """Whether 1 is a full instance. Other metrics are compared with the greatest value there is."""
     lite: bool = False
-    """Needs nothing of the instance's status: what the scheduler sent there says it."""
+    """Whether it needs nothing of the instance's status: what the scheduler sent there says it."""
     full: bool = True
-    """Means something beside a status."""
+    """Whether it means something beside a status."""
 
     def values(self, columns: Columns) -> Values:
-        """By row, for comparing: never NaN. Whoever asks goes on without the values of a metric that raises."""
+        """Values by row, for comparing: never NaN. Whoever asks goes on without the values of a metric that raises."""
         try:
             if isinstance(self.of, Expression):
                 raw = self.of.of(columns.__getitem__)
@@ -58,7 +58,7 @@ class Metric:
         return np.where(unknown, self.worst, values) if unknown.any() else values
 
     def at(self, columns: Columns, row: int, weight: Mapping[str, float] | None = None) -> float:
-        """The value of one instance; as it would be if `weight` were added to its columns."""
+        """The value of one instance, or what it would be if `weight` were added to its columns."""
         if not isinstance(self.of, Expression):
             return float(self.values(_OneRow(columns, row, weight or {}))[0])
         value = float(self.of.of(lambda name: _number(columns, row, weight or {}, name)))
@@ -74,7 +74,7 @@ class Metric:
         return math.inf if self.less_is_better else -math.inf
 
     def better(self, one: float, other: float) -> bool:
-        """Strictly. The threshold of a filter is met by what is better than it."""
+        """Whether one value is strictly better. The threshold of a filter is met by what is better than it."""
         return one < other if self.less_is_better else one > other
 
 
@@ -148,17 +148,17 @@ _BUILT_IN = (
 )
 
 METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _BUILT_IN}
-"""The built-in ones, by name."""
+"""Built-in metrics by name."""
 
 
 def all_metrics() -> dict[str, Metric]:
-    """The built-in ones and those of installed packages. Raises ValueError for one that is none, or that takes a name
+    """Built-in metrics, and those of installed packages. Raises ValueError for one that is none, or that takes a name
     that is taken."""
     return load_values(ENTRY_POINTS, METRICS, _fault)
 
 
 def metric_fault(name: str) -> str:
-    """Why it cannot tell hot instances from cold ones; empty if it can."""
+    """Why a metric cannot tell hot instances from cold ones; empty if it can."""
     try:
         known = all_metrics()
     except ValueError as error:

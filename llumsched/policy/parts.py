@@ -16,7 +16,7 @@ FILTER_ENTRY_POINTS: Final = "llumnix.filters"
 SELECTOR_ENTRY_POINTS: Final = "llumnix.selectors"
 
 Maker = Callable[..., Any]
-"""Called with the settings of the file. A ValueError or TypeError is what is wrong with them."""
+"""A part's constructor, called with the settings of the file. A ValueError or TypeError is what is wrong with them."""
 
 
 def number(value: Any) -> float:
@@ -74,12 +74,12 @@ _SELECTORS: Final[Mapping[str, Maker]] = {
 
 
 def all_filters() -> dict[str, Maker]:
-    """The built-in ones and those of installed packages. Raises ValueError for one that is none."""
+    """Built-in filters, and those of installed packages. Raises ValueError for one that is none."""
     return load_values(FILTER_ENTRY_POINTS, _FILTERS, _fault)
 
 
 def all_selectors() -> dict[str, Maker]:
-    """The built-in ones and those of installed packages. Raises ValueError for one that is none."""
+    """Built-in selectors, and those of installed packages. Raises ValueError for one that is none."""
     return load_values(SELECTOR_ENTRY_POINTS, _SELECTORS, _fault)
 
 

@@ -53,12 +53,12 @@ class Screening:
     """Who is refused by which filter. Masks are of the rows that the candidates had then."""
 
     refused: Sequence[tuple[Filter | GroupFilter, Mask]]
-    """By all filters, those of one instance first, otherwise in their order."""
+    """Refusals by all filters, those of one instance first, otherwise in their order."""
     failed: Mask
     hard: Mask
-    """Refused by a filter that counts in any case."""
+    """Rows refused by a filter that counts in any case."""
     soft: Mask
-    """Refused by one that counts as long as somebody else is left."""
+    """Rows refused by one that counts as long as somebody else is left."""
 
     @property
     def passed(self) -> Mask:
@@ -66,9 +66,9 @@ class Screening:
 
 
 def screen(filters: Filters, candidates: Candidates, failed: Mask | None = None) -> Screening:
-    """All filters over all candidates, none cut short: a refused instance may be refused for several reasons, and one
-    that failed counts as failed even if another filter refused it first. Group filters come after all others.
-    `failed`: those that have in any case."""
+    """Runs all filters over all candidates, none cut short: a refused instance may be refused for several reasons, and
+    one that failed counts as failed even if another filter refused it first. Group filters come after all others.
+    `failed`: rows that have failed in any case."""
     hard, soft = (np.zeros(len(candidates), np.bool_) for _ in range(2))
     failed = np.zeros(len(candidates), np.bool_) if failed is None else failed.copy()
     refused: list[tuple[Filter | GroupFilter, Mask]] = []
@@ -90,15 +90,15 @@ def screen(filters: Filters, candidates: Candidates, failed: Mask | None = None)
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Of one run."""
+    """The outcome of one run."""
 
     stage: Stage
     candidates: Candidates
     screening: Screening
     row: int | None
-    """The chosen one."""
+    """The chosen row."""
     fallback: bool
-    """The filters that may be skipped were."""
+    """Whether the filters that may be skipped were."""
 
 
 def run(stage: Stage, candidates: Candidates, draw: Draw) -> Decision:

@@ -38,7 +38,7 @@ SECTIONS: Final = frozenset({"name", "define", "full", "lite", "rescheduling"})
 
 
 class PolicyError(ValueError):
-    """`faults` says everything wrong with it, a sentence each."""
+    """A policy that cannot be used. `faults` says everything wrong with it, a sentence each."""
 
     def __init__(self, faults: list[str]) -> None:
         super().__init__("; ".join(faults))
@@ -46,12 +46,12 @@ class PolicyError(ValueError):
 
 
 def is_own_file(name: str) -> bool:
-    """Whether it is a path, and no name of a built-in policy."""
+    """Whether a policy's name is a path, and not that of a built-in one."""
     return name.endswith((".yaml", ".yml"))
 
 
 def built_in_policies(section: str = "full") -> list[str]:
-    """Those that say something of dispatch, or, with "rescheduling", of that."""
+    """Names of those that say something of dispatch, or, with "rescheduling", of that."""
     return sorted(
         path.name.removesuffix(".yaml")
         for path in _directory().iterdir()
@@ -74,7 +74,7 @@ def read_policy(name: str, section: str = "full") -> Any:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Raises PolicyError."""
+    """A YAML document. Raises PolicyError."""
     try:
         return yaml.safe_load(text)
     except Exception as error:  # beside YAMLError, whatever a scalar's constructor or deep nesting raises
@@ -179,7 +179,7 @@ class Reader:
             )
 
     def _formula(self, where: str, text: Any) -> Expression | None:
-        """None if there is a fault. Metrics in it are put in the place of their names."""
+        """The formula of a text, with metrics in the place of their names; None if there is a fault."""
         if isinstance(text, bool) or not isinstance(text, str | int | float):
             self.fault(where, f"{text!r} is no formula")
             return None
@@ -204,7 +204,7 @@ class Reader:
     # Parts of sections
 
     def metric(self, where: str, name: Any, fits: Callable[[Metric], bool], wrong: str) -> Metric | None:
-        """By name. `wrong` is said of one that is there and does not fit."""
+        """A metric by name; None if there is a fault. `wrong` is said of one that is there and does not fit."""
         metric = self.metrics.get(name) if isinstance(name, str) else None
         if metric is not None and fits(metric):
             return metric
@@ -213,7 +213,7 @@ class Reader:
         return None
 
     def entry(self, where: str, entry: Any) -> tuple[str, dict[str, Any]]:
-        """`name`, or `name: {setting: value}`."""
+        """Name and settings of `name`, or of `name: {setting: value}`."""
         if isinstance(entry, dict) and len(entry) == 1:
             name, settings = next(iter(entry.items()))
             if isinstance(settings, dict):
@@ -231,7 +231,7 @@ class Reader:
         settings: Mapping[str, Any],
         fault_of: Callable[[object], str | None],
     ) -> Any:
-        """None if there is a fault."""
+        """A filter or selector; None if there is a fault."""
         if name not in makers:
             self.fault(where, f"unknown {kind} {name!r}; known: {', '.join(sorted(makers))}")
             return None

@@ -39,7 +39,7 @@ class Selector(Protocol):
 
 
 def selector_fault(value: object) -> str | None:
-    """Why it is no `Selector`; None if it is one."""
+    """Why a value is no `Selector`; None if it is one."""
     return None if isinstance(value, Selector) else "is no selector, as it lacks a name or choose"
 
 
@@ -76,7 +76,7 @@ class WeightedSelector:
 
 
 def _scaled(values: Values) -> Values:
-    """Infinities are as bad as the worst number, or as good as the best."""
+    """Values from 0 to 1. Infinities are as bad as the worst number, or as good as the best."""
     finite = values[np.isfinite(values)]
     if not finite.size:
         return (values > 0).astype(np.float64)
@@ -107,7 +107,7 @@ class RoundRobinSelector:
 
 @dataclass(frozen=True, slots=True)
 class RandomSelector:
-    """Anybody."""
+    """Chooses anybody."""
 
     name: ClassVar[str] = "randomSelector"
 

@@ -37,7 +37,7 @@ class Switches:
 
 
 def prepare(reading: Reading) -> tuple[Switches, Config]:
-    """Adds what contradicts itself to the faults."""
+    """The settings of a rescheduler; what contradicts itself is added to the faults."""
     config = reading.make(Config)
     for check in (_policies, _selection):
         reading.check(check, config)

@@ -35,7 +35,7 @@ from llumsched.rescheduling.pairs import Ends
 _TRIES_PER_MOVE = 4
 """Sources that are looked at for each move that a pass may make: when the hottest do not pay, others hardly do."""
 _DESTINATIONS_PER_SOURCE = 4
-"""Of those that may be used: when the coldest do not pay, others hardly do."""
+"""Destinations of each source that are weighed: when the coldest that may be used do not pay, others hardly do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class MetricBalancePairs:
     metric: Metric
     """The load: less is better."""
     threshold: float = 0.0
-    """Sources are at or above it, destinations below. 0: everybody may be either."""
+    """Load that sources are at or above, and destinations below. 0: everybody may be either."""
     difference: float = 0.0
-    """Of load between the ends of a move, at least."""
+    """Least difference of load between the ends of a move."""
     scope: Scope = Scope.CLUSTER
     selection: Selection = SHORTEST_AS_NEEDED
     name: ClassVar[str] = "metricBalanceSelector"
@@ -82,15 +82,15 @@ class MetricBalancePairs:
 
 @dataclass(slots=True)
 class _Balancing:
-    """Of a set of instances that may exchange requests."""
+    """The balancing of instances that may exchange requests."""
 
     rule: MetricBalancePairs
     draft: Draft
     policy: str
     load: Values
-    """Projected, by row. Kept current for the instances that are chosen."""
+    """Projected load by row, kept current for the instances that are chosen."""
     mean: float
-    """What they are brought to."""
+    """The load that instances are brought to."""
     scale: float = field(init=False, default=1.0)
     """The load that counts as a full instance."""
 
@@ -126,7 +126,7 @@ class _Balancing:
                 return  # with others the difference is smaller still
 
     def _in_use(self, destinations: Rows) -> Rows:
-        """Without those that nobody is to use now."""
+        """Destinations without those that nobody is to use now."""
         draft = self.draft
         avoided = draft.history.avoided_destinations(draft.now_s)
         if not avoided:
@@ -157,7 +157,7 @@ class _Balancing:
                 yield destination
 
     def _move(self, source: int, destination: int) -> str:
-        """Choose the move from one to the other; why not, if it does not pay."""
+        """Chooses the move from one to the other; why not, if it does not pay."""
         draft, rule, metric = self.draft, self.rule, self.rule.metric
         difference = float(self.load[source] - self.load[destination])
         if difference < rule.difference:
@@ -185,7 +185,7 @@ class _Balancing:
         return ""
 
     def _weigh(self, source: int, destination: int, cargo: Cargo) -> tuple[float, float]:
-        """Gain and cost. What waits has nothing to copy, and no stream that could stall."""
+        """Gain and cost of a move. What waits has nothing to copy, and no stream that could stall."""
         draft, metric, scale = self.draft, self.rule.metric, self.scale
         here, there = float(self.load[source]) / scale, float(self.load[destination]) / scale
         given = -draft.shift(metric, source, cargo.negative) / scale
@@ -199,7 +199,7 @@ class _Balancing:
         return gain, copy_s * ((there + taken) ** 2 - there**2) + stall_s * given
 
     def _selection(self, source: int, destination: int, load_per_token: float) -> Selection:
-        """As the rule says; AS_NEEDED becomes the tokens that bring one of the two to the mean of all, which may be
+        """The rule's selection; AS_NEEDED becomes the tokens that bring one of the two to the mean of all, which may be
         less than one request. More would only have to move on: an empty instance would take half of the hottest one's
         requests."""
         asked = self.rule.selection
@@ -209,7 +209,7 @@ class _Balancing:
         return Selection(Unit.TOKEN, asked.order, float(max(round(wanted / load_per_token), 1)))
 
     def _cargo(self, selection: Selection, source: int, destination: int) -> Cargo:
-        """What the source will choose. At least one request of average length: if none fits the budget, the source
+        """The requests that the source will choose. At least one of average length: if none fits the budget, the source
         takes the first one alone."""
         draft, each, all_there = self.draft, self._mean_request(source), self._held(source)
         match selection.unit:

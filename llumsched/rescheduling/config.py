@@ -23,7 +23,7 @@ SHORTEST_AS_NEEDED: Final = Selection(Unit.TOKEN, Order.SR, AS_NEEDED)
 class Scope(enum.StrEnum):
     CLUSTER = "cluster"
     UNIT = "unit"
-    """Among the instances of one unit; thresholds do not apply."""
+    """Balances among the instances of one unit; thresholds do not apply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class LoadTarget:
 
     metric: str = "kv_cache_usage_ratio_projected"
     threshold: float = 0.0
-    """Sources are at or above it, destinations below. 0: everybody may be either."""
+    """Load that sources are at or above, and destinations below. 0: everybody may be either."""
 
 
 _DESCRIPTION: Final = """Moves running requests from hot instances to cold ones and away from sick ones.
@@ -73,7 +73,7 @@ def _target(infer_type: str) -> LoadTarget:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """All times in seconds unless the name says otherwise."""
+    """The settings of a rescheduler. All times in seconds unless the name says otherwise."""
 
     policies: tuple[str, ...] = rescheduling.setting(
         POLICIES,

@@ -21,25 +21,25 @@ from llumsched.rescheduling.moves import Move
 @dataclass(slots=True)
 class Draft:
     snapshot: Snapshot
-    """As reported."""
+    """The cluster as reported."""
     history: History
     config: Config
     now_s: float
     projected: Snapshot = field(init=False)
-    """With the moves that are under way, and those of this pass."""
+    """The cluster with the moves that are under way, and those of this pass."""
     out_slots: Values = field(init=False)
     in_slots: Values = field(init=False)
     free_tokens: Values = field(init=False)
-    """Of the KV cache, less what is on its way there; infinite for an instance that does not say how much it has."""
+    """Room in the KV cache, less what is on its way there; infinite for who does not say how much it has."""
     leaving: Values = field(init=False)
     """Requests that have been asked for and that the status may still count."""
     moves: list[Move] = field(default_factory=list)
     pairs: set[tuple[int, int]] = field(default_factory=set)
     """Rows of sources and destinations, of moves under way and of this pass."""
     sources: set[int] = field(default_factory=set)
-    """Rows of the same moves: none of them takes anything."""
+    """Rows of instances that give: none of them takes anything."""
     destinations: set[int] = field(default_factory=set)
-    """None of them gives anything."""
+    """Rows of instances that take: none of them gives anything."""
     chosen: set[int] = field(default_factory=set)
     """Ends of this pass's moves."""
     refused: Counter[str] = field(default_factory=Counter)
@@ -65,7 +65,7 @@ class Draft:
         self._count_slots()
 
     def _count_slots(self) -> None:
-        """A move that has begun may not be in the status yet, so the greater number counts."""
+        """Counts free slots. A move that has begun may not be in the status yet, so the greater number counts."""
         open_moves, snapshot = self.history.open_moves(), self.snapshot
         leaving = self._requests((move.source, move.expected_requests) for move in open_moves)
         coming = self._requests((move.destination, move.expected_requests) for move in open_moves)
@@ -120,5 +120,5 @@ class Draft:
         self.chosen |= {source, destination}
 
     def shift(self, metric: Metric, row: int, cargo: Cargo) -> float:
-        """How much the metric of an instance grows when the cargo comes to it."""
+        """Growth of an instance's metric when the cargo comes to it."""
         return metric.at(self.projected, row, cargo.weight) - metric.at(self.projected, row)

@@ -34,7 +34,7 @@ from llumsched.rescheduling.records import MoveRecord, Outcome, Records
 logger = logging.getLogger(__name__)
 
 LONGEST_MOVE_S: Final = 600.0
-"""Of a call that keeps giving signs of life."""
+"""Limit of a call that keeps giving signs of life."""
 
 
 @dataclass(eq=False)
@@ -57,17 +57,17 @@ class Executor:
     counters: RescheduleCounters
     credentials: Credentials = NONE
     ended: Callable[[], None] = lambda: None
-    """Called after each move."""
+    """Callback after each move."""
     refused: Callable[[int], None] = lambda _: None
-    """Called with the term of orders that a source refused as those of a former leader."""
+    """Callback with the term of orders that a source refused as those of a former leader."""
     clock: Callable[[], float] = time.monotonic
     _numbers: Iterable[int] = field(default_factory=itertools.count)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _sources: dict[Address, _Source] = field(default_factory=dict)
 
     def start(self, moves: Iterable[Move], term: int = 0) -> tuple[int, ...]:
-        """Begin them and return their numbers. Instances that left meanwhile are left out. `term`: of the leader that
-        planned them; 0 where there is no other rescheduler."""
+        """Begins moves and returns their numbers. Moves of instances that left meanwhile are left out. `term`: of the
+        leader that planned them; 0 where there is no other rescheduler."""
         begun = []
         for move in moves:
             if move.source in self.view and move.destination in self.view:
@@ -88,7 +88,7 @@ class Executor:
         return len(self._tasks)
 
     async def close(self) -> None:
-        """Leave the calls; what the llumlets have begun goes on."""
+        """Leaves the calls; what the llumlets have begun goes on."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -145,7 +145,7 @@ class Executor:
     async def _name_requests(
         self, record: MoveRecord, source: _Source, instance: Instance, request: MigrateRequest
     ) -> bool:
-        """Replace the rule by names where the source's own choice would not do. False: there is nothing to move."""
+        """Replaces the rule by names where the source's own choice would not do. False: there is nothing to move."""
         move = record.move
         left_out = self.history.left_out(move, self.clock())
         if move.purpose is Purpose.FAILOVER or (move.limit_tokens is None and not left_out):
@@ -255,7 +255,7 @@ class Executor:
         return known
 
     async def _disconnect_gone(self) -> None:
-        """A connection is kept for the next call while its instance is there."""
+        """Closes connections to instances that are gone. All others are kept for the next call."""
         present = {instance.llumlet for instance in self.view.values()}
         idle = [address for address, source in self._sources.items() if not source.num_calls]
         for source in [self._sources.pop(address) for address in idle if address not in present]:
@@ -264,7 +264,7 @@ class Executor:
 
 _ENDED: Final = frozenset({"unknown_request", "request_finished", "not_leader"})
 _OF_THE_CALL: Final = frozenset({"shutting_down", "unauthenticated", "wrong_instance"})
-"""As the answer to a whole call, these say something of the source."""
+"""Reasons that say something of the source when they are the answer to a whole call."""
 
 
 def _title(record: MoveRecord) -> str:

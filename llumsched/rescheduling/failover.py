@@ -49,7 +49,7 @@ class RoundRobinPairs:
 
 
 def _permitted(draft: Draft, source: int, destination: int) -> bool:
-    """Health goes before rest: only what refused or failed is left alone."""
+    """Whether a pair may be used. Health goes before rest: only what refused or failed is left alone."""
     ids = draft.snapshot.ids
     obstacle = draft.history.obstacle(ids[source], ids[destination], draft.now_s)
     if obstacle == "destination_avoided" or (source, destination) in draft.pairs:

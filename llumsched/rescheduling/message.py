@@ -10,8 +10,8 @@ from llumsched.rescheduling.moves import Move, Purpose
 
 
 def migrate_request(move: Move, destination: Instance, leader_term: int = 0) -> MigrateRequest:
-    """A failover takes what cannot bring its KV cache along as well: another prefill is better than an end. To balance,
-    it is not worth one."""
+    """The order for a source. A failover takes what cannot bring its KV cache along as well: another prefill is better
+    than an end. To balance, it is not worth one."""
     selection, llumlet = move.selection, destination.llumlet
     request = MigrateRequest(
         src_engine_id=move.source,

@@ -36,9 +36,9 @@ def selection_fault(selection: Selection) -> str:
 
 class Purpose(StrEnum):
     BALANCE = "balance"
-    """It is weighed, cools down, and never costs a prefill."""
+    """Evens out load: it is weighed, cools down, and never costs a prefill."""
     FAILOVER = "failover"
-    """Away from what fails, whatever it costs."""
+    """Leads away from what fails, whatever it costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,4 +57,4 @@ class Move:
     gain: float = 0.0
     cost: float = 0.0
     limit_tokens: float | None = None
-    """More than this would make it worse: the requests are then chosen here, by name, from the source's list."""
+    """Limit above which it makes things worse: requests are then chosen here, by name, from the source's list."""

@@ -38,5 +38,5 @@ class PairSelector(Protocol):
 
 
 def pair_selector_fault(value: object) -> str | None:
-    """Why it is no `PairSelector`; None if it is one."""
+    """Why a value is no `PairSelector`; None if it is one."""
     return None if isinstance(value, PairSelector) else "is no selector of pairs, as it lacks a name, a purpose or pair"

@@ -49,8 +49,8 @@ def plan(
     now_s: float,
     view_s: float | None = None,
 ) -> Plan:
-    """`now_s` is by the clock of the history; `view_s` when the view that the snapshot is of was last fed, if that is
-    not now."""
+    """The moves of one pass. `now_s` is by the clock of the history; `view_s` when the view that the snapshot is of was
+    last fed, if that is not now."""
     as_of_s = now_s if view_s is None else view_s
     draft = Draft(snapshot, history, config, now_s)
     results = []

@@ -40,14 +40,14 @@ ENTRY_POINTS: Final = "llumnix.pair_selectors"
 class ReschedulingPolicy:
     name: str
     failed: Filters
-    """Who they refuse counts as failed, for the filters of groups that follow."""
+    """Filters whose refusals count as failures, for the filters of groups that follow."""
     sources: Filters
     destinations: Filters
     selector: PairSelector
 
 
 def load_policies(config: Config) -> tuple[ReschedulingPolicy, ...]:
-    """Those that the configuration names. Raises PolicyError with everything wrong with any of them."""
+    """Policies that the configuration names. Raises PolicyError with everything wrong with any of them."""
     policies, faults = [], []
     for name in config.policies:
         try:
@@ -60,7 +60,7 @@ def load_policies(config: Config) -> tuple[ReschedulingPolicy, ...]:
 
 
 def load_rescheduling_policy(name: str, config: Config) -> ReschedulingPolicy:
-    """A built-in one by name, or that of a file by its path, which ends in `.yaml`. Raises PolicyError."""
+    """A built-in policy by name, or that of a file by its path, which ends in `.yaml`. Raises PolicyError."""
     reader = _ReschedulingReader(name, read_policy(name, "rescheduling"), None if is_own_file(name) else config)
     policy = reader.policy()
     if policy is None or reader.faults:
@@ -91,7 +91,7 @@ _SELECTORS: Final[Mapping[str, Maker]] = {
 
 class _ReschedulingReader(Reader):
     def __init__(self, source: str, document: Any, config: Config | None) -> None:
-        """`config`: its values take the place of the file's."""
+        """`config`: values in place of the file's."""
         super().__init__(source, document)
         self._config = config
         try:
@@ -102,7 +102,7 @@ class _ReschedulingReader(Reader):
             raise PolicyError([str(error)]) from error
 
     def policy(self) -> ReschedulingPolicy | None:
-        """None, or one that is not to be used, if there are faults."""
+        """The policy; None, or one that is not to be used, if there are faults."""
         section, where = self.document.get("rescheduling"), "rescheduling"
         if not isinstance(section, dict):
             self.fault("", "has no section 'rescheduling'")

@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOST_S: Final = 2.0
-"""A store that has been lost for longer is not planned with."""
+"""Time after which a store that has been lost is not planned with."""
 _SHARE: Final = 20
 """A pass is followed by a pause of at least this many times its length: the process has other work."""
 
 
 def lease_of(cms: str) -> Lease | None:
-    """Of the Redis that instances report to. None for a CMS that is one process: who runs it reschedules."""
+    """The lease in the Redis that instances report to. None for a CMS that is one process: who runs it reschedules."""
     if not cms.startswith(REDIS_SCHEMES):
         return None
     # Its client need not be installed otherwise.
@@ -51,7 +51,7 @@ def lease_of(cms: str) -> Lease | None:
 
 
 class Rescheduler:
-    """`records` is what it did and does. Belongs to the event loop of `view`.
+    """The loop; `records` is what it did and does. Belongs to the event loop of `view`.
 
     `table` is the dispatcher's, with what it has sent and no status shows yet; None: one of its own, without.
     """
@@ -94,7 +94,7 @@ class Rescheduler:
         self._num_passes = 0
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Makes passes until it is cancelled."""
         if self.config.interval_ms <= 0:
             await asyncio.Event().wait()
         unobserve = self._view.observe(self._waking)
@@ -108,12 +108,12 @@ class Rescheduler:
             unobserve()
 
     async def close(self) -> None:
-        """After `run` was cancelled: leave the calls under way. What the llumlets have begun goes on."""
+        """Leaves the calls under way, after `run` was cancelled. What the llumlets have begun goes on."""
         self._unobserve()
         await self._executor.close()
 
     def run_pass(self, woken_by: str = "call") -> PassRecord:
-        """One pass, now. Starts its moves and leaves its record."""
+        """Makes one pass, now: starts its moves and leaves its record."""
         began_s = self._clock()
         # As of now: what is planned while the lease runs out must not go out as a person's order.
         term = self._lease.term if self._lease is not None else 0
@@ -135,7 +135,7 @@ class Rescheduler:
         return record
 
     def _pass_logged(self, woken_by: str) -> float:
-        """Its length in seconds. One pass that breaks must not end the loop; it leaves its record, too."""
+        """Makes a pass and returns its seconds. One that breaks must not end the loop; it leaves its record, too."""
         began_s = self._clock()
         try:
             self.run_pass(woken_by)

@@ -252,7 +252,7 @@ class Api:
         }
 
     def _named(self, instance: Instance, infer_type: str, model: str) -> LLMInstance:
-        """As gateways are told of it."""
+        """An instance as gateways are told of it."""
         metadata = instance.metadata
         return LLMInstance(
             id=metadata.instance_id,
@@ -267,7 +267,7 @@ class Api:
         )
 
     def _is_alone(self, instance: Instance) -> bool:
-        """Behind its API server, which then refuses to be told of a rank."""
+        """Whether an engine is alone behind its API server, which then refuses to be told of a rank."""
         if instance.metadata.data_parallel_size < 2:
             return True
         return len(self._dispatcher.complaints.ids_at(instance.api_server)) < 2
@@ -293,14 +293,14 @@ async def _say_what_is_wrong(request: web.Request, handler: _Handler) -> web.Str
 
 
 def _addresses(texts: Iterable[str]) -> Iterator[Address]:
-    """Of `HOST:PORT`; what is none names nobody."""
+    """Addresses of `HOST:PORT`; what is none names nobody."""
     for text in texts:
         with suppress(ValueError):
             yield Address.parse(text)
 
 
 def _gateway_id(text: str) -> str:
-    """Of the endpoint that a gateway says it is; any other JSON string is its own."""
+    """The id of a gateway: the endpoint that it says it is, or any other JSON string as it is."""
     said: Any = decode(text.encode(), Endpoint | str)  # type: ignore[arg-type]
     return f"{said.host}:{said.port}" if isinstance(said, Endpoint) else str(said)[:1024]
 

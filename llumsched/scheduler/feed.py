@@ -29,7 +29,7 @@ class MoveRecord(Protocol):
     number: int
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON types only."""
+        """The record in JSON's types only."""
         ...
 
 
@@ -38,7 +38,7 @@ class Moves(Protocol):
 
     @property
     def moves(self) -> Iterable[MoveRecord]:
-        """Oldest first."""
+        """The moves, oldest first."""
         ...
 
     def observe_moves(self, observer: Callable[[Any], None]) -> Callable[[], None]: ...
@@ -49,9 +49,9 @@ class Reader:
 
     def __init__(self, instances: Iterable[str], moves: Iterable[MoveRecord]) -> None:
         self.instances = set(instances)
-        """Ids of those that changed."""
+        """Ids of instances that changed."""
         self.told: set[str] = set()
-        """Ids of those that the reader believes to be there."""
+        """Ids of instances that the reader believes to be there."""
         self.num_newest = 0
         """Instances that it was told of last."""
         self.moves = {record.number: record for record in moves}

@@ -18,7 +18,7 @@ from llumsched.cluster.columns import Columns, Values
 from llumsched.cluster.instance import Instance
 
 AT_ONCE: Final = 500
-"""Samples; half a millisecond."""
+"""Samples that are written before others have their turn; half a millisecond."""
 _ESCAPES: Final = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 _number: Final[Callable[[float], str]] = floatToGoString
 T = TypeVar("T")
@@ -29,7 +29,7 @@ class Gauge:
     name: str
     text: str
     values: Callable[[Columns], Values]
-    """By row."""
+    """The samples by row."""
 
 
 async def exposition(

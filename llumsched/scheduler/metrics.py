@@ -68,7 +68,7 @@ _LITE_VALUES: Final[dict[str, Callable[[Columns], Values]]] = {
     "waiting_requests": lambda columns: columns["sent_prefill_requests"],
     "running_requests": lambda columns: columns["sent_requests"] - columns["sent_prefill_requests"],
 }
-"""What waits has not had its prompt computed."""
+"""Gauges of what was sent. What waits has not had its prompt computed."""
 _LITE: Final = [Gauge(f"instance_lrs_{name}", "As sent and reported.", value) for name, value in _LITE_VALUES.items()]
 
 
@@ -101,7 +101,7 @@ class SchedulerMetrics:
         registry.register(_Cluster(dispatcher))
 
     async def exposition(self) -> bytes:
-        """In the text format. Requests are placed meanwhile: a scrape of many instances takes a while."""
+        """All metrics in the text format. Requests are placed meanwhile: a scrape of many instances takes a while."""
         own = generate_latest(self._registry)
         await asyncio.sleep(0)
         table = self._dispatcher.table
@@ -124,7 +124,7 @@ class SchedulerMetrics:
 
 
 class _Cluster(Collector):
-    """Reads the view. A scrape runs on the event loop that the view belongs to."""
+    """Metrics of the whole view. A scrape runs on the event loop that the view belongs to."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher

@@ -77,7 +77,7 @@ class SchedulerConfig:
     host: str = _process.setting(HOST, kinds.text("HOST"), "to listen at")
     port: int = _process.setting(PORT, kinds.port(), "to listen at; 0: any free one")
     cms: str = CMS
-    """Full mode: of `llumsched.cms.store.open_store`."""
+    """The store's URL in full mode: see `llumsched.cms.store.open_store`."""
     service_token_file: str = _process.setting(
         "",
         kinds.file(read_tokens),
@@ -96,7 +96,7 @@ class SchedulerConfig:
         mode=Mode.LITE,
     )
     backend_api_key: str = field(default="", repr=False)
-    """Lite mode: what the engines want to be asked with."""
+    """The key of the engines in lite mode."""
     account: bool = _dispatch.setting(
         True,
         SWITCH,
@@ -129,7 +129,7 @@ class SchedulerConfig:
         mode=Mode.LITE,
     )
     rescheduling: ReschedulingConfig | None = None
-    """Full mode, in this process."""
+    """The rescheduler in this process, in full mode."""
     credentials: Credentials = field(default=NONE, repr=False)
 
 
@@ -148,7 +148,7 @@ class RunningScheduler:
 
 
 async def serve(config: SchedulerConfig) -> RunningScheduler:
-    """Started; ends with `close`. Raises OSError if a port cannot be had, ValueError for a CMS that is none."""
+    """A scheduler that runs until `close`. Raises OSError for a port that is taken, ValueError for what is no CMS."""
     async with AsyncExitStack() as stack:
         store: Store
         if config.policy.mode is Mode.LITE:

@@ -46,7 +46,7 @@ def headline(snapshot: Glance) -> Text:
 
 
 def instance_rows(snapshot: Glance, sort: str = "id") -> dict[str, Cells]:
-    """By instance id; with `sort` other than `id` the most loaded first."""
+    """Rows by instance id; with `sort` other than `id` the most loaded first."""
     ordered = snapshot.instances
     if sort != "id":
         ordered = sorted(ordered, key=lambda one: -1 if one[sort] is None else one[sort], reverse=True)
@@ -54,7 +54,7 @@ def instance_rows(snapshot: Glance, sort: str = "id") -> dict[str, Cells]:
 
 
 def move_rows(snapshot: Glance, most: int) -> dict[str, Cells]:
-    """By number, the newest first."""
+    """Rows by the move's number, the newest first."""
     newest = list(reversed(snapshot.moves or []))[:most]
     return {str(move.get("number")): _move(move) for move in newest}
 

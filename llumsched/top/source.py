@@ -25,15 +25,15 @@ CALL_S: Final = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Glance:
-    """`instances` by id, as `llumsched.summary` has them, with `age_s`; `moves` as the rescheduler records them, oldest
-    first, or None where nobody is asked for them."""
+    """One look: `instances` by id, as `llumsched.summary` has them, with `age_s`; `moves` as the rescheduler records
+    them, oldest first, or None where nobody is asked for them."""
 
     connected: bool
     age_s: float
     instances: list[dict[str, Any]]
     moves: list[dict[str, Any]] | None
     problems: tuple[str, ...] = field(default=())
-    """What is out of reach now, a sentence each."""
+    """Sources that are out of reach now, a sentence each."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -47,7 +47,7 @@ class Glance:
 
 
 class Source:
-    """A context manager on the event loop that reads it. Nothing here fails: what is out of reach is said, and tried
+    """Context manager on the event loop that reads it. Nothing here fails: what is out of reach is said, and tried
     until it is there."""
 
     def __init__(
@@ -82,7 +82,7 @@ class Source:
         await self._store.close()
 
     async def first(self, timeout_s: float) -> None:
-        """Until both have answered, or the time is over."""
+        """Waits until both have answered, or the time is over."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._store.complete.wait()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what `llumnix up` was told to the commands that it runs."""
+"""Commands that run a cluster, from what `llumnix up` was told."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _cluster = Group("")
 
 @dataclass(frozen=True, slots=True)
 class UpConfig:
-    """Ports are 0 for any free one."""
+    """The settings of a cluster. Ports are 0 for any free one."""
 
     model: str = _cluster.setting(
         "", Kind(str, "MODEL", {"nargs": "?"}), "a directory, or a name that vLLM knows", flag="model"
@@ -135,11 +135,11 @@ def _gpu_faults(config: UpConfig) -> Iterator[str]:
 
 
 CHECKS: Final = (_host_faults, _port_faults, _engine_faults, _model_faults, _gpu_faults)
-"""What would keep the cluster from starting, a sentence each."""
+"""Checks that say what would keep the cluster from starting, a sentence each."""
 
 
 def plan_of(config: UpConfig, environment: Mapping[str, str] = os.environ) -> ClusterPlan:
-    """The components. Ports are chosen here: they are free now."""
+    """The components of a cluster. Ports are chosen here: they are free now."""
     *engine_ports, spare_gateway, spare_scheduler, spare_cms = free_ports(config.num_engines + 3)
     port = config.port or spare_gateway
     scheduler = Address(HOST, config.scheduler_port or spare_scheduler)
@@ -157,7 +157,7 @@ def plan_of(config: UpConfig, environment: Mapping[str, str] = os.environ) -> Cl
 
 
 def served_name(config: UpConfig) -> str:
-    """Under which clients ask for the model."""
+    """The name under which clients ask for the model."""
     return _last_value(config.engine_args, "--served-model-name") or config.model
 
 

@@ -33,20 +33,20 @@ class Provider(Protocol):
         ...
 
     def on_change(self, listener: Callable[[str], None]) -> None:
-        """`listener` wants to be called with the id of an instance whose numbers change without its reporting."""
+        """Has `listener` called with the id of an instance whose numbers change without its reporting."""
         ...
 
 
 @runtime_checkable
 class RequestProvider(Protocol):
-    """May be an observer of the view as well: then it hears of the instances before it is asked about them."""
+    """Numbers for a request. One that observes the view, too, hears of instances before it is asked about them."""
 
     @property
     def columns(self) -> Sequence[str]: ...
 
     def of_request(self, request: Request, cluster: Cluster) -> Sequence[Values]:
-        """The columns for this request, each of the length of `cluster`. Without a Python call for each instance: there
-        may be a thousand, and a millisecond for all of the decision."""
+        """Columns for this request, each of the length of `cluster`. Without a Python call for each instance: there may
+        be a thousand, and a millisecond for all of the decision."""
         ...
 
 
@@ -54,7 +54,7 @@ _BUILT_IN: Mapping[str, Callable[[], object]] = {}
 
 
 def all_request_providers() -> list[RequestProvider]:
-    """Those of installed packages, new ones with each call. Raises ValueError for what is none."""
+    """Providers of installed packages, new ones with each call. Raises ValueError for what is none."""
     return [_made(name, make) for name, make in load_values(ENTRY_POINTS, _BUILT_IN, _fault).items()]
 
 

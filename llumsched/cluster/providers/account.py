@@ -47,8 +47,8 @@ class _Record:
 
 
 class Account:
-    """Observes a view. One event loop; `clock` in seconds, monotonic. `staleness_s` 0: nothing is counted. `is_blind`:
-    whether no status can come now."""
+    """Observes a view, on one event loop; `clock` in seconds, monotonic. `staleness_s` 0: nothing is counted.
+    `is_blind`: whether no status can come now."""
 
     def __init__(
         self, clock: Callable[[], float], staleness_s: float, is_blind: Callable[[], bool] = lambda: False
@@ -60,7 +60,7 @@ class Account:
         self._staleness_s = staleness_s
         self._is_blind = is_blind
         self._of_request: dict[tuple[str, str], dict[InferType, _Record]] = {}
-        """By gateway and id: two gateways may have got the same one from a client."""
+        """Records by gateway and id: two gateways may have got the same one from a client."""
         self._of_instance: dict[str, dict[tuple[str, str, InferType], _Record]] = {}
         self._by_age: deque[_Record] = deque()
 
@@ -88,13 +88,13 @@ class Account:
         self.in_flight.add(instance_id, counters)
 
     def released(self, request_id: str, instance_ids: Collection[str], gateway_id: str = "") -> None:
-        """It is no longer on its way to these instances. As often as one likes, known or not."""
+        """Drops a request that is no longer on its way to these instances. As often as one likes, known or not."""
         for record in list(self._of_request.get((gateway_id, request_id), {}).values()):
             if record.instance_id in instance_ids:
                 self._drop(record)
 
     def expire(self) -> None:
-        """Drop those whose time is over. To be called now and then, whether or not anything happens."""
+        """Drops requests whose time is over. To be called now and then, whether or not anything happens."""
         now_s = self._clock()
         most_overdue = _MOST_OVERDUE if self._is_blind() else 0
         while self._by_age:
@@ -141,8 +141,8 @@ class Account:
 
 
 def _names(request_id: str) -> Iterator[str]:
-    """Under which vLLM's API server passes on the request of a gateway that sent `request_id`. Of several prompts or
-    samples the first stands for all. An engine reports the beginning of a long one."""
+    """Names under which vLLM's API server passes on the request that a gateway sent as `request_id`. Of several prompts
+    or samples the first stands for all. An engine reports the beginning of a long one."""
     request_id = request_id[:_NAME_CHARACTERS]
     for name in (request_id, f"chatcmpl-{request_id}", f"cmpl-{request_id}-0", f"cmpl-{request_id}"):
         yield name

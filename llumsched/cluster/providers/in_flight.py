@@ -35,7 +35,7 @@ NONE_IN_FLIGHT = Counters()
 
 
 def counters_of(infer_type: InferType, num_tokens: int, *, prefilled: bool = False) -> Counters:
-    """One request. On a neutral instance it is prefill work, until that is done, and decode work."""
+    """Counters of one request. On a neutral instance it is prefill work, until that is done, and decode work."""
     is_prefill = infer_type is not InferType.DECODE and not prefilled
     is_decode = infer_type is not InferType.PREFILL
     return Counters(
@@ -49,7 +49,7 @@ def counters_of(infer_type: InferType, num_tokens: int, *, prefilled: bool = Fal
 
 
 class InFlight:
-    """Counters by instance id. Only what is not zero is kept. A provider: its columns are called as the counters are,
+    """Counters by instance id; only what is not zero is kept. A provider: its columns are called as the counters are,
     with `sent_` in place of `num_`."""
 
     columns: Sequence[str] = tuple(name.replace("num_", "sent_", 1) for name in Counters._fields)

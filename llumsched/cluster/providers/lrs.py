@@ -38,7 +38,7 @@ class Update:
     infer_type: InferType
     gateway_id: str
     num_tokens: int
-    """Of prompt and output so far."""
+    """Tokens of prompt and output so far."""
     prefill_done: bool = False
 
 
@@ -60,11 +60,11 @@ class _Gateway:
     heard_s: float
     num_connections: int = 0
     reports: bool = False
-    """It has sent a report, or kept a connection."""
+    """Whether it has sent a report, or kept a connection."""
 
 
 class RealtimeState:
-    """One event loop; `clock` in seconds, monotonic. `instances` are the ids that there are."""
+    """State per request, on one event loop; `clock` in seconds, monotonic. `instances` are the ids that there are."""
 
     def __init__(
         self, clock: Callable[[], float], instances: Container[str], *, gateway_ttl_s: float, state_ttl_s: float
@@ -76,7 +76,7 @@ class RealtimeState:
         self._gateway_ttl_s = gateway_ttl_s
         self._state_ttl_s = state_ttl_s
         self._states: dict[tuple[str, str, InferType], _State] = {}
-        """By gateway, id and stage."""
+        """States by gateway, id and stage."""
         self._gateways: dict[str, _Gateway] = {}
         self._released: OrderedDict[tuple[str, str, str], float] = OrderedDict()
         self._has_warned = False
@@ -95,7 +95,7 @@ class RealtimeState:
         self._start(request_id, instance_id, infer_type, num_tokens, gateway_id)
 
     def released(self, request_id: str, instance_ids: Collection[str], gateway_id: str = "") -> None:
-        """It is over at these instances. As often as one likes, known or not."""
+        """Ends a request at these instances. As often as one likes, known or not."""
         for infer_type in InferType:
             state = self._states.get((gateway_id, request_id, infer_type))
             if state is not None and state.instance_id in instance_ids:
@@ -106,7 +106,7 @@ class RealtimeState:
             self._released.popitem(last=False)
 
     def reported(self, update: Update) -> str | None:
-        """Take what a gateway reports, or say why not."""
+        """Takes what a gateway reports, or says why not."""
         self._hear(update.gateway_id).reports = True
         state = self._states.get((update.gateway_id, update.id, update.infer_type))
         if state is None:
@@ -134,7 +134,7 @@ class RealtimeState:
         self._hear(gateway_id).num_connections -= 1
 
     def expire(self) -> None:
-        """Drop what has ended without a word. To be called now and then."""
+        """Drops what has ended without a word. To be called now and then."""
         now_s = self._clock()
         lost = {
             gateway_id
@@ -170,7 +170,7 @@ class RealtimeState:
         return gateway
 
     def _warn_of_silent_gateways(self, now_s: float) -> None:
-        """Of one, once: what it places counts long after it is over."""
+        """Warns of one such gateway, once: what it places counts long after it is over."""
         silent = (
             gateway_id
             for gateway_id, gateway in self._gateways.items()

@@ -11,9 +11,9 @@ from llumlet.types import InstanceMetadata
 from llumsched.cluster.instance import Instance
 
 NO_LIMIT: Final = 1e9
-"""Moves at a time of an instance that does not say how many."""
+"""Stands for the moves at a time of an instance that does not say how many."""
 _STALL_BUDGET_MS: Final = 200.0
-"""An engine's default."""
+"""Default of an engine."""
 _TYPES: Final = {str(infer_type): code for code, infer_type in enumerate(InferType)} | {"": 0}
 
 
@@ -45,7 +45,7 @@ class MetadataColumns:
 
     def __init__(self) -> None:
         self._codes: dict[str, int] = {"": -1}
-        """Of the names of nodes, units and compatibility digests that were ever seen: some bytes for each."""
+        """Numbers of all names of nodes, units and compatibility digests that were ever seen: some bytes for each."""
 
     def row(self, instance: Instance, before: Instance | None) -> Sequence[float] | None:
         data = instance.metadata
@@ -67,7 +67,7 @@ class MetadataColumns:
         )
 
     def on_change(self, listener: Callable[[str], None]) -> None:
-        """Changes come with reports only."""
+        """Keeps no listener: changes come with reports only."""
 
     def _code(self, name: str) -> int:
         return self._codes.setdefault(name, len(self._codes) - 1)

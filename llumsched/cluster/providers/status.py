@@ -36,7 +36,7 @@ class StatusColumns:
         return (1, instance.received_s, 0, not status.kv_unsupported, *_numbers(status))
 
     def on_change(self, listener: Callable[[str], None]) -> None:
-        """Changes come with reports only."""
+        """Keeps no listener: changes come with reports only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +45,18 @@ class Cargo:
 
     requests: float
     tokens: float
-    """Of prompt and output, of all of them together."""
+    """Tokens of prompt and output, of all requests together."""
     waiting: bool = False
-    """They have no KV cache yet; otherwise they decode."""
+    """Whether the requests have no KV cache yet; otherwise they decode."""
 
     @property
     def negative(self) -> Cargo:
-        """As it weighs on the instance that it leaves."""
+        """The cargo as it weighs on the instance that it leaves."""
         return Cargo(-self.requests, -self.tokens, self.waiting)
 
     @property
     def weight(self) -> Mapping[str, float]:
-        """How much it adds to which column of the instance that it comes to."""
+        """Numbers that it adds to columns of the instance that it comes to."""
         if self.waiting:
             return {
                 "num_waiting_requests": self.requests,

@@ -15,10 +15,9 @@ import grpc
 from grpc import aio
 
 from llumlet.client import failure_of
-from llumlet.credentials import NONE, Credentials
+from llumlet.credentials import Credentials
 from llumlet.peers import MAX_PEERS, peer_of, takes_requests, usage
 from llumlet.proto.llumlet_pb2_grpc import CmsStub
-from llumlet.redis_url import REDIS_SCHEMES
 from llumlet.report_links import LinkLost
 from llumlet.types import (
     Address,
@@ -45,17 +44,7 @@ class Directory(Protocol):
     async def close(self) -> None: ...
 
 
-def open_directory(store: str, credentials: Credentials = NONE, deadline_s: float = LOOK_S) -> Directory:
-    """For HOST:PORT, or a redis:// URL. Connects to nothing yet. Raises ValueError for what names no store."""
-    if store.startswith(REDIS_SCHEMES):
-        # Only who uses Redis needs its client.
-        from llumlet.redis_directory import RedisDirectory
-
-        return RedisDirectory(store, deadline_s)
-    return _CmsDirectory(Address.parse(store), credentials, deadline_s)
-
-
-class _CmsDirectory:
+class CmsDirectory:
     def __init__(
         self,
         address: Address,

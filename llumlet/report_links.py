@@ -17,7 +17,6 @@ from grpc import aio
 from llumlet.client import failure_of
 from llumlet.credentials import Credentials
 from llumlet.proto.llumlet_pb2_grpc import CmsStub
-from llumlet.redis_url import REDIS_SCHEMES
 from llumlet.types import Address, InstanceMetadata, InstanceReport, InstanceStatus
 
 EOF: Any = aio.EOF  # type: ignore[attr-defined]  # the stubs leave it out
@@ -140,15 +139,3 @@ class GrpcLink(Abortable):
     async def _ending(self) -> str:
         """Of a call that is over: what the store said."""
         return await self._call.details() or f"the stream has ended ({(await self._call.code()).name})"
-
-
-def open_link(store: str, credentials: Credentials) -> Link:
-    """For `HOST:PORT` or a `redis://` URL. Raises ValueError; connects to nothing."""
-    if store.startswith(REDIS_SCHEMES):
-        # Only who uses Redis needs its client.
-        from llumlet.redis_link import RedisLink
-
-        return RedisLink(store)
-    if "://" in store:
-        raise ValueError(f"{store!r} is neither HOST:PORT nor a redis:// URL")
-    return GrpcLink(Address.parse(store), credentials)

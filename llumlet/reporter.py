@@ -23,7 +23,8 @@ from typing import Final
 
 from llumlet.credentials import NONE, Credentials
 from llumlet.redis_url import split_stores
-from llumlet.report_links import Link, LinkLost, open_link
+from llumlet.report_links import Link, LinkLost
+from llumlet.stores import open_link
 from llumlet.tasks import end
 from llumlet.types import InstanceMetadata, InstanceStatus
 

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from llumlet.protocol.selection import Unit, value_fault
 from llumlet.types import (
     AbortMigrateInRequest,
     AbortRequest,
@@ -180,12 +181,8 @@ def _rule_faults(request: MigrateRequest, value: str | None) -> list[str]:
         faults.append(f"migration_type {request.migration_type} is not one of {known}")
     elif value != field:
         faults.append(f"{MigrationType.Name(request.migration_type)} needs {field}, not {value or 'nothing'}")
-    if value == "num_reqs" and request.num_reqs != -1 and request.num_reqs < 1:
-        faults.append(f"num_reqs {request.num_reqs} is neither positive nor -1 (all)")
-    if value == "num_tokens" and request.num_tokens < 1:
-        faults.append(f"num_tokens {request.num_tokens} is not positive")
-    if value == "kv_cache_usage_ratio" and not 0 < request.kv_cache_usage_ratio <= 1:
-        faults.append(f"kv_cache_usage_ratio {request.kv_cache_usage_ratio} is not in (0, 1]")
+    elif fault := value_fault(Unit(MigrationType.Name(request.migration_type)), getattr(request, field)):
+        faults.append(f"{field} {fault}")
     return faults
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from llumlet.types import NOT_WELL, Health, InstanceStatus, word
-from llumsched.cms.view import Instance
+from llumsched.cluster.instance import Instance
 
 
 def summary(instance: Instance) -> dict[str, Any]:

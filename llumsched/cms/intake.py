@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Final
 
 from llumlet.types import InstanceMetadata, InstanceStatus
-from llumsched.cms.store import Patience
+from llumsched.cluster.view import View
+from llumsched.cms.patience import Patience
 from llumsched.cms.validation import metadata_faults, status_faults
-from llumsched.cms.view import View
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _MAX_OVER: Final = 4 * MAX_INSTANCES
 SWEEP_S: Final = 0.25
 
 
-class Refused(Exception):
+class ReportRefused(Exception):
     """A report that is not taken. `hopeless`: neither is the next one of its sender."""
 
     def __init__(self, text: str, *, hopeless: bool = False) -> None:
@@ -47,18 +47,18 @@ class Intake:
         self._swept_s = clock()
 
     def metadata(self, metadata: InstanceMetadata) -> None:
-        """Raises Refused."""
+        """Raises ReportRefused."""
         faults = metadata_faults(metadata)
         if faults:
-            raise Refused("; ".join(faults))
+            raise ReportRefused("; ".join(faults))
         known = self._view.get(metadata.instance_id)
         if (metadata.instance_id, metadata.incarnation) in self._over:
-            raise Refused("this life of the instance is over", hopeless=True)
+            raise ReportRefused("this life of the instance is over", hopeless=True)
         if known is None and len(self._view) >= MAX_INSTANCES:
-            raise Refused(f"there are {MAX_INSTANCES} instances already")
+            raise ReportRefused(f"there are {MAX_INSTANCES} instances already")
         if known is not None and known.metadata.incarnation != metadata.incarnation:
             if 0 < metadata.utc_create < known.metadata.utc_create:
-                raise Refused("a later life of the instance has begun", hopeless=True)
+                raise ReportRefused("a later life of the instance has begun", hopeless=True)
             self._bury(known.id, known.metadata.incarnation)
             logger.info("Instance %s has been started anew", known.id)
         elif known is None:
@@ -67,10 +67,10 @@ class Intake:
         self.heard(metadata.instance_id)
 
     def status(self, status: InstanceStatus, instance_id: str, incarnation: str, age_s: float = 0.0) -> bool:
-        """False for a status that comes too late, or of an instance that is not there. Raises Refused."""
+        """False for a status that comes too late, or of an instance that is not there. Raises ReportRefused."""
         faults = status_faults(status, instance_id, incarnation)
         if faults:
-            raise Refused("; ".join(faults))
+            raise ReportRefused("; ".join(faults))
         taken = self._view.put_status(status, age_s)
         if taken:
             self._deadlines[instance_id] = self._clock() + self._patience.silent_s - age_s

@@ -16,7 +16,7 @@ from typing import Final
 
 from llumlet.peers import MAX_PEERS, peer_of, takes_requests, usage
 from llumlet.types import PeerInfo, PeersRequest, PeersResponse
-from llumsched.cms.view import View
+from llumsched.cluster.view import View
 
 PREPARED_S: Final = 1.0
 MAX_OWN_IDS: Final = 1024

@@ -23,10 +23,10 @@ from llumlet.redis_client import checked_name, connect, follow_master, reason_of
 from llumlet.redis_link import CHANNEL, METADATA_PREFIX, STATUS_PREFIX
 from llumlet.tasks import end
 from llumlet.types import InstanceMetadata, InstanceStatus
-from llumsched.cms.intake import MAX_INSTANCES, Intake, Refused
-from llumsched.cms.store import PATIENCE, Patience
+from llumsched.cluster.view import View
+from llumsched.cms.intake import MAX_INSTANCES, Intake, ReportRefused
+from llumsched.cms.patience import PATIENCE, Patience
 from llumsched.cms.validation import MAX_ID_CHARACTERS, MAX_REPORT_BYTES
-from llumsched.cms.view import View
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class RedisStore:
                 try:
                     self._take(instance_id, metadata, status, published)
                     self._refused.pop(instance_id, None)
-                except Refused as refusal:
+                except ReportRefused as refusal:
                     self._refuse(instance_id, str(refusal))
 
     def _take(
@@ -165,7 +165,7 @@ class RedisStore:
         metadata = InstanceMetadata()
         _parse(metadata, metadata_bytes)
         if metadata.instance_id != instance_id:
-            raise Refused(f"the metadata under its key is that of {metadata.instance_id[:MAX_ID_CHARACTERS]!r}")
+            raise ReportRefused(f"the metadata under its key is that of {metadata.instance_id[:MAX_ID_CHARACTERS]!r}")
         known = self.view.get(instance_id)
         if known is None or known.metadata != metadata:
             self._intake.metadata(metadata)
@@ -212,8 +212,8 @@ def _id(raw: bytes) -> str | None:
 
 def _parse(message: InstanceMetadata | InstanceStatus, value: bytes) -> None:
     if len(value) > MAX_REPORT_BYTES:
-        raise Refused(f"{len(value)} bytes are too many")
+        raise ReportRefused(f"{len(value)} bytes are too many")
     try:
         message.ParseFromString(value)
     except DecodeError as error:
-        raise Refused("it is no such message") from error
+        raise ReportRefused("it is no such message") from error

@@ -10,8 +10,8 @@ from typing import Final
 
 from llumlet.credentials import NONE, Credentials
 from llumlet.errors import LlumletUnreachable
+from llumsched.cluster.view import View
 from llumsched.cms.store import name_of, open_store
-from llumsched.cms.view import View
 
 LOOK_S: Final = 5.0
 

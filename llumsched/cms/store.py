@@ -9,13 +9,13 @@ HOST:PORT             the embedded CMS of another process, watched (`watch.py`)
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 from llumlet.credentials import NONE, Credentials
 from llumlet.redis_url import REDIS_SCHEMES, redis_name
 from llumlet.types import Address
-from llumsched.cms.view import View
+from llumsched.cluster.view import View
+from llumsched.cms.patience import PATIENCE, Patience
 
 LISTEN: Final = "listen://"
 
@@ -37,19 +37,6 @@ class Store(Protocol):
     async def close(self) -> None:
         """Stop. The view stays as it is."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """After how many seconds without a word an instance is taken out of the view."""
-
-    silent_s: float = 10.0
-    """Its connection stands, and nothing comes. Ten keep-alives: a process that starves comes back in time."""
-    cut_s: float = 3.0
-    """Its connection broke (a process that was killed), and no new one was made. Two attempts of a reporter."""
-
-
-PATIENCE: Final = Patience()
 
 
 def store_faults(url: str) -> list[str]:

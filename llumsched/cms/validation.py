@@ -13,6 +13,7 @@ from typing import Final
 
 from google.protobuf.descriptor import FieldDescriptor
 
+from llumlet.protocol.infer_type import InferType
 from llumlet.types import InstanceMetadata, InstanceStatus
 
 MAX_ID_CHARACTERS: Final = 256
@@ -52,8 +53,8 @@ def metadata_faults(metadata: InstanceMetadata) -> list[str]:
             faults.append(f"{field} has {len(text)} characters")
         elif not text.isprintable():
             faults.append(f"{field} has characters that cannot be printed")
-    if metadata.instance_type not in ("prefill", "decode", "neutral"):
-        faults.append(f"instance_type {metadata.instance_type[:40]!r} is not prefill, decode or neutral")
+    if metadata.instance_type not in tuple(InferType):
+        faults.append(f"instance_type {metadata.instance_type[:40]!r} is none of {', '.join(InferType)}")
     for field in ("llumlet_port", "api_server_port"):
         if not 0 <= getattr(metadata, field) < 65536:
             faults.append(f"{field} {getattr(metadata, field)} is not a port")

@@ -20,7 +20,7 @@ from llumlet.credentials import NONE, Credentials
 from llumlet.proto.llumlet_pb2_grpc import CmsStub
 from llumlet.tasks import end
 from llumlet.types import Address, ViewChange, WatchRequest
-from llumsched.cms.view import View
+from llumsched.cluster.view import View
 
 logger = logging.getLogger(__name__)
 

@@ -4,9 +4,11 @@ longer than most take to do their work."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 from typing import Any, Final, Protocol
+
+from llumlet.credentials import Credentials
+from llumlet.setting_sources import Reading
 
 
 class Command(Protocol):
@@ -14,16 +16,15 @@ class Command(Protocol):
 
     DESCRIPTION: str
     """For the command's own `--help`."""
+    SETTINGS: tuple[type, ...]
+    """What can be set: see `llumlet.settings`. Credentials and --config come with every command."""
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
-
-    def faults(self, args: argparse.Namespace) -> list[str]:
-        """Everything wrong with the arguments, a sentence each. May keep parsed values in
-        `args`."""
+    def prepare(self, reading: Reading) -> Any:
+        """What `run` takes, of what was said. Adds what is wrong to `reading.faults`; `run` is not called then."""
         ...
 
-    def run(self, args: argparse.Namespace) -> int:
-        """Returns the exit code. `args.credentials` are for the clients."""
+    def run(self, config: Any, credentials: Credentials) -> int:
+        """Returns the exit code."""
         ...
 
 
@@ -40,6 +41,8 @@ COMMANDS: Final = {
     "rescheduler": "move running requests from hot instances to cold ones and away from sick ones",
 }
 """The modules' names, and what the list of commands says of them."""
+WITH_FURTHER: Final = frozenset({"up"})
+"""Those for which words after `--` mean something."""
 
 
 def load(name: str) -> Command:

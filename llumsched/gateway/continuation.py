@@ -26,7 +26,7 @@ import msgspec
 
 from llumsched.gateway.body import Body, Content
 from llumsched.gateway.continuable import CannotContinue, Outline
-from llumsched.gateway.sse import DONE, EventStream, event, last_numbers, num_numbers, numbers, payload
+from llumsched.gateway.sse import DONE, EventStream, event, last_numbers, num_numbers, payload
 
 COMPLETIONS = "/v1/completions"
 DETOKENIZE = "/detokenize"
@@ -70,12 +70,8 @@ class Transcript:
         return num_numbers(self.prompt_ids or b"")
 
     @property
-    def prompt_and_tokens(self) -> list[int]:
-        return numbers(self.prompt_ids or b"") + self.token_ids
-
-    @property
     def prompt_and_tokens_json(self) -> Content:
-        """The same. A prompt is long, and not worth being read."""
+        """Ids of its prompt and of what was delivered, a list. A prompt is long, and not worth being read."""
         between = b"," if self.num_prompt and self.token_ids else b""
         return b"[", self.prompt_ids or b"", between, msgspec.json.encode(self.token_ids)[1:]
 

@@ -33,7 +33,6 @@ class Job(msgspec.Struct, array_like=True):
     cpu_s: float
     """After which the process is ended by the kernel."""
     model: str = ""
-    wants_ids: bool = False
 
 
 class Answer(msgspec.Struct, array_like=True):
@@ -42,7 +41,6 @@ class Answer(msgspec.Struct, array_like=True):
     is_last: bool
     num_tokens: int | None = None
     """None if the process ended on it, or it is no JSON object."""
-    token_ids: tuple[int, ...] | None = None
     head: Head | None = None
     fault: str = ""
     outline: Outline | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
@@ -23,10 +23,8 @@ from llumsched.gateway.connection import Connection
 from llumsched.gateway.errors import GatewayError, NoInstance, StreamLost
 from llumsched.gateway.paths import Kind, Path, Work
 from llumsched.gateway.placement import Asked, Placed
+from llumsched.gateway.services import Received, Services
 from llumsched.gateway.upstream import Call
-
-if TYPE_CHECKING:
-    from llumsched.gateway.exchange import Exchanges, Received
 
 _FAILURE: Final = re.compile(rb'^(?:data:\s*\{\s*"error":|event:\s*error\b)', re.MULTILINE)
 """An engine's own error, in any of the forms."""
@@ -50,9 +48,9 @@ class _Event(msgspec.Struct):
 
 
 class Passing(Attempts):
-    def __init__(self, around: Exchanges, received: Received, path: Path, owner: Backend | None) -> None:
+    def __init__(self, services: Services, received: Received, path: Path, owner: Backend | None) -> None:
         """`owner`: the instance that has what the request is about."""
-        super().__init__(around, received, is_engines_work=path.work is not Work.TEXT, pardoned=_PARDONED)
+        super().__init__(services, received, is_engines_work=path.work is not Work.TEXT, pardoned=_PARDONED)
         self._path = path
         self._owner = owner
         self._last = b""
@@ -77,7 +75,7 @@ class Passing(Attempts):
         super()._answered(body, backend)
         if self._path.keeps_answers:
             with suppress(msgspec.DecodeError):
-                self._around.stored.remember(msgspec.json.decode(body, type=_Answer).id, backend)
+                self._services.stored.remember(msgspec.json.decode(body, type=_Answer).id, backend)
 
     async def _stream(self, answer: Connection, call: Call, placed: Placed) -> web.StreamResponse:
         self._record.is_streamed = True
@@ -116,17 +114,17 @@ class Passing(Attempts):
             return
         self._record.status = errors.UpstreamFailed.status
         if self._is_engines_work:
-            self._around.backends.outliers.failed(backend, Cause.ERRORS, "it reported an error in a stream")
+            self._services.backends.outliers.failed(backend, Cause.ERRORS, "it reported an error in a stream")
 
     def _begun(self, first: bytes, call: Call, placed: Placed) -> None:
         self._tried.taken_by(placed.backend)
-        self._around.placement.begun(placed)
+        self._services.placement.begun(placed)
         call.is_stream = self._is_engines_work and not self._path.may_rest
         if self._path.keeps_answers:
             with suppress(msgspec.DecodeError, msgspec.ValidationError):
                 event = msgspec.convert(sse.payload(first), _Event)
                 if event.response is not None:
-                    self._around.stored.remember(event.response.id, placed.backend)
+                    self._services.stored.remember(event.response.id, placed.backend)
 
     def _moved(self, call: Call) -> None:
         """Another part has come."""
@@ -136,12 +134,12 @@ class Passing(Attempts):
             return
         call.moved()
         if self._case.at is not None:
-            self._around.trials.got_part(self._case)
+            self._services.trials.got_part(self._case)
         if not is_first:
             gap_s = call.moved_s - before_s
-            self._around.metrics.of_model(self._record.model, is_served=True).itl.observe(gap_s * 1e3)
+            self._services.metrics.of_model(self._record.model, is_served=True).itl.observe(gap_s * 1e3)
             if call.is_stream:
-                self._around.backends.pace.step(call.backend, gap_s, call.moved_s)
+                self._services.backends.pace.step(call.backend, gap_s, call.moved_s)
 
     def _count_output(self) -> None:
         num_input, num_output = self._usage
@@ -159,4 +157,4 @@ class Passing(Attempts):
         return errors.last_event(error, self._path.style, int(numbers[-1]) + 1 if numbers else 0)
 
     def _failed_for_good(self) -> None:
-        self._around.metrics.of_model(self._record.model).lost("refused")
+        self._services.metrics.of_model(self._record.model).lost("refused")

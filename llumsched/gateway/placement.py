@@ -10,7 +10,7 @@ from typing import Protocol
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.errors import NoInstance, UnknownModel
 from llumsched.gateway.outliers import Ejection
-from llumsched.gateway.scheduler_client import Decision
+from llumsched.gateway.scheduler_client import SchedulerAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +20,13 @@ class Asked:
     id: str
     model: str
     num_prompt_tokens: int = 0
-    prompt_token_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
     asked: Asked
     backend: Backend
-    decision: Decision | None = None
+    answer: SchedulerAnswer | None = None
     """For /release and /report; None if it was not a scheduler's."""
     is_fallback: bool = False
     """The scheduler was away."""

@@ -151,10 +151,9 @@ def _count(connection: socket.socket, job: Job, content: bytearray, tokenizers: 
         return _ENDED  # the engine says what is wrong
     tokenizer = tokenizers.get(job.model) or tokenizers.get("")
     if tokenizer is not None:
-        by_length = Answer(is_last=False, num_tokens=prompts.estimate(document).num_tokens)
+        by_length = Answer(is_last=False, num_tokens=prompts.estimate(document))
         connection.sendall(frames.answer_frame(by_length))
-    counted = prompts.count(tokenizer, document)
-    return Answer(is_last=True, num_tokens=counted.num_tokens, token_ids=counted.token_ids if job.wants_ids else None)
+    return Answer(is_last=True, num_tokens=prompts.count(tokenizer, document))
 
 
 def _outline(content: bytearray) -> Answer:

@@ -16,12 +16,12 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import aiohttp
-import msgspec
 
 from llumlet.types import Address
+from llumsched.contract import Complaining, Instances, LLMInstance, Placing, Report, SchedulingRequest, decode, encode
 from llumsched.gateway.config import Config
 from llumsched.gateway.endpoints import Endpoint
 from llumsched.gateway.errors import UnknownModel
@@ -46,24 +46,6 @@ _NOT_FOUND: Final = "endpoint not found"
 _WARMING: Final = b"warming"
 
 
-class _Metadata(msgspec.Struct):
-    ip: str = ""
-    api_server_port: int = 0
-
-
-class _Instance(msgspec.Struct):
-    metadata: _Metadata
-
-
-class _View(msgspec.Struct):
-    """What is read of `/debug/view`."""
-
-    instances: dict[str, _Instance] = {}
-
-
-_VIEW = msgspec.json.Decoder(_View)
-
-
 class SchedulerAway(Exception):
     """No scheduler gave an answer that can be used."""
 
@@ -83,17 +65,20 @@ class NotScheduled(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class SchedulerAnswer:
+    """Where one of the schedulers has placed a request."""
+
     scheduler: Address
-    result: list[dict[str, Any]]
-    """As it came; of the right form."""
+    request: SchedulingRequest
+    result: list[LLMInstance]
+    """Not empty."""
 
 
 class SchedulerClient:
     def __init__(self, config: Config, session: aiohttp.ClientSession) -> None:
         headers = {"Content-Type": "application/json"}
-        if config.service_token:
-            headers["Authorization"] = config.service_token
+        if config.authorization:
+            headers["Authorization"] = config.authorization
         self._timeout_s = config.schedule_timeout_s
         tls = client_context(config.scheduler_ca_file) if config.scheduler_ca_file else None
         self._schedulers = {
@@ -110,13 +95,13 @@ class SchedulerClient:
         self._refusal: str | None = None
         self._refusal_s = -float("inf")
 
-    async def schedule(self, request: dict[str, Any]) -> Decision:
+    async def schedule(self, request: SchedulingRequest) -> SchedulerAnswer:
         """Raises SchedulerAway, SchedulerWarming, NoEndpoint, NotScheduled, UnknownModel."""
         now_s = time.monotonic()
         if self.is_away and now_s < self._away_until_s:
             raise SchedulerAway("The scheduler did not answer lately.")
         self._away_until_s = now_s + _AWAY_S  # if it is away, one request at a time finds out
-        body = msgspec.json.encode(request)
+        body = encode(request)
         reason: Exception | None = None
         warming: SchedulerWarming | None = None
         first = self._current
@@ -134,7 +119,7 @@ class SchedulerClient:
                 raise
             else:
                 self._answered(number)
-                return Decision(scheduler.address, result)
+                return SchedulerAnswer(scheduler.address, request, result)
         if warming is not None:
             self.is_away = False
             raise warming
@@ -145,7 +130,7 @@ class SchedulerClient:
             self.is_away = True
         raise SchedulerAway(str(reason))
 
-    async def _ask(self, scheduler: _Scheduler, request: dict[str, Any], body: bytes) -> tuple[int, bytes]:
+    async def _ask(self, scheduler: _Scheduler, request: SchedulingRequest, body: bytes) -> tuple[int, bytes]:
         """The place that an answer gives is released if it comes too late, or after the client has left."""
         limit = aiohttp.ClientTimeout(total=self._timeout_s + _LATE_S, sock_connect=self._timeout_s)
         asking = asyncio.create_task(scheduler.post("/schedule", body, limit))
@@ -156,7 +141,7 @@ class SchedulerClient:
             self._abandon(asking, scheduler.address, request)
             raise
 
-    def _abandon(self, asking: asyncio.Task[tuple[int, bytes]], scheduler: Address, request: dict[str, Any]) -> None:
+    def _abandon(self, asking: asyncio.Task[tuple[int, bytes]], scheduler: Address, request: SchedulingRequest) -> None:
         if len(self._abandoned) >= _MOST_ABANDONED:
             asking.cancel()
             return
@@ -164,13 +149,13 @@ class SchedulerClient:
         asking.add_done_callback(lambda _: self._release_late(asking, scheduler, request))
 
     def _release_late(
-        self, asking: asyncio.Task[tuple[int, bytes]], scheduler: Address, request: dict[str, Any]
+        self, asking: asyncio.Task[tuple[int, bytes]], scheduler: Address, request: SchedulingRequest
     ) -> None:
         self._abandoned.discard(asking)
         if asking.cancelled() or asking.exception() is not None:
             return
         with suppress(SchedulerAway, SchedulerWarming, NoEndpoint, NotScheduled, UnknownModel):
-            self.release(scheduler, request | {"scheduling_result": _result(scheduler, *asking.result())})
+            self.release(SchedulerAnswer(scheduler, request, _result(scheduler, *asking.result())))
 
     def _answered(self, number: int) -> None:
         if self.is_away or number != self._current:
@@ -180,12 +165,11 @@ class SchedulerClient:
     async def instances(self) -> list[Address]:
         """The API servers of all instances that the scheduler knows; none if it does not say."""
         try:
-            async with self._in_turn[self._current].get("/debug/view") as answer:
-                view = _VIEW.decode(await answer.read())
-        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
+            async with self._in_turn[self._current].get("/instances") as answer:
+                known = decode(await answer.read(), Instances).instances
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
             return []
-        found = (instance.metadata for instance in view.instances.values())
-        return [Address(one.ip, one.api_server_port) for one in found if one.ip and one.api_server_port]
+        return [one.endpoint.address for one in known if one.endpoint]
 
     async def refusal(self) -> str | None:
         """Why the scheduler would place nothing now, empty if it would; None if it does not say, or warms up: then
@@ -202,19 +186,22 @@ class SchedulerClient:
                 self._refusal = None
         return self._refusal
 
-    def release(self, scheduler: Address, request: dict[str, Any]) -> None:
+    def release(self, placed: SchedulerAnswer) -> None:
         """Told in the background, in order, three times at most. Reports of it that were not sent yet are void."""
-        self._schedulers[scheduler].release(request)
+        request = placed.request
+        self._schedulers[placed.scheduler].release(
+            SchedulingRequest(request.id, request.model, request.gateway_id, scheduling_result=placed.result)
+        )
 
-    def report(self, scheduler: Address, reports: Iterable[dict[str, Any]]) -> None:
+    def report(self, scheduler: Address, reports: Iterable[Report]) -> None:
         """Told in the background; of a request that waits to be reported, the newest state. Lost if the scheduler is
         away: the next report tells it again.
         """
         self._schedulers[scheduler].report(reports)
 
-    def complain(self, complaints: dict[str, Any]) -> None:
+    def complain(self, complaints: Complaining) -> None:
         """Told to all schedulers in the background, the newest only."""
-        body = msgspec.json.encode(complaints)
+        body = encode(complaints)
         for scheduler in self._in_turn:
             scheduler.complain(body)
 
@@ -228,10 +215,6 @@ class SchedulerClient:
         await asyncio.gather(*(scheduler.close() for scheduler in self._in_turn))
 
 
-_RELEASED: Final = ("id", "model", "gateway_id", "scheduling_result")
-"""Of a request, what its release says."""
-
-
 class _Scheduler:
     """One of them. It is told one thing after another: what was said later never arrives earlier."""
 
@@ -241,7 +224,7 @@ class _Scheduler:
         self.address = address
         self._endpoint = Endpoint(address, is_tls=tls is not None)
         self._request = functools.partial(session.request, headers=headers, ssl=tls or True)
-        self._reports: dict[str, dict[str, dict[str, Any]]] = {}
+        self._reports: dict[str, dict[str, Report]] = {}
         """The newest of each kind, by request."""
         self._releases: deque[bytes] = deque()
         self._num_dropped = 0
@@ -256,15 +239,15 @@ class _Scheduler:
     def get(self, path: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         return self._request("GET", self._endpoint.url(path), timeout=_SHORT)
 
-    def report(self, reports: Iterable[dict[str, Any]]) -> None:
+    def report(self, reports: Iterable[Report]) -> None:
         for report in reports:
-            self._reports.setdefault(report["id"], {})[report["kind"]] = report
+            self._reports.setdefault(report.id, {})[report.kind] = report
         self._tell()
 
-    def release(self, request: dict[str, Any]) -> None:
-        self._reports.pop(request["id"], None)
+    def release(self, request: SchedulingRequest) -> None:
+        self._reports.pop(request.id, None)
         if len(self._releases) < _MOST_RELEASES:
-            self._releases.append(msgspec.json.encode({name: request[name] for name in _RELEASED if name in request}))
+            self._releases.append(encode(request))
         else:
             self._num_dropped += 1
         self._tell()
@@ -291,7 +274,7 @@ class _Scheduler:
             if self._reports:
                 reports, self._reports = self._reports, {}
                 newest = [report for kinds in reports.values() for report in kinds.values()]
-                await self._say("/report", msgspec.json.encode(newest))
+                await self._say("/report", encode(newest))
             if self._releases:
                 batch = [self._releases.popleft() for _ in range(min(len(self._releases), _RELEASES_AT_ONCE))]
                 await self._release_surely(batch[0] if len(batch) == 1 else b"[" + b",".join(batch) + b"]")
@@ -323,7 +306,7 @@ class _Scheduler:
         return status == 200
 
 
-def _result(scheduler: Address, status: int, text: bytes) -> list[dict[str, Any]]:
+def _result(scheduler: Address, status: int, text: bytes) -> list[LLMInstance]:
     """Raises SchedulerAway, SchedulerWarming, NoEndpoint, NotScheduled, UnknownModel."""
     if status == 503 and text.startswith(_WARMING):
         raise SchedulerWarming(text.decode(errors="replace"))
@@ -336,10 +319,8 @@ def _result(scheduler: Address, status: int, text: bytes) -> list[dict[str, Any]
         raise NotScheduled(said)
     if status != 200:
         raise SchedulerAway(said)
-    try:
-        result: list[dict[str, Any]] = msgspec.json.decode(text)["scheduling_result"]
-        if result and all(instance["endpoint"]["host"] and instance["endpoint"]["port"] for instance in result):
+    with suppress(ValueError):
+        result = decode(text, Placing).scheduling_result
+        if result and all(instance.endpoint for instance in result):
             return result
-    except (msgspec.DecodeError, KeyError, TypeError):
-        pass
     raise SchedulerAway(f"{scheduler} answered without an endpoint")

@@ -33,6 +33,7 @@ from llumsched.gateway.paths import Kind, find
 from llumsched.gateway.placement import Placement, RoundRobin
 from llumsched.gateway.scheduled import COMPLAINT_TTL_S, Scheduled
 from llumsched.gateway.scheduler_client import SchedulerClient
+from llumsched.gateway.services import Services
 from llumsched.gateway.stored import StoredResponses
 from llumsched.gateway.tokens import TokenCounter
 from llumsched.gateway.upstream import Access, Upstream, new_session
@@ -66,7 +67,6 @@ class Gateway:
             config.chat_template,
             cpu_s=config.count_timeout_s,
             num_processes=config.reader_processes,
-            wants_ids=config.forward_tokens,
         )
 
     async def __aenter__(self) -> Self:
@@ -92,16 +92,16 @@ class Gateway:
         self.upstream = Upstream(config.connect_timeout_s, access, engines_tls)
         self.placement = self._placement()
         self.access_log = AccessLogger(config.access_log, self.metrics.unlogged)
-        self.exchanges = Exchanges(
+        self.services = Services(
             config,
             self.backends,
             self.placement,
             self.upstream,
             self.metrics,
-            self.access_log,
             self._tokens,
             StoredResponses(self.backends, self._session, access),
         )
+        self.exchanges = Exchanges(self.services, self.access_log)
         admission = Admission(self._keys, self._answer, self.metrics) if self._keys else None
         cors = Cors(admission.answer if admission else self._answer, self.backends, self._session)
         self._server = ClientServer(config, cors.answer)
@@ -187,7 +187,7 @@ class Gateway:
     async def _keep_reporting(self) -> None:
         while True:
             await asyncio.sleep(self.config.requests_report_duration_s)
-            running = self.exchanges.running.items()
+            running = self.services.running.items()
             self.placement.report_running((placed, exchange.num_tokens) for exchange, placed in running)
 
     async def models(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -214,9 +214,7 @@ class Gateway:
         return _text(503, reason + "\n", **{"Retry-After": "1"}) if reason else _text(200, "OK")
 
     async def show_metrics(self, request: web.BaseRequest) -> web.StreamResponse:
-        self.metrics.observe_load(
-            self.exchanges.num_in_flight, self.placement.num_waiting, len(self.backends.avoided())
-        )
+        self.metrics.observe_load(self.services.num_in_flight, self.placement.num_waiting, len(self.backends.avoided()))
         return web.Response(body=await self.metrics.rendered(), headers={"Content-Type": self.metrics.content_type})
 
 

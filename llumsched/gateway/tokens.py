@@ -15,7 +15,6 @@ from llumsched.gateway.body import Body
 from llumsched.gateway.continuable import CannotContinue, Outline, outline
 from llumsched.gateway.errors import InvalidRequest
 from llumsched.gateway.frames import Job, Task
-from llumsched.gateway.prompts import Counted
 from llumsched.gateway.reading import Readers, Unavailable
 
 _READ_HERE_BYTES: Final = 1 << 20
@@ -40,11 +39,9 @@ class TokenCounter:
         *,
         cpu_s: float = 0.5,
         num_processes: int = 2,
-        wants_ids: bool = True,
     ) -> None:
         self._models = frozenset(tokenizers)
         self._cpu_s = cpu_s
-        self._wants_ids = wants_ids
         self._readers = Readers(dict(tokenizers), chat_template, num_processes, _MEMORY_BYTES)
 
     async def start(self) -> None:
@@ -84,22 +81,20 @@ class TokenCounter:
             raise CannotContinue(answer.fault or "its body takes too long to read")
         return answer.outline
 
-    async def count(self, body: Body) -> Counted:
+    async def count(self, body: Body) -> int:
         is_small = len(body.content) <= _COUNTED_HERE_BYTES
         if is_small and body.model not in self._models and "" not in self._models:
             return _estimate(body)
-        job = Job(Task.COUNT, self._cpu_s, body.model, self._wants_ids)
+        job = Job(Task.COUNT, self._cpu_s, body.model)
         try:
             answer = await self._readers.run(job, body.content, _WAIT_S if is_small else _LONG_WAIT_S)
         except Unavailable:
-            return _estimate(body) if is_small else Counted(prompts.of_bytes(len(body.content)))
-        if answer.num_tokens is None:
-            return Counted(prompts.of_bytes(len(body.content)))
-        return Counted(answer.num_tokens, answer.token_ids)
+            return _estimate(body) if is_small else prompts.of_bytes(len(body.content))
+        return prompts.of_bytes(len(body.content)) if answer.num_tokens is None else answer.num_tokens
 
 
-def _estimate(body: Body) -> Counted:
+def _estimate(body: Body) -> int:
     try:
         return prompts.estimate(body.document())
     except InvalidRequest:  # the engine says what is wrong
-        return Counted(prompts.of_bytes(len(body.content)))
+        return prompts.of_bytes(len(body.content))

@@ -26,7 +26,7 @@ from llumsched.causes import Cause
 from llumsched.gateway import forwarded
 from llumsched.gateway.backends import Backend
 from llumsched.gateway.body import Content
-from llumsched.gateway.connection import Connection, State
+from llumsched.gateway.connection import Connection, ConnectionState
 from llumsched.gateway.errors import OutOfDescriptors, StreamLost
 
 _log = logging.getLogger(__name__)
@@ -249,7 +249,7 @@ class Upstream:
         idle = None if anew else self._idle.get(backend)
         while idle:
             connection = idle.pop()
-            if connection.state is State.IDLE and time.monotonic() - connection.idle_since_s < _MOST_IDLE_S:
+            if connection.state is ConnectionState.IDLE and time.monotonic() - connection.idle_since_s < _MOST_IDLE_S:
                 return connection
             connection.close()
         loop = asyncio.get_running_loop()
@@ -279,7 +279,7 @@ class Upstream:
         """Closes what has been idle for long."""
         limit_s = time.monotonic() - _MOST_IDLE_S
         for backend, idle in list(self._idle.items()):
-            kept = [one for one in idle if one.state is State.IDLE and one.idle_since_s > limit_s]
+            kept = [one for one in idle if one.state is ConnectionState.IDLE and one.idle_since_s > limit_s]
             for connection in set(idle).difference(kept):
                 connection.close()
             if kept:

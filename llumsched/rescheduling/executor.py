@@ -21,14 +21,14 @@ from llumlet.client import LlumletClient
 from llumlet.credentials import NONE, Credentials
 from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
 from llumlet.types import Address, MigrateEvent, MigrateRequest, MovePhase, MoveProgress, Reason, word
-from llumsched.cms.view import Instance
+from llumsched.cluster.instance import Instance
 from llumsched.rescheduling.blame import Blame, blame_for
 from llumsched.rescheduling.choice import choose, num_tokens
 from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.counters import RescheduleCounters
 from llumsched.rescheduling.history import History
 from llumsched.rescheduling.message import migrate_request
-from llumsched.rescheduling.moves import Move
+from llumsched.rescheduling.moves import Move, Purpose
 from llumsched.rescheduling.records import MoveRecord, Outcome, Records
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class Executor:
         """Replace the rule by names where the source's own choice would not do. False: there is nothing to move."""
         move = record.move
         left_out = self.history.left_out(move, self.clock())
-        if move.is_failover or (move.limit_tokens is None and not left_out):
+        if move.purpose is Purpose.FAILOVER or (move.limit_tokens is None and not left_out):
             return True
         total_tokens = instance.status.num_total_gpu_tokens if instance.status else 0
         listed = await source.client.list_requests(deadline_s=self.config.grpc_timeout_s)
@@ -200,7 +200,7 @@ class Executor:
             record.moved_tokens += progress.context_tokens
             record.copied_bytes += progress.copied_bytes
             self.history.copied(progress.copied_bytes, progress.phase_ms.get("copying", 0.0) / 1000)
-            if not move.is_failover:
+            if move.purpose is Purpose.BALANCE:
                 self.history.moved(move.destination, progress.request_id, now_s)
         elif progress.phase == MovePhase.LOST:
             self.history.link_failed(move.source, move.destination, now_s)

@@ -17,9 +17,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from llumsched.cms.view import Instance
+from llumsched.cluster.instance import Instance
+from llumsched.cluster.providers.status import Cargo
 from llumsched.rescheduling.config import Config
-from llumsched.rescheduling.moves import Move
+from llumsched.rescheduling.moves import Move, Purpose
 
 _MOST_DOUBLINGS = 5
 _MISFIT_S = 600.0
@@ -65,14 +66,18 @@ class History:
         """What moves have shown lately; before the first one, what the configuration says."""
         return self._bytes / self._seconds if self._bytes and self._seconds else self._config.link_bytes_per_s
 
-    def pending_tokens(self) -> dict[str, float]:
-        """By instance: tokens that will come (positive) or go, and that its status does not show yet."""
-        tokens: dict[str, float] = {}
+    def pending(self) -> dict[str, Cargo]:
+        """By instance: what will come (positive) or go, in all, and is not in its status yet. Most of it decodes."""
+        pending: dict[str, Cargo] = {}
         for entry in self._unsettled.values():
-            for instance_id, sign in ((entry.move.source, -1.0), (entry.move.destination, 1.0)):
+            move = entry.move
+            for instance_id, sign in ((move.source, -1.0), (move.destination, 1.0)):
                 if instance_id in entry.unseen:
-                    tokens[instance_id] = tokens.get(instance_id, 0.0) + sign * entry.move.expected_tokens
-        return tokens
+                    known = pending.get(instance_id, Cargo(0.0, 0.0))
+                    pending[instance_id] = Cargo(
+                        known.requests + sign * move.expected_requests, known.tokens + sign * move.expected_tokens
+                    )
+        return pending
 
     def pending_moves(self) -> list[Move]:
         """Under way, or ended and not yet in the status of both ends."""
@@ -120,7 +125,7 @@ class History:
     def began(self, number: int, move: Move, now_s: float) -> None:
         self._unsettled[number] = _Unsettled(move, None, {move.source, move.destination})
         self._rest(move, now_s)
-        if move.is_failover:
+        if move.purpose is Purpose.FAILOVER:
             self._dealt[move.source] += 1
 
     def sized(self, number: int, tokens: float, requests: float) -> None:

@@ -8,7 +8,7 @@ from typing import Final
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from llumsched.cms.view import View
+from llumsched.cluster.view import View
 from llumsched.rescheduling.records import Records
 
 MOST: Final = 1000

@@ -17,15 +17,16 @@ from prometheus_client import CollectorRegistry
 
 from llumlet.credentials import NONE, Credentials
 from llumlet.redis_url import REDIS_SCHEMES
-from llumsched.cms.view import View
+from llumsched.cluster.providers.in_flight import InFlight
+from llumsched.cluster.table import Table, standard_table
+from llumsched.cluster.view import View
 from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.counters import RescheduleCounters
 from llumsched.rescheduling.executor import Executor
 from llumsched.rescheduling.history import History
-from llumsched.rescheduling.loads import CountersOf, measure, no_account
 from llumsched.rescheduling.planner import Plan, plan
+from llumsched.rescheduling.policies import load_policies
 from llumsched.rescheduling.records import PassRecord, Records
-from llumsched.rescheduling.snapshot import Camera
 from llumsched.rescheduling.waking import Waking
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def lease_of(cms: str) -> Lease | None:
 class Rescheduler:
     """`records` is what it did and does. Belongs to the event loop of `view`.
 
-    `counters_of` is the dispatcher's account of what it has sent and no status shows yet.
+    `table` is the dispatcher's, with what it has sent and no status shows yet; None: one of its own, without.
     """
 
     def __init__(
@@ -62,18 +63,18 @@ class Rescheduler:
         credentials: Credentials = NONE,
         registry: CollectorRegistry | None = None,
         *,
-        counters_of: CountersOf = no_account,
+        table: Table | None = None,
         lease: Lease | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`clock` must be that of the view. Metrics are registered in `registry` (default: one of its own). `lease`:
-        nothing is planned while another one has it; None: there is no other rescheduler."""
+        nothing is planned while another one has it; None: there is no other rescheduler. Raises PolicyError."""
         self.config = config
         self.records = Records()
         self._view = view
-        self._camera = Camera(
-            measure(config, counters_of), staleness_s=config.staleness_s, domain=config.failover_domain
-        )
+        self._policies = load_policies(config)
+        self._table = standard_table(InFlight()) if table is None else table
+        self._unobserve = view.observe(self._table) if table is None else lambda: None
         self._clock = clock
         self._lease = lease
         self._history = History(config)
@@ -108,6 +109,7 @@ class Rescheduler:
 
     async def close(self) -> None:
         """After `run` was cancelled: leave the calls under way. What the llumlets have begun goes on."""
+        self._unobserve()
         await self._executor.close()
 
     def run_pass(self, woken_by: str = "call") -> PassRecord:
@@ -154,4 +156,6 @@ class Rescheduler:
         history.seen(instances)
         history.forget_expired(now_s)
         lost = self._view.lost.within(config.staleness_s)
-        return plan(self._camera.take(instances, now_s - self._view.age_s, lost), history, config, now_s)
+        # Instances are as old as the view, moves are not.
+        snapshot = self._table.snapshot(lost)
+        return plan(snapshot, self._policies, history, config, now_s, view_s=now_s - self._view.age_s)

@@ -7,7 +7,7 @@ import asyncio
 from typing import Final
 
 from llumlet.types import InstanceStatus
-from llumsched.cms.view import Instance
+from llumsched.cluster.instance import Instance
 from llumsched.rescheduling.history import History
 
 MUCH: Final = 0.05

@@ -17,10 +17,10 @@ from typing import Final
 import aiohttp
 import msgspec
 
+from llumlet.protocol.infer_type import InferType
 from llumlet.types import Address, InstanceMetadata, InstanceStatus
-from llumsched.cms.view import View
-from llumsched.scheduler.messages import decode
-from llumsched.scheduling.load import InferType
+from llumsched.cluster.view import View
+from llumsched.contract import decode
 
 _log = logging.getLogger(__name__)
 _TRIES: Final = 3
@@ -55,7 +55,7 @@ class _Backend:
         return str(self.address)
 
 
-class Backends:
+class StaticEngines:
     """Feeds a view, as a store does. `endpoints`: and what each engine is there for. `api_key`: if they want one."""
 
     def __init__(

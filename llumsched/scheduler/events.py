@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 from aiohttp import web
 
-from llumsched.cms.view import View
+from llumsched.cluster.view import View
 from llumsched.scheduler.feed import Feed, Moves, Reader
 
 INTERVAL_S: Final = 0.1

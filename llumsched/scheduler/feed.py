@@ -14,7 +14,8 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from llumsched.cms.view import Instance, View
+from llumsched.cluster.instance import Instance
+from llumsched.cluster.view import View
 from llumsched.summary import summary
 
 NUM_MOVES: Final = 100

@@ -24,7 +24,7 @@ CALL_S: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class Glance:
     """`instances` by id, as `llumsched.summary` has them, with `age_s`; `moves` as the rescheduler records them, oldest
     first, or None where nobody is asked for them."""
 
@@ -89,7 +89,7 @@ class Source:
                 if self._scheduler is not None:
                     await self._asked.wait()
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> Glance:
         view, now_s = self._store.view, time.monotonic()
         instances = []
         for name in sorted(view):
@@ -99,7 +99,7 @@ class Source:
         problems = [] if view.connected else [f"the CMS {self._cms} is not reached{self._why()}"]
         problems += [self._moves_problem] if self._moves_problem else []
         moves = self._moves if self._scheduler is not None else None
-        return Snapshot(view.connected, view.age_s, instances, moves, tuple(problems))
+        return Glance(view.connected, view.age_s, instances, moves, tuple(problems))
 
     def _why(self) -> str:
         return f": {self._store.problem}" if self._store.problem else ""

@@ -37,7 +37,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ClusterPlan:
     """What is to run. `greeting` is printed when all of it is ready."""
 
     scheduler: ComponentSpec
@@ -59,7 +59,7 @@ class Plan:
 class Cluster:
     """Runs a plan once."""
 
-    def __init__(self, plan: Plan, screen: Screen) -> None:
+    def __init__(self, plan: ClusterPlan, screen: Screen) -> None:
         self._plan = plan
         self._screen = screen
         self._stop = asyncio.Event()

@@ -90,7 +90,7 @@ def test_an_engine_that_leaves_says_so(model_dir: Path, record: StepRecord) -> N
     loop.rig.add("a")
     loop.turns(4)
     assert not last_steps().leaving
-    loop.kvconn.bypass.takes_requests = False
+    loop.kvconn.draining = True
     loop.turn()
     assert last_steps().leaving
 
@@ -119,8 +119,8 @@ def test_it_stays_where_it_is_tried(model_dir: Path, record: StepRecord) -> None
     loop = new_loop(model_dir, record=record)
     tried = loop.rig.add("tried")
     identity = EngineIdentity("a", INCARNATION, "digest", None, None, "cpu", True, False)
-    bypass: Any = SimpleNamespace(identity=identity, engine=loop)
-    listing = Listing(bypass, loop.kvconn, SimpleNamespace())
+    context: Any = SimpleNamespace(identity=identity, engine=loop, loop=loop.kvconn)
+    listing = Listing(context, SimpleNamespace())
     loop.turns(6)
     assert listing.why_not(tried) is None
     loop.kvconn.trials.open(tried, 3)

@@ -156,7 +156,7 @@ async def preempted(cluster: Cluster, stream: Stream) -> str:
 
     with slow_copies(cluster["B"], 0.2):
         outcome = cluster.begin(_migrate(cluster, stream, method=Mode.BLOCKING))
-        await until(lambda: any(move.frozen for move in moves.values()), lambda: "not frozen")
+        await until(lambda: any(move.leaving.frozen for move in moves.values()), lambda: "not frozen")
         cluster.on_loop("A", preempt)
         return await outcome
 
@@ -209,7 +209,7 @@ async def goes_on(cluster: Cluster, stream: Stream) -> str:
     await until(lambda: bool(known.replays), lambda: "not replayed")
     assert known.owner is not None
     await stream.reaches(len(stream.tokens) + 20)
-    return "rescued" if cluster[known.owner.instance].engine.kvconn.bypass.num_rescued else "computed again"
+    return "rescued" if cluster[known.owner.instance].engine.agent.adoptions.num_rescued else "computed again"
 
 
 PLAY: dict[str, Play] = {

@@ -102,9 +102,9 @@ def recorded_requests(instance: Instance) -> list[str]:
 
 @contextlib.contextmanager
 def stopped(instance: Instance) -> Iterator[None]:
-    """As by SIGSTOP: its bypass thread does nothing, what is sent to it waits in its sockets."""
+    """As by SIGSTOP: its llumlet's thread does nothing, what is sent to it waits in its sockets."""
     go_on = threading.Event()
-    instance.engine.kvconn.bypass.post(go_on.wait)
+    instance.engine.kvconn.thread.post(go_on.wait)
     try:
         yield
     finally:

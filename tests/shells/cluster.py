@@ -43,7 +43,7 @@ from tests.shells.model import BLOCK_SIZE, FIRST_TOKEN, NUM_TOKENS, Reference, c
 from tests.shells.network import Network, RelayProxy
 from vllm_llumnix.config import CONFIG_VARIABLE, LlumletConfig
 from vllm_llumnix.engine import agent as agent_module
-from vllm_llumnix.engine import claims, progress
+from vllm_llumnix.engine import claims, migrations, progress
 from vllm_llumnix.engine import relay as engine_relay
 from vllm_llumnix.frontend import origin as origin_shell
 
@@ -225,12 +225,10 @@ class Instance:
 
     @property
     def address(self) -> Address:
-        address = self.engine.kvconn.bypass.address
-        assert address is not None
-        return address
+        return self.engine.agent.context.address
 
     def listen(self, network: Network, context: zmq.asyncio.Context) -> None:
-        network.name(self.name, self.engine.kvconn.bypass._loop, self.address.port)
+        network.name(self.name, self.engine.kvconn.thread.event_loop, self.address.port)
         relay = self.client.origin.ensure_relay()
         self.proxy = RelayProxy(network, context, relay.address)
         relay.address = self.proxy.address
@@ -248,9 +246,9 @@ class Instance:
         """As with `kill -9` of the engine: its loop stands still, nobody listens any more, and its API server knows."""
         self.dead = True
         self.engine.model_executor.turns.clear()
-        bypass = self.engine.kvconn.bypass
-        await asyncio.to_thread(bypass.stop)
-        bypass.stop = lambda: None  # type: ignore[method-assign]
+        thread = self.engine.kvconn.thread
+        await asyncio.to_thread(thread.stop)
+        thread.stop = lambda: None  # type: ignore[method-assign]
         # Its sockets are the test's to close.
         self._ending.enter_context(mock.patch.object(self.client, "shutdown"))
         self.client.origin.engine_died()
@@ -284,21 +282,21 @@ class Instance:
             "requests": len(engine.scheduler.requests),
             "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
             "pins": port._num_pins,
-            "reservations": len(port._reserved),
-            "slots of reservations": len(port._with_slot),
+            "reservations": len(port.reservations._reserved),
+            "slots of reservations": len(port.reservations._with_slot),
             "batch slots": self._slots - engine.scheduler.max_num_active_reqs,
             "frozen": len(port._frozen) + len(port._parked) + len(port._eligible),
             "fences": len(kvconn._fences),
-            "newcomers": len(port._newcomers),
-            "departures": len(kvconn._departures) + len(agent.departures.moves),
+            "newcomers": len(port.newcomers),
+            "departures": len(kvconn._leaving) + len(agent.departures.moves),
             "moves out": agent.departures.slots.num_requests,
             "moves in": agent.arrivals.slots.num_requests + len(agent.arrivals._unsettled),
             "draining": sum(1 for move in moves if move.machine.state is DestinationState.DRAINING),
-            "callers": sum(len(move._waiting) for move in moves),
-            "what was moved": sum(1 for move in moves if move.request or move._source_blocks),
-            "claims": len(kvconn.claims._claims) + len(kvconn.claims._waiting),
-            "guests": len(agent.relay._guests),
-            "questions": len(agent.relay._questions),
+            "callers": sum(len(move.callers) for move in moves),
+            "what was moved": sum(1 for move in moves if move.request or move.blocks._at_source),
+            "claims": len(agent.claims._claims) + len(agent.claims._waiting),
+            "guests": len(agent.context.relay._guests),
+            "questions": len(agent.context.relay._questions),
             "load": sum(port.load.snapshot().load),
             "names": len(port.load.snapshot().waiting) + len(port.load._entries) + len(port.load._exact),
             "blocks by the counters": port.num_blocks - port.load.snapshot().num_free_blocks,
@@ -407,7 +405,7 @@ class Cluster:
         def call() -> None:
             kvconn.call(action)
 
-        kvconn.bypass.post(call)
+        kvconn.thread.post(call)
 
     @staticmethod
     async def try_call(call: Awaitable[Any]) -> None:
@@ -520,7 +518,7 @@ class Cluster:
 
 
 _clusters: dict[Any, Cluster] = {}
-"""By the event loops of their bypass threads."""
+"""By the event loops of their llumlets."""
 
 
 @contextlib.contextmanager
@@ -533,7 +531,7 @@ def hurried() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for (module, name), value in HURRIED.items():
             stack.enter_context(mock.patch.object(module, name, value))
-        stack.enter_context(mock.patch.object(agent_module, "Plan", plan))
+        stack.enter_context(mock.patch.object(migrations, "Plan", plan))
         yield
 
 
@@ -557,7 +555,7 @@ async def cluster_of(
                     peers=tuple(f"127.0.0.1:{port}" for other, port in ports.items() if other != name),
                 )
                 instance = cluster.instances[name] = Instance(name, config, model, asynchronous, sockets, hybrid)
-                _clusters[instance.engine.kvconn.bypass._loop] = cluster
+                _clusters[instance.engine.kvconn.thread.event_loop] = cluster
             for instance in cluster.instances.values():
                 instance.listen(network, context)
             yield cluster
@@ -566,7 +564,7 @@ async def cluster_of(
             context.destroy(linger=0)
             network.forget()
             for instance in cluster.instances.values():
-                del _clusters[instance.engine.kvconn.bypass._loop]
+                del _clusters[instance.engine.kvconn.thread.event_loop]
 
 
 async def until(condition: Callable[[], bool], failure: Callable[[], str], seconds: float = SECONDS) -> None:

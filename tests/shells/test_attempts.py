@@ -45,7 +45,7 @@ async def test_an_attempt_that_nobody_wants_any_more(model_dir: Path) -> list[st
         stream = await cluster.stream("A")
         await stream.reaches(5)
         taken = recorded_requests(cluster["B"])
-        guests = cluster["B"].engine.agent.relay._guests
+        guests = cluster["B"].engine.agent.context.relay._guests
         with building_slowly(cluster["B"]) as building, replays_only_at(cluster, stream, "B"):
             await cluster["A"].die()
             await until(building.is_set, lambda: "B does not begin")

@@ -38,7 +38,7 @@ STEP_SECONDS = 0.3
 @retold
 async def test_a_move_to_an_instance_that_ends(model_dir: Path) -> list[str]:
     async with cluster_of(model_dir) as cluster:
-        cluster["B"].engine.kvconn.bypass.draining = True
+        cluster["B"].engine.kvconn.draining = True
         stream = await company(cluster)
         assert await moves(cluster, stream) == "stayed"
         assert cluster.last_report.reason == Reason.SHUTTING_DOWN
@@ -49,16 +49,16 @@ async def test_a_move_to_an_instance_that_ends(model_dir: Path) -> list[str]:
 @retold
 async def test_an_instance_that_is_asked_to_end(model_dir: Path) -> list[str]:
     async with cluster_of(model_dir) as cluster:
-        bypass = cluster["B"].engine.kvconn.bypass
+        loop = cluster["B"].engine.kvconn
 
         def end(_: object) -> bool:
-            bypass.draining = True
+            loop.draining = True
             return False
 
         cluster.network.arm("CopyRound", Kind.DROPPED, only=end)
         stream = await company(cluster)
         assert await moves(cluster, stream) == "moved"
-        assert bypass.draining
+        assert loop.draining
         return await cluster.verdict(stream)
 
 
@@ -67,7 +67,7 @@ async def test_an_instance_that_is_asked_to_end(model_dir: Path) -> list[str]:
 async def test_a_replay_on_an_instance_that_ends(model_dir: Path) -> list[str]:
     async with cluster_of(model_dir) as cluster:
         calls = recorded(cluster, "Adopt")
-        cluster["C"].engine.kvconn.bypass.draining = True
+        cluster["C"].engine.kvconn.draining = True
         stream = await company(cluster)
         with replays_only_at(cluster, stream, "CA"):
             assert await loses_tokens(cluster, stream) == "moved"
@@ -153,7 +153,7 @@ def guided(cluster: Cluster, request_id: str) -> AdoptRequest:
     asked = request(request_id, sampling_params=SamplingParams(max_tokens=9, structured_outputs=structured))
     home = cluster["A"]
     state = state_of(asked, [], home.client.relay_address, None)
-    digest = home.engine.kvconn.bypass.identity.digest
+    digest = home.engine.agent.context.identity.digest
     return AdoptRequest(epoch=Epoch(term=1), compatibility_digest=digest, request_state=encode(state))
 
 

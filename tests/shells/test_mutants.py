@@ -19,9 +19,10 @@ from tests.shells.cluster import cluster_of
 from tests.shells.marks import MARKS
 from tests.simulation.mutants import EarlyFree, ResumeOnTimeout, SameTerm, Unasked, Unheeded
 from vllm_llumnix import relay_convert
-from vllm_llumnix.engine import arrivals, claims, departures
+from vllm_llumnix.engine import claims, incoming, outgoing
 from vllm_llumnix.engine import relay as engine_relay
-from vllm_llumnix.engine.agent import LlumletAgent
+from vllm_llumnix.engine.aborts import Aborts
+from vllm_llumnix.engine.reservations import Reservations
 from vllm_llumnix.engine.scheduler_port import FrozenRequest, Pin, SchedulerPort
 from vllm_llumnix.frontend import calls
 from vllm_llumnix.kv.transport import local
@@ -57,7 +58,7 @@ def same_term(patch: Patch) -> None:
 
 def freed_before_quiet(patch: Patch) -> None:
     """Blocks of a copy that was given up are free before the mover has stopped writing them."""
-    patch.setattr(arrivals, "Destination", EarlyFree)
+    patch.setattr(incoming, "Destination", EarlyFree)
 
 
 def no_pins(patch: Patch) -> None:
@@ -104,12 +105,12 @@ def kept_pins(patch: Patch) -> None:
 
 def kept_reservation(patch: Patch) -> None:
     """A reservation that was called off is kept."""
-    patch.setattr(SchedulerPort, "cancel_reservation", lambda *_: None)
+    patch.setattr(Reservations, "cancel", lambda *_: None)
 
 
 def resumed_on_silence(patch: Patch) -> None:
     """A source that gets no answer to Commit and Withdraw goes on."""
-    patch.setattr(departures, "Source", ResumeOnTimeout)
+    patch.setattr(outgoing, "Source", ResumeOnTimeout)
 
 
 def wrong_byte(patch: Patch) -> None:
@@ -125,18 +126,18 @@ def wrong_byte(patch: Patch) -> None:
 
 def lost_tail(patch: Patch) -> None:
     """The source's tokens since the last round do not come with Commit."""
-    stock = arrivals.IncomingMove._take
+    stock = incoming.IncomingMove._take
 
     def take(self: Any, from_block: int, block_ids: Sequence[int], token_ids: Sequence[int]) -> None:
         stock(self, from_block, block_ids, [10 + token % 7 for token in token_ids])
 
-    patch.setattr(arrivals.IncomingMove, "_take", take)
+    patch.setattr(incoming.IncomingMove, "_take", take)
 
 
 def never_told(patch: Patch) -> None:
     """No engine hears that its request's client has left: aborts are not sent on, and Release is not obeyed."""
-    patch.setattr(LlumletAgent, "forward_aborts", lambda *_: None)
-    patch.setattr(LlumletAgent, "release", lambda *_: None)
+    patch.setattr(Aborts, "forward", lambda *_: None)
+    patch.setattr(Aborts, "release", lambda *_: None)
 
 
 def replay_from_before(patch: Patch) -> None:

@@ -35,7 +35,7 @@ def cut_off(cluster: Cluster) -> Iterator[None]:
 def stopped(cluster: Cluster) -> Iterator[None]:
     """The thread of A that speaks with API servers and peers."""
     go_on = threading.Event()
-    cluster["A"].engine.kvconn.bypass.post(_wait_for, go_on)
+    cluster["A"].engine.kvconn.thread.post(_wait_for, go_on)
     yield
     go_on.set()
 

@@ -3,13 +3,12 @@
 
 Once the scheduler has it, it is an ordinary request of this engine: queued, its prompt and output prefilled in one go,
 its sampler where it was. If the former owner hangs where its KV cache can still be read, the cache is brought here, and
-one token is computed. Bypass thread only, but for what is done on the loop.
+one token is computed. Llumlet thread only, but for what is done on the loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request, RequestStatus
 
@@ -22,39 +21,28 @@ from llumlet.protocol.rescue import Rescue
 from llumlet.types import AdoptRequest, AdoptResponse
 from vllm_llumnix.engine.arrivals import Arrivals
 from vllm_llumnix.engine.builder import RequestBuilder
+from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.grammars import GRAMMAR_SECONDS
-from vllm_llumnix.engine.kvconn import KVConnection
 from vllm_llumnix.engine.memory import require_weights
-from vllm_llumnix.engine.relay import Relay
 from vllm_llumnix.engine.request_state import Residence, residence_of
 from vllm_llumnix.engine.rescue import Rescues
 from vllm_llumnix.request_wire import RequestState
-
-if TYPE_CHECKING:
-    from vllm_llumnix.engine.bypass import Bypass
-    from vllm_llumnix.engine.departures import Departures
 
 
 class Adoptions:
     """Carries out `Adopt`."""
 
-    def __init__(
-        self,
-        bypass: Bypass,
-        kvconn: KVConnection,
-        relay: Relay,
-        builder: RequestBuilder,
-        arrivals: Arrivals,
-        departures: Departures,
-        rescues: Rescues,
-    ) -> None:
-        self.bypass = bypass
-        self.kvconn = kvconn
-        self.relay = relay
+    def __init__(self, context: EngineContext, builder: RequestBuilder, arrivals: Arrivals, rescues: Rescues) -> None:
+        self.num_adopted = 0
+        """Requests of lost owners that went on here."""
+        self.num_rescued = 0
+        """Of these, the ones that brought their KV cache."""
+        self.context = context
+        self.loop = context.loop
+        self.relay = context.relay
         self.builder = builder
         self.rescues = rescues
         self._arrivals = arrivals
-        self._departures = departures
         self._num_adopting = 0
         self._preparing: dict[str, Residence] = {}
         """Attempts that the scheduler has not been given yet, by request."""
@@ -65,14 +53,14 @@ class Adoptions:
         Raises Refused, with HANDOVER_OPEN while another life of the request is here, with BARRED if the origin has
         called the attempt off meanwhile.
         """
-        identity = self.bypass.identity
+        identity = self.context.identity
         if identity.unsupported is not None:
             raise Refused(Reason.NOT_PORTABLE, identity.unsupported)
         if asked.compatibility_digest != identity.digest:
             raise Refused(Reason.INCOMPATIBLE_ENGINE, "model, weights, vLLM version or settings differ")
         if asked.weight_version:
-            require_weights(asked.weight_version, self.bypass.engine.get_weight_version())
-        if not self.bypass.takes_requests:
+            require_weights(asked.weight_version, self.context.weight_version)
+        if not self.loop.takes_requests:
             raise Refused(Reason.SHUTTING_DOWN, "this engine is shutting down")
         if self._num_adopting >= MAX_ADOPTING:
             raise Refused(Reason.DESTINATION_BUSY, f"{self._num_adopting} requests are being started again here")
@@ -86,13 +74,13 @@ class Adoptions:
             await attempt.run()
         finally:
             self._num_adopting -= 1
-        self._departures.came_back(state.request_id)
+        self.context.forwarding.came_back(state.request_id)
         return self._answer(attempt)
 
     async def make_way(self, request_id: str, residence: Residence) -> on.AdoptionEvent:
         """Whether this is the only life of the request here. Raises Refused unless it is the latest one."""
         await self._arrivals.give_way(request_id)
-        ended = await self.kvconn.call_behind_outputs(self._make_way_on_loop, request_id, residence)
+        ended = await self.loop.call_behind_outputs(self._make_way_on_loop, request_id, residence)
         if ended is not None:
             self.relay.farewell(request_id, ended)
             return on.FormerLifeEnded()
@@ -109,38 +97,38 @@ class Adoptions:
 
     def add_on_loop(self, request: Request, fetched: Rescue | None) -> None:
         if fetched is not None:
-            self.kvconn.admit(request, fetched.computed_tokens)
+            self.loop.admit(request, fetched.computed_tokens)
             return
-        scheduler = self.bypass.engine.scheduler
-        if request.request_id in scheduler.requests or self.kvconn.port.is_reserved(request.request_id):
+        scheduler = self.context.engine.scheduler
+        if request.request_id in scheduler.requests or request.request_id in self.loop.port.reservations:
             raise Refused(Reason.HANDOVER_OPEN, "the request is here already, or on its way")
-        self.kvconn.load_adapter(request)
+        self.loop.load_adapter(request)
         request.status = RequestStatus.WAITING
         scheduler.add_request(request)
-        self.kvconn.wake_group()
+        self.loop.wake_group()
 
     def _answer(self, attempt: _Attempt) -> AdoptResponse:
         assert attempt.request is not None
-        identity, fetched = self.bypass.identity, attempt.fetched
+        identity, fetched = self.context.identity, attempt.fetched
         answer = AdoptResponse(instance_id=identity.instance, incarnation=identity.incarnation)
-        self.bypass.num_adopted += 1
+        self.num_adopted += 1
         answer.recomputed_tokens = attempt.request.num_tokens - 1
         if fetched is not None:
-            self.bypass.num_rescued += 1
+            self.num_rescued += 1
             answer.copied_bytes = fetched.copied_bytes
             answer.recomputed_tokens -= fetched.computed_tokens
         return answer
 
     def _make_way_on_loop(self, request_id: str, residence: Residence) -> Residence | None:
         """End a former life of the request, and say which. Raises Refused if it is none that `residence` replaces."""
-        engine = self.bypass.engine
+        engine = self.context.engine
         request = engine.scheduler.requests.get(request_id)
         if request is None:
-            self.kvconn.require_out_of_flight(request_id)
+            self.loop.require_out_of_flight(request_id)
             return None
         present = residence_of(request)
         require_former(present, residence)
-        self.kvconn.note_aborted([request_id])
+        self.loop.note_aborted([request_id])
         engine.abort_requests([request_id])
         return present
 
@@ -161,7 +149,7 @@ class _Attempt:
         self._state = state
         self._residence = residence
         self._given_up = given_up
-        may_fetch = asked.HasField("holder") and adoptions.bypass.identity.kv_unsupported is None
+        may_fetch = asked.HasField("holder") and adoptions.context.identity.kv_unsupported is None
         self._machine = Adoption(may_fetch)
         self.request: Request | None = None
         self.fetched: Rescue | None = None
@@ -203,12 +191,12 @@ class _Attempt:
                 return await self._fetch()
             case on.AddRequest():
                 # From here on whoever ends the request finds it in the scheduler.
-                added = adoptions.kvconn.call(adoptions.add_on_loop, self.request, self.fetched)
+                added = adoptions.loop.call(adoptions.add_on_loop, self.request, self.fetched)
                 adoptions.done_preparing(request_id, self._residence)
                 await added
                 return on.RequestAdded()
             case on.FreeCache():
-                await adoptions.kvconn.call(adoptions.kvconn.port.cancel_reservation, self.request)
+                await adoptions.loop.call(adoptions.loop.port.reservations.cancel, self.request)
             case on.RefuseAdopt(reason=reason, detail=detail):
                 raise Refused(reason, detail)
         return None
@@ -221,7 +209,7 @@ class _Attempt:
         request.client_index = client_index
         self.request = request
         if self._asked.trial_tokens:
-            adoptions.kvconn.trials.open(request, self._asked.trial_tokens)
+            adoptions.loop.trials.open(request, self._asked.trial_tokens)
 
     async def _fetch(self) -> on.AdoptionEvent:
         assert self.request is not None
@@ -249,5 +237,5 @@ class _Attempt:
         adoptions.done_preparing(request_id, self._residence)
         adoptions.relay.farewell(request_id, self._residence)
         # A caller that does not wait any more changes nothing for a request that is here.
-        if request is not None and adoptions.bypass.engine.scheduler.requests.get(request_id) is not request:
-            adoptions.kvconn.trials.close(request)
+        if request is not None and adoptions.context.engine.scheduler.requests.get(request_id) is not request:
+            adoptions.loop.trials.close(request)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests taken from this engine while its loop is stuck in a model step, with their KV cache.
 
-The shell of `llumlet.protocol.claim`. Claims are made by the bypass thread, under a lock which the loop takes on its
+The shell of `llumlet.protocol.claim`. Claims are made by the llumlet's thread, under a lock which the loop takes on its
 way out of the model, before vLLM does anything with what the model computed:
 
     loop     model_begins() ........ stuck ........ model_ended(): pins, ends silently
-    bypass            take(): blocks    [reads]    end(): intact?
+    llumlet           take(): blocks    [reads]    end(): intact?
 """
 
 from __future__ import annotations
@@ -15,23 +15,22 @@ import dataclasses
 import itertools
 import logging
 import threading
-from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request, RequestStatus
 
 from llumlet.protocol import claim as on
-from llumlet.protocol.claim import LEASE, LEASE_SECONDS, Claim, ClaimEvent
+from llumlet.protocol.claim import LEASE, Claim, ClaimEvent
 from llumlet.protocol.effects import ClearTimer
 from llumlet.protocol.errors import Refused
 from llumlet.protocol.events import TimerFired
 from llumlet.protocol.ids import Epoch
+from vllm_llumnix.engine.loop import EngineLoop
 from vllm_llumnix.engine.request_state import residence_of, why_not_now
 from vllm_llumnix.engine.scheduler_port import Pin
 
-if TYPE_CHECKING:
-    from vllm_llumnix.engine.kvconn import KVConnection
-
 logger = logging.getLogger("vllm.llumnix")
+
+LEASE_SECONDS = on.LEASE_SECONDS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,15 +59,15 @@ class _Held:
 class Claims:
     """All claims on the requests of one engine."""
 
-    def __init__(self, kvconn: KVConnection) -> None:
-        self._kvconn = kvconn
-        self._port = kvconn.port
+    def __init__(self, loop: EngineLoop) -> None:
+        self._loop = loop
+        self._port = loop.port
         self._lock = threading.Lock()
         self._in_model = False
         self._waiting: list[_Held] = []
         """Made in the present step; the loop knows nothing of them yet."""
         self._claims: dict[str, _Held] = {}
-        """By id, from `take` to `end`. Bypass thread."""
+        """By id, from `take` to `end`. Llumlet thread."""
         self._numbers = itertools.count(1)
 
     # Loop thread
@@ -94,10 +93,10 @@ class Claims:
                             ended.append(held.request)
         for request in ended:
             logger.warning("llumlet: request %s went on elsewhere meanwhile", request.request_id)
-            self._kvconn.note_aborted([request.request_id])
+            self._loop.note_aborted([request.request_id])
             self._port.release(request)
 
-    # Bypass thread
+    # Llumlet thread
 
     def take(self, request_id: str, epoch: Epoch) -> Claimed:
         """The request is over here; its blocks are kept until `end`, or for `LEASE_SECONDS`.
@@ -140,11 +139,11 @@ class Claims:
                     intact = effect.intact
                 case on.GiveBack():
                     assert held.pin is not None
-                    self._kvconn.call(self._port.unpin, held.pin)
+                    self._loop.call(self._port.unpin, held.pin)
                 case ClearTimer():
                     assert held.lease is not None
                     held.lease.cancel()
-        self._kvconn.audit_when_idle()
+        self._loop.audit_when_idle()
         return intact
 
     def _asked(self, request: Request, epoch: Epoch, claimed: bool) -> on.ClaimRequested:

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from typing import TYPE_CHECKING
 
 from vllm.v1.request import Request
 
@@ -16,63 +14,49 @@ from llumlet.protocol import rescue as on
 from llumlet.protocol.errors import MigrationError
 from llumlet.protocol.ids import Epoch
 from llumlet.types import Address, ClaimRequest, ClaimResponse, EndClaimRequest, Holder
-from vllm_llumnix.engine.arrivals import Arrivals
-from vllm_llumnix.engine.kvconn import KVConnection
+from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.memory import SourceMemory, decode_memory
+from vllm_llumnix.engine.shell import Tasks
 from vllm_llumnix.errors import TransportError
-
-if TYPE_CHECKING:
-    from vllm_llumnix.engine.bypass import Bypass
-    from vllm_llumnix.engine.departures import Departures
+from vllm_llumnix.kv.messages import BlockCopy
 
 logger = logging.getLogger("vllm.llumnix")
 
 
 class Rescues:
-    """The adopting side of `Claim`. Bypass thread."""
+    """The adopting side of `Claim`. Llumlet thread."""
 
-    def __init__(self, bypass: Bypass, kvconn: KVConnection, arrivals: Arrivals, departures: Departures) -> None:
-        self._bypass = bypass
-        self.kvconn = kvconn
-        self.arrivals = arrivals
-        self.movers = arrivals.movers
-        self._departures = departures
-        self._draining: set[asyncio.Task[None]] = set()
+    def __init__(self, context: EngineContext) -> None:
+        self._context = context
+        self._draining = Tasks()
 
     async def fetch(self, request: Request, epoch: Epoch, holder: Holder) -> on.Rescue:
         """Reserve blocks and fill them. The machine, which says how that came out: FETCHED, and blocks are held;
         WITHOUT, and nothing is; DRAINING, and they are until the movers have stopped writing them.
         """
         delivered = list(request.output_token_ids)
-        machine = on.Rescue(request.num_tokens, delivered, self.kvconn.port.block_size)
-        fetching = _Fetching(self, request, epoch, holder, machine)
+        machine = on.Rescue(request.num_tokens, delivered, self._context.loop.port.block_size)
+        fetching = _Fetching(self._context, self._draining, request, epoch, holder, machine)
         await fetching.run(on.RescueStarted())
         if machine.state is on.State.WITHOUT:
             logger.info("llumlet: request %s comes without its KV cache: %s", request.request_id, machine.detail)
         return machine
 
-    def client_of(self, holder: Holder) -> LlumletClient:
-        """Raises Refused when the holder is out of reach, or must not be called."""
-        return self._departures.client(Address.parse(holder.address))
-
-    def require_readable(self, memory: SourceMemory) -> None:
-        """Raises Refused or TransportError unless its KV blocks mean here what they mean there, and can be reached."""
-        memory.require_same(self._bypass.identity.digest, self._bypass.engine.get_weight_version())
-        for rank in memory.ranks:
-            self.arrivals.require_reachable(rank)
-
-    def drain(self, fetching: _Fetching) -> None:
-        """The blocks are not given back while a mover may write them."""
-        task = asyncio.get_running_loop().create_task(fetching.quiesce())
-        self._draining.add(task)
-        task.add_done_callback(self._draining.discard)
-
 
 class _Fetching:
     """One machine, and what it works on."""
 
-    def __init__(self, rescues: Rescues, request: Request, epoch: Epoch, holder: Holder, machine: on.Rescue) -> None:
-        self._rescues = rescues
+    def __init__(
+        self,
+        context: EngineContext,
+        draining: Tasks,
+        request: Request,
+        epoch: Epoch,
+        holder: Holder,
+        machine: on.Rescue,
+    ) -> None:
+        self._context = context
+        self._draining = draining
         self._request = request
         self._epoch = epoch
         self._holder = holder
@@ -91,8 +75,9 @@ class _Fetching:
                 if answer is not None:
                     events.append(answer)
 
-    async def quiesce(self) -> None:
-        await self._rescues.movers.stop(self._job)
+    async def _quiesce(self) -> None:
+        """The blocks are not given back while a mover may write them."""
+        await self._context.movers.stop(self._job)
         await self.run(on.CopyQuiet())
 
     async def _perform(self, effect: on.RescueEffect) -> on.RescueEvent | None:
@@ -104,59 +89,62 @@ class _Fetching:
             case on.CopyBlocks():
                 return await self._copy(effect)
             case on.StopCopy():
-                self._rescues.drain(self)
+                self._draining.spawn(self._quiesce())
             case on.EndClaim(seconds=seconds):
                 return await self._end(seconds)
             case on.FreeRoom():
-                kvconn = self._rescues.kvconn
-                await kvconn.call(kvconn.port.cancel_reservation, self._request)
+                loop = self._context.loop
+                await loop.call(loop.port.reservations.cancel, self._request)
         return None
 
     async def _ask(self, seconds: float) -> on.RescueEvent:
         request_id, holder = self._request.request_id, self._holder
         asked = ClaimRequest(request_id=request_id, epoch=epoch_message(self._epoch), incarnation=holder.incarnation)
         try:
-            self._claim = claim = await self._rescues.client_of(holder).claim(asked, deadline_s=seconds)
+            self._claim = claim = await self._client().claim(asked, deadline_s=seconds)
         except (LlumletCallFailed, MigrationError) as error:
             return on.ClaimFailed(str(error))
         return on.ClaimGranted(claim.computed_tokens, len(claim.block_ids), claim.output_token_ids)
 
     async def _take_room(self) -> on.RescueEvent:
-        rescues = self._rescues
+        context = self._context
         try:
             self._memory = memory = decode_memory(self._claim.source_memory)
-            rescues.require_readable(memory)
-            self._transport = await rescues.movers.probe(memory)
-            reserve = rescues.arrivals.reserve_on_loop
-            hits, self._blocks = await rescues.kvconn.call_for_blocks(reserve, self._request, False)
+            memory.require_same(context.identity.digest, context.weight_version)
+            memory.require_reachable(context.config.reaches)
+            self._transport = await context.movers.probe(memory)
+            hits, self._blocks = await context.loop.call_for_blocks(
+                context.loop.reserve, self._request, False, not context.config.exact
+            )
         except (MigrationError, TransportError) as error:
             return on.RoomRefused(str(error))
         return on.RoomTaken(hits)
 
     async def _copy(self, effect: on.CopyBlocks) -> on.RescueEvent:
         assert self._memory is not None
-        blocks = slice(effect.from_block, effect.to_block)
-        movers = self._rescues.movers
+        blocks, movers = slice(effect.from_block, effect.to_block), self._context.movers
         self._job = movers.next_job()
+        copy = BlockCopy(
+            job=self._job,
+            src_blocks=list(self._claim.block_ids[blocks]),
+            dst_blocks=self._blocks[blocks],
+            transport=self._transport,
+            deadline_s=effect.seconds,
+            final=True,
+            tag="rescue",
+        )
         try:
-            num_bytes = await movers.pull(
-                self._job,
-                self._memory,
-                list(self._claim.block_ids[blocks]),
-                self._blocks[blocks],
-                transport=self._transport,
-                deadline_s=effect.seconds,
-                final=True,
-                tag="rescue",
-            )
+            return on.CopyDone(await movers.pull(copy, self._memory))
         except TransportError as error:
             return on.CopyFailed(str(error))
-        return on.CopyDone(num_bytes)
+
+    def _client(self) -> LlumletClient:
+        return self._context.peers.at(Address.parse(self._holder.address))
 
     async def _end(self, seconds: float) -> on.RescueEvent:
         asked = EndClaimRequest(claim_id=self._claim.claim_id)
         try:
-            answer = await self._rescues.client_of(self._holder).end_claim(asked, deadline_s=seconds)
+            answer = await self._client().end_claim(asked, deadline_s=seconds)
         except (LlumletCallFailed, MigrationError):
             return on.ClaimSettled(intact=False)
         return on.ClaimSettled(intact=answer.intact)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from llumlet.bridge import epoch_of
 from llumlet.protocol import adoption as on
@@ -26,7 +26,6 @@ from vllm_llumnix.engine.grammars import GRAMMAR_SECONDS
 from vllm_llumnix.engine.memory import require_weights
 from vllm_llumnix.engine.request_state import Residence, residence_of
 from vllm_llumnix.engine.rescue import Rescues
-from vllm_llumnix.engine.vllm_types import Request
 from vllm_llumnix.request_wire import RequestState
 
 
@@ -40,6 +39,7 @@ class Adoptions:
         """Of these, the ones that brought their KV cache."""
         self.context = context
         self.loop = context.loop
+        self.relay = context.relay
         self.builder = builder
         self.rescues = rescues
         self._arrivals = arrivals
@@ -82,12 +82,12 @@ class Adoptions:
         await self._arrivals.give_way(request_id)
         ended = await self.loop.call_behind_outputs(self._make_way_on_loop, request_id, residence)
         if ended is not None:
-            self.context.relay.farewell(request_id, ended)
+            self.relay.farewell(request_id, ended)
             return on.FormerLifeEnded()
         present = self._preparing.get(request_id)
         if present is not None:
             require_former(present, residence)
-            self.context.relay.farewell(request_id, present)
+            self.relay.farewell(request_id, present)
         self._preparing[request_id] = residence
         return on.WayMade()
 
@@ -203,8 +203,8 @@ class _Attempt:
 
     async def _build(self) -> None:
         adoptions, state, residence = self._adoptions, self._state, self._residence
-        client_index = adoptions.context.relay.client_index(state.origin)
-        adoptions.context.relay.welcome(state.request_id, residence)
+        client_index = adoptions.relay.client_index(state.origin)
+        adoptions.relay.welcome(state.request_id, residence)
         request = await adoptions.builder.build(state, residence, state.origin, patience_s=GRAMMAR_SECONDS)
         request.client_index = client_index
         self.request = request
@@ -230,12 +230,12 @@ class _Attempt:
         if self._given_up.is_set():
             return True
         building = self._machine.state in (on.State.BUILDING, on.State.FETCHING)
-        return building and self._adoptions.context.relay.residence_of(self._state.request_id) is not self._residence
+        return building and self._adoptions.relay.residence_of(self._state.request_id) is not self._residence
 
     def _leave(self) -> None:
         adoptions, request, request_id = self._adoptions, self.request, self._state.request_id
         adoptions.done_preparing(request_id, self._residence)
-        adoptions.context.relay.farewell(request_id, self._residence)
+        adoptions.relay.farewell(request_id, self._residence)
         # A caller that does not wait any more changes nothing for a request that is here.
         if request is not None and adoptions.context.engine.scheduler.requests.get(request_id) is not request:
             adoptions.loop.trials.close(request)

@@ -19,7 +19,7 @@ import threading
 from vllm.v1.request import RequestStatus
 
 from llumlet.protocol import claim as on
-from llumlet.protocol.claim import LEASE, LEASE_SECONDS, Claim, ClaimEvent
+from llumlet.protocol.claim import LEASE, Claim, ClaimEvent
 from llumlet.protocol.effects import ClearTimer
 from llumlet.protocol.errors import Refused
 from llumlet.protocol.events import TimerFired
@@ -30,6 +30,8 @@ from vllm_llumnix.engine.scheduler_port import Pin
 from vllm_llumnix.engine.vllm_types import Request
 
 logger = logging.getLogger("vllm.llumnix")
+
+LEASE_SECONDS = on.LEASE_SECONDS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import logging
 
+from vllm.v1.request import Request
+
 from llumlet.bridge import epoch_message
 from llumlet.client import LlumletClient
 from llumlet.errors import LlumletCallFailed
@@ -15,7 +17,6 @@ from llumlet.types import Address, ClaimRequest, ClaimResponse, EndClaimRequest,
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.memory import SourceMemory, decode_memory
 from vllm_llumnix.engine.shell import Tasks
-from vllm_llumnix.engine.vllm_types import Request
 from vllm_llumnix.errors import TransportError
 from vllm_llumnix.kv.messages import BlockCopy
 
@@ -26,40 +27,36 @@ class Rescues:
     """The adopting side of `Claim`. Llumlet thread."""
 
     def __init__(self, context: EngineContext) -> None:
-        self.context = context
-        self._tasks = Tasks()
+        self._context = context
+        self._draining = Tasks()
 
     async def fetch(self, request: Request, epoch: Epoch, holder: Holder) -> on.Rescue:
         """Reserve blocks and fill them. The machine, which says how that came out: FETCHED, and blocks are held;
         WITHOUT, and nothing is; DRAINING, and they are until the movers have stopped writing them.
         """
         delivered = list(request.output_token_ids)
-        machine = on.Rescue(request.num_tokens, delivered, self.context.loop.port.block_size)
-        fetching = _Fetching(self, request, epoch, holder, machine)
+        machine = on.Rescue(request.num_tokens, delivered, self._context.loop.port.block_size)
+        fetching = _Fetching(self._context, self._draining, request, epoch, holder, machine)
         await fetching.run(on.RescueStarted())
         if machine.state is on.State.WITHOUT:
             logger.info("llumlet: request %s comes without its KV cache: %s", request.request_id, machine.detail)
         return machine
 
-    def client_of(self, holder: Holder) -> LlumletClient:
-        """Raises Refused when the holder is out of reach, or must not be called."""
-        return self.context.peers.at(Address.parse(holder.address))
-
-    def require_readable(self, memory: SourceMemory) -> None:
-        """Raises Refused or TransportError unless its KV blocks mean here what they mean there, and can be reached."""
-        memory.require_same(self.context.identity.digest, self.context.weight_version)
-        memory.require_reachable(self.context.config.reaches)
-
-    def drain(self, fetching: _Fetching) -> None:
-        """The blocks are not given back while a mover may write them."""
-        self._tasks.spawn(fetching.quiesce())
-
 
 class _Fetching:
     """One machine, and what it works on."""
 
-    def __init__(self, rescues: Rescues, request: Request, epoch: Epoch, holder: Holder, machine: on.Rescue) -> None:
-        self._rescues = rescues
+    def __init__(
+        self,
+        context: EngineContext,
+        draining: Tasks,
+        request: Request,
+        epoch: Epoch,
+        holder: Holder,
+        machine: on.Rescue,
+    ) -> None:
+        self._context = context
+        self._draining = draining
         self._request = request
         self._epoch = epoch
         self._holder = holder
@@ -78,8 +75,9 @@ class _Fetching:
                 if answer is not None:
                     events.append(answer)
 
-    async def quiesce(self) -> None:
-        await self._rescues.context.movers.stop(self._job)
+    async def _quiesce(self) -> None:
+        """The blocks are not given back while a mover may write them."""
+        await self._context.movers.stop(self._job)
         await self.run(on.CopyQuiet())
 
     async def _perform(self, effect: on.RescueEffect) -> on.RescueEvent | None:
@@ -91,11 +89,11 @@ class _Fetching:
             case on.CopyBlocks():
                 return await self._copy(effect)
             case on.StopCopy():
-                self._rescues.drain(self)
+                self._draining.spawn(self._quiesce())
             case on.EndClaim(seconds=seconds):
                 return await self._end(seconds)
             case on.FreeRoom():
-                loop = self._rescues.context.loop
+                loop = self._context.loop
                 await loop.call(loop.port.reservations.cancel, self._request)
         return None
 
@@ -103,16 +101,17 @@ class _Fetching:
         request_id, holder = self._request.request_id, self._holder
         asked = ClaimRequest(request_id=request_id, epoch=epoch_message(self._epoch), incarnation=holder.incarnation)
         try:
-            self._claim = claim = await self._rescues.client_of(holder).claim(asked, deadline_s=seconds)
+            self._claim = claim = await self._client().claim(asked, deadline_s=seconds)
         except (LlumletCallFailed, MigrationError) as error:
             return on.ClaimFailed(str(error))
         return on.ClaimGranted(claim.computed_tokens, len(claim.block_ids), claim.output_token_ids)
 
     async def _take_room(self) -> on.RescueEvent:
-        rescues, context = self._rescues, self._rescues.context
+        context = self._context
         try:
             self._memory = memory = decode_memory(self._claim.source_memory)
-            rescues.require_readable(memory)
+            memory.require_same(context.identity.digest, context.weight_version)
+            memory.require_reachable(context.config.reaches)
             self._transport = await context.movers.probe(memory)
             hits, self._blocks = await context.loop.call_for_blocks(
                 context.loop.reserve, self._request, False, not context.config.exact
@@ -123,8 +122,7 @@ class _Fetching:
 
     async def _copy(self, effect: on.CopyBlocks) -> on.RescueEvent:
         assert self._memory is not None
-        blocks = slice(effect.from_block, effect.to_block)
-        movers = self._rescues.context.movers
+        blocks, movers = slice(effect.from_block, effect.to_block), self._context.movers
         self._job = movers.next_job()
         copy = BlockCopy(
             job=self._job,
@@ -136,15 +134,17 @@ class _Fetching:
             tag="rescue",
         )
         try:
-            num_bytes = await movers.pull(copy, self._memory)
+            return on.CopyDone(await movers.pull(copy, self._memory))
         except TransportError as error:
             return on.CopyFailed(str(error))
-        return on.CopyDone(num_bytes)
+
+    def _client(self) -> LlumletClient:
+        return self._context.peers.at(Address.parse(self._holder.address))
 
     async def _end(self, seconds: float) -> on.RescueEvent:
         asked = EndClaimRequest(claim_id=self._claim.claim_id)
         try:
-            answer = await self._rescues.client_of(self._holder).end_claim(asked, deadline_s=seconds)
+            answer = await self._client().end_claim(asked, deadline_s=seconds)
         except (LlumletCallFailed, MigrationError):
             return on.ClaimSettled(intact=False)
         return on.ClaimSettled(intact=answer.intact)

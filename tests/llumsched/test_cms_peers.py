@@ -13,10 +13,10 @@ import grpc
 import pytest
 from grpc import aio
 
-from llumlet.directory import open_directory
 from llumlet.peers import MAX_PEERS
 from llumlet.proto.llumlet_pb2_grpc import CmsServicer, add_CmsServicer_to_server
 from llumlet.redis_link import METADATA_PREFIX, STATUS_PREFIX, RedisLink, connect, peers_key
+from llumlet.stores import open_directory
 from llumlet.types import (
     Health,
     InstanceMetadata,

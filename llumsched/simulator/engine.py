@@ -1,0 +1,576 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's V1 scheduler over a step model: the same batches, preemptions and prefix-cache hits, without a model.
+
+A step begins with `schedule()` as vLLM has it: running requests first, in the order of their admission, then waiting
+ones while budget, slots and blocks last; a prompt is computed in chunks; a request without a block preempts the last
+one of the batch, which begins anew from what the prefix cache still holds. Scheduling is synchronous, with full
+attention and without speculation.
+
+Most steps are like the one before: the same requests decode, and each gets one token. Such steps are one *span*. A
+request in it keeps no count of its own: it has its `base` plus the number of steps (`_ticks`) that all decodes of the
+engine have made. When the span ends, because somebody finishes, blocks run short, or something comes from outside, is
+known in closed form, and so is the end of each of its steps, since one lasts longer than the one before it by a constant.
+
+Nothing changes an engine in the middle of a step: what comes from outside (`post`) waits for its end.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Protocol
+
+from llumsched.simulator.blocks import Blocks
+from llumsched.simulator.requests import EngineRequest, Phase
+from llumsched.simulator.step_model import EngineConfig, StepModel, pairs
+
+
+class Watcher(Protocol):
+    """Told of what happens in an engine, at the step's end."""
+
+    def gap(self, ps: int, count: int) -> None:
+        """`count` requests got a token, so long after their last."""
+        ...
+
+    def gaps(self, first_ps: int, growth_ps: int, num_steps: int, count: int) -> None:
+        """In each of so many steps, each longer than the one before by `growth_ps`."""
+        ...
+
+    def first_token(self, request: EngineRequest, now_ps: int) -> None: ...
+
+    def preempted(self, request: EngineRequest, now_ps: int) -> None: ...
+
+    def finished(self, request: EngineRequest, now_ps: int) -> None: ...
+
+
+class Engine:
+    """`one_by_one` forbids every shortcut: each step is scheduled as vLLM's code does it, request by request."""
+
+    def __init__(
+        self, config: EngineConfig, step: StepModel, blocks: Blocks, watcher: Watcher, *, one_by_one: bool = False
+    ) -> None:
+        self.config = config
+        self.blocks = blocks
+        self.running: list[EngineRequest] = []
+        """In the order of their admission: the last one is preempted first."""
+        self.waiting: deque[EngineRequest] | list[EngineRequest] = [] if config.by_priority else deque()
+        self.num_reserved_slots = 0
+        """Of the batch, for requests on their way in."""
+        self.num_steps = 0
+        """That were scheduled."""
+        self.num_preemptions = 0
+        self.num_waiting_to_decode = 0
+        self.waiting_to_decode_tokens = 0
+        self.waiting_prefill_tokens = 0
+        self.end_ps: int | None = None
+        """Of the span under way; None while no step is."""
+        self._step = step
+        self._watcher = watcher
+        self._one_by_one = one_by_one
+        self._posted: list[Callable[[int], None]] = []
+        self._is_between = False
+        """What was posted is being done."""
+
+        # Decodes
+        self._ticks = 0
+        self._base: dict[EngineRequest, int] = {}
+        """Requests of which each step computes a token: their tokens are this plus the ticks."""
+        self._base_tokens = 0
+        """The sum of the bases."""
+        self._phases = [0] * config.block_size
+        """Decodes by the tick, modulo the block size, at which each needs another block."""
+        self._ends: list[tuple[int, int, EngineRequest]] = []
+        """Heap: the tick at which each has its last token. Of those that left, it goes when its turn comes."""
+        self._num_entered = 0
+        self._late: list[EngineRequest] = []
+        """Decodes whose last token is older than the last step."""
+
+        # The span under way
+        self._began_ps = 0
+        self._first_ps = 0
+        self._growth_ps = 0
+        self._length = 0
+        self._num_settled = 0
+        """Steps of the span that are accounted for."""
+        self._num_supplied = 0
+        """Steps of the span whose blocks have been taken."""
+        self._chunks: list[tuple[EngineRequest, int]] = []
+        """What the span's only step computes besides its decodes."""
+        self._last_end_ps = 0
+
+    # Time
+
+    def advance(self, now_ps: int) -> None:
+        """Make all steps that have ended by now."""
+        while self.end_ps is not None and self.end_ps <= now_ps:
+            end_ps = self.end_ps
+            self._complete(end_ps)
+            self._begin(end_ps)
+
+    def settle(self, now_ps: int) -> None:
+        """Account for the steps of the span that have ended by now, which is before its end."""
+        if self.end_ps is not None and self._length > 1:
+            self._settle(min(self._num_ended(now_ps), self._length))
+
+    def next_end_after(self, now_ps: int) -> int | None:
+        """When the step under way ends."""
+        if self.end_ps is None:
+            return None
+        return self._end_of(min(self._num_ended(now_ps) + 1, self._length))
+
+    def post(self, action: Callable[[int], None], now_ps: int) -> None:
+        """Call `action` with the time when no step is under way, before the next is scheduled; now, if none is."""
+        self._posted.append(action)
+        self._interrupt(now_ps)
+
+    def add(self, request: EngineRequest, now_ps: int) -> None:
+        """It has been received, and waits for the next step."""
+        self._enqueue(request)
+        self._interrupt(now_ps)
+
+    def _interrupt(self, now_ps: int) -> None:
+        """The step under way is the span's last one; without one, the next begins now."""
+        if self.end_ps is None:
+            if not self._is_between:
+                self._begin(now_ps)
+            return
+        length = self._num_ended(now_ps) + 1
+        if length < self._length:
+            self._settle(length - 1)
+            self._length = length
+            self.end_ps = self._end_of(length)
+
+    def _end_of(self, num_steps: int) -> int:
+        return self._began_ps + num_steps * self._first_ps + self._growth_ps * (num_steps * (num_steps - 1) // 2)
+
+    def _num_ended(self, now_ps: int) -> int:
+        """Steps of the span that end at `now_ps` or before: the greatest n with `_end_of(n) <= now_ps`."""
+        passed, first, growth = now_ps - self._began_ps, self._first_ps, self._growth_ps
+        if not growth:
+            return passed // first
+        # growth · n² + (2 · first - growth) · n <= 2 · passed
+        linear = 2 * first - growth
+        return max((math.isqrt(linear * linear + 8 * growth * passed) - linear) // (2 * growth), 0)
+
+    # The end of steps
+
+    def _complete(self, now_ps: int) -> None:
+        self._settle(self._length)
+        self._last_end_ps = now_ps
+        chunks, self._chunks = self._chunks, []
+        if self._ends and self._ends[0][0] <= self._ticks:
+            self._end_decodes(now_ps)
+        for request, _ in chunks:
+            if request.num_computed == request.num_tokens:
+                self._emit(request, now_ps)
+        if len(self._base) < len(self.running):
+            for request in self.running:
+                if request.phase is Phase.DECODE and request not in self._base:  # there was no budget or block for it
+                    self._enter(request)
+
+    def _settle(self, num_steps: int) -> None:
+        number = num_steps - self._num_settled
+        if number > 0:
+            first_ps = self._first_ps + self._growth_ps * self._num_settled
+            self._num_settled = num_steps
+            if self._base:
+                self._count_gaps(first_ps, number)
+                self._ticks += number
+        supplied = min(num_steps + 1, self._length)
+        if supplied > self._num_supplied:
+            if self._base:
+                already = self._num_supplied - self._num_settled
+                needed = self._needed(self._ticks + already, supplied - self._num_supplied)
+                if needed:
+                    self.blocks.take(needed)
+            self._num_supplied = supplied
+
+    def _count_gaps(self, first_ps: int, num_steps: int) -> None:
+        """Before the ticks of these steps."""
+        count = len(self._base)
+        if self._late:
+            end_ps = self._end_of(self._num_settled - num_steps + 1)
+            for request in self._late:
+                if request in self._base:
+                    assert request.last_token_ps is not None
+                    self._told(request, end_ps)
+                    count -= 1
+            self._late.clear()
+            if count:
+                self._watcher.gap(first_ps, count)
+            first_ps += self._growth_ps
+            count, num_steps = len(self._base), num_steps - 1
+        if num_steps == 1:
+            self._watcher.gap(first_ps, count)
+        elif num_steps:
+            self._watcher.gaps(first_ps, self._growth_ps, num_steps, count)
+
+    def _told(self, request: EngineRequest, now_ps: int) -> None:
+        """Its next token has come."""
+        if request.last_token_ps is not None:
+            self._watcher.gap(now_ps - request.last_token_ps, 1)
+        if request.preempted_ps is not None:
+            request.preemption_loss_ps += now_ps - request.preempted_ps
+            request.preempted_ps = None
+        request.last_token_ps = now_ps
+        if request.first_token_ps is None:
+            request.first_token_ps = now_ps
+            self._watcher.first_token(request, now_ps)
+
+    def _emit(self, request: EngineRequest, now_ps: int) -> None:
+        """A request that was scheduled by itself has a token."""
+        self._told(request, now_ps)
+        request.num_tokens += 1
+        if request.is_complete:
+            self._finish(request, now_ps)
+        else:
+            self._enter(request)
+
+    def _end_decodes(self, now_ps: int) -> None:
+        ended = []
+        while self._ends and self._ends[0][0] <= self._ticks:
+            tick, _, request = heapq.heappop(self._ends)
+            if request in self._base and self._end_tick(request) == tick and request not in ended:
+                ended.append(request)
+        if len(ended) > 1:
+            ended.sort(key=self.running.index)
+        for request in ended:
+            self._leave(request)
+            self._finish(request, now_ps)
+
+    def _finish(self, request: EngineRequest, now_ps: int) -> None:
+        self.running.remove(request)
+        request.phase = Phase.GONE
+        self.blocks.release(request, request.num_computed // self.config.block_size)
+        self._watcher.finished(request, now_ps)
+
+    # Decodes
+
+    def _enter(self, request: EngineRequest) -> None:
+        """From the next step on it decodes with the others: all its tokens but the last are computed."""
+        base = request.num_tokens - self._ticks
+        request.phase = Phase.DECODE
+        self._base[request] = base
+        self._base_tokens += base
+        self._phases[(1 - base) % self.config.block_size] += 1
+        self._num_entered += 1
+        heapq.heappush(self._ends, (self._end_tick(request), self._num_entered, request))
+        if request.last_token_ps != self._last_end_ps:
+            self._late.append(request)
+
+    def _end_tick(self, request: EngineRequest) -> int:
+        return request.num_prompt + request.max_tokens - self._base[request]
+
+    def _leave(self, request: EngineRequest) -> None:
+        """It has its own count again. Between two steps."""
+        base = self._base.pop(request)
+        self._base_tokens -= base
+        self._phases[(1 - base) % self.config.block_size] -= 1
+        request.num_tokens = base + self._ticks
+        request.num_computed = request.num_tokens - 1
+        request.num_blocks = -(-request.num_computed // self.config.block_size)
+        if request in self._late:
+            self._late.remove(request)
+        else:
+            request.last_token_ps = self._last_end_ps
+
+    def _needed(self, tick: int, num_steps: int) -> int:
+        """Blocks that the decodes need in so many steps from that tick on."""
+        size, phases = self.config.block_size, self._phases
+        if num_steps == 1:
+            return phases[tick % size]
+        rounds, rest = divmod(num_steps, size)
+        begin = tick % size
+        some = sum(phases[begin : begin + rest]) + sum(phases[: max(begin + rest - size, 0)])
+        return rounds * len(self._base) + some
+
+    def _num_supplied_by(self, num_free: int, most: int) -> int:
+        """Steps after the coming one for which so many free blocks are enough; `most` at most."""
+        begin = self._ticks + 1
+        if self._needed(begin, most) <= num_free:
+            return most
+        size = self.config.block_size
+        number = num_free // len(self._base) * size
+        left = num_free - self._needed(begin, number) if number else num_free
+        while (needed := self._phases[(begin + number) % size]) <= left:
+            left -= needed
+            number += 1
+        return number
+
+    # The beginning of steps
+
+    def _begin(self, now_ps: int) -> None:
+        """Schedule the next step, if there is anything to do."""
+        self.end_ps = None
+        self._is_between = True
+        while self._posted:
+            posted, self._posted = self._posted, []
+            for action in posted:
+                action(now_ps)
+        self._is_between = False
+        while self.running or self.waiting:
+            num_preemptions = self.num_preemptions
+            if self._one_by_one or not self._schedule_at_once():
+                is_alike = self._schedule_one_by_one(now_ps)
+            else:
+                is_alike = self._schedule_waiting(self.config.max_num_batched_tokens - self._num_scheduled())
+            if self._start(now_ps, is_alike and not self._one_by_one):
+                return
+            if self.num_preemptions == num_preemptions:
+                return  # until something comes from outside; who preempted itself alone makes an empty step
+
+    def _num_scheduled(self) -> int:
+        return len(self._base) + sum(number for _, number in self._chunks)
+
+    def _schedule_at_once(self) -> bool:
+        """The running ones, if nobody has to give way to anybody. Nothing is done otherwise."""
+        size, num_free = self.config.block_size, self.blocks.num_free
+        budget = self.config.max_num_batched_tokens - len(self._base)
+        needed = self._phases[self._ticks % size]
+        if budget < 0 or needed > num_free:
+            return False
+        last, number = self.running[-1] if self.running else None, 0
+        num_others = len(self.running) - len(self._base)
+        if num_others:
+            num_others -= sum(one.phase is Phase.FROZEN for one in self.running)
+        if last is not None and num_others:
+            number = min(last.num_tokens - last.num_computed, budget)
+            blocks = -(-(last.num_computed + number) // size) - last.num_blocks
+            if num_others > 1 or last.phase is not Phase.PREFILL or not number or needed + blocks > num_free:
+                return False
+        self.blocks.take(needed)
+        if last is not None and number:
+            self._compute(last, number)
+        return True
+
+    def _compute(self, request: EngineRequest, number: int) -> None:
+        """So many tokens of a request that is not among the decodes, in the coming step. The blocks are there."""
+        size = self.config.block_size
+        request.num_computed += number
+        blocks = -(-request.num_computed // size) - request.num_blocks
+        if blocks > 0:
+            self.blocks.take(blocks)
+            request.num_blocks += blocks
+        if request.content is not None:
+            self.blocks.fill(request, min(request.num_computed, request.num_tokens) // size)
+        self._chunks.append((request, number))
+
+    def _schedule_one_by_one(self, now_ps: int) -> bool:
+        """As vLLM does it. Decodes keep their own counts until the step's end."""
+        for request in list(self._base):
+            self._leave(request)
+        self._ends.clear()
+        budget, size = self.config.max_num_batched_tokens, self.config.block_size
+        index, has_preempted = 0, False
+        while index < len(self.running) and budget > 0:
+            request = self.running[index]
+            if request.phase is Phase.FROZEN:
+                index += 1
+                continue
+            number = min(request.num_tokens - request.num_computed, budget)
+            blocks = -(-(request.num_computed + number) // size) - request.num_blocks
+            is_there = True
+            while blocks > self.blocks.num_free and is_there:
+                victim = self._victim()
+                if victim is None:
+                    break
+                at = self.running.index(victim)
+                if at < index:
+                    index -= 1
+                for place, (one, given) in enumerate(self._chunks):
+                    if one is victim:
+                        budget += given
+                        del self._chunks[place]
+                        break
+                has_preempted = True
+                is_there = victim is not request
+                self._preempt(victim, now_ps)
+            if not is_there or blocks > self.blocks.num_free:
+                break
+            self._compute(request, number)
+            budget -= number
+            index += 1
+        return not has_preempted and self._schedule_waiting(budget)
+
+    def _victim(self) -> EngineRequest | None:
+        """A frozen one is about to leave: its blocks are read, and preempting it would free none."""
+        candidates = [one for one in self.running if one.phase is not Phase.FROZEN]
+        if not candidates:
+            return None
+        if self.config.by_priority:
+            return max(candidates, key=lambda one: (one.priority, one.arrived_ps))
+        return candidates[-1]
+
+    def _preempt(self, request: EngineRequest, now_ps: int) -> None:
+        self.running.remove(request)
+        request.num_recomputed += request.num_computed
+        self.blocks.release(request, min(request.num_computed, request.num_tokens) // self.config.block_size)
+        request.num_computed = 0
+        request.num_preemptions += 1
+        if request.preempted_ps is None:
+            request.preempted_ps = now_ps
+        self.num_preemptions += 1
+        self._enqueue(request, in_front=True)
+        self._watcher.preempted(request, now_ps)
+
+    def _schedule_waiting(self, budget: int) -> bool:
+        """Whether the next step will schedule what this one does: nobody was admitted, nor can be until blocks or slots
+        become free."""
+        size, config = self.config.block_size, self.config
+        while budget > 0 and self.waiting and len(self.running) + self.num_reserved_slots < config.max_num_seqs:
+            request = self.waiting[0]
+            hits, free_hits = self.blocks.hit(request, request.num_tokens - 1)
+            if self.blocks_needed(request, hits, free_hits) > self.blocks.num_free:
+                break
+            self._dequeue(request)
+            if hits:
+                self.blocks.adopt(request, hits)
+                request.num_computed = hits * size
+                request.num_recomputed -= request.num_computed if request.num_preemptions else 0
+                request.num_hits = request.num_computed if not request.num_preemptions else request.num_hits
+            request.phase = Phase.PREFILL
+            self.running.append(request)
+            number = min(request.num_tokens - request.num_computed, budget)
+            self._compute(request, number)
+            budget -= number
+        return not self._chunks
+
+    def blocks_needed(self, request: EngineRequest, hits: int, free_hits: int) -> int:
+        """To admit a waiting request: vLLM asks for room for all its tokens, whatever the first chunk is."""
+        return -(-request.num_tokens // self.config.block_size) - hits + free_hits
+
+    def _start(self, now_ps: int, is_alike: bool) -> bool:
+        """The step has been scheduled: when will it end, and how many like it follow? False if it is empty."""
+        num_decodes, decode_kv = len(self._base), self._base_tokens + len(self._base) * self._ticks
+        num_prefilled = num_pairs = growth = 0
+        for request, number in self._chunks:
+            if number == 1:
+                num_decodes += 1
+                decode_kv += request.num_computed
+            else:
+                num_prefilled += number
+                num_pairs += pairs(request.num_computed - number, number)
+        if not num_decodes and not num_prefilled:
+            return False
+        length = 1
+        if is_alike and self._base:
+            ends = self._ends
+            while ends[0][2] not in self._base or self._end_tick(ends[0][2]) != ends[0][0]:
+                heapq.heappop(ends)  # it has left
+            length = 1 + self._num_supplied_by(self.blocks.num_free, ends[0][0] - self._ticks - 1)
+            growth = self._step.e * len(self._base)
+        self.num_steps += 1
+        self._began_ps, self._growth_ps = now_ps, growth
+        self._first_ps = self._step.duration(num_prefilled, num_pairs, num_decodes, decode_kv)
+        self._length, self._num_settled, self._num_supplied = length, 0, 1
+        self.end_ps = self._end_of(length)
+        return True
+
+    def scheduled(self) -> dict[str, int]:
+        """Tokens per request of the step under way."""
+        return {request.id: 1 for request in self._base} | {request.id: number for request, number in self._chunks}
+
+    # The queue
+
+    def _enqueue(self, request: EngineRequest, *, in_front: bool = False) -> None:
+        request.phase = Phase.WAITING
+        hits, _ = self.blocks.hit(request, request.num_tokens)
+        uncomputed = request.num_tokens - hits * self.config.block_size
+        decodes = int((request.max_tokens > 1 or uncomputed == 1) and not request.is_moving)
+        share = decodes, request.num_tokens * decodes, uncomputed if uncomputed > 1 else 0
+        request.waiting_share = share
+        self._add_share(share, 1)
+        if isinstance(self.waiting, list):
+            insort(self.waiting, request, key=attrgetter("order"))
+        elif in_front:
+            self.waiting.appendleft(request)
+        else:
+            self.waiting.append(request)
+
+    def _dequeue(self, request: EngineRequest) -> None:
+        if isinstance(self.waiting, deque) and self.waiting[0] is request:
+            self.waiting.popleft()
+        else:
+            self.waiting.remove(request)
+        self._add_share(request.waiting_share, -1)
+
+    def _add_share(self, share: tuple[int, int, int], sign: int) -> None:
+        self.num_waiting_to_decode += sign * share[0]
+        self.waiting_to_decode_tokens += sign * share[1]
+        self.waiting_prefill_tokens += sign * share[2]
+
+    # Reading, after `settle`
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self._base)
+
+    @property
+    def decode_tokens(self) -> int:
+        """Of all decodes, prompt and output."""
+        return self._base_tokens + len(self._base) * self._ticks
+
+    def num_tokens(self, request: EngineRequest) -> int:
+        base = self._base.get(request)
+        return request.num_tokens if base is None else base + self._ticks
+
+    def not_decoding(self) -> Iterator[EngineRequest]:
+        """Those of the batch that prefill or are frozen."""
+        if len(self._base) == len(self.running):
+            return iter(())
+        return (one for one in self.running if one.phase is not Phase.DECODE)
+
+    # Moves. Between two steps: from what was posted.
+
+    def reserve(self, num_blocks: int, *, slot: bool) -> bool:
+        """Hold blocks and a batch slot for a request that may come, if that keeps nobody waiting."""
+        needed = 0
+        if self.waiting:
+            head = self.waiting[0]
+            needed = self.blocks_needed(head, *self.blocks.hit(head, head.num_tokens - 1))
+        if num_blocks + needed > self.blocks.num_free:
+            return False
+        if slot:
+            if len(self.running) + self.num_reserved_slots >= self.config.max_num_seqs:
+                return False
+            self.num_reserved_slots += 1
+        self.blocks.take(num_blocks)
+        return True
+
+    def give_back(self, num_blocks: int) -> None:
+        """A reservation, with its slot."""
+        self.blocks.give_back(num_blocks)
+        self.num_reserved_slots -= 1
+
+    def admit(self, request: EngineRequest, num_blocks: int) -> None:
+        """A reserved request arrives with its KV cache: it decodes in the next step, and is preempted last. Blocks
+        beyond those that its tokens fill go back."""
+        held = -(-request.num_computed // self.config.block_size)
+        self.blocks.give_back(num_blocks - held)
+        self.num_reserved_slots -= 1
+        request.num_blocks = held
+        self.running.insert(0, request)
+        self._enter(request)
+
+    def freeze(self, request: EngineRequest) -> None:
+        """A decoding request keeps what it holds, and is not scheduled."""
+        self._leave(request)
+        request.phase = Phase.FROZEN
+
+    def unfreeze(self, request: EngineRequest) -> None:
+        self._enter(request)
+
+    def remove(self, request: EngineRequest) -> None:
+        """It lives elsewhere, or nobody wants it any more."""
+        if request.phase is Phase.WAITING:
+            self._dequeue(request)
+        else:
+            if request.phase is Phase.DECODE:
+                self._leave(request)
+            self.running.remove(request)
+            self.blocks.release(request, request.num_computed // self.config.block_size)
+        request.phase = Phase.GONE

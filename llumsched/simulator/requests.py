@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request as one modelled engine has it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from llumsched.simulator.blocks import Block
+
+
+class Phase(enum.Enum):
+    WAITING = enum.auto()
+    PREFILL = enum.auto()
+    """Of the prompt, or, after a preemption, of the output as well."""
+    DECODE = enum.auto()
+    FROZEN = enum.auto()
+    """Holds its slot and its blocks, and is not scheduled."""
+    GONE = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class EngineRequest:
+    """Times in picoseconds. While it decodes, `num_tokens`, `num_blocks` and `last_token_ps` are behind:
+    `Engine.settle` brings them up to date."""
+
+    id: str
+    num_prompt: int
+    max_tokens: int
+    """Output tokens with which it ends."""
+    priority: int = 0
+    """Smaller goes first, in engines that heed it."""
+    content: Sequence[Hashable] | None = None
+    arrived_ps: int = 0
+    num_tokens: int = field(init=False)
+    """Of prompt and output."""
+    num_computed: int = 0
+    num_blocks: int = 0
+    cached: list[Block] = field(default_factory=list)
+    phase: Phase = Phase.WAITING
+    is_moving: bool = False
+    first_token_ps: int | None = None
+    last_token_ps: int | None = None
+    num_preemptions: int = 0
+    preempted_ps: int | None = None
+    """Since when it has had no token because of that."""
+    preemption_loss_ps: int = 0
+    num_recomputed: int = 0
+    num_hits: int = 0
+    """Tokens that the prefix cache held when it was admitted first."""
+    waiting_share: tuple[int, int, int] = (0, 0, 0)
+    """What it adds to the engine's sums while it waits."""
+
+    def __post_init__(self) -> None:
+        self.num_tokens = self.num_prompt
+
+    @property
+    def num_output(self) -> int:
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_tokens - self.num_prompt >= self.max_tokens
+
+    @property
+    def order(self) -> tuple[int, int, str]:
+        """Of the queue of an engine that heeds priorities."""
+        return self.priority, self.arrived_ps, self.id

@@ -9,7 +9,7 @@ attention and without speculation.
 Most steps are like the one before: the same requests decode, and each gets one token. Such steps are one *span*. A
 request in it keeps no count of its own: it has its `base` plus the number of steps (`_ticks`) that all decodes of the
 engine have made. When the span ends, because somebody finishes, blocks run short, or something comes from outside, is
-known in closed form, and so is the end of each of its steps, since one lasts longer than the one before it by a constant.
+known in closed form, and so is the end of each of its steps: one lasts longer than the one before by a constant.
 
 Nothing changes an engine in the middle of a step: what comes from outside (`post`) waits for its end.
 """

@@ -2,8 +2,8 @@
 """Virtual time: an asyncio event loop that jumps to its next timer, and a heap of its own for what is not a coroutine.
 
 Production code runs on it unchanged: `asyncio.sleep`, timeouts, tasks. What the models do (the end of a step, a message
-on its way) is in the heap of `at`, which costs a tenth of an asyncio timer. Both are one order of time; of events at the
-same moment, the heap's come in the order in which they were asked for, and before the loop's timers.
+on its way) is in the heap of `at`, which costs a tenth of an asyncio timer. Both are one order of time; of events at
+the same moment, the heap's come in the order in which they were asked for, and before the loop's timers.
 
 Nothing on this loop may wait for the world outside: there are no sockets, and who awaits a thread waits for ever.
 """
@@ -45,7 +45,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         heapq.heappush(self._events, (max(time_ps, self.now_ps), self._num_events, action))
 
     def call_soon(
-        self, callback: Callable[[Unpack[_Ts]], object], *args: Unpack[_Ts], context: Context | None = None
+        self, callback: Callable[[Unpack[_Ts]], object], *args: *_Ts, context: Context | None = None
     ) -> asyncio.Handle:
         self._has_ready = True
         return super().call_soon(callback, *args, context=context)

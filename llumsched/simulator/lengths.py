@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long prompts and outputs are: distributions that are known by their mean and some percentiles.
 
-Between two percentiles the logarithm of the length is linear. Beyond the 99th it bends such that the mean is met; where
-no bend meets it, it is as near as can be.
+Between two percentiles the logarithm of the length is linear. Below the median it bends such that the mean is met;
+where no bend meets it, it is as near as can be.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Lengths:
         """The length that this share of all does not exceed."""
         number = min(bisect_right(_SHARES, share) - 1, len(_SHARES) - 2)
         within = (share - _SHARES[number]) / (_SHARES[number + 1] - _SHARES[number])
-        if number == len(_SHARES) - 2:
+        if not number:
             within **= self._bend
         low, high = self.knots[number], self.knots[number + 1]
         return low * math.exp(within * math.log(high / low))
 
     def _bend_for_mean(self) -> float:
-        """Larger bends make the longest ones rarer."""
+        """Larger bends make the shortest ones more."""
         low, high = 0.02, 50.0
         for _ in range(60):
             bend = math.sqrt(low * high)
@@ -54,12 +54,8 @@ class Lengths:
         total = 0.0
         for number in range(len(_SHARES) - 1):
             low, high = self.knots[number], self.knots[number + 1]
-            is_last = number == len(_SHARES) - 2
-            steps = 200
-            values = (
-                low * math.exp(((step + 0.5) / steps) ** (bend if is_last else 1.0) * math.log(high / low))
-                for step in range(steps)
-            )
+            steps, power = 200, 1.0 if number else bend
+            values = (low * math.exp(((step + 0.5) / steps) ** power * math.log(high / low)) for step in range(steps))
             total += (_SHARES[number + 1] - _SHARES[number]) * sum(values) / steps
         return total
 

@@ -31,8 +31,8 @@ class Arrival:
     priority: int = 0
     """Smaller goes first, in engines that heed it."""
     prefix: tuple[Hashable, ...] = ()
-    """What the prompt's parts of `_MOONCAKE_BLOCK` tokens are, the last one perhaps shorter; each stands for all that is
-    before it, too. Empty: like no other prompt."""
+    """What the prompt's parts of `_MOONCAKE_BLOCK` tokens are, the last one perhaps shorter; each stands for all that
+    is before it, too. Empty: like no other prompt."""
 
     def content(self, block_size: int) -> Sequence[Hashable] | None:
         """Of each full block of the prompt; None if nothing of it is shared."""
@@ -76,9 +76,9 @@ def _mooncake(lines: Iterator[str]) -> Iterator[Arrival]:
 
 
 def scaled(trace: Sequence[Arrival], factor: float, draw: random.Random, *, spread_s: float = 1.0) -> list[Arrival]:
-    """`factor` times as many requests in the same time, the rate's course kept: each is left out, or comes several times
-    within `spread_s` to either side. A repetition has the lengths of a request drawn from the whole trace; if prompts
-    share prefixes, its own lengths, and a prefix that only the repetitions of the same number share."""
+    """`factor` times as many requests in the same time, the rate's course kept: each is left out, or comes several
+    times within `spread_s` to either side. A repetition has the lengths of a request drawn from the whole trace; if
+    prompts share prefixes, its own lengths, and a prefix that only the repetitions of the same number share."""
     found = []
     last_s = trace[-1].at_s
     for arrival in trace:

@@ -8,8 +8,8 @@ import random
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Protocol
 
 from llumlet.types import Address
 from llumsched.gateway.backends import Backend, Backends
@@ -22,7 +22,6 @@ from llumsched.gateway.scheduler_client import (
     NoEndpoint,
     NotScheduled,
     SchedulerAway,
-    SchedulerClient,
     SchedulerWarming,
 )
 
@@ -33,8 +32,29 @@ _PREFILL_REPORT_S = 0.02
 """Requests whose first token comes within so long of each other are reported together."""
 
 
+class Scheduler(Protocol):
+    """What is needed of `scheduler_client.SchedulerClient`, and documented there."""
+
+    async def schedule(self, request: dict[str, Any]) -> Decision: ...
+
+    async def instances(self) -> list[Address]: ...
+
+    async def refusal(self) -> str | None: ...
+
+    def release(self, scheduler: Address, request: dict[str, Any]) -> None: ...
+
+    def report(self, scheduler: Address, reports: Iterable[dict[str, Any]]) -> None: ...
+
+    def complain(self, complaints: dict[str, Any]) -> None: ...
+
+    async def close(self) -> None: ...
+
+
 class Scheduled:
-    def __init__(self, config: Config, backends: Backends, client: SchedulerClient) -> None:
+    def __init__(
+        self, config: Config, backends: Backends, client: Scheduler, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
         self._config = config
         self._backends = backends
         self._client = client
@@ -47,7 +67,7 @@ class Scheduled:
     async def place(
         self, asked: Asked, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()
     ) -> Placed:
-        started_s = time.monotonic()
+        started_s = self._clock()
         try:
             return await self._place(asked, excluded, shunned, started_s)
         except NoEndpoint as error:
@@ -70,7 +90,7 @@ class Scheduled:
     ) -> Placed:
         interval_s = self._config.wait_scheduling_retry_interval_s
         pause_s = interval_s * random.uniform(0.1, 1.0)  # who has come together does not ask again together
-        while time.monotonic() + pause_s <= started_s + self._config.wait_scheduling_timeout_s:
+        while self._clock() + pause_s <= started_s + self._config.wait_scheduling_timeout_s:
             await asyncio.sleep(pause_s)
             pause_s = interval_s
             try:
@@ -106,7 +126,7 @@ class Scheduled:
     async def _scheduled(self, asked: Asked, excluded: Collection[Backend], started_s: float) -> Placed:
         """Elsewhere than at `excluded`, if the scheduler knows of one."""
         decision = await self._client.schedule(self._request(asked, excluded))
-        return self._placed(asked, decision, time.monotonic() - started_s)
+        return self._placed(asked, decision, self._clock() - started_s)
 
     async def _without_scheduler(
         self, asked: Asked, excluded: Collection[Backend], shunned: Collection[Backend]
@@ -188,7 +208,7 @@ class Scheduled:
             self._client.report(scheduler, own)
 
     def complain(self, avoided: Mapping[Backend, Ejection]) -> None:
-        now_s = time.monotonic()
+        now_s = self._clock()
         instances = [
             {
                 "endpoint": {"host": backend.address.host, "port": backend.address.port},

@@ -15,12 +15,21 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 from llumlet.client import LlumletClient
 from llumlet.credentials import NONE, Credentials
 from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
-from llumlet.types import Address, MigrateEvent, MigrateRequest, MovePhase, MoveProgress, Reason, word
+from llumlet.types import (
+    Address,
+    ListRequestsResponse,
+    MigrateEvent,
+    MigrateRequest,
+    MovePhase,
+    MoveProgress,
+    Reason,
+    word,
+)
 from llumsched.cms.view import Instance
 from llumsched.rescheduling.blame import Blame, blame_for
 from llumsched.rescheduling.choice import choose, num_tokens
@@ -37,11 +46,30 @@ LONGEST_MOVE_S: Final = 600.0
 """Of a call that keeps giving signs of life."""
 
 
+class Llumlet(Protocol):
+    """What is needed of `llumlet.client.LlumletClient`."""
+
+    async def list_requests(self, *, deadline_s: float | None = None) -> ListRequestsResponse: ...
+
+    def migrate(
+        self, request: MigrateRequest, *, deadline_s: float | None = None
+    ) -> AsyncGenerator[MigrateEvent, None]: ...
+
+    async def close(self) -> None: ...
+
+
+Connect = Callable[[Address, Credentials], Llumlet]
+
+
+def connect(address: Address, credentials: Credentials) -> Llumlet:
+    return LlumletClient(address, credentials=credentials)
+
+
 @dataclass(eq=False)
 class _Source:
     """The connection to one source, and the calls it has."""
 
-    client: LlumletClient
+    client: Llumlet
     places: asyncio.Semaphore
     num_calls: int = 0
     named: set[str] = field(default_factory=set)
@@ -61,6 +89,7 @@ class Executor:
     refused: Callable[[int], None] = lambda _: None
     """Called with the term of orders that a source refused as those of a former leader."""
     clock: Callable[[], float] = time.monotonic
+    connect: Connect = connect
     _numbers: Iterable[int] = field(default_factory=itertools.count)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _sources: dict[Address, _Source] = field(default_factory=dict)
@@ -251,7 +280,7 @@ class Executor:
         known = self._sources.get(address)
         if known is None:
             places = asyncio.Semaphore(self.config.connection_pool_size)
-            known = self._sources[address] = _Source(LlumletClient(address, credentials=self.credentials), places)
+            known = self._sources[address] = _Source(self.connect(address, self.credentials), places)
         return known
 
     async def _disconnect_gone(self) -> None:

@@ -42,6 +42,10 @@ class Watcher(Protocol):
 
     def first_token(self, request: EngineRequest, now_ps: int) -> None: ...
 
+    def stalled(self, request: EngineRequest, ps: int) -> None:
+        """The first token here of a request that has moved, so long after its last one there."""
+        ...
+
     def preempted(self, request: EngineRequest, now_ps: int) -> None: ...
 
     def finished(self, request: EngineRequest, now_ps: int) -> None: ...
@@ -73,7 +77,7 @@ class Engine:
         self._one_by_one = one_by_one
         self._posted: list[Callable[[int], None]] = []
         self._is_between = False
-        """What was posted is being done."""
+        """The next step is being scheduled."""
 
         # Decodes
         self._ticks = 0
@@ -213,6 +217,9 @@ class Engine:
         """Its next token has come."""
         if request.last_token_ps is not None:
             self._watcher.gap(now_ps - request.last_token_ps, 1)
+            if request.has_moved:
+                self._watcher.stalled(request, now_ps - request.last_token_ps)
+        request.has_moved = False
         if request.preempted_ps is not None:
             request.preemption_loss_ps += now_ps - request.preempted_ps
             request.preempted_ps = None
@@ -304,24 +311,29 @@ class Engine:
     # The beginning of steps
 
     def _begin(self, now_ps: int) -> None:
-        """Schedule the next step, if there is anything to do."""
+        """Do what was posted, and schedule the next step, if there is anything to do."""
         self.end_ps = None
         self._is_between = True
-        while self._posted:
-            posted, self._posted = self._posted, []
-            for action in posted:
-                action(now_ps)
-        self._is_between = False
-        while self.running or self.waiting:
+        is_over = False
+        while not is_over:
+            while self._posted:
+                posted, self._posted = self._posted, []
+                for action in posted:
+                    action(now_ps)
             num_preemptions = self.num_preemptions
-            if self._one_by_one or not self._schedule_at_once():
-                is_alike = self._schedule_one_by_one(now_ps)
-            else:
-                is_alike = self._schedule_waiting(self.config.max_num_batched_tokens - self._num_scheduled())
-            if self._start(now_ps, is_alike and not self._one_by_one):
-                return
-            if self.num_preemptions == num_preemptions:
-                return  # until something comes from outside; who preempted itself alone makes an empty step
+            # Who preempted itself, alone, makes an empty step.
+            is_over = self._schedule(now_ps) or not (self._posted or self.num_preemptions > num_preemptions)
+        self._is_between = False
+
+    def _schedule(self, now_ps: int) -> bool:
+        """Whether there is a step."""
+        if not self.running and not self.waiting:
+            return False
+        if self._one_by_one or not self._schedule_at_once():
+            is_alike = self._schedule_one_by_one(now_ps)
+        else:
+            is_alike = self._schedule_waiting(self.config.max_num_batched_tokens - self._num_scheduled())
+        return self._start(now_ps, is_alike and not self._one_by_one)
 
     def _num_scheduled(self) -> int:
         return len(self._base) + sum(number for _, number in self._chunks)
@@ -518,6 +530,10 @@ class Engine:
         base = self._base.get(request)
         return request.num_tokens if base is None else base + self._ticks
 
+    def num_in_step(self, request: EngineRequest) -> int:
+        """Tokens of a request that does not decode which the step under way computes."""
+        return next((number for one, number in self._chunks if one is request), 0)
+
     def not_decoding(self) -> Iterator[EngineRequest]:
         """Those of the batch that prefill or are frozen."""
         if len(self._base) == len(self.running):
@@ -564,11 +580,19 @@ class Engine:
     def unfreeze(self, request: EngineRequest) -> None:
         self._enter(request)
 
+    def park(self, request: EngineRequest) -> None:
+        """A waiting request is not to be admitted. It holds nothing."""
+        self._dequeue(request)
+        request.phase = Phase.FROZEN
+
+    def unpark(self, request: EngineRequest) -> None:
+        self._enqueue(request, in_front=True)
+
     def remove(self, request: EngineRequest) -> None:
         """It lives elsewhere, or nobody wants it any more."""
         if request.phase is Phase.WAITING:
             self._dequeue(request)
-        else:
+        elif request in self.running:
             if request.phase is Phase.DECODE:
                 self._leave(request)
             self.running.remove(request)

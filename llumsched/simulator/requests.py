@@ -40,6 +40,8 @@ class EngineRequest:
     cached: list[Block] = field(default_factory=list)
     phase: Phase = Phase.WAITING
     is_moving: bool = False
+    has_moved: bool = False
+    """It has come from another engine, and has had no token here yet."""
     first_token_ps: int | None = None
     last_token_ps: int | None = None
     num_preemptions: int = 0

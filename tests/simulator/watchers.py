@@ -18,6 +18,9 @@ class Silent:
     def first_token(self, request: EngineRequest, now_ps: int) -> None:
         pass
 
+    def stalled(self, request: EngineRequest, ps: int) -> None:
+        pass
+
     def preempted(self, request: EngineRequest, now_ps: int) -> None:
         pass
 

@@ -347,7 +347,7 @@ class _Run:
             running += len(engine.running)
             if engine.waiting:
                 num_waiting += len(engine.waiting)
-                head = engine.waiting[0]
+                head = engine.waiting.head
                 needed = engine.blocks_needed(head, *engine.blocks.hit(head, head.num_tokens - 1))
                 if needed > engine.blocks.num_free:
                     demands.append(needed)
@@ -382,9 +382,6 @@ class _Watch:
         self.gap = run.metrics.gaps.gap
         self.gaps = run.metrics.gaps.gaps
         self._run = run
-
-    def first_token(self, request: EngineRequest, now_ps: int) -> None:
-        return
 
     def stalled(self, request: EngineRequest, ps: int) -> None:
         self._run.metrics.move_stalls_s.append(ps / PS)

@@ -6,26 +6,23 @@ ones while budget, slots and blocks last; a prompt is computed in chunks; a requ
 one of the batch, which begins anew from what the prefix cache still holds. Scheduling is synchronous, with full
 attention and without speculation.
 
-Most steps are like the one before: the same requests decode, and each gets one token. Such steps are one *span*. A
-request in it keeps no count of its own: it has its `base` plus the number of steps (`_ticks`) that all decodes of the
-engine have made. When the span ends, because somebody finishes, blocks run short, or something comes from outside, is
-known in closed form, and so is the end of each of its steps: one lasts longer than the one before by a constant.
+Most steps are like the one before: the same requests decode, and each gets one token (`decodes`). Such steps are one
+*span*. When it ends, because somebody finishes, blocks run short, or something comes from outside, is known in closed
+form, and so is the end of each of its steps: one lasts longer than the one before by a constant.
 
 Nothing changes an engine in the middle of a step: what comes from outside (`post`) waits for its end.
 """
 
 from __future__ import annotations
 
-import heapq
-import math
-from bisect import insort
-from collections import deque
 from collections.abc import Callable, Iterator
-from operator import attrgetter
 from typing import Protocol
 
 from llumsched.simulator.blocks import Blocks
+from llumsched.simulator.decodes import Decodes
+from llumsched.simulator.queue import Queue
 from llumsched.simulator.requests import EngineRequest, Phase
+from llumsched.simulator.span import Span
 from llumsched.simulator.step_model import EngineConfig, StepModel, pairs
 
 
@@ -39,8 +36,6 @@ class Watcher(Protocol):
     def gaps(self, first_ps: int, growth_ps: int, num_steps: int, count: int) -> None:
         """In each of so many steps, each longer than the one before by `growth_ps`."""
         ...
-
-    def first_token(self, request: EngineRequest, now_ps: int) -> None: ...
 
     def stalled(self, request: EngineRequest, ps: int) -> None:
         """The first token here of a request that has moved, so long after its last one there."""
@@ -61,15 +56,13 @@ class Engine:
         self.blocks = blocks
         self.running: list[EngineRequest] = []
         """In the order of their admission: the last one is preempted first."""
-        self.waiting: deque[EngineRequest] | list[EngineRequest] = [] if config.by_priority else deque()
+        self.waiting = Queue(by_priority=config.by_priority)
+        self.decodes = Decodes(config.block_size)
         self.num_reserved_slots = 0
         """Of the batch, for requests on their way in."""
         self.num_steps = 0
         """That were scheduled."""
         self.num_preemptions = 0
-        self.num_waiting_to_decode = 0
-        self.waiting_to_decode_tokens = 0
-        self.waiting_prefill_tokens = 0
         self.end_ps: int | None = None
         """Of the span under way; None while no step is."""
         self._step = step
@@ -79,29 +72,8 @@ class Engine:
         self._is_between = False
         """The next step is being scheduled."""
 
-        # Decodes
-        self._ticks = 0
-        self._base: dict[EngineRequest, int] = {}
-        """Requests of which each step computes a token: their tokens are this plus the ticks."""
-        self._base_tokens = 0
-        """The sum of the bases."""
-        self._phases = [0] * config.block_size
-        """Decodes by the tick, modulo the block size, at which each needs another block."""
-        self._ends: list[tuple[int, int, EngineRequest]] = []
-        """Heap: the tick at which each has its last token. Of those that left, it goes when its turn comes."""
-        self._num_entered = 0
-        self._late: list[EngineRequest] = []
-        """Decodes whose last token is older than the last step."""
-
-        # The span under way
-        self._began_ps = 0
-        self._first_ps = 0
-        self._growth_ps = 0
-        self._length = 0
-        self._num_settled = 0
-        """Steps of the span that are accounted for."""
-        self._num_supplied = 0
-        """Steps of the span whose blocks have been taken."""
+        self._span = Span(0, 1, 0, 0)
+        """The one under way, or the last."""
         self._chunks: list[tuple[EngineRequest, int]] = []
         """What the span's only step computes besides its decodes."""
         self._last_end_ps = 0
@@ -117,14 +89,14 @@ class Engine:
 
     def settle(self, now_ps: int) -> None:
         """Account for the steps of the span that have ended by now, which is before its end."""
-        if self.end_ps is not None and self._length > 1:
-            self._settle(min(self._num_ended(now_ps), self._length))
+        if self.end_ps is not None and self._span.length > 1:
+            self._settle(min(self._span.num_ended(now_ps), self._span.length))
 
     def next_end_after(self, now_ps: int) -> int | None:
         """When the step under way ends."""
         if self.end_ps is None:
             return None
-        return self._end_of(min(self._num_ended(now_ps) + 1, self._length))
+        return self._span.end_of(min(self._span.num_ended(now_ps) + 1, self._span.length))
 
     def post(self, action: Callable[[int], None], now_ps: int) -> None:
         """Call `action` with the time when no step is under way, before the next is scheduled; now, if none is."""
@@ -142,76 +114,58 @@ class Engine:
             if not self._is_between:
                 self._begin(now_ps)
             return
-        length = self._num_ended(now_ps) + 1
-        if length < self._length:
+        length = self._span.num_ended(now_ps) + 1
+        if length < self._span.length:
             self._settle(length - 1)
-            self._length = length
-            self.end_ps = self._end_of(length)
-
-    def _end_of(self, num_steps: int) -> int:
-        return self._began_ps + num_steps * self._first_ps + self._growth_ps * (num_steps * (num_steps - 1) // 2)
-
-    def _num_ended(self, now_ps: int) -> int:
-        """Steps of the span that end at `now_ps` or before: the greatest n with `_end_of(n) <= now_ps`."""
-        passed, first, growth = now_ps - self._began_ps, self._first_ps, self._growth_ps
-        if not growth:
-            return passed // first
-        # growth · n² + (2 · first - growth) · n <= 2 · passed
-        linear = 2 * first - growth
-        return max((math.isqrt(linear * linear + 8 * growth * passed) - linear) // (2 * growth), 0)
+            self._span.length = length
+            self.end_ps = self._span.end_of(length)
 
     # The end of steps
 
     def _complete(self, now_ps: int) -> None:
-        self._settle(self._length)
+        self._settle(self._span.length)
         self._last_end_ps = now_ps
         chunks, self._chunks = self._chunks, []
-        if self._ends and self._ends[0][0] <= self._ticks:
-            self._end_decodes(now_ps)
+        for request in self.decodes.ended(self.running):
+            self.decodes.leave(request, now_ps)
+            self._finish(request, now_ps)
         for request, _ in chunks:
             if request.num_computed == request.num_tokens:
                 self._emit(request, now_ps)
-        if len(self._base) < len(self.running):
+        if len(self.decodes) < len(self.running):
             for request in self.running:
-                if request.phase is Phase.DECODE and request not in self._base:  # there was no budget or block for it
+                if request.phase is Phase.DECODE and request not in self.decodes:  # there was no budget or block for it
                     self._enter(request)
 
     def _settle(self, num_steps: int) -> None:
-        number = num_steps - self._num_settled
+        span, decodes = self._span, self.decodes
+        number = num_steps - span.num_settled
         if number > 0:
-            first_ps = self._first_ps + self._growth_ps * self._num_settled
-            self._num_settled = num_steps
-            if self._base:
-                self._count_gaps(first_ps, number)
-                self._ticks += number
-        supplied = min(num_steps + 1, self._length)
-        if supplied > self._num_supplied:
-            if self._base:
-                already = self._num_supplied - self._num_settled
-                needed = self._needed(self._ticks + already, supplied - self._num_supplied)
-                if needed:
-                    self.blocks.take(needed)
-            self._num_supplied = supplied
+            if decodes:
+                self._count_gaps(number)
+                decodes.ticks += number
+            span.num_settled = num_steps
+        supplied = min(num_steps + 1, span.length)
+        if supplied > span.num_supplied:
+            if decodes:
+                begin = decodes.ticks + span.num_supplied - span.num_settled
+                self.blocks.take(decodes.blocks_needed(begin, supplied - span.num_supplied))
+            span.num_supplied = supplied
 
-    def _count_gaps(self, first_ps: int, num_steps: int) -> None:
-        """Before the ticks of these steps."""
-        count = len(self._base)
-        if self._late:
-            end_ps = self._end_of(self._num_settled - num_steps + 1)
-            for request in self._late:
-                if request in self._base:
-                    assert request.last_token_ps is not None
-                    self._told(request, end_ps)
-                    count -= 1
-            self._late.clear()
-            if count:
-                self._watcher.gap(first_ps, count)
-            first_ps += self._growth_ps
-            count, num_steps = len(self._base), num_steps - 1
+    def _count_gaps(self, num_steps: int) -> None:
+        """Of so many steps from the first unsettled one on, before their ticks."""
+        span, begin, late = self._span, self._span.num_settled, self.decodes.late
+        if late:
+            for request in late:
+                self._told(request, span.end_of(begin + 1))
+            if count := len(self.decodes) - len(late):
+                self._watcher.gap(span.lasting(begin), count)
+            late.clear()
+            begin, num_steps = begin + 1, num_steps - 1
         if num_steps == 1:
-            self._watcher.gap(first_ps, count)
+            self._watcher.gap(span.lasting(begin), len(self.decodes))
         elif num_steps:
-            self._watcher.gaps(first_ps, self._growth_ps, num_steps, count)
+            self._watcher.gaps(span.lasting(begin), span.growth_ps, num_steps, len(self.decodes))
 
     def _told(self, request: EngineRequest, now_ps: int) -> None:
         """Its next token has come."""
@@ -226,7 +180,6 @@ class Engine:
         request.last_token_ps = now_ps
         if request.first_token_ps is None:
             request.first_token_ps = now_ps
-            self._watcher.first_token(request, now_ps)
 
     def _emit(self, request: EngineRequest, now_ps: int) -> None:
         """A request that was scheduled by itself has a token."""
@@ -237,76 +190,17 @@ class Engine:
         else:
             self._enter(request)
 
-    def _end_decodes(self, now_ps: int) -> None:
-        ended = []
-        while self._ends and self._ends[0][0] <= self._ticks:
-            tick, _, request = heapq.heappop(self._ends)
-            if request in self._base and self._end_tick(request) == tick and request not in ended:
-                ended.append(request)
-        if len(ended) > 1:
-            ended.sort(key=self.running.index)
-        for request in ended:
-            self._leave(request)
-            self._finish(request, now_ps)
-
     def _finish(self, request: EngineRequest, now_ps: int) -> None:
         self.running.remove(request)
         request.phase = Phase.GONE
         self.blocks.release(request, request.num_computed // self.config.block_size)
         self._watcher.finished(request, now_ps)
 
-    # Decodes
-
     def _enter(self, request: EngineRequest) -> None:
-        """From the next step on it decodes with the others: all its tokens but the last are computed."""
-        base = request.num_tokens - self._ticks
-        request.phase = Phase.DECODE
-        self._base[request] = base
-        self._base_tokens += base
-        self._phases[(1 - base) % self.config.block_size] += 1
-        self._num_entered += 1
-        heapq.heappush(self._ends, (self._end_tick(request), self._num_entered, request))
-        if request.last_token_ps != self._last_end_ps:
-            self._late.append(request)
-
-    def _end_tick(self, request: EngineRequest) -> int:
-        return request.num_prompt + request.max_tokens - self._base[request]
+        self.decodes.enter(request, self._last_end_ps)
 
     def _leave(self, request: EngineRequest) -> None:
-        """It has its own count again. Between two steps."""
-        base = self._base.pop(request)
-        self._base_tokens -= base
-        self._phases[(1 - base) % self.config.block_size] -= 1
-        request.num_tokens = base + self._ticks
-        request.num_computed = request.num_tokens - 1
-        request.num_blocks = -(-request.num_computed // self.config.block_size)
-        if request in self._late:
-            self._late.remove(request)
-        else:
-            request.last_token_ps = self._last_end_ps
-
-    def _needed(self, tick: int, num_steps: int) -> int:
-        """Blocks that the decodes need in so many steps from that tick on."""
-        size, phases = self.config.block_size, self._phases
-        if num_steps == 1:
-            return phases[tick % size]
-        rounds, rest = divmod(num_steps, size)
-        begin = tick % size
-        some = sum(phases[begin : begin + rest]) + sum(phases[: max(begin + rest - size, 0)])
-        return rounds * len(self._base) + some
-
-    def _num_supplied_by(self, num_free: int, most: int) -> int:
-        """Steps after the coming one for which so many free blocks are enough; `most` at most."""
-        begin = self._ticks + 1
-        if self._needed(begin, most) <= num_free:
-            return most
-        size = self.config.block_size
-        number = num_free // len(self._base) * size
-        left = num_free - self._needed(begin, number) if number else num_free
-        while (needed := self._phases[(begin + number) % size]) <= left:
-            left -= needed
-            number += 1
-        return number
+        self.decodes.leave(request, self._last_end_ps)
 
     # The beginning of steps
 
@@ -332,21 +226,22 @@ class Engine:
         if self._one_by_one or not self._schedule_at_once():
             is_alike = self._schedule_one_by_one(now_ps)
         else:
-            is_alike = self._schedule_waiting(self.config.max_num_batched_tokens - self._num_scheduled())
+            is_alike = self._schedule_waiting(self.config.max_num_batched_tokens - self._num_scheduled)
         return self._start(now_ps, is_alike and not self._one_by_one)
 
+    @property
     def _num_scheduled(self) -> int:
-        return len(self._base) + sum(number for _, number in self._chunks)
+        return len(self.decodes) + sum(number for _, number in self._chunks)
 
     def _schedule_at_once(self) -> bool:
         """The running ones, if nobody has to give way to anybody. Nothing is done otherwise."""
         size, num_free = self.config.block_size, self.blocks.num_free
-        budget = self.config.max_num_batched_tokens - len(self._base)
-        needed = self._phases[self._ticks % size]
+        budget = self.config.max_num_batched_tokens - len(self.decodes)
+        needed = self.decodes.blocks_needed(self.decodes.ticks, 1)
         if budget < 0 or needed > num_free:
             return False
         last, number = self.running[-1] if self.running else None, 0
-        num_others = len(self.running) - len(self._base)
+        num_others = len(self.running) - len(self.decodes)
         if num_others:
             num_others -= sum(one.phase is Phase.FROZEN for one in self.running)
         if last is not None and num_others:
@@ -373,9 +268,8 @@ class Engine:
 
     def _schedule_one_by_one(self, now_ps: int) -> bool:
         """As vLLM does it. Decodes keep their own counts until the step's end."""
-        for request in list(self._base):
+        for request in self.decodes.requests:
             self._leave(request)
-        self._ends.clear()
         budget, size = self.config.max_num_batched_tokens, self.config.block_size
         index, has_preempted = 0, False
         while index < len(self.running) and budget > 0:
@@ -434,11 +328,11 @@ class Engine:
         become free."""
         size, config = self.config.block_size, self.config
         while budget > 0 and self.waiting and len(self.running) + self.num_reserved_slots < config.max_num_seqs:
-            request = self.waiting[0]
+            request = self.waiting.head
             hits, free_hits = self.blocks.hit(request, request.num_tokens - 1)
             if self.blocks_needed(request, hits, free_hits) > self.blocks.num_free:
                 break
-            self._dequeue(request)
+            self.waiting.remove(request)
             if hits:
                 self.blocks.adopt(request, hits)
                 request.num_computed = hits * size
@@ -457,7 +351,7 @@ class Engine:
 
     def _start(self, now_ps: int, is_alike: bool) -> bool:
         """The step has been scheduled: when will it end, and how many like it follow? False if it is empty."""
-        num_decodes, decode_kv = len(self._base), self._base_tokens + len(self._base) * self._ticks
+        num_decodes, decode_kv = len(self.decodes), self.decodes.num_tokens
         num_prefilled = num_pairs = growth = 0
         for request, number in self._chunks:
             if number == 1:
@@ -469,66 +363,31 @@ class Engine:
         if not num_decodes and not num_prefilled:
             return False
         length = 1
-        if is_alike and self._base:
-            ends = self._ends
-            while ends[0][2] not in self._base or self._end_tick(ends[0][2]) != ends[0][0]:
-                heapq.heappop(ends)  # it has left
-            length = 1 + self._num_supplied_by(self.blocks.num_free, ends[0][0] - self._ticks - 1)
-            growth = self._step.e * len(self._base)
+        if is_alike and self.decodes:
+            most = self.decodes.num_ticks_left() - 1
+            length += self.decodes.num_steps_with(self.blocks.num_free, self.decodes.ticks + 1, most)
+            growth = self._step.e * len(self.decodes)
         self.num_steps += 1
-        self._began_ps, self._growth_ps = now_ps, growth
-        self._first_ps = self._step.duration(num_prefilled, num_pairs, num_decodes, decode_kv)
-        self._length, self._num_settled, self._num_supplied = length, 0, 1
-        self.end_ps = self._end_of(length)
+        first_ps = self._step.duration(num_prefilled, num_pairs, num_decodes, decode_kv)
+        self._span = Span(now_ps, first_ps, growth, length)
+        self.end_ps = self._span.end_of(length)
         return True
 
     def scheduled(self) -> dict[str, int]:
         """Tokens per request of the step under way."""
-        return {request.id: 1 for request in self._base} | {request.id: number for request, number in self._chunks}
-
-    # The queue
+        return {request.id: 1 for request in self.decodes.requests} | {
+            request.id: number for request, number in self._chunks
+        }
 
     def _enqueue(self, request: EngineRequest, *, in_front: bool = False) -> None:
         request.phase = Phase.WAITING
         hits, _ = self.blocks.hit(request, request.num_tokens)
-        uncomputed = request.num_tokens - hits * self.config.block_size
-        decodes = int((request.max_tokens > 1 or uncomputed == 1) and not request.is_moving)
-        share = decodes, request.num_tokens * decodes, uncomputed if uncomputed > 1 else 0
-        request.waiting_share = share
-        self._add_share(share, 1)
-        if isinstance(self.waiting, list):
-            insort(self.waiting, request, key=attrgetter("order"))
-        elif in_front:
-            self.waiting.appendleft(request)
-        else:
-            self.waiting.append(request)
-
-    def _dequeue(self, request: EngineRequest) -> None:
-        if isinstance(self.waiting, deque) and self.waiting[0] is request:
-            self.waiting.popleft()
-        else:
-            self.waiting.remove(request)
-        self._add_share(request.waiting_share, -1)
-
-    def _add_share(self, share: tuple[int, int, int], sign: int) -> None:
-        self.num_waiting_to_decode += sign * share[0]
-        self.waiting_to_decode_tokens += sign * share[1]
-        self.waiting_prefill_tokens += sign * share[2]
+        self.waiting.push(request, hits * self.config.block_size, in_front=in_front)
 
     # Reading, after `settle`
 
-    @property
-    def num_decodes(self) -> int:
-        return len(self._base)
-
-    @property
-    def decode_tokens(self) -> int:
-        """Of all decodes, prompt and output."""
-        return self._base_tokens + len(self._base) * self._ticks
-
     def num_tokens(self, request: EngineRequest) -> int:
-        base = self._base.get(request)
-        return request.num_tokens if base is None else base + self._ticks
+        return self.decodes.tokens_of(request) or request.num_tokens
 
     def num_in_step(self, request: EngineRequest) -> int:
         """Tokens of a request that does not decode which the step under way computes."""
@@ -536,7 +395,7 @@ class Engine:
 
     def not_decoding(self) -> Iterator[EngineRequest]:
         """Those of the batch that prefill or are frozen."""
-        if len(self._base) == len(self.running):
+        if len(self.decodes) == len(self.running):
             return iter(())
         return (one for one in self.running if one.phase is not Phase.DECODE)
 
@@ -546,7 +405,7 @@ class Engine:
         """Hold blocks and a batch slot for a request that may come, if that keeps nobody waiting."""
         needed = 0
         if self.waiting:
-            head = self.waiting[0]
+            head = self.waiting.head
             needed = self.blocks_needed(head, *self.blocks.hit(head, head.num_tokens - 1))
         if num_blocks + needed > self.blocks.num_free:
             return False
@@ -582,7 +441,7 @@ class Engine:
 
     def park(self, request: EngineRequest) -> None:
         """A waiting request is not to be admitted. It holds nothing."""
-        self._dequeue(request)
+        self.waiting.remove(request)
         request.phase = Phase.FROZEN
 
     def unpark(self, request: EngineRequest) -> None:
@@ -591,7 +450,7 @@ class Engine:
     def remove(self, request: EngineRequest) -> None:
         """It lives elsewhere, or nobody wants it any more."""
         if request.phase is Phase.WAITING:
-            self._dequeue(request)
+            self.waiting.remove(request)
         elif request in self.running:
             if request.phase is Phase.DECODE:
                 self._leave(request)

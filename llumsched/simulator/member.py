@@ -134,7 +134,7 @@ class Member:
     def _tick(self, now_ps: int) -> None:
         if not self.is_alive:
             return
-        interval_ps = self._tokens_ps if self.engine.num_decodes else self._keepalive_ps
+        interval_ps = self._tokens_ps if self.engine.decodes else self._keepalive_ps
         if now_ps - self._pushed_ps >= interval_ps:
             self._push(now_ps)
         self.loop.at(self._pushed_ps + interval_ps, self._tick)
@@ -146,7 +146,7 @@ class Member:
             self._arrivals.popleft()
         self._version += 1
         prefill_tokens = unallocated = 0
-        num_to_decode, to_decode_tokens = engine.num_decodes, engine.decode_tokens
+        num_to_decode, to_decode_tokens = len(engine.decodes), engine.decodes.num_tokens
         for request in engine.not_decoding():
             left = request.num_tokens - request.num_computed
             to_decode = request.max_tokens > 1 and not request.is_moving
@@ -174,12 +174,12 @@ class Member:
             waiting_requests=[request.id for request in waiting],
             num_waiting_requests=len(waiting),
             num_running_requests=len(engine.running),
-            scheduler_waiting_to_decode_requests_num=engine.num_waiting_to_decode,
-            scheduler_waiting_to_decode_tokens_num=engine.waiting_to_decode_tokens,
+            scheduler_waiting_to_decode_requests_num=waiting.num_to_decode,
+            scheduler_waiting_to_decode_tokens_num=waiting.to_decode_tokens,
             scheduler_running_to_decode_requests_num=num_to_decode,
             scheduler_running_to_decode_tokens_num=to_decode_tokens,
-            num_uncomputed_tokens_scheduler_waiting_prefills=engine.waiting_prefill_tokens,
-            num_uncomputed_tokens_all_waiting_prefills=engine.waiting_prefill_tokens,
+            num_uncomputed_tokens_scheduler_waiting_prefills=waiting.prefill_tokens,
+            num_uncomputed_tokens_all_waiting_prefills=waiting.prefill_tokens,
             num_uncomputed_tokens_scheduler_running_prefills=prefill_tokens,
             num_unallocated_tokens_scheduler_running_prefills=unallocated,
             num_total_gpu_tokens=total,

@@ -51,8 +51,6 @@ class EngineRequest:
     num_recomputed: int = 0
     num_hits: int = 0
     """Tokens that the prefix cache held when it was admitted first."""
-    waiting_share: tuple[int, int, int] = (0, 0, 0)
-    """What it adds to the engine's sums while it waits."""
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_prompt

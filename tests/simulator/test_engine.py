@@ -88,8 +88,9 @@ def finish(made: Engine) -> int:
     assert not made.running
     assert not made.waiting
     assert made.blocks.num_free == made.config.num_blocks
-    sums = made.num_waiting_to_decode, made.waiting_to_decode_tokens, made.waiting_prefill_tokens, made.decode_tokens
-    assert sums == (0, 0, 0, 0)
+    waiting = made.waiting
+    assert (waiting.num_to_decode, waiting.to_decode_tokens, waiting.prefill_tokens) == (0, 0, 0)
+    assert (len(made.decodes), made.decodes.num_tokens) == (0, 0)
     return now_ps
 
 

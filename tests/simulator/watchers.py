@@ -15,9 +15,6 @@ class Silent:
     def gaps(self, first_ps: int, growth_ps: int, num_steps: int, count: int) -> None:
         pass
 
-    def first_token(self, request: EngineRequest, now_ps: int) -> None:
-        pass
-
     def stalled(self, request: EngineRequest, ps: int) -> None:
         pass
 
@@ -41,9 +38,6 @@ class Noting(Silent):
     def gaps(self, first_ps: int, growth_ps: int, num_steps: int, count: int) -> None:
         for number in range(num_steps):
             self.num_gaps[first_ps + number * growth_ps] += count
-
-    def first_token(self, request: EngineRequest, now_ps: int) -> None:
-        self.events.append(("first token", request.id, now_ps))
 
     def preempted(self, request: EngineRequest, now_ps: int) -> None:
         self.events.append(("preempted", request.id, now_ps))

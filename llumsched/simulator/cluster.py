@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TextIO
+from typing import Final, TextIO
 
 from llumlet.credentials import Credentials
 from llumlet.protocol.events import Gone
@@ -32,9 +33,11 @@ from llumsched.simulator.requests import EngineRequest
 from llumsched.simulator.step_model import Hardware
 from llumsched.simulator.workload import Arrival
 
-_MOST_RESTARTS = 2
+_MOST_RESTARTS: Final = 2
 """As the gateway's `retry_max_count`."""
-_MOST_SHOWN = 64
+_COLLECT: Final = (100_000, 50, 100)
+"""Thresholds of Python's collector, which would look at a large cluster's objects over and over."""
+_MOST_SHOWN: Final = 64
 """Instances whose load is in each sample."""
 
 
@@ -94,9 +97,12 @@ def run(
     second with the time and how many requests have ended."""
     random.seed(config.seed)
     loop = VirtualLoop()
+    thresholds = gc.get_threshold()
+    gc.set_threshold(*_COLLECT)
     try:
         return loop.run_until_complete(_Run(loop, config, arrivals, records, progress).run())
     finally:
+        gc.set_threshold(*thresholds)
         loop.close()
 
 

@@ -23,6 +23,7 @@ from llumsched.simulator.step_model import Hardware
 _RECENT_PS: Final = 10 * PS
 """How long an arrival is named in the status (`vllm_llumnix.engine.load`)."""
 _PORT: Final = 1
+_OK: Final = Health.OK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +193,7 @@ class Member:
             num_migrate_out_tokens=out_tokens,
             num_preemptions=engine.num_preemptions,
             profiling_id=-1,
-            health=Health.OK,
+            health=_OK,
         )
 
 

@@ -140,18 +140,20 @@ class _Run:
     async def run(self) -> tuple[Summary, Metrics]:
         loop, config = self._loop, self._config
         self._control = Control(loop, config.control, len(self._kinds), self._connect)
-        for number in range(len(self._kinds)):
-            self._start(number)
-        for happening in config.happenings:
-            loop.at(round(happening.at_s * PS), functools.partial(self._happen, happening))
-        loop.at(round(config.sample_s * PS), self._sample)
-        self._await_next()
-        if self._arrivals:
-            await self._over.wait()
+        try:
+            for number in range(len(self._kinds)):
+                self._start(number)
+            for happening in config.happenings:
+                loop.at(round(happening.at_s * PS), functools.partial(self._happen, happening))
+            loop.at(round(config.sample_s * PS), self._sample)
+            self._await_next()
+            if self._arrivals:
+                await self._over.wait()
+        finally:
+            await self._control.close()
         virtual_s = loop.time()
         for member in list(self._members.values()):
             self._end(member)
-        await self._control.close()
         last_s = self._arrivals[-1].at_s if self._arrivals else 0.0
         summary = self.metrics.summary(
             last_arrival_s=last_s, instance_s=self._instance_ps / PS, virtual_s=virtual_s

@@ -70,7 +70,7 @@ class Engine:
         self._one_by_one = one_by_one
         self._posted: list[Callable[[int], None]] = []
         self._is_between = False
-        """The next step is being scheduled."""
+        """One step has ended, and the next is being scheduled."""
 
         self._span = Span(0, 1, 0, 0)
         """The one under way, or the last."""
@@ -83,7 +83,8 @@ class Engine:
     def advance(self, now_ps: int) -> None:
         """Make all steps that have ended by now."""
         while self.end_ps is not None and self.end_ps <= now_ps:
-            end_ps = self.end_ps
+            end_ps, self.end_ps = self.end_ps, None
+            self._is_between = True  # who is told of what has ended may post something
             self._complete(end_ps)
             self._begin(end_ps)
 
@@ -206,7 +207,6 @@ class Engine:
 
     def _begin(self, now_ps: int) -> None:
         """Do what was posted, and schedule the next step, if there is anything to do."""
-        self.end_ps = None
         self._is_between = True
         is_over = False
         while not is_over:

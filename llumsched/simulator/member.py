@@ -80,9 +80,10 @@ class Member:
         self._keepalive_ps = round(cadence.keepalive_s * PS)
         self._arrivals: deque[tuple[int, str]] = deque()
         self._wake_ps = -1
-        self._pushed_ps = -self._push_interval_ps
+        self._pushed_ps = loop.now_ps
         self._push_waits = False
         self._version = 0
+        self._push(loop.now_ps)
         self._tick(loop.now_ps)
 
     def add(self, request: EngineRequest, now_ps: int) -> None:

@@ -153,8 +153,7 @@ class IncomingMove:
             case do.RevokeAdmit():
                 self._is_revoked = True
             case do.FreeReservation():
-                if self._num_blocks:
-                    self._post(lambda _: self._free())
+                self._post(lambda _: self._free())
             case do.AbortAdmitted():
                 if (admitted := self._admitted) is not None:
                     self._post(lambda _: self._member.engine.remove(admitted))
@@ -216,6 +215,8 @@ class IncomingMove:
         self.feed(on.Admitted())
 
     def _free(self) -> None:
+        if not self._num_blocks:
+            return
         self._member.engine.give_back(self._num_blocks)
         self._num_blocks = 0
 

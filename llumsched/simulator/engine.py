@@ -16,34 +16,13 @@ Nothing changes an engine in the middle of a step: what comes from outside (`pos
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from llumsched.simulator.blocks import Blocks
 from llumsched.simulator.decodes import Decodes
 from llumsched.simulator.queue import Queue
-from llumsched.simulator.requests import EngineRequest, Phase
+from llumsched.simulator.requests import EngineRequest, Phase, Watcher
 from llumsched.simulator.span import Span
 from llumsched.simulator.step_model import EngineConfig, StepModel, pairs
-
-
-class Watcher(Protocol):
-    """Told of what happens in an engine, at the step's end."""
-
-    def gap(self, ps: int, count: int) -> None:
-        """`count` requests got a token, so long after their last."""
-        ...
-
-    def gaps(self, first_ps: int, growth_ps: int, num_steps: int, count: int) -> None:
-        """In each of so many steps, each longer than the one before by `growth_ps`."""
-        ...
-
-    def stalled(self, request: EngineRequest, ps: int) -> None:
-        """The first token here of a request that has moved, so long after its last one there."""
-        ...
-
-    def preempted(self, request: EngineRequest, now_ps: int) -> None: ...
-
-    def finished(self, request: EngineRequest, now_ps: int) -> None: ...
 
 
 class Engine:
@@ -226,12 +205,9 @@ class Engine:
         if self._one_by_one or not self._schedule_at_once():
             is_alike = self._schedule_one_by_one(now_ps)
         else:
-            is_alike = self._schedule_waiting(self.config.max_num_batched_tokens - self._num_scheduled)
+            num_scheduled = len(self.decodes) + sum(number for _, number in self._chunks)
+            is_alike = self._schedule_waiting(self.config.max_num_batched_tokens - num_scheduled)
         return self._start(now_ps, is_alike and not self._one_by_one)
-
-    @property
-    def _num_scheduled(self) -> int:
-        return len(self.decodes) + sum(number for _, number in self._chunks)
 
     def _schedule_at_once(self) -> bool:
         """The running ones, if nobody has to give way to anybody. Nothing is done otherwise."""
@@ -381,7 +357,7 @@ class Engine:
 
     def _enqueue(self, request: EngineRequest, *, in_front: bool = False) -> None:
         request.phase = Phase.WAITING
-        hits, _ = self.blocks.hit(request, request.num_tokens)
+        hits, _ = self.blocks.hit(request, request.num_tokens - 1)
         self.waiting.push(request, hits * self.config.block_size, in_front=in_front)
 
     # Reading, after `settle`
@@ -389,15 +365,13 @@ class Engine:
     def num_tokens(self, request: EngineRequest) -> int:
         return self.decodes.tokens_of(request) or request.num_tokens
 
-    def num_in_step(self, request: EngineRequest) -> int:
-        """Tokens of a request that does not decode which the step under way computes."""
-        return next((number for one, number in self._chunks if one is request), 0)
-
-    def not_decoding(self) -> Iterator[EngineRequest]:
-        """Those of the batch that prefill or are frozen."""
+    def apart(self) -> Iterator[tuple[EngineRequest, int]]:
+        """Those of the batch that are not among the decodes, and the tokens that the step under way computes of each:
+        they have counts of their own."""
         if len(self.decodes) == len(self.running):
             return iter(())
-        return (one for one in self.running if one.phase is not Phase.DECODE)
+        in_step = dict(self._chunks)
+        return ((one, in_step.get(one, 0)) for one in self.running if one not in self.decodes)
 
     # Moves. Between two steps: from what was posted.
 

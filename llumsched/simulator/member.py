@@ -16,8 +16,8 @@ from llumlet.types import Address, Health, InstanceMetadata, InstanceStatus
 from llumsched.simulator import PS
 from llumsched.simulator.blocks import Blocks, SharedBlocks, UniqueBlocks
 from llumsched.simulator.clock import Action, VirtualLoop
-from llumsched.simulator.engine import Engine, Watcher
-from llumsched.simulator.requests import EngineRequest, Phase
+from llumsched.simulator.engine import Engine
+from llumsched.simulator.requests import EngineRequest, Watcher
 from llumsched.simulator.step_model import Hardware
 
 _RECENT_PS: Final = 10 * PS
@@ -149,18 +149,20 @@ class Member:
         self._version += 1
         prefill_tokens = unallocated = 0
         num_to_decode, to_decode_tokens = len(engine.decodes), engine.decodes.num_tokens
-        for request in engine.not_decoding():
+        for request, in_step in engine.apart():
             left = request.num_tokens - request.num_computed
+            uncomputed = left + in_step
             to_decode = request.max_tokens > 1 and not request.is_moving
             num_to_decode += to_decode
             to_decode_tokens += request.num_tokens * to_decode
-            unallocated += left
-            prefill_tokens += left + engine.num_in_step(request)
+            if uncomputed > 1:
+                unallocated += left
+                prefill_tokens += uncomputed
         out_tokens = 0
         for request in self.leaving:
             num_tokens = engine.num_tokens(request)
             out_tokens += num_tokens
-            if request.phase is Phase.DECODE:
+            if request in engine.decodes:
                 num_to_decode -= 1
                 to_decode_tokens -= num_tokens
         waiting = engine.waiting

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request as one modelled engine has it."""
+"""A request as one modelled engine has it, and who is told of it."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from llumsched.simulator.blocks import Block
 
@@ -67,3 +68,23 @@ class EngineRequest:
     def order(self) -> tuple[int, int, str]:
         """Of the queue of an engine that heeds priorities."""
         return self.priority, self.arrived_ps, self.id
+
+
+class Watcher(Protocol):
+    """Told of what happens in an engine, at the step's end."""
+
+    def gap(self, ps: int, count: int) -> None:
+        """`count` requests got a token, so long after their last."""
+        ...
+
+    def gaps(self, first_ps: int, growth_ps: int, num_steps: int, count: int) -> None:
+        """In each of so many steps, each longer than the one before by `growth_ps`."""
+        ...
+
+    def stalled(self, request: EngineRequest, ps: int) -> None:
+        """The first token here of a request that has moved, so long after its last one there."""
+        ...
+
+    def preempted(self, request: EngineRequest, now_ps: int) -> None: ...
+
+    def finished(self, request: EngineRequest, now_ps: int) -> None: ...

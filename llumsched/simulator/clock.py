@@ -50,6 +50,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._has_ready = True
         return super().call_soon(callback, *args, context=context)
 
+    def abandon(self) -> None:
+        """What is in the heap does not happen, and every task is cancelled and ends. For a run that has failed."""
+        self._events.clear()
+        tasks = asyncio.all_tasks(self)
+        for task in tasks:
+            task.cancel()
+        self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self.run_until_complete(self.shutdown_asyncgens())
+
     def _jump(self, timeout_s: float | None) -> None:
         """Do what happens until the loop's next timer, in so many seconds, or until it has something to do."""
         self._has_ready = False

@@ -45,7 +45,7 @@ class What(StrEnum):
     FAIL = "fail"
     """It dies without a word."""
     STOP = "stop"
-    """It takes nothing new, and ends when it is empty."""
+    """It takes nothing new, its requests move away, and it ends with the last stream that its API server holds."""
     START = "start"
     """It is ordered now, and is there after its cold start."""
 
@@ -81,6 +81,8 @@ class _Client:
     id: str
     request: EngineRequest | None = None
     member: Member | None = None
+    origin: Member | None = None
+    """Whose API server holds the stream, wherever the request runs."""
     instances: list[str] = field(default_factory=list)
     num_moves: int = 0
     num_restarts: int = 0
@@ -101,6 +103,9 @@ def run(
     gc.set_threshold(*_COLLECT)
     try:
         return loop.run_until_complete(_Run(loop, config, arrivals, records, progress).run())
+    except BaseException:
+        loop.abandon()
+        raise
     finally:
         gc.set_threshold(*thresholds)
         loop.close()
@@ -205,7 +210,7 @@ class _Run:
         else:
             request = copy_of(client.request)
             request.id = name
-        client.request, client.member = request, member
+        client.request, client.member, client.origin = request, member, member
         client.instances.append(member.id)
         self._clients[name] = client
         member.add(request, now_ps)
@@ -219,7 +224,9 @@ class _Run:
             self._spawn(client)
 
     def finished(self, request: EngineRequest, now_ps: int) -> None:
-        self._ended(self._clients.pop(request.id), "finished", now_ps)
+        client = self._clients.pop(request.id, None)
+        if client is not None:  # else its last step had begun when its origin died
+            self._ended(client, "finished", now_ps)
 
     def _ended(self, client: _Client, outcome: str, now_ps: int = 0) -> None:
         arrival, request = client.arrival, client.request
@@ -300,7 +307,8 @@ class _Run:
     def _leave_when_empty(self, member: Member, now_ps: int) -> None:
         if not member.is_alive:
             return
-        if member.engine.running or member.engine.waiting or member.leaving or member.coming:
+        is_used = member.engine.running or member.engine.waiting or member.leaving or member.coming
+        if is_used or any(client.origin is member for client in self._clients.values()):
             self._loop.at(now_ps + round(self._config.cadence.keepalive_s * PS / 10), functools.partial(
                 self._leave_when_empty, member))  # fmt: skip
             return
@@ -319,10 +327,21 @@ class _Run:
         )  # fmt: skip
         address = Address(member.metadata.ip, member.metadata.api_server_port)
         for name, client in list(self._clients.items()):
-            if client.member is member and client.request is not None:
+            here, request = client.member, client.request
+            if here is not None and request is not None and member in (here, client.origin):
                 del self._clients[name]
-                client.request.num_tokens = member.engine.num_tokens(client.request)
+                if here is not member:
+                    self._abort(request, here, now_ps)
+                request.num_tokens = here.engine.num_tokens(request)
                 self._loop.at(now_ps + self._hop_ps, functools.partial(self._restart, client, address))
+
+    def _abort(self, request: EngineRequest, member: Member, now_ps: int) -> None:
+        """Its stream is gone, and with it whoever wanted it."""
+        member.engine.advance(now_ps)
+        member.engine.settle(now_ps)
+        if request.is_moving:
+            self._by_id[member.id].departures.gone(request, Gone.ABORTED)
+        member.post(lambda _: member.engine.remove(request), now_ps)
 
     def _connect(self, address: Address, credentials: Credentials) -> Connection:
         return Connection(address, self._llumlets, self._by_id, self._hop_s)
@@ -334,7 +353,10 @@ class _Run:
         return client.member if client is not None else None
 
     def _owned(self, request: EngineRequest, member: Member) -> None:
-        client = self._clients[request.id]
+        client = self._clients.get(request.id)
+        if client is None:  # its origin has died meanwhile
+            member.engine.remove(request)
+            return
         client.request, client.member = request, member
         client.instances.append(member.id)
         client.num_moves += 1

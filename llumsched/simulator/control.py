@@ -47,10 +47,11 @@ class ControlConfig:
     account: bool = True
     account_staleness_s: float = 10.0
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
-    pass_s: float = 0.0005
+    pass_s: float = 0.0003
     """A rescheduling pass takes so long, …"""
-    pass_s_per_instance: float = 8e-6
-    """… and so much longer for each instance: no time passes in it here, but the pause after it depends on that."""
+    pass_s_per_instance: float = 6.5e-6
+    """… and so much longer for each instance (`benchmarks/reschedule_pass.py`). No time passes in it here, but the
+    pause after it depends on that."""
 
 
 class Control:

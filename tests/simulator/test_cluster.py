@@ -68,7 +68,7 @@ def conserve(runs: Sequence[_Run]) -> None:
 
 
 def test_moves_lose_nothing_and_pay(ended: list[_Run]) -> None:
-    arrivals = clipped(made_up(8, 300, (LENGTHS["long"], LENGTHS["long"]), random.Random(0)), 8192)
+    arrivals = clipped(made_up(4, 300, (LENGTHS["long"], LENGTHS["long"]), random.Random(0)), 8192)
     without, _, _ = played(cluster(8, control=ControlConfig(rescheduling=None)), arrivals)
     summary, metrics, records = played(cluster(8), arrivals)
     assert summary.num_finished == len(records) == 300
@@ -120,6 +120,33 @@ def test_requests_of_a_dead_instance_go_on_elsewhere(ended: list[_Run]) -> None:
     conserve(ended)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_deaths_in_the_middle_of_moves_leave_nothing_behind(seed: int, ended: list[_Run]) -> None:
+    draw = random.Random(seed)
+    quick = replace(A10, cold_start_s=3.0)
+    happenings = []
+    for number in range(6):
+        at_s = draw.uniform(5, 15)
+        while at_s < 60:
+            happenings += [Happening(at_s, draw.choice([What.FAIL, What.STOP]), number)]
+            happenings += [Happening(at_s + draw.uniform(1, 4), What.START, number)]
+            at_s += draw.uniform(8, 30)
+    lengths = LENGTHS["long"], LENGTHS["medium"]
+    arrivals = clipped(made_up(6, 300, lengths, draw), 8192)
+    rescheduling = ReschedulingConfig(pair_cooldown_s=0.5, request_cooldown_s=0.5, horizon_s=20.0)
+    config = ClusterConfig(
+        groups=[("", quick, 6)], happenings=happenings, control=ControlConfig(rescheduling=rescheduling), seed=seed
+    )
+    summary, _, records = played(config, arrivals)
+    assert len(records) == len(arrivals)
+    assert summary.num_finished > len(arrivals) * 0.9
+    for one in records:
+        if one["outcome"] == "finished":
+            assert one["output_tokens"] == arrivals[int(one["id"][1:])].num_output
+    assert summary.moves > 50
+    conserve(ended)
+
+
 def test_everything_is_lost_with_the_last_instance() -> None:
     summary, _, records = played(cluster(1, happenings=[Happening(5.0, What.FAIL, 0)]), load(2, 30))
     outcomes = Counter(one["outcome"] for one in records)
@@ -127,16 +154,20 @@ def test_everything_is_lost_with_the_last_instance() -> None:
     assert summary.num_lost + summary.num_refused == outcomes["lost"] + outcomes["refused"] > 0
 
 
-def test_an_instance_that_stops_is_empty_in_seconds(ended: list[_Run]) -> None:
-    """Its requests move away, however long they still are."""
+def test_an_instance_that_stops_is_empty_in_seconds_and_ends_with_its_streams(ended: list[_Run]) -> None:
+    """Its requests move away, however long they still are; its API server passes their tokens on."""
     arrivals = [Arrival(number * 0.05, 64, 3000) for number in range(20)]
-    summary, _, records = played(cluster(4, happenings=[Happening(10.0, What.STOP, 2)]), arrivals)
+    summary, metrics, records = played(cluster(4, happenings=[Happening(10.0, What.STOP, 2)]), arrivals)
     assert summary.num_finished == 20
     assert not any(one["instances"][-1] == "i0002" for one in records)
     assert any(one["instances"][0] == "i0002" and one["num_moves"] for one in records)
     [member] = [one.member for one in ended[0]._llumlets.values() if one.member.id == "i0002"]
     assert not member.is_alive
-    assert summary.instance_s < 4 * summary.virtual_s - (summary.virtual_s - 25)
+    empty = [sample.at_s for sample in metrics.samples if sample.loads[2] == 0]
+    assert empty[0] < 15 < 60 < empty[-1]
+    streamed = max(one["arrived_s"] + one["e2e_s"] for one in records if one["instances"][0] == "i0002")
+    gone = next(sample.at_s for sample in metrics.samples if sample.num_instances == 3)
+    assert gone == pytest.approx(streamed, abs=1.2)
     conserve(ended)
 
 

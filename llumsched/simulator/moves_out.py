@@ -16,7 +16,7 @@ from llumlet.protocol import events as on
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.events import Call, Gone, Settlement
 from llumlet.protocol.ids import Epoch, MigrationId
-from llumlet.protocol.source import Method, Plan, Source
+from llumlet.protocol.source import Method, Plan, Source, State
 from llumsched.simulator import PS
 from llumsched.simulator.member import Member
 from llumsched.simulator.moves_in import Arrivals, Offer
@@ -77,7 +77,8 @@ class Departures:
     def settled(self, move: OutgoingMove) -> None:
         self._moves.pop(move.request, None)
         self.member.leaving.pop(move.request, None)
-        move.request.is_moving = False
+        # One that has left is here until the loop gets to it, and cannot leave again.
+        move.request.is_moving = move.machine.state is not State.STAYED
         self.member.changed(self.member.loop.now_ps)
 
 

@@ -74,7 +74,11 @@ def test_moves_lose_nothing_and_pay(ended: list[_Run]) -> None:
     assert summary.num_finished == len(records) == 300
     asked = {f"r{number}": (one.num_prompt, one.num_output) for number, one in enumerate(arrivals)}
     assert {one["id"]: (one["prompt_tokens"], one["output_tokens"]) for one in records} == asked
-    assert summary.moves == sum(one["num_moves"] for one in records) > 100
+    assert summary.moves == sum(one["num_moves"] for one in records) > 50
+    rescheduler = ended[-1]._control.rescheduler
+    assert rescheduler is not None
+    refusals = sum((one.refusals for one in rescheduler.records.moves), Counter())
+    assert set(refusals) <= {"destination_full", "destination_busy", "request_finished", "request_preempted"}
     assert all(len(one["instances"]) == one["num_moves"] + 1 for one in records)
     assert summary.preemption_loss < without.preemption_loss / 2
     assert summary.e2e_mean_s < without.e2e_mean_s
@@ -139,7 +143,7 @@ def test_deaths_in_the_middle_of_moves_leave_nothing_behind(seed: int, ended: li
     )
     summary, _, records = played(config, arrivals)
     assert len(records) == len(arrivals)
-    assert summary.num_finished > len(arrivals) * 0.9
+    assert summary.num_finished > len(arrivals) * 0.8
     for one in records:
         if one["outcome"] == "finished":
             assert one["output_tokens"] == arrivals[int(one["id"][1:])].num_output

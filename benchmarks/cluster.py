@@ -55,6 +55,7 @@ _ROWS: Final = (
     ("lost to preemption, mean of requests", "preemption_loss"),
     ("requests preempted, share", "preempted_share"),
     ("computed again, share of tokens", "recompute_share"),
+    ("prompts found in the prefix cache, share of tokens", "cached_share"),
     ("fragmented, share of KV cache", "fragmentation"),
     ("KV cache used, share", "kv_used"),
     ("moves", "moves"),

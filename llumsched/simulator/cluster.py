@@ -275,7 +275,7 @@ class _Run:
         departures = Departures(member, self._hop_ps, self._owner)
         arrivals = Arrivals(member, self._network, self._hop_ps, self._owned)
         watch.departures = departures
-        llumlet = Llumlet(member, departures, arrivals, self._moved)
+        llumlet = Llumlet(member, departures, arrivals, self._move_ended)
         self._members[number] = member
         self._by_address[Address(member.metadata.ip, member.metadata.api_server_port)] = member
         self._llumlets[member.llumlet] = self._by_id[member.id] = llumlet
@@ -361,8 +361,11 @@ class _Run:
         client.instances.append(member.id)
         client.num_moves += 1
 
-    def _moved(self, move: OutgoingMove) -> None:
-        self.metrics.num_moves += 1
+    def _move_ended(self, move: OutgoingMove) -> None:
+        outcome = move.machine.outcome
+        has_moved = outcome is not None and outcome.reason is None
+        self.metrics.num_moves += has_moved
+        self.metrics.num_moves_failed += not has_moved
 
     # Samples
 

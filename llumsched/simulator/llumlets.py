@@ -30,15 +30,15 @@ from llumsched.simulator.requests import EngineRequest, Phase
 
 
 class Llumlet:
-    """Of one instance. `moved`: told of every request that has left."""
+    """Of one instance. `ended`: told of every move whose request's fate is known."""
 
     def __init__(
-        self, member: Member, departures: Departures, arrivals: Arrivals, moved: Callable[[OutgoingMove], None]
+        self, member: Member, departures: Departures, arrivals: Arrivals, ended: Callable[[OutgoingMove], None]
     ) -> None:
         self.member = member
         self.departures = departures
         self.arrivals = arrivals
-        self._moved = moved
+        self._ended = ended
 
     def list_requests(self) -> ListRequestsResponse:
         """Running ones first, as production lists them."""
@@ -89,8 +89,7 @@ class Llumlet:
         def done(move: OutgoingMove) -> None:
             outcome = move.machine.outcome
             assert outcome is not None
-            if outcome.reason is None:
-                self._moved(move)
+            self._ended(move)
             settled(
                 move.request,
                 MoveProgress(

@@ -149,11 +149,14 @@ class Summary:
     """Seconds, mean of all requests."""
     recompute_share: float
     """Of all computed tokens: those that were computed again."""
+    cached_share: float
+    """Of all prompts' tokens: those that the prefix cache had."""
     fragmentation: float
     """Mean of the samples until the last arrival; so is the next."""
     kv_used: float
     moves: int
     moves_failed: int
+    """Whose request stayed, or ended on the way."""
     move_stall_p50_s: float
     move_stall_p99_s: float
     goodput: float
@@ -186,7 +189,7 @@ class Metrics:
         self._num_met = 0
         self._num_preemptions = self._num_preempted = 0
         self._preemption_loss_s = 0.0
-        self._num_tokens = self._num_recomputed = 0
+        self._num_tokens = self._num_recomputed = self._num_prompt = self._num_cached = 0
 
     def ended(self, record: RequestRecord) -> None:
         if self._records is not None:
@@ -206,6 +209,8 @@ class Metrics:
         self._preemption_loss_s += record.preemption_loss_s
         self._num_tokens += record.prompt_tokens + record.output_tokens - record.cached_tokens
         self._num_recomputed += record.recomputed_tokens
+        self._num_prompt += record.prompt_tokens
+        self._num_cached += record.cached_tokens
 
     def summary(self, *, last_arrival_s: float, instance_s: float, virtual_s: float) -> Summary:
         num_finished = len(self.ttft_s)
@@ -229,6 +234,7 @@ class Metrics:
             preempted_share=self._num_preempted / max(num_finished, 1),
             preemption_loss=self._preemption_loss_s / max(num_finished, 1),
             recompute_share=self._num_recomputed / max(self._num_tokens + self._num_recomputed, 1),
+            cached_share=self._num_cached / max(self._num_prompt, 1),
             fragmentation=_mean([one.fragmented_share for one in samples]),
             kv_used=_mean([one.used_share for one in samples]),
             moves=self.num_moves,

@@ -54,7 +54,7 @@ def record(outcome: str = "finished", **more: object) -> RequestRecord:
 def test_summary_counts_what_met_the_objectives() -> None:
     metrics = Metrics(Slo(ttft_s=1.0, tpot_s=0.05))
     metrics.ended(record())
-    metrics.ended(record(ttft_s=2.0))
+    metrics.ended(record(ttft_s=2.0, cached_tokens=4))
     metrics.ended(record(tpot_s=0.06, preemption_loss_s=3.0, num_preemptions=2, recomputed_tokens=15))
     metrics.ended(record(tpot_s=None))
     metrics.ended(record("refused", ttft_s=None, tpot_s=None, e2e_s=None))
@@ -64,4 +64,5 @@ def test_summary_counts_what_met_the_objectives() -> None:
     assert summary.goodput == pytest.approx(0.2)
     assert summary.preemption_loss == pytest.approx(3 / 4)
     assert summary.preempted_share == pytest.approx(1 / 4)
-    assert summary.recompute_share == pytest.approx(15 / (4 * 15 + 15))
+    assert summary.recompute_share == pytest.approx(15 / (4 * 15 - 4 + 15))
+    assert summary.cached_share == pytest.approx(4 / 40)

@@ -11,6 +11,7 @@ import pytest
 from llumsched.simulator.cluster import ClusterConfig, run
 from llumsched.simulator.control import ControlConfig
 from llumsched.simulator.lengths import LENGTHS
+from llumsched.simulator.member import Cadence
 from llumsched.simulator.step_model import load_hardware
 from llumsched.simulator.workload import clipped, made_up
 
@@ -19,7 +20,8 @@ def test_memory_use_and_preemptions_of_one_instance() -> None:
     """LLaMA-7B on an A10, 2,000 requests of mean 256, 0.42 a second: 62 % of the memory, 8 % of requests preempted."""
     hardware = load_hardware("a10-llama-7b")
     lengths = LENGTHS["medium"], LENGTHS["medium"]
-    config = ClusterConfig(groups=[("", hardware, 1)], control=ControlConfig(rescheduling=None))
+    seldom = Cadence(tokens_s=10.0, keepalive_s=10.0)  # nobody has to choose
+    config = ClusterConfig(groups=[("", hardware, 1)], control=ControlConfig(rescheduling=None), cadence=seldom)
     used, preempted = [], []
     for seed in range(6):
         arrivals = clipped(made_up(0.42, 2000, lengths, random.Random(seed)), hardware.engine.max_model_len)

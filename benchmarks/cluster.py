@@ -82,9 +82,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for setting in args.settings:
         policy, has_moves = setting.removesuffix(MOVES), setting.endswith(MOVES)
-        control = replace(
-            config.control, policy=policy, rescheduling=rescheduling.config(args) if has_moves else None
-        )  # fmt: skip
+        moves = rescheduling.config(args) if has_moves else None
+        control = replace(config.control, policy=policy, rescheduling=moves)
         with _records(args.records, setting) as records, _showing(setting, arrivals) as progress:
             began_s, began_cpu_s = time.perf_counter(), time.process_time()
             summary, metrics = run(replace(config, control=control), arrivals, records, progress)
@@ -203,9 +202,7 @@ def _config(args: argparse.Namespace) -> ClusterConfig:
     engine = replace(hardware.engine, by_priority=args.by_priority, prefix_caching=not args.no_prefix_caching)
     hardware = replace(hardware, engine=engine)
     groups = [(name, hardware, number) for name, number, _ in map(_model, args.model)]
-    happenings = [
-        Happening(at_s, event, number) for event in What for at_s, number in getattr(args, event)
-    ]  # fmt: skip
+    happenings = [Happening(at_s, event, number) for event in What for at_s, number in getattr(args, event)]
     return ClusterConfig(
         groups=groups or [("", hardware, args.instances)],
         control=ControlConfig(),

@@ -60,7 +60,7 @@ def _over_time(directory: Path, setting: str, summary: Summary, metrics: Metrics
         loads = np.array([sample.loads for sample in metrics.samples])
         shown = above.imshow(
             loads.T, aspect="auto", vmin=0, vmax=1, extent=(at_s[0], at_s[-1], loads.shape[1] - 0.5, -0.5), cmap="magma"
-        )  # fmt: skip
+        )
         above.set(ylabel="instance", title=f"{setting}: KV cache in use")
         figure.colorbar(shown, ax=above)
     else:

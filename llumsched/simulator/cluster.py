@@ -35,6 +35,8 @@ from llumsched.simulator.workload import Arrival
 
 _MOST_RESTARTS: Final = 2
 """As the gateway's `retry_max_count`."""
+_LOOK_PS: Final = PS // 10
+"""Between two looks whether a drained instance is needed any more."""
 _COLLECT: Final = (100_000, 50, 100)
 """Thresholds of Python's collector, which would look at a large cluster's objects over and over."""
 _MOST_SHOWN: Final = 64
@@ -160,9 +162,7 @@ class _Run:
         for member in list(self._members.values()):
             self._end(member)
         last_s = self._arrivals[-1].at_s if self._arrivals else 0.0
-        summary = self.metrics.summary(
-            last_arrival_s=last_s, instance_s=self._instance_ps / PS, virtual_s=virtual_s
-        )  # fmt: skip
+        summary = self.metrics.summary(last_arrival_s=last_s, instance_s=self._instance_ps / PS, virtual_s=virtual_s)
         return summary, self.metrics
 
     # Clients
@@ -309,8 +309,7 @@ class _Run:
             return
         is_used = member.engine.running or member.engine.waiting or member.leaving or member.coming
         if is_used or any(client.origin is member for client in self._clients.values()):
-            self._loop.at(now_ps + round(self._config.cadence.keepalive_s * PS / 10), functools.partial(
-                self._leave_when_empty, member))  # fmt: skip
+            self._loop.at(now_ps + _LOOK_PS, functools.partial(self._leave_when_empty, member))
             return
         self._end(member)
         self._control.left(member.id, in_order=True)
@@ -322,9 +321,8 @@ class _Run:
         for llumlet in self._by_id.values():
             llumlet.departures.lost(member)
             llumlet.arrivals.lost(member)
-        self._loop.at(
-            now_ps + round(self._config.notice_s * PS), lambda _: self._control.left(member.id, in_order=False)
-        )  # fmt: skip
+        notice_ps = round(self._config.notice_s * PS)
+        self._loop.at(now_ps + notice_ps, lambda _: self._control.left(member.id, in_order=False))
         address = Address(member.metadata.ip, member.metadata.api_server_port)
         for name, client in list(self._clients.items()):
             here, request = client.member, client.request

@@ -79,8 +79,8 @@ class Control:
             )
             self._tasks.append(loop.create_task(self.rescheduler.run()))
         self._session = aiohttp.ClientSession()  # of which nobody asks anything
-        backends = Backends((), self._session, Limits(config.gateway.max_ejected), {})
-        self.placement = Scheduled(config.gateway, backends, _InProcess(self.dispatcher), clock)
+        self._backends = Backends((), self._session, Limits(config.gateway.max_ejected), {})
+        self.placement = Scheduled(config.gateway, self._backends, _InProcess(self.dispatcher), clock)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -93,8 +93,7 @@ class Control:
 
     async def place(self, request_id: str, model: str, num_tokens: int, avoid: Collection[Address]) -> Placed | None:
         """None if nobody takes it, after the gateway's wait. `avoid`: API servers that lost it."""
-        backends = self.placement._backends
-        excluded = [backends.at(address) for address in avoid]
+        excluded = [self._backends.at(address) for address in avoid]
         try:
             return await self.placement.place(Asked(request_id, model, num_tokens), excluded)
         except GatewayError:
@@ -130,9 +129,7 @@ class _InProcess:
 
     async def schedule(self, request: dict[str, Any]) -> Decision:
         ids_at = self._dispatcher.complaints.ids_at
-        avoid = frozenset(
-            name for text in request["excluded_endpoints"] for name in ids_at(Address.parse(text))
-        )  # fmt: skip
+        avoid = frozenset(name for text in request["excluded_endpoints"] for name in ids_at(Address.parse(text)))
         asked = Request(request["id"], request["model"], request["prompt_num_tokens"], avoid, tells_tries=True)
         try:
             (placement,) = self._dispatcher.schedule(asked, gateway_id=request["gateway_id"])

@@ -103,6 +103,7 @@ class IncomingMove:
         self._timers = Timers(self._loop, lambda name: self.feed(on.TimerFired(name)))
         self._lease_end_ps = 0
         self._num_blocks = 0
+        self._job = 0
         self._transfer: Transfer | None = None
         self._is_revoked = False
         self._admitted: EngineRequest | None = None
@@ -127,7 +128,8 @@ class IncomingMove:
             self.feed(on.CloseRequested())
         elif self._transfer is not None:
             self._arrivals.network.cancel(self._transfer)
-            self.feed(on.PullFailed(self.machine._job, Reason.TRANSFER_FAILED))
+            self._transfer = None
+            self.feed(on.PullFailed(self._job, Reason.TRANSFER_FAILED))
 
     def _perform(self, effect: do.Effect) -> None:
         match effect:
@@ -184,6 +186,7 @@ class IncomingMove:
         self.feed(on.Grown(self._num_blocks))
 
     def _pull(self, job: int, num_blocks: int) -> None:
+        self._job = job
         source, hardware = self.offer.source, self._member.hardware
         if not source.is_alive:
             self._loop.at(self._loop.now_ps, lambda _: self.feed(on.PullFailed(job, Reason.TRANSFER_FAILED)))

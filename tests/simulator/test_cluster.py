@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -227,6 +228,14 @@ def test_no_move_is_begun_if_none_is_worth_it() -> None:
     control = ControlConfig(rescheduling=ReschedulingConfig(balance_threshold=2.0))
     summary, _, _ = played(cluster(4, control=control), load(4, 60))
     assert summary.moves == 0
+
+
+def test_fifty_instances_are_faster_than_real_time() -> None:
+    """By a factor; how large is in docs/simulator.md."""
+    arrivals = load(20, 800)
+    began_s = time.process_time()
+    summary, _, _ = played(cluster(50), arrivals)
+    assert time.process_time() - began_s < summary.virtual_s / 2
 
 
 def test_nothing_comes_and_nothing_happens() -> None:

@@ -113,7 +113,7 @@ class Both:
                     prompt_logprobs_dict={},
                     pooler_output=[],
                 ),
-            )  # fmt: skip
+            )
             if ids:
                 return dict(output.num_scheduled_tokens)
             self._sample()

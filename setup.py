@@ -192,7 +192,7 @@ setup(
     package_data={
         "": ["py.typed", "*.pyi", "*.proto"],
         "llumsched.scheduler": ["page/*"],
-        "llumsched.scheduling": ["policies/*.yaml"],
+        "llumsched.policy": ["policies/*.yaml"],
         "llumsched.simulator": ["models/*.json"],
     },
     include_package_data=False,

@@ -27,8 +27,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from benchmarks.report import add_json, print_json
+from llumlet import setting_sources, settings
+from llumsched.policy.reader import built_in_policies
 from llumsched.rescheduling import arguments as rescheduling
-from llumsched.scheduling.policy import built_in_policies
+from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.simulator.cluster import ClusterConfig, Happening, What, run
 from llumsched.simulator.control import ControlConfig
 from llumsched.simulator.lengths import LENGTHS, PAIRS
@@ -37,6 +39,7 @@ from llumsched.simulator.metrics import Metrics, Slo, Summary
 from llumsched.simulator.step_model import built_in_hardware, load_hardware
 from llumsched.simulator.workload import Arrival, assigned, clipped, made_up, prioritized, read_trace, scaled
 
+_RESCHEDULING: Final = (rescheduling.Switches, ReschedulingConfig)
 MOVES: Final = "+moves"
 """At the end of a setting: with the rescheduler."""
 _HAPPENS: Final = {
@@ -70,9 +73,10 @@ _ROWS: Final = (
 def main() -> None:
     parser = _parser()
     args = parser.parse_args()
-    found = rescheduling.faults(args)
-    if found:
-        parser.error("; ".join(found))
+    reading = setting_sources.read("rescheduler", _RESCHEDULING, args, environ={})
+    _, moves = rescheduling.prepare(reading)
+    if reading.faults:
+        parser.error("; ".join(reading.faults))
     try:
         arrivals = _arrivals(args)
         config = _config(args)
@@ -82,8 +86,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for setting in args.settings:
         policy, has_moves = setting.removesuffix(MOVES), setting.endswith(MOVES)
-        moves = rescheduling.config(args) if has_moves else None
-        control = replace(config.control, policy=policy, rescheduling=moves)
+        control = replace(config.control, policy=policy, rescheduling=moves if has_moves else None)
         with _records(args.records, setting) as records, _showing(setting, arrivals) as progress:
             began_s, began_cpu_s = time.perf_counter(), time.process_time()
             summary, metrics = run(replace(config, control=control), arrivals, records, progress)
@@ -157,8 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument("--records", type=Path, metavar="DIR", help="a line of JSON for each request, a file a setting")
     output.add_argument("--plots", type=Path, metavar="DIR", help="PNG; needs matplotlib")
     add_json(output)
-    rescheduling.add_arguments(parser)
-    rescheduling.add_failover(parser.add_argument_group("failover"))
+    settings.add_arguments(parser, (ReschedulingConfig,))
     return parser
 
 

@@ -67,7 +67,7 @@ PAUSE_SECONDS = 0.25
 _OURS = {
     "llumnix-mover": "copy",
     "llumnix-blocks": "copy",
-    "llumnix-bypass": "llumlets",
+    "llumnix-llumlet": "llumlets",
     "llumnix-helper": "llumlets",
 }
 """Names that the product gives to its threads; the system keeps 15 bytes of them."""

@@ -18,12 +18,14 @@ from rich.table import Table
 
 from benchmarks.progress import saying
 from llumlet.types import InstanceMetadata, InstanceStatus
-from llumsched.cms.view import View
+from llumsched.cluster.providers.in_flight import InFlight
+from llumsched.cluster.table import Table as ClusterTable
+from llumsched.cluster.table import standard_table
+from llumsched.cluster.view import View
 from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.history import History
-from llumsched.rescheduling.loads import measure
 from llumsched.rescheduling.planner import Plan, plan
-from llumsched.rescheduling.snapshot import Camera
+from llumsched.rescheduling.policies import ReschedulingPolicy, load_policies
 
 CAPACITY = 400_000
 PASSES = 50
@@ -36,24 +38,25 @@ def measure_pass(num_instances: int, passes: int = PASSES) -> float:
 
 def _durations_ms(num_instances: int, passes: int) -> list[float]:
     config, view = Config(), _cluster(num_instances)
-    history = History(config)
-    camera = Camera(measure(config), staleness_s=config.staleness_s, domain=config.failover_domain)
+    table, history, policies = standard_table(InFlight()), History(config), load_policies(config)
+    view.observe(table)
     durations = []
     for _ in range(passes):
         began = time.perf_counter()
-        made = _pass(view, config, history, camera)
+        made = _pass(view, table, policies, config, history)
         durations.append((time.perf_counter() - began) * 1000)
         assert made.moves, "a pass that finds nothing is no measure"
     return durations
 
 
-def _pass(view: View, config: Config, history: History, camera: Camera) -> Plan:
+def _pass(
+    view: View, table: ClusterTable, policies: tuple[ReschedulingPolicy, ...], config: Config, history: History
+) -> Plan:
     """As `Rescheduler` makes it; nothing is begun, so that every pass finds the same."""
     now_s = time.monotonic()
-    instances = list(view.values())
-    history.seen(instances)
+    history.seen(view.values())
     history.forget_expired(now_s)
-    return plan(camera.take(instances, now_s), history, config, now_s)
+    return plan(table.snapshot(), policies, history, config, now_s)
 
 
 def _cluster(num_instances: int) -> View:

@@ -37,23 +37,26 @@ from rich.table import Table
 from benchmarks import status_to_view
 from benchmarks.report import add_json, print_json
 from benchmarks.stats import quantile
+from llumlet.protocol.infer_type import InferType
 from llumlet.types import InstanceMetadata, InstanceStatus, PeersRequest
 from llumsched.causes import Cause
+from llumsched.cluster.providers.account import Account
+from llumsched.cluster.providers.in_flight import InFlight
+from llumsched.cluster.request import Request
+from llumsched.cluster.table import Table as ClusterTable
+from llumsched.cluster.table import standard_table
+from llumsched.cluster.view import View
 from llumsched.cms.peers import PeerLists
-from llumsched.cms.view import View
+from llumsched.dispatch.complaints import Complaint
+from llumsched.dispatch.dispatcher import Dispatcher
+from llumsched.policy.document import Mode, load_policy
+from llumsched.policy.selectors import Draw
 from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.rescheduling.history import History
-from llumsched.rescheduling.loads import measure
 from llumsched.rescheduling.planner import plan
-from llumsched.rescheduling.snapshot import Camera
+from llumsched.rescheduling.policies import load_policies
 from llumsched.scheduler.metrics import SchedulerMetrics
-from llumsched.scheduling import pipeline
-from llumsched.scheduling.account import Account
-from llumsched.scheduling.complaints import Complaint
-from llumsched.scheduling.dispatch import Dispatcher
-from llumsched.scheduling.load import Context, InferType, Load, Request
-from llumsched.scheduling.policy import Mode, load_policy
-from llumsched.scheduling.selectors import Draw
+from tests.support import scheduling_reference as reference
 
 _SEED = 7
 _GATEWAY = "gateway"
@@ -181,8 +184,10 @@ def decide(instances: int, num_decisions: int, updates: float, num_dead: int, *,
             cluster.arrive(*on_their_way.popleft())
     all_of_it = (decisions, updates_made, questions)
     wall_s = sum(sum(times.wall_s) for times in all_of_it)
-    full = _passes(_Cluster(instances, is_full=True).view, account)
-    passes = _passes(cluster.view, account)
+    full_view, full_table = _Cluster(instances, is_full=True).view, standard_table(InFlight())
+    full_view.observe(full_table)
+    full = _passes(full_view, full_table)
+    passes = _passes(cluster.view, dispatcher.table)
     scrape_s, hold_s = asyncio.run(_scrape(dispatcher))
     return {
         "decision_p50_ms": quantile(decisions.wall_s, 0.5) * 1e3,
@@ -224,25 +229,22 @@ def _reference(dispatcher: Dispatcher, account: Account) -> _Times:
     stage = dispatcher.policy.stages[InferType.NEUTRAL]
 
     def one() -> None:
-        loads = [Load(instance, account.in_flight.of(instance.id)) for instance in dispatcher.view.values()]
-        context = Context(time.monotonic(), Request("r", "m", 100))
-        pipeline.run(stage, pipeline.LoadList(loads), context, Draw(random.Random(_SEED)))
+        loads = [reference.Load(one, account.in_flight.of(one.id)) for one in dispatcher.view.values()]
+        seen = reference.Situation(time.monotonic(), Request("r", "m", 100))
+        reference.choice(stage, loads, seen, Draw(random.Random(_SEED)))
 
     return _timed(one, _REFERENCE_DECISIONS)
 
 
-def _passes(view: View, account: Account) -> _Times:
+def _passes(view: View, table: ClusterTable) -> _Times:
     config = ReschedulingConfig()
-    load_of = measure(config, account.in_flight.of)
-    camera = Camera(load_of, staleness_s=config.staleness_s, domain=config.failover_domain)
+    policies = load_policies(config)
 
     def one() -> None:
         history, now_s = History(config), time.monotonic()
-        instances = list(view.values())
-        history.seen(instances)
-        plan(camera.take(instances, now_s), history, config, now_s)
+        history.seen(view.values())
+        plan(table.snapshot(), policies, history, config, now_s)
 
-    one()  # the first one after instances have come or gone reads all their metadata, too
     return _timed(one, _PASSES)
 
 

@@ -29,7 +29,7 @@ from rich.table import Table
 from benchmarks.model import PRESETS, build
 from llumlet.types import InstanceStatus
 from tests.engine.rig import FakeRunner, new_request, new_scheduler
-from vllm_llumnix.engine.load import LoadCounters
+from vllm_llumnix.engine.load_counters import LoadCounters
 from vllm_llumnix.engine.load_events import counters_of
 
 PROMPT_TOKENS = 48

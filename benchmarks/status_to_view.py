@@ -30,9 +30,9 @@ from benchmarks.report import add_json, print_json
 from benchmarks.stats import quantile
 from llumlet.reporter import Reporter
 from llumlet.types import InstanceMetadata, InstanceStatus
+from llumsched.cluster.instance import Instance
 from llumsched.cms.embedded import EmbeddedStore
 from llumsched.cms.store import open_store
-from llumsched.cms.view import Instance
 
 EMBEDDED = "listen://127.0.0.1:0"
 _BURST_S = 0.001

@@ -58,7 +58,7 @@ from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES, Grants
 from vllm_llumnix.kv.layout import BlockLayout, Pieces, TensorRegion, pair_pieces
 from vllm_llumnix.kv.memory import HostMemory
-from vllm_llumnix.kv.messages import PeerMemory
+from vllm_llumnix.kv.messages import PeerMemory, Pull
 from vllm_llumnix.kv.mooncake import MooncakeEngine, why_not_installed
 from vllm_llumnix.kv.pace import CHUNK_BYTES
 from vllm_llumnix.kv.process import NoncePage, allow_readers, describe_memory
@@ -207,8 +207,15 @@ def paths(offer: Offer, num_blocks: int, num_layers: int, page_bytes: int) -> It
 
     def pull(transport: Transport) -> Path_:
         def plan(source_ids: list[int], destination_ids: list[int]) -> Callable[[], None]:
-            pulled = functools.partial(transport.pull, offer.memory, source_ids, destination_ids, CHUNK_BYTES)
-            return lambda: _exhaust(pulled(offer.capability))
+            wanted = Pull(
+                job=1,
+                peer=offer.memory,
+                src_blocks=source_ids,
+                dst_blocks=destination_ids,
+                deadline_s=math.inf,
+                capability=offer.capability,
+            )
+            return lambda: _exhaust(transport.pull(wanted, CHUNK_BYTES))
 
         return plan
 

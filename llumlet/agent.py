@@ -53,7 +53,7 @@ event loop with a message that is not changed afterwards."""
 
 
 DrainReport = Callable[[DrainProgress], None]
-"""The same for a drain."""
+"""Passes the progress of a drain on, under the same conditions as a `Report`."""
 
 
 class Operator(Protocol):

@@ -8,15 +8,14 @@ from typing import Final
 ATTEMPT_HEADER: Final = "X-Llumnix-Attempt"
 """One more than the number of instances that died with the request; absent in its first life."""
 MAX_DEATHS: Final = 8
-"""More is as bad."""
+"""The most deaths that a header is believed to tell of: more would change nothing."""
 
 
 def attempt_after(num_deaths: int) -> str:
-    """The header's value."""
     return str(num_deaths + 1)
 
 
 def deaths_before(attempt: str) -> int:
-    """By the header's value. What is no number says nothing."""
+    """Number of instances that died with the request, by the header's value; 0 if that is no number."""
     text = attempt[:4]
     return min(MAX_DEATHS, max(0, int(text) - 1)) if text.isascii() and text.isdigit() else 0

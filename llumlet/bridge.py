@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between the words of `llumlet.protocol` and the numbers of messages."""
+"""Translates between the words of `llumlet.protocol` and the numbers of messages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from llumlet.protocol import wire
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.events import Settlement
 from llumlet.protocol.ids import Epoch
+from llumlet.protocol.plan import Method
 from llumlet.protocol.selection import Rule, parse_rule
-from llumlet.protocol.source import Method, State
+from llumlet.protocol.source import State
 from llumlet.types import Handover, MigrateRequest, MigrationReqPolicy, MigrationType, Mode, MovePhase
 
 HANDOVERS: Final[Mapping[Settlement, Handover.State]] = {
@@ -50,7 +51,7 @@ HEALTHS: Final[Mapping[wire.Health, types.Health]] = {
 
 
 def rule_of(request: MigrateRequest) -> Rule:
-    """Of a request that names none by id. Raises Refused(invalid_request)."""
+    """The rule of a request that names no requests by id. Raises Refused(invalid_request)."""
     unit = MigrationType.Name(request.migration_type)
     order = MigrationReqPolicy.Name(request.migration_req_policy or MigrationReqPolicy.SR)
     return parse_rule(unit, order, getattr(request, request.WhichOneof("value") or "num_reqs"))
@@ -65,7 +66,7 @@ def epoch_message(epoch: Epoch) -> types.Epoch:
 
 
 def reason_of(number: types.Reason) -> Reason:
-    """One that this version does not know is an internal one."""
+    """The protocol's word for a number; `INTERNAL` for one that this version does not know."""
     try:
         return Reason(types.reason_word(number))
     except ValueError:
@@ -73,5 +74,5 @@ def reason_of(number: types.Reason) -> Reason:
 
 
 def reason_number(reason: str | None) -> types.Reason:
-    """Of a `Reason`, or nothing. Raises ValueError for a word that is none."""
+    """The number of a reason's word, and of none at all. Raises ValueError for a word that is no reason."""
     return types.parse_reason(reason or "")

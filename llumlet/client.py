@@ -83,9 +83,9 @@ class Deadlines:
 DEADLINES: Final = Deadlines()
 
 IDLE_SECONDS = 30.0
-"""After which a connection without a call is closed, so that in a large cluster not everybody stays connected with
-everybody. By the side that calls: a server that closed it could do so just when a call is on its way. (gRPC's own limit
-of a client, grpc.client_idle_timeout_ms, holds for the first time only in 1.85.)"""
+"""Time after which a connection without a call is closed, so that in a large cluster not everybody stays connected with
+everybody. The calling side closes it: a server might do so just when a call is on its way. (gRPC's own limit of a
+client, grpc.client_idle_timeout_ms, holds for the first time only in 1.85.)"""
 
 
 class LlumletClient:

@@ -38,18 +38,18 @@ _OPTIONS = [
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """The contents; empty for what is not used. Their representation shows none of it."""
+    """Contents of the credential files; empty for what is not used. Their representation shows none of it."""
 
     certificate: bytes = field(default=b"", repr=False)
     key: bytes = field(default=b"", repr=False)
     authority: bytes = field(default=b"", repr=False)
     token_file: Current[Tokens] | None = field(default=None, repr=False, compare=False)
     role: Role = Role.PEER
-    """Whose token this process shows."""
+    """The role whose token this process shows."""
 
     @classmethod
     def load(cls, files: CredentialFiles, role: Role = Role.PEER) -> Self:
-        """Raises CredentialsError."""
+        """Reads the files. Raises CredentialsError."""
         faults, tls, tokens = [], dict[str, bytes](), None
         try:
             tls = files.read_tls()
@@ -76,22 +76,22 @@ class Credentials:
 
     @property
     def tokens(self) -> Tokens | None:
-        """As the file has them now; None if there is none."""
+        """The tokens that the file has now; None without a file."""
         return self.token_file.value if self.token_file else None
 
     @property
     def own_tokens(self) -> tuple[bytes, ...]:
-        """Of this process's role, in clear; the first is the one that it shows."""
+        """Tokens of this process's role, in clear; the first is the one that it shows."""
         return self.tokens.in_clear(self.role) if self.tokens else ()
 
     @property
     def call_metadata(self) -> tuple[tuple[str, str], ...]:
-        """Goes with each call."""
+        """The token, as gRPC metadata that goes with each call; empty without a token file."""
         own = self.own_tokens
         return ((TOKEN_METADATA, f"Bearer {own[0].decode()}"),) if own else ()
 
     def roles(self, metadata: Iterable[tuple[str, str | bytes]]) -> frozenset[Role]:
-        """Of who calls with this metadata: those of the token that it shows, and none for a stranger."""
+        """Roles of the token that a call's metadata shows; none for a stranger, all if there is no token file."""
         tokens = self.tokens
         if tokens is None:
             return ALL
@@ -124,4 +124,4 @@ class Credentials:
 
 
 NONE: Final = Credentials()
-"""Anybody may call, in clear."""
+"""No credentials: anybody may call, in clear."""

@@ -15,10 +15,9 @@ import grpc
 from grpc import aio
 
 from llumlet.client import failure_of
-from llumlet.credentials import NONE, Credentials
+from llumlet.credentials import Credentials
 from llumlet.peers import MAX_PEERS, peer_of, takes_requests, usage
 from llumlet.proto.llumlet_pb2_grpc import CmsStub
-from llumlet.redis_url import REDIS_SCHEMES
 from llumlet.report_links import LinkLost
 from llumlet.types import (
     Address,
@@ -31,11 +30,11 @@ from llumlet.types import (
 LOOK_S: Final = 3.0
 MAX_INSTANCES: Final = 10_000
 OLD_FOR_S: Final = 300.0
-"""How long a store that does not know the question is not asked it again."""
+"""Time for which a store that does not know the question is not asked it again."""
 
 
 class Directory(Protocol):
-    """One store, and the connection to it, which is kept from one question to the next. On one event loop."""
+    """One store, and the connection to it, which is kept from one question to the next. Belongs to one event loop."""
 
     async def peers(self, own_ids: Sequence[str], digest: str) -> PeersResponse:
         """Instances that could take the requests of `own_ids`; `digest` is that of the last answer, or empty. Raises
@@ -45,17 +44,7 @@ class Directory(Protocol):
     async def close(self) -> None: ...
 
 
-def open_directory(store: str, credentials: Credentials = NONE, deadline_s: float = LOOK_S) -> Directory:
-    """For HOST:PORT, or a redis:// URL. Connects to nothing yet. Raises ValueError for what names no store."""
-    if store.startswith(REDIS_SCHEMES):
-        # Only who uses Redis needs its client.
-        from llumlet.redis_directory import RedisDirectory
-
-        return RedisDirectory(store, deadline_s)
-    return _CmsDirectory(Address.parse(store), credentials, deadline_s)
-
-
-class _CmsDirectory:
+class CmsDirectory:
     def __init__(
         self,
         address: Address,
@@ -111,7 +100,7 @@ async def _first_part(call: Any) -> list[InstanceState]:
 
 
 def peers_among(states: Iterable[InstanceState], own_ids: Sequence[str], digest: str) -> PeersResponse:
-    """As a store would answer, from all that it knows."""
+    """What a store would answer that knows these states and has to answer for itself."""
     states = list(states)
     digest = next((one.metadata.compatibility_digest for one in states if one.metadata.instance_id in own_ids), digest)
     others = [

@@ -16,7 +16,7 @@ Owner = TypeVar("Owner")
 
 
 class HashedKeys(Generic[Owner]):
-    """`whose` looks at all of them, at each in constant time."""
+    """Hashes of keys, and their owners. `whose` compares with all of them, each in constant time."""
 
     def __init__(self, keys: Mapping[Owner, Iterable[str]]) -> None:
         self._by_digest = [(_digest_of(key), owner) for owner, own in keys.items() for key in own]
@@ -31,7 +31,7 @@ class HashedKeys(Generic[Owner]):
 
 
 def faults_of(keys: Mapping[str, Iterable[str]], least: int) -> list[str]:
-    """What is wrong with them, by owner. Holds none of them. `least`: characters of one in clear."""
+    """Everything that is wrong with keys, a sentence each, which quotes none. `least`: characters of one in clear."""
     found, seen = [], set[bytes]()
     for owner, own in keys.items():
         for number, key in enumerate(own):

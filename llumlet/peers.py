@@ -8,9 +8,9 @@ from typing import Final
 from llumlet.types import NOT_WELL, Address, InstanceMetadata, InstanceStatus, PeerInfo
 
 MAX_PEERS: Final = 64
-"""That anybody is told of at a time."""
+"""Peers that anybody is told of at a time."""
 LEAST_ROOM: Final = 0.05
-"""Of its KV cache: what counts as room in an engine that is full, which others can be, too."""
+"""Share of its KV cache that counts as room in an engine that is full: others may be full, too."""
 
 
 def takes_requests(status: InstanceStatus) -> bool:

@@ -22,14 +22,14 @@ from llumlet.secret_files import read_secret
 
 SOCKET_TIMEOUT_S: Final = 2.0
 SENTINEL_TIMEOUT_S: Final = 1.0
-"""For each of them in turn. They do nothing else, and one that is gone must not keep anybody for long."""
+"""Limit for each Sentinel in turn. They do nothing else, and one that is gone must not keep anybody for long."""
 NO_CLUSTER: Final = (
     "it is a Redis Cluster, where keys that are read together lie on different servers: use a single Redis, or "
     "Sentinels for one that may fail (redis+sentinel://HOST:PORT,HOST:PORT/SERVICE)"
 )
 _OF_A_CLUSTER: Final = (ClusterCrossSlotError, ClusterDownError, AskError)  # AskError: MOVED, too
 _CLIENT_OF_A_SENTINEL: Final = re.compile(r"<redis\.\S*\(<.*?\)>\)>\)> - ")
-"""In the library's words, with all its options."""
+"""How the library's errors begin: they show its client of a Sentinel, with all its options."""
 
 
 def connect(url: str) -> Any:

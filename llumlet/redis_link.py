@@ -35,7 +35,7 @@ _WRITE = """
 redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
 redis.call('PUBLISH', ARGV[3], ARGV[4])
 """
-"""Who is told finds what was written. A script: the client's transactions take twice the time of the engine's host."""
+"""Writes a status and tells readers. A script: the client's transactions take twice the time of the engine's host."""
 
 _DESCRIBE = """
 redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
@@ -45,7 +45,7 @@ redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now - tonumber(ARGV[2]))
 redis.call('EXPIRE', KEYS[2], ARGV[2])
 redis.call('PUBLISH', ARGV[3], ARGV[4])
 """
-"""The clock is the server's, so that nobody's takes others out of the set."""
+"""Writes metadata, and the id among peers. The clock is the server's, so that nobody's takes others out of the set."""
 
 _REMOVE_OWN = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then
@@ -54,13 +54,12 @@ if redis.call('GET', KEYS[1]) == ARGV[1] then
   redis.call('PUBLISH', ARGV[2], ARGV[3])
 end
 """
-"""Not the keys of the next life of the same id, which may have begun."""
+"""Removes the keys of this life only: the next life of the same id may have begun."""
 
 
 class RedisLink(Abortable):
-    """`min_interval_s` is that of the layout's first writers: a Redis is shared, and each write costs each reader one.
-
-    Raises ValueError for a URL that is none."""
+    """A `Link` to a Redis, which is shared: each write costs each reader one, so that `min_interval_s` is that of the
+    layout's first writers. Raises ValueError for a URL that is none."""
 
     min_interval_s = 0.04
 
@@ -115,7 +114,7 @@ class RedisLink(Abortable):
 
 
 class _Scripts:
-    """Sent to a server once; then their hashes are enough."""
+    """Scripts that are sent to a server once; then their hashes are enough."""
 
     def __init__(self, client: Any) -> None:
         self.write = client.register_script(_WRITE)

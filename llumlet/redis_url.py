@@ -32,7 +32,7 @@ _UNQUOTED: Final = "is not one: no HOST:PORT (a password's '/', '?' and '#' must
 
 @dataclass(frozen=True, slots=True)
 class Login:
-    """An empty `username` is the default user. `password_file` stands in place of `password`."""
+    """A user; one without a name is the default user. `password_file` stands in place of `password`."""
 
     username: str = ""
     password: str = ""
@@ -42,21 +42,21 @@ class Login:
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
     name: str
-    """For people: without users, passwords and options."""
+    """The URL for people: without users, passwords and options."""
     hosts: tuple[Address, ...]
-    """Of the server, or of the Sentinels."""
+    """Addresses of the server, or of the Sentinels."""
     service: str
     """What the Sentinels call their servers; empty without Sentinels."""
     tls: bool
     login: Login
     sentinel_login: Login
     server: str
-    """What redis-py's own parser is given for the connections to a server: without a login, and without the options
-    above; with Sentinels the host says nothing."""
+    """The URL that redis-py's own parser is given for the connections to a server: without a login, and without the
+    options above; with Sentinels the host says nothing."""
 
     @classmethod
     def parse(cls, url: str) -> Self:
-        """Raises ValueError with every fault, in words that show no password."""
+        """The parts of a URL. Raises ValueError with every fault, in words that show no password."""
         match = _PARTS.fullmatch(url)
         if match is None:
             raise ValueError("the URL is neither a redis:// nor a redis+sentinel:// URL")
@@ -109,7 +109,7 @@ class RedisUrl:
 
 
 def redis_name(url: str) -> str:
-    """For people: without users, passwords and options. Raises ValueError for what is no such URL."""
+    """The URL for people: without users, passwords and options. Raises ValueError for what is no such URL."""
     return RedisUrl.parse(url).name
 
 
@@ -120,7 +120,7 @@ def split_stores(text: str) -> list[str]:
 
 
 def _hosts(places: str, port: int) -> tuple[Address, ...]:
-    """`port` is that of those without one."""
+    """Addresses of `HOST[:PORT],…`, and `port` where none is named. Raises ValueError, which quotes nothing of them."""
     found = []
     for place in places.split(","):
         try:

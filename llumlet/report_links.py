@@ -17,7 +17,6 @@ from grpc import aio
 from llumlet.client import failure_of
 from llumlet.credentials import Credentials
 from llumlet.proto.llumlet_pb2_grpc import CmsStub
-from llumlet.redis_url import REDIS_SCHEMES
 from llumlet.types import Address, InstanceMetadata, InstanceReport, InstanceStatus
 
 EOF: Any = aio.EOF  # type: ignore[attr-defined]  # the stubs leave it out
@@ -29,9 +28,10 @@ class LinkLost(Exception):
 
 class Link(Protocol):
     name: str
-    """For logs: without a password."""
+    """The store's name for logs: without a password."""
     min_interval_s: float
-    """Between two pushes of an instance whose load changes all the time. The first one after a pause goes at once."""
+    """Least time between pushes of an instance whose load changes all the time; the first after a pause goes at
+    once."""
 
     async def open(self, metadata: InstanceMetadata, ended: Callable[[], None]) -> None:
         """Connect, and say who is there. Returns when the store has taken it. `ended` is called if the store ends the
@@ -43,11 +43,11 @@ class Link(Protocol):
         ...
 
     async def describe(self, metadata: InstanceMetadata) -> None:
-        """The metadata is another one than at `open`. Returns when the store has taken it."""
+        """Tell the store that the metadata is another one than at `open`. Returns when the store has taken it."""
         ...
 
     async def leave(self) -> None:
-        """The instance is gone."""
+        """Tell the store that the instance is gone."""
         ...
 
     def abort(self, why: str) -> None:
@@ -55,7 +55,7 @@ class Link(Protocol):
         ...
 
     async def close(self) -> None:
-        """Without a word to the store."""
+        """Close the connection, without a word to the store."""
         ...
 
 
@@ -138,17 +138,5 @@ class GrpcLink(Abortable):
             raise LinkLost(await self._ending()) from error
 
     async def _ending(self) -> str:
-        """Of a call that is over: what the store said."""
+        """What the store said in the end, of a call that is over."""
         return await self._call.details() or f"the stream has ended ({(await self._call.code()).name})"
-
-
-def open_link(store: str, credentials: Credentials) -> Link:
-    """For `HOST:PORT` or a `redis://` URL. Raises ValueError; connects to nothing."""
-    if store.startswith(REDIS_SCHEMES):
-        # Only who uses Redis needs its client.
-        from llumlet.redis_link import RedisLink
-
-        return RedisLink(store)
-    if "://" in store:
-        raise ValueError(f"{store!r} is neither HOST:PORT nor a redis:// URL")
-    return GrpcLink(Address.parse(store), credentials)

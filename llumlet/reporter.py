@@ -23,21 +23,22 @@ from typing import Final
 
 from llumlet.credentials import NONE, Credentials
 from llumlet.redis_url import split_stores
-from llumlet.report_links import Link, LinkLost, open_link
+from llumlet.report_links import Link, LinkLost
+from llumlet.stores import open_link
 from llumlet.tasks import end
 from llumlet.types import InstanceMetadata, InstanceStatus
 
 logger = logging.getLogger(__name__)
 
 KEEPALIVE_S: Final = 1.0
-"""Between two pushes of an instance whose load does not change."""
+"""Time between two pushes of an instance whose load does not change."""
 PUSH_DEADLINE_S: Final = 3.0
-"""From a push to its answer; then the store is held to be stuck, and connected to anew."""
+"""Time from a push to its answer, after which the store is held to be stuck, and connected to anew."""
 FIRST_RETRY_S: Final = 0.1
 LAST_RETRY_S: Final = 2.0
 """The pause before a new attempt doubles from the first to the last, each spread by half of it both ways."""
 LEAVE_S: Final = 1.0
-"""That `leave` waits for the stores."""
+"""Time that `leave` waits for the stores, all together."""
 _TICK_S: Final = KEEPALIVE_S / 4
 
 
@@ -68,12 +69,12 @@ class Reporter:
         self._timestamp_ms = 0
 
     def changed(self) -> None:
-        """The load is another one. From any thread; O(1), and nearly nothing while a change is waiting already."""
+        """Says that the load has changed. Any thread may; O(1), and nearly nothing while a change waits already."""
         if self._loop is not None and self._mark():
             self._soon(self._wake)
 
     def metadata_changed(self) -> None:
-        """The metadata is another one: an adapter was loaded, say. From any thread."""
+        """Says that the metadata has changed: an adapter was loaded, say. Any thread may."""
         if self._loop is not None:
             self._soon(self._describe)
 
@@ -111,7 +112,7 @@ class Reporter:
 
     @property
     def connected(self) -> dict[str, bool]:
-        """By the name of the store: whether it takes what is pushed."""
+        """Whether a store takes what is pushed, by its name."""
         return {feed.link.name: feed.connected for feed in self._feeds}
 
     def metadata_now(self) -> InstanceMetadata:
@@ -160,7 +161,7 @@ class _Feed:
         self._began_s = 0.0
 
     def wake(self) -> None:
-        """There is something new to be said, now or when the pushes are far enough apart."""
+        """Marks the status as new, to be pushed now or when the pushes are far enough apart."""
         if self._dirty.is_set() or self._delayed:
             return
         wait_s = self._pushed_s + self.link.min_interval_s - time.monotonic()
@@ -171,7 +172,7 @@ class _Feed:
             asyncio.get_running_loop().call_later(wait_s, self._undelay)
 
     def describe(self) -> None:
-        """With the next push, or in the session that is to be opened, the metadata as it will be then."""
+        """Marks the metadata as new: it goes with the next push, or opens the next session, as it is then."""
         self._metadata_due = True
         self.wake()
 
@@ -222,7 +223,7 @@ class _Feed:
         await self._bounded(self.link.leave())
 
     async def _bounded(self, exchange: Awaitable[None]) -> None:
-        """The deadline is the ticker's."""
+        """Awaits an exchange with the store, whose deadline is the ticker's to keep."""
         self._pushed_s, self._in_flight = time.monotonic(), True
         await exchange
         self._in_flight = False
@@ -235,7 +236,7 @@ class _Feed:
                 await self._left.wait()
 
     def _lost(self, why: str) -> None:
-        """Said once per outage; a store that takes a report and then refuses it is away, too."""
+        """Logs that the store is away, once per outage. One that takes a report and then refuses it is away, too."""
         if self.connected and time.monotonic() - self._began_s > LAST_RETRY_S:
             self._retry_s = FIRST_RETRY_S
         level = logging.WARNING if self._retry_s == FIRST_RETRY_S else logging.DEBUG

@@ -40,13 +40,13 @@ MAY_CALL: Final[Mapping[str, frozenset[Role]]] = {
     "/llumlet.Cms/Peers": ALL,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": ALL,
 }
-"""By gRPC's name of the method. What is not named, the service `Peer` apart, is for nobody who has but one role."""
+"""Roles by gRPC's name of the method. What is not named, the service `Peer` apart, is for nobody of one role only."""
 
 _PEER_SERVICE: Final = "/llumlet.Peer/"
 
 
 def may_call(method: str, roles: frozenset[Role]) -> bool:
-    """`roles`: of the token that was shown, not empty. One that has all of them may call everything."""
+    """Whether a token of these roles, one at least, opens `method`. One that has all roles opens everything."""
     if method.startswith(_PEER_SERVICE):
         return Role.PEER in roles
     return roles == ALL or bool(roles & MAY_CALL.get(method, frozenset()))

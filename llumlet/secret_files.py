@@ -13,7 +13,7 @@ from typing import Final, Generic, TypeVar
 
 _log = logging.getLogger(__name__)
 LOOK_S: Final = 1.0
-"""Between two looks at a file."""
+"""Time between two looks at a file."""
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ def read_secret(path: str) -> bytes:
 
 
 def read_file(path: str, *, is_secret: bool) -> bytes:
-    """The same, also for files that everybody may read."""
+    """The contents of a file, which everybody may read unless it `is_secret`. Raises ValueError as `read_secret`."""
     try:
         with Path(path).open("rb") as file:
             if is_secret and os.fstat(file.fileno()).st_mode & (stat.S_IROTH | stat.S_IWOTH):
@@ -35,7 +35,7 @@ def read_file(path: str, *, is_secret: bool) -> bytes:
 
 
 class Watched:
-    """Tells when a file may have another content than when it was asked last. Also one that is replaced by a link, as
+    """Tells when a file may have another content than when it was asked last, also if a link was put in its place, as
     Kubernetes does with secrets."""
 
     def __init__(self, path: str) -> None:
@@ -55,8 +55,8 @@ class Watched:
 
 
 class Current(Generic[T]):
-    """What a file means, read again within a second of a change. One that cannot be used any more changes nothing, but
-    is told in the log. Any thread may ask.
+    """What a file means, read again within a second of a change. A file that cannot be used any more changes nothing,
+    but is told in the log. Any thread may ask.
 
     `read` and the constructor raise ValueError, which never holds a secret. `what`: for people, a plural.
     """

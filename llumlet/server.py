@@ -29,7 +29,7 @@ from llumlet.servicer import add_services, refuse
 from llumlet.types import MAX_MESSAGE_BYTES, Address, Reason
 
 MAX_CONCURRENT_CALLS = 1024
-"""More are answered RESOURCE_EXHAUSTED by gRPC itself, before a message is read."""
+"""Calls at a time; gRPC itself answers more with RESOURCE_EXHAUSTED, before a message is read."""
 
 SERVICES = tuple(llumlet_pb2.DESCRIPTOR.services_by_name[name].full_name for name in ("Llumlet", "Peer"))
 
@@ -100,11 +100,15 @@ async def serve(
     the port cannot be had.
     """
     server = new_server(host, credentials, insecure)
+    return await start(agent, server, bind(server, host, port, credentials))
+
+
+async def start(agent: Agent, server: aio.Server, address: Address) -> RunningServer:
+    """Have `server`, which is bound to `address`, answer for `agent`: for who has to know the address first."""
     calls = add_services(agent, server)
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    address = bind(server, host, port, credentials)
     running = RunningServer(address, server, health_servicer, calls)
     await running.set_serving(True)
     await server.start()

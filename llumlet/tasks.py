@@ -14,8 +14,8 @@ _RESTART_S: Final = 1.0
 
 
 async def keep_running(name: str, run: Callable[[], Awaitable[None]]) -> NoReturn:
-    """`run`, until it is cancelled: what looks after others is not to end in silence by an exception that nobody
-    foresaw."""
+    """Calls `run` again and again until it is cancelled: what looks after others is not to end in silence by an
+    exception that nobody foresaw."""
     while True:
         try:
             await run()

@@ -12,13 +12,13 @@ from llumlet.types import Reason
 
 
 class Terms:
-    """What one llumlet has seen."""
+    """The highest term that one llumlet has seen."""
 
     def __init__(self) -> None:
         self._highest = 0
 
     def check(self, term: int) -> None:
-        """Of an order. 0 is a person's, and always taken. Raises LlumletError (`not_leader`)."""
+        """Takes the term of an order; 0 is a person's, and always taken. Raises LlumletError (`not_leader`)."""
         if 0 < term < self._highest:
             raise LlumletError(Reason.NOT_LEADER, f"a rescheduler of term {self._highest} gives the orders, not {term}")
         self._highest = max(self._highest, term)

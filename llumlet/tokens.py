@@ -32,16 +32,16 @@ R = TypeVar("R", bound=StrEnum)
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of those who may, in clear or as `sha256:` and 64 hexadecimal digits."""
+    """Tokens by the roles that they open, in clear or as `sha256:` and 64 hexadecimal digits."""
 
     by_roles: Mapping[frozenset[Role], tuple[str, ...]] = field(repr=False)
 
     def roles(self, shown: str) -> frozenset[Role]:
-        """Of who shows this token; none for a stranger. Compares with all of them, each in constant time."""
+        """Roles of whoever shows this token; none for a stranger. Compares with all of them, each in constant time."""
         return self._hashed.whose(shown) or frozenset()
 
     def in_clear(self, role: Role) -> tuple[bytes, ...]:
-        """Those of a role that can be shown: the first is."""
+        """Tokens of a role that can be shown: the first is."""
         return tuple(
             token.encode()
             for roles, tokens in self.by_roles.items()
@@ -56,7 +56,7 @@ class Tokens:
 
 
 def read_tokens(path: str) -> Tokens:
-    """Raises ValueError, which never holds a token."""
+    """The tokens of a file. Raises ValueError, which never holds a token."""
     content = read_secret(path).strip()
     if content.startswith(b"{"):
         return Tokens({frozenset({role}): tuple(own) for role, own in read_by_role(path, Role).items()})
@@ -69,7 +69,7 @@ def read_tokens(path: str) -> Tokens:
 
 
 def read_peers_tokens(path: str) -> Tokens:
-    """The same for an instance: from its tokens the keys of its relay are made, so it must have them in clear."""
+    """The tokens of an instance's file: the keys of its relay are made from them, so it must have them in clear."""
     tokens = read_tokens(path)
     peers = [token for roles, found in tokens.by_roles.items() if Role.PEER in roles for token in found]
     if not peers or any(map(is_hash, peers)):
@@ -78,7 +78,7 @@ def read_peers_tokens(path: str) -> Tokens:
 
 
 def read_by_role(path: str, roles: type[R]) -> dict[R, list[str]]:
-    """Of a file with a JSON object, by role. Raises ValueError, which never holds a token."""
+    """Tokens by role, of a file with a JSON object. Raises ValueError, which never holds a token."""
     try:
         found = json.loads(read_secret(path))
     except ValueError as error:

@@ -124,7 +124,7 @@ __all__ = [
 ]
 
 MAX_MESSAGE_BYTES = 16 << 20
-"""Of one message, either way. A request of a million tokens takes about a third of it."""
+"""Limit of one message, either way. A request of a million tokens takes about a third of it."""
 
 NOT_WELL = frozenset({Health.SUSPECT, Health.HUNG})
 """Health of an engine to which nothing new is sent."""
@@ -146,7 +146,7 @@ def word(enum: _Enum, value: int) -> str:
 
 
 def reason_word(reason: Reason) -> str:
-    """`destination_full` for `Reason.DESTINATION_FULL`; empty for `REASON_NONE`."""
+    """Word of a reason: `destination_full` for `Reason.DESTINATION_FULL`; empty for `REASON_NONE`."""
     return "" if reason == Reason.REASON_NONE else word(Reason, reason)
 
 
@@ -163,7 +163,7 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """From `HOST:PORT`, `[IPV6]:PORT`. Raises ValueError that says what is wrong."""
+        """The address that `HOST:PORT` or `[IPV6]:PORT` names. Raises ValueError that says what is wrong."""
         host, colon, port = text.strip().rpartition(":")
         if not colon or not host:
             raise ValueError(f"{text!r} is not HOST:PORT")

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from llumlet.protocol.selection import Unit, value_fault
 from llumlet.types import (
     AbortMigrateInRequest,
     AbortRequest,
@@ -32,7 +33,7 @@ from llumlet.types import (
 )
 
 MAX_ID_CHARACTERS = 64 << 10
-"""A client names its request in an HTTP header, which may be about as long."""
+"""Length limit of an id: a client names its request in an HTTP header, which may be about as long."""
 MAX_BLOCK_ID = 2**31 - 1
 
 _VALUE_FIELD = {
@@ -180,12 +181,8 @@ def _rule_faults(request: MigrateRequest, value: str | None) -> list[str]:
         faults.append(f"migration_type {request.migration_type} is not one of {known}")
     elif value != field:
         faults.append(f"{MigrationType.Name(request.migration_type)} needs {field}, not {value or 'nothing'}")
-    if value == "num_reqs" and request.num_reqs != -1 and request.num_reqs < 1:
-        faults.append(f"num_reqs {request.num_reqs} is neither positive nor -1 (all)")
-    if value == "num_tokens" and request.num_tokens < 1:
-        faults.append(f"num_tokens {request.num_tokens} is not positive")
-    if value == "kv_cache_usage_ratio" and not 0 < request.kv_cache_usage_ratio <= 1:
-        faults.append(f"kv_cache_usage_ratio {request.kv_cache_usage_ratio} is not in (0, 1]")
+    elif fault := value_fault(Unit(MigrationType.Name(request.migration_type)), getattr(request, field)):
+        faults.append(f"{field} {fault}")
     return faults
 
 
@@ -217,5 +214,5 @@ def _name_faults(where: str, message: object, fields: Iterable[str]) -> list[str
 
 
 def _length_faults(field: str, text: str) -> list[str]:
-    """Ids are kept, logged and quoted."""
+    """The fault of an id that is too long: ids are kept, logged and quoted."""
     return [f"{field} has {len(text)} characters"] if len(text) > MAX_ID_CHARACTERS else []

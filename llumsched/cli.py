@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The console command `llumnix`. Each sub-command is a module of `llumsched.commands`.
 
-Every mistake in a command line is reported at once, so the parser itself checks next to nothing:
-what can be wrong with a sub-command's arguments is said by its `faults`.
+Every mistake in a command line is reported at once, so the parser itself checks next to nothing: what can be wrong is
+found by the settings' readers, and by the command's `prepare`.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from llumlet.credential_files import CredentialFiles, CredentialsError, add_arguments
-from llumlet.credentials import Credentials
+from llumlet import setting_sources, settings
+from llumlet.credential_files import CredentialFiles, CredentialsError
+from llumlet.credentials import NONE, Credentials
 from llumlet.roles import Role
-from llumsched.commands import COMMANDS, Command, load
+from llumsched.commands import COMMANDS, WITH_FURTHER, Command, load
 from llumsched.exit_codes import ExitCode
 
 _EPILOG = """exit codes:
@@ -28,41 +31,63 @@ _EPILOG = """exit codes:
 """
 
 
+_CONFIG = "settings in YAML, such as `port: 8001`; what is said here, or by variables, goes before: docs/settings.md"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    given, further = _split(sys.argv[1:] if argv is None else argv)
-    name = next((word for word in given if word in COMMANDS), "")
-    command = load(name) if name else None
-    parser = _parser(name, command)
-    args, unknown = parser.parse_known_args(given)
-    if command is None:
+    words = sys.argv[1:] if argv is None else argv
+    name = next((word for word in _split(words)[0] if word in COMMANDS), "")
+    if not name:
+        parser = _parser("", None)
+        parser.parse_known_args(words)
         parser.print_help(sys.stderr)
         return ExitCode.USAGE
-    args.further = further
-    if not args.takes_further:
-        unknown += further
-    faults = [f"unknown argument {argument!r}" for argument in unknown] + command.faults(args)
-    try:
-        args.credentials = Credentials.load(CredentialFiles.given(args), Role.OPERATOR)
-    except CredentialsError as error:
-        faults += error.faults
+    config, credentials, faults = prepare(name, words)
     if faults:
         return _report_faults(name, faults)
     try:
-        return command.run(args)
+        return load(name).run(config, credentials)
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
 
 
+class Prepared(NamedTuple):
+    """Arguments of `run` of a command, if there are no faults."""
+
+    config: Any
+    credentials: Credentials
+    faults: list[str]
+    """Everything that is wrong with command line, variables and file, a sentence each."""
+
+
+def prepare(name: str, words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Prepared:
+    given, further = _split(words)
+    command = load(name)
+    args, unknown = _parser(name, command).parse_known_args(given)
+    if name not in WITH_FURTHER:
+        unknown += further
+    reading = setting_sources.read(
+        name, (*command.SETTINGS, CredentialFiles), args, environ, args.config, tuple(further)
+    )
+    reading.faults[:0] = [f"unknown argument {argument!r}" for argument in unknown]
+    config = command.prepare(reading)
+    credentials = NONE
+    try:
+        credentials = Credentials.load(reading.make(CredentialFiles), Role.OPERATOR)
+    except CredentialsError as error:
+        reading.faults += error.faults
+    return Prepared(config, credentials, reading.faults)
+
+
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our arguments, and those after the first `--`: a command that hands them on sets `takes_further`, and finds
-    them in `args.further`."""
+    """Our arguments, and those after the first `--`, for a command that hands them on."""
     words = list(argv)
     end = words.index("--") if "--" in words else len(words)
     return words[:end], words[end + 1 :]
 
 
 def _parser(name: str, command: Command | None) -> argparse.ArgumentParser:
-    """With the arguments of one command, and the names of all."""
+    """A parser with the arguments of one command, and the names of all."""
     parser = argparse.ArgumentParser(
         prog="llumnix",
         description="Serve language models on several engines, look at these, and move their running requests.",
@@ -70,7 +95,6 @@ def _parser(name: str, command: Command | None) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.set_defaults(takes_further=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for each, text in COMMANDS.items():
         sub = commands.add_parser(
@@ -78,10 +102,8 @@ def _parser(name: str, command: Command | None) -> argparse.ArgumentParser:
         )
         if command is not None and each == name:
             sub.description = command.DESCRIPTION
-            command.add_arguments(sub)
-            add_arguments(
-                sub.add_argument_group("credentials", "As the instances have them; the token may be an operator's.")
-            )
+            sub.add_argument("--config", default="", metavar="FILE", help=_CONFIG)
+            settings.add_arguments(sub, (*command.SETTINGS, CredentialFiles))
     return parser
 
 

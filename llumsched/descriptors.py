@@ -9,20 +9,20 @@ from typing import Final
 
 _NONE_LEFT: Final = (errno.EMFILE, errno.ENFILE)
 _PER_REQUEST: Final = 2
-"""The client's connection and the engine's."""
+"""Descriptors of a request: the client's connection and the engine's."""
 _OTHERS: Final = 256
-"""Idle connections, logs, schedulers."""
+"""Descriptors of idle connections, logs, schedulers."""
 
 
 def raise_limit() -> int:
-    """The soft limit becomes the hard one. Returns it."""
+    """Makes the hard limit the soft one. Returns it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
 
 
 def shortage(limit: int, num_requests: int) -> str:
-    """What to do if so many requests at once need more than `limit`; else nothing."""
+    """Advice if so many requests at once need more than `limit`; else nothing."""
     needed = _PER_REQUEST * num_requests + _OTHERS
     if needed <= limit or limit == resource.RLIM_INFINITY:
         return ""
@@ -33,5 +33,5 @@ def shortage(limit: int, num_requests: int) -> str:
 
 
 def none_left(error: BaseException | None) -> bool:
-    """Whether that is why there is no connection, which then says nothing of the other side."""
+    """Whether no descriptor was left to connect with, which then says nothing of the other side."""
     return isinstance(error, OSError) and error.errno in _NONE_LEFT

@@ -41,7 +41,7 @@ _COLUMNS = (
     ">MS",
 )
 _PHASES = {name.lower() for name, _ in MovePhase.items()}
-"""The times of these add up to the whole move; others are parts of them."""
+"""Phases whose times add up to the whole move; others are parts of them."""
 _STYLES = {
     MovePhase.MOVED: "green",
     MovePhase.STAYED: "yellow",
@@ -51,7 +51,7 @@ _STYLES = {
 
 
 class MoveDisplay(Protocol):
-    """Used as a context manager around the moves; `failed` and `interrupted` also outside."""
+    """A display, used as a context manager around the moves; `failed` and `interrupted` also outside."""
 
     def __enter__(self) -> Self: ...
 

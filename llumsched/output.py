@@ -33,7 +33,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def table(columns: Iterable[str]) -> Table:
-    """Headers that begin with `>` are of columns aligned to the right."""
+    """A table. Headers that begin with `>` are of columns aligned to the right."""
     result = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
         right = name.startswith(">")
@@ -47,7 +47,7 @@ def table(columns: Iterable[str]) -> Table:
 
 
 def clean(text: str) -> str:
-    """Request ids come from clients: nothing in them may steer the terminal."""
+    """A client's text for a terminal, which nothing in it may steer: request ids come from clients."""
     return "".join(char if char.isprintable() else "�" for char in text)
 
 
@@ -107,7 +107,7 @@ def failure_dict(failure: LlumletCallFailed) -> dict[str, Any]:
 
 
 def print_failure(failure: LlumletCallFailed) -> None:
-    """For people: what happened, and what to do about it."""
+    """Tells people what happened, and what to do about it."""
     address = failure.address
     match failure:
         case LlumletError():

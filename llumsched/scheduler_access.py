@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +10,10 @@ from typing import Final
 
 import aiohttp
 
+from llumlet import kinds
+from llumlet.kinds import Kind
 from llumlet.secret_files import read_secret
+from llumlet.settings import Group
 from llumlet.types import Address
 from llumsched.gateway.endpoints import Endpoint
 from llumsched.tls import checked_ca_file, client_context
@@ -36,31 +38,33 @@ class Access:
 
 
 IN_CLEAR: Final = Access()
-"""And as nobody in particular."""
+"""Access over plain HTTP, as nobody in particular."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--service-token-file", metavar="FILE", help="a token that the scheduler accepts of readers")
-    parser.add_argument(
-        "--scheduler-ca-file",
-        metavar="FILE",
-        help="authorities of the scheduler's certificate (PEM): it is asked over https",
+def _token(path: str) -> str:
+    try:
+        return read_secret(path).decode("ascii").strip()
+    except UnicodeError:  # which would show what is there
+        raise ValueError(f"{path} holds no token") from None
+
+
+@dataclass(frozen=True, slots=True)
+class AccessSettings:
+    token: str = Group("").setting(
+        "",
+        Kind(_token, "FILE"),
+        "a token that the scheduler accepts of readers",
+        flag="--service-token-file",
+        secret=True,
+    )
+    ca_file: str = Group("").setting(
+        "",
+        kinds.file(checked_ca_file),
+        "authorities of the scheduler's certificate (PEM): it is asked over https",
+        flag="--scheduler-ca-file",
     )
 
-
-def given(args: argparse.Namespace) -> tuple[Access, list[str]]:
-    """And the faults of the files."""
-    headers, tls, faults = {}, None, []
-    try:
-        if args.service_token_file:
-            token = read_secret(args.service_token_file).decode("ascii").strip()
-            headers = {"Authorization": f"Bearer {token}"}
-    except ValueError as error:  # UnicodeDecodeError is one, and would show what is there
-        why = "holds no token" if isinstance(error, UnicodeError) else str(error)
-        faults.append(f"--service-token-file {why}")
-    try:
-        if args.scheduler_ca_file:
-            tls = client_context(checked_ca_file(args.scheduler_ca_file))
-    except ValueError as error:
-        faults.append(f"--scheduler-ca-file {error}")
-    return Access(headers, tls), faults
+    @property
+    def access(self) -> Access:
+        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        return Access(headers, client_context(self.ca_file) if self.ca_file else None)

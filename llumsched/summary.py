@@ -6,11 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 from llumlet.types import NOT_WELL, Health, InstanceStatus, word
-from llumsched.cms.view import Instance
+from llumsched.cluster.instance import Instance
 
 
 def summary(instance: Instance) -> dict[str, Any]:
-    """JSON types only. Loads are null before the first status has come; `received_s` is by the view's clock."""
+    """An instance in JSON's types only. Loads are null before the first status; `received_s` is by the view's clock."""
     metadata, status = instance.metadata, instance.status
     about = {
         "id": instance.id,

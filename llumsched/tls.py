@@ -17,7 +17,7 @@ def server_context(certfile: str, keyfile: str) -> ssl.SSLContext:
 
 
 def server_faults(certfile: str, keyfile: str) -> list[str]:
-    """Of `--ssl-certfile` and `--ssl-keyfile`, as they were given; none if neither was."""
+    """Faults of `--ssl-certfile` and `--ssl-keyfile`, as they were given; none if neither was."""
     if bool(certfile) != bool(keyfile):
         return ["--ssl-certfile and --ssl-keyfile belong together"]
     try:
@@ -29,13 +29,13 @@ def server_faults(certfile: str, keyfile: str) -> list[str]:
 
 
 def client_context(ca_file: str) -> ssl.SSLContext:
-    """Servers' certificates must be of the authorities of `ca_file`; empty: of the system's. Raises OSError if it holds
-    none; ssl.SSLError is one."""
+    """A context that trusts the authorities of `ca_file`; empty: the system's. Raises OSError if it holds none;
+    ssl.SSLError is one."""
     return ssl.create_default_context(cafile=ca_file or None)
 
 
 def checked_ca_file(path: str) -> str:
-    """Raises ValueError if it holds no certificates."""
+    """The path of a file with certificates. Raises ValueError if it holds none."""
     try:
         client_context(path)
     except OSError as error:

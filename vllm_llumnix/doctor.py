@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from vllm_llumnix.config import KNOWN_VARIABLES, unknown_variables
+from llumlet.setting_sources import unknown_variables
+from vllm_llumnix.config import LlumletConfig
 from vllm_llumnix.kv.mooncake import why_not_installed
 from vllm_llumnix.patching.installed import examine, find_vllm
 from vllm_llumnix.patching.release import reader_of
@@ -126,8 +127,8 @@ def hook() -> Check:
 
 
 def variables() -> Check:
-    if unknown := unknown_variables(os.environ):
-        return Check("variables", f"unknown: {', '.join(unknown)}", f"unset them; known: {', '.join(KNOWN_VARIABLES)}")
+    if unknown := unknown_variables("llumlet", (LlumletConfig,), os.environ):
+        return Check("variables", f"unknown: {', '.join(unknown)}", "unset them; docs/settings.md has all")
     return Check("variables", "no unknown LLUMNIX_ variable")
 
 

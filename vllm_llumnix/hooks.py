@@ -2,7 +2,7 @@
 """Everything the patches call.
 
 A patch holds no logic: it calls one of these functions, and with the llumlet off each of them does what stock vLLM did.
-This module imports only the standard library; the rest is imported when `--enable-llumlet` is known to be given.
+This module imports the standard library and `switch`; the rest when `--enable-llumlet` is known to be given.
 """
 
 from __future__ import annotations
@@ -11,22 +11,18 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from vllm_llumnix.switch import CONFIG_VARIABLE, enabled
+
 if TYPE_CHECKING:
     import argparse
 
-    from vllm_llumnix.engine.kvconn import KVConnection
+    from vllm_llumnix.engine.loop import EngineLoop
 
-CONFIG_VARIABLE = "LLUMNIX_LLUMLET"
 MIDDLEWARE = (
     "vllm_llumnix.frontend.drain.RefuseNew",
     "vllm_llumnix.frontend.attempts.ReadAttempt",
     "vllm_llumnix.frontend.liveness.AnswerLive",
 )
-
-
-def enabled() -> bool:
-    """Whether this process belongs to an instance started with `--enable-llumlet`."""
-    return bool(os.environ.get(CONFIG_VARIABLE))
 
 
 # Command line (API server process)
@@ -116,7 +112,7 @@ def ready_digest() -> str | None:
     return importer.state().digest
 
 
-def attach_engine(engine: Any) -> KVConnection | None:
+def attach_engine(engine: Any) -> EngineLoop | None:
     """Give the engine its migration connector, or None when the llumlet is off."""
     if not enabled():
         return None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from dataclasses import dataclass, field
+from typing import Any
 
 import zmq
 from zmq.utils import z85
@@ -46,7 +47,7 @@ class OriginKeys:
         sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
-def connect(sock: zmq.Socket[bytes], address: RelayAddress, credentials: Credentials) -> None:
+def connect(sock: zmq.Socket[Any], address: RelayAddress, credentials: Credentials) -> None:
     """An engine's to an origin that has a key if, and only if, there are tokens."""
     own = credentials.own_tokens
     if own:

@@ -22,9 +22,7 @@ on its own is free then.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
-import hashlib
 import logging
 import mmap
 import os
@@ -36,6 +34,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+from llumlet.protocol.steps import NAME_BYTES, NOBODY, LastSteps, name_of
 
 logger = logging.getLogger("vllm.llumnix")
 
@@ -60,12 +60,6 @@ _GRAMMAR = struct.Struct("<8sB7x")
 _COMPILING = 8
 NUM_GRAMMARS = 64
 """More than vLLM has threads for them on most machines; it takes them in the order in which they came."""
-_NAME_BYTES = 8
-_NOBODY = bytes(_NAME_BYTES)
-
-
-def name_of(request_id: str) -> bytes:
-    return hashlib.blake2b(request_id.encode(), digest_size=_NAME_BYTES).digest()
 
 
 class _Names(dict[str, bytes]):
@@ -74,43 +68,6 @@ class _Names(dict[str, bytes]):
     def __missing__(self, request_id: str) -> bytes:
         name = self[request_id] = name_of(request_id)
         return name
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LastSteps:
-    """What an engine was doing when it wrote its record last."""
-
-    under_way: frozenset[bytes] = frozenset()
-    """Names of the requests that its model had been given and not returned."""
-    compiling: frozenset[bytes] = frozenset()
-    """Names of those whose grammar was not compiled yet. That takes long at times and stops no step: it says something
-    of an engine that is dead, and nothing of one that is silent."""
-    anybody: bool = False
-    """Any request of the engine may have been worked on: it was choosing whom to take, or more is not known."""
-    began: float = 0.0
-    """When the model was given the oldest batch under way."""
-    on_trial: bytes = _NOBODY
-    leaving: bool = False
-    """It was on its way out: a drain, or a signal to end."""
-
-    def had(self, request_id: str) -> bool:
-        """Whether the request may be why the engine went no further."""
-        return self.anybody or name_of(request_id) in self.under_way | self.compiling
-
-    def tried(self, request_id: str) -> bool:
-        """Whether the engine says that it was on trial there."""
-        return self.on_trial == name_of(request_id)
-
-    def tried_another(self, request_id: str) -> bool:
-        """Whether somebody else was on trial in these steps: then that is why."""
-        tried = self.on_trial
-        return tried not in (_NOBODY, name_of(request_id)) and (
-            self.anybody or tried in self.under_way | self.compiling
-        )
-
-
-UNKNOWN = LastSteps(anybody=True)
-"""Of an engine whose record cannot be read."""
 
 
 class StepRecord:
@@ -132,7 +89,7 @@ class StepRecord:
         self._grammars = deque(range(first, size, _GRAMMAR.size))
         """Offsets that are free. Any thread gives them back."""
         self._path, self._file, self._map = _create(incarnation, size)
-        _HEADER.pack_into(self._map, 0, _MAGIC, self._num_slots, capacity, _NOBODY, False, False)
+        _HEADER.pack_into(self._map, 0, _MAGIC, self._num_slots, capacity, NOBODY, False, False)
 
     def scheduling(self) -> None:
         """The loop begins to choose whom to give to its model: until `begin` or `idle` it can be anybody's fault."""
@@ -187,7 +144,7 @@ class StepRecord:
 
     def try_out(self, request_id: str | None) -> None:
         """This request is on trial here from now on; None: nobody is."""
-        self._map[_TRIAL : _TRIAL + _NAME_BYTES] = _NOBODY if request_id is None else name_of(request_id)
+        self._map[_TRIAL : _TRIAL + NAME_BYTES] = NOBODY if request_id is None else name_of(request_id)
 
     def close(self) -> None:
         """The engine ends in peace: nobody is to read this."""
@@ -234,15 +191,15 @@ def _parse(data: bytes) -> LastSteps | None:
             began.append(at)
             anybody |= count > capacity
             first = offset + _SLOT.size
-            ends = first + min(count, capacity) * _NAME_BYTES
-            names.update(data[start : start + _NAME_BYTES] for start in range(first, ends, _NAME_BYTES))
+            ends = first + min(count, capacity) * NAME_BYTES
+            names.update(data[start : start + NAME_BYTES] for start in range(first, ends, NAME_BYTES))
     entries = _GRAMMAR.iter_unpack(data[grammars : grammars + NUM_GRAMMARS * _GRAMMAR.size])
     compiling = frozenset(name for name, is_compiled_now in entries if is_compiled_now)
     return LastSteps(frozenset(names), compiling, anybody, min(began, default=0.0), on_trial, bool(leaving))
 
 
 def _stride(capacity: int) -> int:
-    return _SLOT.size + capacity * _NAME_BYTES
+    return _SLOT.size + capacity * NAME_BYTES
 
 
 def _create(incarnation: str, size: int) -> tuple[Path | None, int | None, mmap.mmap]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -29,7 +30,7 @@ from vllm_llumnix.kv import kernels
 from vllm_llumnix.kv.cuda_share import share
 from vllm_llumnix.kv.kernels import Backend
 from vllm_llumnix.kv.layout import BlockLayout, TensorRegion
-from vllm_llumnix.kv.messages import PeerMemory
+from vllm_llumnix.kv.messages import PeerMemory, Pull
 from vllm_llumnix.kv.process import NoncePage, allow_readers, describe_memory
 from vllm_llumnix.kv.seal import Multilinear, new_key
 from vllm_llumnix.kv.staging import SLOT_BYTES
@@ -147,9 +148,10 @@ def check_ipc() -> Part:
     with offered(PeerMemory, "benchmarks.gpu_check", "--serve-memory") as peer:
         transport = LocalCudaTransport(storage, layout_of(PAGES[1], BLOCKS, True, storage.data_ptr()))
         transport.probe(peer)
+        everything = _pull_of(peer, source_ids, list(range(BLOCKS)))
 
         def pull() -> None:
-            for _ in transport.pull(peer, source_ids, list(range(BLOCKS)), 8 << 20):
+            for _ in transport.pull(everything, 8 << 20):
                 pass
 
         pull()
@@ -160,6 +162,10 @@ def check_ipc() -> Part:
     return {"verdict": "right" if right else "wrong", "gb_s": speed, "mib": ours.storage_bytes >> 20}
 
 
+def _pull_of(peer: PeerMemory, source: list[int], destination: list[int]) -> Pull:
+    return Pull(job=1, peer=peer, src_blocks=source, dst_blocks=destination, deadline_s=math.inf)
+
+
 def outlive_source() -> None:
     """A destination process: reads all blocks of a source over and over while that is killed, then uses its GPU."""
     device = torch.device("cuda", torch.cuda.current_device())
@@ -168,10 +174,10 @@ def outlive_source() -> None:
     transport = LocalCudaTransport(storage, layout_of(PAGES[1], BLOCKS, True, storage.data_ptr()))
     with offered(PeerMemory, "benchmarks.gpu_check", "--serve-memory") as peer:
         threading.Timer(KILLED_AFTER_S, os.kill, (peer.pid, signal.SIGKILL)).start()
-        blocks, pulls = list(range(BLOCKS)), 0
+        everything, pulls = _pull_of(peer, list(range(BLOCKS)), list(range(BLOCKS))), 0
         try:
             while True:
-                for _ in transport.pull(peer, blocks, blocks, 8 << 20):
+                for _ in transport.pull(everything, 8 << 20):
                     pass
                 pulls += 1
         except LlumnixError as error:

@@ -41,27 +41,15 @@ from __future__ import annotations
 
 import enum
 
-import msgspec
-
 from llumlet.protocol import effects as do
 from llumlet.protocol import events as ev
 from llumlet.protocol.effects import Effect
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.events import Call, Settlement
 from llumlet.protocol.machine import Machine, install, rows
+from llumlet.protocol.plan import Terms
 
 LEASE = "lease"
-
-
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """What a destination grants, the same for all migrations."""
-
-    block_size: int
-    lease_s: float = 30.0
-    admit_s: float = 2.5
-    """How long the loop may take to begin an admission."""
-    tombstone_s: float = 600.0
-    """How long a settled record is kept: longer than `Plan`'s deadlines from Commit to the end of the fence summed."""
 
 
 class State(enum.StrEnum):
@@ -80,15 +68,13 @@ class State(enum.StrEnum):
 
 
 _SETTLEMENT = {
-    State.NEW: Settlement.UNKNOWN,
+    **dict.fromkeys((State.NEW, State.FORGOTTEN), Settlement.UNKNOWN),
+    **dict.fromkeys((State.DRAINING, State.BARRED), Settlement.BARRED),
     State.COMMITTED: Settlement.COMMITTED,
-    State.DRAINING: Settlement.BARRED,
-    State.BARRED: Settlement.BARRED,
-    State.FORGOTTEN: Settlement.UNKNOWN,
 }
 
 
-class Destination(Machine[State]):
+class Destination(Machine[State, ev.DestinationEvent, do.DestinationEffect]):
     """Feed it events with `on()`; throw it away when `over`."""
 
     def __init__(self, terms: Terms) -> None:
@@ -387,6 +373,7 @@ _BUSY = (_P.RESERVING, _P.GROWING, _P.PULLING, _P.EXTENDING, _P.COMMITTING)
 """The loop or the movers are at work for us: being barred means DRAINING first."""
 _LEASED = (_P.GROWING, _P.PULLING, _P.EXTENDING, _P.COMMITTING)
 _TAKEN = (_P.EXTENDING, _P.COMMITTING, _P.ADMITTING)
+_GRANTED = (_P.RESERVED, _P.GROWING, _P.PULLING, *_TAKEN, _P.COMMITTED)
 _BARRED = (_P.DRAINING, _P.BARRED)
 _SETTLED = (_P.COMMITTED, *_BARRED)
 _KNOWN = tuple(state for state in State if state not in (_P.NEW, *_BARRED))
@@ -445,8 +432,7 @@ install(
         rows((_P.COMMITTED, _P.BARRED), ev.TimerFired, _P.FORGOTTEN, when=_deadline),
         # Repetitions: join what is in work, or get the same answer again
         rows(_P.RESERVING, ev.ReserveRequested, None, late=True),
-        rows((_P.RESERVED, _P.GROWING, _P.PULLING, *_TAKEN), ev.ReserveRequested, None, _D._reserved_before, late=True),
-        rows(_P.COMMITTED, ev.ReserveRequested, None, _D._reserved_before, late=True),
+        rows(_GRANTED, ev.ReserveRequested, None, _D._reserved_before, late=True),
         rows(_BARRED, ev.ReserveRequested, None, _D._refuse_reserve, late=True),
         rows((_P.GROWING, _P.PULLING), ev.RoundRequested, None, when=_D._in_work, late=True),
         rows(_KNOWN, ev.RoundRequested, None, _D._answer_round, when=_D._answered, late=True),

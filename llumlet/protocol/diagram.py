@@ -9,18 +9,25 @@ from __future__ import annotations
 
 import argparse
 import enum
+import functools
 import itertools
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from llumlet.protocol import effects as do
 from llumlet.protocol import events as ev
-from llumlet.protocol.destination import Destination, Terms
+from llumlet.protocol.adoption import Adoption
+from llumlet.protocol.claim import Claim
+from llumlet.protocol.destination import Destination
 from llumlet.protocol.ids import Epoch
 from llumlet.protocol.machine import Machine, Row
-from llumlet.protocol.source import Method, Plan, Source
+from llumlet.protocol.plan import Method, Plan, Terms
+from llumlet.protocol.replay import Replay
+from llumlet.protocol.rescue import Rescue
+from llumlet.protocol.source import Source
 
 AnyRow = Row[enum.StrEnum]
 
@@ -33,7 +40,7 @@ def states(table: Sequence[AnyRow]) -> str:
             said = labels.setdefault((row.state.value, row.to.value), [])
             if row.event.__name__ not in said:
                 said.append(row.event.__name__)
-    ends = {row.state.value for row in table} - {start for start, _ in labels}
+    ends = {state.value for row in table for state in (row.state, row.to)} - {start for start, _ in labels}
     lines = ["stateDiagram-v2", f"    [*] --> {table[0].state.value}"]
     lines += [f"    {start} --> {to}: {', '.join(said)}" for (start, to), said in labels.items()]
     lines += [f"    {end} --> [*]" for end in sorted(ends)]
@@ -79,7 +86,7 @@ SCRIPT: tuple[tuple[str, ev.Event], ...] = (
 def happy_path() -> str:
     """A Mermaid sequence diagram of `SCRIPT`, as the machines answer it."""
     plan = Plan(method=Method.LIVE, epoch_next=Epoch(0, 1), bytes_per_block=1 << 20)
-    machines: dict[str, Source | Destination] = {"S": Source(plan), "D": Destination(Terms(block_size=32))}
+    machines: dict[str, Machine[Any, Any, Any]] = {"S": Source(plan), "D": Destination(Terms(block_size=32))}
     lines = [
         "sequenceDiagram",
         "    participant O as origin",
@@ -134,17 +141,19 @@ def _mermaid(lines: Sequence[str]) -> str:
     return "\n".join(["```mermaid", *lines, "```"])
 
 
+MACHINES: dict[str, type[Machine[Any, Any, Any]]] = {
+    "source": Source,
+    "destination": Destination,
+    "adoption": Adoption,
+    "rescue": Rescue,
+    "claim": Claim,
+    "replay": Replay,
+}
 PARTS: dict[str, Callable[[], str]] = {
     "happy path": happy_path,
-    "source states": lambda: states(_rows(Source)),
-    "source table": lambda: table(_rows(Source)),
-    "destination states": lambda: states(_rows(Destination)),
-    "destination table": lambda: table(_rows(Destination)),
+    **{f"{name} states": functools.partial(states, machine.TABLE) for name, machine in MACHINES.items()},
+    **{f"{name} table": functools.partial(table, machine.TABLE) for name, machine in MACHINES.items()},
 }
-
-
-def _rows(machine: type[Machine[enum.StrEnum] | Source | Destination]) -> Sequence[AnyRow]:
-    return machine.TABLE
 
 
 def render(text: str) -> str:

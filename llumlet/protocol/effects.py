@@ -36,7 +36,7 @@ class ClearTimer(msgspec.Struct, frozen=True):
 
 
 class SendReserve(msgspec.Struct, frozen=True):
-    """Answered by Reserved, Refused or PeerUnreachable."""
+    """Answered by Reserved, ReserveRefused or PeerUnreachable."""
 
 
 class SendRound(msgspec.Struct, frozen=True):

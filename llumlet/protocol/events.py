@@ -113,7 +113,7 @@ class Reserved(msgspec.Struct, frozen=True):
     incarnation: str
 
 
-class Refused(msgspec.Struct, frozen=True):
+class ReserveRefused(msgspec.Struct, frozen=True):
     """The destination will not take the request."""
 
     reason: Reason
@@ -309,7 +309,7 @@ SourceEvent = (
     | Frozen
     | RequestGone
     | Reserved
-    | Refused
+    | ReserveRefused
     | RoundDone
     | RoundFailed
     | Committed

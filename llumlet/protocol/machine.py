@@ -17,12 +17,13 @@ import enum
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
-from llumlet.protocol.effects import ClearTimer, Effect, SetTimer
+from llumlet.protocol.effects import ClearTimer, SetTimer
 from llumlet.protocol.errors import LocalProtocolError
-from llumlet.protocol.events import Event, TimerFired
+from llumlet.protocol.events import TimerFired
 
 S = TypeVar("S", bound=enum.StrEnum)
 E = TypeVar("E")
+F = TypeVar("F")
 M = TypeVar("M")
 
 
@@ -33,7 +34,7 @@ class Row(Generic[S]):
     state: S
     event: type[Any]
     to: S
-    do: Callable[[Any, Any], Sequence[Effect]] | None
+    do: Callable[[Any, Any], Sequence[Any]] | None
     when: Callable[[Any, Any], bool] | None
     late: bool
 
@@ -47,7 +48,7 @@ def rows(
     states: S | Iterable[S],
     event: type[E],
     to: S | None,
-    do: Callable[[M, E], Sequence[Effect]] | None = None,
+    do: Callable[[M, E], Sequence[F]] | None = None,
     *,
     when: Callable[[M, E], bool] | None = None,
     late: bool = False,
@@ -58,8 +59,8 @@ def rows(
     return [Row(state, event, state if to is None else to, do, when, late) for state in ordered]
 
 
-class Machine(Generic[S]):
-    """Base of `Source` and `Destination`."""
+class Machine(Generic[S, E, F]):
+    """Base of the protocol's machines: their states, the events that they take, and the effects that they ask for."""
 
     TABLE: ClassVar[Sequence[Row[Any]]]
     _index: ClassVar[dict[tuple[enum.StrEnum, type[Any]], list[Row[Any]]]]
@@ -72,14 +73,14 @@ class Machine(Generic[S]):
     def state(self) -> S:
         return self._state
 
-    def on(self, event: Event) -> list[Effect]:
+    def on(self, event: E) -> list[F]:
         """Take one event; returns what is to be done about it, in order. Raises LocalProtocolError."""
         if isinstance(event, TimerFired) and event.name not in self._armed:
             return []
         row = self._row(event)
         if isinstance(event, TimerFired):
             self._armed.discard(event.name)
-        effects = list(row.do(self, event)) if row.do else []
+        effects: list[Any] = list(row.do(self, event)) if row.do else []
         if row.to is not self._state:
             if self._state.value in self._armed:
                 effects.append(ClearTimer(self._state.value))
@@ -98,14 +99,14 @@ class Machine(Generic[S]):
         """Seconds the machine may stay in `state`; None: for ever."""
         return None
 
-    def _row(self, event: Event) -> Row[S]:
+    def _row(self, event: E) -> Row[S]:
         for row in self._index.get((self._state, type(event)), ()):
             if row.when is None or row.when(self, event):
                 return row
         raise LocalProtocolError(f"{type(self).__name__} in state {self._state}: {event}")
 
 
-def install(machine: type[Machine[Any]], table: Iterable[Iterable[Row[Any]]]) -> None:
+def install(machine: type[Machine[Any, Any, Any]], table: Iterable[Iterable[Row[Any]]]) -> None:
     """Give a machine its table."""
     machine.TABLE = [row for group in table for row in group]
     machine._index = {}

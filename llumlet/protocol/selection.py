@@ -22,6 +22,8 @@ from llumlet.protocol.ids import RequestId
 
 ALL = -1
 """Value of NUM_REQ: every request, waiting ones included, whatever the order says."""
+_MOST = 1 << 62
+"""In messages it has 64 bits."""
 
 
 class Unit(enum.StrEnum):
@@ -67,19 +69,26 @@ class Rule(msgspec.Struct, frozen=True):
     value: float
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.value):
-            raise ValueError(f"{self.unit} must be a number, not {self.value}")
-        if self.unit is Unit.RATIO:
-            if not 0 < self.value <= 1:
-                raise ValueError(f"RATIO must be above 0 and at most 1, not {self.value}")
-        elif self.value != int(self.value):
-            raise ValueError(f"{self.unit} must be a whole number, not {self.value}")
-        elif self.value < 1 and not self.is_all:
-            raise ValueError(f"{self.unit} must be positive, not {self.value:.0f}")
+        if fault := value_fault(self.unit, self.value):
+            raise ValueError(f"{self.unit} {fault}")
 
     @property
     def is_all(self) -> bool:
         return self.unit is Unit.NUM_REQ and self.value == ALL
+
+
+def value_fault(unit: Unit, value: float) -> str:
+    """What is wrong with a value in this unit, as the end of a sentence that names it; empty if nothing is."""
+    if unit is Unit.RATIO:
+        return "" if 0 < value <= 1 else f"{value:g} is not in (0, 1]"
+    if not math.isfinite(value) or value != int(value):
+        return f"{value:g} is not a whole number"
+    if value >= _MOST:
+        return f"{value:g} is too large"
+    if value >= 1 or (unit is Unit.NUM_REQ and value == ALL):
+        return ""
+    least = f"neither positive nor {ALL} (all)" if unit is Unit.NUM_REQ else "not positive"
+    return f"{value:.0f} is {least}"
 
 
 def parse_rule(unit: str, order: str, value: float) -> Rule:

@@ -53,49 +53,11 @@ from llumlet.protocol import events as ev
 from llumlet.protocol.effects import Effect
 from llumlet.protocol.errors import LocalProtocolError, Reason
 from llumlet.protocol.events import Call, Gone
-from llumlet.protocol.ids import Epoch
 from llumlet.protocol.machine import Machine, install, rows
+from llumlet.protocol.plan import Method, Plan
 
 LEASE = "lease"
 ASK = "ask"
-
-
-class Method(enum.StrEnum):
-    """How the KV cache gets to the destination."""
-
-    LIVE = "live"
-    """Copied in rounds while the request decodes; frozen only for the rest."""
-    BLOCKING = "blocking"
-    """Frozen, copied, resumed."""
-    RECOMPUTE = "recompute"
-    """Not copied: the destination computes it from the tokens."""
-
-
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What one migration was asked to be. Fields `…_s` without a comment are deadlines of states."""
-
-    method: Method
-    epoch_next: Epoch
-    """Under which the destination will own the request: the present one's `next_hop()`."""
-    bytes_per_block: int
-    """Over all layers and ranks."""
-    stall_budget_s: float = 0.2
-    """How long the last copy may hold the stream up."""
-    force: bool = False
-    """Move although the last copy will take longer."""
-    max_rounds: int = 16
-    reserve_s: float = 10.0
-    loop_s: float = 10.0
-    """The own loop's time for a snapshot, and for the freeze."""
-    round_s: float = 30.0
-    """More than the destination's lease is of no use: bytes that come later do not count."""
-    commit_s: float = 2.5
-    """Beside the time that a long last copy takes. The client waits: a destination in a long step is not waited for."""
-    withdraw_s: float = 1.0
-    """The destination decides without its loop; if it is late, the fence decides."""
-    fence_s: float = 30.0
-    ask_s: float = 1.0
-    """How often the origin is asked."""
 
 
 class State(enum.StrEnum):
@@ -125,7 +87,7 @@ class Outcome(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-class Source(Machine[State]):
+class Source(Machine[State, ev.SourceEvent, do.SourceEffect]):
     """Feed it events with `on()` until `over`; read `outcome` as soon as `settled`."""
 
     def __init__(self, plan: Plan) -> None:
@@ -274,7 +236,7 @@ class Source(Machine[State]):
     def _failed(self, event: ev.SnapshotFailed | ev.RoundFailed | ev.CancelRequested) -> list[Effect]:
         return self._call_off(event.reason, event.detail)
 
-    def _refused(self, event: ev.Refused) -> list[Effect]:
+    def _refused(self, event: ev.ReserveRefused) -> list[Effect]:
         self._reason, self._detail = event.reason, event.detail
         return []
 
@@ -400,7 +362,15 @@ def _unheard(call: Call) -> Callable[[Source, ev.PeerUnreachable], bool]:
 
 _P = State
 _OWNED = (_P.RESERVING, _P.PINNING, _P.COPYING, _P.FREEZING)
-_ANSWERS = (ev.Reserved, ev.Refused, ev.RoundDone, ev.RoundFailed, ev.PeerUnreachable, ev.Forgotten, ev.Unsettled)
+_ANSWERS = (
+    ev.Reserved,
+    ev.ReserveRefused,
+    ev.RoundDone,
+    ev.RoundFailed,
+    ev.PeerUnreachable,
+    ev.Forgotten,
+    ev.Unsettled,
+)
 _FENCE_ANSWERS = (ev.FenceStarted, ev.FenceRaised, ev.OriginFinished)
 
 install(
@@ -410,7 +380,7 @@ install(
         rows(_P.PLANNED, ev.Start, _P.RESERVING, Source._reserve),
         rows(_P.RESERVING, ev.Reserved, _P.PINNING, Source._begin, when=Source._is_live),
         rows(_P.RESERVING, ev.Reserved, _P.FREEZING, Source._begin),
-        rows(_P.RESERVING, ev.Refused, _P.STAYED, Source._refused),
+        rows(_P.RESERVING, ev.ReserveRefused, _P.STAYED, Source._refused),
         rows(_P.PINNING, ev.Snapshot, _P.COPYING, Source._send_round, when=Source._round_pays),
         rows(_P.PINNING, ev.Snapshot, _P.STAYED, Source._stay_for_stall, when=Source._stall_too_long),
         rows(_P.PINNING, ev.Snapshot, _P.FREEZING, Source._freeze_after),
@@ -461,7 +431,7 @@ install(
         rows((_P.WITHDRAWING, _P.FENCING, *SETTLED), ev.CancelRequested, None, late=True),
         rows((_P.PINNING, _P.COPYING, _P.FREEZING), ev.PeerUnreachable, None, late=True),
         rows((_P.PINNING, _P.COPYING, _P.FREEZING), ev.Reserved, None, late=True),
-        rows((_P.PINNING, _P.COPYING, _P.FREEZING), ev.Refused, None, late=True),
+        rows((_P.PINNING, _P.COPYING, _P.FREEZING), ev.ReserveRefused, None, late=True),
         rows((_P.PINNING, _P.COPYING, _P.FREEZING), ev.RoundDone, None, late=True),
         rows((_P.PINNING, _P.COPYING, _P.FREEZING), ev.RoundFailed, None, late=True),
         rows(SETTLED, ev.SnapshotFailed, None, late=True),

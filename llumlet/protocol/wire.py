@@ -18,6 +18,8 @@ from llumlet.protocol.ids import Epoch
 RELAY_VERSION = 3
 MAX_MESSAGE_BYTES = 16 << 20
 """Larger messages are dropped before they are decoded."""
+ABORT = 2
+"""The finish reason of a request that its engine gave up, or was told to: vLLM's `FinishReason.ABORT`."""
 
 
 Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=512)]

@@ -10,25 +10,25 @@ from typing import Final
 from llumlet.types import InstanceReport
 
 MAX_REPORTS_PER_S: Final = 1000.0
-"""Of one stream; five times what a reporter sends at most."""
+"""Reports of one stream; five times what a reporter sends at most."""
 MAX_BYTES_PER_S: Final = 8e6
-"""About 3 % of a core. A status with all the names that an engine lists is taken 20 times a second, one of an engine
-that had 20 requests a second 200 times."""
+"""Bytes of one stream, about 3 % of a core. A status with all the names that an engine lists is taken 20 times a
+second, one of an engine that had 20 requests a second 200 times."""
 MAX_METADATA_PER_S: Final = 4.0
-"""Each has the next decision look at all instances again."""
+"""Metadata of one stream: each has the next decision look at all instances again."""
 _NAME_BYTES: Final = 64
-"""What a name costs, in the time of bytes, beside its own."""
+"""Cost of a name in a list, in the time of bytes, beside its own."""
 
 
 class Allowance:
-    """A second's worth at once, and then what time brings."""
+    """The time that a stream may take: a second's worth at once, and then what time brings."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._left_s, self._before_s = 1.0, clock()
 
     def spend(self, report: InstanceReport) -> float:
-        """For a report that was taken: the seconds after which the next one may be read, not positive for at once."""
+        """Seconds from a report that was taken until the next one may be read; not positive for at once."""
         now_s = self._clock()
         self._left_s = min(1.0, self._left_s + now_s - self._before_s) - _cost_s(report)
         self._before_s = now_s

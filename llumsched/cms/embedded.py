@@ -31,12 +31,12 @@ from llumlet.types import (
     ViewChange,
     WatchRequest,
 )
+from llumsched.cluster.view import View
 from llumsched.cms.allowance import Allowance
-from llumsched.cms.intake import MAX_INSTANCES, Intake, Refused
+from llumsched.cms.intake import MAX_INSTANCES, Intake, ReportRefused
+from llumsched.cms.patience import PATIENCE, Patience
 from llumsched.cms.peers import PeerLists
-from llumsched.cms.store import PATIENCE, Patience
 from llumsched.cms.validation import MAX_ID_CHARACTERS, MAX_REPORT_BYTES
-from llumsched.cms.view import View
 from llumsched.cms.watchers import Watcher
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ Context = aio.ServicerContext[Any, Any]
 
 MAX_WATCHERS: Final = 64
 FIRST_REPORT_S: Final = 5.0
-"""From the begin of a stream to its metadata."""
+"""Time from the begin of a stream to its metadata."""
 _STOP_S: Final = 0.2
 _TAKEN = ReportTaken()
 _OPTIONS = [
@@ -121,7 +121,7 @@ class _Servicer(CmsServicer):
             metadata = await self._first(context)
             who = metadata.instance_id[:MAX_ID_CHARACTERS], metadata.incarnation[:MAX_ID_CHARACTERS]
             await self._report(metadata, context)
-        except Refused as refusal:
+        except ReportRefused as refusal:
             self._refuse(who, str(refusal))
             code = grpc.StatusCode.FAILED_PRECONDITION if refusal.hopeless else grpc.StatusCode.INVALID_ARGUMENT
             await context.abort(code, str(refusal)[:1000])
@@ -134,7 +134,7 @@ class _Servicer(CmsServicer):
             await context.abort(grpc.StatusCode.ABORTED, "the instance has begun another stream")
 
     def _refuse(self, who: tuple[str, str], why: str) -> None:
-        """A reporter comes back as long as its instance lives."""
+        """Logs a refusal once: a reporter comes back as long as its instance lives."""
         if self._refused.get(who) != why and len(self._refused) < MAX_INSTANCES:
             self._refused[who] = why
             logger.warning("A report of %r is refused: %s", who[0], why)
@@ -144,9 +144,9 @@ class _Servicer(CmsServicer):
             async with asyncio.timeout(FIRST_REPORT_S):
                 first: InstanceReport = await context.read()
         except TimeoutError:
-            raise Refused("the metadata did not come") from None
+            raise ReportRefused("the metadata did not come") from None
         if first is EOF or first.WhichOneof("report") != "metadata":
-            raise Refused("the first report must be the metadata")
+            raise ReportRefused("the first report must be the metadata")
         return first.metadata
 
     async def _report(self, metadata: InstanceMetadata, context: Context) -> None:
@@ -175,14 +175,14 @@ class _Servicer(CmsServicer):
                     self._take(report.status, instance_id, incarnation)
                 case "metadata":
                     if (report.metadata.instance_id, report.metadata.incarnation) != (instance_id, incarnation):
-                        raise Refused("a stream is of one life of one instance")
+                        raise ReportRefused("a stream is of one life of one instance")
                     self._intake.metadata(report.metadata)
                     await context.write(_TAKEN)
                 case "leaving":
                     self._intake.left(instance_id, incarnation)
                     await context.write(_TAKEN)
                 case _:
-                    raise Refused("a report is empty")
+                    raise ReportRefused("a report is empty")
             wait_s = allowance.spend(report)
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
@@ -193,7 +193,7 @@ class _Servicer(CmsServicer):
             return
         if not self._intake.lives(instance_id, incarnation):
             # Silent for too long, left, or replaced: who lives begins anew with its metadata.
-            raise Refused("this life of the instance is not known any more: begin with the metadata")
+            raise ReportRefused("this life of the instance is not known any more: begin with the metadata")
 
     async def Peers(self, request: PeersRequest, context: Context) -> PeersResponse:
         return self._peers.answer(request)

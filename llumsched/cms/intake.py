@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Final
 
 from llumlet.types import InstanceMetadata, InstanceStatus
-from llumsched.cms.store import Patience
+from llumsched.cluster.view import View
+from llumsched.cms.patience import Patience
 from llumsched.cms.validation import metadata_faults, status_faults
-from llumsched.cms.view import View
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _MAX_OVER: Final = 4 * MAX_INSTANCES
 SWEEP_S: Final = 0.25
 
 
-class Refused(Exception):
+class ReportRefused(Exception):
     """A report that is not taken. `hopeless`: neither is the next one of its sender."""
 
     def __init__(self, text: str, *, hopeless: bool = False) -> None:
@@ -35,7 +35,7 @@ class Refused(Exception):
 
 
 class Intake:
-    """Writes `view`. On its event loop."""
+    """Writes `view`, on its event loop."""
 
     def __init__(self, view: View, patience: Patience, clock: Callable[[], float] = time.monotonic) -> None:
         self._view = view
@@ -43,22 +43,22 @@ class Intake:
         self._clock = clock
         self._over: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._deadlines: dict[str, float] = {}
-        """When an instance is gone unless it is heard, by this clock."""
+        """Times by this clock at which instances are gone unless they are heard."""
         self._swept_s = clock()
 
     def metadata(self, metadata: InstanceMetadata) -> None:
-        """Raises Refused."""
+        """Takes metadata. Raises ReportRefused."""
         faults = metadata_faults(metadata)
         if faults:
-            raise Refused("; ".join(faults))
+            raise ReportRefused("; ".join(faults))
         known = self._view.get(metadata.instance_id)
         if (metadata.instance_id, metadata.incarnation) in self._over:
-            raise Refused("this life of the instance is over", hopeless=True)
+            raise ReportRefused("this life of the instance is over", hopeless=True)
         if known is None and len(self._view) >= MAX_INSTANCES:
-            raise Refused(f"there are {MAX_INSTANCES} instances already")
+            raise ReportRefused(f"there are {MAX_INSTANCES} instances already")
         if known is not None and known.metadata.incarnation != metadata.incarnation:
             if 0 < metadata.utc_create < known.metadata.utc_create:
-                raise Refused("a later life of the instance has begun", hopeless=True)
+                raise ReportRefused("a later life of the instance has begun", hopeless=True)
             self._bury(known.id, known.metadata.incarnation)
             logger.info("Instance %s has been started anew", known.id)
         elif known is None:
@@ -67,10 +67,10 @@ class Intake:
         self.heard(metadata.instance_id)
 
     def status(self, status: InstanceStatus, instance_id: str, incarnation: str, age_s: float = 0.0) -> bool:
-        """False for a status that comes too late, or of an instance that is not there. Raises Refused."""
+        """Takes a status; False for one that is late, or of an instance that is not there. Raises ReportRefused."""
         faults = status_faults(status, instance_id, incarnation)
         if faults:
-            raise Refused("; ".join(faults))
+            raise ReportRefused("; ".join(faults))
         taken = self._view.put_status(status, age_s)
         if taken:
             self._deadlines[instance_id] = self._clock() + self._patience.silent_s - age_s
@@ -80,19 +80,19 @@ class Intake:
         self._deadlines[instance_id] = self._clock() + self._patience.silent_s
 
     def cut(self, instance_id: str, incarnation: str) -> None:
-        """The connection to this life broke."""
+        """Notes that the connection to this life broke."""
         if self.lives(instance_id, incarnation):
             soon = self._clock() + self._patience.cut_s
             self._deadlines[instance_id] = min(self._deadlines.get(instance_id, soon), soon)
 
     def left(self, instance_id: str, incarnation: str) -> None:
-        """This life is over, by its own word."""
+        """Notes that this life is over, by its own word."""
         self._bury(instance_id, incarnation)
         if self.lives(instance_id, incarnation) or instance_id in self._view.lost:
             self.remove(instance_id)
 
     def remove(self, instance_id: str) -> None:
-        """It is gone; the same life may come back."""
+        """Takes an instance out that is gone; the same life may come back."""
         self._deadlines.pop(instance_id, None)
         if instance_id in self._view:
             logger.info("Instance %s has left", instance_id)
@@ -103,7 +103,7 @@ class Intake:
         return known is not None and known.metadata.incarnation == incarnation
 
     async def keep_sweeping(self) -> None:
-        """While instances can be heard. The time since the last sweep is not held against them."""
+        """Sweeps while instances can be heard. The time since the last sweep is not held against them."""
         self._forgive(self._clock() - self._swept_s)
         self._swept_s = self._clock()
         while True:

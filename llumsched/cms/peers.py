@@ -16,16 +16,16 @@ from typing import Final
 
 from llumlet.peers import MAX_PEERS, peer_of, takes_requests, usage
 from llumlet.types import PeerInfo, PeersRequest, PeersResponse
-from llumsched.cms.view import View
+from llumsched.cluster.view import View
 
 PREPARED_S: Final = 1.0
 MAX_OWN_IDS: Final = 1024
-"""Ranks of one API server."""
+"""Ids that a question may hold: ranks of one API server."""
 _ANY: Final = ""
 
 
 class PeerLists:
-    """Reads a view, on its event loop."""
+    """Lists of peers, made from a view on its event loop."""
 
     def __init__(
         self, view: View, clock: Callable[[], float] = time.monotonic, draw: random.Random | None = None
@@ -34,7 +34,7 @@ class PeerLists:
         self._clock = clock
         self._random = draw or random.Random()
         self._ranked: dict[str, list[PeerInfo]] = {}
-        """The freest first, by compatibility digest."""
+        """Peers by compatibility digest, the freest first."""
         self._prepared_s = float("-inf")
 
     def answer(self, request: PeersRequest) -> PeersResponse:

@@ -23,33 +23,33 @@ from llumlet.redis_client import checked_name, connect, follow_master, reason_of
 from llumlet.redis_link import CHANNEL, METADATA_PREFIX, STATUS_PREFIX
 from llumlet.tasks import end
 from llumlet.types import InstanceMetadata, InstanceStatus
-from llumsched.cms.intake import MAX_INSTANCES, Intake, Refused
-from llumsched.cms.store import PATIENCE, Patience
+from llumsched.cluster.view import View
+from llumsched.cms.intake import MAX_INSTANCES, Intake, ReportRefused
+from llumsched.cms.patience import PATIENCE, Patience
 from llumsched.cms.validation import MAX_ID_CHARACTERS, MAX_REPORT_BYTES
-from llumsched.cms.view import View
 
 logger = logging.getLogger(__name__)
 
 RESCAN_S: Final = 5.0
 BEAT_S: Final = 1.0
-"""Between two signs of life that are asked of a quiet server."""
+"""Time between two signs of life that are asked of a quiet server."""
 FIRST_RETRY_S: Final = 0.1
 LAST_RETRY_S: Final = 2.0
 _MGET: Final = 500
-"""Instances read at once."""
+"""Instances that one command reads."""
 _READ_EVERY_S: Final = 0.005
-"""At least between two reads."""
+"""Least time between two reads."""
 
 
 class RedisStore:
-    """`problem` says why Redis cannot be reached, while `view.connected` is false. Raises ValueError for a bad URL."""
+    """Follows a Redis. `problem`: why `view.connected` is false, while it is. Raises ValueError for a bad URL."""
 
     def __init__(self, url: str, *, patience: Patience = PATIENCE) -> None:
         self.view = View()
         self.view.connected = False
         self.problem = "not connected yet"
         self.complete = asyncio.Event()
-        """Everything has been read at least once."""
+        """Set when everything has been read once."""
         self._name = checked_name(url)
         self._url = url
         self._intake = Intake(self.view, patience)
@@ -81,7 +81,7 @@ class RedisStore:
             self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
 
     async def _follow(self, client: Any) -> None:
-        """Until the connection is lost."""
+        """Follows what is published until the connection is lost."""
         async with client.pubsub(ignore_subscribe_messages=True) as channel:
             # A Redis Cluster refuses keys of several slots, also while nobody has written any.
             await client.mget([METADATA_PREFIX, STATUS_PREFIX])
@@ -109,7 +109,7 @@ class RedisStore:
         raise ConnectionError("the subscription has ended")
 
     async def _keep_reading(self, client: Any, *ending: asyncio.Task[None]) -> None:
-        """Until one of the tasks raises why not."""
+        """Reads what has changed until one of the tasks raises why not."""
         scanned_s = heard_s = time.monotonic()
         while not any(task.done() for task in ending):
             with contextlib.suppress(TimeoutError):
@@ -151,7 +151,7 @@ class RedisStore:
                 try:
                     self._take(instance_id, metadata, status, published)
                     self._refused.pop(instance_id, None)
-                except Refused as refusal:
+                except ReportRefused as refusal:
                     self._refuse(instance_id, str(refusal))
 
     def _take(
@@ -165,7 +165,7 @@ class RedisStore:
         metadata = InstanceMetadata()
         _parse(metadata, metadata_bytes)
         if metadata.instance_id != instance_id:
-            raise Refused(f"the metadata under its key is that of {metadata.instance_id[:MAX_ID_CHARACTERS]!r}")
+            raise ReportRefused(f"the metadata under its key is that of {metadata.instance_id[:MAX_ID_CHARACTERS]!r}")
         known = self.view.get(instance_id)
         if known is None or known.metadata != metadata:
             self._intake.metadata(metadata)
@@ -186,7 +186,7 @@ class RedisStore:
         logger.info("Following the CMS at %s", self._name)
 
     def _lost(self, why: str, fault: Exception | None = None) -> None:
-        """`fault`: of this process, not of the connection."""
+        """Notes the loss. `fault`: an error of this process, not of the connection."""
         first = self.view.connected or self.problem != why
         self.view.connected, self.problem = False, why
         level = logging.WARNING if first else logging.DEBUG
@@ -194,7 +194,7 @@ class RedisStore:
 
 
 async def _stay_with_master(client: Any) -> None:
-    """Nobody refuses a reader: a master that the Sentinels gave up would be read for as long as it answers."""
+    """Raises when the Sentinels give the master up: it may go on answering, and nobody refuses a reader."""
     while True:
         await asyncio.sleep(RESCAN_S)
         if await follow_master(client):
@@ -202,7 +202,7 @@ async def _stay_with_master(client: Any) -> None:
 
 
 def _id(raw: bytes) -> str | None:
-    """None for what is no id: anybody may publish, and write keys."""
+    """An instance's id; None for what is none: anybody may publish, and write keys."""
     try:
         text = raw.decode()
     except UnicodeDecodeError:
@@ -212,8 +212,8 @@ def _id(raw: bytes) -> str | None:
 
 def _parse(message: InstanceMetadata | InstanceStatus, value: bytes) -> None:
     if len(value) > MAX_REPORT_BYTES:
-        raise Refused(f"{len(value)} bytes are too many")
+        raise ReportRefused(f"{len(value)} bytes are too many")
     try:
         message.ParseFromString(value)
     except DecodeError as error:
-        raise Refused("it is no such message") from error
+        raise ReportRefused("it is no such message") from error

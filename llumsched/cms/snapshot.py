@@ -10,8 +10,8 @@ from typing import Final
 
 from llumlet.credentials import NONE, Credentials
 from llumlet.errors import LlumletUnreachable
+from llumsched.cluster.view import View
 from llumsched.cms.store import name_of, open_store
-from llumsched.cms.view import View
 
 LOOK_S: Final = 5.0
 
@@ -22,8 +22,8 @@ class CmsUnreachable(LlumletUnreachable):
 
 @asynccontextmanager
 async def look(url: str, credentials: Credentials = NONE, timeout_s: float = LOOK_S) -> AsyncIterator[View]:
-    """Everything that the CMS knows; kept up to date inside `async with`. Raises CmsUnreachable, and ValueError for a
-    URL that is none."""
+    """A view of everything that the CMS knows, kept up to date inside `async with`. Raises CmsUnreachable, and
+    ValueError for a URL that is none."""
     store = open_store(url, credentials)
     await store.start()
     try:

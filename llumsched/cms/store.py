@@ -9,13 +9,13 @@ HOST:PORT             the embedded CMS of another process, watched (`watch.py`)
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 from llumlet.credentials import NONE, Credentials
 from llumlet.redis_url import REDIS_SCHEMES, redis_name
 from llumlet.types import Address
-from llumsched.cms.view import View
+from llumsched.cluster.view import View
+from llumsched.cms.patience import PATIENCE, Patience
 
 LISTEN: Final = "listen://"
 
@@ -39,19 +39,6 @@ class Store(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """After how many seconds without a word an instance is taken out of the view."""
-
-    silent_s: float = 10.0
-    """Its connection stands, and nothing comes. Ten keep-alives: a process that starves comes back in time."""
-    cut_s: float = 3.0
-    """Its connection broke (a process that was killed), and no new one was made. Two attempts of a reporter."""
-
-
-PATIENCE: Final = Patience()
-
-
 def store_faults(url: str) -> list[str]:
     """What is wrong with a URL of the forms above, a sentence each."""
     try:
@@ -70,7 +57,7 @@ def store_faults(url: str) -> list[str]:
 
 
 def name_of(url: str) -> str:
-    """For people: without a password."""
+    """The store's name for people: without a password."""
     return redis_name(url) if url.startswith(REDIS_SCHEMES) else url
 
 
@@ -99,7 +86,7 @@ def open_store(
 
 
 def _listen_address(url: str) -> tuple[str, int]:
-    """Port 0 takes a free one."""
+    """Host and port; port 0 takes a free one."""
     text = url.removeprefix(LISTEN)
     if text.endswith(":0"):
         return Address.parse(text[:-1] + "1").host, 0

@@ -13,13 +13,14 @@ from typing import Final
 
 from google.protobuf.descriptor import FieldDescriptor
 
+from llumlet.protocol.infer_type import InferType
 from llumlet.types import InstanceMetadata, InstanceStatus
 
 MAX_ID_CHARACTERS: Final = 256
-"""Of an instance or a life: they are keys, labels of metrics, and logged."""
+"""Limit of an id of an instance or a life: they are keys, labels of metrics, and logged."""
 MAX_TEXT_CHARACTERS: Final = 4096
 MAX_LIST: Final = 4096
-"""Requests in each list of an instance, and names that it serves."""
+"""Limit of the requests in each list of an instance, and of the names that it serves."""
 MAX_REPORT_BYTES: Final = 2 << 20
 
 _FLOATS = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
@@ -52,8 +53,8 @@ def metadata_faults(metadata: InstanceMetadata) -> list[str]:
             faults.append(f"{field} has {len(text)} characters")
         elif not text.isprintable():
             faults.append(f"{field} has characters that cannot be printed")
-    if metadata.instance_type not in ("prefill", "decode", "neutral"):
-        faults.append(f"instance_type {metadata.instance_type[:40]!r} is not prefill, decode or neutral")
+    if metadata.instance_type not in tuple(InferType):
+        faults.append(f"instance_type {metadata.instance_type[:40]!r} is none of {', '.join(InferType)}")
     for field in ("llumlet_port", "api_server_port"):
         if not 0 <= getattr(metadata, field) < 65536:
             faults.append(f"{field} {getattr(metadata, field)} is not a port")
@@ -66,7 +67,7 @@ def metadata_faults(metadata: InstanceMetadata) -> list[str]:
 
 
 def status_faults(status: InstanceStatus, instance_id: str, incarnation: str) -> list[str]:
-    """Of a status that came as one of this instance's life."""
+    """Faults of a status that came as one of this instance's life."""
     faults = []
     if status.instance_id != instance_id:
         faults.append(f"instance_id {status.instance_id[:MAX_ID_CHARACTERS]!r} is not that of the metadata")

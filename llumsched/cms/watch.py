@@ -20,26 +20,26 @@ from llumlet.credentials import NONE, Credentials
 from llumlet.proto.llumlet_pb2_grpc import CmsStub
 from llumlet.tasks import end
 from llumlet.types import Address, ViewChange, WatchRequest
-from llumsched.cms.view import View
+from llumsched.cluster.view import View
 
 logger = logging.getLogger(__name__)
 
 SILENCE_S: Final = 5.0
-"""Without a change or a beat, after which the connection is given up."""
+"""Time without a change or a beat after which the connection is given up."""
 FIRST_RETRY_S: Final = 0.1
 LAST_RETRY_S: Final = 2.0
 _CHECK_S: Final = 0.5
 
 
 class WatchStore:
-    """`problem` says why the other process cannot be reached, while `view.connected` is false."""
+    """A CMS that is watched. `problem` says why its process cannot be reached, while `view.connected` is false."""
 
     def __init__(self, address: Address, credentials: Credentials = NONE) -> None:
         self.view = View()
         self.view.connected = False
         self.problem = "not connected yet"
         self.complete = asyncio.Event()
-        """Everything that the other end knew has been read at least once."""
+        """Set when everything that the other end knew has been read once."""
         self._address = address
         self._credentials = credentials
         self._task: asyncio.Task[None] | None = None
@@ -92,7 +92,7 @@ class WatchStore:
             await channel.close(None)
 
     def _apply(self, change: ViewChange, missing: set[str] | None) -> set[str] | None:
-        """`missing`: who was known and has not been told of in this connection; None after its first part."""
+        """Applies a change. `missing`: who was known and has not been told of here yet; None after the first part."""
         match change.WhichOneof("change"):
             case "instance":
                 state = change.instance
@@ -119,7 +119,7 @@ class WatchStore:
                 self._call.cancel()
 
     def _lost(self, why: str, fault: Exception | None = None) -> None:
-        """`fault`: of this process, not of the connection."""
+        """Notes the loss. `fault`: an error of this process, not of the connection."""
         first = self.view.connected or self.problem != why
         self.view.connected, self.problem = False, why
         level = logging.WARNING if first else logging.DEBUG

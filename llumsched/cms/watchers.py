@@ -10,11 +10,12 @@ from types import TracebackType
 from typing import Final, Self
 
 from llumlet.types import InstanceState, ViewChange
+from llumsched.cluster.instance import Instance
+from llumsched.cluster.view import View
 from llumsched.cms.intake import MAX_INSTANCES
-from llumsched.cms.view import Instance, View
 
 BEAT_S: Final = 1.0
-"""A watcher that is told nothing is told so: `complete` again."""
+"""Time after which a watcher that is told nothing is told so: `complete` again."""
 _MAX_PENDING: Final = 2 * MAX_INSTANCES
 
 

@@ -4,26 +4,27 @@ longer than most take to do their work."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 from typing import Any, Final, Protocol
 
+from llumlet.credentials import Credentials
+from llumlet.setting_sources import Reading
+
 
 class Command(Protocol):
-    """What a module of this package has."""
+    """The interface of a command's module."""
 
     DESCRIPTION: str
-    """For the command's own `--help`."""
+    """The text of the command's own `--help`."""
+    SETTINGS: tuple[type, ...]
+    """Classes of settings: see `llumlet.settings`. Credentials and --config come with every command."""
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
-
-    def faults(self, args: argparse.Namespace) -> list[str]:
-        """Everything wrong with the arguments, a sentence each. May keep parsed values in
-        `args`."""
+    def prepare(self, reading: Reading) -> Any:
+        """What `run` takes, of what was said. Adds what is wrong to `reading.faults`; `run` is not called then."""
         ...
 
-    def run(self, args: argparse.Namespace) -> int:
-        """Returns the exit code. `args.credentials` are for the clients."""
+    def run(self, config: Any, credentials: Credentials) -> int:
+        """Returns the exit code."""
         ...
 
 
@@ -39,11 +40,13 @@ COMMANDS: Final = {
     "scheduler": "choose an instance for each request",
     "rescheduler": "move running requests from hot instances to cold ones and away from sick ones",
 }
-"""The modules' names, and what the list of commands says of them."""
+"""Names of the modules, and what the list of commands says of them."""
+WITH_FURTHER: Final = frozenset({"up"})
+"""Commands for which words after `--` mean something."""
 
 
 def load(name: str) -> Command:
-    """One of COMMANDS."""
+    """The module of one of COMMANDS."""
     module: Any = importlib.import_module(f"{__name__}.{name}")
     command: Command = module
     return command

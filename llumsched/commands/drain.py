@@ -3,17 +3,23 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Final
 
+from llumlet import kinds
 from llumlet.client import LlumletClient
+from llumlet.credentials import Credentials
 from llumlet.errors import LlumletCallFailed, LlumletUnreachable
+from llumlet.kinds import Kind
+from llumlet.setting_sources import Reading
 from llumlet.types import DrainProgress, DrainRequest
 from llumsched import output
 from llumsched.cms.snapshot import CmsUnreachable
-from llumsched.commands import arguments, instances
+from llumsched.commands import instances
+from llumsched.commands.arguments import OPTIONS, Output
 from llumsched.exit_codes import ExitCode
 
 DESCRIPTION = """Move everything away from an instance and end it, as SIGTERM does.
@@ -27,87 +33,85 @@ interrupted; a SIGTERM to the instance then ends it at once.
 With --json: an object per event, `"event"` is progress, summary or error, the summary last."""
 
 _GRACE_SECONDS = 15.0
-"""Beyond the instance's own limit: after that it does not answer."""
+"""Time beyond the instance's own limit after which it is held not to answer."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "instance", nargs="?", metavar="INSTANCE", help="the instance that is to end, by id (needs --cms) or HOST:PORT"
+@dataclass(frozen=True, slots=True)
+class Options:
+    instance: str = OPTIONS.setting(
+        "",
+        Kind(str, instances.INSTANCE, {"nargs": "?"}),
+        "the instance that is to end, by id (needs --cms) or HOST:PORT",
+        flag="instance",
     )
-    parser.add_argument("--llumlet", metavar="HOST:PORT", help="the same, by the address of its llumlet")
-    parser.add_argument(
-        "--to",
-        action="append",
-        default=[],
-        metavar="INSTANCE[,INSTANCE…]",
-        help="who takes the requests (repeatable), as the instance reaches them (default: its peers)",
+    llumlet: str = OPTIONS.setting("", kinds.text("HOST:PORT"), "the same, by the address of its llumlet")
+    to: tuple[str, ...] = OPTIONS.setting(
+        (),
+        Kind(tuple, "INSTANCE[,INSTANCE…]", repeated=True),
+        "who takes the requests (repeatable), as the instance reaches them (default: its peers)",
     )
-    parser.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        help="how long streams may go on (default: the instance's --llumlet-drain-seconds)",
+    timeout_s: float | None = OPTIONS.setting(
+        None, kinds.seconds(above=0), "how long streams may go on (default: the instance's --llumlet-drain-seconds)"
     )
-    instances.add_cms(parser)
-    arguments.add_json(parser)
 
 
-def faults(args: argparse.Namespace) -> list[str]:
-    """Leaves parsed values in `args.places` (the instance first, then the destinations) and `.request`."""
-    found = instances.cms_faults(args)
-    if args.instance and args.llumlet:
-        found.append("INSTANCE and --llumlet exclude each other")
-    instance, more = (
-        instances.place(instances.INSTANCE, args.instance, args)
-        if args.instance
-        else instances.place("--llumlet", args.llumlet, args)
-    )
-    found += more
-    destinations: list[instances.Place] = []
-    for text in (text for argument in args.to for text in argument.split(",")):
-        destination, more = instances.place("--to", text, args)
-        destinations += destination
-        found += more
-    if instance and instance[0] in destinations:
-        found.append(f"--llumlet and --to name the same llumlet, {instance[0]}")
-    args.request = DrainRequest()
-    if args.timeout is not None:
-        args.request.timeout_s, more = arguments.number("--timeout", args.timeout)
-        if not more and args.request.timeout_s <= 0:
-            more = ["--timeout must be positive"]
-        found += more
-    args.places = [*instance, *dict.fromkeys(destinations)]
-    return found
+SETTINGS: Final = (Options, instances.Cms, Output)
 
 
-def run(args: argparse.Namespace) -> int:
+@dataclass(frozen=True, slots=True)
+class Drain:
+    places: instances.Places
+    """Places of the instance, then of the destinations."""
+    timeout_s: float | None
+    """Limit; None: the instance's own."""
+    as_json: bool
+
+
+def prepare(reading: Reading) -> Drain:
+    options, cms = reading.make_with_defaults(Options), instances.cms_of(reading)
+    if options.instance and options.llumlet:
+        reading.faults.append("INSTANCE and --llumlet exclude each other")
+    if not (options.instance or options.llumlet):
+        reading.faults.append("--llumlet HOST:PORT is missing")
+    texts = [(instances.INSTANCE, options.instance), ("--llumlet", options.llumlet)]
+    instance = instances.places(reading, [(flag, text) for flag, text in texts if text][:1], cms)
+    destinations = instances.places(reading, [("--to", text) for text in instances.words(options.to)], cms)
+    if both := set(instance.places) & set(destinations.places):
+        reading.faults.append(f"--llumlet and --to name the same llumlet, {both.pop()}")
+    places = instances.Places([*instance.places, *destinations.places], cms)
+    return Drain(places, options.timeout_s, reading.make(Output).json)
+
+
+def run(drain: Drain, credentials: Credentials) -> int:
     try:
-        return asyncio.run(_drain(args))
+        return asyncio.run(_drain(drain, credentials))
     except KeyboardInterrupt:
-        if args.json:
+        if drain.as_json:
             output.print_json({"event": "interrupted", "detail": "The drain goes on."})
         else:
             print("The drain goes on; SIGTERM ends the instance at once.", file=sys.stderr)
         return ExitCode.INTERRUPTED
 
 
-async def _drain(args: argparse.Namespace) -> ExitCode:
+async def _drain(drain: Drain, credentials: Credentials) -> ExitCode:
+    as_json = drain.as_json
     try:
-        address, *destinations = await instances.resolve(args.places, args)
+        address, *destinations = await drain.places.resolve(credentials)
     except CmsUnreachable as error:
-        return _failed(error, as_json=args.json)
-    args.request.destinations.extend(map(str, destinations))
-    async with LlumletClient(address, credentials=args.credentials) as client:
+        return _failed(error, as_json=as_json)
+    request = DrainRequest(timeout_s=drain.timeout_s or 0.0, destinations=map(str, destinations))
+    async with LlumletClient(address, credentials=credentials) as client:
         try:
             # Without --timeout the limit is the instance's, which its first progress tells.
-            events = client.drain(args.request, deadline_s=_deadline_s(args.request.timeout_s))
+            events = client.drain(request, deadline_s=_deadline_s(drain.timeout_s))
             async with aclosing(events):
                 async for progress in events:
-                    _show(progress, as_json=args.json)
+                    _show(progress, as_json=as_json)
                     if progress.done:
                         return _exit_code(progress)
             raise LlumletUnreachable(client.address, "the answer ended before its summary")
         except LlumletCallFailed as error:
-            return _failed(error, as_json=args.json)
+            return _failed(error, as_json=as_json)
 
 
 def _failed(error: LlumletCallFailed, *, as_json: bool) -> ExitCode:
@@ -119,7 +123,7 @@ def _failed(error: LlumletCallFailed, *, as_json: bool) -> ExitCode:
     return output.exit_code(error)
 
 
-def _deadline_s(timeout_s: float) -> float:
+def _deadline_s(timeout_s: float | None) -> float:
     return timeout_s + _GRACE_SECONDS if timeout_s else 24 * 3600.0
 
 

@@ -3,69 +3,69 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 import aiohttp
 
+from llumlet import kinds
+from llumlet.credentials import Credentials
+from llumlet.kinds import Kind
+from llumlet.setting_sources import Reading
 from llumlet.types import Address
-from llumsched import output, scheduler_access
-from llumsched.commands import arguments
+from llumsched import output
+from llumsched.commands.arguments import OPTIONS, Output
 from llumsched.exit_codes import ExitCode
 from llumsched.scheduler.process import PORT
-from llumsched.scheduler_access import Access
+from llumsched.scheduler_access import Access, AccessSettings
 
 DESCRIPTION = """Ask a running scheduler where it would send a request now, and why not elsewhere.
 
 Nothing is placed. A reason in brackets was not held against the instance: all others were refused as well, and the
 policy's thresholds were left out."""
 
-_MODES = ("neutral", "pd_batch")
-_TIMEOUT_S = 5.0
+_MODES: Final = ("neutral", "pd_batch")
+_TIMEOUT_S: Final = 5.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--scheduler", default=f"127.0.0.1:{PORT}", metavar="HOST:PORT", help="of its HTTP port (default %(default)s)"
+@dataclass(frozen=True, slots=True)
+class Question:
+    scheduler: Address = OPTIONS.setting(
+        Address("127.0.0.1", PORT), Kind(Address.parse, "HOST:PORT"), "address of its HTTP service"
     )
-    parser.add_argument("--model", default="", help="that the request asks for; default: any")
-    parser.add_argument("--prompt-num-tokens", default="0", metavar="N", help="length of its prompt (default 0)")
-    parser.add_argument(
-        "--scheduling-mode", default="neutral", metavar="MODE", help=f"{', '.join(_MODES)} (default %(default)s)"
+    model: str = OPTIONS.setting("", kinds.text("MODEL"), "model that the request asks for; default: any")
+    prompt_num_tokens: int = OPTIONS.setting(0, kinds.integer(at_least=0), "length of its prompt")
+    scheduling_mode: str = OPTIONS.setting(
+        "neutral", kinds.one_of(_MODES), "on one instance, or prefill and decode on two"
     )
-    scheduler_access.add_arguments(parser)
-    arguments.add_json(parser)
 
 
-def faults(args: argparse.Namespace) -> list[str]:
-    args.addresses, found = arguments.address("--scheduler", args.scheduler)
-    args.access, more = scheduler_access.given(args)
-    found += more
-    if not (args.prompt_num_tokens.isascii() and args.prompt_num_tokens.isdigit()):
-        found.append(f"--prompt-num-tokens {args.prompt_num_tokens!r} is not a number")
-    if args.scheduling_mode not in _MODES:
-        found.append(f"--scheduling-mode {args.scheduling_mode!r} is none of {', '.join(_MODES)}")
-    return found
+SETTINGS: Final = (Question, AccessSettings, Output)
 
 
-def run(args: argparse.Namespace) -> int:
+def prepare(reading: Reading) -> tuple[Question, AccessSettings, bool]:
+    return reading.make(Question), reading.make(AccessSettings), reading.make(Output).json
+
+
+def run(prepared: tuple[Question, AccessSettings, bool], _: Credentials) -> int:
+    question, access, as_json = prepared
     asked = {
         "id": "",
-        "model": args.model,
-        "prompt_num_tokens": int(args.prompt_num_tokens),
-        "scheduling_mode": args.scheduling_mode,
+        "model": question.model,
+        "prompt_num_tokens": question.prompt_num_tokens,
+        "scheduling_mode": question.scheduling_mode,
     }
     try:
-        status, answer = asyncio.run(_ask(args.addresses[0], asked, args.access))
+        status, answer = asyncio.run(_ask(question.scheduler, asked, access.access))
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        print(f"llumnix explain: scheduler {args.addresses[0]}: {error or 'no answer'}", file=sys.stderr)
+        print(f"llumnix explain: scheduler {question.scheduler}: {error or 'no answer'}", file=sys.stderr)
         return ExitCode.UNREACHABLE
     if status != 200:
-        print(f"llumnix explain: scheduler {args.addresses[0]} answers {status}: {answer}", file=sys.stderr)
+        print(f"llumnix explain: scheduler {question.scheduler} answers {status}: {answer}", file=sys.stderr)
         return ExitCode.REFUSED
-    if args.json:
+    if as_json:
         output.print_json(answer)
     else:
         _show(answer)

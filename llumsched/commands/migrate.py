@@ -3,16 +3,24 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Final
 
+from llumlet import kinds
 from llumlet.client import LlumletClient
+from llumlet.credentials import Credentials
 from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
+from llumlet.kinds import MARK
+from llumlet.setting_sources import Reading
+from llumlet.settings import Group
 from llumlet.types import MigrateRequest, Mode, MoveSummary, Reason
 from llumsched import output
 from llumsched.cms.snapshot import CmsUnreachable
-from llumsched.commands import arguments, instances, selection
+from llumsched.commands import instances, selection
+from llumsched.commands.arguments import OPTIONS, Output
 from llumsched.exit_codes import ExitCode
 from llumsched.fan_out import ask_all
 from llumsched.move_display import JsonDisplay, MoveDisplay, TextDisplay
@@ -30,113 +38,95 @@ FCWSR first waiting, then the shortest running.
 A request that does not move goes on where it was. The moves go on if this command is interrupted.
 With --json: an object per event, `"event"` is progress, summary or error, the summary last."""
 
-_METHODS = {
+_METHODS: Final = {
     "auto": Mode.MODE_UNSPECIFIED,
     "live": Mode.LIVE,
     "blocking": Mode.BLOCKING,
     "recompute": Mode.RECOMPUTE,
 }
-_TRIGGER = "manual"
+_TRIGGER: Final = "manual"
+_how = Group("how", unit="")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--from", dest="source", metavar="INSTANCE", help="the source: its llumlet's HOST:PORT, or its id"
+@dataclass(frozen=True, slots=True)
+class Options:
+    source: str = OPTIONS.setting(
+        "", kinds.text("INSTANCE"), "the source: its llumlet's HOST:PORT, or its id", flag="--from"
     )
-    parser.add_argument(
-        "--to",
-        dest="destination",
-        metavar="INSTANCE",
-        help="the destination, likewise; the source must reach it under this address, too",
+    destination: str = OPTIONS.setting(
+        "",
+        kinds.text("INSTANCE"),
+        "the destination, likewise; the source must reach it under this address, too",
+        flag="--to",
     )
-    instances.add_cms(parser)
-    selection.add_arguments(parser)
-    how = parser.add_argument_group("how")
-    how.add_argument(
-        "--method",
-        default="auto",
-        metavar="METHOD",
-        help="live: copy while it decodes; blocking: stop, copy, go on; recompute: no copy; "
-        "auto (default): live, and what cannot bring its KV cache goes without a copy",
+    method: str = _how.setting(
+        "auto",
+        kinds.one_of(_METHODS),
+        "live: copy while it decodes; blocking: stop, copy, go on; recompute: no copy; auto: live, and what cannot "
+        "bring its KV cache goes without a copy",
     )
-    how.add_argument("--force", action="store_true", help="move even if the stall exceeds its budget")
-    how.add_argument(
-        "--stall-budget-ms",
-        metavar="MS",
-        help="instead of the source's own --llumlet-stall-budget-ms",
+    force: bool = _how.setting(False, MARK, "move even if the stall exceeds its budget")
+    stall_budget_ms: float | None = _how.setting(
+        None, kinds.number("MS", at_least=0), "instead of the source's own --llumlet-stall-budget-ms"
     )
-    how.add_argument(
-        "--timeout",
-        default="600",
-        metavar="SECONDS",
-        help="how long to watch (default %(default)s); the moves go on afterwards",
-    )
-    arguments.add_json(parser)
+    timeout_s: float = _how.setting(600.0, kinds.seconds(above=0), "how long to watch; the moves go on afterwards")
 
 
-def faults(args: argparse.Namespace) -> list[str]:
-    """Leaves parsed values in `args.places` (source and destination), `.timeout` and `.template`."""
-    found = instances.cms_faults(args)
-    source, more = instances.place("--from", args.source, args)
-    found += more
-    destination, more = instances.place("--to", args.destination, args)
-    found += more
-    if source and source == destination:
-        found.append(f"--from and --to are the same llumlet, {source[0]}")
-    args.template = MigrateRequest(trigger_policy=_TRIGGER, force=args.force)
-    found += selection.faults(args, args.template)
-    found += _method_faults(args, args.template)
-    args.timeout, more = arguments.number("--timeout", args.timeout)
-    if not more and args.timeout <= 0:
-        more = ["--timeout must be positive"]
-    found += more
-    args.places = [*source, *destination]
-    return found
+SETTINGS: Final = (Options, instances.Cms, selection.Selection, Output)
 
 
-def _method_faults(args: argparse.Namespace, request: MigrateRequest) -> list[str]:
-    found = []
-    if args.method.lower() in _METHODS:
-        request.method = _METHODS[args.method.lower()]
-    else:
-        found.append(f"--method {args.method!r} is not one of {', '.join(_METHODS)}")
-    if args.stall_budget_ms is not None:
-        budget, more = arguments.number("--stall-budget-ms", args.stall_budget_ms)
-        if not more and budget < 0:
-            more = ["--stall-budget-ms must not be negative"]
-        if not more:
-            request.stall_budget_ms = budget
-        found += more
-    return found
+@dataclass(frozen=True, slots=True)
+class Migration:
+    ends: instances.Places
+    """Places of source and destination."""
+    request: MigrateRequest
+    """The call without the ends, and without what `request_ids` mean."""
+    request_ids: tuple[str, ...]
+    timeout_s: float
+    as_json: bool
 
 
-def run(args: argparse.Namespace) -> int:
-    display: MoveDisplay = JsonDisplay() if args.json else TextDisplay()
+def prepare(reading: Reading) -> Migration:
+    options, cms = reading.make_with_defaults(Options), instances.cms_of(reading)
+    texts = {"--from": options.source, "--to": options.destination}
+    reading.faults += [f"{flag} HOST:PORT is missing" for flag, text in texts.items() if not text]
+    ends = instances.places(reading, [(flag, text) for flag, text in texts.items() if text], cms)
+    if len(ends.places) == 1 and all(texts.values()):
+        reading.faults.append(f"--from and --to are the same llumlet, {ends.places[0]}")
+    request = MigrateRequest(trigger_policy=_TRIGGER, force=options.force, method=_METHODS[options.method])
+    if options.stall_budget_ms is not None:
+        request.stall_budget_ms = options.stall_budget_ms
+    reading.check(selection.ask_for, chosen := reading.make(selection.Selection), reading.given, request)
+    return Migration(ends, request, chosen.request, options.timeout_s, reading.make(Output).json)
+
+
+def run(migration: Migration, credentials: Credentials) -> int:
+    display: MoveDisplay = JsonDisplay() if migration.as_json else TextDisplay()
     try:
-        return asyncio.run(_migrate(args, display))
+        return asyncio.run(_migrate(migration, credentials, display))
     except KeyboardInterrupt:
         display.interrupted()
         return ExitCode.INTERRUPTED
 
 
-async def _migrate(args: argparse.Namespace, display: MoveDisplay) -> ExitCode:
+async def _migrate(migration: Migration, credentials: Credentials, display: MoveDisplay) -> ExitCode:
     try:
-        ends = await instances.resolve(args.places, args)
+        ends = await migration.ends.resolve(credentials)
     except CmsUnreachable as error:
         display.failed(error)
         return output.exit_code(error)
-    answers = await ask_all(ends, LlumletClient.get_instance_metadata, args.credentials)
+    answers = await ask_all(ends, LlumletClient.get_instance_metadata, credentials)
     failures = [answer.failure for answer in answers if answer.failure is not None]
-    async with LlumletClient(ends[0], credentials=args.credentials) as source:
+    async with LlumletClient(ends[0], credentials=credentials) as source:
         if not failures:
             here, there = (answer.value for answer in answers if answer.value is not None)
-            request = args.template
+            request = migration.request
             request.src_engine_id, request.dst_engine_id = here.instance_id, there.instance_id
             request.dst_engine_ip, request.dst_engine_port = ends[1]
             try:
-                if args.request:
-                    request.request_ids.extend(await _find(source, args.request))
-                return await _watch(source, request, args.timeout, display)
+                if migration.request_ids:
+                    request.request_ids.extend(await _find(source, migration.request_ids))
+                return await _watch(source, request, migration.timeout_s, display)
             except LlumletCallFailed as error:
                 failures = [error]
     for failure in failures:
@@ -144,7 +134,7 @@ async def _migrate(args: argparse.Namespace, display: MoveDisplay) -> ExitCode:
     return output.exit_code(failures[0])
 
 
-async def _find(source: LlumletClient, texts: list[str]) -> list[str]:
+async def _find(source: LlumletClient, texts: Sequence[str]) -> list[str]:
     listed = await source.list_requests()
     ids, faults = find(texts, listed.requests)
     if faults:

@@ -3,22 +3,17 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import time
+from typing import Final
 
 from llumlet.client import LlumletClient
-from llumlet.types import (
-    ListRequestsResponse,
-    Mode,
-    MoveInfo,
-    MovePhase,
-    RequestInfo,
-    reason_word,
-    word,
-)
+from llumlet.credentials import Credentials
+from llumlet.setting_sources import Reading
+from llumlet.types import ListRequestsResponse, Mode, MoveInfo, MovePhase, RequestInfo, reason_word, word
 from llumsched import output
-from llumsched.commands import arguments, instances
+from llumsched.commands import instances
+from llumsched.commands.arguments import Output
 from llumsched.fan_out import Answer, report_failures
 
 DESCRIPTION = """List the requests of instances.
@@ -43,24 +38,22 @@ _COLUMNS = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    instances.add_instances(parser)
-    arguments.add_json(parser)
+SETTINGS: Final = (instances.Named, instances.Cms, Output)
 
 
-def faults(args: argparse.Namespace) -> list[str]:
-    args.places, found = instances.instances(args)
-    return found
+def prepare(reading: Reading) -> tuple[instances.Places, bool]:
+    return instances.named(reading), reading.make(Output).json
 
 
-def run(args: argparse.Namespace) -> int:
-    answers = asyncio.run(instances.ask(args, LlumletClient.list_requests))
-    if args.json:
+def run(prepared: tuple[instances.Places, bool], credentials: Credentials) -> int:
+    places, as_json = prepared
+    answers = asyncio.run(places.ask(LlumletClient.list_requests, credentials))
+    if as_json:
         for answer in answers:
             output.print_json(_document(answer))
     else:
         _print_table(answers)
-    return report_failures(answers, quiet=args.json)
+    return report_failures(answers, quiet=as_json)
 
 
 def _document(answer: Answer[ListRequestsResponse]) -> dict[str, object]:
@@ -96,7 +89,7 @@ def _row(request: RequestInfo) -> list[str]:
 
 
 def _movable(request: RequestInfo) -> str:
-    """The mode in which it would arrive, or why it would not."""
+    """The mode in which a request would arrive, or why it would not."""
     if request.movable:
         return word(Mode, request.moves_as) if request.moves_as else "yes"
     return reason_word(request.reason) or "no"

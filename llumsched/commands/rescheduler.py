@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import signal
 import sys
+from dataclasses import dataclass
 from typing import Final
 
+from llumlet import kinds
 from llumlet.credentials import Credentials
+from llumlet.setting_sources import Reading
+from llumlet.settings import Group
 from llumsched.cms.store import name_of
-from llumsched.commands import arguments, instances
+from llumsched.commands import instances
 from llumsched.exit_codes import ExitCode
-from llumsched.rescheduling import arguments as rescheduling
+from llumsched.rescheduling import arguments
+from llumsched.rescheduling.arguments import Switches
 from llumsched.rescheduling.config import Config
 
 DESCRIPTION = """Move running requests from hot instances to cold ones and away from sick ones.
@@ -25,62 +29,54 @@ DESCRIPTION = """Move running requests from hot instances to cold ones and away 
 One per cluster: two would undo each other's moves. A scheduler runs one inside with --enable-rescheduling
 --colocated-rescheduling-mode, and knows there what it sent and no status shows yet."""
 
-HOST: Final = "127.0.0.1"
+_http = Group("HTTP", "/metrics, /healthz and /debug/rescheduling.")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    instances.add_cms(parser)
-    http = parser.add_argument_group("HTTP", "/metrics, /healthz and /debug/rescheduling.")
-    http.add_argument("--host", default=HOST, help="to listen at (default %(default)s)")
-    http.add_argument("--port", metavar="N", help="0: any free one (default: no HTTP)")
-    rescheduling.add_arguments(parser)
-    rescheduling.add_failover(parser.add_argument_group("failover"))
+@dataclass(frozen=True, slots=True)
+class Http:
+    host: str = _http.setting("127.0.0.1", kinds.text("HOST"), "to listen at")
+    port: int | None = _http.setting(None, kinds.port(), "to listen at; 0: any free one (default: no HTTP)")
 
 
-def faults(args: argparse.Namespace) -> list[str]:
-    """Leaves the configuration in `args.config` and the port in `args.port`."""
-    found = instances.cms_faults(args)
-    if not args.cms and not found:
-        found.append(f"--cms HOST:PORT or redis://… is missing (or {instances.CMS_VARIABLE})")
-    found += rescheduling.faults(args)
-    if rescheduling.switch(args, "colocated_rescheduling_mode"):
-        wanted = "here it is --standalone-rescheduling-mode"
-        found.append(f"--colocated-rescheduling-mode is for `llumnix scheduler`; {wanted}")
-    if rescheduling.switch(args, "enable_rescheduling") is False:
-        found.append("--enable-rescheduling=false leaves nothing to do")
-    if args.port is not None:
-        number, fault = arguments.number("--port", args.port)
-        if not fault and (number != int(number) or not 0 <= number < 65536):
-            fault = [f"--port {args.port!r} is not a port"]
-        found += fault
-        args.port = int(number)
-    if not found:
-        args.config = rescheduling.config(args)
-    return found
+SETTINGS: Final = (instances.Cms, Http, Switches, Config)
 
 
-def run(args: argparse.Namespace) -> int:
+def prepare(reading: Reading) -> tuple[str, Http, Config]:
+    cms = instances.cms_of(reading)
+    if "--cms" not in reading.given:
+        reading.faults.append(f"--cms HOST:PORT or redis://… is missing (or {instances.CMS_VARIABLE})")
+    switches, config = arguments.prepare(reading)
+    if switches.colocated:
+        reading.faults.append(
+            "--colocated-rescheduling-mode is for `llumnix scheduler`; here it is --standalone-rescheduling-mode"
+        )
+    if switches.enable is False:
+        reading.faults.append("--enable-rescheduling=false leaves nothing to do")
+    return cms, reading.make(Http), config
+
+
+def run(prepared: tuple[str, Http, Config], credentials: Credentials) -> int:
     import uvloop
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        uvloop.run(_serve(args.cms, args.config, args.credentials, args.host, args.port))
+        uvloop.run(_serve(*prepared, credentials))
     except OSError as error:
         print(f"llumnix rescheduler: {error}", file=sys.stderr)
         return ExitCode.USAGE
     return ExitCode.OK
 
 
-async def _serve(cms: str, config: Config, credentials: Credentials, host: str, port: int | None) -> None:
-    """Until SIGTERM or SIGINT."""
+async def _serve(cms: str, http: Http, config: Config, credentials: Credentials) -> None:
+    """Serves until SIGTERM or SIGINT."""
     from llumsched.rescheduling import process
 
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    running = await process.serve(cms, config, credentials, host=host, port=port)
+    running = await process.serve(cms, config, credentials, host=http.host, port=http.port)
     try:
-        where = f", http://{host}:{running.port}" if running.port else ""
+        where = f", http://{http.host}:{running.port}" if running.port else ""
         policies = ", ".join(config.policies)
         logging.getLogger("llumnix.rescheduler").info("%s of %s%s", policies, name_of(cms), where)
         await ended.wait()

@@ -3,30 +3,36 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import os
 import re
 import signal
 import sys
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Final
 from urllib.parse import quote, urlencode
 
+from llumlet import kinds
+from llumlet.credentials import Credentials
+from llumlet.kinds import SWITCH, Kind
 from llumlet.loopback import is_loopback
+from llumlet.protocol.infer_type import InferType
+from llumlet.setting_sources import Reading
+from llumlet.settings import Group, field_of
 from llumlet.types import Address
 from llumsched import descriptors
+from llumsched.cluster.domains import FailoverDomain
 from llumsched.cms.store import LISTEN, name_of, store_faults
-from llumsched.commands import arguments
 from llumsched.exit_codes import ExitCode
+from llumsched.policy.document import Mode, Overrides, Policy, load_policy
+from llumsched.policy.reader import PolicyError, built_in_policies
 from llumsched.rescheduling import arguments as rescheduling
+from llumsched.rescheduling.config import DOMAIN, STALENESS
 from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.scheduler import process
-from llumsched.scheduler.access import read_tokens
 from llumsched.scheduler.backends import API_KEY_VARIABLE
-from llumsched.scheduling.filters import FailoverDomain
-from llumsched.scheduling.load import InferType
-from llumsched.scheduling.policy import Mode, Overrides, Policy, PolicyError, built_in_policies, load_policy
 from llumsched.tls import server_faults
 
 DESCRIPTION = """Choose an instance for each request of the gateways.
@@ -41,295 +47,203 @@ DESCRIPTION = """Choose an instance for each request of the gateways.
 A switch may be written --name, --name=true or --name=false. Policies: docs/policies.md."""
 
 _log = logging.getLogger("llumnix.scheduler")
-_REDIS_PORT: Final = "6379"
 _WITH_REDIS_HOST: Final = (
     "--cms-redis-port",
     "--cms-redis-username",
     "--cms-redis-password",
     "--cms-redis-password-file",
 )
-_OF_ONE_MODE: Final = {
-    Mode.FULL: (
-        "--enable-instance-status-local-account",
-        "--request-local-account-staleness-seconds",
-        "--warm-up-seconds",
-    ),
-    Mode.LITE: ("--gateway-ttl-seconds", "--request-state-ttl-seconds"),
-}
-_DEFAULTS: Final[dict[str, Any]] = {
-    field.name: field.default for field in process.SchedulerConfig.__dataclass_fields__.values()
-}
+_dispatch = Group("dispatch", prefix="--dispatch-")
+_instances = Group("instances")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("process")
-    group.add_argument("--host", default=process.HOST, help="to listen at (default %(default)s)")
-    group.add_argument("--port", default=str(process.PORT), metavar="N", help="0: any free one (default %(default)s)")
-    group.add_argument(
-        "--service-token-file", metavar="FILE",
-        help='tokens of those who may ask over HTTP, by role: {"gateway": […], "reader": […], "operator": […]}',
-    )  # fmt: skip
-    group.add_argument("--ssl-certfile", metavar="FILE", help="certificate to answer HTTP with, over TLS (PEM)")
-    group.add_argument("--ssl-keyfile", metavar="FILE", help="its private key (PEM)")
-    _add_cms(parser.add_argument_group("instances"))
-    _add_dispatch(parser.add_argument_group("dispatch"))
-    rescheduling.add_arguments(parser)
+@dataclass(frozen=True, slots=True)
+class LoadOverride:
+    metric: str | None = None
+    threshold: float | None = None
 
 
-def _add_cms(group: Any) -> None:
-    group.add_argument(
-        "--cms", metavar="URL",
-        help="listen://HOST:PORT: be the CMS; redis://…; redis+sentinel://HOST:PORT,HOST:PORT/SERVICE; HOST:PORT: the "
-        f"CMS of another process (default {process.CMS})",
-    )  # fmt: skip
-    group.add_argument("--cms-listen", metavar="HOST:PORT", help="the same as --cms listen://HOST:PORT")
-    group.add_argument("--cms-redis-host", metavar="HOST", help="with --cms-redis-port, the same as --cms redis://…")
-    group.add_argument("--cms-redis-port", metavar="N", help=f"default {_REDIS_PORT}")
-    group.add_argument("--cms-redis-username", metavar="NAME")
-    group.add_argument(
-        "--cms-redis-password",
-        metavar="TEXT",
-        help="which everybody on this host sees; better: --cms-redis-password-file",
-    )
-    group.add_argument("--cms-redis-password-file", metavar="FILE", help="that holds it, not readable for everybody")
-    group.add_argument(
-        "--llm-backend-endpoints", default="", metavar="HOST:PORT[=TYPE],…",
-        help=f"lite mode: the engines' API servers, and what each is there for: {', '.join(InferType)} (default "
-        f"{InferType.NEUTRAL}). If they have an --api-key: {API_KEY_VARIABLE} in the environment",
-    )  # fmt: skip
-    group.add_argument(
-        "--insecure", action="store_true", help="listen beyond this machine without complete credentials"
+def _load(infer_type: str) -> LoadOverride:
+    of = f"of {infer_type} instances (default: the policy's)"
+    flag = f"--dispatch-{infer_type}-load"
+    return field_of(
+        LoadOverride(),
+        metric=_dispatch.part(kinds.text("METRIC"), f"how the load is measured {of}", flag=f"{flag}-metric"),
+        threshold=_dispatch.part(
+            kinds.number("LOAD"), f"load from which on nothing is sent {of}", flag=f"{flag}-threshold"
+        ),
     )
 
 
-def _add_dispatch(group: Any) -> None:
-    def switch(name: str, text: str) -> None:
-        group.add_argument(name, nargs="?", const="true", metavar="BOOL", help=f"{text} (default true)")
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """The mode, the policy, and what is said instead of it; None is what the policy says."""
 
-    switch("--enable-full-mode-scheduling", "load is what instances report; false: what was sent to them")
-    group.add_argument(
-        "--scheduling-policy", default="load-balance", metavar="NAME",
-        help=f"{', '.join(built_in_policies())}, or a .yaml file (default %(default)s)",
-    )  # fmt: skip
-    for infer_type in InferType:
-        group.add_argument(f"--dispatch-{infer_type}-load-metric", metavar="METRIC", help="default: the policy's")
-        group.add_argument(f"--dispatch-{infer_type}-load-threshold", metavar="LOAD", help="default: the policy's")
-    group.add_argument("--dispatch-top-k", metavar="N", help="choose among the N best (default: the policy's, 1)")
-    group.add_argument(
-        "--failover-domain", metavar="DOMAIN",
-        help=f"what fails with an instance: {', '.join(FailoverDomain)} (default: the policy's, instance)",
-    )  # fmt: skip
-    group.add_argument(
-        "--instance-staleness-seconds", metavar="S",
-        help="silence after which an instance gets nothing (default: the policy's, 60)",
-    )  # fmt: skip
-    switch("--enable-instance-status-local-account", "full mode: count what was sent and is in no status yet")
-    for flag, name, text in (
-        ("--request-local-account-staleness-seconds", "account_staleness_s",
-         "full mode: how long, for a request that never gets there"),
-        ("--warm-up-seconds", "warms_up_s",
-         "full mode: after a start, how long no instance must have come before requests are placed"),
-        ("--gateway-ttl-seconds", "gateway_ttl_s", "lite mode: silence after which a gateway's requests count no more"),
-        ("--request-state-ttl-seconds", "state_ttl_s", "lite mode: silence after which one request counts no more"),
-    ):  # fmt: skip
-        group.add_argument(flag, metavar="S", help=f"{text} (default {_DEFAULTS[name]:g})")
+    full_mode: bool = _dispatch.setting(
+        True,
+        SWITCH,
+        "load is what instances report; false: what was sent to them (lite mode)",
+        flag="--enable-full-mode-scheduling",
+    )
+    policy: str = _dispatch.setting(
+        "load-balance",
+        kinds.text("NAME"),
+        f"{', '.join(built_in_policies())}, or a .yaml file",
+        flag="--scheduling-policy",
+    )
+    neutral: LoadOverride = _load("neutral")
+    prefill: LoadOverride = _load("prefill")
+    decode: LoadOverride = _load("decode")
+    top_k: int | None = _dispatch.setting(
+        None, kinds.integer(at_least=1), "choose among the N best (default: the policy's, 1)"
+    )
+    failover_domain: FailoverDomain | None = _dispatch.setting(
+        None, DOMAIN, "what fails with an instance (default: the policy's, instance)", flag="--failover-domain"
+    )
+    staleness_s: float | None = _dispatch.setting(
+        None,
+        STALENESS,
+        "silence after which an instance gets nothing (default: the policy's, 60)",
+        flag="--instance-staleness-seconds",
+    )
+
+    @property
+    def mode(self) -> Mode:
+        return Mode.FULL if self.full_mode else Mode.LITE
+
+    def load_policy(self, *, is_rescheduled: bool) -> Policy:
+        """The policy, with what was said instead. Raises PolicyError."""
+        loads: dict[InferType, LoadOverride] = {each: getattr(self, each) for each in InferType}
+        overrides = Overrides(
+            {each: load.metric for each, load in loads.items() if load.metric is not None},
+            {each: load.threshold for each, load in loads.items() if load.threshold is not None},
+            self.top_k,
+            self.failover_domain,
+            self.staleness_s,
+            # The rescheduler has these, too.
+            frozenset({"failover_domain", "staleness_s"} if is_rescheduled else ()),
+        )
+        return load_policy(self.policy, self.mode, overrides)
 
 
-def faults(args: argparse.Namespace) -> list[str]:
-    """Leaves the configuration in `args.config` if there are none."""
-    reader = _Reader(args)
-    values = reader.values()
-    if not reader.faults:
-        args.config = process.SchedulerConfig(**values)
-    return reader.faults
+def _host(value: str) -> str:
+    host = value.removeprefix("[").removesuffix("]")
+    if not re.fullmatch(r"[\w.:-]+", host):
+        raise ValueError(f"{value!r} is not a host")
+    return host
 
 
-class _Reader:
-    """Of the flags; collects what is wrong."""
+@dataclass(frozen=True, slots=True)
+class CmsSettings:
+    """Several ways to name one store."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
-        self.faults: list[str] = []
+    cms: str = _instances.setting(
+        "",
+        kinds.text("URL"),
+        "listen://HOST:PORT: be the CMS; redis://…; redis+sentinel://HOST:PORT,HOST:PORT/SERVICE; HOST:PORT: the CMS "
+        f"of another process (default {process.CMS})",
+        mode=Mode.FULL,
+    )
+    cms_listen: str = _instances.setting(
+        "", kinds.text("HOST:PORT"), "the same as --cms listen://HOST:PORT", mode=Mode.FULL
+    )
+    cms_redis_host: str = _instances.setting(
+        "", Kind(_host, "HOST"), "with --cms-redis-port, the same as --cms redis://…", mode=Mode.FULL
+    )
+    cms_redis_port: int = _instances.setting(6379, kinds.port(1), "port of that Redis", mode=Mode.FULL)
+    cms_redis_username: str = _instances.setting("", kinds.text("NAME"), "user at that Redis", mode=Mode.FULL)
+    cms_redis_password: str = _instances.setting(
+        "",
+        kinds.text("TEXT"),
+        "password there, which everybody on this host sees; better: --cms-redis-password-file",
+        mode=Mode.FULL,
+        secret=True,
+    )
+    cms_redis_password_file: str = _instances.setting(
+        "", kinds.text("FILE"), "a file with that password, not readable for everybody", mode=Mode.FULL
+    )
 
-    def values(self) -> dict[str, Any]:
-        args = self._args
-        mode = Mode.FULL if self._switch("--enable-full-mode-scheduling") else Mode.LITE
-        endpoints = self._endpoints(args.llm_backend_endpoints)
-        if mode is Mode.LITE and not endpoints and not args.llm_backend_endpoints:
-            self.faults.append("--enable-full-mode-scheduling=false needs --llm-backend-endpoints")
-        if mode is Mode.FULL and args.llm_backend_endpoints:
-            self.faults.append("--llm-backend-endpoints is of no use without --enable-full-mode-scheduling=false")
-        for other in set(Mode) - {mode}:
-            given = [flag for flag in _OF_ONE_MODE[other] if self._text(flag) is not None]
-            self.faults += [f"{flag} is of no use in {mode} mode" for flag in given]
-        values: dict[str, Any] = {
-            "host": args.host,
-            "port": self._port("--port", args.port, lowest=0),
-            "cms": self._cms(mode),
-            "account": self._switch("--enable-instance-status-local-account"),
-            "account_staleness_s": self._seconds("--request-local-account-staleness-seconds", "account_staleness_s"),
-            "warms_up_s": self._seconds("--warm-up-seconds", "warms_up_s", may_be_0=True),
-            "gateway_ttl_s": self._seconds("--gateway-ttl-seconds", "gateway_ttl_s"),
-            "state_ttl_s": self._seconds("--request-state-ttl-seconds", "state_ttl_s"),
-            "backend_endpoints": endpoints,
-            "backend_api_key": os.environ.get(API_KEY_VARIABLE, ""),
-            "insecure": args.insecure,
-            "service_token_file": self._service_tokens(),
-            "ssl_certfile": args.ssl_certfile or "",
-            "ssl_keyfile": args.ssl_keyfile or "",
-        }
-        self.faults += server_faults(values["ssl_certfile"], values["ssl_keyfile"])
-        values["policy"] = self._policy(mode)
-        values["rescheduling"] = self._rescheduling(mode)
-        return values
-
-    def _service_tokens(self) -> str:
-        file, host = self._args.service_token_file or "", self._args.host
-        if file:
-            try:
-                read_tokens(file)
-            except ValueError as error:
-                self.faults.append(f"--service-token-file {error}")
-        elif not (self._args.insecure or is_loopback(host)):
-            self.faults.append(
-                f"--host {host} is not a loopback address, and whoever reaches this scheduler sees and influences "
-                "where requests go: it needs --service-token-file, or else --insecure"
-            )
-        return file
-
-    def _policy(self, mode: Mode) -> Policy | None:
-        args = self._args
-        metrics, thresholds = {}, {}
-        for infer_type in InferType:
-            if (metric := getattr(args, f"dispatch_{infer_type}_load_metric")) is not None:
-                metrics[infer_type] = metric
-            if (text := getattr(args, f"dispatch_{infer_type}_load_threshold")) is not None:
-                thresholds[infer_type], fault = arguments.number(f"--dispatch-{infer_type}-load-threshold", text)
-                self.faults += fault
-        top_k = None
-        if args.dispatch_top_k is not None:
-            top_k = int(args.dispatch_top_k) if args.dispatch_top_k.isdecimal() else 0
-            if top_k < 1:
-                self.faults.append(f"--dispatch-top-k {args.dispatch_top_k!r} is not a number from 1 on")
-                top_k = None
-        if (domain := args.failover_domain) is not None and domain not in tuple(FailoverDomain):
-            self.faults.append(f"--failover-domain {domain!r} is none of {', '.join(FailoverDomain)}")
-            domain = None
-        staleness_s = None
-        if args.instance_staleness_seconds is not None:
-            staleness_s = self._seconds("--instance-staleness-seconds") or None
-        # The rescheduler has a domain and a staleness of its own.
-        optional = frozenset({"failover_domain", "staleness_s"} if rescheduling.colocated(args) else ())
-        overrides = Overrides(metrics, thresholds, top_k, domain, staleness_s, optional)
-        try:
-            return load_policy(args.scheduling_policy, mode, overrides)
-        except PolicyError as error:
-            self.faults += error.faults
-            return None
-
-    def _rescheduling(self, mode: Mode) -> ReschedulingConfig | None:
-        args, own = argparse.Namespace(**vars(self._args)), ReschedulingConfig()
-        if args.failover_domain not in tuple(FailoverDomain):  # said already, if it was given
-            args.failover_domain = str(own.failover_domain)
-        if args.instance_staleness_seconds is None:
-            args.instance_staleness_seconds = f"{own.staleness_s:g}"
-        found = [fault for fault in rescheduling.faults(args) if "--instance-staleness-seconds" not in fault]
-        self.faults += found
-        if args.standalone_rescheduling_mode in ("true", True):
-            self.faults.append("--standalone-rescheduling-mode is for `llumnix rescheduler`")
-        if not rescheduling.colocated(args):
-            return None
-        if mode is Mode.LITE:
-            self.faults.append("rescheduling needs full mode: engines that report nothing cannot move requests")
-        return None if found else rescheduling.config(args)
-
-    def _cms(self, mode: Mode) -> str:
-        args = self._args
-        given = {}
-        if args.cms:
-            given["--cms"] = args.cms
-        if args.cms_listen:
-            given["--cms-listen"] = LISTEN + args.cms_listen
-        if args.cms_redis_host:
-            given["--cms-redis-host"] = self._redis_url()
-        else:
-            useless = [flag for flag in _WITH_REDIS_HOST if self._text(flag) is not None]
-            self.faults += [f"{flag} is of no use without --cms-redis-host" for flag in useless]
-        if len(given) > 1:
-            self.faults.append(f"{' and '.join(given)}: one of them")
-        if given and mode is Mode.LITE:
-            self.faults.append(f"{next(iter(given))} is of no use in lite mode: instances report to nobody")
-        for flag, url in given.items():
-            self.faults += [f"{flag} {fault}" for fault in store_faults(url)]
-        return next(iter(given.values()), process.CMS)
+    @property
+    def urls(self) -> dict[str, str]:
+        """URLs of stores, by the flag that names one."""
+        found = {"--cms": self.cms, "--cms-listen": self.cms_listen and LISTEN + self.cms_listen}
+        found["--cms-redis-host"] = self.cms_redis_host and self._redis_url()
+        return {flag: url for flag, url in found.items() if url}
 
     def _redis_url(self) -> str:
-        args = self._args
-        host = args.cms_redis_host.removeprefix("[").removesuffix("]")
-        if not re.fullmatch(r"[\w.:-]+", host):
-            self.faults.append(f"--cms-redis-host {args.cms_redis_host!r} is not a host")
-            host = "localhost"
-        address = Address(host, self._port("--cms-redis-port", args.cms_redis_port or _REDIS_PORT, lowest=1))
-        user, password = (quote(text or "", safe="") for text in (args.cms_redis_username, args.cms_redis_password))
+        address = Address(self.cms_redis_host, self.cms_redis_port)
+        user, password = (quote(each, safe="") for each in (self.cms_redis_username, self.cms_redis_password))
         url = f"redis://{user}:{password}@{address}" if user or password else f"redis://{address}"
-        file = args.cms_redis_password_file
-        return f"{url}?{urlencode({'password_file': file})}" if file else url
-
-    def _endpoints(self, text: str) -> dict[Address, InferType]:
-        flag, found = "--llm-backend-endpoints", dict[Address, InferType]()
-        for part in filter(None, map(str.strip, text.split(","))):
-            endpoint, _, kind = part.removeprefix("http://").partition("=")
-            addresses, fault = arguments.address(flag, endpoint)
-            self.faults += fault
-            try:
-                infer_type = InferType(kind or InferType.NEUTRAL)
-            except ValueError:
-                self.faults.append(f"{flag} {part!r}: {kind!r} is none of {', '.join(InferType)}")
-                continue
-            for address in addresses:
-                if found.setdefault(address, infer_type) != infer_type:
-                    self.faults.append(f"{flag} {endpoint}: both {found[address]} and {infer_type}")
-        return found
-
-    def _switch(self, flag: str) -> bool:
-        text = (self._text(flag) or "true").lower()
-        if text not in ("true", "false"):
-            self.faults.append(f"{flag} {text!r} is neither true nor false")
-        return bool(text != "false")
-
-    def _seconds(self, flag: str, field: str = "", *, may_be_0: bool = False) -> float:
-        """That of a flag that was not given is the default of the field; 0 for a fault."""
-        text = self._text(flag)
-        if text is None:
-            return float(_DEFAULTS[field])
-        value, fault = arguments.number(flag, text)
-        if not fault and (value < 0 or (value == 0 and not may_be_0)):
-            fault = [f"{flag} must be positive"]
-        self.faults += fault
-        return 0.0 if fault else value
-
-    def _text(self, flag: str) -> str | None:
-        """None if it was not given."""
-        text: str | None = getattr(self._args, flag.removeprefix("--").replace("-", "_"))
-        return text
-
-    def _port(self, flag: str, text: str, lowest: int) -> int:
-        if text.isascii() and text.isdigit() and lowest <= int(text) < 65536:
-            return int(text)
-        self.faults.append(f"{flag} {text!r} is not a port")
-        return 0
+        path = self.cms_redis_password_file
+        return f"{url}?{urlencode({'password_file': path})}" if path else url
 
 
-def run(args: argparse.Namespace) -> int:
-    import dataclasses
+SETTINGS: Final = (process.SchedulerConfig, CmsSettings, Dispatch, rescheduling.Switches, ReschedulingConfig)
 
+
+def prepare(reading: Reading) -> process.SchedulerConfig | None:
+    dispatch, cms = reading.make_with_defaults(Dispatch), reading.make(CmsSettings)
+    reading.faults += reading.of_other_modes(dispatch.mode)
+    reading.check(_cms_faults, cms, reading.given)
+    switches, config = rescheduling.prepare(reading)
+    reading.check(_rescheduling_faults, switches, dispatch)
+    policy: Any = None
+    try:
+        policy = dispatch.load_policy(is_rescheduled=switches.in_scheduler)
+    except PolicyError as error:
+        reading.faults += error.faults
+    made = reading.make(
+        process.SchedulerConfig,
+        policy=policy,
+        backend_api_key=os.environ.get(API_KEY_VARIABLE, ""),
+        rescheduling=config if switches.in_scheduler else None,
+    )
+    for check in (_host_faults, _tls_faults):
+        reading.check(check, made)
+    reading.check(_endpoint_faults, made, dispatch)
+    return None if reading.faults else replace(made, cms=next(iter(cms.urls.values()), process.CMS))
+
+
+def _cms_faults(cms: CmsSettings, given: Container[str]) -> Iterator[str]:
+    if "--cms-redis-host" not in given:
+        yield from (f"{flag} is of no use without --cms-redis-host" for flag in _WITH_REDIS_HOST if flag in given)
+    if len(cms.urls) > 1:
+        yield f"{' and '.join(cms.urls)}: one of them"
+    for flag, url in cms.urls.items():
+        yield from (f"{flag} {fault}" for fault in store_faults(url))
+
+
+def _rescheduling_faults(switches: rescheduling.Switches, dispatch: Dispatch) -> Iterator[str]:
+    if switches.standalone:
+        yield "--standalone-rescheduling-mode is for `llumnix rescheduler`"
+    if switches.in_scheduler and dispatch.mode is Mode.LITE:
+        yield "rescheduling needs full mode: engines that report nothing cannot move requests"
+
+
+def _endpoint_faults(config: process.SchedulerConfig, dispatch: Dispatch) -> Iterator[str]:
+    if dispatch.mode is Mode.LITE and not config.backend_endpoints:
+        yield "--enable-full-mode-scheduling=false needs --llm-backend-endpoints"
+
+
+def _host_faults(config: process.SchedulerConfig) -> Iterator[str]:
+    if not (config.service_token_file or config.insecure or is_loopback(config.host)):
+        yield (
+            f"--host {config.host} is not a loopback address, and whoever reaches this scheduler sees and influences "
+            "where requests go: it needs --service-token-file, or else --insecure"
+        )
+
+
+def _tls_faults(config: process.SchedulerConfig) -> list[str]:
+    return server_faults(config.ssl_certfile, config.ssl_keyfile)
+
+
+def run(config: process.SchedulerConfig, credentials: Credentials) -> int:
     import uvloop
 
     descriptors.raise_limit()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    config = dataclasses.replace(args.config, credentials=args.credentials)
     try:
-        uvloop.run(_serve(config))
+        uvloop.run(_serve(replace(config, credentials=credentials)))
     except (OSError, ValueError) as error:
         print(f"llumnix scheduler: {error}", file=sys.stderr)
         return ExitCode.USAGE
@@ -337,7 +251,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _serve(config: process.SchedulerConfig) -> None:
-    """Until SIGTERM or SIGINT."""
+    """Serves until SIGTERM or SIGINT."""
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+from typing import Final
 
 from llumlet.client import LlumletClient
+from llumlet.credentials import Credentials
+from llumlet.setting_sources import Reading
 from llumlet.types import NOT_WELL, Health, InstanceMetadata, InstanceStatus, word
 from llumsched import output
-from llumsched.commands import arguments, instances
+from llumsched.commands import instances
+from llumsched.commands.arguments import Output
 from llumsched.fan_out import Answer, report_failures
 
 DESCRIPTION = """Show the load and the settings of instances.
@@ -38,19 +41,17 @@ _COLUMNS = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    instances.add_instances(parser)
-    arguments.add_json(parser)
+SETTINGS: Final = (instances.Named, instances.Cms, Output)
 
 
-def faults(args: argparse.Namespace) -> list[str]:
-    args.places, found = instances.instances(args)
-    return found
+def prepare(reading: Reading) -> tuple[instances.Places, bool]:
+    return instances.named(reading), reading.make(Output).json
 
 
-def run(args: argparse.Namespace) -> int:
-    answers = asyncio.run(instances.ask(args, _ask))
-    if args.json:
+def run(prepared: tuple[instances.Places, bool], credentials: Credentials) -> int:
+    places, as_json = prepared
+    answers = asyncio.run(places.ask(_ask, credentials))
+    if as_json:
         for answer in answers:
             output.print_json(_document(answer))
     else:
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
                 rows.add_row(*map(output.clean, _row(answer.where, *answer.value)))
         if rows.row_count:
             output.console().print(rows)
-    return report_failures(answers, quiet=args.json)
+    return report_failures(answers, quiet=as_json)
 
 
 async def _ask(client: LlumletClient) -> tuple[InstanceStatus, InstanceMetadata]:

@@ -3,19 +3,26 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
 
 from rich.table import Table
 
+from llumlet import kinds
+from llumlet.credentials import Credentials
+from llumlet.kinds import MARK, Kind
+from llumlet.setting_sources import Reading
 from llumlet.types import Address
-from llumsched import output, scheduler_access
-from llumsched.commands import arguments
-from llumsched.commands.instances import add_cms, cms_faults
+from llumsched import output
+from llumsched.commands.arguments import OPTIONS, Output
+from llumsched.commands.instances import Cms, cms_of
 from llumsched.exit_codes import ExitCode
+from llumsched.scheduler_access import AccessSettings
 from llumsched.top import rows
-from llumsched.top.source import Snapshot, Source
+from llumsched.top.source import Glance, Source
 
 DESCRIPTION = """Watch instances, their load, and the moves between them.
 
@@ -24,68 +31,73 @@ and OUT are moves now. With --json: one object per --interval, with the CMS's vi
 --once one of them, and exit code 4 if the CMS was not reached."""
 
 FIRST_S = 5.0
-"""How long --once waits for the CMS and the scheduler."""
+"""Time for which --once waits for the CMS and the scheduler."""
 NUM_MOVES = 20
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_cms(parser)
-    parser.add_argument(
-        "--scheduler", metavar="HOST:PORT", help="HTTP address of the scheduler whose rescheduler's moves are shown"
+@dataclass(frozen=True, slots=True)
+class Options:
+    scheduler: Address | None = OPTIONS.setting(
+        None,
+        Kind(lambda url: Address.parse(url.removeprefix("http://").rstrip("/")), "HOST:PORT"),
+        "HTTP address of the scheduler whose rescheduler's moves are shown",
     )
-    scheduler_access.add_arguments(parser)
-    parser.add_argument("--once", action="store_true", help="print what is now, and exit")
-    parser.add_argument("--interval", default="1", metavar="SECONDS", help="between two objects of --json (default 1)")
-    arguments.add_json(parser)
+    once: bool = OPTIONS.setting(False, MARK, "print what is now, and exit")
+    interval_s: float = OPTIONS.setting(1.0, kinds.seconds(above=0), "between two objects of --json")
 
 
-def faults(args: argparse.Namespace) -> list[str]:
-    found = cms_faults(args)
-    if not args.cms and not found:
-        found.append("--cms HOST:PORT is missing")
-    args.scheduler_address = None
-    if args.scheduler is not None:
-        addresses, more = arguments.address("--scheduler", args.scheduler.removeprefix("http://").rstrip("/"))
-        found += more
-        args.scheduler_address = addresses[0] if addresses else None
-    args.access, more = scheduler_access.given(args)
-    found += more
-    args.interval_s, more = arguments.number("--interval", args.interval)
-    found += more or ([] if args.interval_s > 0 else ["--interval must be positive"])
-    if not (args.once or args.json or sys.stdout.isatty()):
-        found.append("the output is no terminal: add --once or --json")
-    return found
+SETTINGS: Final = (Cms, Options, AccessSettings, Output)
 
 
-def run(args: argparse.Namespace) -> int:
-    if not (args.once or args.json):
+@dataclass(frozen=True, slots=True)
+class Top:
+    cms: str
+    options: Options
+    access: AccessSettings
+    as_json: bool
+
+    def source(self, credentials: Credentials) -> Source:
+        return Source(self.cms, self.options.scheduler, credentials, self.access.access)
+
+
+def prepare(reading: Reading) -> Top:
+    cms = cms_of(reading)
+    if "--cms" not in reading.given:
+        reading.faults.append("--cms HOST:PORT is missing")
+    top = Top(cms, reading.make(Options), reading.make(AccessSettings), reading.make(Output).json)
+    reading.check(_terminal_faults, top)
+    return top
+
+
+def _terminal_faults(top: Top) -> Iterator[str]:
+    if not (top.options.once or top.as_json or sys.stdout.isatty()):
+        yield "the output is no terminal: add --once or --json"
+
+
+def run(top: Top, credentials: Credentials) -> int:
+    if not (top.options.once or top.as_json):
         from llumsched.top.app import TopApp
 
-        TopApp(_source(args)).run()
+        TopApp(top.source(credentials)).run()
         return ExitCode.OK
-    return asyncio.run(_print(args))
+    return asyncio.run(_print(top, credentials))
 
 
-def _source(args: argparse.Namespace) -> Source:
-    address: Address | None = args.scheduler_address
-    return Source(args.cms, address, args.credentials, args.access)
-
-
-async def _print(args: argparse.Namespace) -> int:
-    async with _source(args) as source:
+async def _print(top: Top, credentials: Credentials) -> int:
+    async with top.source(credentials) as source:
         await source.first(FIRST_S)
         while True:
             snapshot = source.snapshot()
-            if args.json:
+            if top.as_json:
                 output.print_json(snapshot.to_dict())
             else:
                 _print_tables(snapshot)
-            if args.once:
+            if top.options.once:
                 return ExitCode.OK if snapshot.connected else ExitCode.UNREACHABLE
-            await asyncio.sleep(args.interval_s)
+            await asyncio.sleep(top.options.interval_s)
 
 
-def _print_tables(snapshot: Snapshot) -> None:
+def _print_tables(snapshot: Glance) -> None:
     screen = output.console()
     screen.print(rows.headline(snapshot))
     tables: list[tuple[Table, dict[str, rows.Cells]]] = [

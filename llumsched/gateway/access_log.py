@@ -24,7 +24,7 @@ class AccessLogger:
         self._form = form
         self._dropped = dropped
         self._num_dropped = 0
-        """Since a line was written."""
+        """Lines dropped since one was written."""
         self._lines: list[str] = []
         self._writer = None if form is AccessLog.OFF else LineWriter(descriptor)
 
@@ -64,7 +64,7 @@ def _line(record: Record) -> str:
 
 
 def _word(text: str) -> str:
-    """Whatever a client wrote there, as one field of one line."""
+    """A text that a client wrote, as one field of one line."""
     return "".join(char if char.isprintable() and char != " " else f"\\u{ord(char):04x}" for char in text) or "-"
 
 

@@ -25,7 +25,7 @@ Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class Admission:
-    """Before `answer`."""
+    """Checks requests before `answer`: each needs a known key, and a POST some of its allowance."""
 
     def __init__(self, keys: ApiKeys, answer: Answer, metrics: Metrics) -> None:
         self._keys = keys

@@ -50,7 +50,7 @@ class Bucket:
         self._level, self._at_s = capacity, clock()
 
     def wait_s(self) -> float:
-        """Until there is one."""
+        """Seconds until there is a token."""
         now_s = self._clock()
         self._level = min(self._capacity, self._level + (now_s - self._at_s) * self._per_s)
         self._at_s = now_s
@@ -71,7 +71,7 @@ class Tenant:
         self.allow(allowance)
 
     def allow(self, allowance: Allowance) -> None:
-        """From now on; what is in flight stays counted."""
+        """Applies an allowance from now on; what is in flight stays counted."""
         self.allowance = allowance
         self._buckets = [
             Bucket(rate / period_s, max(1.0, rate), self._clock)
@@ -81,7 +81,7 @@ class Tenant:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """While it is in flight. Raises Exceeded."""
+        """Counts a request while the block runs. Raises Exceeded."""
         most = self.allowance.concurrent_requests
         if most is not None and self._num_requests >= most:
             raise Exceeded(f"This key may have {most} requests in flight.", self.name, Limit.CONCURRENT)
@@ -97,7 +97,7 @@ class Tenant:
             self._num_requests -= 1
 
     def check_priority(self, asked: Any) -> None:
-        """Of a request, as its body has it: engines read "-1" as -1. Raises PriorityRefused."""
+        """Checks the priority that a request's body asks for: engines read "-1" as -1. Raises PriorityRefused."""
         best = self.allowance.best_priority
         if best is None:
             return
@@ -110,7 +110,7 @@ class Tenant:
 
     @contextmanager
     def tokens(self, number: int) -> Iterator[None]:
-        """While its request is in flight. Raises Exceeded."""
+        """Counts a request's prompt tokens while the block runs. Raises Exceeded."""
         most = self.allowance.tokens_in_flight
         if most is not None and self._num_tokens + number > most:
             raise Exceeded(f"This key may have {most} prompt tokens in flight.", self.name, Limit.TOKENS)
@@ -122,11 +122,11 @@ class Tenant:
 
 
 TENANT: Final = web.RequestKey("tenant", Tenant)
-"""Where a request has it."""
+"""Key under which a request has its tenant."""
 
 
 class ApiKeys:
-    """Those of a file. Raises ValueError if it cannot be used."""
+    """The keys of a file. Raises ValueError if it cannot be used."""
 
     def __init__(self, path: str) -> None:
         self._file = Watched(path)
@@ -134,7 +134,7 @@ class ApiKeys:
         self._load()
 
     def reload(self) -> None:
-        """If the file has changed. One that cannot be used changes nothing, but is told in the log."""
+        """Reads the file if it has changed. One that cannot be used changes nothing, but is told in the log."""
         if not self._file.has_changed():
             return
         try:
@@ -155,7 +155,7 @@ class ApiKeys:
         self._keys = HashedKeys({name: allowance.keys for name, allowance in allowances.items()})
 
     def whose(self, authorization: str) -> Tenant | None:
-        """Of the header `Authorization`."""
+        """The tenant whose key the header `Authorization` shows."""
         scheme, _, key = authorization.partition(" ")
         name = self._keys.whose(key) if scheme.lower() == "bearer" else None
         return None if name is None else self._tenants[name]

@@ -14,7 +14,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from aiohttp import web
 
@@ -25,11 +25,9 @@ from llumsched.gateway.connection import Connection
 from llumsched.gateway.continuable import CannotContinue
 from llumsched.gateway.errors import GatewayError, StreamLost
 from llumsched.gateway.placement import Asked, Placed
+from llumsched.gateway.services import Received, Services
 from llumsched.gateway.tried import Tried
 from llumsched.gateway.upstream import Call, response_headers
-
-if TYPE_CHECKING:
-    from llumsched.gateway.exchange import Exchanges, Received
 
 CLIENT_GONE: Final = 499
 
@@ -43,57 +41,57 @@ class _Doubted(Exception):
 
 
 def _is_event_stream(answer: Connection) -> bool:
-    """One that can be read: engines do not compress, but something between may."""
+    """Whether events can be read: engines do not compress, but something between may."""
     return answer.headers.get("Content-Type", "").startswith("text/event-stream") and (
         "Content-Encoding" not in answer.headers
     )
 
 
 class Attempts(ABC):
-    """`run` once."""
+    """The attempts at one request; to `run` once."""
 
     def __init__(
         self,
-        around: Exchanges,
+        services: Services,
         received: Received,
         *,
         is_engines_work: bool = True,
         pardoned: frozenset[int] = frozenset(),
     ) -> None:
-        """The last two are `Tried`'s."""
-        self._around = around
+        """`is_engines_work` and `pardoned` are `Tried`'s."""
+        self._services = services
         self._is_engines_work = is_engines_work
-        self._config = around.config
+        self._config = services.config
         self._request = received.request
         self._body = received.body
         self._record = received.record
+        self._num_counted = received.num_tokens
         self._own_id = received.own_id
         self._started_s = received.started_s
-        self._counted = received.counted
         self._target = received.target
         self._headers = received.headers
         self._content: Content = (received.body.content,)
         self._tried = Tried(
             self._config,
-            around.backends,
-            around.budget,
-            around.metrics,
-            around.trials,
+            services.backends,
+            services.budget,
+            services.metrics,
+            services.trials,
             is_engines_work=is_engines_work,
             pardoned=pardoned,
         )
         self._case = self._tried.case
         self._pause_s = 0.0
-        """Before the next attempt."""
+        """Wait before the next attempt."""
         self._out: web.StreamResponse | None = None
-        """Once the client has got the head of a stream."""
+        """The stream's response, once the client has got its head."""
         self._has_begun = False
-        """The client has got an event of a stream: no other instance can begin it anew."""
+        """Whether the client has got an event of a stream: no other instance can begin it anew."""
         self._streaming: tuple[Connection, Call] | None = None
         """An engine's event stream that is handed on."""
         self._kept_alive_s = 0.0
         self._is_delivered = False
-        """The client was sent the last event of its stream."""
+        """Whether the client was sent the last event of its stream."""
 
     # What differs
 
@@ -103,33 +101,33 @@ class Attempts(ABC):
 
     @abstractmethod
     async def _interrupted(self, lost: StreamLost, backend: Backend) -> web.StreamResponse | None:
-        """A stream was lost of which the client has the beginning: how it ends; None if it can go on elsewhere."""
+        """How a stream ends that was lost when the client had its beginning; None if it can go on elsewhere."""
 
     @abstractmethod
     def _last_words(self, error: GatewayError) -> bytes:
-        """With which a stream ends that has begun: the client sees an error, and that it is the end."""
+        """The end of a stream that has begun: the client sees an error, and that it is the end."""
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and output, so far."""
+        """Tokens of prompt and output so far."""
         return self._record.num_input_tokens
 
     @property
-    def _asked_for(self) -> tuple[int, tuple[int, ...] | None]:
-        """Tokens that an engine gets as its prompt, and their ids if they are known."""
-        return self._counted.num_tokens, self._counted.token_ids
+    def _num_prompt_tokens(self) -> int:
+        """Tokens that an engine gets as its prompt."""
+        return self._num_counted
 
     async def _prepare(self, placed: Placed) -> None:
-        """Before the request is sent."""
+        """Called before the request is sent."""
         return
 
     def _answered(self, body: bytes, backend: Backend) -> None:
-        """In one piece."""
+        """Called with an answer in one piece."""
         num_input, self._record.num_output_tokens = sse.usage_of(body)
         self._record.num_input_tokens = num_input or self._record.num_input_tokens
 
     def _count_output(self) -> None:
-        """The stream is over, or this part of it."""
+        """Called when the stream is over, or this part of it."""
         return
 
     def _is_doubtful(self, status: int, backend: Backend) -> bool:
@@ -140,7 +138,7 @@ class Attempts(ABC):
         self._record.num_retries += 1
 
     def _failed_for_good(self) -> None:
-        """A stream that had begun."""
+        """Called when a stream that had begun has failed."""
         return
 
     # What does not
@@ -149,7 +147,7 @@ class Attempts(ABC):
         try:
             return await self._run()
         finally:
-            self._around.trials.end(self._case)
+            self._services.trials.end(self._case)
 
     async def _run(self) -> web.StreamResponse:
         while True:
@@ -158,7 +156,7 @@ class Attempts(ABC):
                     await asyncio.sleep(self._pause_s)
                     self._pause_s = 0.0
                 if self._case.deaths:
-                    await self._around.trials.turn(self._case)
+                    await self._services.trials.turn(self._case)
                 placed = await self._place()
             except GatewayError as error:
                 if self._out is not None:
@@ -166,9 +164,9 @@ class Attempts(ABC):
                 if self._tried.answer is not None:
                     return self._tried.answer
                 raise
-            self._around.running[self] = placed
+            self._services.running[self] = placed
             if self._case.deaths:
-                self._around.trials.begin(self._case, placed.backend)
+                self._services.trials.begin(self._case, placed.backend)
             completed = False
             try:
                 response = await self._attempt(placed)
@@ -194,20 +192,18 @@ class Attempts(ABC):
             except errors.OutOfDescriptors as error:
                 return await self._fail(error)
             finally:
-                self._around.running.pop(self, None)
-                self._around.trials.end(self._case)
+                self._services.running.pop(self, None)
+                self._services.trials.end(self._case)
                 self._release(placed, completed=completed)
 
     def _release(self, placed: Placed, *, completed: bool) -> None:
-        self._around.placement.release(placed, completed=completed)
+        self._services.placement.release(placed, completed=completed)
 
     async def _place(self) -> Placed:
         started_s = time.monotonic()
         suffix = f"-r{self._tried.num_placed}" if self._tried.num_placed else ""
         try:
-            num_tokens, token_ids = self._asked_for
-            ids = token_ids if self._config.forward_tokens else None
-            asked = Asked(self._own_id + suffix, self._body.model, num_tokens, ids)
+            asked = Asked(self._own_id + suffix, self._body.model, self._num_prompt_tokens)
             placed = await self._choose(asked)
         finally:
             self._record.schedule_s += time.monotonic() - started_s
@@ -218,12 +214,12 @@ class Attempts(ABC):
         return placed
 
     async def _choose(self, asked: Asked) -> Placed:
-        on_trial = self._around.trials.instances if self._case.deaths else ()
-        return await self._around.placement.place(asked, self._tried.excluded, on_trial)
+        on_trial = self._services.trials.instances if self._case.deaths else ()
+        return await self._services.placement.place(asked, self._tried.excluded, on_trial)
 
     async def _attempt(self, placed: Placed) -> web.StreamResponse:
         await self._prepare(placed)
-        call = self._around.upstream.call(
+        call = self._services.upstream.call(
             placed.backend,
             self._target,
             self._content,
@@ -277,8 +273,8 @@ class Attempts(ABC):
         return self._out
 
     async def keep_alive(self, since_s: float, now_s: float) -> None:
-        """A comment for a client whose stream has been silent since then. Chunks are whole events, so that it stands
-        between two. It waits for nothing: where something waits to be taken there is no need of it."""
+        """Writes a comment to a client whose stream has been silent since then. Chunks are whole events, so that it
+        stands between two. It waits for nothing: where something waits to be taken there is no need of it."""
         if self._streaming is None:
             return
         answer, call = self._streaming
@@ -302,7 +298,7 @@ class Attempts(ABC):
         return self._out
 
     def _client_left(self) -> bool:
-        """Whether it had everything: some do not wait for the end of the connection's answer."""
+        """Whether the client that left had everything: some do not wait for the end of the connection's answer."""
         self._count_output()
         self._record.status = self._record.status or (200 if self._is_delivered else CLIENT_GONE)
         return self._is_delivered

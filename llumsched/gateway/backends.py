@@ -24,12 +24,12 @@ from llumsched.gateway.outliers import Ejection, Limits, Outliers, Pace
 
 _ASK_TIMEOUT_S = 3.0
 _ASKED_AT_ONCE = 64
-"""A thousand connections in one burst hold up all streams."""
+"""Limit of the requests for models at a time: a thousand connections in one burst hold up all streams."""
 _FORGOTTEN_S = 300.0
-"""An instance that the scheduler named once and that has not answered for so long is gone."""
+"""Time after which an instance that only the scheduler named, and that has not answered since, is forgotten."""
 _COUNTERS = re.compile(rb"^vllm:(?:prompt_tokens_total|generation_tokens_total|kv_cache_usage_perc)\b.*", re.MULTILINE)
 _UNCOUNTED_PATIENCE = 3
-"""Times as long as others an engine may be silent of whose work nothing is counted."""
+"""Times as long as others an engine may be silent whose work nothing counts."""
 
 
 class Backend:
@@ -39,13 +39,13 @@ class Backend:
         self.endpoint = endpoint
         self.address = endpoint.address
         self.models: dict[str, dict[str, Any]] | None = None
-        """The model cards by name; None until it has answered."""
+        """The model cards by name; None until the instance has answered."""
         self.last_token_s = time.monotonic()
         """When its engine core was last seen to work, on any connection."""
         self.is_down = False
-        """It hangs, or did not answer when asked for its models."""
+        """Whether it hangs, or did not answer when asked for its models."""
         self.is_stalled = False
-        """Its API server is well, and no token comes. Ends with the next one."""
+        """Whether no token comes though its API server is well; ends with the next token."""
         self.answered_s = self.last_token_s
         """When it told its models last."""
         self._urls: dict[str, URL] = {}
@@ -57,16 +57,16 @@ class Backend:
         return url
 
     def learn(self, model: str) -> None:
-        """The scheduler says that it serves this one."""
+        """Adds a model that the scheduler says it serves."""
         if self.models is not None:
             self.models.setdefault(model, {"id": model, "object": "model"})
 
     def serves(self, model: str) -> bool:
-        """Also if it is not known what it serves."""
+        """Whether it serves the model, or may: what it serves may not be known yet."""
         return not model or self.models is None or model in self.models
 
     def max_model_len(self, model: str) -> int | None:
-        """Tokens, prompt and output together, as its model card says."""
+        """Limit of prompt and output together, in tokens, as its model card says."""
         limit = ((self.models or {}).get(model) or {}).get("max_model_len")
         return limit if isinstance(limit, int) else None
 
@@ -75,7 +75,7 @@ class Backend:
 
 
 class Backends:
-    """All of them, by address. `refresh` keeps what they serve up to date."""
+    """All API servers, by address. `refresh` keeps what they serve up to date."""
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class Backends:
         *,
         is_tls: bool = False,
     ) -> None:
-        """`headers`: of all that engines are asked for the gateway itself. `is_tls`: of those of which only the address
-        is known."""
+        """`headers`: of all that engines are asked for the gateway itself. `is_tls`: for those of which only the
+        address is known."""
         self.outliers: Outliers[Backend] = Outliers(limits, self.__len__, time.monotonic)
         self.pace: Pace[Backend] = Pace(time.monotonic)
         self._session = session
@@ -96,7 +96,7 @@ class Backends:
         self._all: dict[Endpoint, Backend] = {}
         self._by_address: dict[Address, Backend] = {}
         self._in_turn: OrderedDict[Backend, None] = OrderedDict()
-        """Whose turn was the longest ago comes first. Gateways do not all begin with the same one."""
+        """All instances; whose turn was the longest ago comes first. Gateways do not all begin with the same one."""
         for one in configured:
             self._add(one if isinstance(one, Endpoint) else Endpoint(one, is_tls))
         self._configured = frozenset(self._all)
@@ -105,7 +105,7 @@ class Backends:
         self.refreshed_s = -float("inf")
 
     def at(self, address: Address) -> Backend:
-        """The one at this address; the first, if several have paths there."""
+        """The instance at this address; the first, if several have paths there."""
         return self._by_address.get(address) or self._add(Endpoint(address, self._is_tls))
 
     def _add(self, endpoint: Endpoint) -> Backend:
@@ -123,11 +123,11 @@ class Backends:
         return len(self._all)
 
     def avoids(self, backend: Backend) -> bool:
-        """Whether it gets requests only if there is no other."""
+        """Whether an instance gets requests only if there is no other."""
         return backend.is_down or backend.is_stalled or self.outliers.is_out(backend)
 
     def avoided(self) -> dict[Backend, Ejection]:
-        """All that are, and why."""
+        """All instances that are avoided, and why."""
         found = dict(self.outliers.ejected)
         for backend in self._all.values():
             if backend.is_stalled:
@@ -140,14 +140,14 @@ class Backends:
         return any(backend.serves(model) and not self.avoids(backend) for backend in self._all.values())
 
     def listed(self, model: str) -> bool:
-        """Whether one of them is known to serve it."""
+        """Whether an instance is known to serve the model."""
         return any(model in (backend.models or ()) for backend in self._all.values())
 
     def next_for(
         self, model: str, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()
     ) -> Backend | None:
-        """Round robin over those that serve the model; excluded ones never, shunned ones if there is no other, and
-        avoided ones last."""
+        """The next instance, round robin, that serves the model; excluded ones never, shunned ones if there is no
+        other, and avoided ones last."""
         chosen = reserve = last = None
         for backend in self._in_turn:
             if backend in excluded or not backend.serves(model):
@@ -165,7 +165,7 @@ class Backends:
         return chosen
 
     async def refresh(self) -> None:
-        """Asks all of them what they serve, once for all who wait for it."""
+        """Asks all instances what they serve, once for all who wait for it."""
         if self._asked is None or self._asked.done():
             self._asked = asyncio.create_task(self._refresh())
         await asyncio.shield(self._asked)
@@ -187,9 +187,8 @@ class Backends:
         self.refreshed_s = time.monotonic()
 
     async def cards(self, authorization: str) -> dict[str, dict[str, Any]]:
-        """The model cards of all instances, each model once, as the first that serves it describes it. Those that want
-        a key are asked with the client's.
-        """
+        """The model cards of all instances, each model once, as the first that serves it describes it. Instances that
+        want a key are asked with the client's."""
         merged: dict[str, dict[str, Any]] = {}
         for backend in self:
             cards = backend.models
@@ -232,8 +231,8 @@ class Backends:
         self.pace.forget(backend)
 
     async def try_ejected(self, backend: Backend) -> None:
-        """Has it compute one token: only who can gets requests again. One that refuses may want a key, or serve other
-        paths: it is well, unless it is out for refusing."""
+        """Has an ejected instance compute one token: only who can gets requests again. One that refuses may want a key,
+        or serve other paths: it is well, unless it is out for refusing."""
         ejection, status = self.outliers.ejected.get(backend), 500
         try:
             status = await self._status_of_one_token(backend, _ASK_TIMEOUT_S)
@@ -247,7 +246,7 @@ class Backends:
         self.outliers.asked(backend, takes=takes)
 
     async def stands_still(self, backend: Backend, limit_s: float) -> bool:
-        """Whether its engine core does nothing at all for `limit_s`; thrice that if it does not count what it does.
+        """Whether an engine core does nothing at all for `limit_s`; thrice that if it does not count what it does.
 
         A request for one token waits in the queue of an engine that is busy. So it is proof if it is answered, and if
         it is not, the counters that move with every step of the engine decide.
@@ -264,7 +263,7 @@ class Backends:
         return before == await self._counters(backend, limit_s)
 
     async def _counters(self, backend: Backend, limit_s: float) -> list[bytes]:
-        """Of what the engine core has computed; none if vLLM runs with `--disable-log-stats`, or it is not vLLM."""
+        """Counters of the engine core's work; none if vLLM runs with `--disable-log-stats`, or it is not vLLM."""
         try:
             timeout = aiohttp.ClientTimeout(total=min(limit_s, _ASK_TIMEOUT_S))
             async with self._session.get(backend.url("/metrics"), timeout=timeout) as answer:
@@ -293,7 +292,7 @@ class Backends:
             return answer.status
 
     async def has_died(self, backend: Backend) -> bool:
-        """Of an instance that just failed a request: whether it is there any more. Asked once for all of these."""
+        """Whether an instance that just failed a request is there no more. Asked once for all of these requests."""
         asking = self._dying.get(backend)
         if asking is None:
             asking = self._dying[backend] = asyncio.create_task(self.is_healthy(backend, _ASK_TIMEOUT_S))
@@ -301,8 +300,8 @@ class Backends:
         return not await asyncio.shield(asking)
 
     async def is_healthy(self, backend: Backend, timeout_s: float) -> bool:
-        """Whether its API server says so, as far as it can be asked. One where nobody listens gets no requests any
-        more."""
+        """Whether an API server says that it is well, as far as it can be asked. One where nobody listens gets no
+        requests any more."""
         try:
             timeout = aiohttp.ClientTimeout(total=timeout_s)
             async with self._session.get(backend.url("/health"), timeout=timeout) as answer:

@@ -12,7 +12,7 @@ from llumsched.gateway.errors import InvalidRequest
 from llumsched.gateway.forms import model_of
 
 _MOST_MODEL_CHARACTERS = 256
-"""Names end up in answers, logs and metrics."""
+"""Limit of a model's name: names end up in answers, logs and metrics."""
 
 
 class Head(msgspec.Struct):
@@ -34,7 +34,7 @@ class Head(msgspec.Struct):
 
 
 Content = tuple[bytes | bytearray | memoryview, ...]
-"""Of a request to an engine, in parts: bodies are long, and nobody keeps a second copy for what is added to one."""
+"""A request to an engine, in parts: bodies are long, and nobody keeps a second copy for what is added to one."""
 
 _HEAD = msgspec.json.Decoder(Head)
 _DOCUMENT = msgspec.json.Decoder(dict[str, Any])
@@ -64,7 +64,7 @@ class Body:
 
     @classmethod
     def read(cls, content: bytes | bytearray) -> Body:
-        """Raises InvalidRequest for what no engine could take."""
+        """A body whose head is read. Raises InvalidRequest for what no engine could take."""
         try:
             if not content.isascii():
                 content.decode()  # what is skipped is not looked at
@@ -74,7 +74,7 @@ class Body:
 
     @classmethod
     def read_form(cls, content: bytes | bytearray, content_type: str) -> Body:
-        """Raises InvalidRequest."""
+        """A body of a multipart form. Raises InvalidRequest."""
         return cls(content, _checked(Head(model=model_of(content, content_type) or None)))
 
     @property
@@ -91,6 +91,6 @@ class Body:
         return _decoded(_DOCUMENT, self.content)
 
     def with_token_ids(self) -> Content:
-        """The same bytes, and the wish for token ids as the last field: it counts if the client set it, too."""
+        """The body's bytes, with the wish for token ids as the last field: it counts if the client set it, too."""
         end = self.content.rindex(b"}")
         return memoryview(self.content)[:end], b',"return_token_ids":true}'

@@ -23,7 +23,7 @@ class ClientConnection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.is_answering = False
         self.head_since_s: float | None = time.monotonic()
-        """When what may become a request began; None while there is none."""
+        """The time when what may become a request began; None while there is none."""
         super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
@@ -32,7 +32,7 @@ class ClientConnection(web.RequestHandler):
         super().data_received(data)
 
     def answering(self) -> None:
-        """The head is whole."""
+        """Notes that a head is whole."""
         self.head_since_s, self.is_answering = None, True
 
     def answered(self) -> None:
@@ -40,7 +40,7 @@ class ClientConnection(web.RequestHandler):
 
 
 class ClientServer(web.Server):
-    """`answer` gets each request, whose head is whole then."""
+    """A server whose `answer` gets each request when its head is whole."""
 
     def __init__(self, config: Config, answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> None:
         super().__init__(self._run, request_factory=self._request, handler_cancellation=True)
@@ -48,7 +48,7 @@ class ClientServer(web.Server):
         self._keep_alive_timeout_s = config.keep_alive_timeout_s
         self._max_body_bytes = config.max_body_bytes
         self.is_leaving = False
-        """No connection stays open after its answer."""
+        """Whether connections end with their answers."""
 
     def __call__(self) -> ClientConnection:
         return ClientConnection(self, loop=self._loop, keepalive_timeout=self._keep_alive_timeout_s)
@@ -73,7 +73,7 @@ class ClientServer(web.Server):
 
 
 class _Untaken(NamedTuple):
-    """What is written to a client and has not left."""
+    """Bytes that are written to a client and have not left."""
 
     num_bytes: int
     since_s: float
@@ -89,11 +89,11 @@ class Clients:
 
     @property
     def shortest_s(self) -> float:
-        """Of the limits."""
+        """The shorter of the limits."""
         return min(self._config.client_timeout_s, self._config.header_timeout_s)
 
     def forgive(self, late_s: float, now_s: float) -> None:
-        """For so long nobody could be heard."""
+        """Pardons `late_s` seconds in which nobody could be heard."""
         for transport, untaken in self._untaken.items():
             self._untaken[transport] = untaken._replace(since_s=min(now_s, untaken.since_s + late_s))
         for connection in self._server.clients:

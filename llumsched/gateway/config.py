@@ -1,14 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that can be set of a gateway. Each default is written here only."""
+"""Everything that can be set of a gateway."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
 
+from llumlet import kinds
+from llumlet.kinds import SWITCH, Kind
+from llumlet.loopback import is_loopback
+from llumlet.secret_files import read_secret
+from llumlet.setting_sources import Reading
+from llumlet.settings import Group
 from llumlet.types import Address
+from llumsched import tls
 from llumsched.gateway.endpoints import Endpoint
+from llumsched.gateway.key_file import read_keys
 
 
 class AccessLog(enum.StrEnum):
@@ -17,99 +27,194 @@ class AccessLog(enum.StrEnum):
     JSON = "json"
 
 
-ROUND_ROBIN = "round-robin"
-MOST_WORKERS = 256
+ROUND_ROBIN: Final = "round-robin"
+MOST_WORKERS: Final = 256
+
+
+def _word_of_file(path: str) -> str:
+    word = read_secret(path).decode(errors="replace").strip()
+    if not re.fullmatch(r"[!-~]+", word):
+        raise ValueError(f"{path} does not hold one word of printable ASCII characters")
+    return word
+
+
+def _policy(name: str) -> str:
+    if not re.fullmatch(r"[a-z][a-z0-9_-]*", name):
+        raise ValueError(f"{name!r} is not the name of a policy")
+    return name
+
+
+def _tokenizers(texts: list[str]) -> Mapping[str, str]:
+    found = {}
+    for each in texts:
+        model, equals, path = each.rpartition("=")
+        if not path or (equals and not model):
+            raise ValueError(f"{each!r} is neither PATH nor MODEL=PATH")
+        found[model] = path
+    return found
+
+
+_ADDRESS: Final = Kind(lambda each: Address.parse(each.removeprefix("http://")))
+_SHARE: Final = kinds.number("SHARE", at_least=0, at_most=1)
+_COUNT: Final = kinds.integer(at_least=1)
+_TIME: Final = kinds.seconds(above=0)
+
+_listening = Group("listening", unit="")
+_instances = Group("instances", unit="")
+_waiting = Group("waiting", unit="")
+_failures = Group("failures", unit="")
+_tokens = Group("tokens", unit="")
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """All times in seconds."""
+    """The settings of a gateway. All times in seconds."""
 
-    host: str = "127.0.0.1"
-    port: int = 8001
-    """0: any free one."""
-    workers: int = 1
+    host: str = _listening.setting("127.0.0.1", kinds.text("HOST"), "to listen at")
+    port: int = _listening.setting(8001, kinds.port(), "to listen at; 0: any free one")
+    workers: int = _listening.setting(
+        1, kinds.integer(at_least=1, at_most=MOST_WORKERS), "processes that share the port"
+    )
+    max_body_bytes: int = _listening.setting(64 << 20, kinds.integer("BYTES", at_least=1), "largest request")
+    client_timeout_s: float = _listening.setting(
+        60.0, _TIME, "for the next KiB of a client's request, or with nothing taken by it of its answer"
+    )
+    header_timeout_s: float = _listening.setting(10.0, _TIME, "for a request's head, once it or a connection has begun")
+    keep_alive_timeout_s: float = _listening.setting(75.0, _TIME, "between two requests on a client's connection")
+    sse_keepalive_s: float = _listening.setting(
+        15.0,
+        kinds.seconds(),
+        "silence of a stream after which its client gets a comment line, as proxies close what is silent; 0: never",
+    )
+    api_key_file: str = _listening.setting(
+        "",
+        kinds.file(read_keys),
+        "keys of clients, and what each may ask for (JSON); without it nobody is asked for one",
+    )
+    ssl_certfile: str = _listening.setting("", kinds.file(kinds.is_file), "certificate to listen with (PEM)")
+    ssl_keyfile: str = _listening.setting("", kinds.file(read_secret), "its private key (PEM)")
+    insecure: bool = _listening.setting(False, SWITCH, "listen beyond this machine without keys or TLS")
+    shutdown_delay_s: float = _listening.setting(
+        0.0, kinds.seconds(), "how long requests are accepted after SIGTERM, while /ready is 503 already"
+    )
+    shutdown_timeout_s: float = _listening.setting(
+        30.0, kinds.seconds(), "how long streams may go on once nothing new is accepted"
+    )
+    access_log: AccessLog = _listening.setting(
+        AccessLog.LINE, kinds.one_of(AccessLog), "what is written of each request"
+    )
 
-    scheduling_policy: str = "load-balance"
-    """`round-robin` is done here; with any other the scheduler is asked, which applies its own."""
-    backend_endpoints: tuple[Endpoint | Address, ...] = ()
-    scheduler_endpoints: tuple[Address, ...] = ()
-    scheduler_ca_file: str = ""
-    """Of those whose certificates schedulers show, who are asked over https then; empty: in clear."""
-    backend_api_key: str = field(default="", repr=False)
-    """Sent to engines; empty: clients' own."""
-    backend_https: bool = False
-    """Instances of which only the address is known are asked over https."""
-    backend_ca_file: str = ""
-    """Of those whose certificates engines show; empty: the system's."""
-    full_mode: bool = True
-    schedule_timeout_s: float = 2.0
-    wait_scheduling_timeout_s: float = 5.0
-    wait_scheduling_retry_interval_s: float = 1.0
-    max_queue_size: int = 512
-    """Requests that wait for an instance; more are refused."""
-    max_requests: int = 8192
-    """Requests in flight; more are refused."""
-    forward_tokens: bool = False
-    requests_report_duration_s: float = 1.0
-    """Lite mode only; 0: no reports."""
-    service_token: str = field(default="", repr=False)
-    """Sent to schedulers as `Authorization`."""
+    scheduling_policy: str = _instances.setting(
+        "load-balance",
+        Kind(_policy, "POLICY"),
+        "round-robin is done here; with any other the scheduler is asked, which applies its own",
+    )
+    backend_endpoints: tuple[Endpoint | Address, ...] = _instances.setting(
+        (),
+        kinds.several(Kind(Endpoint.parse), "HOST:PORT,…"),
+        "API servers, for round-robin and while the scheduler is away; also http(s)://HOST:PORT/PATH",
+        flag="--llm-backend-endpoints",
+    )
+    backend_https: bool = _instances.setting(
+        False, SWITCH, "instances of which only the address is known, as the scheduler names them, are asked over https"
+    )
+    backend_ca_file: str = _instances.setting(
+        "", kinds.file(tls.checked_ca_file), "authorities of engines' certificates (PEM) instead of the system's"
+    )
+    backend_api_key: str = _instances.setting(
+        "",
+        Kind(_word_of_file, "FILE"),
+        "the engines' own --api-key, sent to them instead of what clients send",
+        flag="--backend-api-key-file",
+        secret=True,
+    )
+    scheduler_endpoints: tuple[Address, ...] = _instances.setting(
+        (), kinds.several(_ADDRESS, "HOST:PORT,…"), "schedulers; the first that answers is asked"
+    )
+    scheduler_ca_file: str = _instances.setting(
+        "", kinds.file(tls.checked_ca_file), "authorities of schedulers' certificates (PEM): they are asked over https"
+    )
+    full_mode: bool = _instances.setting(
+        True, SWITCH, "false: lite mode, in which the gateway reports what runs", flag="--enable-full-mode-scheduling"
+    )
+    requests_report_duration_s: float = _instances.setting(
+        1.0, kinds.seconds(), "lite mode: between two reports to the scheduler; 0: none"
+    )
+    service_token: str = _instances.setting(
+        "", kinds.text("TEXT"), "sent to the scheduler as Authorization", secret=True
+    )
+    service_token_of_file: str = _instances.setting(
+        "",
+        Kind(_word_of_file, "FILE"),
+        "a file with a token that the scheduler is shown",
+        flag="--service-token-file",
+        secret=True,
+    )
+    models_refresh_s: float = _instances.setting(10.0, _TIME, "between two looks at what instances serve")
 
-    retry_max_count: int = 2
-    """Other instances tried before a request's first byte has come, and continuations after."""
-    retry_budget: float = 0.2
-    """Requests that may be sent again, as a share of those that come."""
-    retry_patience_s: float = 10.0
-    """How long a request that lost its instance without an answer waits for that."""
-    max_ejected: float = 0.5
-    """Share of the instances that may get no requests for a while because they fail."""
-    continuation: bool = True
-    connect_timeout_s: float = 3.0
-    response_timeout_s: float = 900.0
-    """Until the first byte of an answer."""
-    read_timeout_s: float = 300.0
-    """Between two bytes of a stream."""
-    stall_s: float = 5.0
-    """Silence after which an instance's health is asked for."""
-    health_timeout_s: float = 3.0
-    engine_stall_s: float = 60.0
-    """An instance that streams, and sends nothing on any stream for so long, is hung whatever its health says. If no
-    stream has begun, it is asked for a token then, and is hung if it computes nothing for as long again."""
-    models_refresh_s: float = 10.0
+    max_queue_size: int = _waiting.setting(512, _COUNT, "requests that may wait for an instance; more get 429")
+    max_requests: int = _waiting.setting(8192, _COUNT, "requests that may be in flight per worker; more get 429")
+    wait_scheduling_timeout_s: float = _waiting.setting(
+        5.0, kinds.seconds(), "how long a request waits for an instance"
+    )
+    wait_scheduling_retry_interval_s: float = _waiting.setting(1.0, _TIME, "between two tries for an instance")
+    schedule_timeout_s: float = _waiting.setting(2.0, _TIME, "for the scheduler's answer")
 
-    tokenizers: Mapping[str, str] = field(default_factory=dict)
-    """Path or hub name by model; the model "" is any other."""
-    chat_template: str = ""
-    count_timeout_s: float = 0.5
-    """Of a processor's time, for one request; after it the count is an estimate."""
-    reader_processes: int = 2
-    """For each worker: they count tokens, and read what is large."""
+    retry_max_count: int = _failures.setting(
+        2,
+        kinds.integer(at_least=0),
+        "other instances tried for one request before its first byte, and continuations after",
+    )
+    retry_budget: float = _failures.setting(0.2, _SHARE, "of the requests, that may be sent again")
+    retry_patience_s: float = _failures.setting(
+        10.0, kinds.seconds(), "how long a request that lost its instance waits for that"
+    )
+    max_ejected: float = _failures.setting(
+        0.5, _SHARE, "of the instances, that may be left out as they fail; 0: none but those that no connection reaches"
+    )
+    continuation: bool = _failures.setting(True, SWITCH, "continue streams that lose their engine")
+    connect_timeout_s: float = _failures.setting(3.0, _TIME, "for a connection to an engine")
+    response_timeout_s: float = _failures.setting(900.0, _TIME, "until an answer's first byte")
+    read_timeout_s: float = _failures.setting(300.0, _TIME, "between two bytes of a stream")
+    stall_s: float = _failures.setting(
+        5.0, _TIME, "silence after which an instance's health is asked for", flag="--stall-time"
+    )
+    health_timeout_s: float = _failures.setting(3.0, _TIME, "for an instance to say that it is well")
+    engine_stall_s: float = _failures.setting(
+        60.0,
+        _TIME,
+        "silence on all its streams that makes an instance hung, healthy or not; twice that if none has begun",
+        flag="--engine-stall-time",
+    )
+    """An instance with no stream begun is asked for a token then, and is hung if it computes nothing for as long
+    again."""
 
-    max_body_bytes: int = 64 << 20
-    client_timeout_s: float = 60.0
-    """For the next KiB of a client's request, or with nothing taken by it of its answer."""
-    header_timeout_s: float = 10.0
-    """For a request's head, or a connection's first."""
-    keep_alive_timeout_s: float = 75.0
-    """Between two requests on a connection."""
-    sse_keepalive_s: float = 15.0
-    """Silence of a stream after which its client gets a comment; 0: never."""
-    api_key_file: str = ""
-    """Empty: nobody is asked for a key."""
-    ssl_certfile: str = ""
-    ssl_keyfile: str = ""
-    insecure: bool = False
-    """Listens elsewhere than at loopback without keys and TLS."""
-    shutdown_delay_s: float = 0.0
-    """How long requests are accepted after SIGTERM, while `/ready` says that none should come."""
-    shutdown_timeout_s: float = 30.0
-    """How long streams may go on after that."""
-    access_log: AccessLog = AccessLog.LINE
+    tokenizers: Mapping[str, str] = _tokens.setting(
+        {},
+        Kind(_tokenizers, "[MODEL=]PATH", repeated=True),
+        "tokenizer of one model, or of all others: a path, or a name on the hub (repeatable)",
+        flag="--tokenizer-path",
+        aliases=("--tokenizer-name",),
+    )
+    """Tokenizers by model; the model "" is any other."""
+    chat_template: str = _tokens.setting(
+        "", kinds.file(kinds.is_file), "a chat template instead of the tokenizers' own"
+    )
+    count_timeout_s: float = _tokens.setting(
+        0.5, _TIME, "of a processor, to render and encode one request; then its tokens are estimated"
+    )
+    reader_processes: int = _tokens.setting(
+        2, kinds.integer(at_least=1, at_most=MOST_WORKERS), "per worker, that count tokens and read large requests"
+    )
+
+    @property
+    def authorization(self) -> str:
+        """The header that schedulers are shown; empty: nothing."""
+        return f"Bearer {self.service_token_of_file}" if self.service_token_of_file else self.service_token
 
     @property
     def asks_https(self) -> bool:
-        """Whether an engine may be."""
+        """Whether an engine may be reached by https."""
         endpoints = self.backend_endpoints
         return self.backend_https or any(isinstance(one, Endpoint) and one.is_tls for one in endpoints)
 
@@ -121,3 +226,52 @@ class Config:
     @property
     def is_local(self) -> bool:
         return self.scheduling_policy == ROUND_ROBIN
+
+
+def prepare(reading: Reading) -> Config:
+    """The settings of a gateway; what contradicts itself is added to the faults."""
+    config = reading.make(Config)
+    for check in (_endpoints, _workers, _authorities, _certificate, _host, _template, _token):
+        reading.check(check, config)
+    return config
+
+
+def _endpoints(config: Config) -> Iterator[str]:
+    if config.is_local and config.scheduler_endpoints:
+        yield "--scheduler-endpoints is of no use with --scheduling-policy round-robin"
+    if config.is_local and not config.backend_endpoints:
+        yield "--scheduling-policy round-robin needs --llm-backend-endpoints"
+    if not config.is_local and not config.scheduler_endpoints:
+        yield f"--scheduling-policy {config.scheduling_policy} needs --scheduler-endpoints"
+
+
+def _workers(config: Config) -> Iterator[str]:
+    if config.workers > 1 and not config.port:
+        yield "--workers above 1 needs a --port: each worker binds it"
+
+
+def _authorities(config: Config) -> Iterator[str]:
+    if config.backend_ca_file and not config.asks_https:
+        yield "--backend-ca-file is of no use without https endpoints or --backend-https"
+
+
+def _certificate(config: Config) -> list[str]:
+    return tls.server_faults(config.ssl_certfile, config.ssl_keyfile)
+
+
+def _host(config: Config) -> Iterator[str]:
+    if not (config.insecure or config.is_guarded or is_loopback(config.host)):
+        yield (
+            f"--host {config.host} is not a loopback address, and whoever reaches this gateway could use all engines: "
+            "it needs --api-key-file, --ssl-certfile and --ssl-keyfile, or else --insecure"
+        )
+
+
+def _template(config: Config) -> Iterator[str]:
+    if config.chat_template and not config.tokenizers:
+        yield "--chat-template is of no use without --tokenizer-path"
+
+
+def _token(config: Config) -> Iterator[str]:
+    if config.service_token and config.service_token_of_file:
+        yield "--service-token and --service-token-file: one of them"

@@ -26,7 +26,7 @@ _PAUSE_ABOVE_BYTES = 1 << 20
 """Bytes read and not taken at which reading pauses: a client that reads slowly slows its engine's socket, not us."""
 
 
-class State(enum.Enum):
+class ConnectionState(enum.Enum):
     IDLE = enum.auto()
     HEAD = enum.auto()
     BODY = enum.auto()
@@ -36,12 +36,12 @@ class State(enum.Enum):
 
 class Connection(asyncio.Protocol):
     def __init__(self) -> None:
-        self.state = State.IDLE
+        self.state = ConnectionState.IDLE
         self.idle_since_s = 0.0
         self.status = 0
         self.headers: CIMultiDict[str] = CIMultiDict()
         self.has_answered = False
-        """A byte of the answer to the current request has come."""
+        """Whether a byte of the answer to the current request has come."""
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
         self._raw = b""
@@ -57,25 +57,25 @@ class Connection(asyncio.Protocol):
         self._in_trailers = False
 
     def send(self, request: Content) -> None:
-        """Head and body. The connection is IDLE."""
-        assert self.state is State.IDLE
-        self.state = State.HEAD
+        """Writes head and body. The connection is IDLE."""
+        assert self.state is ConnectionState.IDLE
+        self.state = ConnectionState.HEAD
         self.has_answered = False
         self._transport.writelines(request)
 
     async def head(self) -> None:
-        """Until `status` and `headers` are there. Raises StreamLost."""
-        while self.state is State.HEAD:
+        """Waits until `status` and `headers` are there. Raises StreamLost."""
+        while self.state is ConnectionState.HEAD:
             await self._wait()
-        if self.state is State.CLOSED and not self._parts:
+        if self.state is ConnectionState.CLOSED and not self._parts:
             raise StreamLost("the connection was lost")
 
     async def read(self) -> bytes:
         """What has come of the body; b"" at its end. Raises StreamLost if it ends early."""
         while not self._parts:
-            if self.state is State.DONE:
+            if self.state is ConnectionState.DONE:
                 return b""
-            if self.state is State.CLOSED:
+            if self.state is ConnectionState.CLOSED:
                 raise StreamLost("the connection was lost")
             await self._wait()
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
@@ -94,20 +94,20 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_delimited(self) -> bool:
-        """The answer's end is told apart from a connection that is lost."""
+        """Whether the answer's end is told apart from a connection that is lost."""
         return self._is_chunked or self._left is not None
 
     def settle(self) -> bool:
-        """After a request: whether the connection can take another. Otherwise it is closed."""
-        if self.state is State.DONE and self._is_kept and not self._parts:
-            self.state = State.IDLE
+        """Whether the connection can take another request after this one. Otherwise it is closed."""
+        if self.state is ConnectionState.DONE and self._is_kept and not self._parts:
+            self.state = ConnectionState.IDLE
             self.idle_since_s = time.monotonic()
             return True
         self.close()
         return False
 
     def close(self) -> None:
-        self.state = State.CLOSED
+        self.state = ConnectionState.CLOSED
         self._transport.abort()
 
     async def _wait(self) -> None:
@@ -127,29 +127,29 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
 
     def connection_lost(self, exc: Exception | None) -> None:
-        until_end = self.state is State.BODY and self._left is None and not self._is_chunked and exc is None
-        self.state = State.DONE if until_end else State.CLOSED
+        until_end = self.state is ConnectionState.BODY and self._left is None and not self._is_chunked and exc is None
+        self.state = ConnectionState.DONE if until_end else ConnectionState.CLOSED
         self._is_kept = False
         self._wake()
 
     def data_received(self, data: bytes) -> None:
         self.has_answered = True
         try:
-            if self.state is State.HEAD:
+            if self.state is ConnectionState.HEAD:
                 data = self._take_head(data)
-            if self.state is State.BODY and data:
+            if self.state is ConnectionState.BODY and data:
                 data = self._take_chunks(data) if self._is_chunked else self._take_body(data)
-            if data and self.state is not State.CLOSED:
+            if data and self.state is not ConnectionState.CLOSED:
                 self._is_kept = False  # more than was asked for
-                if self.state is State.IDLE:
+                if self.state is ConnectionState.IDLE:
                     self.close()
         except ValueError:
             self.close()
-        if self.state is not State.HEAD:
+        if self.state is not ConnectionState.HEAD:
             self._wake()
 
     def _take_head(self, data: bytes) -> bytes:
-        """The rest, once the head is whole."""
+        """Bytes after the head, once it is whole."""
         data = self._raw + data
         end = data.find(b"\r\n\r\n")
         if end < 0:
@@ -183,7 +183,7 @@ class Connection(asyncio.Protocol):
         self._in_trailers = False
         if not self._is_chunked and self._left is None:
             self._is_kept = False
-        self.state = State.DONE if self._left == 0 and not self._is_chunked else State.BODY
+        self.state = ConnectionState.DONE if self._left == 0 and not self._is_chunked else ConnectionState.BODY
 
     def _take_body(self, data: bytes) -> bytes:
         if self._left is None:
@@ -193,7 +193,7 @@ class Connection(asyncio.Protocol):
         self._put(taken)
         self._left -= len(taken)
         if not self._left:
-            self.state = State.DONE
+            self.state = ConnectionState.DONE
         return rest
 
     def _take_chunks(self, data: bytes) -> bytes:
@@ -222,7 +222,7 @@ class Connection(asyncio.Protocol):
                 line, at = data[at:end], end + 2
                 if self._in_trailers:
                     if not line:
-                        self.state = State.DONE
+                        self.state = ConnectionState.DONE
                         return data[at:]
                 else:
                     self._left = int(line.split(b";", 1)[0], 16)

@@ -19,18 +19,18 @@ _DROPPED: Final = frozenset(
      "reasoning_effort", "include_reasoning", "return_prompt_text", "logprobs", "top_logprobs", "n", "echo",
      "response_format")
 )  # fmt: skip
-"""Without meaning once the prompt is token ids."""
+"""Fields without meaning once the prompt is token ids."""
 _MOST_BYTES: Final = 1 << 18
-"""Of the other fields, as JSON: a millisecond."""
+"""Limit of all other fields together, as JSON: a millisecond."""
 
 
 class CannotContinue(Exception):
-    """With the reason, for the client and the log."""
+    """The stream has to end; the text is the reason, for the client and the log."""
 
 
 class Outline(msgspec.Struct, array_like=True):
     refusal: str
-    """Why its stream is not continued; "" if it is."""
+    """The reason why a stream is not continued; "" if it is."""
     has_several_choices: bool
     tells_usage: bool
     limits: bytes

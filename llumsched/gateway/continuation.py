@@ -26,7 +26,7 @@ import msgspec
 
 from llumsched.gateway.body import Body, Content
 from llumsched.gateway.continuable import CannotContinue, Outline
-from llumsched.gateway.sse import DONE, EventStream, event, last_numbers, num_numbers, numbers, payload
+from llumsched.gateway.sse import DONE, EventStream, event, last_numbers, num_numbers, payload
 
 COMPLETIONS = "/v1/completions"
 DETOKENIZE = "/detokenize"
@@ -34,10 +34,10 @@ _NUM_LAST = 1024
 """Tokens by whose text it is known whether the last of them ends a character. Many: a run of single bytes that begins
 within a character has no text at all in tokenizers that fall back to bytes."""
 _MOST_AGAIN = 16
-"""Tokens. More are not a character, but text that is replacement characters."""
+"""Limit of tokens taken back: more are not a character, but text that is replacement characters."""
 _INCOMPLETE = "\ufffd"
 _DEFAULT_MAX_TOKENS = 16
-"""Of /v1/completions; a chat may go on to the end of the context."""
+"""The API's default for /v1/completions; a chat may go on to the end of the context."""
 
 
 @dataclass(slots=True)
@@ -50,32 +50,28 @@ class Transcript:
     head: dict[str, Any] = field(default_factory=dict)
     """The first event."""
     prompt_ids: bytes | None = None
-    """With commas between them."""
+    """Token ids of the prompt, with commas between them."""
     token_ids: list[int] = field(default_factory=list)
-    """All whose text has come."""
+    """Tokens whose text has come."""
     again: list[int] = field(default_factory=list)
-    """Came after them, without a text; to be generated again."""
+    """Tokens that came after those, without a text; to be generated again."""
     num_texts: int = 0
     has_text: bool = False
     is_finished: bool = False
     is_done: bool = False
     has_usage: bool = False
     usage: tuple[int, int] = (0, 0)
-    """Prompt and completion tokens, as told at its end, if they were."""
+    """Prompt and completion tokens, as the stream's end told them, if it did."""
     is_parsed: bool = False
 
     @property
     def num_prompt(self) -> int:
-        """Tokens; 0 if they are not known."""
+        """Tokens of the prompt; 0 if they are not known."""
         return num_numbers(self.prompt_ids or b"")
 
     @property
-    def prompt_and_tokens(self) -> list[int]:
-        return numbers(self.prompt_ids or b"") + self.token_ids
-
-    @property
     def prompt_and_tokens_json(self) -> Content:
-        """The same. A prompt is long, and not worth being read."""
+        """Token ids of the prompt and of what was delivered, a list. A prompt is long, and not worth being read."""
         between = b"," if self.num_prompt and self.token_ids else b""
         return b"[", self.prompt_ids or b"", between, msgspec.json.encode(self.token_ids)[1:]
 
@@ -99,15 +95,15 @@ class Transcript:
         self.is_parsed = self.is_parsed or events.is_parsed
 
     def take_back(self) -> None:
-        """The last token, for `again`. Raises CannotContinue."""
+        """Moves the last token to `again`. Raises CannotContinue."""
         if len(self.again) == _MOST_AGAIN:
             raise CannotContinue("its last characters are not whole")
         self.again.insert(0, self.token_ids.pop())
 
     @property
     def is_withheld(self) -> bool:
-        """There are tokens of whole characters, but a parser made no text of them: they may begin reasoning or a tool
-        call. Only a parser that sees all of them knows."""
+        """Whether a parser made no text of tokens of whole characters: they may begin reasoning or a tool call. Only a
+        parser that sees all of them knows."""
         return self.is_chat and not self.has_text and bool(self.token_ids)
 
     def forget_tokens(self) -> None:
@@ -130,7 +126,7 @@ class _Detokenized(msgspec.Struct):
 
 
 def ends_within_character(answer: bytes) -> bool:
-    """Of `DETOKENIZE`. Raises msgspec.DecodeError."""
+    """Whether an answer of `DETOKENIZE` has half a character at its end. Raises msgspec.DecodeError."""
     return msgspec.json.decode(answer, type=_Detokenized).prompt.endswith(_INCOMPLETE)
 
 
@@ -139,7 +135,7 @@ class Continuation:
     path: str
     content: Content
     change: Callable[[dict[str, Any]], dict[str, Any] | None]
-    """From the other engine's events to the client's."""
+    """The rewriting of the other engine's events to the client's."""
 
 
 def plan(body: Body, outline: Outline, path: str, transcript: Transcript, max_model_len: int | None) -> Continuation:
@@ -181,7 +177,7 @@ def _remaining(limits: dict[str, Any], transcript: Transcript, max_model_len: in
 
 
 def _number(value: Any) -> int:
-    """As engines take it, which read "20" as 20. Raises CannotContinue."""
+    """A number as engines take it, which read "20" as 20. Raises CannotContinue."""
     try:
         return int(value)
     except (TypeError, ValueError, OverflowError):
@@ -227,7 +223,7 @@ class _Repetition:
         self._ids = list(transcript.again) if transcript.keeps_ids else []
 
     def is_all_of(self, choice: dict[str, Any]) -> bool:
-        """Otherwise it is left out of the choice. Raises CannotContinue if it is another than the client has."""
+        """Whether it is all of a choice; else it is cut off. Raises CannotContinue if the client has another one."""
         if not self._is_on:
             return False
         if self._ids:
@@ -263,7 +259,7 @@ def _as_chat(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _usage(num_prompt: int, num_completion: int) -> dict[str, int]:
-    """Without details: they would be those of the second engine."""
+    """The usage, without details: they would be those of the second engine."""
     return {
         "prompt_tokens": num_prompt,
         "total_tokens": num_prompt + num_completion,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
@@ -22,18 +22,16 @@ from llumsched.gateway.continuation import Transcript
 from llumsched.gateway.errors import GatewayError, StreamLost
 from llumsched.gateway.paths import Style
 from llumsched.gateway.placement import Placed
+from llumsched.gateway.services import Received, Services
 from llumsched.gateway.upstream import Call
 
-if TYPE_CHECKING:
-    from llumsched.gateway.exchange import Exchanges, Received
-
 NO_CONTINUATION_HEADER: Final = "X-Llumnix-Continuation"
-"""With the value `off`: a stream that loses its engine ends with an error."""
+"""Header with whose value `off` a stream that loses its engine ends with an error."""
 
 
 class Continuing(Attempts):
-    def __init__(self, around: Exchanges, received: Received) -> None:
-        super().__init__(around, received)
+    def __init__(self, services: Services, received: Received) -> None:
+        super().__init__(services, received)
         head = self._body.head
         self._first_target = self._target
         self._events: sse.EventStream | None = None
@@ -47,12 +45,12 @@ class Continuing(Attempts):
             self._content = self._body.with_token_ids()
         self._outline: Outline | None = None
         self._max_model_len: int | None = None
-        """Of the engine that was lost."""
+        """Length limit of the engine that was lost, in tokens."""
         self._change: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
 
     @property
     def _is_continuable(self) -> bool:
-        """As far as can be told without reading all of the body: `continuable.outline` has the last word."""
+        """Whether it may go on, as far as the head of its body tells: `continuable.outline` has the last word."""
         head = self._body.head
         return (
             self._config.continuation
@@ -66,7 +64,7 @@ class Continuing(Attempts):
 
     @property
     def num_tokens(self) -> int:
-        """Parts of the answer stand for tokens that are not told."""
+        """Tokens of prompt and answer; parts of the answer stand for tokens that are not told."""
         events = self._events
         num_output = len(self._transcript.token_ids)
         if events is not None:
@@ -74,13 +72,10 @@ class Continuing(Attempts):
         return self._record.num_input_tokens + num_output
 
     @property
-    def _asked_for(self) -> tuple[int, tuple[int, ...] | None]:
+    def _num_prompt_tokens(self) -> int:
         if self._out is None or not self._transcript.token_ids:
-            return super()._asked_for
-        if not self._config.forward_tokens:
-            return self._transcript.num_prompt + len(self._transcript.token_ids), None
-        tokens = tuple(self._transcript.prompt_and_tokens)
-        return len(tokens), tokens
+            return super()._num_prompt_tokens
+        return self._transcript.num_prompt + len(self._transcript.token_ids)
 
     async def _prepare(self, placed: Placed) -> None:
         """Takes tokens that end within a character from the transcript. The engine that is to go on knows which do."""
@@ -97,7 +92,7 @@ class Continuing(Attempts):
 
     async def _ends_within_character(self, placed: Placed) -> bool:
         content = (self._transcript.last_tokens(self._body.model),)
-        call = self._around.upstream.call(
+        call = self._services.upstream.call(
             placed.backend, continuation.DETOKENIZE, content, self._headers, placed.asked.id
         )
         async with call as answer:
@@ -111,8 +106,8 @@ class Continuing(Attempts):
         events = sse.EventStream(wants_ids=self._wants_ids, keeps_ids=self._transcript.keeps_ids)
         self._events = events
         self._record.is_streamed = True
-        observe_gap = self._around.metrics.of_model(self._record.model, is_served=True).itl.observe
-        observe_step = self._around.backends.pace.step
+        observe_gap = self._services.metrics.of_model(self._record.model, is_served=True).itl.observe
+        observe_step = self._services.backends.pace.step
         read = answer.read
         last_s = 0.0
         while data := await read():
@@ -124,10 +119,10 @@ class Continuing(Attempts):
             else:
                 call.is_stream = True
                 self._tried.taken_by(placed.backend)
-                self._around.placement.begun(placed)
+                self._services.placement.begun(placed)
             last_s = call.moved_s
             if self._case.at is not None:
-                self._around.trials.got_part(self._case)
+                self._services.trials.got_part(self._case)
             chunk = events.feed(data)
             data = b""  # the first part holds the prompt's ids, and the next may come late
             if self._change is not None:
@@ -176,9 +171,9 @@ class Continuing(Attempts):
         return None
 
     async def _outlined(self) -> Outline:
-        """Raises CannotContinue."""
+        """The outline of the request, made once. Raises CannotContinue."""
         if self._outline is None:
-            self._outline = await self._around.tokens.outline(self._body)
+            self._outline = await self._services.tokens.outline(self._body)
         return self._outline
 
     async def _plan(self) -> None:
@@ -202,4 +197,4 @@ class Continuing(Attempts):
         self._count_continuation("failed")
 
     def _count_continuation(self, outcome: str) -> None:
-        self._around.metrics.of_model(self._record.model).lost(outcome)
+        self._services.metrics.of_model(self._record.model).lost(outcome)

@@ -34,14 +34,14 @@ _ASKED_WITH: Final = (
     "Access-Control-Request-Private-Network",
 )
 _TOLD: Final = (_ALLOWED, "Access-Control-Allow-Credentials", "Access-Control-Expose-Headers")
-"""Of every answer; the others are a preflight's."""
+"""Headers of every answer; the others are a preflight's."""
 _PASSED_BACK: Final = ("access-control-", "vary", "content-type")
 _NOT_PASSED: Final = frozenset((Kind.REFUSED, Kind.CANNOT_PASS))
 _MODELS: Final = "/v1/models"
 _MOST_ORIGINS: Final = 1000
 _MOST_CHARACTERS: Final = 256
 _MOST_PREFLIGHTS: Final = 64
-"""At a time: nobody needs a key for them."""
+"""Preflights at a time: nobody needs a key for them."""
 _TIMEOUT_S: Final = 3.0
 _NUM_TRIES: Final = 2
 
@@ -49,7 +49,7 @@ Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class Cors:
-    """Before `answer`."""
+    """Handles other origins before `answer`."""
 
     def __init__(self, answer: Answer, backends: Backends, session: aiohttp.ClientSession) -> None:
         self._answer = answer
@@ -57,7 +57,7 @@ class Cors:
         self._session = session
         self._num_preflights = 0
         self._told: OrderedDict[str, dict[str, str]] = OrderedDict()
-        """What engines tell an origin."""
+        """Headers that engines tell an origin, by origin."""
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         origin = request.headers.get("Origin")

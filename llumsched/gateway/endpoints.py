@@ -18,11 +18,11 @@ class Endpoint:
     address: Address
     is_tls: bool = False
     base: str = ""
-    """Empty, or a path that does not end with a slash."""
+    """A path before vLLM's own that does not end with a slash, or empty."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises ValueError that says what is wrong."""
+        """The endpoint that a text names. Raises ValueError that says what is wrong."""
         match = _URL.fullmatch(text.strip())
         if match is None:
             raise ValueError(f"{text!r} is neither HOST:PORT nor http(s)://HOST:PORT/PATH")

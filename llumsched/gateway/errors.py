@@ -112,7 +112,7 @@ class StreamLost(Exception):
 
 
 def body(error: GatewayError, style: Style = Style.OPENAI, request_id: str = "") -> bytes:
-    """As vLLM writes errors of that API."""
+    """The answer's body, as vLLM writes errors of that API."""
     message = str(error)
     content: dict[str, object] = {"message": message, "type": error.kind, "param": None, "code": error.status}
     document: dict[str, object] = {"error": content}

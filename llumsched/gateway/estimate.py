@@ -11,7 +11,7 @@ from typing import Any, Final
 
 _BYTES_PER_TOKEN: Final = 4
 _MOST_VALUES: Final = 10_000
-"""Looked at: some milliseconds. What is beyond does not count."""
+"""Values that are looked at: some milliseconds. What is beyond does not count."""
 _NO_TEXT: Final = frozenset(
     ("model", "audio", "data", "file_data", "format", "id", "image", "image_url", "input_audio", "metadata", "role",
      "type", "url", "user", "video_url")
@@ -20,7 +20,7 @@ _DATA_URL: Final = "data:"
 
 
 def num_tokens(document: Any) -> int:
-    """Of a body's JSON."""
+    """A rough number of tokens of a body's JSON."""
     num_bytes = num_numbers = num_seen = 0
     to_see = [document]
     while to_see and num_seen < _MOST_VALUES:

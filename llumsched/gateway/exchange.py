@@ -8,7 +8,6 @@ import math
 import random
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Final
 
 from aiohttp import web
@@ -18,94 +17,47 @@ from llumsched.gateway import errors, estimate
 from llumsched.gateway.access_log import AccessLogger
 from llumsched.gateway.api_keys import TENANT, Exceeded, Limit, PriorityRefused
 from llumsched.gateway.attempts import CLIENT_GONE, Attempts
-from llumsched.gateway.backends import Backend, Backends
+from llumsched.gateway.backends import Backend
 from llumsched.gateway.body import Body, Head
-from llumsched.gateway.config import Config
 from llumsched.gateway.continuing import Continuing
 from llumsched.gateway.errors import GatewayError
-from llumsched.gateway.forwarded import RawHeaders, with_client
-from llumsched.gateway.metrics import Metrics, Record
+from llumsched.gateway.forwarded import with_client
+from llumsched.gateway.metrics import Record
 from llumsched.gateway.passing import Passing
 from llumsched.gateway.paths import Found, Kind, Style, Work
-from llumsched.gateway.placement import Placed, Placement
-from llumsched.gateway.prompts import Counted, of_bytes
+from llumsched.gateway.prompts import of_bytes
 from llumsched.gateway.request_id import RequestIds
-from llumsched.gateway.retries import RetryBudget
-from llumsched.gateway.stored import StoredResponses
-from llumsched.gateway.suspects import Trials
-from llumsched.gateway.tokens import TokenCounter
-from llumsched.gateway.upstream import Upstream
+from llumsched.gateway.services import Received, Services
 
 _LEAST_BYTES: Final = 1024
-"""Of a body, that `client_timeout_s` is for."""
+"""Bytes of a body that `client_timeout_s` is for."""
 _ESTIMATED_BYTES: Final = 1 << 16
-"""Of a longer body that no tokenizer reads only the length counts."""
+"""Length above which only the length of a body counts that no tokenizer reads."""
 _RETRY_SPREAD_S: Final = 3
-"""Who is refused at the same moment is not to come back at the same one."""
+"""Random seconds on top of Retry-After: who is refused at the same moment is not to come back at the same one."""
 _KEPT_ALIVE_AT_ONCE: Final = 100
-_UNCOUNTED: Final = Counted(0)
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """A request that is to be sent to an engine."""
-
-    request: web.BaseRequest
-    body: Body
-    record: Record
-    own_id: str
-    """Under which engine and scheduler know it."""
-    started_s: float
-    counted: Counted
-    headers: RawHeaders
-    """For the engine."""
-
-    @property
-    def target(self) -> str:
-        """Path and query. No path that is passed needs escapes."""
-        query = self.request.rel_url.raw_query_string
-        return f"{self.request.path}?{query}" if query else self.request.path
 
 
 class Exchanges:
     """All requests in flight."""
 
-    def __init__(
-        self,
-        config: Config,
-        backends: Backends,
-        placement: Placement,
-        upstream: Upstream,
-        metrics: Metrics,
-        access_log: AccessLogger,
-        tokens: TokenCounter,
-        stored: StoredResponses,
-    ) -> None:
-        self.config = config
-        self.backends = backends
-        self.placement = placement
-        self.upstream = upstream
-        self.metrics = metrics
-        self.stored = stored
+    def __init__(self, services: Services, access_log: AccessLogger) -> None:
+        self._services = services
+        self._config = services.config
         self._access_log = access_log
-        self.tokens = tokens
         self._ids = RequestIds()
-        self.num_in_flight = 0
-        self.budget = RetryBudget(config.retry_budget, lambda: self.num_in_flight, time.monotonic)
-        self.trials: Trials[Backend] = Trials(lambda: len(backends) - len(backends.avoided()))
-        self.running: dict[Attempts, Placed] = {}
         self.idle = asyncio.Event()
-        """Nothing is in flight."""
+        """Set while nothing is in flight."""
         self.idle.set()
 
     async def run(self, request: web.BaseRequest, found: Found) -> web.StreamResponse:
         started_s = time.monotonic()
         record = Record("", request.path)
-        self.num_in_flight += 1
+        self._services.num_in_flight += 1
         self.idle.clear()
         own_id = ""
         try:
-            if self.num_in_flight > self.config.max_requests:
+            if self._services.num_in_flight > self._config.max_requests:
                 record.id, own_id = self._ids.take(request.headers.get("X-Request-Id"))
                 raise errors.Overloaded("Too many requests are in flight.", retry_after_s=1)
             body, problem = await self._receive(request, found)
@@ -119,44 +71,44 @@ class Exchanges:
             if tenant:
                 record.key = tenant.name
                 tenant.check_priority(body.head.priority)
-            counted = _UNCOUNTED
-            if not self.config.is_local or (tenant and tenant.allowance.tokens_in_flight):
-                counted = await self._count(body, found)
-            record.num_input_tokens = counted.num_tokens
+            num_tokens = 0
+            if not self._config.is_local or (tenant and tenant.allowance.tokens_in_flight):
+                num_tokens = await self._count(body, found)
+            record.num_input_tokens = num_tokens
             record.preprocess_s = time.monotonic() - started_s
-            self.budget.requested()
-            with tenant.tokens(counted.num_tokens) if tenant else nullcontext():
-                received = Received(request, body, record, own_id, started_s, counted, with_client(request))
+            self._services.budget.requested()
+            with tenant.tokens(num_tokens) if tenant else nullcontext():
+                received = Received(request, body, record, own_id, started_s, num_tokens, with_client(request))
                 response = await (await self._attempts(received, found)).run()
             record.status = record.status or response.status
             return response
         except GatewayError as error:
             record.status = error.status
             if isinstance(error, Exceeded):
-                self.metrics.refused.labels(error.tenant, error.limit).inc()
+                self._services.metrics.refused.labels(error.tenant, error.limit).inc()
             elif isinstance(error, PriorityRefused):
-                self.metrics.refused.labels(record.key, Limit.PRIORITY).inc()
+                self._services.metrics.refused.labels(record.key, Limit.PRIORITY).inc()
             return failure(error, record.id, found.path.style)
         except asyncio.CancelledError:
             record.status = record.status or CLIENT_GONE
             raise
         finally:
-            self.num_in_flight -= 1
-            if not self.num_in_flight:
+            self._services.num_in_flight -= 1
+            if not self._services.num_in_flight:
                 self.idle.set()
             self._ids.give_back(own_id)
             record.e2e_s = time.monotonic() - started_s
             record.status = record.status or 500
-            self.metrics.ended(record)
+            self._services.metrics.ended(record)
             self._access_log.ended(record)
 
     async def keep_alive(self) -> None:
-        """Looks at all streams, and goes on for ever."""
-        limit_s = self.config.sse_keepalive_s
+        """Looks at all streams again and again, for ever."""
+        limit_s = self._config.sse_keepalive_s
         while True:
             await asyncio.sleep(min(1.0, limit_s / 8))
             now_s = time.monotonic()
-            for number, attempts in enumerate(list(self.running)):
+            for number, attempts in enumerate(list(self._services.running)):
                 await attempts.keep_alive(now_s - limit_s, now_s)
                 if number % _KEPT_ALIVE_AT_ONCE == 0:
                     await asyncio.sleep(0)
@@ -167,30 +119,30 @@ class Exchanges:
             if request.headers.get("Expect", "").lower() == "100-continue":
                 assert request.transport is not None
                 request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            content = await _read(request, self.config.client_timeout_s)
+            content = await _read(request, self._config.client_timeout_s)
             if found.path.kind is Kind.STICKY:
                 return Body(content, Head()), None
             if found.path.is_form:
                 return Body.read_form(content, request.headers.get("Content-Type", "")), None
-            return await self.tokens.read(content), None
+            return await self._services.tokens.read(content), None
         except GatewayError as error:
             return None, error
 
-    async def _count(self, body: Body, found: Found) -> Counted:
+    async def _count(self, body: Body, found: Found) -> int:
         path = found.path
         if path.is_form or path.work is Work.TEXT:
-            return _UNCOUNTED
+            return 0
         if path.kind is Kind.CONTINUED:
-            return await self.tokens.count(body)
+            return await self._services.tokens.count(body)
         if len(body.content) > _ESTIMATED_BYTES:
-            return Counted(of_bytes(len(body.content)))
-        return Counted(estimate.num_tokens(body.document()))
+            return of_bytes(len(body.content))
+        return estimate.num_tokens(body.document())
 
     async def _attempts(self, received: Received, found: Found) -> Attempts:
-        """Raises UnknownResponse."""
+        """The right kind of attempts for the path. Raises UnknownResponse."""
         if found.path.kind is Kind.CONTINUED:
-            return Continuing(self, received)
-        return Passing(self, received, found.path, await self._owner(received, found))
+            return Continuing(self._services, received)
+        return Passing(self._services, received, found.path, await self._owner(received, found))
 
     async def _owner(self, received: Received, found: Found) -> Backend | None:
         """The instance that has what the request is about. Raises UnknownResponse."""
@@ -198,7 +150,7 @@ class Exchanges:
         name = found.name if is_sticky else received.body.head.previous_response_id
         if not name or not isinstance(name, str) or not (is_sticky or found.path.keeps_answers):
             return None
-        owner = await self.stored.home(name, received.request.headers.get("Authorization", ""))
+        owner = await self._services.stored.home(name, received.request.headers.get("Authorization", ""))
         if owner is None and is_sticky:
             raise errors.UnknownResponse(f"No instance has the response `{name}`.")
         return owner

@@ -17,7 +17,7 @@ _MOST_BOUNDARY_BYTES: Final = 70
 
 
 def model_of(content: bytes | bytearray, content_type: str) -> str:
-    """ "" if there is none, or it lies behind the first `_MOST_PARTS` parts."""
+    """The model that a form names; "" if there is none, or it lies behind the first `_MOST_PARTS` parts."""
     boundary = _boundary(content_type)
     if not boundary:
         return ""
@@ -45,7 +45,7 @@ def _boundary(content_type: str) -> bytes:
 
 
 def _model_in(content: bytes | bytearray, start: int, end: int) -> str:
-    """Of one part."""
+    """The model, if this part of the form names it."""
     head_end = content.find(b"\r\n\r\n", start, min(end, start + _MOST_HEAD_BYTES))
     if head_end < 0 or end - head_end - 4 > _MOST_VALUE_BYTES:
         return ""

@@ -15,11 +15,11 @@ RawHeaders = tuple[tuple[bytes, bytes], ...]
 _FOR: Final = b"x-forwarded-for"
 _PROTO: Final = b"x-forwarded-proto"
 NAMES: Final = frozenset((_FOR, _PROTO))
-"""No client can have them left out."""
+"""Headers that no client can have left out."""
 
 
 def with_client(request: web.BaseRequest) -> RawHeaders:
-    """Its headers, and what they do not say of its connection."""
+    """A request's headers, and what they do not say of its connection."""
     headers = request.raw_headers
     addresses, has_scheme = [], False
     for name, value in headers:

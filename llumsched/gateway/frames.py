@@ -23,7 +23,7 @@ ANSWER_LENGTH: Final = struct.Struct("!I")
 
 class Task(StrEnum):
     READ = "read"
-    """What `Body.read` reads."""
+    """Read a body as `Body.read` does."""
     COUNT = "count"
     OUTLINE = "outline"
 
@@ -31,31 +31,29 @@ class Task(StrEnum):
 class Job(msgspec.Struct, array_like=True):
     task: Task
     cpu_s: float
-    """After which the process is ended by the kernel."""
+    """Time of a processor after which the kernel ends the process."""
     model: str = ""
-    wants_ids: bool = False
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """A count has two: by length at once, then by tokens."""
+    """What a process found out. A count has two answers: by length at once, then by tokens."""
 
     is_last: bool
     num_tokens: int | None = None
-    """None if the process ended on it, or it is no JSON object."""
-    token_ids: tuple[int, ...] | None = None
+    """A count; None if the process ended on it, or it is no JSON object."""
     head: Head | None = None
     fault: str = ""
     outline: Outline | None = None
 
 
 class Settings(msgspec.Struct):
-    """Of the processes; their command line."""
+    """The command line of the processes."""
 
     tokenizers: dict[str, str]
     """Path or hub name by model; the model "" is any other."""
     chat_template: str
     memory_bytes: int
-    """That each may take in addition to what it has when it begins."""
+    """Memory that each may take in addition to what it has when it begins."""
     sockets: list[int]
     """File descriptors, one for each process."""
 
@@ -65,7 +63,7 @@ _ANSWER: Final = msgspec.msgpack.Decoder(Answer)
 
 
 def job_head(job: Job, num_bytes: int) -> bytes:
-    """What comes before its body."""
+    """The bytes before a job's body."""
     header = msgspec.msgpack.encode(job)
     return JOB_LENGTHS.pack(len(header), num_bytes) + header
 
@@ -80,7 +78,7 @@ def answer_frame(answer: Answer) -> bytes:
 
 
 def take_answers(buffer: bytearray) -> Iterator[Answer]:
-    """Those that are whole, out of `buffer`. Raises msgspec.DecodeError."""
+    """Takes the answers that are whole out of `buffer`. Raises msgspec.DecodeError."""
     while len(buffer) >= ANSWER_LENGTH.size:
         end = ANSWER_LENGTH.size + ANSWER_LENGTH.unpack_from(buffer)[0]
         if len(buffer) < end:

@@ -22,20 +22,20 @@ _POSITIVE: Final = ("requests_per_second", "requests_per_minute", "concurrent_re
 
 
 class Allowance(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Of one name, as the file has it."""
+    """The entry of one name, as the file has it."""
 
     keys: list[str]
     requests_per_second: float | None = None
     requests_per_minute: float | None = None
     concurrent_requests: int | None = None
     tokens_in_flight: int | None = None
-    """Of the prompts of its requests."""
+    """Limit of the prompts of its requests, together."""
     best_priority: int | None = None
     """The lowest `priority` that its requests may have: as for vLLM, lower ones come first, and none is 0."""
 
 
 def read_keys(path: str) -> dict[str, Allowance]:
-    """By name. Raises ValueError, which never holds a key."""
+    """Allowances by name. Raises ValueError, which never holds a key."""
     try:
         found = msgspec.json.decode(read_secret(path), type=dict[str, Allowance])
     except msgspec.DecodeError as error:

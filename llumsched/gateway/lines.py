@@ -20,20 +20,20 @@ _CLOSE_S: Final = 2.0
 
 
 class LineWriter:
-    """`write` is one thread's at a time, and never waits: a thread of this one's does."""
+    """Lines for one descriptor. `write` is one thread's at a time, and never waits: a thread of this one's does."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._waiting: SimpleQueue[bytes | None] = SimpleQueue()
         self._num_given = 0
-        """Bytes."""
+        """Bytes of all lines that were taken."""
         self._num_written = 0
-        """Bytes; the thread's."""
+        """Bytes of all lines that are out; the thread's."""
         self._thread = threading.Thread(target=self._run, name=f"lines-{descriptor}", daemon=True)
         self._thread.start()
 
     def write(self, lines: str) -> bool:
-        """False if so much waits that these are dropped."""
+        """Takes lines; False if so much waits that these are dropped."""
         data = lines.encode(errors="backslashreplace")
         if self._num_given - self._num_written + len(data) > _MOST_BYTES:
             return False
@@ -61,7 +61,7 @@ class LineWriter:
 
 
 class LineHandler(logging.Handler):
-    """What is logged, on stderr."""
+    """Writes what is logged to stderr."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ class Record:
     id: str
     path: str
     key: str = ""
-    """Whose; the name of an API key."""
+    """The name of the API key."""
     model: str = ""
     status: int = 0
     instance: str = ""
@@ -106,7 +106,7 @@ class Metrics:
         return Gauge(name, text, registry=self._registry, multiprocess_mode=mode)  # type: ignore[arg-type]
 
     def of_model(self, model: str, *, is_served: bool = False) -> _OfModel:
-        """Its series. `is_served`: an instance has answered for it (one that wants a key does not list its models)."""
+        """A model's series. `is_served`: an instance has answered for it (who wants a key does not list its models)."""
         found = self._models.get(model)
         if found is None:
             if model and not is_served and not self._is_listed(model):
@@ -130,8 +130,8 @@ class Metrics:
         return CONTENT_TYPE_LATEST
 
     async def rendered(self) -> bytes:
-        """`text`, once for all who wait for it, in a thread: for 100 models it takes 90 ms, for several workers 170 ms,
-        and then no turn of the event loop is longer than 13 ms."""
+        """`text`, rendered once for all who wait for it, in a thread: for 100 models it takes 90 ms, for several
+        workers 170 ms, and then no turn of the event loop is longer than 13 ms."""
         if self._rendering is None or self._rendering.done():
             self._rendering = asyncio.create_task(asyncio.to_thread(self.text))
         return await asyncio.shield(self._rendering)

@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class ModelTokenizer:
-    """Raises ValueError if the tokenizer, or the chat template, cannot be loaded."""
+    """A tokenizer. Raises ValueError if it, or the chat template, cannot be loaded."""
 
     def __init__(self, where: str, chat_template: str = "") -> None:
         path = Path(where)
@@ -37,7 +37,7 @@ class ModelTokenizer:
         return ids
 
     def render(self, chat: Mapping[str, Any], variables: Mapping[str, Any]) -> str | None:
-        """None if these messages cannot be rendered here."""
+        """The text of a chat; None if its messages cannot be rendered here."""
         if self._chat is None:
             return None
         try:
@@ -75,7 +75,7 @@ def _chat_renderer(where: str, chat_template: str) -> Any:
 
 
 def _parameters(chat: Any) -> frozenset[str]:
-    """Of `apply_chat_template`, of this tokenizer and of those it is one of: a subclass may take them as keywords."""
+    """Parameters of `apply_chat_template`, base classes' as well: a subclass may take them as keywords."""
     names = {"self", "messages"}
     for one in type(chat).__mro__ if chat is not None else ():
         if (method := one.__dict__.get("apply_chat_template")) is not None:

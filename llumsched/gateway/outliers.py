@@ -29,34 +29,34 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Times in seconds."""
+    """The bounds of the detection. Times in seconds."""
 
     max_ejected: float
-    """Share of those that can be reached that may be out."""
+    """Share of the instances that can be reached that may be out."""
     consecutive: int = 5
-    """Failures in a row."""
+    """Failures in a row that eject an instance."""
     share: float = 0.2
-    """Of an instance's answers in the window that are failures, if they are also `times_fleet` as many as elsewhere."""
+    """Share of failures in the window that ejects an instance, if it is also `times_fleet` that of all others."""
     times_fleet: float = 5.0
     min_volume: float = 20.0
     """Answers in the window without which a share says nothing."""
     window_s: float = 10.0
     """Time constant with which answers are forgotten."""
     ejection_s: float = 2.0
-    """Of the first ejection; each further one takes twice as long."""
+    """Time of the first ejection; each further one takes twice as long."""
     longest_ejection_s: float = 20.0
     forgiven_s: float = 60.0
     """Time in the fleet after which earlier ejections do not count."""
     trial_successes: int = 3
     trusted_refusals: int = 2
-    """In a row; further ones of the same instance are doubted."""
+    """Refusals in a row that are believed; further ones of the same instance are doubted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ejection:
     cause: Cause
     why: str
-    """For people."""
+    """The reason, for people."""
     since_s: float
 
 
@@ -69,7 +69,7 @@ class _State(Enum):
 
 @dataclass(slots=True)
 class _Sum:
-    """One that is forgotten exponentially."""
+    """A sum that is forgotten exponentially."""
 
     value: float = 0.0
     at_s: float = 0.0
@@ -97,7 +97,7 @@ class _Record:
 
 
 class Outliers(Generic[Key]):
-    """`size`: instances in the fleet. `clock`: monotonic seconds."""
+    """The states of all instances. `size`: instances in the fleet. `clock`: monotonic seconds."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Outliers(Generic[Key]):
         return key in self._out
 
     def forget(self, key: Key) -> None:
-        """It is no longer in the fleet."""
+        """Forgets an instance that is no longer in the fleet."""
         self._records.pop(key, None)
         self._out.pop(key, None)
 
@@ -152,14 +152,14 @@ class Outliers(Generic[Key]):
             self._eject(key, record, cause, f"{share:.0%} of its answers are failures, the last: {why}")
 
     def is_doubted(self, key: Key) -> bool:
-        """It refused a request, which may be the request's fault: whether another instance is to be asked. So it is if
-        it has refused several in a row and nobody has confirmed that, or if it is on trial."""
+        """Whether another instance is to be asked after this one refused a request, which may be the request's fault.
+        So it is if it has refused several in a row and nobody has confirmed that, or if it is on trial."""
         record = self._of(key)
         record.num_refused += 1
         return record.num_refused > self._limits.trusted_refusals or record.state is _State.TRIAL
 
     def confirmed(self, key: Key) -> None:
-        """Another instance refused the same request."""
+        """Notes that another instance refused the same request."""
         self._of(key).num_refused = 0
 
     def slow(self, key: Key, why: str) -> None:
@@ -169,7 +169,7 @@ class Outliers(Generic[Key]):
         self._eject(key, self._of(key), Cause.SILENCE, why)
 
     def moved(self, key: Key) -> None:
-        """Something came from it: it is not silent any more."""
+        """Notes that something came from an instance: it is not silent any more."""
         ejection = self._out.get(key)
         if ejection is not None and ejection.cause is Cause.SILENCE:
             self._admit(key, _State.IN)
@@ -186,7 +186,7 @@ class Outliers(Generic[Key]):
         return found
 
     def asked(self, key: Key, *, takes: bool | None) -> None:
-        """`takes` None: it could not be asked, for no fault of its own, and is due again."""
+        """Notes if it `takes` a request; None: it could not be asked, for no fault of its own, and is due again."""
         record = self._records.get(key)
         if record is None or record.state is not _State.ASKED:
             return
@@ -232,14 +232,14 @@ class Outliers(Generic[Key]):
         self._out[key] = Ejection(cause, why, now_s)
 
     def _may_eject(self) -> bool:
-        """One more of those that can be reached. The others are no part of the fleet: after a while of crashes and new
-        addresses they may be most of what is known."""
+        """Whether one more of those that can be reached may go. The others are no part of the fleet: after a while of
+        crashes and new addresses they may be most of what is known."""
         num_unreachable = sum(ejection.cause is Cause.UNREACHABLE for ejection in self._out.values())
         allowed = math.floor(self._limits.max_ejected * (self._size() - num_unreachable))
         return len(self._out) - num_unreachable < allowed
 
     def _begin(self, record: _Record) -> None:
-        """Its time, longer with every one; not the same for all gateways."""
+        """Begins an ejection, longer with every one, and not the same for all gateways."""
         limits = self._limits
         length_s = min(limits.longest_ejection_s, limits.ejection_s * 2.0**record.num_ejections)
         record.num_ejections += 1
@@ -287,7 +287,7 @@ class Pace(Generic[Key]):
         self._means.pop(key, None)
 
     def slow_among(self, keys: Iterable[Key]) -> dict[Key, str]:
-        """Those ten times slower than the median of at least three that stream now, and in what numbers."""
+        """Instances ten times slower than the median of at least three that stream now, and in what numbers."""
         now_s = self._clock()
         means = {key: mean for key in keys if (mean := self._means.get(key)) is not None}
         recent = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
@@ -23,10 +23,8 @@ from llumsched.gateway.connection import Connection
 from llumsched.gateway.errors import GatewayError, NoInstance, StreamLost
 from llumsched.gateway.paths import Kind, Path, Work
 from llumsched.gateway.placement import Asked, Placed
+from llumsched.gateway.services import Received, Services
 from llumsched.gateway.upstream import Call
-
-if TYPE_CHECKING:
-    from llumsched.gateway.exchange import Exchanges, Received
 
 _FAILURE: Final = re.compile(rb'^(?:data:\s*\{\s*"error":|event:\s*error\b)', re.MULTILINE)
 """An engine's own error, in any of the forms."""
@@ -50,13 +48,13 @@ class _Event(msgspec.Struct):
 
 
 class Passing(Attempts):
-    def __init__(self, around: Exchanges, received: Received, path: Path, owner: Backend | None) -> None:
+    def __init__(self, services: Services, received: Received, path: Path, owner: Backend | None) -> None:
         """`owner`: the instance that has what the request is about."""
-        super().__init__(around, received, is_engines_work=path.work is not Work.TEXT, pardoned=_PARDONED)
+        super().__init__(services, received, is_engines_work=path.work is not Work.TEXT, pardoned=_PARDONED)
         self._path = path
         self._owner = owner
         self._last = b""
-        """What the client got last of a stream."""
+        """The last events of a stream that the client got."""
         self._usage = (0, 0)
 
     async def _choose(self, asked: Asked) -> Placed:
@@ -70,14 +68,14 @@ class Passing(Attempts):
         return backend is not self._owner and super()._is_doubtful(status, backend)
 
     def _release(self, placed: Placed, *, completed: bool) -> None:
-        """Whatever became of it: engines report such requests under names of their own, or not at all."""
+        """Releases the place as not completed: engines report such requests under names of their own, or not at all."""
         super()._release(placed, completed=False)
 
     def _answered(self, body: bytes, backend: Backend) -> None:
         super()._answered(body, backend)
         if self._path.keeps_answers:
             with suppress(msgspec.DecodeError):
-                self._around.stored.remember(msgspec.json.decode(body, type=_Answer).id, backend)
+                self._services.stored.remember(msgspec.json.decode(body, type=_Answer).id, backend)
 
     async def _stream(self, answer: Connection, call: Call, placed: Placed) -> web.StreamResponse:
         self._record.is_streamed = True
@@ -110,38 +108,38 @@ class Passing(Attempts):
         return await self._end(rest)
 
     def _failed(self, backend: Backend) -> None:
-        """The engine's own error ends the stream."""
+        """Notes an engine's own error, which ended the stream."""
         if sse.is_clients_fault(self._last):
             self._record.status = errors.InvalidRequest.status
             return
         self._record.status = errors.UpstreamFailed.status
         if self._is_engines_work:
-            self._around.backends.outliers.failed(backend, Cause.ERRORS, "it reported an error in a stream")
+            self._services.backends.outliers.failed(backend, Cause.ERRORS, "it reported an error in a stream")
 
     def _begun(self, first: bytes, call: Call, placed: Placed) -> None:
         self._tried.taken_by(placed.backend)
-        self._around.placement.begun(placed)
+        self._services.placement.begun(placed)
         call.is_stream = self._is_engines_work and not self._path.may_rest
         if self._path.keeps_answers:
             with suppress(msgspec.DecodeError, msgspec.ValidationError):
                 event = msgspec.convert(sse.payload(first), _Event)
                 if event.response is not None:
-                    self._around.stored.remember(event.response.id, placed.backend)
+                    self._services.stored.remember(event.response.id, placed.backend)
 
     def _moved(self, call: Call) -> None:
-        """Another part has come."""
+        """Notes that another part has come."""
         before_s, is_first = call.moved_s, not self._last
         if not self._is_engines_work:
             call.heard()
             return
         call.moved()
         if self._case.at is not None:
-            self._around.trials.got_part(self._case)
+            self._services.trials.got_part(self._case)
         if not is_first:
             gap_s = call.moved_s - before_s
-            self._around.metrics.of_model(self._record.model, is_served=True).itl.observe(gap_s * 1e3)
+            self._services.metrics.of_model(self._record.model, is_served=True).itl.observe(gap_s * 1e3)
             if call.is_stream:
-                self._around.backends.pace.step(call.backend, gap_s, call.moved_s)
+                self._services.backends.pace.step(call.backend, gap_s, call.moved_s)
 
     def _count_output(self) -> None:
         num_input, num_output = self._usage
@@ -159,4 +157,4 @@ class Passing(Attempts):
         return errors.last_event(error, self._path.style, int(numbers[-1]) + 1 if numbers else 0)
 
     def _failed_for_good(self) -> None:
-        self._around.metrics.of_model(self._record.model).lost("refused")
+        self._services.metrics.of_model(self._record.model).lost("refused")

@@ -24,12 +24,12 @@ class Kind(Enum):
     OWN = auto()
     """Answered by the gateway."""
     REFUSED = auto()
-    """It is for operators."""
+    """Refused with an error: the path is for operators."""
     CANNOT_PASS = auto()
 
 
 class Work(Enum):
-    """Whose an answer is, and so what it proves."""
+    """Who does the work of an answer, and so what it proves."""
 
     TOKENS = auto()
     """The engine core's, a token at a time."""
@@ -55,13 +55,13 @@ class Path:
     work: Work = Work.TOKENS
     style: Style = Style.OPENAI
     is_form: bool = False
-    """The body is a multipart form."""
+    """Whether the body is a multipart form."""
     keeps_answers: bool = False
-    """A client may ask for the answer again, by its id."""
+    """Whether a client may ask for the answer again, by its id."""
     may_rest: bool = False
-    """A stream may be silent while the API server calls a tool."""
+    """Whether a stream may be silent while the API server calls a tool."""
     why: str = ""
-    """It is refused, or cannot be passed."""
+    """The reason why it is refused, or cannot be passed."""
 
 
 _TOKENS: Final = Path(Kind.PLACED)
@@ -152,11 +152,11 @@ PATHS: Final[Mapping[str, Path]] = {
         _TELLS,
     ),
 }  # fmt: skip
-"""By path, as vLLM 0.32 writes it; `/v1/audio/speech` is vllm-omni's."""
+"""All paths, as vLLM 0.32 writes them; `/v1/audio/speech` is vllm-omni's."""
 
 INFERENCE_PATHS: Final = frozenset(path for path, one in PATHS.items() if one.kind is Kind.CONTINUED)
 _NAME: Final = re.compile(r"(?!\.\.?$)[A-Za-z0-9._:@=-]{1,256}", re.ASCII)
-"""No character that is another one in a URL, and no step in a path: what matches is passed on as it is."""
+"""A name in a path: no character that is another one in a URL, and no step. What matches is passed on as it is."""
 _TEMPLATES: Final = tuple(
     (re.compile(re.sub(r"\\{\w+\\}", "([^/]+)", re.escape(path))), one) for path, one in PATHS.items() if "{" in path
 )
@@ -169,12 +169,12 @@ class Found(NamedTuple):
 
 
 def is_name(text: str) -> bool:
-    """Whether it may stand in a path for what is named there."""
+    """Whether a text may stand in a path for what is named there."""
     return _NAME.fullmatch(text) is not None
 
 
 def find(path: str) -> Found | None:
-    """`path`: decoded, without the query."""
+    """What a path is, and what it names. `path`: decoded, without the query."""
     if (one := PATHS.get(path)) is not None:
         return None if "{" in path else Found(one)
     for pattern, one in _TEMPLATES:

@@ -10,7 +10,7 @@ from typing import Protocol
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.errors import NoInstance, UnknownModel
 from llumsched.gateway.outliers import Ejection
-from llumsched.gateway.scheduler_client import Decision
+from llumsched.gateway.scheduler_client import SchedulerAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,21 +20,20 @@ class Asked:
     id: str
     model: str
     num_prompt_tokens: int = 0
-    prompt_token_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
     asked: Asked
     backend: Backend
-    decision: Decision | None = None
-    """For /release and /report; None if it was not a scheduler's."""
+    answer: SchedulerAnswer | None = None
+    """The scheduler's answer, for /release and /report; None if another has placed it."""
     is_fallback: bool = False
-    """The scheduler was away."""
+    """Whether the scheduler was away."""
     waited_s: float = 0.0
-    """For the scheduler, or for an instance."""
+    """Time of waiting for the scheduler, or for an instance."""
     dp_rank: int | None = None
-    """Which of several data-parallel ranks behind that API server, by its own count."""
+    """Rank of the engine among several data-parallel ones behind that API server, by its own count."""
 
 
 class Placement(Protocol):
@@ -44,24 +43,24 @@ class Placement(Protocol):
     async def place(
         self, asked: Asked, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()
     ) -> Placed:
-        """At none of `excluded`, and at one of `shunned` only if there is no other. Raises UnknownModel, NoInstance
-        after a bounded wait, or Overloaded if too many wait already."""
+        """A place at none of `excluded`, and at one of `shunned` only if there is no other. Raises UnknownModel,
+        NoInstance after a bounded wait, or Overloaded if too many wait already."""
         ...
 
     def begun(self, placed: Placed) -> None:
-        """Its first token has come. Does not wait."""
+        """Notes that the first token has come. Does not wait."""
         ...
 
     def release(self, placed: Placed, *, completed: bool) -> None:
-        """The request has ended there. `completed`: the engine took it and came to an end with it. Does not wait."""
+        """Notes that the request has ended there. `completed`: the engine came to an end with it. Does not wait."""
         ...
 
     def report_running(self, running: Iterable[tuple[Placed, int]]) -> None:
-        """The requests that run, and how many tokens each has, prompt and output. Does not wait."""
+        """Notes which requests run, and how many tokens each has, prompt and output. Does not wait."""
         ...
 
     def complain(self, avoided: Mapping[Backend, Ejection]) -> None:
-        """All instances to which nothing is sent now, and why, for others to know. Does not wait."""
+        """Notes all instances to which nothing is sent now, and why, for others to know. Does not wait."""
         ...
 
     async def learn(self) -> None:
@@ -69,14 +68,14 @@ class Placement(Protocol):
         ...
 
     async def refusal(self) -> str:
-        """Why no request would be placed now; empty if one would, of whatever model."""
+        """The reason why no request would be placed now; empty if one would, of whatever model."""
         ...
 
     async def close(self) -> None: ...
 
 
 class RoundRobin:
-    """Over the instances known here. Asks nobody."""
+    """Placement over the instances known here, in turn. Asks nobody."""
 
     def __init__(self, backends: Backends) -> None:
         self._backends = backends

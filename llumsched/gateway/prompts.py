@@ -9,32 +9,22 @@ the rendering: such a chat is counted by its texts, and the engine says whether 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 _BYTES_PER_TOKEN: Final = 4
 _TOKENS_AROUND_MESSAGE: Final = 4
-"""Role and delimiters, where there is no chat template to tell."""
+"""Tokens of role and delimiters, where there is no chat template to tell."""
 MOST_ENCODED_CHARACTERS: Final = 1 << 18
-"""A quarter of a second. Of a longer text so much is encoded, and the rest is taken to be like it."""
-MOST_TOKEN_IDS: Final = 1 << 17
-"""Of a prompt with more only the number is told."""
-
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    num_tokens: int
-    token_ids: tuple[int, ...] | None = None
-    """None for an estimate, and for several prompts."""
+"""Characters of which each is encoded: a quarter of a second. The rest of a longer text is taken to be like them."""
 
 
 class Tokenizer(Protocol):
     def encode(self, text: str, *, special: bool = True) -> Sequence[int]:
-        """`special`: with the tokens that the model has around a text."""
+        """Token ids of a text. `special`: with the tokens that the model has around a text."""
         ...
 
     def render(self, chat: Mapping[str, Any], variables: Mapping[str, Any]) -> str | None:
-        """By the model's own template, and `variables` of that; None if these messages cannot be rendered here."""
+        """A chat by the model's own template, and `variables` of that; None if it cannot be rendered here."""
         ...
 
     @property
@@ -43,24 +33,22 @@ class Tokenizer(Protocol):
         ...
 
 
-def estimate(document: Mapping[str, Any]) -> Counted:
+def estimate(document: Mapping[str, Any]) -> int:
     return count(None, document)
 
 
-def count(tokenizer: Tokenizer | None, document: Mapping[str, Any]) -> Counted:
+def count(tokenizer: Tokenizer | None, document: Mapping[str, Any]) -> int:
     prompt = document.get("prompt")
     if prompt is None:
         rendered = _rendered(tokenizer, document) if tokenizer else None
         if tokenizer is None or rendered is None:
-            return Counted(_messages(tokenizer, document.get("messages")))
+            return _messages(tokenizer, document.get("messages"))
         return _encoded(tokenizer, rendered, special=False)
     if isinstance(prompt, list):
         if all(isinstance(part, int) for part in prompt):
-            return _with_ids(prompt)
-        return Counted(sum(len(part) if isinstance(part, list) else _text(tokenizer, part) for part in prompt))
-    if tokenizer and isinstance(prompt, str):
-        return _encoded(tokenizer, prompt)
-    return Counted(_text(tokenizer, prompt))
+            return len(prompt)
+        return sum(len(part) if isinstance(part, list) else _text(tokenizer, part) for part in prompt)
+    return _text(tokenizer, prompt)
 
 
 def _rendered(tokenizer: Tokenizer, document: Mapping[str, Any]) -> str | None:
@@ -71,21 +59,15 @@ def _rendered(tokenizer: Tokenizer, document: Mapping[str, Any]) -> str | None:
 
 
 def _are_variables(given: Any, reserved: frozenset[str]) -> bool:
-    """Scalars, by names that are the template's own: all that a client may tell it."""
+    """Whether these are scalars, by names that are the template's own: all that a client may tell it."""
     return isinstance(given, dict) and all(
         name not in reserved and isinstance(value, str | int | float | bool | None) for name, value in given.items()
     )
 
 
-def _encoded(tokenizer: Tokenizer, text: str, *, special: bool = True) -> Counted:
-    ids = tokenizer.encode(text[:MOST_ENCODED_CHARACTERS], special=special)
-    if len(text) > MOST_ENCODED_CHARACTERS:
-        return Counted(len(ids) * len(text) // MOST_ENCODED_CHARACTERS)
-    return _with_ids(ids)
-
-
-def _with_ids(ids: Sequence[int]) -> Counted:
-    return Counted(len(ids), tuple(ids) if len(ids) <= MOST_TOKEN_IDS else None)
+def _encoded(tokenizer: Tokenizer, text: str, *, special: bool = True) -> int:
+    num_ids = len(tokenizer.encode(text[:MOST_ENCODED_CHARACTERS], special=special))
+    return num_ids * len(text) // MOST_ENCODED_CHARACTERS if len(text) > MOST_ENCODED_CHARACTERS else num_ids
 
 
 def _messages(tokenizer: Tokenizer | None, messages: Any) -> int:
@@ -95,16 +77,16 @@ def _messages(tokenizer: Tokenizer | None, messages: Any) -> int:
 def _text(tokenizer: Tokenizer | None, text: Any) -> int:
     if not isinstance(text, str):
         return 0
-    return _encoded(tokenizer, text).num_tokens if tokenizer else of_bytes(len(text.encode(errors="replace")))
+    return _encoded(tokenizer, text) if tokenizer else of_bytes(len(text.encode(errors="replace")))
 
 
 def of_bytes(num_bytes: int) -> int:
-    """Tokens, as far as can be told by the length alone."""
+    """Tokens, as far as the length alone tells."""
     return -(-num_bytes // _BYTES_PER_TOKEN)
 
 
 def _texts(messages: Any) -> Sequence[str]:
-    """Of messages, in OpenAI's form; what has another form has no texts."""
+    """Texts of messages in OpenAI's form; what has another form has no texts."""
     texts = []
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None

@@ -21,12 +21,12 @@ from llumsched.gateway.frames import Answer, Job, Settings
 
 _log = logging.getLogger(__name__)
 _LEAST_LIFE_S: Final = 5.0
-"""Between two starts of all processes."""
+"""Least time between two starts of all processes."""
 _NOT_STARTED: Final = "the processes that count tokens end at their start"
 _END_S: Final = 2.0
 _GRACE_S: Final = 5.0
 _CLOCK_PER_CPU: Final = 8
-"""A worker ends itself after half of that: one that has not is stopped, or does not run any more."""
+"""Clock time for CPU time. A worker ends itself after half of that: one that has not is stopped, or runs no more."""
 
 
 class Unavailable(Exception):
@@ -46,7 +46,7 @@ class _Worker(asyncio.Protocol):
         self._job: asyncio.Future[Answer] | None = self.ready
 
     async def answer(self, job: Job, content: bytes | bytearray) -> Answer:
-        """The best that there is. It is free."""
+        """The best answer that the process, which is free, comes to."""
         self._best = None
         answer = self._job = asyncio.get_running_loop().create_future()
         self._transport.write(frames.job_head(job, len(content)))
@@ -86,8 +86,8 @@ class _Worker(asyncio.Protocol):
 
 
 class Readers:
-    """Started by the first job, or before; started again if they end. `memory_bytes`: for each, in addition to what it
-    has when it begins."""
+    """A pool of processes, started by the first job, or before; started again if they end. `memory_bytes`: for each, in
+    addition to what it has when it begins."""
 
     def __init__(self, tokenizers: dict[str, str], chat_template: str, num_processes: int, memory_bytes: int) -> None:
         self._settings = Settings(tokenizers, chat_template, memory_bytes, [])
@@ -101,14 +101,14 @@ class Readers:
         self._is_ready = False
 
     async def start(self) -> None:
-        """Raises ValueError if a tokenizer cannot be loaded."""
+        """Starts the processes. Raises ValueError if a tokenizer cannot be loaded."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
             self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(self._starting)
 
     async def run(self, job: Job, content: bytes | bytearray, wait_s: float) -> Answer:
-        """Raises Unavailable if none is free within `wait_s`."""
+        """The answer to a job. Raises Unavailable if no process is free within `wait_s`."""
         try:
             async with asyncio.timeout(wait_s):
                 await self._start_again()
@@ -196,7 +196,7 @@ class Readers:
         self._free.append(worker)
 
     def lost(self, worker: _Worker) -> None:
-        """All are ended; the next job has them started anew."""
+        """Ends all processes; the next job has them started anew."""
         if worker in self._workers:
             if self._is_ready:
                 _log.warning("the processes that read large requests and count tokens have ended")
@@ -211,7 +211,7 @@ class Readers:
             _kill_group(self._process)
 
     async def _end(self) -> None:
-        """The host ends after its workers, which is what leaves no zombies."""
+        """Ends the host after its workers, which is what leaves no zombies."""
         process, self._process = self._process, None
         is_ready, self._is_ready = self._is_ready, False
         self._kill()

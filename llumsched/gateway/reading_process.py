@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _CLOCK_PER_CPU: Final = 4
 _MOST_TOLD_CHARACTERS: Final = 256
-"""Of a field of the head that is of no known size."""
+"""Characters told of a field of the head that is of no known size."""
 _MOST_TOLD_BITS: Final = 63
 _ENDED: Final = Answer(is_last=True)
 
@@ -92,7 +92,7 @@ def _fork(connection: socket.socket, tokenizers: dict[str, ModelTokenizer], sett
 
 
 def _work(connection: socket.socket, tokenizers: dict[str, ModelTokenizer]) -> None:
-    """One job. Raises EOFError if the gateway has ended."""
+    """Does one job. Raises EOFError if the gateway has ended."""
     num_header, num_body = frames.JOB_LENGTHS.unpack(_receive(connection, frames.JOB_LENGTHS.size))
     job = frames.read_job(bytes(_receive(connection, num_header)))
     content = _receive(connection, num_body)
@@ -109,7 +109,7 @@ def _work(connection: socket.socket, tokenizers: dict[str, ModelTokenizer]) -> N
 
 
 def _limit(cpu_s: float) -> None:
-    """0: none."""
+    """Limits the time of a job; 0: no limit."""
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     signal.setitimer(signal.ITIMER_REAL, cpu_s * _CLOCK_PER_CPU)
 
@@ -134,7 +134,7 @@ def _read(content: bytearray) -> Answer:
 
 
 def _short(head: Head) -> Head:
-    """What may be of any size, or is too large for msgpack, is only told to be there."""
+    """The head, in which what may be of any size, or is too large for msgpack, is only told to be there."""
 
     def told(value: object) -> object:
         if isinstance(value, list | dict) or (isinstance(value, int) and value.bit_length() > _MOST_TOLD_BITS):
@@ -151,10 +151,9 @@ def _count(connection: socket.socket, job: Job, content: bytearray, tokenizers: 
         return _ENDED  # the engine says what is wrong
     tokenizer = tokenizers.get(job.model) or tokenizers.get("")
     if tokenizer is not None:
-        by_length = Answer(is_last=False, num_tokens=prompts.estimate(document).num_tokens)
+        by_length = Answer(is_last=False, num_tokens=prompts.estimate(document))
         connection.sendall(frames.answer_frame(by_length))
-    counted = prompts.count(tokenizer, document)
-    return Answer(is_last=True, num_tokens=counted.num_tokens, token_ids=counted.token_ids if job.wants_ids else None)
+    return Answer(is_last=True, num_tokens=prompts.count(tokenizer, document))
 
 
 def _outline(content: bytearray) -> Answer:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Under which name client, gateway, scheduler and engine know a request."""
+"""Names under which client, gateway, scheduler and engine know a request."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 
 _SANE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@=-]{0,127}", re.ASCII)
-"""No white space, no slash, no `+`: ids end up in logs, URLs, and other tools' id syntax."""
+"""Ids without white space, slash and `+`: they end up in logs, URLs, and other tools' id syntax."""
 
 
 def chosen(*wishes: object) -> str:

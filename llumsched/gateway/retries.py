@@ -15,13 +15,13 @@ from typing import Final
 
 _RECOVERY_S: Final = 2.0
 _LEAST: Final = 10.0
-"""Retries at once, and a second, however little traffic there is."""
+"""Retries that are allowed at once, and each second, however little traffic there is."""
 _FIRST_PAUSE_S: Final = 0.025
 _LONGEST_PAUSE_S: Final = 1.0
 
 
 class RetryBudget:
-    """`share`: retries a request. `num_in_flight`: requests now. `clock`: monotonic seconds."""
+    """A token bucket. `share`: retries a request. `num_in_flight`: requests now. `clock`: monotonic seconds."""
 
     def __init__(self, share: float, num_in_flight: Callable[[], int], clock: Callable[[], float]) -> None:
         self._share = share

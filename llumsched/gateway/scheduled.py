@@ -9,43 +9,47 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Literal, Protocol
 
+from msgspec import UnsetType
+
+from llumlet.protocol.infer_type import InferType
 from llumlet.types import Address
+from llumsched.contract import Avoided, Complaining, Endpoint, Report, SchedulingRequest
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.config import Config
 from llumsched.gateway.errors import NoInstance, Overloaded, UnknownModel
 from llumsched.gateway.outliers import Ejection
 from llumsched.gateway.placement import Asked, Placed, RoundRobin
 from llumsched.gateway.scheduler_client import (
-    Decision,
     NoEndpoint,
     NotScheduled,
+    SchedulerAnswer,
     SchedulerAway,
     SchedulerWarming,
 )
 
 COMPLAINT_TTL_S = 15.0
-"""After which a scheduler forgets what a gateway complained of."""
+"""Time after which a scheduler forgets what a gateway complained of."""
 _MOST_WHY_CHARACTERS = 500
 _PREFILL_REPORT_S = 0.02
-"""Requests whose first token comes within so long of each other are reported together."""
+"""Time that reports of first tokens wait for others, to go together."""
 
 
 class Scheduler(Protocol):
     """What is needed of `scheduler_client.SchedulerClient`, and documented there."""
 
-    async def schedule(self, request: dict[str, Any]) -> Decision: ...
+    async def schedule(self, request: SchedulingRequest) -> SchedulerAnswer: ...
 
     async def instances(self) -> list[Address]: ...
 
     async def refusal(self) -> str | None: ...
 
-    def release(self, scheduler: Address, request: dict[str, Any]) -> None: ...
+    def release(self, placed: SchedulerAnswer) -> None: ...
 
-    def report(self, scheduler: Address, reports: Iterable[dict[str, Any]]) -> None: ...
+    def report(self, scheduler: Address, reports: Iterable[Report]) -> None: ...
 
-    def complain(self, complaints: dict[str, Any]) -> None: ...
+    def complain(self, complaints: Complaining) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -61,8 +65,8 @@ class Scheduled:
         self._fallback = RoundRobin(backends)
         self.gateway_id = uuid.uuid4().hex
         self.num_waiting = 0
-        self._begun: dict[str, tuple[Address, dict[str, Any]]] = {}
-        """What is to be reported soon, by request."""
+        self._begun: dict[str, tuple[Address, Report]] = {}
+        """Reports that go soon, by request."""
 
     async def place(
         self, asked: Asked, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()
@@ -102,7 +106,7 @@ class Scheduled:
     async def _place(
         self, asked: Asked, excluded: Collection[Backend], shunned: Collection[Backend], started_s: float
     ) -> Placed:
-        """Raises NoEndpoint, UnknownModel, NoInstance."""
+        """A place, by whoever can tell one. Raises NoEndpoint, UnknownModel, NoInstance."""
         named = {*excluded, *shunned}
         try:
             placed = await self._scheduled(asked, named, started_s)
@@ -124,9 +128,17 @@ class Scheduled:
         return await self._without_scheduler(asked, excluded, shunned)
 
     async def _scheduled(self, asked: Asked, excluded: Collection[Backend], started_s: float) -> Placed:
-        """Elsewhere than at `excluded`, if the scheduler knows of one."""
-        decision = await self._client.schedule(self._request(asked, excluded))
-        return self._placed(asked, decision, self._clock() - started_s)
+        """A place by the scheduler, elsewhere than at `excluded` if it knows of one."""
+        answer = await self._client.schedule(
+            SchedulingRequest(
+                asked.id,
+                asked.model,
+                self.gateway_id,
+                prompt_num_tokens=asked.num_prompt_tokens,
+                excluded_endpoints=[str(backend.address) for backend in excluded],
+            )
+        )
+        return self._placed(asked, answer, self._clock() - started_s)
 
     async def _without_scheduler(
         self, asked: Asked, excluded: Collection[Backend], shunned: Collection[Backend]
@@ -134,73 +146,53 @@ class Scheduled:
         placed = await self._fallback.place(asked, excluded, shunned)
         return Placed(asked, placed.backend, is_fallback=True)
 
-    def _placed(self, asked: Asked, decision: Decision, took_s: float) -> Placed:
-        result = decision.result
-        chosen = next((instance for instance in result if instance.get("infer_type") == "neutral"), result[0])
-        endpoint = chosen["endpoint"]
-        backend = self._backends.at(Address(endpoint["host"], int(endpoint["port"])))
+    def _placed(self, asked: Asked, answer: SchedulerAnswer, took_s: float) -> Placed:
+        result = answer.result
+        chosen = next((instance for instance in result if instance.infer_type == InferType.NEUTRAL), result[0])
+        backend = self._backends.at(chosen.endpoint.address)
         if asked.model:
             backend.learn(asked.model)
-        rank = chosen.get("dp_rank_local")
-        return Placed(asked, backend, decision, waited_s=took_s, dp_rank=rank if isinstance(rank, int) else None)
-
-    def _request(self, asked: Asked, excluded: Collection[Backend] = ()) -> dict[str, Any]:
-        request: dict[str, Any] = {
-            "id": asked.id,
-            "model": asked.model,
-            "gateway_id": self.gateway_id,
-            "scheduling_mode": "neutral",
-            "prompt_num_tokens": asked.num_prompt_tokens,
-            "excluded_endpoints": [str(backend.address) for backend in excluded],
-        }
-        if asked.prompt_token_ids is not None:
-            request["prompt_token_ids"] = asked.prompt_token_ids
-        return request
+        rank = None if isinstance(chosen.dp_rank_local, UnsetType) else chosen.dp_rank_local
+        return Placed(asked, backend, answer, waited_s=took_s, dp_rank=rank)
 
     def release(self, placed: Placed, *, completed: bool) -> None:
-        """In full mode the engine's own status tells of what it took: only the rest is released."""
-        decision = placed.decision
-        if decision is not None and (not completed or not self._config.full_mode):
+        """Releases what the engine's own status does not tell of: in full mode that is only what it did not take."""
+        if placed.answer is not None and (not completed or not self._config.full_mode):
             self._begun.pop(placed.asked.id, None)
-            request = self._request(placed.asked) | {"scheduling_result": decision.result}
-            self._client.release(decision.scheduler, request)
+            self._client.release(placed.answer)
 
     def begun(self, placed: Placed) -> None:
-        """Its prompt has been computed."""
-        if self._config.full_mode or placed.decision is None:
+        """Reports soon that a prompt has been computed."""
+        if self._config.full_mode or placed.answer is None:
             return
         if not self._begun:
             asyncio.get_running_loop().call_later(_PREFILL_REPORT_S, self._report_begun)
-        report = self._report(placed, placed.decision, placed.asked.num_prompt_tokens, "prefill_done")
-        self._begun[placed.asked.id] = (placed.decision.scheduler, report)
+        report = self._report(placed.asked, placed.answer, placed.asked.num_prompt_tokens, "prefill_done")
+        self._begun[placed.asked.id] = (placed.answer.scheduler, report)
 
     def report_running(self, running: Iterable[tuple[Placed, int]]) -> None:
-        """The requests that run, and how many tokens each has, prompt and output."""
+        """Reports the requests that run, and how many tokens each has, prompt and output."""
         self._send(
             [
-                (placed.decision.scheduler, self._report(placed, placed.decision, num_tokens, "state_update"))
+                (placed.answer.scheduler, self._report(placed.asked, placed.answer, num_tokens, "state_update"))
                 for placed, num_tokens in running
-                if placed.decision is not None
+                if placed.answer is not None
             ]
         )
 
-    def _report(self, placed: Placed, decision: Decision, num_tokens: int, kind: str) -> dict[str, Any]:
-        instance = decision.result[0]
-        return {
-            "kind": kind,
-            "id": placed.asked.id,
-            "model": placed.asked.model,
-            "infer_type": instance.get("infer_type", "neutral"),
-            "instance_id": instance.get("id", ""),
-            "gateway_id": self.gateway_id,
-            "num_tokens": num_tokens,
-        }
+    def _report(
+        self, asked: Asked, answer: SchedulerAnswer, num_tokens: int, kind: Literal["state_update", "prefill_done"]
+    ) -> Report:
+        instance = answer.result[0]
+        return Report(
+            asked.id, instance.id, kind, asked.model, InferType(instance.infer_type), self.gateway_id, num_tokens
+        )
 
     def _report_begun(self) -> None:
         begun, self._begun = self._begun, {}
         self._send(begun.values())
 
-    def _send(self, reports: Iterable[tuple[Address, dict[str, Any]]]) -> None:
+    def _send(self, reports: Iterable[tuple[Address, Report]]) -> None:
         by_scheduler = defaultdict(list)
         for scheduler, report in reports:
             by_scheduler[scheduler].append(report)
@@ -210,22 +202,22 @@ class Scheduled:
     def complain(self, avoided: Mapping[Backend, Ejection]) -> None:
         now_s = self._clock()
         instances = [
-            {
-                "endpoint": {"host": backend.address.host, "port": backend.address.port},
-                "cause": ejection.cause,
-                "reason": ejection.why[:_MOST_WHY_CHARACTERS],
-                "since_s": round(now_s - ejection.since_s, 3),
-            }
+            Avoided(
+                Endpoint(backend.address.host, backend.address.port),
+                ejection.cause,
+                ejection.why[:_MOST_WHY_CHARACTERS],
+                round(now_s - ejection.since_s, 3),
+            )
             for backend, ejection in avoided.items()
         ]
-        self._client.complain({"gateway_id": self.gateway_id, "ttl_s": COMPLAINT_TTL_S, "instances": instances})
+        self._client.complain(Complaining(self.gateway_id, instances, COMPLAINT_TTL_S))
 
     async def learn(self) -> None:
         for address in await self._client.instances():
             self._backends.at(address)
 
     async def refusal(self) -> str:
-        """The scheduler's, if it says. Even if it would place requests, one of the instances known is to be well."""
+        """The scheduler's, if it says; even if it would place requests, an instance that is known is to be well."""
         said = await self._client.refusal()
         if said is None or (not said and len(self._backends)):
             return await self._fallback.refusal()

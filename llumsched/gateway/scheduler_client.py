@@ -16,12 +16,12 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import aiohttp
-import msgspec
 
 from llumlet.types import Address
+from llumsched.contract import Complaining, Instances, LLMInstance, Placing, Report, SchedulingRequest, decode, encode
 from llumsched.gateway.config import Config
 from llumsched.gateway.endpoints import Endpoint
 from llumsched.gateway.errors import UnknownModel
@@ -29,15 +29,15 @@ from llumsched.tls import client_context
 
 _log = logging.getLogger(__name__)
 _AWAY_S: Final = 1.0
-"""After a failure the scheduler is left alone for so long; then one request tries it again."""
+"""Time after a failure for which the scheduler is left alone; then one request tries it again."""
 _RELEASE_TRIES: Final = 3
 _RELEASE_PAUSE_S: Final = 0.5
 _RELEASES_AT_ONCE: Final = 256
 _MOST_RELEASES: Final = 100_000
-"""Waiting to be told: some 30 MB. The scheduler forgets what it is not told by itself, much later."""
+"""Releases that wait to be told: some 30 MB. The scheduler forgets what it is not told by itself, much later."""
 _CLIENT_TIMEOUT_S: Final = 3.0
 _LATE_S: Final = 30.0
-"""An answer to a request for a place may still come for so long after nobody waits for it any more."""
+"""Time for which an answer to a request for a place may still come after nobody waits for it any more."""
 _MOST_ABANDONED: Final = 1000
 _SHORT: Final = aiohttp.ClientTimeout(total=_CLIENT_TIMEOUT_S)
 _READY_S: Final = 1.0
@@ -46,30 +46,12 @@ _NOT_FOUND: Final = "endpoint not found"
 _WARMING: Final = b"warming"
 
 
-class _Metadata(msgspec.Struct):
-    ip: str = ""
-    api_server_port: int = 0
-
-
-class _Instance(msgspec.Struct):
-    metadata: _Metadata
-
-
-class _View(msgspec.Struct):
-    """What is read of `/debug/view`."""
-
-    instances: dict[str, _Instance] = {}
-
-
-_VIEW = msgspec.json.Decoder(_View)
-
-
 class SchedulerAway(Exception):
     """No scheduler gave an answer that can be used."""
 
 
 class SchedulerWarming(Exception):
-    """It is there, and does not know enough of the cluster yet."""
+    """The scheduler is there, and does not know enough of the cluster yet."""
 
 
 class NoEndpoint(Exception):
@@ -77,23 +59,25 @@ class NoEndpoint(Exception):
 
 
 class NotScheduled(Exception):
-    """The scheduler is there and does not place this one: it knows no instance at all, or none that the prompt fits.
-    An engine will say what is wrong.
-    """
+    """The scheduler is there and does not place this request: it knows no instance at all, or none that the prompt
+    fits. An engine will say what is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class SchedulerAnswer:
+    """Where one of the schedulers has placed a request."""
+
     scheduler: Address
-    result: list[dict[str, Any]]
-    """As it came; of the right form."""
+    request: SchedulingRequest
+    result: list[LLMInstance]
+    """Instances; one at least."""
 
 
 class SchedulerClient:
     def __init__(self, config: Config, session: aiohttp.ClientSession) -> None:
         headers = {"Content-Type": "application/json"}
-        if config.service_token:
-            headers["Authorization"] = config.service_token
+        if config.authorization:
+            headers["Authorization"] = config.authorization
         self._timeout_s = config.schedule_timeout_s
         tls = client_context(config.scheduler_ca_file) if config.scheduler_ca_file else None
         self._schedulers = {
@@ -101,22 +85,22 @@ class SchedulerClient:
         }
         self._in_turn = list(self._schedulers.values())
         self._current = random.randrange(len(self._in_turn)) if self._in_turn else 0
-        """The one that answered last. Gateways begin with different ones."""
+        """Number of the scheduler that answered last. Gateways begin with different ones."""
         self._away_until_s = 0.0
         self.is_away = False
-        """None of them answered."""
+        """Whether none of the schedulers answered."""
         self._abandoned: set[asyncio.Task[tuple[int, bytes]]] = set()
         """Requests for a place that nobody waits for any more."""
         self._refusal: str | None = None
         self._refusal_s = -float("inf")
 
-    async def schedule(self, request: dict[str, Any]) -> Decision:
-        """Raises SchedulerAway, SchedulerWarming, NoEndpoint, NotScheduled, UnknownModel."""
+    async def schedule(self, request: SchedulingRequest) -> SchedulerAnswer:
+        """The place of a request. Raises SchedulerAway, SchedulerWarming, NoEndpoint, NotScheduled, UnknownModel."""
         now_s = time.monotonic()
         if self.is_away and now_s < self._away_until_s:
             raise SchedulerAway("The scheduler did not answer lately.")
         self._away_until_s = now_s + _AWAY_S  # if it is away, one request at a time finds out
-        body = msgspec.json.encode(request)
+        body = encode(request)
         reason: Exception | None = None
         warming: SchedulerWarming | None = None
         first = self._current
@@ -134,7 +118,7 @@ class SchedulerClient:
                 raise
             else:
                 self._answered(number)
-                return Decision(scheduler.address, result)
+                return SchedulerAnswer(scheduler.address, request, result)
         if warming is not None:
             self.is_away = False
             raise warming
@@ -145,8 +129,8 @@ class SchedulerClient:
             self.is_away = True
         raise SchedulerAway(str(reason))
 
-    async def _ask(self, scheduler: _Scheduler, request: dict[str, Any], body: bytes) -> tuple[int, bytes]:
-        """The place that an answer gives is released if it comes too late, or after the client has left."""
+    async def _ask(self, scheduler: _Scheduler, request: SchedulingRequest, body: bytes) -> tuple[int, bytes]:
+        """The answer. The place that it gives is released if it comes too late, or after the client has left."""
         limit = aiohttp.ClientTimeout(total=self._timeout_s + _LATE_S, sock_connect=self._timeout_s)
         asking = asyncio.create_task(scheduler.post("/schedule", body, limit))
         try:
@@ -156,7 +140,7 @@ class SchedulerClient:
             self._abandon(asking, scheduler.address, request)
             raise
 
-    def _abandon(self, asking: asyncio.Task[tuple[int, bytes]], scheduler: Address, request: dict[str, Any]) -> None:
+    def _abandon(self, asking: asyncio.Task[tuple[int, bytes]], scheduler: Address, request: SchedulingRequest) -> None:
         if len(self._abandoned) >= _MOST_ABANDONED:
             asking.cancel()
             return
@@ -164,13 +148,13 @@ class SchedulerClient:
         asking.add_done_callback(lambda _: self._release_late(asking, scheduler, request))
 
     def _release_late(
-        self, asking: asyncio.Task[tuple[int, bytes]], scheduler: Address, request: dict[str, Any]
+        self, asking: asyncio.Task[tuple[int, bytes]], scheduler: Address, request: SchedulingRequest
     ) -> None:
         self._abandoned.discard(asking)
         if asking.cancelled() or asking.exception() is not None:
             return
         with suppress(SchedulerAway, SchedulerWarming, NoEndpoint, NotScheduled, UnknownModel):
-            self.release(scheduler, request | {"scheduling_result": _result(scheduler, *asking.result())})
+            self.release(SchedulerAnswer(scheduler, request, _result(scheduler, *asking.result())))
 
     def _answered(self, number: int) -> None:
         if self.is_away or number != self._current:
@@ -180,12 +164,11 @@ class SchedulerClient:
     async def instances(self) -> list[Address]:
         """The API servers of all instances that the scheduler knows; none if it does not say."""
         try:
-            async with self._in_turn[self._current].get("/debug/view") as answer:
-                view = _VIEW.decode(await answer.read())
-        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
+            async with self._in_turn[self._current].get("/instances") as answer:
+                known = decode(await answer.read(), Instances).instances
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
             return []
-        found = (instance.metadata for instance in view.instances.values())
-        return [Address(one.ip, one.api_server_port) for one in found if one.ip and one.api_server_port]
+        return [one.endpoint.address for one in known if one.endpoint]
 
     async def refusal(self) -> str | None:
         """Why the scheduler would place nothing now, empty if it would; None if it does not say, or warms up: then
@@ -202,19 +185,21 @@ class SchedulerClient:
                 self._refusal = None
         return self._refusal
 
-    def release(self, scheduler: Address, request: dict[str, Any]) -> None:
-        """Told in the background, in order, three times at most. Reports of it that were not sent yet are void."""
-        self._schedulers[scheduler].release(request)
+    def release(self, placed: SchedulerAnswer) -> None:
+        """Tells in the background, in order, three times at most. Reports of the request not sent yet are void."""
+        request = placed.request
+        self._schedulers[placed.scheduler].release(
+            SchedulingRequest(request.id, request.model, request.gateway_id, scheduling_result=placed.result)
+        )
 
-    def report(self, scheduler: Address, reports: Iterable[dict[str, Any]]) -> None:
-        """Told in the background; of a request that waits to be reported, the newest state. Lost if the scheduler is
-        away: the next report tells it again.
-        """
+    def report(self, scheduler: Address, reports: Iterable[Report]) -> None:
+        """Tells in the background; of a request that waits to be reported, the newest state. Lost if the scheduler is
+        away: the next report tells it again."""
         self._schedulers[scheduler].report(reports)
 
-    def complain(self, complaints: dict[str, Any]) -> None:
-        """Told to all schedulers in the background, the newest only."""
-        body = msgspec.json.encode(complaints)
+    def complain(self, complaints: Complaining) -> None:
+        """Tells all schedulers in the background, the newest only."""
+        body = encode(complaints)
         for scheduler in self._in_turn:
             scheduler.complain(body)
 
@@ -228,12 +213,8 @@ class SchedulerClient:
         await asyncio.gather(*(scheduler.close() for scheduler in self._in_turn))
 
 
-_RELEASED: Final = ("id", "model", "gateway_id", "scheduling_result")
-"""Of a request, what its release says."""
-
-
 class _Scheduler:
-    """One of them. It is told one thing after another: what was said later never arrives earlier."""
+    """One scheduler. It is told one thing after another: what was said later never arrives earlier."""
 
     def __init__(
         self, address: Address, session: aiohttp.ClientSession, headers: dict[str, str], tls: ssl.SSLContext | None
@@ -241,12 +222,12 @@ class _Scheduler:
         self.address = address
         self._endpoint = Endpoint(address, is_tls=tls is not None)
         self._request = functools.partial(session.request, headers=headers, ssl=tls or True)
-        self._reports: dict[str, dict[str, dict[str, Any]]] = {}
-        """The newest of each kind, by request."""
+        self._reports: dict[str, dict[str, Report]] = {}
+        """Newest report of each kind, by request."""
         self._releases: deque[bytes] = deque()
         self._num_dropped = 0
         self._complaints = b""
-        """The newest that were not told yet."""
+        """Newest complaints, until they are told."""
         self._telling: asyncio.Task[None] | None = None
 
     async def post(self, path: str, body: bytes, limit: aiohttp.ClientTimeout) -> tuple[int, bytes]:
@@ -256,15 +237,15 @@ class _Scheduler:
     def get(self, path: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         return self._request("GET", self._endpoint.url(path), timeout=_SHORT)
 
-    def report(self, reports: Iterable[dict[str, Any]]) -> None:
+    def report(self, reports: Iterable[Report]) -> None:
         for report in reports:
-            self._reports.setdefault(report["id"], {})[report["kind"]] = report
+            self._reports.setdefault(report.id, {})[report.kind] = report
         self._tell()
 
-    def release(self, request: dict[str, Any]) -> None:
-        self._reports.pop(request["id"], None)
+    def release(self, request: SchedulingRequest) -> None:
+        self._reports.pop(request.id, None)
         if len(self._releases) < _MOST_RELEASES:
-            self._releases.append(msgspec.json.encode({name: request[name] for name in _RELEASED if name in request}))
+            self._releases.append(encode(request))
         else:
             self._num_dropped += 1
         self._tell()
@@ -291,7 +272,7 @@ class _Scheduler:
             if self._reports:
                 reports, self._reports = self._reports, {}
                 newest = [report for kinds in reports.values() for report in kinds.values()]
-                await self._say("/report", msgspec.json.encode(newest))
+                await self._say("/report", encode(newest))
             if self._releases:
                 batch = [self._releases.popleft() for _ in range(min(len(self._releases), _RELEASES_AT_ONCE))]
                 await self._release_surely(batch[0] if len(batch) == 1 else b"[" + b",".join(batch) + b"]")
@@ -300,7 +281,7 @@ class _Scheduler:
             self._num_dropped = 0
 
     async def _say(self, path: str, body: bytes) -> None:
-        """Lost if the scheduler is away: it is said again."""
+        """Tells once, and lets it be lost if the scheduler is away: it is said again."""
         try:
             await self.post(path, body, _SHORT)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -323,8 +304,8 @@ class _Scheduler:
         return status == 200
 
 
-def _result(scheduler: Address, status: int, text: bytes) -> list[dict[str, Any]]:
-    """Raises SchedulerAway, SchedulerWarming, NoEndpoint, NotScheduled, UnknownModel."""
+def _result(scheduler: Address, status: int, text: bytes) -> list[LLMInstance]:
+    """The place in an answer. Raises SchedulerAway, SchedulerWarming, NoEndpoint, NotScheduled, UnknownModel."""
     if status == 503 and text.startswith(_WARMING):
         raise SchedulerWarming(text.decode(errors="replace"))
     if status == 429:
@@ -336,10 +317,8 @@ def _result(scheduler: Address, status: int, text: bytes) -> list[dict[str, Any]
         raise NotScheduled(said)
     if status != 200:
         raise SchedulerAway(said)
-    try:
-        result: list[dict[str, Any]] = msgspec.json.decode(text)["scheduling_result"]
-        if result and all(instance["endpoint"]["host"] and instance["endpoint"]["port"] for instance in result):
+    with suppress(ValueError):
+        result = decode(text, Placing).scheduling_result
+        if result and all(instance.endpoint for instance in result):
             return result
-    except (msgspec.DecodeError, KeyError, TypeError):
-        pass
     raise SchedulerAway(f"{scheduler} answered without an endpoint")

@@ -33,6 +33,7 @@ from llumsched.gateway.paths import Kind, find
 from llumsched.gateway.placement import Placement, RoundRobin
 from llumsched.gateway.scheduled import COMPLAINT_TTL_S, Scheduled
 from llumsched.gateway.scheduler_client import SchedulerClient
+from llumsched.gateway.services import Services
 from llumsched.gateway.stored import StoredResponses
 from llumsched.gateway.tokens import TokenCounter
 from llumsched.gateway.upstream import Access, Upstream, new_session
@@ -40,13 +41,13 @@ from llumsched.gateway.watch import Watch
 
 _log = logging.getLogger(__name__)
 _MODELS_S: Final = 3.0
-"""All instances are asked for their models, for those who want to know them, no more often."""
+"""Least time between two rounds that ask all instances for their models, for those who want to know them."""
 _FIRST_MODELS_S: Final = 1.0
-"""While none is known."""
+"""Least time between such rounds while no model is known."""
 _REFUSALS: Final = {Kind.REFUSED: Forbidden, Kind.CANNOT_PASS: CannotPass}
 _BACKLOG = 1024
 _LOOK_S = 0.25
-"""Between two looks at which instances are avoided."""
+"""Time between two looks at which instances are avoided."""
 
 
 class Gateway:
@@ -66,7 +67,6 @@ class Gateway:
             config.chat_template,
             cpu_s=config.count_timeout_s,
             num_processes=config.reader_processes,
-            wants_ids=config.forward_tokens,
         )
 
     async def __aenter__(self) -> Self:
@@ -92,16 +92,16 @@ class Gateway:
         self.upstream = Upstream(config.connect_timeout_s, access, engines_tls)
         self.placement = self._placement()
         self.access_log = AccessLogger(config.access_log, self.metrics.unlogged)
-        self.exchanges = Exchanges(
+        self.services = Services(
             config,
             self.backends,
             self.placement,
             self.upstream,
             self.metrics,
-            self.access_log,
             self._tokens,
             StoredResponses(self.backends, self._session, access),
         )
+        self.exchanges = Exchanges(self.services, self.access_log)
         admission = Admission(self._keys, self._answer, self.metrics) if self._keys else None
         cors = Cors(admission.answer if admission else self._answer, self.backends, self._session)
         self._server = ClientServer(config, cors.answer)
@@ -125,7 +125,7 @@ class Gateway:
         return self
 
     def leave(self) -> None:
-        """From now on it says that it is not ready, and that connections end with their answers. It goes on serving."""
+        """Has the gateway say that it is not ready, and connections end with their answers. It goes on serving."""
         self._server.is_leaving = True
 
     async def __aexit__(self, *_: object) -> None:
@@ -187,7 +187,7 @@ class Gateway:
     async def _keep_reporting(self) -> None:
         while True:
             await asyncio.sleep(self.config.requests_report_duration_s)
-            running = self.exchanges.running.items()
+            running = self.services.running.items()
             self.placement.report_running((placed, exchange.num_tokens) for exchange, placed in running)
 
     async def models(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -214,9 +214,7 @@ class Gateway:
         return _text(503, reason + "\n", **{"Retry-After": "1"}) if reason else _text(200, "OK")
 
     async def show_metrics(self, request: web.BaseRequest) -> web.StreamResponse:
-        self.metrics.observe_load(
-            self.exchanges.num_in_flight, self.placement.num_waiting, len(self.backends.avoided())
-        )
+        self.metrics.observe_load(self.services.num_in_flight, self.placement.num_waiting, len(self.backends.avoided()))
         return web.Response(body=await self.metrics.rendered(), headers={"Content-Type": self.metrics.content_type})
 
 
@@ -239,7 +237,7 @@ def _json(status: int, document: object) -> web.Response:
 
 
 def _listen(host: str, port: int, *, shared: bool) -> socket.socket:
-    """Bound, not yet listening. `shared`: other processes bind the same port."""
+    """A socket that is bound, not yet listening. `shared`: other processes bind the same port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -38,34 +38,34 @@ class EventStream:
 
     def __init__(self, *, wants_ids: bool = False, keeps_ids: bool = False) -> None:
         self._wants_ids = wants_ids
-        """Collect token ids."""
+        """Whether token ids are collected."""
         self._keeps_ids = keeps_ids
-        """The client gets them, too."""
+        """Whether the client gets them, too."""
         self._rest = b""
         self.first = b""
         """The first event, but for token ids."""
         self.prompt_ids: bytes | None = None
-        """With commas between them, as they came: they are many, and hardly ever needed."""
+        """Token ids with commas between them, as they came: they are many, and hardly ever needed."""
         self.token_ids: list[int] = []
         self.num_texts = 0
         """Parts of the answer, which stand for tokens as long as no ids tell them."""
         self.has_text = False
-        """Text of the answer has come, of whatever kind."""
+        """Whether text of the answer has come, of whatever kind."""
         self.is_finished = False
-        """A finish reason has come: of a stream of several choices, that of one of them."""
+        """Whether a finish reason has come: of a stream of several choices, that of one of them."""
         self.has_usage = False
-        """The event that tells the usage after the last choice has come."""
+        """Whether the event that tells the usage after the last choice has come."""
         self.usage = (0, 0)
         """Prompt and completion tokens that it tells."""
         self.is_done = False
-        """The stream's end mark has come."""
+        """Whether the stream's end mark has come."""
         self.is_parsed = False
-        """The engine makes more of the text than content: reasoning or tool calls."""
+        """Whether the engine makes more of the text than content: reasoning or tool calls."""
         self.failure = b""
         """The engine's own error, and what came after it; not among what `feed` returned."""
 
     def feed(self, data: bytes) -> bytes:
-        """What the client gets of it now."""
+        """Bytes that the client gets of it now."""
         if self._rest:
             data = self._rest + data
         end = end_of_events(data)
@@ -115,7 +115,7 @@ def _without_ids(match: re.Match[bytes]) -> bytes:
 
 
 def numbers(ids: bytes) -> list[int]:
-    """Of those with commas between them. 20 ns each."""
+    """Numbers with commas between them, 20 ns each."""
     return _NUMBERS.decode(b"[" + ids + b"]")
 
 
@@ -128,7 +128,7 @@ def num_numbers(ids: bytes) -> int:
 
 
 def end_of_events(data: bytes) -> int:
-    """Up to where `data` consists of whole events."""
+    """Length of the whole events at the beginning of `data`."""
     if data.endswith(b"\n\n"):
         return len(data)
     end = data.rfind(b"\n\n") + 2

@@ -40,7 +40,7 @@ class StoredResponses:
                 self._homes.popitem(last=False)
 
     async def home(self, response_id: str, authorization: str) -> Backend | None:
-        """None if no instance has it. `authorization`: the client's header, for those that want a key."""
+        """The instance that has it, or None. `authorization`: the client's header, for those that want a key."""
         if not is_name(response_id):
             return None
         known = self._homes.get(response_id)

@@ -24,7 +24,7 @@ Key = TypeVar("Key", bound=Hashable)
 TRIAL_PARTS: Final = 4
 """Parts of an answer after which a request is not on trial any more."""
 TRIAL_S: Final = 10.0
-"""The same, and how long a request waits for its turn."""
+"""Time after which it is not on trial any more either; a request waits as long for its turn."""
 _DEATHS_ALONE: Final = 2
 _DEATHS: Final = 3
 
@@ -37,7 +37,7 @@ class Case(Generic[Key]):
         """Instances that died with it."""
         self.is_guilty = False
         self.at: Key | None = None
-        """Where it is on trial."""
+        """The instance at which it is on trial."""
         self.num_parts = 0
         self.timer: asyncio.TimerHandle | None = None
 
@@ -49,23 +49,23 @@ class Trials(Generic[Key]):
         self._num_instances = num_instances
         self._at: Counter[Key] = Counter()
         self._coming: set[Case[Key]] = set()
-        """Their turn has come, and they are not anywhere yet."""
+        """Cases whose turn has come, and that are not anywhere yet."""
         self._waiting: dict[Case[Key], asyncio.Future[None]] = {}
 
     @property
     def instances(self) -> frozenset[Key]:
-        """Those that have a request on trial."""
+        """Instances that have a request on trial."""
         return frozenset(self._at)
 
     def lost(self, case: Case[Key], instance: Key) -> None:
-        """`instance` died with the request."""
+        """Notes that `instance` died with the request."""
         was_alone = case.at == instance and self._at[instance] == 1
         case.deaths.append(instance)
         case.is_guilty = len(case.deaths) >= (_DEATHS_ALONE if was_alone else _DEATHS)
         self.end(case)
 
     async def turn(self, case: Case[Key]) -> None:
-        """Until there is an instance with nobody on trial, but not for ever. `end` comes after it, whatever happens."""
+        """Waits for an instance with nobody on trial, but not for ever. `end` comes after it, whatever happens."""
         turn = self._waiting[case] = asyncio.get_running_loop().create_future()
         self._advance()
         with suppress(TimeoutError):
@@ -81,13 +81,13 @@ class Trials(Generic[Key]):
         self._at[instance] += 1
 
     def got_part(self, case: Case[Key]) -> None:
-        """A part of its answer has come."""
+        """Notes that a part of its answer has come."""
         case.num_parts += 1
         if case.num_parts >= TRIAL_PARTS:
             self.end(case)
 
     def end(self, case: Case[Key]) -> None:
-        """It is not on trial any more, nor about to be, if it was. As often as one likes."""
+        """Ends the trial of a request, or its wait for one, if there is any. As often as one likes."""
         if case.at is not None:
             self._at[case.at] -= 1
             if not self._at[case.at]:
@@ -100,7 +100,7 @@ class Trials(Generic[Key]):
         self._advance()
 
     def _advance(self) -> None:
-        """The turn of those that came first."""
+        """Gives their turn to those that came first."""
         while self._waiting and len(self._at) + len(self._coming) < max(1, self._num_instances()):
             case = next(iter(self._waiting))
             turn = self._waiting.pop(case)

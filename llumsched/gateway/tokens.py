@@ -15,23 +15,22 @@ from llumsched.gateway.body import Body
 from llumsched.gateway.continuable import CannotContinue, Outline, outline
 from llumsched.gateway.errors import InvalidRequest
 from llumsched.gateway.frames import Job, Task
-from llumsched.gateway.prompts import Counted
 from llumsched.gateway.reading import Readers, Unavailable
 
 _READ_HERE_BYTES: Final = 1 << 20
-"""5 ms at most; of a larger body not even the few fields that route it are read here."""
+"""Longest body that is read here, 5 ms at most; of a larger one not even the few fields that route it are."""
 _COUNTED_HERE_BYTES: Final = 1 << 16
-"""4 ms at most, by length."""
+"""Longest body that is counted here by its length, 4 ms at most."""
 _MEMORY_BYTES: Final = 1 << 30
 _READ_BYTES_PER_S: Final = 16 << 20
 _WAIT_S: Final = 0.1
-"""For a process to be free, of a request that can be estimated at once."""
+"""Wait for a process to be free, of a request that can be estimated at once."""
 _LONG_WAIT_S: Final = 5.0
-"""Of one that cannot."""
+"""Wait of a request that cannot be estimated at once."""
 
 
 class TokenCounter:
-    """`cpu_s`: time of a processor that one count may take."""
+    """Reads and counts. `cpu_s`: time of a processor that one count may take."""
 
     def __init__(
         self,
@@ -40,15 +39,13 @@ class TokenCounter:
         *,
         cpu_s: float = 0.5,
         num_processes: int = 2,
-        wants_ids: bool = True,
     ) -> None:
         self._models = frozenset(tokenizers)
         self._cpu_s = cpu_s
-        self._wants_ids = wants_ids
         self._readers = Readers(dict(tokenizers), chat_template, num_processes, _MEMORY_BYTES)
 
     async def start(self) -> None:
-        """Raises ValueError for a tokenizer that is not there."""
+        """Starts the processes. Raises ValueError for a tokenizer that is not there."""
         if self._models:
             await self._readers.start()
 
@@ -56,7 +53,7 @@ class TokenCounter:
         await self._readers.close()
 
     async def read(self, content: bytes | bytearray) -> Body:
-        """Raises InvalidRequest for what no engine could take, Overloaded if it cannot be read now."""
+        """A body. Raises InvalidRequest for what no engine could take, Overloaded if it cannot be read now."""
         if len(content) <= _READ_HERE_BYTES:
             return Body.read(content)
         try:
@@ -69,7 +66,7 @@ class TokenCounter:
         return Body(content, answer.head)
 
     async def outline(self, body: Body) -> Outline:
-        """Raises CannotContinue."""
+        """The outline of a body. Raises CannotContinue."""
         if len(body.content) <= _COUNTED_HERE_BYTES:
             try:
                 return outline(body.document())
@@ -84,22 +81,20 @@ class TokenCounter:
             raise CannotContinue(answer.fault or "its body takes too long to read")
         return answer.outline
 
-    async def count(self, body: Body) -> Counted:
+    async def count(self, body: Body) -> int:
         is_small = len(body.content) <= _COUNTED_HERE_BYTES
         if is_small and body.model not in self._models and "" not in self._models:
             return _estimate(body)
-        job = Job(Task.COUNT, self._cpu_s, body.model, self._wants_ids)
+        job = Job(Task.COUNT, self._cpu_s, body.model)
         try:
             answer = await self._readers.run(job, body.content, _WAIT_S if is_small else _LONG_WAIT_S)
         except Unavailable:
-            return _estimate(body) if is_small else Counted(prompts.of_bytes(len(body.content)))
-        if answer.num_tokens is None:
-            return Counted(prompts.of_bytes(len(body.content)))
-        return Counted(answer.num_tokens, answer.token_ids)
+            return _estimate(body) if is_small else prompts.of_bytes(len(body.content))
+        return prompts.of_bytes(len(body.content)) if answer.num_tokens is None else answer.num_tokens
 
 
-def _estimate(body: Body) -> Counted:
+def _estimate(body: Body) -> int:
     try:
         return prompts.estimate(body.document())
     except InvalidRequest:  # the engine says what is wrong
-        return Counted(prompts.of_bytes(len(body.content)))
+        return prompts.of_bytes(len(body.content))

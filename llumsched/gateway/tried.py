@@ -18,9 +18,9 @@ from llumsched.gateway.suspects import Case, Trials
 _OF_THE_INSTANCE: Final = frozenset((401, 403, 404, 429))
 """Refusals that say more of an instance (its key, its adapters, its queue) than of the request."""
 _MOST_PLACED: Final = 16
-"""Instances tried, also those that cannot be reached."""
+"""Instances tried for one request, also those that cannot be reached."""
 _KEPT_FOR_LOSSES: Final = 0.5
-"""Of the retry budget; second opinions are made of the rest."""
+"""Share of the retry budget that only losses may use; second opinions are made of the rest."""
 
 
 class Tried:
@@ -47,7 +47,7 @@ class Tried:
         self.excluded: set[Backend] = set()
         self.num_placed = 0
         self._num_unreached = 0
-        """Of these, at instances to which nothing could be sent."""
+        """Instances among `num_placed` to which nothing could be sent."""
         self.case: Case[Backend] = Case()
         self.answer: web.Response | None = None
         """An engine's own words, should there be no other."""
@@ -56,11 +56,11 @@ class Tried:
 
     @property
     def _num_attempts(self) -> int:
-        """What counts: when a rack is gone, an instance that is left may be the fifth that is tried."""
+        """Attempts that count: when a rack is gone, an instance that is left may be the fifth that is tried."""
         return self.num_placed - self._num_unreached
 
     def taken_by(self, backend: Backend) -> None:
-        """It gave an answer of status 200, or the beginning of one."""
+        """Notes an answer of status 200, or the beginning of one."""
         if not self._is_engines_work:
             return
         outliers = self._backends.outliers
@@ -89,7 +89,7 @@ class Tried:
         )
 
     async def lost(self, lost: StreamLost, backend: Backend) -> None:
-        """Whoever is at fault: the instance, this request, or one that was beside it."""
+        """Notes a loss, whoever is at fault: the instance, this request, or one that was beside it."""
         self.excluded.add(backend)
         if self._is_engines_work or not lost.was_sent:
             self._backends.outliers.failed(backend, lost.cause, str(lost))
@@ -99,8 +99,8 @@ class Tried:
             self._trials.lost(self.case, backend)
 
     def pause_before_next(self, lost: StreamLost, *, has_begun: bool) -> float | None:
-        """Seconds; None if limits or the retry budget do not allow another attempt. What no engine can have had costs
-        none. `has_begun`: the client has a part of the answer."""
+        """Seconds to wait; None if limits or the retry budget do not allow another attempt. What no engine can have had
+        costs none. `has_begun`: the client has a part of the answer."""
         if self._num_attempts > self._config.retry_max_count or self.num_placed >= _MOST_PLACED:
             return None
         wait_s: float | None = 0.0

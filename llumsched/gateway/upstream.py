@@ -26,37 +26,37 @@ from llumsched.causes import Cause
 from llumsched.gateway import forwarded
 from llumsched.gateway.backends import Backend
 from llumsched.gateway.body import Content
-from llumsched.gateway.connection import Connection, State
+from llumsched.gateway.connection import Connection, ConnectionState
 from llumsched.gateway.errors import OutOfDescriptors, StreamLost
 
 _log = logging.getLogger(__name__)
 _TELL_S = 10.0
-"""Between two lines of the log that say the same."""
+"""Time between two lines of the log that say the same."""
 RANK_HEADER: Final = "X-data-parallel-rank"
-"""vLLM's. It has the request computed by that engine of several; a client that names one would undo the placement."""
+"""vLLM's header for one engine of several to compute the request. A client that names one would undo the placement."""
 _NOT_FORWARDED = frozenset(
     (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
      b"trailer", b"transfer-encoding", b"upgrade", b"host", b"content-length", b"content-encoding",
      b"accept-encoding", b"expect", b"x-request-id", ATTEMPT_HEADER.lower().encode(), RANK_HEADER.lower().encode())
 )  # fmt: skip
-"""Of one connection, or about the body's coding, which aiohttp has undone."""
+"""Headers of one connection, or about the body's coding, which aiohttp has undone."""
 _NOT_RETURNED = (
     *("Connection", "Keep-Alive", "Transfer-Encoding", "Content-Length", "Trailer", "Upgrade", "X-Request-Id"),
 )
 _MOST_IDLE_S = 4.0
-"""uvicorn closes connections after five seconds; one that it is about to close is not used any more."""
+"""Longest idle time of a connection that is used: uvicorn closes them after five seconds."""
 _CLOSED_UNREAD_S = 1.0
-"""An idle connection that closes within this time did so before the request came, which is sent once more."""
+"""Time within which a connection that was idle and closes did so before the request came, which is sent once more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """With which key engines are asked."""
+    """The key with which engines are asked."""
 
     own_key: str = field(default="", repr=False)
-    """The engines'; empty: none."""
+    """The engines' own key; empty: none."""
     checks_clients: bool = False
-    """Clients' keys are the gateway's, and nobody else's business."""
+    """Whether clients' keys are the gateway's, and nobody else's business."""
 
     @property
     def passes_clients(self) -> bool:
@@ -64,7 +64,7 @@ class Access:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the gateway's own requests."""
+        """Headers of the gateway's own requests."""
         return {"Authorization": f"Bearer {self.own_key}"} if self.own_key else {}
 
 
@@ -72,7 +72,7 @@ CLIENTS_OWN: Final = Access()
 
 
 def new_session(connect_timeout_s: float, tls: ssl.SSLContext | None) -> aiohttp.ClientSession:
-    """For all but clients' requests. No limit of time but for connecting. `tls`: of what is asked over https."""
+    """A session for all but clients' requests, with no limit of time but for connecting. `tls`: of https endpoints."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(ssl=tls or True, limit=0, ttl_dns_cache=60, keepalive_timeout=_MOST_IDLE_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
@@ -92,9 +92,9 @@ def request_head(
     dp_rank: int | None = None,
     access: Access = CLIENTS_OWN,
 ) -> bytes:
-    """`path`: with its query. `client`: its headers, of which those of its connection are left out; what aiohttp has
-    read has no line end in it. `num_deaths`: instances that died with the request. `dp_rank`: the engine that is to
-    have it, of those behind the API server."""
+    """The head of a request to an engine. `path`: with its query. `client`: its headers, of which those of its
+    connection are left out; what aiohttp has read has no line end in it. `num_deaths`: instances that died with the
+    request. `dp_rank`: the engine that is to have it, of those behind the API server."""
     lines = [
         b"%b %b HTTP/1.1\r\nHost: %b\r\nContent-Length: %d\r\nX-Request-Id: %b"
         % (
@@ -148,24 +148,24 @@ class Call:
         self._connection: Connection | None = None
         self.moved_s = time.monotonic()
         self.is_stream = False
-        """Its first byte has come."""
+        """Whether the first byte of a stream has come."""
         self.is_writing = False
-        """It is the client that is waited for."""
+        """Whether it is the client that is waited for."""
         self.lost = ""
-        """Why it was given up."""
+        """The reason why it was given up."""
         self.timed_out = False
 
     def moved(self) -> None:
-        """Something has come that its engine core computed."""
+        """Notes that something has come that its engine core computed."""
         self.backend.is_stalled = False
         self.moved_s = self.backend.last_token_s = time.monotonic()
 
     def heard(self) -> None:
-        """Something has come of which the engine core need not know."""
+        """Notes that something has come of which the engine core need not know."""
         self.moved_s = time.monotonic()
 
     def give_up(self, reason: str, *, timed_out: bool = False) -> None:
-        """Raises StreamLost where the answer is waited for."""
+        """Has StreamLost raised where the answer is waited for."""
         if not self.lost:
             self.lost, self.timed_out = reason, timed_out
             self.task.cancel()
@@ -249,7 +249,7 @@ class Upstream:
         idle = None if anew else self._idle.get(backend)
         while idle:
             connection = idle.pop()
-            if connection.state is State.IDLE and time.monotonic() - connection.idle_since_s < _MOST_IDLE_S:
+            if connection.state is ConnectionState.IDLE and time.monotonic() - connection.idle_since_s < _MOST_IDLE_S:
                 return connection
             connection.close()
         loop = asyncio.get_running_loop()
@@ -279,7 +279,7 @@ class Upstream:
         """Closes what has been idle for long."""
         limit_s = time.monotonic() - _MOST_IDLE_S
         for backend, idle in list(self._idle.items()):
-            kept = [one for one in idle if one.state is State.IDLE and one.idle_since_s > limit_s]
+            kept = [one for one in idle if one.state is ConnectionState.IDLE and one.idle_since_s > limit_s]
             for connection in set(idle).difference(kept):
                 connection.close()
             if kept:

@@ -31,7 +31,7 @@ from llumsched.gateway.upstream import Upstream
 _log = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 1.0
 _SEVERAL = 3
-"""Requests that wait for an instance which is silent."""
+"""Requests that wait for an instance before it counts as silent."""
 
 
 class Watch:
@@ -66,7 +66,7 @@ class Watch:
             await asyncio.gather(*probes, return_exceptions=True)
 
     def _forgive(self, late_s: float, now_s: float) -> None:
-        """For so long nobody could be heard."""
+        """Pardons `late_s` seconds in which nobody could be heard."""
         for call in self._upstream.calls:
             call.moved_s = min(now_s, call.moved_s + late_s)
         self._clients.forgive(late_s, now_s)
@@ -93,7 +93,7 @@ class Watch:
                 _start(self._engine_probes, backend, self._probe_engine)
 
     def _compare(self, now_s: float) -> None:
-        """Instances with each other."""
+        """Compares instances with each other: who is silent or slow among those that are not."""
         outliers, pace = self._backends.outliers, self._backends.pace
         for backend in [one for one, ejection in outliers.ejected.items() if ejection.since_s < one.last_token_s]:
             outliers.moved(backend)
@@ -143,7 +143,7 @@ class Watch:
 def _start(
     probes: dict[Backend, asyncio.Task[None]], backend: Backend, probe: Callable[[Backend], Coroutine[Any, Any, None]]
 ) -> None:
-    """One at a time of each instance."""
+    """Starts a probe, one at a time of each instance."""
     if backend not in probes:
         task = probes[backend] = asyncio.create_task(probe(backend))
         task.add_done_callback(lambda _: probes.pop(backend))

@@ -27,7 +27,7 @@ from llumsched.gateway.lines import LineHandler
 _WATCH_S = 0.2
 _ONE_SIGNAL_S = 1.0
 _END_S = 5.0
-"""For a worker to end in, after its last stream."""
+"""Time for a worker to end in, after its last stream."""
 _COLLECT_AFTER = 20_000
 """New objects before Python looks for cycles; at its default of 700 that is at every few requests."""
 _SHORT_LIFE_S = 10.0
@@ -39,7 +39,7 @@ _METRICS_DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 
 
 def run(config: Config) -> int:
-    """Until SIGTERM or SIGINT. Returns the exit code."""
+    """Serves until SIGTERM or SIGINT. Returns the exit code."""
     if shortage := descriptors.shortage(descriptors.raise_limit(), config.max_requests):
         print(f"llumnix gateway: {shortage}", file=sys.stderr)
     if config.workers == 1:
@@ -99,7 +99,7 @@ class _Stop:
 
 @contextlib.contextmanager
 def _logging() -> Iterator[None]:
-    """As Python does without a configuration, but that nobody waits for stderr."""
+    """Logs as Python does without a configuration, but so that nobody waits for stderr."""
     handler = LineHandler()
     logging.getLogger().addHandler(handler)
     try:
@@ -146,7 +146,7 @@ class Worker:
 
     @property
     def pause_s(self) -> float:
-        """Before the one after this."""
+        """Wait before the next process starts."""
         return min(2.0 ** min(self._num_short - 2, 10), _LONGEST_PAUSE_S) if self._num_short > 1 else 0.0
 
 

@@ -1,215 +1,240 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies `decode_load` and `neutral_load`: from the hottest to the coldest, as long as it pays.
+"""`metricBalanceSelector`: from the hottest to the coldest, as long as it pays.
 
-`metricBalanceSelector`: sources by load, highest first, and destinations, lowest first, are paired one by one until a
-destination is no lower than its source. A pair that is not to be used (it cools down, or refused lately, or the
-destination has no room, or it does not pay) gives way to the source's next destination.
+Sources by load, highest first, and destinations, lowest first, are paired one by one until a destination is no lower
+than its source. A pair that is not to be used (it cools down, or refused lately, or the destination has no room, or it
+does not pay) gives way to the source's next destination.
 
 What a move is worth: it lowers Σ load² by 2·x·(difference - x), where x is the load that changes place; that
 counts for `horizon_s`. What it costs, in the same unit: while bytes are copied both ends hold them, and for the stall
 the moved requests do nothing. A prefill is never worth it: requests that cannot bring their KV cache along stay where
 they are, unless they wait.
+
+How much load changes place says the metric itself: its value with the moved requests less its value without. A metric
+to which they make no difference moves nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
+from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from llumlet.protocol.selection import Order, Unit
-from llumsched.rescheduling.config import Scope
-from llumsched.rescheduling.domains import Mask
-from llumsched.rescheduling.draft import RATIO, Draft
-from llumsched.rescheduling.moves import AS_NEEDED, Move, Selection
-from llumsched.rescheduling.snapshot import Column
-
-Rows = npt.NDArray[np.intp]
+from llumsched.cluster.columns import Mask, Rows, Values
+from llumsched.cluster.providers.status import Cargo
+from llumsched.policy.metrics import Metric
+from llumsched.rescheduling.config import SHORTEST_AS_NEEDED, Scope
+from llumsched.rescheduling.draft import Draft
+from llumsched.rescheduling.moves import AS_NEEDED, Move, Purpose, Selection
+from llumsched.rescheduling.pairs import Ends
 
 _TRIES_PER_MOVE = 4
 """Sources that are looked at for each move that a pass may make: when the hottest do not pay, others hardly do."""
 _DESTINATIONS_PER_SOURCE = 4
-"""Of those that may be used: when the coldest do not pay, others hardly do."""
+"""Destinations of each source that are weighed: when the coldest that may be used do not pay, others hardly do."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Aim:
-    """What a set of instances that may exchange requests is brought to."""
+class MetricBalancePairs:
+    metric: Metric
+    """The load: less is better."""
+    threshold: float = 0.0
+    """Load that sources are at or above, and destinations below. 0: everybody may be either."""
+    difference: float = 0.0
+    """Least difference of load between the ends of a move."""
+    scope: Scope = Scope.CLUSTER
+    selection: Selection = SHORTEST_AS_NEEDED
+    name: ClassVar[str] = "metricBalanceSelector"
+    purpose: ClassVar[Purpose] = Purpose.BALANCE
 
-    metric: str
+    @property
+    def takes_waiting(self) -> bool:
+        return self.selection.order in (Order.FCW, Order.FCWSR)
+
+    def pair(self, draft: Draft, policy: str, ends: Ends) -> tuple[int, int]:
+        snapshot, load = draft.snapshot, self.metric.values(draft.projected).copy()
+        able = (ends.sources | ends.destinations) & np.isfinite(load)
+        carries_kv = (snapshot["movable"] > 0) & (snapshot["carries_kv"] > 0)
+        waiting = (snapshot["movable"] > 0) & self.takes_waiting
+        holding = (carries_kv & (draft.running > 0)) | (waiting & (draft.waiting > 0))
+        sources = ends.sources & able & (draft.out_slots >= 1) & holding
+        destinations = ends.destinations & able & (draft.in_slots >= 1) & (carries_kv | waiting)
+        if self.threshold > 0 and self.scope is Scope.CLUSTER:
+            sources &= load >= self.threshold
+            destinations &= load < self.threshold
+        for part in self._parts(draft, able):
+            mean = float(load[part].mean())
+            _Balancing(self, draft, policy, load, mean).between(sources & part, destinations & part)
+        return int(sources.sum()), int(destinations.sum())
+
+    def _parts(self, draft: Draft, able: Mask) -> list[Mask]:
+        """Sets of instances that may exchange requests."""
+        groups, units = draft.snapshot["exchange_group"], draft.snapshot["unit"]
+        parts = [able & (groups == group) for group in np.unique(groups[able])]
+        if self.scope is Scope.CLUSTER:
+            return parts
+        return [part & (units == unit) for part in parts for unit in np.unique(units[part]) if unit >= 0]
+
+
+@dataclass(slots=True)
+class _Balancing:
+    """The balancing of instances that may exchange requests."""
+
+    rule: MetricBalancePairs
+    draft: Draft
+    policy: str
+    load: Values
+    """Projected load by row, kept current for the instances that are chosen."""
     mean: float
+    """The load that instances are brought to."""
+    scale: float = field(init=False, default=1.0)
+    """The load that counts as a full instance."""
 
-
-def balance(draft: Draft, policy: str, infer_type: str) -> tuple[int, int]:
-    """Adds moves to the draft. Returns how many instances could have been sources and destinations."""
-    snapshot, target = draft.snapshot, draft.config.target(infer_type)
-    able = (snapshot.infer_types == infer_type) & ~snapshot.failing & np.isfinite(draft.load)
-    waiting = snapshot.moves & _takes_waiting(draft.config.selection.order)
-    movable = (snapshot.carries_kv & (snapshot.running > 0)) | (waiting & (snapshot.waiting > 0))
-    able_sources = able & (draft.out_slots >= 1) & movable
-    able_destinations = able & (draft.in_slots >= 1) & (snapshot.carries_kv | waiting)
-    if target.threshold > 0 and draft.config.scope is Scope.CLUSTER:
-        able_sources &= draft.load >= target.threshold
-        able_destinations &= draft.load < target.threshold
-    for part in _parts(draft, able):
-        _pair(
-            draft,
-            policy,
-            _Aim(target.metric, float(draft.load[part].mean())),
-            able_sources & part,
-            able_destinations & part,
-        )
-    return int(able_sources.sum()), int(able_destinations.sum())
-
-
-def _takes_waiting(order: Order) -> bool:
-    return order in (Order.FCW, Order.FCWSR)
-
-
-def _parts(draft: Draft, able: Mask) -> list[Mask]:
-    """Sets of instances that may exchange requests."""
-    groups, units = draft.snapshot.groups, draft.snapshot.units
-    parts = [able & (groups == group) for group in np.unique(groups[able])]
-    if draft.config.scope is Scope.CLUSTER:
-        return parts
-    return [part & (units == unit) for part in parts for unit in np.unique(units[part]) if unit >= 0]
-
-
-def _pair(draft: Draft, policy: str, aim: _Aim, able_sources: Mask, able_destinations: Mask) -> None:
-    hottest = _sorted(-draft.load, able_sources).tolist()
-    coldest = _in_use(draft, _sorted(draft.load, able_destinations))
-    scale = 1.0 if aim.metric == RATIO else max(float(draft.load[able_sources].max(initial=0.0)), 1.0)
-    most_room = float(draft.free_tokens[coldest].max(initial=0.0))
-    tries = draft.room * _TRIES_PER_MOVE
-    for source in hottest:
-        if draft.room <= 0 or tries <= 0:
-            break
-        tries -= 1
-        if source in draft.chosen or source in draft.destinations:
-            continue
-        if draft.history.source_avoided(draft.snapshot.ids[source], draft.now_s):
-            draft.refused["source_avoided"] += 1
-            continue
-        if _mean_tokens(draft, source) > most_room:
-            draft.refused["no_room"] += int(np.count_nonzero(draft.load[coldest] < draft.load[source]))
-            continue
-        for destination in islice(_permitted(draft, source, coldest), _DESTINATIONS_PER_SOURCE):
-            move, fault = weigh(draft, policy, source, destination, scale, aim.mean)
-            if move is not None:
-                draft.choose(source, destination, move)
+    def between(self, sources: Mask, destinations: Mask) -> None:
+        draft, load = self.draft, self.load
+        hottest = _sorted(-load, sources).tolist()
+        coldest = self._in_use(_sorted(load, destinations))
+        if not self.rule.metric.is_share:
+            self.scale = max(float(load[sources].max(initial=0.0)), 1.0)
+        most_room = float(draft.free_tokens[coldest].max(initial=0.0))
+        tries = draft.room * _TRIES_PER_MOVE
+        for source in hottest:
+            if draft.room <= 0 or tries <= 0:
                 break
-            draft.refused[fault] += 1
+            tries -= 1
+            if source in draft.chosen or source in draft.destinations:
+                continue
+            if draft.history.source_avoided(draft.snapshot.ids[source], draft.now_s):
+                draft.refused["source_avoided"] += 1
+                continue
+            if self._mean_request(source).tokens > most_room:
+                draft.refused["no_room"] += int(np.count_nonzero(load[coldest] < load[source]))
+                continue
+            self._find_one_for(source, coldest)
+
+    def _find_one_for(self, source: int, coldest: Rows) -> None:
+        for destination in islice(self._permitted(source, coldest), _DESTINATIONS_PER_SOURCE):
+            fault = self._move(source, destination)
+            if not fault:
+                return
+            self.draft.refused[fault] += 1
             if fault == "below_threshold":
-                break  # with others the difference is smaller still
+                return  # with others the difference is smaller still
+
+    def _in_use(self, destinations: Rows) -> Rows:
+        """Destinations without those that nobody is to use now."""
+        draft = self.draft
+        avoided = draft.history.avoided_destinations(draft.now_s)
+        if not avoided:
+            return destinations
+        kept = [row for row in destinations.tolist() if draft.snapshot.ids[row] not in avoided]
+        draft.refused["destination_avoided"] += len(destinations) - len(kept)
+        return np.array(kept, dtype=np.intp)
+
+    def _permitted(self, source: int, coldest: Rows) -> Iterator[int]:
+        """Destinations below the source with which it may be paired and that have room for a request, coldest first.
+
+        In a full cluster hundreds have no room, for each of as many sources: those cost no more than a comparison.
+        """
+        draft, ids = self.draft, self.draft.snapshot.ids
+        lower = coldest[self.load[coldest] < self.load[source]]
+        fits = draft.free_tokens[lower] >= self._mean_request(source).tokens
+        if not fits.all():
+            draft.refused["no_room"] += int((~fits).sum())
+        for destination in lower[fits].tolist():
+            if destination == source or destination in draft.sources or destination in draft.chosen:
+                continue
+            reason = draft.history.obstacle(ids[source], ids[destination], draft.now_s)
+            if (source, destination) in draft.pairs:
+                reason = "move_open"
+            if reason:
+                draft.refused[reason] += 1
+            else:
+                yield destination
+
+    def _move(self, source: int, destination: int) -> str:
+        """Chooses the move from one to the other; why not, if it does not pay."""
+        draft, rule, metric = self.draft, self.rule, self.rule.metric
+        difference = float(self.load[source] - self.load[destination])
+        if difference < rule.difference:
+            return "below_threshold"
+        each = self._mean_request(source)
+        given, taken = -draft.shift(metric, source, each.negative), draft.shift(metric, destination, each)
+        if given <= 0:
+            return "not_worth_it"
+        selection = self._selection(source, destination, given / each.tokens)
+        cargo = self._cargo(selection, source, destination)
+        if cargo.tokens > draft.free_tokens[destination]:
+            return "no_room"
+        gain, cost = self._weigh(source, destination, cargo)
+        if gain <= cost:
+            return "not_worth_it"
+        limit = None
+        if rule.selection.value == AS_NEEDED:
+            # Tokens with which a move leaves Σ load² as it is: half of them lower it the most.
+            limit = each.tokens * difference * (given + taken) / (given**2 + taken**2)
+        ends = draft.snapshot.ids[source], draft.snapshot.ids[destination]
+        move = Move(self.policy, Purpose.BALANCE, *ends, selection, cargo.tokens, cargo.requests, gain, cost, limit)
+        draft.choose(source, destination, move, cargo)
+        for row in (source, destination):
+            self.load[row] = metric.at(draft.projected, row)
+        return ""
+
+    def _weigh(self, source: int, destination: int, cargo: Cargo) -> tuple[float, float]:
+        """Gain and cost of a move. What waits has nothing to copy, and no stream that could stall."""
+        draft, metric, scale = self.draft, self.rule.metric, self.scale
+        here, there = float(self.load[source]) / scale, float(self.load[destination]) / scale
+        given = -draft.shift(metric, source, cargo.negative) / scale
+        taken = draft.shift(metric, destination, cargo) / scale
+        gain = draft.config.horizon_s * (here**2 + there**2 - (here - given) ** 2 - (there + taken) ** 2)
+        if cargo.waiting:
+            return gain, 0.0
+        snapshot = draft.snapshot
+        copy_s = cargo.tokens * float(snapshot["bytes_per_token"][source]) / draft.history.link_bytes_per_s
+        stall_s = float(snapshot["stall_budget_s"][source])
+        return gain, copy_s * ((there + taken) ** 2 - there**2) + stall_s * given
+
+    def _selection(self, source: int, destination: int, load_per_token: float) -> Selection:
+        """The rule's selection; AS_NEEDED becomes the tokens that bring one of the two to the mean of all, which may be
+        less than one request. More would only have to move on: an empty instance would take half of the hottest one's
+        requests."""
+        asked = self.rule.selection
+        if asked.value != AS_NEEDED:
+            return asked
+        wanted = min(float(self.load[source]) - self.mean, self.mean - float(self.load[destination]))
+        return Selection(Unit.TOKEN, asked.order, float(max(round(wanted / load_per_token), 1)))
+
+    def _cargo(self, selection: Selection, source: int, destination: int) -> Cargo:
+        """The requests that the source will choose. At least one of average length: if none fits the budget, the source
+        takes the first one alone."""
+        draft, each, all_there = self.draft, self._mean_request(source), self._held(source)
+        match selection.unit:
+            case Unit.NUM_REQ:
+                budget = all_there.tokens if selection.value < 0 else selection.value * each.tokens
+            case Unit.RATIO:
+                budget = selection.value * float(draft.snapshot["num_total_gpu_tokens"][source])
+            case Unit.TOKEN:
+                budget = selection.value
+        slots = float(min(draft.out_slots[source], draft.in_slots[destination]))
+        requests = min(max(budget // each.tokens, 1.0), slots, max(all_there.requests, 1.0))
+        return Cargo(requests, requests * each.tokens, each.waiting)
+
+    def _held(self, source: int) -> Cargo:
+        """All requests from among which the source chooses."""
+        draft = self.draft
+        if self.rule.takes_waiting and draft.waiting[source] > 0:
+            return Cargo(float(draft.waiting[source]), float(draft.waiting_tokens[source]), waiting=True)
+        return Cargo(float(draft.running[source]), float(draft.running_tokens[source]))
+
+    def _mean_request(self, source: int) -> Cargo:
+        held = self._held(source)
+        return Cargo(1.0, max(held.tokens / max(held.requests, 1.0), 1.0), held.waiting)
 
 
-def _sorted(keys: Column, mask: Mask) -> Rows:
+def _sorted(keys: Values, mask: Mask) -> Rows:
     rows = np.flatnonzero(mask)
     return rows[np.argsort(keys[rows], kind="stable")]
-
-
-def _in_use(draft: Draft, destinations: Rows) -> Rows:
-    """Without those that nobody is to use now."""
-    avoided = draft.history.avoided_destinations(draft.now_s)
-    if not avoided:
-        return destinations
-    kept = [row for row in destinations.tolist() if draft.snapshot.ids[row] not in avoided]
-    draft.refused["destination_avoided"] += len(destinations) - len(kept)
-    return np.array(kept, dtype=np.intp)
-
-
-def _permitted(draft: Draft, source: int, coldest: Rows) -> Iterator[int]:
-    """Destinations below the source with which it may be paired and that have room for a request, coldest first.
-
-    In a full cluster hundreds have no room, for each of as many sources: those cost no more than a comparison.
-    """
-    ids = draft.snapshot.ids
-    lower = coldest[draft.load[coldest] < draft.load[source]]
-    fits = draft.free_tokens[lower] >= _mean_tokens(draft, source)
-    if not fits.all():
-        draft.refused["no_room"] += int((~fits).sum())
-    for destination in lower[fits].tolist():
-        if destination == source or destination in draft.sources or destination in draft.chosen:
-            continue
-        reason = draft.history.obstacle(ids[source], ids[destination], draft.now_s)
-        if (source, destination) in draft.pairs:
-            reason = "move_open"
-        if reason:
-            draft.refused[reason] += 1
-        else:
-            yield destination
-
-
-def weigh(
-    draft: Draft, policy: str, source: int, destination: int, scale: float, mean: float
-) -> tuple[Move | None, str]:
-    """The move from one to the other, or why it does not pay. `scale`: the load that counts as a full instance."""
-    snapshot, config = draft.snapshot, draft.config
-    difference = float(draft.load[source] - draft.load[destination])
-    if difference < config.balance_threshold:
-        return None, "below_threshold"
-    selection = _selection(draft, source, destination, mean)
-    tokens, requests = _expected(draft, selection, source, destination)
-    if tokens > draft.free_tokens[destination]:
-        return None, "no_room"
-    given, taken = (shift / scale for shift in draft.shifts(source, destination, tokens))
-    here, there = float(draft.load[source]) / scale, float(draft.load[destination]) / scale
-    gain = config.horizon_s * (here**2 + there**2 - (here - given) ** 2 - (there + taken) ** 2)
-    copy_s = tokens * float(snapshot.bytes_per_token[source]) / draft.history.link_bytes_per_s
-    cost = copy_s * ((there + taken) ** 2 - there**2) + float(snapshot.stall_s[source]) * given
-    if gain <= cost:
-        return None, "not_worth_it"
-    names = snapshot.ids[source], snapshot.ids[destination]
-    limit = _most(draft, source, destination, difference) if config.selection.value == AS_NEEDED else None
-    return Move(policy, *names, selection, tokens, requests, gain, cost, limit), ""
-
-
-def _selection(draft: Draft, source: int, destination: int, mean: float) -> Selection:
-    """As configured; AS_NEEDED becomes the tokens that bring one of the two to the mean of all, which may be less than
-    one request. More would only have to move on: an empty instance would take half of the hottest one's requests."""
-    asked = draft.config.selection
-    if asked.value != AS_NEEDED:
-        return asked
-    wanted = min(float(draft.load[source]) - mean, mean - float(draft.load[destination]))
-    tokens = wanted / (draft.shift(source, 1.0) or 1.0)
-    return Selection(Unit.TOKEN, asked.order, float(max(round(tokens), 1)))
-
-
-def _most(draft: Draft, source: int, destination: int, difference: float) -> float:
-    """Tokens with which a move leaves Σ load² as it is: half of them lower it the most."""
-    given, taken = draft.shifts(source, destination, 1.0)
-    return difference * (given + taken) / (given**2 + taken**2) if given > 0 else 0.0
-
-
-def _expected(draft: Draft, selection: Selection, source: int, destination: int) -> tuple[float, float]:
-    """Tokens and requests that the source will choose. At least one request of average length: if none fits the budget,
-    the source takes the first one alone."""
-    snapshot, mean = draft.snapshot, _mean_tokens(draft, source)
-    number, tokens = _candidates(draft, source)
-    match selection.unit:
-        case Unit.NUM_REQ:
-            budget = tokens if selection.value < 0 else selection.value * mean
-        case Unit.RATIO:
-            budget = selection.value * float(snapshot.total_tokens[source])
-        case Unit.TOKEN:
-            budget = selection.value
-    slots = float(min(draft.out_slots[source], draft.in_slots[destination]))
-    requests = min(max(budget // mean, 1.0), slots, max(number, 1.0))
-    return requests * mean, requests
-
-
-def _candidates(draft: Draft, source: int) -> tuple[float, float]:
-    """Requests from among which the source chooses, and their tokens."""
-    snapshot = draft.snapshot
-    if _takes_waiting(draft.config.selection.order) and snapshot.waiting[source] > 0:
-        return float(snapshot.waiting[source]), float(snapshot.waiting_tokens[source])
-    return float(snapshot.running[source]), float(snapshot.running_tokens[source])
-
-
-def _mean_tokens(draft: Draft, source: int) -> float:
-    """Of a request that moves."""
-    number, tokens = _candidates(draft, source)
-    return max(tokens / max(number, 1.0), 1.0)

@@ -10,14 +10,14 @@ from typing import Final
 
 class Blame(enum.Enum):
     REQUEST = enum.auto()
-    """Or nobody: another request, or the same one later, may well move."""
+    """The request's, or nobody's: another request, or the same one later, may well move."""
     PAIRING = enum.auto()
     """This request will never go to this destination. Others will, and it may well go elsewhere."""
     DESTINATION = enum.auto()
     DESTINATION_BUSY = enum.auto()
-    """It has all the moves it takes at a time."""
+    """The destination has all the moves it takes at a time."""
     LINK = enum.auto()
-    """One of the two, or what lies between."""
+    """The fault of one of the two ends, or of what lies between."""
 
 
 _BLAME: Final[Mapping[str, Blame]] = {
@@ -41,5 +41,5 @@ _BLAME: Final[Mapping[str, Blame]] = {
 
 
 def blame_for(reason: str) -> Blame:
-    """By the lower-case name of a `llumlet.types.Reason`; unknown ones are nobody's fault."""
+    """The blame by the lower-case name of a `llumlet.types.Reason`; unknown ones are nobody's fault."""
     return _BLAME.get(reason, Blame.REQUEST)

@@ -21,7 +21,7 @@ _WAITING = (RequestInfo.WAITING, RequestInfo.PREEMPTED)
 def choose(
     requests: Sequence[RequestInfo], move: Move, total_tokens: int, cooling: Collection[str]
 ) -> list[RequestInfo]:
-    """`requests` in the order of the source's queues; `total_tokens` is the size of its KV cache."""
+    """The requests to name. `requests`: in the order of the source's queues; `total_tokens`: size of its KV cache."""
     selection = move.selection
     candidates = [
         Candidate(
@@ -44,5 +44,5 @@ def num_tokens(request: RequestInfo) -> int:
 
 
 def _loses_nothing(request: RequestInfo) -> bool:
-    """Whether it can be moved, and with the KV cache that it has."""
+    """Whether a request can be moved, and with the KV cache that it has."""
     return request.movable and (request.moves_as != Mode.RECOMPUTE or request.phase in _WAITING)

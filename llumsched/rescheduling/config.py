@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rescheduler is told. Parsed once by `arguments.config`; the defaults are written here and nowhere else."""
+"""Everything that can be set of the rescheduler. What contradicts itself: `arguments`."""
 
 from __future__ import annotations
 
@@ -7,27 +7,23 @@ import enum
 from dataclasses import dataclass
 from typing import Final
 
+from llumlet import kinds
+from llumlet.kinds import Kind
+from llumlet.protocol.infer_type import InferType
 from llumlet.protocol.selection import Order, Unit
+from llumlet.settings import Group, field_of
+from llumsched.cluster.domains import FailoverDomain
+from llumsched.policy.metrics import metric_fault
 from llumsched.rescheduling.moves import AS_NEEDED, Selection
 
 POLICIES: Final = ("decode_load", "neutral_load", "prefill_failover", "decode_failover", "neutral_failover")
-INFER_TYPES: Final = ("prefill", "decode", "neutral")
 SHORTEST_AS_NEEDED: Final = Selection(Unit.TOKEN, Order.SR, AS_NEEDED)
 
 
 class Scope(enum.StrEnum):
     CLUSTER = "cluster"
     UNIT = "unit"
-    """Among the instances of one unit; thresholds do not apply."""
-
-
-class Domain(enum.StrEnum):
-    """What fails with an instance."""
-
-    INSTANCE = "instance"
-    NODE = "node"
-    INSTANCE_UNIT = "instance-unit"
-    NODE_UNIT = "node-unit"
+    """Balances among the instances of one unit; thresholds do not apply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,46 +32,129 @@ class LoadTarget:
 
     metric: str = "kv_cache_usage_ratio_projected"
     threshold: float = 0.0
-    """Sources are at or above it, destinations below. 0: everybody may be either."""
+    """Load that sources are at or above, and destinations below. 0: everybody may be either."""
+
+
+_DESCRIPTION: Final = """Moves running requests from hot instances to cold ones and away from sick ones.
+Example: only decode instances, sources from 70 % of the KV cache on:
+  --rescheduling-policies=decode_load --rescheduling-decode-load-threshold=0.7
+Example: everything away from a node with a sick instance:
+  --rescheduling-policies=prefill_failover,decode_failover,neutral_failover
+  --failover-domain=node --instance-staleness-seconds=100"""
+
+DOMAIN: Final = kinds.one_of(FailoverDomain)
+STALENESS: Final = kinds.seconds(above=0)
+
+rescheduling = Group("rescheduling", _DESCRIPTION, "--rescheduling-")
+_failover = Group("failover")
+
+
+def _metric(name: str) -> str:
+    if fault := metric_fault(name):
+        raise ValueError(fault)
+    return name
+
+
+def _target(infer_type: str) -> LoadTarget:
+    return field_of(
+        LoadTarget(),
+        metric=rescheduling.part(
+            Kind(_metric, "METRIC"),
+            f"how the load of {infer_type} instances is measured",
+            flag=f"--rescheduling-{infer_type}-load-metric",
+        ),
+        threshold=rescheduling.part(
+            kinds.number("LOAD"),
+            "sources are at or above it, destinations below; 0: everybody may be either",
+            flag=f"--rescheduling-{infer_type}-load-threshold",
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """All times in seconds unless the name says otherwise."""
+    """The settings of a rescheduler. All times in seconds unless the name says otherwise."""
 
-    policies: tuple[str, ...] = POLICIES
-    interval_ms: float = 500.0
-    """At most this long between two passes; 0: no passes at all."""
-    debounce_ms: float = 20.0
-    """After a change of load, and at least this long between two passes."""
+    policies: tuple[str, ...] = rescheduling.setting(
+        POLICIES,
+        kinds.several(kinds.one_of(POLICIES, or_file=".yaml"), "NAMES"),
+        "what it looks at: loads to even out, failures to get away from; or paths of .yaml files",
+    )
+    interval_ms: float = rescheduling.setting(
+        500.0,
+        kinds.number(at_least=0),
+        "at most so long between two passes; a change of load or the end of a move wakes it earlier; 0: no passes",
+    )
+    debounce_ms: float = rescheduling.setting(
+        20.0, kinds.number(at_least=0), "after a change of load, and at least so long between two passes"
+    )
 
-    decode: LoadTarget = LoadTarget()
-    neutral: LoadTarget = LoadTarget()
-    prefill: LoadTarget = LoadTarget()
-    """Shown in the records; no policy balances it."""
-    balance_threshold: float = 0.0
-    """Least difference of load between the ends of a move, in the unit of the metric."""
-    scope: Scope = Scope.CLUSTER
-    selection: Selection = SHORTEST_AS_NEEDED
+    decode: LoadTarget = _target("decode")
+    neutral: LoadTarget = _target("neutral")
+    balance_threshold: float = rescheduling.setting(
+        0.0,
+        kinds.number(at_least=0),
+        "least difference of load between source and destination, in the unit of the metric",
+        flag="--rescheduling-load-balance-threshold",
+    )
+    scope: Scope = rescheduling.setting(
+        Scope.CLUSTER,
+        kinds.one_of(Scope),
+        "among which instances; thresholds apply to the cluster",
+        flag="--rescheduling-load-balance-scope",
+    )
+    selection: Selection = field_of(
+        SHORTEST_AS_NEEDED,
+        unit=rescheduling.part(kinds.one_of(Unit), "what the value counts", flag="--rescheduling-req-select-rule"),
+        order=rescheduling.part(kinds.one_of(Order), "which requests first", flag="--rescheduling-req-select-order"),
+        value=rescheduling.part(
+            kinds.number(),
+            "requests, tokens, or share of the KV cache; 0: as much as evens the pair out",
+            flag="--rescheduling-req-select-value",
+        ),
+    )
 
-    horizon_s: float = 2.0
-    """For how long a better balance counts when it is weighed against the cost of a move."""
-    link_bytes_per_s: float = 1e9
-    """Until moves have shown what the links carry."""
-    max_moves_per_pass: int = 32
-    request_cooldown_s: float = 10.0
-    """A request that was moved to balance load stays where it is for this long."""
-    pair_cooldown_s: float = 10.0
-    """Nothing goes back for this long; forwards, for one interval."""
-    avoid_s: float = 10.0
-    """How long a destination that refused or failed is left alone; twice as long each time it does so again."""
+    horizon_s: float = rescheduling.setting(
+        2.0,
+        kinds.seconds(above=0),
+        "how long a better balance counts when it is weighed against a move's cost; more means more moves",
+    )
+    link_bytes_per_s: float = rescheduling.setting(
+        1e9,
+        kinds.number(above=0),
+        "what the links carry, until moves have shown it",
+        flag="--rescheduling-link-bytes-per-second",
+    )
+    max_moves_per_pass: int = rescheduling.setting(
+        32, kinds.integer(at_least=1), "pairs of instances that one pass may choose"
+    )
+    request_cooldown_s: float = rescheduling.setting(
+        10.0, kinds.seconds(), "how long a request that was moved to balance load stays where it is"
+    )
+    pair_cooldown_s: float = rescheduling.setting(
+        10.0, kinds.seconds(), "how long nothing goes back between two instances; forwards it is one interval"
+    )
+    avoid_s: float = rescheduling.setting(
+        10.0,
+        kinds.seconds(),
+        "how long a destination that refused or failed is left alone; twice as long each time in a row",
+    )
+    connection_pool_size: int = rescheduling.setting(
+        10,
+        kinds.integer(at_least=1),
+        "moves that one source is asked for at a time",
+        flag="--llumlet-grpc-connection-pool-size",
+    )
+    grpc_timeout_s: float = rescheduling.setting(
+        5.0, kinds.seconds(above=0), "longest silence of a source during a call", flag="--llumlet-grpc-timeout-seconds"
+    )
 
-    failover_domain: Domain = Domain.INSTANCE
-    staleness_s: float = 60.0
-    connection_pool_size: int = 10
-    """Moves that one source is asked for at a time."""
-    grpc_timeout_s: float = 5.0
-    """Without a sign of life from the source during a call."""
+    failover_domain: FailoverDomain = _failover.setting(
+        FailoverDomain.INSTANCE, DOMAIN, "what fails with an instance", flag="--failover-domain"
+    )
+    staleness_s: float = _failover.setting(
+        60.0, STALENESS, "an instance that was silent for longer is sick", flag="--instance-staleness-seconds"
+    )
 
     def target(self, infer_type: str) -> LoadTarget:
-        return {"decode": self.decode, "prefill": self.prefill}.get(infer_type, self.neutral)
+        return self.decode if infer_type == InferType.DECODE else self.neutral

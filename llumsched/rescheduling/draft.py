@@ -1,54 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pass in the making: what its policies have chosen so far, and the load that comes of it."""
+"""One pass in the making: what its policies have chosen so far, and the cluster as it will be then."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 
+from llumsched.cluster.columns import Values
+from llumsched.cluster.providers.status import Cargo
+from llumsched.cluster.snapshot import Snapshot
+from llumsched.policy.metrics import Metric
 from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.history import History
 from llumsched.rescheduling.moves import Move
-from llumsched.rescheduling.snapshot import Column, Snapshot
-
-RATIO: Final = "kv_cache_usage_ratio_projected"
-"""The metric whose value says how much of an instance is in use; others are compared with the greatest there is."""
 
 
 @dataclass(slots=True)
 class Draft:
     snapshot: Snapshot
+    """The cluster as reported."""
     history: History
     config: Config
     now_s: float
-    load: Column = field(init=False)
-    """Projected: with the moves that are under way, and those of this pass."""
-    out_slots: Column = field(init=False)
-    in_slots: Column = field(init=False)
-    free_tokens: Column = field(init=False)
-    """Of the KV cache, less what is on its way there; infinite for an instance that does not say how much it has."""
-    leaving: Column = field(init=False)
+    projected: Snapshot = field(init=False)
+    """The cluster with the moves that are under way, and those of this pass."""
+    out_slots: Values = field(init=False)
+    in_slots: Values = field(init=False)
+    free_tokens: Values = field(init=False)
+    """Room in the KV cache, less what is on its way there; infinite for who does not say how much it has."""
+    leaving: Values = field(init=False)
     """Requests that have been asked for and that the status may still count."""
     moves: list[Move] = field(default_factory=list)
     pairs: set[tuple[int, int]] = field(default_factory=set)
-    """Of moves under way and of this pass."""
+    """Rows of sources and destinations, of moves under way and of this pass."""
     sources: set[int] = field(default_factory=set)
-    """Of the same: none of them takes anything."""
+    """Rows of instances that give: none of them takes anything."""
     destinations: set[int] = field(default_factory=set)
-    """None of them gives anything."""
+    """Rows of instances that take: none of them gives anything."""
     chosen: set[int] = field(default_factory=set)
     """Ends of this pass's moves."""
     refused: Counter[str] = field(default_factory=Counter)
-    """Of the policy at work: pairs and sources by the reason why they were not chosen."""
+    """Pairs and sources that the policy at work did not choose, by the reason why."""
 
     def __post_init__(self) -> None:
         snapshot, index = self.snapshot, self.snapshot.index
-        self.load = snapshot.load.copy()
-        self.free_tokens = np.where(snapshot.total_tokens > 0, snapshot.free_tokens, np.inf)
+        self.projected = snapshot.copy()
+        total = snapshot["num_total_gpu_tokens"]
+        self.free_tokens = np.where(total > 0, total - snapshot["num_used_gpu_tokens"], np.inf)
         for move in self.history.pending_moves():
             if move.source in index:
                 self.sources.add(index[move.source])
@@ -56,24 +57,24 @@ class Draft:
                 self.destinations.add(index[move.destination])
             if move.source in index and move.destination in index:
                 self.pairs.add((index[move.source], index[move.destination]))
-        for instance_id, tokens in self.history.pending_tokens().items():
+        for instance_id, cargo in self.history.pending().items():
             row = index.get(instance_id)
             if row is not None:
-                self.load[row] = max(self.load[row] + self.shift(row, tokens), 0.0)
-                self.free_tokens[row] -= max(tokens, 0.0)  # what leaves is there until it has left
+                self.projected.add(row, cargo.weight)
+                self.free_tokens[row] -= max(cargo.tokens, 0.0)  # what leaves is there until it has left
         self._count_slots()
 
     def _count_slots(self) -> None:
-        """A move that has begun may not be in the status yet, so the greater number counts."""
-        open_moves = self.history.open_moves()
+        """Counts free slots. A move that has begun may not be in the status yet, so the greater number counts."""
+        open_moves, snapshot = self.history.open_moves(), self.snapshot
         leaving = self._requests((move.source, move.expected_requests) for move in open_moves)
         coming = self._requests((move.destination, move.expected_requests) for move in open_moves)
-        self.out_slots = self.snapshot.max_out - np.maximum(leaving, self.snapshot.moving_out)
-        self.in_slots = self.snapshot.max_in - np.maximum(coming, self.snapshot.moving_in)
+        self.out_slots = snapshot["max_migrations_out"] - np.maximum(leaving, snapshot["num_migrate_out_reqs"])
+        self.in_slots = snapshot["max_migrations_in"] - np.maximum(coming, snapshot["num_migrate_in_reqs"])
         pending = self.history.pending_moves()
         self.leaving = self._requests((move.source, move.expected_requests) for move in pending)
 
-    def _requests(self, ends: Iterable[tuple[str, float]]) -> Column:
+    def _requests(self, ends: Iterable[tuple[str, float]]) -> Values:
         numbers = np.zeros(len(self.snapshot))
         for instance_id, number in ends:
             row = self.snapshot.index.get(instance_id)
@@ -81,14 +82,34 @@ class Draft:
                 numbers[row] += number
         return numbers
 
+    # What is there to move, by row
+
+    @property
+    def running(self) -> Values:
+        """Requests that could move with a KV cache, those on their way excluded."""
+        return self.snapshot["scheduler_running_to_decode_requests_num"]
+
+    @property
+    def running_tokens(self) -> Values:
+        return self.snapshot["scheduler_running_to_decode_tokens_num"]
+
+    @property
+    def waiting(self) -> Values:
+        return self.snapshot["num_waiting_requests"]
+
+    @property
+    def waiting_tokens(self) -> Values:
+        return self.snapshot["num_uncomputed_tokens_all_waiting_prefills"]
+
+    # Choosing
+
     @property
     def room(self) -> int:
         return self.config.max_moves_per_pass - len(self.moves)
 
-    def choose(self, source: int, destination: int, move: Move) -> None:
-        given, taken = self.shifts(source, destination, move.expected_tokens)
-        self.load[source] -= given
-        self.load[destination] += taken
+    def choose(self, source: int, destination: int, move: Move, cargo: Cargo) -> None:
+        self.projected.add(source, cargo.negative.weight)
+        self.projected.add(destination, cargo.weight)
         self.free_tokens[destination] -= move.expected_tokens
         self.out_slots[source] -= move.expected_requests
         self.in_slots[destination] -= move.expected_requests
@@ -98,18 +119,6 @@ class Draft:
         self.destinations.add(destination)
         self.chosen |= {source, destination}
 
-    def shifts(self, source: int, destination: int, tokens: float) -> tuple[float, float]:
-        """The load that leaves the source and that comes to the destination with so many tokens."""
-        given = self.shift(source, tokens)
-        return given, self.shift(destination, tokens) if self.metric(source) == RATIO else given
-
-    def shift(self, row: int, tokens: float) -> float:
-        """The share of the KV cache for the metric that is one; else the tokens' share of the instance's load."""
-        snapshot = self.snapshot
-        if self.metric(row) == RATIO:
-            return tokens / max(float(snapshot.total_tokens[row]), 1.0)
-        held = float(snapshot.running_tokens[row] + snapshot.waiting_tokens[row])
-        return min(tokens / held, 1.0) * float(snapshot.load[row]) if held else 0.0
-
-    def metric(self, row: int) -> str:
-        return self.config.target(str(self.snapshot.infer_types[row])).metric
+    def shift(self, metric: Metric, row: int, cargo: Cargo) -> float:
+        """Growth of an instance's metric when the cargo comes to it."""
+        return metric.at(self.projected, row, cargo.weight) - metric.at(self.projected, row)

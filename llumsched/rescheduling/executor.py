@@ -30,20 +30,20 @@ from llumlet.types import (
     Reason,
     word,
 )
-from llumsched.cms.view import Instance
+from llumsched.cluster.instance import Instance
 from llumsched.rescheduling.blame import Blame, blame_for
 from llumsched.rescheduling.choice import choose, num_tokens
 from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.counters import RescheduleCounters
 from llumsched.rescheduling.history import History
 from llumsched.rescheduling.message import migrate_request
-from llumsched.rescheduling.moves import Move
+from llumsched.rescheduling.moves import Move, Purpose
 from llumsched.rescheduling.records import MoveRecord, Outcome, Records
 
 logger = logging.getLogger(__name__)
 
 LONGEST_MOVE_S: Final = 600.0
-"""Of a call that keeps giving signs of life."""
+"""Limit of a call that keeps giving signs of life."""
 _SWEEP_S: Final = 1.0
 """Between two looks for connections to instances that are gone: with a thousand instances one takes 2 ms."""
 
@@ -87,9 +87,9 @@ class Executor:
     counters: RescheduleCounters
     credentials: Credentials = NONE
     ended: Callable[[], None] = lambda: None
-    """Called after each move."""
+    """Callback after each move."""
     refused: Callable[[int], None] = lambda _: None
-    """Called with the term of orders that a source refused as those of a former leader."""
+    """Callback with the term of orders that a source refused as those of a former leader."""
     clock: Callable[[], float] = time.monotonic
     connect: Connect = connect
     _numbers: Iterable[int] = field(default_factory=itertools.count)
@@ -98,8 +98,8 @@ class Executor:
     _swept_s: float = -math.inf
 
     def start(self, moves: Iterable[Move], term: int = 0) -> tuple[int, ...]:
-        """Begin them and return their numbers. Instances that left meanwhile are left out. `term`: of the leader that
-        planned them; 0 where there is no other rescheduler."""
+        """Begins moves and returns their numbers. Moves of instances that left meanwhile are left out. `term`: of the
+        leader that planned them; 0 where there is no other rescheduler."""
         begun = []
         for move in moves:
             if move.source in self.view and move.destination in self.view:
@@ -120,7 +120,7 @@ class Executor:
         return len(self._tasks)
 
     async def close(self) -> None:
-        """Leave the calls; what the llumlets have begun goes on."""
+        """Leaves the calls; what the llumlets have begun goes on."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -177,10 +177,10 @@ class Executor:
     async def _name_requests(
         self, record: MoveRecord, source: _Source, instance: Instance, request: MigrateRequest
     ) -> bool:
-        """Replace the rule by names where the source's own choice would not do. False: there is nothing to move."""
+        """Replaces the rule by names where the source's own choice would not do. False: there is nothing to move."""
         move = record.move
         left_out = self.history.left_out(move, self.clock())
-        if move.is_failover or (move.limit_tokens is None and not left_out):
+        if move.purpose is Purpose.FAILOVER or (move.limit_tokens is None and not left_out):
             return True
         total_tokens = instance.status.num_total_gpu_tokens if instance.status else 0
         listed = await source.client.list_requests(deadline_s=self.config.grpc_timeout_s)
@@ -232,7 +232,7 @@ class Executor:
             record.moved_tokens += progress.context_tokens
             record.copied_bytes += progress.copied_bytes
             self.history.copied(progress.copied_bytes, progress.phase_ms.get("copying", 0.0) / 1000)
-            if not move.is_failover:
+            if move.purpose is Purpose.BALANCE:
                 self.history.moved(move.destination, progress.request_id, now_s)
         elif progress.phase == MovePhase.LOST:
             self.history.link_failed(move.source, move.destination, now_s)
@@ -287,7 +287,7 @@ class Executor:
         return known
 
     async def _disconnect_gone(self) -> None:
-        """A connection is kept for the next call while its instance is there."""
+        """Closes connections to instances that are gone. All others are kept for the next call."""
         now_s = self.clock()
         if now_s - self._swept_s < _SWEEP_S:
             return
@@ -300,7 +300,7 @@ class Executor:
 
 _ENDED: Final = frozenset({"unknown_request", "request_finished", "not_leader"})
 _OF_THE_CALL: Final = frozenset({"shutting_down", "unauthenticated", "wrong_instance"})
-"""As the answer to a whole call, these say something of the source."""
+"""Reasons that say something of the source when they are the answer to a whole call."""
 
 
 def _title(record: MoveRecord) -> str:

@@ -1,45 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies `prefill_failover`, `decode_failover` and `neutral_failover`: everything away from what is failing.
+"""`roundRobinSelector` of rescheduling: everything away from what is failing.
 
-`roundRobinSelector`: sources and destinations by id, source i begins with destination i modulo their number. Beyond it,
-the requests of one source are dealt to all healthy destinations in turn, as many as it can move at a time; the rest
-follows in later passes, which go on in the round where this one ended.
+Sources and destinations by id, source i begins with destination i modulo their number. Beyond it, the requests of one
+source are dealt to all its destinations in turn, as many as it can move at a time; the rest follows in later passes,
+which go on in the round where this one ended.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
+from dataclasses import dataclass
 from itertools import islice
+from typing import ClassVar
 
 import numpy as np
 
 from llumlet.protocol.selection import ALL, Order, Unit
+from llumlet.types import Health
+from llumsched.cluster.providers.status import Cargo
 from llumsched.rescheduling.draft import Draft
-from llumsched.rescheduling.moves import Move, Selection
+from llumsched.rescheduling.moves import Move, Purpose, Selection
+from llumsched.rescheduling.pairs import Ends
 
 
-def fail_over(draft: Draft, policy: str, infer_type: str) -> tuple[int, int]:
-    """Adds moves to the draft. Returns how many sources and destinations there were."""
-    snapshot = draft.snapshot
-    of_type = snapshot.infer_types == infer_type
-    holding = (snapshot.running + snapshot.waiting > 0) & (draft.out_slots >= 1) & snapshot.reachable & snapshot.moves
-    sources = np.flatnonzero(of_type & snapshot.failing & holding).tolist()
-    destinations = of_type & ~snapshot.failing & (draft.in_slots >= 1)
-    for turn, source in enumerate(sources):
-        if draft.history.source_avoided(snapshot.ids[source], draft.now_s):
-            draft.refused["source_avoided"] += 1
-            continue
-        same = np.flatnonzero(destinations & (snapshot.groups == snapshot.groups[source])).tolist()
-        if not same:
-            draft.refused["no_destination"] += 1
-            continue
-        start = (turn + draft.history.dealt(snapshot.ids[source])) % len(same)
-        _deal(draft, policy, source, same[start:] + same[:start])
-    return len(sources), int(destinations.sum())
+@dataclass(frozen=True, slots=True)
+class RoundRobinPairs:
+    name: ClassVar[str] = "roundRobinSelector"
+    purpose: ClassVar[Purpose] = Purpose.FAILOVER
+
+    def pair(self, draft: Draft, policy: str, ends: Ends) -> tuple[int, int]:
+        snapshot = draft.snapshot
+        reachable = (snapshot["health"] != Health.HUNG) & (snapshot["lost"] == 0)
+        holding = (draft.running + draft.waiting > 0) & (draft.out_slots >= 1) & (snapshot["movable"] > 0)
+        sources = np.flatnonzero(ends.sources & holding & reachable).tolist()
+        destinations = ends.destinations & (draft.in_slots >= 1)
+        groups = snapshot["exchange_group"]
+        for turn, source in enumerate(sources):
+            if draft.history.source_avoided(snapshot.ids[source], draft.now_s):
+                draft.refused["source_avoided"] += 1
+                continue
+            same = np.flatnonzero(destinations & (groups == groups[source])).tolist()
+            if not same:
+                draft.refused["no_destination"] += 1
+                continue
+            start = (turn + draft.history.dealt(snapshot.ids[source])) % len(same)
+            _deal(draft, policy, source, same[start:] + same[:start])
+        return len(sources), int(destinations.sum())
 
 
 def _permitted(draft: Draft, source: int, destination: int) -> bool:
-    """Health goes before rest: only what refused or failed is left alone."""
+    """Whether a pair may be used. Health goes before rest: only what refused or failed is left alone."""
     ids = draft.snapshot.ids
     obstacle = draft.history.obstacle(ids[source], ids[destination], draft.now_s)
     if obstacle == "destination_avoided" or (source, destination) in draft.pairs:
@@ -49,8 +59,8 @@ def _permitted(draft: Draft, source: int, destination: int) -> bool:
 
 
 def _deal(draft: Draft, policy: str, source: int, ring: list[int]) -> None:
-    snapshot, slots = draft.snapshot, int(draft.out_slots[source])
-    left = int(snapshot.running[source] + snapshot.waiting[source] - draft.leaving[source])
+    slots = int(draft.out_slots[source])
+    left = int(draft.running[source] + draft.waiting[source] - draft.leaving[source])
     if left <= 0:
         return
     permitted = (destination for destination in ring if _permitted(draft, source, destination))
@@ -58,20 +68,17 @@ def _deal(draft: Draft, policy: str, source: int, ring: list[int]) -> None:
     if not destinations:
         return
     if left <= slots and len(ring) == 1:
-        tokens = float(snapshot.running_tokens[source] + snapshot.waiting_tokens[source])
-        _add(draft, policy, (source, destinations[0]), Selection(Unit.NUM_REQ, Order.LR, ALL), tokens, left)
+        tokens = float(draft.running_tokens[source] + draft.waiting_tokens[source])
+        _add(draft, policy, (source, destinations[0]), Selection(Unit.NUM_REQ, Order.LR, ALL), Cargo(left, tokens))
         return
     # Requests with a KV cache first: what waits has the least to lose.
-    running = min(int(snapshot.running[source]), left)
+    running = min(int(draft.running[source]), left)
     queue = ([Order.LR] * running + [Order.FCW] * (left - running))[:slots]
     for (order, destination), number in _shares(draft, queue, destinations).items():
-        held, requests = (
-            (snapshot.waiting_tokens, snapshot.waiting)
-            if order is Order.FCW
-            else (snapshot.running_tokens, snapshot.running)
-        )
-        tokens = number * float(held[source]) / max(float(requests[source]), 1.0)
-        _add(draft, policy, (source, destination), Selection(Unit.NUM_REQ, order, float(number)), tokens, number)
+        waits = order is Order.FCW
+        held, requests = (draft.waiting_tokens, draft.waiting) if waits else (draft.running_tokens, draft.running)
+        cargo = Cargo(number, number * float(held[source]) / max(float(requests[source]), 1.0), waits)
+        _add(draft, policy, (source, destination), Selection(Unit.NUM_REQ, order, float(number)), cargo)
 
 
 def _shares(draft: Draft, queue: list[Order], destinations: list[int]) -> Counter[tuple[Order, int]]:
@@ -91,11 +98,10 @@ def _shares(draft: Draft, queue: list[Order], destinations: list[int]) -> Counte
     return shares
 
 
-def _add(
-    draft: Draft, policy: str, ends: tuple[int, int], selection: Selection, tokens: float, num_requests: int
-) -> None:
+def _add(draft: Draft, policy: str, ends: tuple[int, int], selection: Selection, cargo: Cargo) -> None:
     if draft.room <= 0:
         draft.refused["pass_is_full"] += 1
         return
     source, destination = (draft.snapshot.ids[row] for row in ends)
-    draft.choose(*ends, Move(policy, source, destination, selection, tokens, float(num_requests)))
+    move = Move(policy, Purpose.FAILOVER, source, destination, selection, cargo.tokens, float(cargo.requests))
+    draft.choose(*ends, move, cargo)

@@ -17,13 +17,14 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from llumsched.cms.view import Instance
+from llumsched.cluster.instance import Instance
+from llumsched.cluster.providers.status import Cargo
 from llumsched.rescheduling.config import Config
-from llumsched.rescheduling.moves import Move
+from llumsched.rescheduling.moves import Move, Purpose
 
 _MOST_DOUBLINGS = 5
 _MISFIT_S = 600.0
-"""How long it is remembered that a request is too long for a destination: it stays so, but requests end."""
+"""Time for which a request is known to be too long for a destination: it stays so, but requests end."""
 
 
 @dataclass(slots=True)
@@ -62,27 +63,31 @@ class History:
 
     @property
     def link_bytes_per_s(self) -> float:
-        """What moves have shown lately; before the first one, what the configuration says."""
+        """Speed that moves have shown lately; before the first one, what the configuration says."""
         return self._bytes / self._seconds if self._bytes and self._seconds else self._config.link_bytes_per_s
 
-    def pending_tokens(self) -> dict[str, float]:
-        """By instance: tokens that will come (positive) or go, and that its status does not show yet."""
-        tokens: dict[str, float] = {}
+    def pending(self) -> dict[str, Cargo]:
+        """What will come (positive) or go, by instance, in all, and is not in its status yet. Most of it decodes."""
+        pending: dict[str, Cargo] = {}
         for entry in self._unsettled.values():
-            for instance_id, sign in ((entry.move.source, -1.0), (entry.move.destination, 1.0)):
+            move = entry.move
+            for instance_id, sign in ((move.source, -1.0), (move.destination, 1.0)):
                 if instance_id in entry.unseen:
-                    tokens[instance_id] = tokens.get(instance_id, 0.0) + sign * entry.move.expected_tokens
-        return tokens
+                    known = pending.get(instance_id, Cargo(0.0, 0.0))
+                    pending[instance_id] = Cargo(
+                        known.requests + sign * move.expected_requests, known.tokens + sign * move.expected_tokens
+                    )
+        return pending
 
     def pending_moves(self) -> list[Move]:
-        """Under way, or ended and not yet in the status of both ends."""
+        """Moves that are under way, or have ended and are not yet in the status of both ends."""
         return [entry.move for entry in self._unsettled.values()]
 
     def open_moves(self) -> list[Move]:
         return [entry.move for entry in self._unsettled.values() if entry.ended_s is None]
 
     def avoided_destinations(self, now_s: float) -> set[str]:
-        """Those that no source is to use now."""
+        """Destinations that no source is to use now."""
         return {name for name in self._destinations.keys() | self._links.keys() if self._is_avoided(name, now_s)}
 
     def _is_avoided(self, destination: str, now_s: float) -> bool:
@@ -120,11 +125,11 @@ class History:
     def began(self, number: int, move: Move, now_s: float) -> None:
         self._unsettled[number] = _Unsettled(move, None, {move.source, move.destination})
         self._rest(move, now_s)
-        if move.is_failover:
+        if move.purpose is Purpose.FAILOVER:
             self._dealt[move.source] += 1
 
     def sized(self, number: int, tokens: float, requests: float) -> None:
-        """What the source really holds of what was asked for."""
+        """Notes what the source really holds of what was asked for."""
         entry = self._unsettled.get(number)
         if entry is not None:
             entry.move = replace(entry.move, expected_tokens=tokens, expected_requests=requests)
@@ -142,12 +147,12 @@ class History:
         self._misfits.setdefault(destination, {})[request_id] = now_s + _MISFIT_S
 
     def copied(self, num_bytes: float, seconds: float) -> None:
-        """Of one request. Older measurements count less."""
+        """Measures the copy of one request. Older measurements count less."""
         if num_bytes > 0 and seconds > 0:
             self._bytes, self._seconds = self._bytes * 0.9 + num_bytes, self._seconds * 0.9 + seconds
 
     def destination_failed(self, destination: str, now_s: float, *, briefly: bool = False) -> None:
-        """It said no, or did not answer. `briefly`: it is only busy."""
+        """Notes a destination that said no, or did not answer. `briefly`: it is only busy."""
         if briefly:
             until_s = now_s + min(1.0, self._config.avoid_s)
             before = self._destinations.get(destination, _NEVER)
@@ -162,7 +167,7 @@ class History:
         self._strike(self._sources, source, now_s, self._config.avoid_s)
 
     def source_gave_nothing(self, source: str, now_s: float) -> None:
-        """None of its requests could move, and nobody else was to blame: it is asked again ever more seldom."""
+        """Notes a source of whose requests none could move, for nobody's fault: it is asked again ever more seldom."""
         self._strike(self._sources, source, now_s, self._config.interval_ms / 1000)
 
     def succeeded(self, move: Move) -> None:
@@ -173,7 +178,7 @@ class History:
     # Told by the view
 
     def seen(self, instances: Iterable[Instance]) -> None:
-        """Drop what the newest statuses show."""
+        """Drops what the newest statuses show."""
         if not self._unsettled:
             return
         received_s = {instance.id: instance.received_s for instance in instances}
@@ -185,7 +190,7 @@ class History:
                 del self._unsettled[number]
 
     def instance_left(self, instance_id: str) -> None:
-        """The next one of that id is a new one."""
+        """Forgets an instance: the next one of that id is a new one."""
         for known in (self._destinations, self._sources, self._links, self._requests, self._misfits, self._dealt):
             known.pop(instance_id, None)
 

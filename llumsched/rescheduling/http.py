@@ -8,11 +8,11 @@ from typing import Final
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from llumsched.cms.view import View
+from llumsched.cluster.view import View
 from llumsched.rescheduling.records import Records
 
 MOST: Final = 1000
-"""Passes or moves of one answer."""
+"""Limit of passes or moves of one answer."""
 
 
 def add_debug_route(app: web.Application, records: Records) -> None:
@@ -35,7 +35,7 @@ def standalone(view: View, records: Records, registry: CollectorRegistry) -> web
         return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def health(request: web.Request) -> web.Response:
-        """503 while the CMS is lost: nothing is planned then."""
+        """Answers 503 while the CMS is lost: nothing is planned then."""
         document = {"instances": len(view), "connected": view.connected, "view_age_s": round(view.age_s, 3)}
         return web.json_response(document, status=200 if view.connected else 503)
 

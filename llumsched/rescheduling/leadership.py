@@ -37,7 +37,7 @@ _KEY: Final = "llumnix:rescheduler"
 _TERM_KEY: Final = "llumnix:rescheduler_term"
 
 _MOST_DRAWN: Final = 2**16
-"""Microseconds: far less than it takes to promote a replica."""
+"""Limit of what a holder draws for its term, in microseconds: far less than it takes to promote a replica."""
 
 _TAKE: Final = """
 local holder = redis.call('GET', KEYS[1]) or ARGV[1]
@@ -55,8 +55,8 @@ end
 redis.call('SET', KEYS[2], string.format('%.0f', highest))
 return {term, holder, highest}
 """
-"""ARGV: who asks, for how many milliseconds, its term if it leads, the highest that it has heard of, what it has drawn.
-Numbers are doubles: exact up to 2**53, which as microseconds is the year 2255."""
+"""Takes or renews the lease. ARGV: who asks, for how many milliseconds, its term if it leads, the highest that it has
+heard of, what it has drawn. Numbers are doubles: exact up to 2**53, which as microseconds is the year 2255."""
 _GIVE_BACK: Final = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then
   redis.call('DEL', KEYS[1])
@@ -66,14 +66,14 @@ end
 
 class _Answer(NamedTuple):
     term: int
-    """0: another one has it."""
+    """The term that was given; 0: another one has it."""
     holder: str
     highest: int
-    """Of the terms that the server knows."""
+    """Highest of the terms that the server knows."""
 
 
 class Lease:
-    """On the event loop that calls `start`. `name`: of this process, for people. Raises ValueError for a bad URL."""
+    """A lease, on the loop that calls `start`. `name`: this process's, for people. Raises ValueError for a bad URL."""
 
     def __init__(self, url: str, name: str = "") -> None:
         self._url = url
@@ -89,20 +89,20 @@ class Lease:
 
     @property
     def term(self) -> int:
-        """0 while this one does not lead."""
+        """The term of this one; 0 while it does not lead."""
         return self._term if time.monotonic() < self._until_s else 0
 
     @property
     def reason(self) -> str:
-        """Why it does not lead, when it does not; for people."""
+        """Why this one does not lead, when it does not; for people."""
         if self._problem:
             return f"{self._server} does not say who leads: {self._problem}"
         leader = self._holder.rpartition("/")[0]
         return f"{leader} leads" if leader else f"{self._server} has not said who leads"
 
     def refused(self, term: int) -> None:
-        """A llumlet knows a higher one, of a leader whom no server remembers. The next term is nearer to it by the time
-        that has passed."""
+        """Gives up a term of orders that a llumlet refused: it knows a higher one, of a leader whom no server
+        remembers. The next term is nearer to it by the time that has passed."""
         if term == self._term:
             self._term = 0
 
@@ -112,7 +112,7 @@ class Lease:
         self._task = asyncio.create_task(keep_running("the rescheduler's lease", self._keep))
 
     async def close(self) -> None:
-        """Gives it back, so that another one need not wait."""
+        """Gives the lease back, so that another one need not wait."""
         if self._task is not None:
             await end(self._task)
         if self._client is None:

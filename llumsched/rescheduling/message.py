@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from llumlet.protocol.selection import Unit
 from llumlet.types import MigrateRequest, Mode
-from llumsched.cms.view import Instance
-from llumsched.rescheduling.moves import Move
+from llumsched.cluster.instance import Instance
+from llumsched.rescheduling.moves import Move, Purpose
 
 
 def migrate_request(move: Move, destination: Instance, leader_term: int = 0) -> MigrateRequest:
-    """A failover takes what cannot bring its KV cache along as well: another prefill is better than an end. To balance,
-    it is not worth one."""
+    """The order for a source. A failover takes what cannot bring its KV cache along as well: another prefill is better
+    than an end. To balance, it is not worth one."""
     selection, llumlet = move.selection, destination.llumlet
     request = MigrateRequest(
         src_engine_id=move.source,
@@ -22,7 +22,7 @@ def migrate_request(move: Move, destination: Instance, leader_term: int = 0) -> 
         migration_req_policy=str(selection.order),
         trigger_policy=move.policy,
         leader_term=leader_term,
-        method=Mode.MODE_UNSPECIFIED if move.is_failover else Mode.LIVE,
+        method=Mode.MODE_UNSPECIFIED if move.purpose is Purpose.FAILOVER else Mode.LIVE,
     )
     match selection.unit:
         case Unit.NUM_REQ:

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final
 
-from llumlet.protocol.selection import Order, Unit
+from llumlet.protocol.selection import Order, Unit, value_fault
 
 AS_NEEDED: Final = 0.0
 """Value of a balancing policy's selection: as much as evens out the two instances. Never sent to a llumlet."""
@@ -24,12 +25,29 @@ class Selection:
         return f"{self.unit} {self.order} {self.value:g}"
 
 
+def selection_fault(selection: Selection) -> str:
+    """What is wrong with the value, as the end of a sentence that names it; empty if nothing is."""
+    if selection.value != AS_NEEDED:
+        return value_fault(selection.unit, selection.value)
+    if selection.order is Order.FCW:
+        return "0 (as needed) counts tokens that run, and FCW takes what waits: give a number"
+    return ""
+
+
+class Purpose(StrEnum):
+    BALANCE = "balance"
+    """Evens out load: it is weighed, cools down, and never costs a prefill."""
+    FAILOVER = "failover"
+    """Leads away from what fails, whatever it costs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Move:
     """One call to one source. `gain` and `cost` are of the same unit, load² · seconds; both 0 for a failover, which
     is not weighed."""
 
     policy: str
+    purpose: Purpose
     source: str
     destination: str
     selection: Selection
@@ -39,8 +57,4 @@ class Move:
     gain: float = 0.0
     cost: float = 0.0
     limit_tokens: float | None = None
-    """More than this would make it worse: the requests are then chosen here, by name, from the source's list."""
-
-    @property
-    def is_failover(self) -> bool:
-        return self.policy.endswith("_failover")
+    """Limit above which it makes things worse: requests are then chosen here, by name, from the source's list."""

@@ -9,30 +9,18 @@ unless it falls sick meanwhile.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Final
 
-from llumsched.rescheduling.balance import balance
+from llumsched.cluster.snapshot import Snapshot
+from llumsched.policy.candidates import Candidates, Context
+from llumsched.policy.pipeline import screen
 from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.draft import Draft
-from llumsched.rescheduling.failover import fail_over
 from llumsched.rescheduling.history import History
-from llumsched.rescheduling.moves import Move
-from llumsched.rescheduling.snapshot import Snapshot
-
-Policy = Callable[[Draft, str], tuple[int, int]]
-"""Adds its moves to the draft; returns the numbers of possible sources and destinations."""
-
-_POLICIES: Final[Mapping[str, Policy]] = {
-    "prefill_failover": partial(fail_over, infer_type="prefill"),
-    "decode_failover": partial(fail_over, infer_type="decode"),
-    "neutral_failover": partial(fail_over, infer_type="neutral"),
-    "decode_load": partial(balance, infer_type="decode"),
-    "neutral_load": partial(balance, infer_type="neutral"),
-}
-"""In the order in which they get their turn."""
+from llumsched.rescheduling.moves import Move, Purpose
+from llumsched.rescheduling.pairs import Ends
+from llumsched.rescheduling.policies import ReschedulingPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +41,36 @@ class Plan:
     results: tuple[PolicyResult, ...]
 
 
-def plan(snapshot: Snapshot, history: History, config: Config, now_s: float) -> Plan:
+def plan(
+    snapshot: Snapshot,
+    policies: Sequence[ReschedulingPolicy],
+    history: History,
+    config: Config,
+    now_s: float,
+    view_s: float | None = None,
+) -> Plan:
+    """The moves of one pass. `now_s` is by the clock of the history; `view_s` when the view that the snapshot is of was
+    last fed, if that is not now."""
+    as_of_s = now_s if view_s is None else view_s
     draft = Draft(snapshot, history, config, now_s)
     results = []
-    for name, policy in _POLICIES.items():
-        if name in config.policies:
-            draft.refused = Counter()
-            before = len(draft.moves)
-            num_sources, num_destinations = policy(draft, name)
-            num_moves = len(draft.moves) - before
-            results.append(PolicyResult(name, num_sources, num_destinations, num_moves, dict(draft.refused)))
+    for policy in sorted(policies, key=_turn):
+        draft.refused = Counter()
+        before = len(draft.moves)
+        num_sources, num_destinations = policy.selector.pair(draft, policy.name, ends_of(policy, snapshot, as_of_s))
+        num_moves = len(draft.moves) - before
+        results.append(PolicyResult(policy.name, num_sources, num_destinations, num_moves, dict(draft.refused)))
     return Plan(tuple(draft.moves), tuple(results))
+
+
+def _turn(policy: ReschedulingPolicy) -> bool:
+    return policy.selector.purpose is not Purpose.FAILOVER
+
+
+def ends_of(policy: ReschedulingPolicy, snapshot: Snapshot, now_s: float) -> Ends:
+    """Which instances the policy's filters let be sources and destinations."""
+    candidates = Candidates(snapshot, Context(now_s))
+    failed = screen(policy.failed, candidates).failed
+    return Ends(
+        screen(policy.sources, candidates, failed).passed, screen(policy.destinations, candidates, failed).passed
+    )

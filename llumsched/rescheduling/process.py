@@ -19,7 +19,7 @@ from llumsched.rescheduling.rescheduler import Rescheduler, lease_of
 
 @dataclass(frozen=True)
 class Running:
-    """`port` is 0 without HTTP."""
+    """A rescheduler that runs. `port` is 0 without HTTP."""
 
     rescheduler: Rescheduler
     store: Store
@@ -31,14 +31,14 @@ class Running:
         await self._stack.aclose()
 
     async def wait(self) -> None:
-        """Until the loop ends, which it does by an error only."""
+        """Waits until the loop ends, which it does by an error only."""
         await asyncio.shield(self._loop)
 
 
 async def serve(
     cms: str, config: Config, credentials: Credentials = NONE, *, host: str = "127.0.0.1", port: int | None = None
 ) -> Running:
-    """Start it; `port` None: no HTTP, 0: any free one. A CMS that cannot be reached is tried until it can.
+    """Starts a rescheduler; `port` None: no HTTP, 0: any free one. A CMS that cannot be reached is tried until it can.
 
     Raises OSError if the port cannot be had.
     """

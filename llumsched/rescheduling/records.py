@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 class Outcome(enum.StrEnum):
     OPEN = "open"
     MOVED = "moved"
-    """At least one request."""
+    """One request at least has moved."""
     STAYED = "stayed"
     """The source was asked, and no request moved; `refusals` says why."""
     NOTHING = "nothing"
@@ -45,7 +45,7 @@ class MoveRecord:
     number: int
     move: Move
     began_s: float
-    """Unix time."""
+    """The beginning, in Unix time."""
     outcome: Outcome = Outcome.OPEN
     seconds: float = 0.0
     num_selected: int = 0
@@ -56,7 +56,7 @@ class MoveRecord:
     requests: dict[str, str] = field(default_factory=dict)
     """Phase of each request, by `name_of`."""
     names: dict[str, str] = field(default_factory=dict)
-    """By the engine's id."""
+    """Names of the requests, by the engine's id."""
     refusals: Counter[str] = field(default_factory=Counter)
     """Requests that stayed, by reason."""
     error: str = ""
@@ -100,16 +100,16 @@ class MoveRecord:
 class PassRecord:
     number: int
     at_s: float
-    """Unix time."""
+    """The beginning, in Unix time."""
     duration_ms: float
     woken_by: str
-    """interval, load, or move (one that ended)."""
+    """The cause: interval, load, or move (one that ended)."""
     num_instances: int
     results: tuple[PolicyResult, ...]
     moves: tuple[int, ...]
     """Numbers of the moves that were begun."""
     skipped: str = ""
-    """Why nothing was planned, or begun."""
+    """The reason why nothing was planned, or begun."""
 
     def to_dict(self) -> dict[str, Any]:
         policies = [
@@ -139,12 +139,12 @@ MoveObserver = Callable[[MoveRecord], None]
 
 
 class Records:
-    """Belongs to one event loop."""
+    """The last passes and moves. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self.passes: deque[PassRecord] = deque(maxlen=NUM_PASSES)
         self.moves: deque[MoveRecord] = deque(maxlen=NUM_MOVES)
-        """In the order in which they began."""
+        """Moves in the order in which they began."""
         self._observers: list[MoveObserver] = []
 
     def observe_moves(self, observer: MoveObserver) -> Callable[[], None]:
@@ -161,7 +161,7 @@ class Records:
             observer(record)
 
     def to_dict(self, num_passes: int = 20, num_moves: int = 100) -> dict[str, Any]:
-        """The newest of each, newest last."""
+        """The newest passes and moves, newest last."""
         passes, moves = _newest(self.passes, num_passes), _newest(self.moves, num_moves)
         return {"passes": [one.to_dict() for one in passes], "moves": [one.to_dict() for one in moves]}
 

@@ -17,15 +17,16 @@ from prometheus_client import CollectorRegistry
 
 from llumlet.credentials import NONE, Credentials
 from llumlet.redis_url import REDIS_SCHEMES
-from llumsched.cms.view import View
+from llumsched.cluster.providers.in_flight import InFlight
+from llumsched.cluster.table import Table, standard_table
+from llumsched.cluster.view import View
 from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.counters import RescheduleCounters
 from llumsched.rescheduling.executor import Connect, Executor, connect
 from llumsched.rescheduling.history import History
-from llumsched.rescheduling.loads import CountersOf, measure, no_account
 from llumsched.rescheduling.planner import Plan, plan
+from llumsched.rescheduling.policies import load_policies
 from llumsched.rescheduling.records import PassRecord, Records
-from llumsched.rescheduling.snapshot import Camera
 from llumsched.rescheduling.waking import Waking
 
 if TYPE_CHECKING:
@@ -34,13 +35,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOST_S: Final = 2.0
-"""A store that has been lost for longer is not planned with."""
+"""Time after which a store that has been lost is not planned with."""
 SHARE: Final = 20
 """A pass is followed by a pause of at least this many times its length: the process has other work."""
 
 
 def lease_of(cms: str) -> Lease | None:
-    """Of the Redis that instances report to. None for a CMS that is one process: who runs it reschedules."""
+    """The lease in the Redis that instances report to. None for a CMS that is one process: who runs it reschedules."""
     if not cms.startswith(REDIS_SCHEMES):
         return None
     # Its client need not be installed otherwise.
@@ -50,9 +51,9 @@ def lease_of(cms: str) -> Lease | None:
 
 
 class Rescheduler:
-    """`records` is what it did and does. Belongs to the event loop of `view`.
+    """The loop; `records` is what it did and does. Belongs to the event loop of `view`.
 
-    `counters_of` is the dispatcher's account of what it has sent and no status shows yet.
+    `table` is the dispatcher's, with what it has sent and no status shows yet; None: one of its own, without.
     """
 
     def __init__(
@@ -62,19 +63,19 @@ class Rescheduler:
         credentials: Credentials = NONE,
         registry: CollectorRegistry | None = None,
         *,
-        counters_of: CountersOf = no_account,
+        table: Table | None = None,
         lease: Lease | None = None,
         clock: Callable[[], float] = time.monotonic,
         connect: Connect = connect,
     ) -> None:
         """`clock` must be that of the view. Metrics are registered in `registry` (default: one of its own). `lease`:
-        nothing is planned while another one has it; None: there is no other rescheduler."""
+        nothing is planned while another one has it; None: there is no other rescheduler. Raises PolicyError."""
         self.config = config
         self.records = Records()
         self._view = view
-        self._camera = Camera(
-            measure(config, counters_of), staleness_s=config.staleness_s, domain=config.failover_domain
-        )
+        self._policies = load_policies(config)
+        self._table = standard_table(InFlight()) if table is None else table
+        self._unobserve = view.observe(self._table) if table is None else lambda: None
         self._clock = clock
         self._lease = lease
         self._history = History(config)
@@ -95,7 +96,7 @@ class Rescheduler:
         self._num_passes = 0
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Makes passes until it is cancelled."""
         if self.config.interval_ms <= 0:
             await asyncio.Event().wait()
         unobserve = self._view.observe(self._waking)
@@ -109,11 +110,12 @@ class Rescheduler:
             unobserve()
 
     async def close(self) -> None:
-        """After `run` was cancelled: leave the calls under way. What the llumlets have begun goes on."""
+        """Leaves the calls under way, after `run` was cancelled. What the llumlets have begun goes on."""
+        self._unobserve()
         await self._executor.close()
 
     def run_pass(self, woken_by: str = "call") -> PassRecord:
-        """One pass, now. Starts its moves and leaves its record."""
+        """Makes one pass, now: starts its moves and leaves its record."""
         began_s = self._clock()
         # As of now: what is planned while the lease runs out must not go out as a person's order.
         term = self._lease.term if self._lease is not None else 0
@@ -135,7 +137,7 @@ class Rescheduler:
         return record
 
     def _pass_logged(self, woken_by: str) -> float:
-        """Its length in seconds. One pass that breaks must not end the loop; it leaves its record, too."""
+        """Makes a pass and returns its seconds. One that breaks must not end the loop; it leaves its record, too."""
         began_s = self._clock()
         try:
             self.run_pass(woken_by)
@@ -156,4 +158,6 @@ class Rescheduler:
         history.seen(instances)
         history.forget_expired(now_s)
         lost = self._view.lost.within(config.staleness_s)
-        return plan(self._camera.take(instances, now_s - self._view.age_s, lost), history, config, now_s)
+        # Instances are as old as the view, moves are not.
+        snapshot = self._table.snapshot(lost)
+        return plan(snapshot, self._policies, history, config, now_s, view_s=now_s - self._view.age_s)

@@ -7,20 +7,20 @@ import asyncio
 from typing import Final
 
 from llumlet.types import InstanceStatus
-from llumsched.cms.view import Instance
+from llumsched.cluster.instance import Instance
 from llumsched.rescheduling.history import History
 
 MUCH: Final = 0.05
-"""Of the KV cache, since the last time that the instance woke the rescheduler."""
+"""Share of the KV cache that wakes, as a change since the last time that the instance woke the rescheduler."""
 
 
 class Waking:
-    """Observes the view; one comparison per change."""
+    """Wakes the rescheduler. Observes the view; one comparison per change."""
 
     def __init__(self, history: History) -> None:
         self._history = history
         self._known: dict[str, InstanceStatus] = {}
-        """As of when each instance last woke the rescheduler."""
+        """Status with which each instance last woke the rescheduler."""
         self._event = asyncio.Event()
         self._why = ""
 
@@ -30,7 +30,7 @@ class Waking:
             self._event.set()
 
     async def wait(self, seconds: float) -> str:
-        """Until somebody wakes, or `seconds` have passed; returns why it ended."""
+        """Waits until somebody wakes, or `seconds` have passed; returns why it ended."""
         try:
             async with asyncio.timeout(seconds):
                 await self._event.wait()

@@ -24,7 +24,7 @@ from llumlet.secret_files import Current
 from llumlet.tokens import read_by_role
 
 _OPEN: Final = frozenset({"/healthz", "/ready"})
-_OF_GATEWAYS: Final = frozenset({"/schedule", "/release", "/report", "/complaints", "/keepalive", "/debug/view"})
+_OF_GATEWAYS: Final = frozenset({"/schedule", "/release", "/report", "/complaints", "/keepalive", "/instances"})
 _CHALLENGE: Final = {"WWW-Authenticate": 'Basic realm="llumnix scheduler: any name, and a token"'}
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -46,7 +46,7 @@ class Role(StrEnum):
 
 
 class ServiceTokens:
-    """Those of a file, read again when it has changed. Raises ValueError, which never holds a token."""
+    """The tokens of a file, read again when it has changed. Raises ValueError, which never holds a token."""
 
     def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._tokens = Current(path, read_tokens, "service tokens", clock)
@@ -67,7 +67,7 @@ class ServiceTokens:
 
 
 def read_tokens(path: str) -> HashedKeys[Role]:
-    """Raises ValueError, which never holds a token."""
+    """The tokens of a file. Raises ValueError, which never holds a token."""
     return HashedKeys(read_by_role(path, Role))
 
 

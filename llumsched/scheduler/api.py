@@ -12,7 +12,8 @@ GET  /healthz          200: it runs
 GET  /ready            200, or 503 and why no instance would take a request now
 GET  /metrics          Prometheus
 POST /debug/schedule   what `/schedule` would do, and why; GET with `model` and `prompt_num_tokens` does as well
-GET  /debug/view       what is known of the instances
+GET  /instances        the instances that are known, as `scheduling_result` names them
+GET  /debug/view       everything that is known of them
 """
 
 from __future__ import annotations
@@ -33,35 +34,39 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from llumlet.types import Address
-from llumsched.cms.view import Instance
-from llumsched.scheduler.messages import (
+from llumsched.cluster.instance import Instance
+from llumsched.cluster.providers.lrs import RealtimeState, Update
+from llumsched.cluster.providers.metadata import type_of
+from llumsched.cluster.request import Request
+from llumsched.contract import (
     MAX_BODY_BYTES,
     Complaining,
     Endpoint,
+    Instances,
+    LLMInstance,
     Question,
     Report,
     SchedulingRequest,
     decode,
     encode,
-    llm_instance,
 )
+from llumsched.dispatch.complaints import Complaint
+from llumsched.dispatch.dispatcher import Dispatcher, NotPlaced, NotPlacedKind
+from llumsched.dispatch.explain import explain
 from llumsched.scheduler.metrics import SchedulerMetrics
-from llumsched.scheduling.complaints import Complaint
-from llumsched.scheduling.dispatch import Dispatcher, NotPlaced, Refused
-from llumsched.scheduling.explain import explain
-from llumsched.scheduling.load import InferType, Request
-from llumsched.scheduling.lrs import RealtimeState, Update
 
 _log = logging.getLogger(__name__)
 _KEEPALIVE_S: Final = 3.0
 _MOST_REPORTS: Final = 100_000
+_NAMED_AT_ONCE: Final = 200
+"""Instances of `/instances`, between which requests are placed; half a millisecond."""
 _SHOWN_AT_ONCE: Final = 8
 """Instances of `/debug/view`, between which requests are placed; a millisecond."""
 _STATUS: Final = {
-    Refused.ENDPOINT_NOT_FOUND: 404,
-    Refused.NO_AVAILABLE_ENDPOINT: 429,
-    Refused.NO_MATCH_INFER_TYPE: 429,
-    Refused.WARMING: 503,
+    NotPlacedKind.ENDPOINT_NOT_FOUND: 404,
+    NotPlacedKind.NO_AVAILABLE_ENDPOINT: 429,
+    NotPlacedKind.NO_MATCH_INFER_TYPE: 429,
+    NotPlacedKind.WARMING: 503,
 }
 
 
@@ -84,6 +89,7 @@ class Api:
                 web.get("/metrics", self.metrics),
                 web.post("/debug/schedule", self.debug_schedule),
                 web.get("/debug/schedule", self.debug_schedule),
+                web.get("/instances", self.instances),
                 web.get("/debug/view", self.debug_view),
             ]
         )
@@ -100,8 +106,7 @@ class Api:
             return web.Response(status=_STATUS.get(error.kind, 400), text=str(error))
         self._metrics.placed(placements, time.perf_counter() - began_s)
         asked.scheduling_result = [
-            llm_instance(placed.instance, placed.infer_type, asked.model, is_alone=self._is_alone(placed.instance))
-            for placed in placements
+            self._named(placed.instance, placed.infer_type, asked.model) for placed in placements
         ]
         asked.excluded_endpoints = UNSET
         return _json(asked)
@@ -128,7 +133,7 @@ class Api:
                 fault
                 for one in reports
                 if (fault := state.reported(
-                    Update(one.id, one.instance_id, InferType(one.infer_type), one.gateway_id, one.num_tokens,
+                    Update(one.id, one.instance_id, one.infer_type, one.gateway_id, one.num_tokens,
                            prefill_done=one.kind == "prefill_done")
                 ))
             )  # fmt: skip
@@ -206,9 +211,17 @@ class Api:
                 "mode": policy.mode,
                 "warming": self._dispatcher.warmth.is_warming,
                 "view_age_s": round(self._dispatcher.view.age_s, 3),
-                "stages": [explain(decision, self._dispatcher.table) for decision in decisions.values()],
+                "stages": [explain(decision) for decision in decisions.values()],
             }
         )
+
+    async def instances(self, http: web.Request) -> web.Response:
+        named: list[LLMInstance] = []
+        for instance in list(self._dispatcher.view.values()):
+            named.append(self._named(instance, type_of(instance), ""))
+            if len(named) % _NAMED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return _json(Instances(named))
 
     async def debug_view(self, http: web.Request) -> web.Response:
         view, instances = self._dispatcher.view, dict[str, msgspec.Raw]()
@@ -230,7 +243,7 @@ class Api:
     def _shown(self, instance: Instance) -> dict[str, Any]:
         return {
             "age_s": round(instance.age_s(time.monotonic()), 3),
-            "in_flight": msgspec.to_builtins(self._dispatcher.ledger.in_flight.of(instance.id)),
+            "in_flight": self._dispatcher.ledger.in_flight.of(instance.id)._asdict(),
             "metadata": MessageToDict(instance.metadata, preserving_proto_field_name=True),
             "status": instance.status
             and MessageToDict(
@@ -238,8 +251,23 @@ class Api:
             ),
         }
 
+    def _named(self, instance: Instance, infer_type: str, model: str) -> LLMInstance:
+        """An instance as gateways are told of it."""
+        metadata = instance.metadata
+        return LLMInstance(
+            id=metadata.instance_id,
+            endpoint=Endpoint(metadata.ip, metadata.api_server_port),
+            model=model or metadata.model,
+            infer_type=infer_type,
+            aux_ip=metadata.ip_kvt,
+            aux_port=metadata.kvt_port,
+            dp_rank=metadata.dp_rank,
+            dp_size=metadata.data_parallel_size,
+            dp_rank_local=UNSET if self._is_alone(instance) else metadata.dp_local_rank,
+        )
+
     def _is_alone(self, instance: Instance) -> bool:
-        """Behind its API server."""
+        """Whether an engine is alone behind its API server, which then refuses to be told of a rank."""
         if instance.metadata.data_parallel_size < 2:
             return True
         return len(self._dispatcher.complaints.ids_at(instance.api_server)) < 2
@@ -265,14 +293,14 @@ async def _say_what_is_wrong(request: web.Request, handler: _Handler) -> web.Str
 
 
 def _addresses(texts: Iterable[str]) -> Iterator[Address]:
-    """Of `HOST:PORT`; what is none names nobody."""
+    """Addresses of `HOST:PORT`; what is none names nobody."""
     for text in texts:
         with suppress(ValueError):
             yield Address.parse(text)
 
 
 def _gateway_id(text: str) -> str:
-    """Of the endpoint that a gateway says it is; any other JSON string is its own."""
+    """The id of a gateway: the endpoint that it says it is, or any other JSON string as it is."""
     said: Any = decode(text.encode(), Endpoint | str)  # type: ignore[arg-type]
     return f"{said.host}:{said.port}" if isinstance(said, Endpoint) else str(said)[:1024]
 

@@ -17,18 +17,18 @@ from typing import Final
 import aiohttp
 import msgspec
 
+from llumlet.protocol.infer_type import InferType
 from llumlet.types import Address, InstanceMetadata, InstanceStatus
-from llumsched.cms.view import View
-from llumsched.scheduler.messages import decode
-from llumsched.scheduling.load import InferType
+from llumsched.cluster.view import View
+from llumsched.contract import decode
 
 _log = logging.getLogger(__name__)
 _TRIES: Final = 3
 _MOST_BYTES: Final = 8 << 20
-"""Of one answer: some ten thousand models and adapters."""
+"""Limit of one answer: some ten thousand models and adapters."""
 
 API_KEY_VARIABLE: Final = "VLLM_API_KEY"
-"""In the environment, as for `vllm serve`."""
+"""Variable with the engines' key, as for `vllm serve`."""
 
 
 class _Model(msgspec.Struct):
@@ -48,15 +48,15 @@ class _Backend:
     num_failures: int = _TRIES
     num_answers: int = 0
     problem: str = ""
-    """Why it is not in the view."""
+    """The reason why it is not in the view."""
 
     @property
     def instance_id(self) -> str:
         return str(self.address)
 
 
-class Backends:
-    """Feeds a view, as a store does. `endpoints`: and what each engine is there for. `api_key`: if they want one."""
+class StaticEngines:
+    """Feeds a view, as a store does. `endpoints`: what each engine is there for. `api_key`: empty if they want none."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Backends:
 
 
 async def _models(session: aiohttp.ClientSession, address: Address) -> list[_Model]:
-    """What it serves, at least one. Raises ValueError for an answer that does not say."""
+    """Models that an engine serves, at least one. Raises ValueError for an answer that does not say."""
     async with session.get(f"http://{address}/v1/models") as answer:
         if answer.status in (401, 403):
             raise ValueError(f"wants its --api-key for /v1/models: set {API_KEY_VARIABLE} for the scheduler too")

@@ -17,15 +17,15 @@ from typing import Final, Protocol
 
 from aiohttp import web
 
-from llumsched.cms.view import View
+from llumsched.cluster.view import View
 from llumsched.scheduler.feed import Feed, Moves, Reader
 
 INTERVAL_S: Final = 0.1
 BEAT_S: Final = 1.0
 INSTANCES_PER_INTERVAL: Final = 200
-"""Told of in an event for which the next one need not wait longer: 2 % of a core."""
+"""Instances told of in an event for which the next one need not wait longer: 2 % of a core."""
 STUCK_S: Final = 30.0
-"""A reader that takes nothing for so long is cut off."""
+"""Time after which a reader that takes nothing is cut off."""
 MAX_READERS: Final = 64
 _TYPES = {"index.html": "text/html", "page.js": "text/javascript", "page.css": "text/css"}
 _HEADERS = {
@@ -62,7 +62,7 @@ class _Page:
         return web.Response(body=self._files[name], content_type=_TYPES[name], charset="utf-8", headers=_HEADERS)
 
     async def no_icon(self, _: web.Request) -> web.Response:
-        """Browsers ask for one, unasked."""
+        """Answers browsers, which ask for an icon unasked."""
         return web.Response(status=204, headers={"Cache-Control": "max-age=86400"})
 
     async def events(self, request: web.Request) -> web.StreamResponse:
@@ -85,7 +85,7 @@ class _Page:
         return response
 
     async def close(self, _: web.Application) -> None:
-        """A server that ends waits for its connections, and these have no end of their own."""
+        """Ends the streams: a server that ends waits for its connections, and these have no end of their own."""
         for task in self._handlers:
             task.cancel()
 
@@ -101,7 +101,7 @@ class _Page:
 
 
 def _pause_s(num_told: int, now_s: float) -> float:
-    """Until the next event. All readers have theirs at the same times, so that what is made for one serves all."""
+    """Seconds until the next event. All readers have theirs at the same times: what is made for one serves all."""
     interval_s = min(INTERVAL_S * max(1, math.ceil(num_told / INSTANCES_PER_INTERVAL)), BEAT_S)
     pause_s = interval_s - now_s % interval_s
     return pause_s if pause_s > interval_s / 2 else pause_s + interval_s

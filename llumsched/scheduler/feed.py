@@ -14,7 +14,8 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from llumsched.cms.view import Instance, View
+from llumsched.cluster.instance import Instance
+from llumsched.cluster.view import View
 from llumsched.summary import summary
 
 NUM_MOVES: Final = 100
@@ -28,7 +29,7 @@ class MoveRecord(Protocol):
     number: int
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON types only."""
+        """The record in JSON's types only."""
         ...
 
 
@@ -37,7 +38,7 @@ class Moves(Protocol):
 
     @property
     def moves(self) -> Iterable[MoveRecord]:
-        """Oldest first."""
+        """The moves, oldest first."""
         ...
 
     def observe_moves(self, observer: Callable[[Any], None]) -> Callable[[], None]: ...
@@ -48,9 +49,9 @@ class Reader:
 
     def __init__(self, instances: Iterable[str], moves: Iterable[MoveRecord]) -> None:
         self.instances = set(instances)
-        """Ids of those that changed."""
+        """Ids of instances that changed."""
         self.told: set[str] = set()
-        """Ids of those that the reader believes to be there."""
+        """Ids of instances that the reader believes to be there."""
         self.num_newest = 0
         """Instances that it was told of last."""
         self.moves = {record.number: record for record in moves}

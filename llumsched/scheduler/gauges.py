@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gauges of instances in Prometheus's text format, written straight from their loads.
+"""Gauges of instances in Prometheus's text format, written straight from their columns.
 
 A thousand instances have 25,000 samples, and requests are to be placed meanwhile: a sample is one line of text, where
 the client library makes several objects and a dozen calls of it, and after some of them others have their turn.
@@ -14,10 +14,11 @@ from typing import Final, TypeVar
 
 from prometheus_client.utils import floatToGoString
 
-from llumsched.scheduling.load import Load
+from llumsched.cluster.columns import Columns, Values
+from llumsched.cluster.instance import Instance
 
 AT_ONCE: Final = 500
-"""Samples; half a millisecond."""
+"""Samples that are written before others have their turn; half a millisecond."""
 _ESCAPES: Final = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 _number: Final[Callable[[float], str]] = floatToGoString
 T = TypeVar("T")
@@ -27,23 +28,30 @@ T = TypeVar("T")
 class Gauge:
     name: str
     text: str
-    value: Callable[[Load], float]
+    values: Callable[[Columns], Values]
+    """The samples by row."""
 
 
 async def exposition(
-    gauges: Sequence[Gauge], loads: Sequence[Load], labels_of: Callable[[Load], Mapping[str, str]]
+    gauges: Sequence[Gauge],
+    columns: Columns,
+    instances: Sequence[Instance],
+    labels_of: Callable[[Instance], Mapping[str, str]],
 ) -> list[bytes]:
-    """A sample of each gauge for each load, in pieces of text. Others on the event loop run in between."""
-    rows = []
-    for some in _parts_of(loads):
-        rows += [(_text_of(labels_of(load)), load) for load in some]
+    """A sample of each gauge for each instance, in pieces of text. Others on the event loop run in between, so the
+    columns are read before the first of them does."""
+    values = [gauge.values(columns).tolist() for gauge in gauges]
+    instances = list(instances)
+    labels: list[str] = []
+    for some in _parts_of(instances):
+        labels += [_text_of(labels_of(instance)) for instance in some]
         await asyncio.sleep(0)
     parts = []
-    for gauge in gauges:
-        name, value = gauge.name, gauge.value
+    for gauge, of_gauge in zip(gauges, values, strict=True):
+        name = gauge.name
         parts.append(f"# HELP {name} {gauge.text}\n# TYPE {name} gauge\n".encode())
-        for some_rows in _parts_of(rows):
-            lines = [f"{name}{labels} {_number(value(load))}\n" for labels, load in some_rows]
+        for samples in _parts_of(list(zip(labels, of_gauge, strict=True))):
+            lines = [f"{name}{of_instance} {_number(value)}\n" for of_instance, value in samples]
             parts.append("".join(lines).encode())
             await asyncio.sleep(0)
     return parts

@@ -6,19 +6,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator
-from operator import attrgetter
+from operator import itemgetter
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from llumsched.cluster.columns import Columns, Values
+from llumsched.cluster.instance import Instance
+from llumsched.cluster.providers.metadata import type_of
+from llumsched.dispatch.dispatcher import Assignment, Dispatcher, NotPlacedKind
+from llumsched.policy.document import Mode
+from llumsched.policy.metrics import METRICS
 from llumsched.scheduler.gauges import Gauge, exposition
-from llumsched.scheduling.dispatch import Dispatcher, Placement, Refused
-from llumsched.scheduling.filters import infer_type
-from llumsched.scheduling.load import Load
-from llumsched.scheduling.metrics import METRICS
-from llumsched.scheduling.policy import Mode
 
 _STAGE_MS: Final = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 _TOKENS: Final = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -46,29 +47,28 @@ _OF_STATUS: Final = {
     "tokens_loading_requests": "num_tokens_loading_requests",
 }
 _OF_ACCOUNT: Final = {
-    "inflight_dispatch_requests": "num_requests",
-    "inflight_dispatch_prefill_requests": "num_prefill_requests",
-    "inflight_dispatch_decode_requests": "num_decode_requests",
-    "uncomputed_tokens_inflight_dispatch_prefill_requests": "num_uncomputed_prefill_tokens",
-    "tokens_inflight_dispatch_decode_requests": "num_decode_tokens",
+    "inflight_dispatch_requests": "sent_requests",
+    "inflight_dispatch_prefill_requests": "sent_prefill_requests",
+    "inflight_dispatch_decode_requests": "sent_decode_requests",
+    "uncomputed_tokens_inflight_dispatch_prefill_requests": "sent_uncomputed_prefill_tokens",
+    "tokens_inflight_dispatch_decode_requests": "sent_decode_tokens",
 }
 
 
-_VALUES: Final[dict[str, Callable[[Load], float]]] = {
-    **{suffix: attrgetter(f"status.{field}") for suffix, field in _OF_STATUS.items()},
-    **{suffix: attrgetter(f"account.{field}") for suffix, field in _OF_ACCOUNT.items()},
-    **{name: METRICS[name].value for name in _SELECTED},
+_VALUES: Final[dict[str, Callable[[Columns], Values]]] = {
+    **{suffix: itemgetter(column) for suffix, column in (_OF_STATUS | _OF_ACCOUNT).items()},
+    **{name: METRICS[name].values for name in _SELECTED},
 }
 _FULL: Final = [Gauge(f"instance_cms_{suffix}", "As known here.", value) for suffix, value in _VALUES.items()]
-_LITE_VALUES: Final[dict[str, Callable[[Load], float]]] = {
-    "total_tokens": lambda load: load.account.num_tokens,
-    "waiting_tokens": lambda load: load.account.num_uncomputed_prefill_tokens,
-    "running_tokens": lambda load: load.account.num_tokens - load.account.num_uncomputed_prefill_tokens,
-    "total_requests": lambda load: load.account.num_requests,
-    "waiting_requests": lambda load: load.account.num_prefill_requests,
-    "running_requests": lambda load: load.account.num_requests - load.account.num_prefill_requests,
+_LITE_VALUES: Final[dict[str, Callable[[Columns], Values]]] = {
+    "total_tokens": lambda columns: columns["sent_tokens"],
+    "waiting_tokens": lambda columns: columns["sent_uncomputed_prefill_tokens"],
+    "running_tokens": lambda columns: columns["sent_tokens"] - columns["sent_uncomputed_prefill_tokens"],
+    "total_requests": lambda columns: columns["sent_requests"],
+    "waiting_requests": lambda columns: columns["sent_prefill_requests"],
+    "running_requests": lambda columns: columns["sent_requests"] - columns["sent_prefill_requests"],
 }
-"""What waits has not had its prompt computed."""
+"""Gauges of what was sent. What waits has not had its prompt computed."""
 _LITE: Final = [Gauge(f"instance_lrs_{name}", "As sent and reported.", value) for name, value in _LITE_VALUES.items()]
 
 
@@ -79,7 +79,7 @@ class SchedulerMetrics:
         self._failed = Counter(
             "scheduler_scheduling_failed", "Requests that were not, by reason.", ("error_type",), registry=registry
         )
-        for kind in Refused:
+        for kind in NotPlacedKind:
             self._failed.labels(kind)
         self._duration = Histogram(
             "request_full_mode_schedule_duration_milliseconds",
@@ -101,30 +101,30 @@ class SchedulerMetrics:
         registry.register(_Cluster(dispatcher))
 
     async def exposition(self) -> bytes:
-        """In the text format. Requests are placed meanwhile: a scrape of many instances takes a while."""
+        """All metrics in the text format. Requests are placed meanwhile: a scrape of many instances takes a while."""
         own = generate_latest(self._registry)
         await asyncio.sleep(0)
-        in_flight = self._dispatcher.ledger.in_flight
-        loads = [Load(instance, in_flight.of(instance.id)) for instance in self._dispatcher.view.values()]
+        table = self._dispatcher.table
         gauges, labels = (_LITE, _lite_labels) if self._dispatcher.policy.mode is Mode.LITE else (_FULL, _labels)
-        return b"".join([own, *await exposition(gauges, loads, labels)])
+        return b"".join([own, *await exposition(gauges, table, table.instances, labels)])
 
-    def placed(self, placements: Iterable[Placement], duration_s: float) -> None:
+    def placed(self, placements: Iterable[Assignment], duration_s: float) -> None:
         self._total.inc()
         self._duration.observe(duration_s * 1e3)
         if self._dispatcher.policy.mode is Mode.LITE:
             return
+        table = self._dispatcher.table
         for placement in placements:
-            load = Load(placement.instance, self._dispatcher.ledger.in_flight.of(placement.instance.id))
+            row = table.index[placement.instance.id]
             for name, histogram in self._selected.items():
-                histogram.labels(placement.infer_type).observe(METRICS[name].value(load))
+                histogram.labels(placement.infer_type).observe(METRICS[name].at(table, row))
 
     def refused(self, kind: str) -> None:
         self._failed.labels(kind).inc()
 
 
 class _Cluster(Collector):
-    """Reads the view. A scrape runs on the event loop that the view belongs to."""
+    """Metrics of the whole view. A scrape runs on the event loop that the view belongs to."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -149,11 +149,10 @@ def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(name, text, value=value)
 
 
-def _labels(load: Load) -> dict[str, str]:
-    return {"infer_type": infer_type(load.instance), "instance_id": load.instance.id}
+def _labels(instance: Instance) -> dict[str, str]:
+    return {"infer_type": type_of(instance), "instance_id": instance.id}
 
 
-def _lite_labels(load: Load) -> dict[str, str]:
-    instance = load.instance
+def _lite_labels(instance: Instance) -> dict[str, str]:
     model = (*instance.metadata.served_models, instance.metadata.model)[0]
-    return {"infer_type": infer_type(instance), "instance_id": str(instance.api_server), "model": model}
+    return {"infer_type": type_of(instance), "instance_id": str(instance.api_server), "model": model}

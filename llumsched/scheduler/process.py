@@ -14,24 +14,29 @@ from typing import Final
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from llumlet import kinds
 from llumlet.credentials import NONE, Credentials
+from llumlet.kinds import MARK, SWITCH, Faulty, Kind
+from llumlet.protocol.infer_type import InferType
+from llumlet.settings import Group
 from llumlet.tasks import keep_running
 from llumlet.types import Address
+from llumsched.cluster.providers import all_request_providers
+from llumsched.cluster.providers.account import Account
+from llumsched.cluster.providers.lrs import RealtimeState
+from llumsched.cluster.table import Table
+from llumsched.cluster.view import View
 from llumsched.cms.store import Store, open_store
-from llumsched.cms.view import View
+from llumsched.dispatch.dispatcher import Dispatcher, Ledger
+from llumsched.dispatch.warmth import QUIET_S
+from llumsched.policy.document import Mode, Policy
 from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.rescheduling.http import add_debug_route
 from llumsched.rescheduling.rescheduler import Rescheduler, lease_of
 from llumsched.scheduler import events
-from llumsched.scheduler.access import ServiceTokens
+from llumsched.scheduler.access import ServiceTokens, read_tokens
 from llumsched.scheduler.api import Api
-from llumsched.scheduler.backends import Backends
-from llumsched.scheduling.account import Account
-from llumsched.scheduling.dispatch import Dispatcher, Ledger
-from llumsched.scheduling.load import InferType
-from llumsched.scheduling.lrs import RealtimeState
-from llumsched.scheduling.policy import Mode, Policy
-from llumsched.scheduling.warmth import QUIET_S
+from llumsched.scheduler.backends import API_KEY_VARIABLE, StaticEngines
 from llumsched.tls import server_context
 
 _EXPIRE_S: Final = 0.5
@@ -43,34 +48,89 @@ PORT: Final = 8002
 CMS: Final = "listen://127.0.0.1:8003"
 
 
-@dataclass(frozen=True)
+_TIME: Final = kinds.seconds(above=0)
+_process = Group("process")
+_instances = Group("instances")
+_dispatch = Group("dispatch")
+
+
+def _endpoints(value: str) -> dict[Address, InferType]:
+    found: dict[Address, InferType] = {}
+    faults = []
+    for part in filter(None, map(str.strip, value.split(","))):
+        endpoint, _, kind = part.removeprefix("http://").partition("=")
+        try:
+            address, infer_type = Address.parse(endpoint), kinds.one_of(InferType).read(kind or InferType.NEUTRAL)
+        except ValueError as error:
+            faults.append(str(error))
+            continue
+        if found.setdefault(address, infer_type) != infer_type:
+            faults.append(f"{endpoint}: both {found[address]} and {infer_type}")
+    if faults:
+        raise Faulty(faults)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     policy: Policy
-    host: str = HOST
-    port: int = PORT
-    """0 takes a free one."""
+    host: str = _process.setting(HOST, kinds.text("HOST"), "to listen at")
+    port: int = _process.setting(PORT, kinds.port(), "to listen at; 0: any free one")
     cms: str = CMS
-    """Full mode: of `llumsched.cms.store.open_store`."""
-    account_staleness_s: float = 10.0
-    account: bool = True
-    """Off, and requests on their way count nothing."""
-    backend_endpoints: Mapping[Address, InferType] = field(default_factory=dict)
-    """Lite mode."""
+    """The store's URL in full mode: see `llumsched.cms.store.open_store`."""
+    service_token_file: str = _process.setting(
+        "",
+        kinds.file(read_tokens),
+        'tokens of those who may ask over HTTP, by role: {"gateway": […], "reader": […], "operator": […]}; without it '
+        "whoever reaches the HTTP service may ask it",
+    )
+    ssl_certfile: str = _process.setting("", kinds.text("FILE"), "certificate to answer HTTP with, over TLS (PEM)")
+    ssl_keyfile: str = _process.setting("", kinds.text("FILE"), "its private key (PEM)")
+    insecure: bool = _process.setting(False, MARK, "listen beyond this machine without complete credentials")
+    backend_endpoints: Mapping[Address, InferType] = _instances.setting(
+        {},
+        Kind(_endpoints, "HOST:PORT[=TYPE],…"),
+        f"the engines' API servers, and what each is there for: {', '.join(InferType)}. If they have an --api-key: "
+        f"{API_KEY_VARIABLE} in the environment",
+        flag="--llm-backend-endpoints",
+        mode=Mode.LITE,
+    )
     backend_api_key: str = field(default="", repr=False)
-    """Lite mode: what the engines want to be asked with."""
-    gateway_ttl_s: float = 30.0
-    state_ttl_s: float = 600.0
-    warms_up_s: float = QUIET_S
-    """Full mode: how long no instance must have come before requests are placed."""
+    """The key of the engines in lite mode."""
+    account: bool = _dispatch.setting(
+        True,
+        SWITCH,
+        "count what was sent and is in no status yet",
+        flag="--enable-instance-status-local-account",
+        mode=Mode.FULL,
+    )
+    account_staleness_s: float = _dispatch.setting(
+        10.0,
+        _TIME,
+        "how long a request that was sent counts if it never gets there",
+        flag="--request-local-account-staleness-seconds",
+        mode=Mode.FULL,
+    )
+    warms_up_s: float = _dispatch.setting(
+        QUIET_S,
+        kinds.seconds(),
+        "after a start, how long no instance must have come before requests are placed",
+        flag="--warm-up-seconds",
+        mode=Mode.FULL,
+    )
+    gateway_ttl_s: float = _dispatch.setting(
+        30.0, _TIME, "silence after which a gateway's requests count no more", mode=Mode.LITE
+    )
+    state_ttl_s: float = _dispatch.setting(
+        600.0,
+        _TIME,
+        "silence after which one request counts no more",
+        flag="--request-state-ttl-seconds",
+        mode=Mode.LITE,
+    )
     rescheduling: ReschedulingConfig | None = None
-    """Full mode, in this process."""
+    """The rescheduler in this process, in full mode."""
     credentials: Credentials = field(default=NONE, repr=False)
-    insecure: bool = False
-    service_token_file: str = ""
-    ssl_certfile: str = ""
-    """Of the HTTP service; empty: in clear."""
-    ssl_keyfile: str = ""
-    """Empty: whoever reaches the HTTP service may ask it."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +148,11 @@ class RunningScheduler:
 
 
 async def serve(config: SchedulerConfig) -> RunningScheduler:
-    """Started; ends with `close`. Raises OSError if a port cannot be had, ValueError for a CMS that is none."""
+    """A scheduler that runs until `close`. Raises OSError for a port that is taken, ValueError for what is no CMS."""
     async with AsyncExitStack() as stack:
         store: Store
         if config.policy.mode is Mode.LITE:
-            store = Backends(config.backend_endpoints, api_key=config.backend_api_key)
+            store = StaticEngines(config.backend_endpoints, api_key=config.backend_api_key)
         else:
             store = open_store(config.cms, config.credentials, insecure=config.insecure)
         stack.push_async_callback(store.close)
@@ -100,10 +160,17 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
         registry = CollectorRegistry()
         ledger = _ledger(config, store.view)
         warms_up_s = 0.0 if config.policy.mode is Mode.LITE else config.warms_up_s
-        dispatcher = Dispatcher(store.view, config.policy, ledger, time.monotonic, warms_up_s=warms_up_s)
+        dispatcher = Dispatcher(
+            store.view,
+            config.policy,
+            ledger,
+            time.monotonic,
+            warms_up_s=warms_up_s,
+            providers=all_request_providers(),
+        )
         stack.callback(dispatcher.close)
         _keep(stack, asyncio.create_task(keep_running("expiry", partial(_expire, ledger))))
-        rescheduler = await _reschedule(stack, config, store.view, ledger, registry)
+        rescheduler = await _reschedule(stack, config, store.view, dispatcher.table, registry)
         app = Api(dispatcher, registry).application()
         events.add_routes(app, store.view, rescheduler)
         if rescheduler is not None:
@@ -123,7 +190,7 @@ def _ledger(config: SchedulerConfig, view: View) -> Ledger:
 
 
 async def _reschedule(
-    stack: AsyncExitStack, config: SchedulerConfig, view: View, ledger: Ledger, registry: CollectorRegistry
+    stack: AsyncExitStack, config: SchedulerConfig, view: View, table: Table, registry: CollectorRegistry
 ) -> Rescheduler | None:
     if config.rescheduling is None:
         return None
@@ -131,10 +198,7 @@ async def _reschedule(
     if lease is not None:
         stack.push_async_callback(lease.close)
         await lease.start()
-    counters_of = ledger.in_flight.of
-    rescheduler = Rescheduler(
-        view, config.rescheduling, config.credentials, registry, counters_of=counters_of, lease=lease
-    )
+    rescheduler = Rescheduler(view, config.rescheduling, config.credentials, registry, table=table, lease=lease)
     stack.push_async_callback(rescheduler.close)
     _keep(stack, asyncio.create_task(rescheduler.run()))
     return rescheduler

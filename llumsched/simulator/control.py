@@ -12,26 +12,27 @@ import asyncio
 import random
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Final
 
 import aiohttp
 
 from llumlet.types import Address, InstanceMetadata, InstanceStatus
-from llumsched.cms.view import View
+from llumsched.cluster.providers.account import Account
+from llumsched.cluster.request import Request
+from llumsched.cluster.view import View
+from llumsched.contract import Complaining, Endpoint, LLMInstance, Report, SchedulingRequest
+from llumsched.dispatch.dispatcher import Dispatcher, NotPlaced, NotPlacedKind
 from llumsched.gateway.backends import Backends
 from llumsched.gateway.config import Config as GatewayConfig
 from llumsched.gateway.errors import GatewayError, UnknownModel
 from llumsched.gateway.outliers import Limits
 from llumsched.gateway.placement import Asked, Placed
 from llumsched.gateway.scheduled import Scheduled
-from llumsched.gateway.scheduler_client import Decision, NoEndpoint, NotScheduled, SchedulerWarming
+from llumsched.gateway.scheduler_client import NoEndpoint, NotScheduled, SchedulerAnswer, SchedulerWarming
+from llumsched.policy.document import Mode, load_policy
 from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.rescheduling.executor import Connect
 from llumsched.rescheduling.rescheduler import SHARE, Rescheduler
-from llumsched.scheduling.account import Account
-from llumsched.scheduling.dispatch import Dispatcher, NotPlaced, Refused
-from llumsched.scheduling.load import Request
-from llumsched.scheduling.policy import Mode, load_policy
 from llumsched.simulator.clock import VirtualLoop
 
 _SCHEDULER: Final = Address("scheduler", 1)
@@ -73,7 +74,7 @@ class Control:
             self.rescheduler = Rescheduler(
                 self.view,
                 replace(config.rescheduling, debounce_ms=debounce_ms),
-                counters_of=self._account.in_flight.of,
+                table=self.dispatcher.table,
                 clock=clock,
                 connect=connect,
             )
@@ -127,22 +128,22 @@ class _InProcess:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
 
-    async def schedule(self, request: dict[str, Any]) -> Decision:
-        ids_at = self._dispatcher.complaints.ids_at
-        avoid = frozenset(name for text in request["excluded_endpoints"] for name in ids_at(Address.parse(text)))
-        asked = Request(request["id"], request["model"], request["prompt_num_tokens"], avoid, tells_tries=True)
+    async def schedule(self, request: SchedulingRequest) -> SchedulerAnswer:
+        ids_at, excluded = self._dispatcher.complaints.ids_at, request.excluded_endpoints or ()
+        avoid = frozenset(name for text in excluded for name in ids_at(Address.parse(text)))
+        asked = Request(request.id, request.model, request.prompt_num_tokens, avoid, tells_tries=True)
         try:
-            (placement,) = self._dispatcher.schedule(asked, gateway_id=request["gateway_id"])
+            (placed,) = self._dispatcher.schedule(asked, gateway_id=request.gateway_id)
         except NotPlaced as error:
             raise _REFUSALS.get(error.kind, NotScheduled)(str(error)) from None
-        metadata = placement.instance.metadata
-        endpoint = {"host": metadata.ip, "port": metadata.api_server_port}
-        chosen = {"id": metadata.instance_id, "endpoint": endpoint, "infer_type": placement.infer_type}
-        return Decision(_SCHEDULER, [chosen])
+        metadata = placed.instance.metadata
+        endpoint = Endpoint(metadata.ip, metadata.api_server_port)
+        chosen = LLMInstance(metadata.instance_id, endpoint, request.model, placed.infer_type)
+        return SchedulerAnswer(_SCHEDULER, request, [chosen])
 
-    def release(self, scheduler: Address, request: dict[str, Any]) -> None:
-        placed = {instance["id"] for instance in request["scheduling_result"]}
-        self._dispatcher.release(request["id"], placed, request["gateway_id"])
+    def release(self, placed: SchedulerAnswer) -> None:
+        request = placed.request
+        self._dispatcher.release(request.id, {instance.id for instance in placed.result}, request.gateway_id)
 
     async def instances(self) -> list[Address]:
         return [instance.api_server for instance in self._dispatcher.view.values()]
@@ -150,20 +151,20 @@ class _InProcess:
     async def refusal(self) -> str | None:
         return self._dispatcher.refusal()
 
-    def report(self, scheduler: Address, reports: Iterable[dict[str, Any]]) -> None:
+    def report(self, scheduler: Address, reports: Iterable[Report]) -> None:
         """Lite mode only."""
 
-    def complain(self, complaints: dict[str, Any]) -> None:
+    def complain(self, complaints: Complaining) -> None:
         """Instances here answer or are gone."""
 
     async def close(self) -> None:
         return
 
 
-_REFUSALS: Final[dict[Refused, Callable[[str], Exception]]] = {
-    Refused.ENDPOINT_NOT_FOUND: UnknownModel,
-    Refused.NO_AVAILABLE_ENDPOINT: NoEndpoint,
-    Refused.NO_MATCH_INFER_TYPE: NoEndpoint,
-    Refused.WARMING: SchedulerWarming,
+_REFUSALS: Final[dict[NotPlacedKind, Callable[[str], Exception]]] = {
+    NotPlacedKind.ENDPOINT_NOT_FOUND: UnknownModel,
+    NotPlacedKind.NO_AVAILABLE_ENDPOINT: NoEndpoint,
+    NotPlacedKind.NO_MATCH_INFER_TYPE: NoEndpoint,
+    NotPlacedKind.WARMING: SchedulerWarming,
 }
 """As the scheduler's HTTP says them to its client."""

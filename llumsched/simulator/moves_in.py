@@ -13,11 +13,12 @@ from typing import Final
 
 from llumlet.protocol import effects as do
 from llumlet.protocol import events as on
-from llumlet.protocol.destination import LEASE, Destination, State, Terms
+from llumlet.protocol.destination import LEASE, Destination, State
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.events import Settlement
 from llumlet.protocol.ids import MigrationId
 from llumlet.protocol.limits import Limits, Slots
+from llumlet.protocol.plan import Terms
 from llumsched.simulator import PS
 from llumsched.simulator.links import Network, Transfer
 from llumsched.simulator.member import Member

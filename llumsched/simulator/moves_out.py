@@ -16,7 +16,8 @@ from llumlet.protocol import events as on
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.events import Call, Gone, Settlement
 from llumlet.protocol.ids import Epoch, MigrationId
-from llumlet.protocol.source import Method, Plan, Source, State
+from llumlet.protocol.plan import Method, Plan
+from llumlet.protocol.source import Source, State
 from llumsched.simulator import PS
 from llumsched.simulator.member import Member
 from llumsched.simulator.moves_in import Arrivals, Offer
@@ -253,7 +254,7 @@ class OutgoingMove:
             case do.AnswerReserve(hit_blocks, lease_s):
                 return on.Reserved(hit_blocks, lease_s, incarnation)
             case do.RefuseReserve(reason, detail):
-                return on.Refused(reason, detail)
+                return on.ReserveRefused(reason, detail)
             case do.AnswerRound(round_, num_bytes, seconds, _):
                 return on.RoundDone(round_, num_bytes, seconds)
             case do.RefuseRound(round_, reason, detail):

@@ -58,7 +58,7 @@ from llumsched.testing.records import listed, metadata_of, status_of
 from llumsched.testing.selection import select
 
 _REQUESTS: WeakValueDictionary[str, SimulatedRequest] = WeakValueDictionary()
-"""All of this process, by the engine's id: a request that arrives is the one that left."""
+"""All requests of this process, by the engine's id: a request that arrives is the one that left."""
 
 
 class SimulatedAgent:
@@ -78,15 +78,15 @@ class SimulatedAgent:
         self.port = 0
         self.metadata_fields: dict[str, object] = {}
         self.refusals: dict[str, Reason] = {}
-        """By method name (`migrate`, `reserve`, `commit`, …): refused with this reason."""
+        """Reason with which a method refuses, by its name (`migrate`, `reserve`, `commit`, …)."""
         self.delays: dict[str, float] = {}
-        """By method name: seconds before it is obeyed."""
+        """Seconds before a method obeys, by its name."""
         self.max_moves_in = self.max_moves_out = 4
         self.copy_s_per_token = 0.00001
         self.schedulable = True
         self.moves_out = 0
         self.calls: list[str] = []
-        """The names of the methods that were called."""
+        """Names of the methods that were called."""
         self._created_s = time.time()
         self._reserved: dict[str, tuple[SimulatedRequest, int]] = {}
         self._drained = drained
@@ -96,7 +96,7 @@ class SimulatedAgent:
         _REQUESTS[request.request_id] = request
 
     def end_request(self, request: SimulatedRequest) -> None:
-        """Abort it, here or, within this process, where it is now: its engine drops what is finished."""
+        """Aborts a request, here or, within this process, where it is now: its engine drops what is finished."""
         self.engine.take_out(request)
         request.end("abort")
 
@@ -212,7 +212,7 @@ class SimulatedAgent:
     # --- moving out ---
 
     async def _move_all(self, address: str) -> int:
-        """How many went to the llumlet at `address`."""
+        """Moves all requests to the llumlet at `address`; returns how many went."""
         try:
             async with LlumletClient(address, credentials=self._credentials) as peer:
                 there = await peer.get_instance_metadata()
@@ -272,7 +272,7 @@ class SimulatedAgent:
         progress: MoveProgress,
         tell: Callable[[MovePhase], MovePhase],
     ) -> None:
-        """Returns when the destination owns the request. Raises LlumletCallFailed if it stays here."""
+        """Hands a request over; returns when the destination owns it. Raises LlumletCallFailed if it stays here."""
         handover = Handover(
             migration_id=progress.migration_id, request_id=request.request_id, src_incarnation=self.incarnation
         )
@@ -320,7 +320,7 @@ class SimulatedAgent:
             raise
 
     def _take_back(self, request: SimulatedRequest, running: bool) -> None:
-        """Unless the destination has it after all: within one process its owner is known."""
+        """Takes a request back, unless the destination has it after all: within one process its owner is known."""
         if request.owner == self.id and not request.finished:
             request.num_computed = 0 if not running else request.num_computed
             needed = self.engine.blocks_of(request.num_tokens + 1)

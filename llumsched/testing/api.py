@@ -21,11 +21,11 @@ from llumlet.types import Address
 from llumsched.testing.engine import VOCABULARY, SimulatedRequest
 
 Submit = Callable[[Sequence[int], int, str], SimulatedRequest]
-"""Prompt, most tokens, the client's id. Raises ValueError for what does not fit."""
+"""Starts a request, by prompt, most tokens, the client's id. Raises ValueError for what does not fit."""
 
 
 def token_ids_of(prompt: object) -> list[int]:
-    """Raises ValueError for what is neither text nor a list of token ids."""
+    """Token ids of a prompt. Raises ValueError for what is neither text nor a list of token ids."""
     if isinstance(prompt, list) and all(isinstance(token, int) and 0 <= token < VOCABULARY for token in prompt):
         return prompt or [0]
     if not isinstance(prompt, str):
@@ -39,7 +39,7 @@ def _token_of(word: str) -> int:
 
 
 class SimulatedApi:
-    """Listens on a free port of loopback from `start` on."""
+    """An API that listens on a free port of loopback from `start` on."""
 
     def __init__(
         self, model: str, submit: Submit, abort: Callable[[SimulatedRequest], None], is_open: Callable[[], bool]
@@ -49,9 +49,9 @@ class SimulatedApi:
         self._abort = abort
         self._runner: web.AppRunner | None = None
         self._is_open = is_open
-        """Otherwise new requests are answered 503, as while it drains."""
+        """Whether new requests are taken; if not they are answered 503, as while it drains."""
         self.status = 0
-        """With which requests for tokens are answered, if it is not 0."""
+        """Status with which requests for tokens are answered, if it is not 0."""
 
     async def start(self) -> Address:
         application = web.Application()
@@ -190,7 +190,7 @@ def _error(status: int, message: str) -> web.Response:
 
 
 def _break(request: web.Request) -> None:
-    """As if the process had died."""
+    """Breaks a connection, as if the process had died."""
     if request.transport is not None:
         request.transport.abort()
     raise asyncio.CancelledError

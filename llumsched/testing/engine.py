@@ -18,7 +18,7 @@ from typing import Final
 
 VOCABULARY: Final = 32000
 _ARRIVALS_S: Final = 10.0
-"""How long an id stays among the recent arrivals."""
+"""Time for which an id stays among the recent arrivals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,11 @@ class EngineModel:
     decode_s: float = 0.0001
     prefill_s: float = 0.00002
     speed: float = 1.0
-    """Simulated seconds per second."""
+    """Simulated seconds in a second."""
 
 
 def next_token(token_ids: Sequence[int]) -> int:
-    """The same continuation of the same tokens everywhere, so that a move or a replay can be checked."""
+    """The next token, the same for the same tokens everywhere, so that a move or a replay can be checked."""
     return zlib.crc32(b"".join(token.to_bytes(4, "little") for token in token_ids[-64:])) % VOCABULARY
 
 
@@ -56,7 +56,7 @@ class SimulatedRequest:
     moved_through: list[str] = field(default_factory=list)
     num_preemptions: int = 0
     finish_reason: str = ""
-    """length, abort, or error (its instance died and nobody took it over)."""
+    """The reason: length, abort, or error (its instance died and nobody took it over)."""
     moving: bool = False
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -103,7 +103,7 @@ class SimulatedRequest:
 
 
 class SimulatedEngine:
-    """Runs while `run` does. `changed` is called with each change of the load."""
+    """An engine that runs while `run` does. `changed` is called with each change of the load."""
 
     def __init__(self, model: EngineModel, changed: Callable[[], None] = lambda: None) -> None:
         self.model = model
@@ -116,7 +116,7 @@ class SimulatedEngine:
         self.step_id = 0
         self.update_id = 0
         self.frozen = asyncio.Event()
-        """Cleared: the engine makes no step."""
+        """Set while the engine makes steps; cleared while it stands still."""
         self.frozen.set()
         self.step_began_s: float | None = None
         self._arrivals: deque[tuple[float, str]] = deque()
@@ -140,7 +140,7 @@ class SimulatedEngine:
         self.note_change()
 
     def admit(self, request: SimulatedRequest, num_blocks: int) -> None:
-        """A request that moved in with its KV cache, in blocks that are taken already."""
+        """Takes in a request that moved with its KV cache, in blocks that are taken already."""
         request.num_blocks = num_blocks
         self.running.append(request)
         self.note_change()
@@ -179,7 +179,7 @@ class SimulatedEngine:
         return (model.step_s + decoded * model.decode_s + prefilled * model.prefill_s) / model.speed
 
     def _schedule(self) -> tuple[list[SimulatedRequest], dict[SimulatedRequest, int]]:
-        """Who decodes in this step, and how many prompt tokens of whom are computed."""
+        """The requests that decode in this step, and how many prompt tokens of whom are computed."""
         for request in self.requests:
             if request.finished:  # aborted at its origin, which is another instance
                 self.take_out(request)
@@ -230,7 +230,7 @@ class SimulatedEngine:
             self.take_out(request)
 
     def _grow(self, request: SimulatedRequest, num_tokens: int) -> bool:
-        """Have room for the KV of so many tokens; False if the request itself had to give way."""
+        """Makes room for the KV of so many tokens; False if the request itself had to give way."""
         while request.num_blocks < self.blocks_of(num_tokens):
             if self.free_blocks > 0:
                 self.free_blocks -= 1

@@ -20,7 +20,7 @@ from llumsched.testing.engine import EngineModel, SimulatedEngine, SimulatedRequ
 
 
 class SimulatedInstance:
-    """Listens on loopback from `start` on, and reports to `cms` if that is not empty.
+    """An instance that listens on loopback from `start` on, and reports to `cms` if that is not empty.
 
     `metadata_fields` replace what the metadata would hold. Not started, an instance can be loaded with `submit` all
     the same; its engine stands still. With `api`, it serves an OpenAI API, too (`api_address`).
@@ -46,7 +46,7 @@ class SimulatedInstance:
         self.agent = SimulatedAgent(self.id, self.incarnation, self.engine, self._drained, credentials)
         self.agent.metadata_fields = metadata_fields
         self.requests: dict[str, SimulatedRequest] = {}
-        """Submitted here, wherever they run: this is their origin."""
+        """Requests submitted here, wherever they run: this is their origin."""
         self.api_address: Address | None = None
         self._api: SimulatedApi | None = None
         if api:
@@ -59,7 +59,7 @@ class SimulatedInstance:
 
     @property
     def address(self) -> Address:
-        """Of the llumlet."""
+        """Address of the llumlet."""
         assert self._server is not None, "not started"
         return self._server.address
 
@@ -83,17 +83,17 @@ class SimulatedInstance:
             self._tasks.append(asyncio.create_task(self._reporter.run(), name=f"reports of {self.id}"))
 
     async def stop(self) -> None:
-        """As after SIGTERM: it says good-bye to the CMS. Its requests end with `abort`."""
+        """Ends as after SIGTERM: it says good-bye to the CMS. Its requests end with `abort`."""
         if self._reporter is not None:
             await self._reporter.leave()
         await self._end("abort")
 
     async def kill(self) -> None:
-        """As after SIGKILL: connections break, nobody is told. Its requests end with `error`."""
+        """Ends as after SIGKILL: connections break, nobody is told. Its requests end with `error`."""
         await self._end("error")
 
     def hang(self) -> None:
-        """The engine's loop stands still; its llumlet lives, and says so."""
+        """Stops the engine's loop; its llumlet lives, and says so."""
         self.engine.frozen.clear()
         self.engine.note_change()
 
@@ -102,21 +102,21 @@ class SimulatedInstance:
         self.engine.note_change()
 
     def slow_down(self, times: float) -> None:
-        """Its steps take so many times as long from now on; 1: as they did at first."""
+        """Makes steps take so many times as long from now on; 1: as they did at first."""
         self.engine.model = dataclasses.replace(self._model, speed=self._model.speed / times)
 
     def refuse(self, status: int) -> None:
-        """Its API answers every request with this from now on; 0: as usual."""
+        """Answers every request of its API with this status from now on; 0: as usual."""
         assert self._api is not None
         self._api.status = status
 
     async def cut_off(self) -> None:
-        """Nobody reaches its API any more, and streams break. The engine goes on; the CMS hears of it."""
+        """Takes its API off the network, and breaks streams. The engine goes on; the CMS hears of it."""
         assert self._api is not None
         await self._api.stop()
 
     async def reconnect(self) -> None:
-        """At another port, which the CMS is told."""
+        """Opens its API at another port, which the CMS is told."""
         assert self._api is not None
         self.api_address = await self._api.start()
         self.agent.metadata_fields["api_server_port"] = self.api_address.port
@@ -124,7 +124,7 @@ class SimulatedInstance:
             self._reporter.metadata_changed()
 
     def serve(self, *models: str) -> None:
-        """Under these names from now on, as when an adapter was loaded at run time."""
+        """Serves these models from now on, as when an adapter was loaded at run time."""
         self.agent.metadata_fields["served_models"] = models
         if self._reporter is not None:
             self._reporter.metadata_changed()

@@ -15,7 +15,7 @@ from llumsched.testing.engine import SimulatedEngine, SimulatedRequest
 
 
 def select(engine: SimulatedEngine, request: MigrateRequest) -> list[SimulatedRequest]:
-    """Raises LlumletError for an id that is not here."""
+    """The requests that a call means. Raises LlumletError for an id that is not here."""
     here = {each.request_id: each for each in engine.requests}
     ids = list(request.request_ids)
     unknown = [request_id for request_id in ids if request_id not in here]

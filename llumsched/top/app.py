@@ -20,7 +20,7 @@ NUM_MOVES: Final = 50
 
 
 class TopApp(App[None]):
-    """Reads `source`, which it opens and closes."""
+    """The app, which opens and closes its `source`."""
 
     TITLE = "llumnix top"
     CSS = """

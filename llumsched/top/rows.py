@@ -9,7 +9,7 @@ from typing import Any, Final
 from rich.text import Text
 
 from llumsched import output
-from llumsched.top.source import Snapshot
+from llumsched.top.source import Glance
 
 INSTANCE_COLUMNS: Final = ("INSTANCE", "TYPE", "STATE", "KV CACHE", "RUNNING", "WAITING", "PREFILL", "IN", "OUT",
                            "PREEMPTED", "AGE")  # fmt: skip
@@ -24,7 +24,7 @@ _WARM, _HOT = 0.7, 0.9
 Cells = tuple[Text, ...]
 
 
-def headline(snapshot: Snapshot) -> Text:
+def headline(snapshot: Glance) -> Text:
     """Sums over all instances, and how old the view is."""
     loaded = [one for one in snapshot.instances if one["kv"] is not None]
     num_open = sum(one["state"] == "open" for one in snapshot.instances)
@@ -45,16 +45,16 @@ def headline(snapshot: Snapshot) -> Text:
     return line
 
 
-def instance_rows(snapshot: Snapshot, sort: str = "id") -> dict[str, Cells]:
-    """By instance id; with `sort` other than `id` the most loaded first."""
+def instance_rows(snapshot: Glance, sort: str = "id") -> dict[str, Cells]:
+    """Rows by instance id; with `sort` other than `id` the most loaded first."""
     ordered = snapshot.instances
     if sort != "id":
         ordered = sorted(ordered, key=lambda one: -1 if one[sort] is None else one[sort], reverse=True)
     return {one["id"]: _instance(one) for one in ordered}
 
 
-def move_rows(snapshot: Snapshot, most: int) -> dict[str, Cells]:
-    """By number, the newest first."""
+def move_rows(snapshot: Glance, most: int) -> dict[str, Cells]:
+    """Rows by the move's number, the newest first."""
     newest = list(reversed(snapshot.moves or []))[:most]
     return {str(move.get("number")): _move(move) for move in newest}
 

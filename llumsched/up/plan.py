@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what `llumnix up` was told to the commands that it runs."""
+"""Commands that run a cluster, from what `llumnix up` was told."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import itertools
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
+from llumlet import kinds
+from llumlet.kinds import MARK, Kind
 from llumlet.loopback import is_loopback
+from llumlet.settings import Group
 from llumlet.types import Address
 from llumsched.gateway.config import MOST_WORKERS
 from llumsched.up import device
-from llumsched.up.cluster import Plan
+from llumsched.up.cluster import ClusterPlan
 from llumsched.up.component import ComponentSpec
 from llumsched.up.ports import free_ports, is_free
 
@@ -38,72 +42,110 @@ OWN_FLAGS = {
     "--api-key": "the gateway sends requests on as they come, and asks engines for their models without a key",
 }
 """Flags of `vllm serve` that are set here, and why nobody else may."""
-_WIDTH_FLAGS = (
-    ("--tensor-parallel-size", "-tp"),
-    ("--pipeline-parallel-size", "-pp"),
-    ("--data-parallel-size", "-dp"),
-)
+_WIDTH_FLAGS = (("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp"), ("--data-parallel-size", "-dp"))
+
+
+_cluster = Group("")
 
 
 @dataclass(frozen=True, slots=True)
 class UpConfig:
-    """Ports are 0 for any free one."""
+    """The settings of a cluster. Ports are 0 for any free one."""
 
-    model: str
-    num_engines: int = 2
-    host: str = HOST
-    port: int = GATEWAY_PORT
-    scheduler_port: int = SCHEDULER_PORT
-    cms_port: int = CMS_PORT
-    scheduling_policy: str = "load-balance"
-    enable_rescheduling: bool = True
-    gateway_workers: int = 1
-    share_gpus: bool = False
-    insecure: bool = False
-    """The gateway listens beyond this machine, where it asks nobody who they are."""
-    drain_s: float = 25.0
-    start_timeout_s: float = 600.0
+    model: str = _cluster.setting(
+        "", Kind(str, "MODEL", {"nargs": "?"}), "a directory, or a name that vLLM knows", flag="model"
+    )
+    num_engines: int = _cluster.setting(
+        2, kinds.integer(at_least=1, at_most=MOST_ENGINES), "how many engines", flag="--engines"
+    )
+    host: str = _cluster.setting(
+        HOST, kinds.text("HOST"), "where the gateway listens; everything else listens at loopback"
+    )
+    port: int = _cluster.setting(GATEWAY_PORT, kinds.port(), "of the gateway; 0: any free one")
+    scheduler_port: int = _cluster.setting(
+        SCHEDULER_PORT, kinds.port(), "of the scheduler and its web page; 0: any free one"
+    )
+    cms_port: int = _cluster.setting(CMS_PORT, kinds.port(), "to which the engines report; 0: any free one")
+    scheduling_policy: str = _cluster.setting(
+        "load-balance", kinds.text("NAME"), "how the scheduler sends requests to engines"
+    )
+    enable_rescheduling: bool = _cluster.setting(True, MARK, "move running requests from hot engines to cold ones")
+    gateway_workers: int = _cluster.setting(
+        1, kinds.integer(at_least=1, at_most=MOST_WORKERS), "processes of the gateway"
+    )
+    share_gpus: bool = _cluster.setting(False, MARK, "all engines see all GPUs, instead of each its own")
+    insecure: bool = _cluster.setting(
+        False, MARK, "the gateway may listen beyond this machine, without keys or TLS: it asks nobody who they are"
+    )
+    drain_s: float = _cluster.setting(25.0, kinds.seconds(), "how long streams may go on when everything stops")
+    start_timeout_s: float = _cluster.setting(
+        600.0, kinds.seconds(above=0), "within which an engine must be ready", flag="--start-timeout"
+    )
     engine_args: tuple[str, ...] = ()
 
 
-def faults_of(config: UpConfig, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Everything that would keep the cluster from starting, a sentence each."""
-    found = []
-    if not 1 <= config.num_engines <= MOST_ENGINES:
-        found.append(f"--engines must be from 1 to {MOST_ENGINES}")
-    if not 1 <= config.gateway_workers <= MOST_WORKERS:
-        found.append(f"--gateway-workers must be from 1 to {MOST_WORKERS}")
-    if config.drain_s < 0:
-        found.append("--drain-seconds must not be negative")
-    if config.start_timeout_s <= 0:
-        found.append("--start-timeout must be positive")
+def _host_faults(config: UpConfig) -> Iterator[str]:
     if not (config.insecure or is_loopback(config.host)):
-        found.append(
+        yield (
             f"--host {config.host} is not a loopback address: give --insecure as well, or start a `llumnix gateway` "
             "beside this, with --api-key-file, --ssl-certfile and --ssl-keyfile"
         )
-    found += _port_faults(config)
+
+
+def _port_faults(config: UpConfig) -> Iterator[str]:
+    ports = {
+        "--port": (config.host, config.port),
+        "--scheduler-port": (HOST, config.scheduler_port),
+        "--cms-port": (HOST, config.cms_port),
+    }
+    flags_of: dict[int, str] = {}
+    for flag, (host, port) in ports.items():
+        if port and port in flags_of:
+            yield f"{flag} and {flags_of[port]} are both {port}"
+        elif port and not is_free(host, port):
+            yield f"{flag} {port} of {host} is taken; 0 takes any free one"
+        flags_of.setdefault(port, flag)
+
+
+def _engine_faults(config: UpConfig) -> Iterator[str]:
     for argument in config.engine_args:
         flag = argument.partition("=")[0]
         if flag in OWN_FLAGS:
-            found.append(f"{flag} cannot be given for the engines: {OWN_FLAGS[flag]}")
+            yield f"{flag} cannot be given for the engines: {OWN_FLAGS[flag]}"
+
+
+def _model_faults(config: UpConfig) -> Iterator[str]:
+    if not config.model:
+        yield "MODEL is missing"
     if _looks_like_a_path(config.model) and not Path(config.model).is_dir():
-        found.append(f"MODEL {config.model} is no directory")
+        yield f"MODEL {config.model} is no directory"
     if device.vllm_command() is None:
-        found.append("`vllm` was not found, neither beside this Python nor in PATH")
-    elif config.num_engines >= 1:
-        found += _gpu_faults(config, environment)
-    return found
+        yield "`vllm` was not found, neither beside this Python nor in PATH"
 
 
-def plan_of(config: UpConfig, environment: Mapping[str, str] = os.environ) -> Plan:
-    """The components. Ports are chosen here: they are free now."""
+def _gpu_faults(config: UpConfig) -> Iterator[str]:
+    if config.share_gpus or device.vllm_command() is None or device.vllm_is_for_cpu():
+        return
+    wanted, there = config.num_engines * _gpus_per_engine(config.engine_args), len(device.gpus(os.environ))
+    if wanted > there:
+        yield (
+            f"{config.num_engines} engines want {wanted} GPUs, and {there} are here; with --share-gpus all engines use "
+            "all of them (give each a part of the memory: -- --gpu-memory-utilization 0.4)"
+        )
+
+
+CHECKS: Final = (_host_faults, _port_faults, _engine_faults, _model_faults, _gpu_faults)
+"""Checks that say what would keep the cluster from starting, a sentence each."""
+
+
+def plan_of(config: UpConfig, environment: Mapping[str, str] = os.environ) -> ClusterPlan:
+    """The components of a cluster. Ports are chosen here: they are free now."""
     *engine_ports, spare_gateway, spare_scheduler, spare_cms = free_ports(config.num_engines + 3)
     port = config.port or spare_gateway
     scheduler = Address(HOST, config.scheduler_port or spare_scheduler)
     cms = Address(HOST, config.cms_port or spare_cms)
     gateway = f"http://{Address(_reachable(config.host), port)}"
-    return Plan(
+    return ClusterPlan(
         scheduler=_scheduler(config, scheduler, cms),
         gateway=_gateway(config, port, scheduler, f"{gateway}/healthz"),
         engines=tuple(_engine(config, index, own, cms, environment) for index, own in enumerate(engine_ports)),
@@ -115,7 +157,7 @@ def plan_of(config: UpConfig, environment: Mapping[str, str] = os.environ) -> Pl
 
 
 def served_name(config: UpConfig) -> str:
-    """Under which clients ask for the model."""
+    """The name under which clients ask for the model."""
     return _last_value(config.engine_args, "--served-model-name") or config.model
 
 
@@ -141,7 +183,7 @@ def _gateway(config: UpConfig, port: int, scheduler: Address, ready_url: str) ->
 def _engine(config: UpConfig, index: int, port: int, cms: Address, environment: Mapping[str, str]) -> ComponentSpec:
     name = f"engine-{index}"
     vllm = device.vllm_command()
-    assert vllm is not None, "faults_of was not asked"
+    assert vllm is not None, "CHECKS were not made"
     command = [vllm, "serve", config.model, "--host", HOST, "--port", str(port)]
     command += ["--enable-llumlet", "--llumlet-cms", str(cms), "--llumlet-instance-id", name]
     cores: list[int] = []
@@ -187,36 +229,6 @@ def _llumnix(name: str) -> list[str]:
 def _reachable(host: str) -> str:
     """An address of this machine on which a server that listens at `host` answers."""
     return {"0.0.0.0": HOST, "::": "::1"}.get(host, host)
-
-
-def _port_faults(config: UpConfig) -> list[str]:
-    ports = {
-        "--port": (config.host, config.port),
-        "--scheduler-port": (HOST, config.scheduler_port),
-        "--cms-port": (HOST, config.cms_port),
-    }
-    found, flags_of = [], dict[int, str]()
-    for flag, (host, port) in ports.items():
-        if not 0 <= port < 65536:
-            found.append(f"{flag} {port} is not a port")
-        elif port and port in flags_of:
-            found.append(f"{flag} and {flags_of[port]} are both {port}")
-        elif port and not is_free(host, port):
-            found.append(f"{flag} {port} of {host} is taken; 0 takes any free one")
-        flags_of.setdefault(port, flag)
-    return found
-
-
-def _gpu_faults(config: UpConfig, environment: Mapping[str, str]) -> list[str]:
-    if device.vllm_is_for_cpu() or config.share_gpus:
-        return []
-    wanted, there = config.num_engines * _gpus_per_engine(config.engine_args), len(device.gpus(environment))
-    if wanted <= there:
-        return []
-    return [
-        f"{config.num_engines} engines want {wanted} GPUs, and {there} are here; with --share-gpus all engines use all "
-        "of them (give each a part of the memory: -- --gpu-memory-utilization 0.4)"
-    ]
 
 
 def _gpus_per_engine(arguments: tuple[str, ...]) -> int:

@@ -8,8 +8,8 @@ import random
 import socket
 
 _CHOICE = range(20_000, 30_000)
-"""Outside the range from which Linux takes ports for connections and for listeners that ask for any (32768-60999): a
-server listens up to a minute after its port was chosen, and nobody else gets the port meanwhile."""
+"""Ports outside the range from which Linux takes ports for connections and for listeners that ask for any
+(32768-60999): a server listens up to a minute after its port was chosen, and nobody else gets the port meanwhile."""
 
 
 def free_ports(count: int) -> list[int]:

@@ -120,18 +120,18 @@ _command_pid = 0
 
 
 def die_with_parent() -> None:
-    """In a child that is about to execute its command: when the thread that forked it ends, it is killed."""
+    """Has a child that is about to execute its command killed when the thread that forked it ends."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def take_orphans(taken: bool) -> None:
-    """Whether descendants of this process whose parent dies become its children."""
+    """Decides whether descendants of this process whose parent dies become its children."""
     if _libc.prctl(PR_SET_CHILD_SUBREAPER, int(taken), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "cannot become a subreaper")
 
 
 def execute(command: list[str]) -> subprocess.Popen[bytes]:
-    """The command in a session of its own, killed if this process is."""
+    """Starts the command in a session of its own, killed if this process is."""
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -209,7 +209,7 @@ def _report(line: str) -> None:
 
 
 def finish(code: int | None, scratch: str | None) -> None:
-    """What is left to do when the command has ended with `code`, or could not be started (None)."""
+    """Does what is left when the command has ended with `code`, or could not be started (None)."""
     kill_tree(os.getpid())
     if scratch:
         shutil.rmtree(scratch, ignore_errors=True)

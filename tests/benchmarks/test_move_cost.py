@@ -76,7 +76,7 @@ def test_windows_without_moves_or_steps_are_not_divided_by() -> None:
     ("process", "thread", "part"),
     [
         ("VLLM::Worker", "llumnix-mover", "copy"),
-        ("VLLM::EngineCore", "llumnix-bypass", "llumlets"),
+        ("VLLM::EngineCore", "llumnix-llumlet", "llumlets"),
         ("VLLM::EngineCore", "llumnix-helper", "llumlets"),
         ("VLLM::EngineCore", "VLLM::EngineCor", "loops"),
         ("VLLM::EngineCore", "ZMQbg/IO/0", "libraries"),
@@ -92,7 +92,7 @@ def test_the_accounts_find_what_a_named_thread_has_run() -> None:
     done = threading.Event()
 
     def run() -> None:
-        name_thread("llumnix-bypass")
+        name_thread("llumnix-llumlet")
         until = time.thread_time() + 0.2
         while time.thread_time() < until:
             pass

@@ -16,13 +16,16 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
+from unittest import mock
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.core import EngineCore
 
 from tests.engine.rig import BLOCK_SIZE, Rig, private_record
-from vllm_llumnix.engine.kvconn import KVConnection
+from vllm_llumnix.engine.claims import Claims
+from vllm_llumnix.engine.loop import EngineLoop, Llumlet
+from vllm_llumnix.engine.model_watch import watch_model
 from vllm_llumnix.step_record import StepRecord
 
 T = TypeVar("T")
@@ -99,16 +102,20 @@ class Loop(EngineCore):
         self.aborts_queue = queue.Queue()
         self.input_queue: queue.Queue[Any] = queue.Queue()
         self.output_queue: queue.Queue[Any] = queue.Queue()
-        self.kvconn: KVConnection | None = None
+        self.kvconn: EngineLoop | None = None
         if llumlet:
-            bypass: Any = SimpleNamespace(post=lambda *_: None, revoke_youngest_reservation=None, takes_requests=True)
-            self.kvconn = KVConnection(self, rig.port, bypass, record or private_record())
-            self.kvconn.watch_model()
+            self.kvconn = new_engine_loop(self, rig, record)
+            self.claims = Claims(self.kvconn)
+            watch_model(self.kvconn, self.claims)
+
+    def is_running(self) -> bool:
+        return True
 
     def turn(self) -> list[EngineCoreOutput]:
         """One turn of vLLM's loop, as the series patches it."""
         if self.kvconn is not None:
-            self.kvconn.step()
+            for output in self.kvconn.step():
+                self.output_queue.put_nowait(output)
         outputs, _ = self.step_fn()
         while not self.output_queue.empty():
             self.kvconn.divert(*self.output_queue.get_nowait())
@@ -127,6 +134,14 @@ class Loop(EngineCore):
             await asyncio.sleep(0)
             await asyncio.sleep(0)
         return waiting.result(), turns
+
+
+def new_engine_loop(engine: Any, rig: Rig, record: StepRecord | None = None) -> EngineLoop:
+    """What the llumlet has of `engine`'s loop, with nobody on its thread: what is said to it is dropped."""
+    thread: Any = SimpleNamespace(post=lambda *_: None)
+    loop = EngineLoop(engine, rig.port, thread, record or private_record())
+    loop.llumlet = mock.create_autospec(Llumlet)
+    return loop
 
 
 def new_loop(

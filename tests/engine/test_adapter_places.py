@@ -12,9 +12,10 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request, RequestStatus
 
 from llumlet.protocol.errors import Reason, Refused
-from tests.engine.rig import Rig, private_record
+from tests.engine.loop import new_engine_loop
+from tests.engine.rig import Rig
 from tests.engine.test_scheduler_port import KINDS, freeze
-from vllm_llumnix.engine.kvconn import KVConnection
+from vllm_llumnix.engine.loop import EngineLoop
 
 
 def adapter(number: int) -> LoRARequest:
@@ -39,12 +40,12 @@ def test_batch_that_has_its_adapters(lora_rig: Rig) -> None:
     rig.add("b", adapter=adapter(2))
     rig.turns(4)
     with pytest.raises(Refused) as refused:
-        rig.port.reserve(arriving(rig, "c", 3), use_prefix_cache=False)
+        rig.port.reservations.make(arriving(rig, "c", 3), use_prefix_cache=False)
     assert refused.value.reason == Reason.DESTINATION_FULL
     assert "--max-loras" in refused.value.detail
     second = arriving(rig, "d", 2)
-    rig.port.reserve(second, use_prefix_cache=False)
-    rig.port.admit(second, second.num_tokens - 1)
+    rig.port.reservations.make(second, use_prefix_cache=False)
+    rig.port.reservations.admit(second, second.num_tokens - 1)
     rig.turn()
     assert second.status == RequestStatus.RUNNING
 
@@ -55,10 +56,10 @@ def test_waiting_request_without_cache_needs_no_place(lora_rig: Rig) -> None:
     rig.add("b", adapter=adapter(2))
     rig.turns(4)
     request = arriving(rig, "c", 3)
-    assert rig.port.reserve(request, use_prefix_cache=False, queued=True) == (0, [])
+    assert rig.port.reservations.make(request, use_prefix_cache=False, queued=True) == (0, [])
     with pytest.raises(Refused, match="max-loras"):
-        rig.port.grow(request, request.num_tokens)
-    rig.port.admit(request, 0)
+        rig.port.reservations.grow(request, request.num_tokens)
+    rig.port.reservations.admit(request, 0)
     rig.turns(4)
     assert request.status == RequestStatus.WAITING
 
@@ -68,13 +69,13 @@ def test_reservation_holds_the_place_of_its_adapter(lora_rig: Rig) -> None:
     rig.add("a", adapter=adapter(1))
     rig.turns(4)
     request = arriving(rig, "c", 2, length=12)
-    rig.port.reserve(request, use_prefix_cache=False)
+    rig.port.reservations.make(request, use_prefix_cache=False)
     with pytest.raises(Refused, match="max-loras"):
-        rig.port.reserve(arriving(rig, "d", 3), use_prefix_cache=False)
+        rig.port.reservations.make(arriving(rig, "d", 3), use_prefix_cache=False)
     other = rig.add("b", adapter=adapter(3))
     rig.turns(3)
     assert other.status == RequestStatus.WAITING
-    rig.port.admit(request, request.num_tokens - 1)
+    rig.port.reservations.admit(request, request.num_tokens - 1)
     rig.turn()
     assert request.status == RequestStatus.RUNNING
     rig.turns(3)
@@ -88,11 +89,11 @@ def test_reservation_that_is_given_back_gives_the_place_back(lora_rig: Rig) -> N
     rig = lora_rig
     rig.add("a", adapter=adapter(1))
     request = arriving(rig, "c", 2)
-    rig.port.reserve(request, use_prefix_cache=False)
+    rig.port.reservations.make(request, use_prefix_cache=False)
     other = rig.add("b", adapter=adapter(3))
     rig.turns(3)
     assert other.status == RequestStatus.WAITING
-    rig.port.cancel_reservation(request)
+    rig.port.reservations.cancel(request)
     rig.turns(3)
     assert other.status == RequestStatus.RUNNING
 
@@ -118,17 +119,16 @@ def test_frozen_request_keeps_the_place_of_its_adapter(lora_rig: Rig) -> None:
 
 def test_engines_limit_is_left_alone(lora_rig: Rig) -> None:
     rig = lora_rig
-    rig.port.reserve(arriving(rig, "c", 2), use_prefix_cache=False)
+    rig.port.reservations.make(arriving(rig, "c", 2), use_prefix_cache=False)
     rig.add("a")
     rig.turns(2)
     assert rig.scheduler.lora_config.max_loras == 1
     assert rig.scheduler.vllm_config.lora_config.max_loras == 2
 
 
-def connection(rig: Rig, add_lora: Any) -> KVConnection:
-    bypass: Any = SimpleNamespace(post=lambda *_: None)
+def connection(rig: Rig, add_lora: Any) -> EngineLoop:
     engine = SimpleNamespace(model_executor=SimpleNamespace(add_lora=add_lora))
-    return KVConnection(engine, rig.port, bypass, private_record())
+    return new_engine_loop(engine, rig)
 
 
 def test_adapter_of_the_batch_is_not_loaded_again(lora_rig: Rig) -> None:

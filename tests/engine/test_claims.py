@@ -23,11 +23,11 @@ from vllm.v1.request import RequestStatus
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.ids import Epoch
 from llumlet.protocol.wire import Health
-from tests.engine.loop import new_loop
-from tests.engine.rig import BLOCK_SIZE, Rig, private_record
+from tests.engine.loop import new_engine_loop, new_loop
+from tests.engine.rig import BLOCK_SIZE, Rig
 from vllm_llumnix.engine import claims as claims_module
 from vllm_llumnix.engine.claims import Claims
-from vllm_llumnix.engine.kvconn import KVConnection
+from vllm_llumnix.engine.model_watch import watch_model
 
 pytestmark = pytest.mark.asyncio
 
@@ -36,7 +36,7 @@ TAKEN = Epoch(1, 0)
 
 
 class Engine:
-    """The part of vLLM's EngineCore that `KVConnection.watch_model` sees: one turn is schedule, model, aborts, update.
+    """The part of vLLM's EngineCore that `watch_model` sees: one turn is schedule, model, aborts, update.
 
     `meanwhile` runs while the model computes, in the place of another thread that gets on while the loop is stuck.
     """
@@ -50,13 +50,12 @@ class Engine:
         self.input_queue: queue.Queue[Any] = queue.Queue()
         self.model_executor = SimpleNamespace(execute_model=self._execute)
         self.step_fn = self._step
-        bypass: Any = SimpleNamespace(post=lambda *_: None, takes_requests=True)
-        self.kvconn = KVConnection(self, rig.port, bypass, private_record())
-        self.kvconn.watch_model()
+        self.kvconn = new_engine_loop(self, rig)
+        self.claims = Claims(self.kvconn)
+        watch_model(self.kvconn, self.claims)
 
-    @property
-    def claims(self) -> Claims:
-        return self.kvconn.claims
+    def is_running(self) -> bool:
+        return True
 
     def turn(self) -> list[EngineCoreOutput]:
         self.kvconn.step()
@@ -264,11 +263,11 @@ async def test_a_paused_loop_that_waits_for_the_last_batch(runner_v2: bool, mode
     assert loop.batch_queue
     assert not loop.scheduler.has_requests()
     taken = []
-    loop.worker.before = lambda _: taken.append(loop.kvconn.claims.take("a", TAKEN))
+    loop.worker.before = lambda _: taken.append(loop.claims.take("a", TAKEN))
     assert not loop.turn(), "what it computed is somebody else's"
     assert taken[0].computed_tokens == request.num_tokens - 1
     with pytest.raises(Refused, match="not in a model step"):
-        loop.kvconn.claims.take("a", TAKEN)
-    assert loop.kvconn.claims.end(taken[0].claim_id)
+        loop.claims.take("a", TAKEN)
+    assert loop.claims.end(taken[0].claim_id)
     loop.turn()
     assert loop.rig.free_blocks == free

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -210,8 +211,8 @@ def test_limits(text: str, limit: Limit) -> None:
 
 @pytest.mark.parametrize("rate", ["fast", "0", "-1", "5T", "0%", "101%", "%"])
 def test_limits_that_are_none(rate: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError):
-        config.parse_limit(rate)
+    with pytest.raises(ConfigError, match=r"--llumlet-bandwidth-limit .* is neither a rate"):
+        read("--enable-llumlet", f"--llumlet-bandwidth-limit={rate}")
 
 
 def test_another_address_is_allowed_when_asked_for() -> None:
@@ -293,3 +294,34 @@ def test_mooncake_on_another_network_than_its_instance(monkeypatch: pytest.Monke
     with pytest.raises(ConfigError) as refusal:
         read(*flags, "--llumlet-host", "192.0.2.1")
     assert [fault.partition(":")[0] for fault in refusal.value.faults] == ["--llumlet-host"]
+
+
+def test_flags_in_variables_and_in_vllm_s_own_file(tmp_path: Path) -> None:
+    """What is in that file reaches us as a part of the command line: it goes before variables."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    hooks.add_cli_args(parser)
+    file = tmp_path / "vllm.yaml"
+    file.write_text(
+        "enable-llumlet: true\nllumlet-port: 7000\nllumlet_exact: true\nllumlet-bypass: false\n"
+        "llumlet-mooncake-gpu-direct: false\nllumlet-bandwidth-limit: 20%\nllumlet-drain-seconds: 40\n"
+        "llumlet-peers: 127.0.0.1:1,127.0.0.1:2\n"
+    )
+    args = parser.parse_args(["--config", str(file), "--llumlet-lease-seconds=9"])
+    environ = {
+        "LLUMNIX_LLUMLET_PORT": "7001",
+        "LLUMNIX_LLUMLET_MAX_MIGRATIONS_IN": "9",
+        "LLUMNIX_LLUMLET_BYPASS": "true",
+    }
+    on = config.config_from_args(args, environ)
+    assert on is not None
+    assert (on.port, on.exact, on.bypass, on.mooncake_gpu_direct) == (7000, True, False, False)
+    assert (on.bandwidth_limit, on.drain_seconds, on.peers) == (Limit(share=0.2), 40, ("127.0.0.1:1", "127.0.0.1:2"))
+    assert (on.lease_seconds, on.max_migrations_in) == (9, 9)
+
+
+def test_variables_alone_switch_nothing_on() -> None:
+    assert read(LLUMNIX_LLUMLET_PORT="7001") is None
+    with pytest.raises(ConfigError, match="unknown variables LLUMNIX_ENABLE_LLUMLET"):
+        read("--enable-llumlet", LLUMNIX_ENABLE_LLUMLET="true")

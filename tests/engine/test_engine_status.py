@@ -7,6 +7,7 @@ import asyncio
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,7 +20,7 @@ from llumlet.protocol.limits import Limits, Slots
 from llumlet.types import Health, InstanceReport
 from llumsched.cms.validation import MAX_LIST, MAX_REPORT_BYTES
 from tests.engine.rig import BLOCK_SIZE, Rig
-from vllm_llumnix.engine.load import MAX_NAMES
+from vllm_llumnix.engine.load_counters import MAX_NAMES
 from vllm_llumnix.engine.metadata import node_id, unit_id
 from vllm_llumnix.engine.status import StatusSource
 
@@ -33,21 +34,18 @@ def rig(model_dir: Path) -> Rig:
 def source(rig: Rig) -> StatusSource:
     """Of an engine of which all but the scheduler is made up."""
     capacity = rig.port.capacity_tokens
-    bypass = SimpleNamespace(
-        identity=SimpleNamespace(instance="a", incarnation="1", kv_unsupported=None),
-        takes_requests=True,
-        num_adopted=2,
-        num_rescued=1,
-    )
     progress = SimpleNamespace(health=wire.Health.OK, stalled_seconds=0.0, busy_with="")
-    kvconn = SimpleNamespace(port=rig.port, progress=progress, steps=7)
-    departures = SimpleNamespace(moves={}, slots=Slots(Limits(max_requests=4), capacity, Reason.SOURCE_BUSY))
-    arrivals = SimpleNamespace(
+    loop = SimpleNamespace(port=rig.port, progress=progress, steps=7, takes_requests=True)
+    identity = SimpleNamespace(instance="a", incarnation="1", kv_unsupported=None)
+    context: Any = SimpleNamespace(identity=identity, loop=loop)
+    departures: Any = SimpleNamespace(moves={}, slots=Slots(Limits(max_requests=4), capacity, Reason.SOURCE_BUSY))
+    arrivals: Any = SimpleNamespace(
         pending=list,
         draining_blocks=lambda: 0,
         slots=Slots(Limits(max_requests=3, max_tokens=100), capacity, Reason.DESTINATION_BUSY),
     )
-    return StatusSource(bypass, kvconn, departures, arrivals)
+    adoptions: Any = SimpleNamespace(num_adopted=2, num_rescued=1)
+    return StatusSource(context, departures, arrivals, adoptions)
 
 
 def test_the_longest_names_fit_a_report(rig: Rig, source: StatusSource) -> None:
@@ -103,10 +101,10 @@ def test_a_loaded_engine(rig: Rig, source: StatusSource) -> None:
 
 def test_moves_are_part_of_it(rig: Rig, source: StatusSource) -> None:
     request = rig.add("a")
-    source._departures.moves["a"] = SimpleNamespace(request=request, num_pinned_blocks=2)
+    source._departures.moves["a"] = SimpleNamespace(request=request, leaving=SimpleNamespace(num_pinned_blocks=2))
     source._departures.slots.take(MigrationId("m"), request.num_tokens)
-    coming = SimpleNamespace(request=rig.request("b", num_prompt=40), num_blocks=3)
-    settling = SimpleNamespace(request=None, num_blocks=0)
+    coming = SimpleNamespace(request=rig.request("b", num_prompt=40), blocks=SimpleNamespace(count=3))
+    settling = SimpleNamespace(request=None, blocks=SimpleNamespace(count=0))
     source._arrivals.pending = lambda: [coming, settling]
     status = source.now()
     assert (status.num_migrate_out_reqs, status.num_migrate_out_tokens, status.num_pinned_blocks) == (1, 70, 2)
@@ -118,17 +116,17 @@ def test_moves_are_part_of_it(rig: Rig, source: StatusSource) -> None:
 @pytest.mark.parametrize("why", ["hung", "paused", "leaving"])
 def test_who_takes_no_requests_says_so(rig: Rig, source: StatusSource, why: str) -> None:
     if why == "hung":
-        source._kvconn.progress.health = wire.Health.HUNG
+        source._loop.progress.health = wire.Health.HUNG
     elif why == "paused":
         rig.scheduler.set_pause_state(PauseState.PAUSED_NEW)
     else:
-        source._bypass.takes_requests = False
+        source._loop.takes_requests = False
     assert not source.now().schedulable
     assert (source.now().health == Health.HUNG) is (why == "hung")
 
 
 @pytest.mark.asyncio
-async def test_a_loop_that_stops_is_told(rig: Rig, source: StatusSource) -> None:
+async def test_what_changes_without_an_event_is_told(rig: Rig, source: StatusSource) -> None:
     told: asyncio.Queue[int] = asyncio.Queue()
     rig.port.load.on_change = lambda: told.put_nowait(source.now().health)
     with mock.patch("vllm_llumnix.engine.status.WATCH_SECONDS", 0.001):
@@ -139,8 +137,10 @@ async def test_a_loop_that_stops_is_told(rig: Rig, source: StatusSource) -> None
                 (wire.Health.HUNG, Health.HUNG),
                 (wire.Health.OK, Health.OK),
             ):
-                source._kvconn.progress.health = health
+                source._loop.progress.health = health
                 assert await asyncio.wait_for(told.get(), 5) == shown
+            source._identity.kv_unsupported = "its mover is lost"
+            assert await asyncio.wait_for(told.get(), 5) == Health.OK
         finally:
             source.close()
     assert told.empty()

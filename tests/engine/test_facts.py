@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from vllm.engine.arg_utils import EngineArgs
@@ -16,7 +17,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from llumlet.protocol.errors import Reason, Refused
 from vllm_llumnix.engine.attach import _compile_logprobs, text_config_of
-from vllm_llumnix.engine.memory import SourceMemory, decode_memory, encode_memory
+from vllm_llumnix.engine.memory import SourceMemory, decode_memory
 from vllm_llumnix.kv.vllm_cache import caches_of
 
 ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "rope_theta": 10000.0}
@@ -57,7 +58,7 @@ def test_every_layer_counts() -> None:
 
 
 def test_weights_that_were_exchanged() -> None:
-    memory = decode_memory(encode_memory("same", [], weight_version="7"))
+    memory = decode_memory(msgspec.msgpack.encode(SourceMemory("same", [], weight_version="7")))
     memory.require_same("same", "7")
     with pytest.raises(Refused, match="of version '0' here, and not '7'") as refused:
         memory.require_same("same", "0")

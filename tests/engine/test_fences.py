@@ -30,11 +30,11 @@ def everything(loop: Loop) -> Request:
 
 
 def reserve(loop: Loop, request: Request) -> list[int]:
-    return loop.rig.port.reserve(request, use_prefix_cache=False)[1]
+    return loop.rig.port.reservations.make(request, use_prefix_cache=False)[1]
 
 
 def grow(loop: Loop, request: Request) -> list[int]:
-    blocks = loop.rig.port.grow(request, request.num_tokens + loop.rig.free_blocks * BLOCK_SIZE)
+    blocks = loop.rig.port.reservations.grow(request, request.num_tokens + loop.rig.free_blocks * BLOCK_SIZE)
     assert not loop.rig.free_blocks
     return blocks
 

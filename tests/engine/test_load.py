@@ -19,7 +19,8 @@ from vllm.v1.request import Request, RequestStatus
 from llumlet.protocol.errors import Refused
 from llumlet.protocol.ids import gateway_id
 from tests.engine.rig import BLOCK_SIZE, Rig
-from vllm_llumnix.engine.load import RECENT_SECONDS, Load, LoadCounters, Place, recount
+from vllm_llumnix.engine.load import NOTHING, Load, Place, share_of
+from vllm_llumnix.engine.load_counters import RECENT_SECONDS, LoadCounters
 from vllm_llumnix.engine.request_state import why_not_now
 
 KINDS = {
@@ -45,16 +46,22 @@ def held(rig: Rig) -> Iterator[tuple[Place, Request]]:
         yield Place.WAITING, request
 
 
+def recount(load: LoadCounters, requests: list[tuple[Place, Request]], moving: frozenset[str]) -> Load:
+    """The slow way to the same sums."""
+    sums = NOTHING
+    for place, request in requests:
+        name = request.request_id
+        sums = sums.plus(share_of(place, request, load.cached_tokens(name), moving=name in moving))
+    return sums
+
+
 def assert_right(rig: Rig, moving: frozenset[str] = frozenset()) -> Load:
     load = rig.port.load
     snapshot = load.snapshot()
-    requests = [
-        (place, request, load.cached_tokens(request.request_id), request.request_id in moving)
-        for place, request in held(rig)
-    ]
-    assert snapshot.load == recount(requests)
+    requests = [*held(rig)]
+    assert snapshot.load == recount(load, requests, moving)
     assert sorted(snapshot.waiting) == sorted(
-        request.request_id for place, request, *_ in requests if place is Place.WAITING
+        request.request_id for place, request in requests if place is Place.WAITING
     )
     assert snapshot.num_free_blocks == rig.free_blocks
     return snapshot.load
@@ -436,7 +443,7 @@ class History:
             request.max_tokens = request.num_output_tokens + 4
             request.prefill_stats = None
         try:
-            self.rig.port.reserve(request, use_prefix_cache=True)
+            self.rig.port.reservations.make(request, use_prefix_cache=True)
         except Refused:
             return
         self.reserved.append(request)
@@ -445,11 +452,11 @@ class History:
         if self.reserved:
             request = self.reserved.pop()
             computed = self.random.choice([0, request.num_tokens - 1]) if request.num_output_tokens else 0
-            self.rig.port.admit(request, computed)
+            self.rig.port.reservations.admit(request, computed)
 
     def cancel(self) -> None:
         if self.reserved:
-            self.rig.port.cancel_reservation(self.reserved.pop())
+            self.rig.port.reservations.cancel(self.reserved.pop())
 
     def reset(self) -> None:
         if self.random.random() < 0.2 and not self.moving:

@@ -19,9 +19,9 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
 from llumlet.protocol.errors import Reason, Refused
-from tests.engine.rig import Rig, private_record
+from tests.engine.loop import new_engine_loop
+from tests.engine.rig import Rig
 from vllm_llumnix.engine.adoptions import Adoptions
-from vllm_llumnix.engine.kvconn import KVConnection
 
 
 class Rank(DPEngineCoreProc):
@@ -37,16 +37,19 @@ class Rank(DPEngineCoreProc):
         self.batch_queue = deque()
         self.input_queue, self.output_queue = queue.Queue(), queue.Queue()
         self.dummies = 0
-        bypass: Any = SimpleNamespace(post=lambda *_: None, engine=self, takes_requests=True)
-        self.kvconn = KVConnection(self, rig.port, bypass, private_record())
-        self.adoptions = Adoptions(bypass, self.kvconn, *[SimpleNamespace()] * 5)
+        self.kvconn = new_engine_loop(self, rig)
+        context: Any = SimpleNamespace(engine=self, loop=self.kvconn, relay=None)
+        self.adoptions = Adoptions(context, *[SimpleNamespace()] * 3)
+
+    def is_running(self) -> bool:
+        return True
 
     def execute_dummy_batch(self) -> None:
         self.dummies += 1
 
     def told_coordinator(self) -> list[int]:
         """The waves that this rank has said it starts."""
-        told = [self.output_queue.get_nowait() for _ in range(self.output_queue.qsize())]
+        told = [self.output_queue.get_nowait() for _ in range(self.output_queue.qsize())] + [*self.kvconn.step()]
         assert all(client == -1 for client, _ in told)
         return [outputs.start_wave for _, outputs in told]
 
@@ -74,7 +77,7 @@ async def test_a_sleeping_rank_is_not_warmed_up(rank: Rank) -> None:
 def test_an_admission_wakes_the_group(rig: Rig, computed: int) -> None:
     rank = Rank(rig)
     request = rig.request("a")
-    rig.port.reserve(request, use_prefix_cache=False)
+    rig.port.reservations.make(request, use_prefix_cache=False)
     rank.kvconn.admit(request, min(computed, request.num_tokens - 1))
     assert rank.engines_running
     assert rank.told_coordinator() == [7]
@@ -97,7 +100,7 @@ def test_as_vllm_does_for_its_own_requests(rig: Rig, monkeypatch: pytest.MonkeyP
 
 def test_an_adoption_wakes_the_group(rig: Rig) -> None:
     rank = Rank(rig)
-    rank.adoptions._add_on_loop(rig.request("a"), None)
+    rank.adoptions.add_on_loop(rig.request("a"), None)
     assert rank.engines_running
     assert rank.told_coordinator() == [7]
 
@@ -107,13 +110,13 @@ def test_a_paused_group_sleeps_on(rig: Rig, state: PauseState) -> None:
     """What would run at once is refused; what only queues waits for the group to go on."""
     rank = Rank(rig)
     request = rig.request("a")
-    rig.port.reserve(request, use_prefix_cache=False)
+    rig.port.reservations.make(request, use_prefix_cache=False)
     rig.scheduler.set_pause_state(state)
     with pytest.raises(Refused) as refused:
         rank.kvconn.admit(request, request.num_tokens - 1)
     assert refused.value.reason is Reason.DESTINATION_PAUSED
-    assert rig.port.is_reserved("a")
-    rank.adoptions._add_on_loop(rig.request("b"), None)
+    assert "a" in rig.port.reservations
+    rank.adoptions.add_on_loop(rig.request("b"), None)
     assert not rank.engines_running
     assert rank.told_coordinator() == []
 
@@ -122,7 +125,7 @@ def test_a_running_group_that_is_about_to_pause_takes_it(rig: Rig) -> None:
     rank = Rank(rig)
     rank.engines_running = True
     request = rig.request("a")
-    rig.port.reserve(request, use_prefix_cache=False)
+    rig.port.reservations.make(request, use_prefix_cache=False)
     rig.scheduler.set_pause_state(PauseState.PAUSED_NEW)
     rank.kvconn.admit(request, request.num_tokens - 1)
     assert rank.told_coordinator() == []
@@ -131,6 +134,6 @@ def test_a_running_group_that_is_about_to_pause_takes_it(rig: Rig) -> None:
 
 def test_an_engine_of_its_own_tells_nobody(rig: Rig) -> None:
     engine = SimpleNamespace(engines_running=False, has_coordinator=True, output_queue=queue.Queue())
-    KVConnection(engine, rig.port, SimpleNamespace(), private_record()).wake_group()
+    new_engine_loop(engine, rig).wake_group()
     assert not engine.engines_running
     assert engine.output_queue.empty()

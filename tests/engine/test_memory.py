@@ -22,7 +22,7 @@ from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.endpoint import PrivateDirectory
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES
 from vllm_llumnix.kv.memory import HostMemory
-from vllm_llumnix.kv.messages import MoverInfo
+from vllm_llumnix.kv.messages import BlockCopy, MoverInfo
 from vllm_llumnix.kv.mover import Mover
 from vllm_llumnix.kv.pace import Pace
 from vllm_llumnix.kv.process import NoncePage
@@ -102,16 +102,8 @@ async def test_equal_limits_of_two_links_are_two_limits(
     near = [source.peer for source in sources]
     apart = [msgspec.structs.replace(peer, boot_id="another") for peer in near]
     for job, (peers, transport) in enumerate([(near, "local"), (apart, "tcp")], 1):
-        await movers.pull(
-            job,
-            SourceMemory("", peers, CAPABILITY),
-            [1],
-            [2],
-            transport=transport,
-            deadline_s=5.0,
-            final=False,
-            tag="",
-        )
+        copy = BlockCopy(job=job, src_blocks=[1], dst_blocks=[2], transport=transport, deadline_s=5.0)
+        await movers.pull(copy, SourceMemory("", peers, CAPABILITY))
     assert len(set(map(id, paces.values()))) == 2 * RANKS
     movers.close()
 

@@ -156,12 +156,12 @@ def move(source: Rig, destination: Rig, name: str = "a"):
     new = destination.request(name, num_prompt=old.num_prompt_tokens, max_tokens=old.max_tokens)
     new.append_output_token_ids(list(old.output_token_ids))
     new.prefill_stats = None
-    hits, blocks = destination.port.reserve(new, use_prefix_cache=True)
+    hits, blocks = destination.port.reservations.make(new, use_prefix_cache=True)
     known = old.num_output_tokens
     source.turns(3)
     frozen = freeze(source, name)
     new.append_output_token_ids(list(old.output_token_ids)[known:])
-    destination.port.admit(new, frozen.computed_tokens)
+    destination.port.reservations.admit(new, frozen.computed_tokens)
     source.port.release(old)
     source.port.unpin(frozen.pin)
     return old, new, hits, blocks
@@ -187,12 +187,12 @@ def test_admitted_request_computes_one_token_in_the_next_step(rig: Rig, model_di
 def test_reservation_is_given_back_whole(rig: Rig) -> None:
     free, slots = rig.free_blocks, rig.scheduler.max_num_active_reqs
     request = rig.request("a")
-    rig.port.reserve(request, use_prefix_cache=True)
-    rig.port.grow(request, 200)
+    rig.port.reservations.make(request, use_prefix_cache=True)
+    rig.port.reservations.grow(request, 200)
     assert rig.free_blocks < free
     assert rig.scheduler.max_num_active_reqs == slots - 1
-    rig.port.cancel_reservation(request)
-    rig.port.cancel_reservation(request)
+    rig.port.reservations.cancel(request)
+    rig.port.reservations.cancel(request)
     assert (rig.free_blocks, rig.scheduler.max_num_active_reqs) == (free, slots)
 
 
@@ -201,34 +201,37 @@ def test_what_was_copied_before_sleep_is_no_cache(rig: Rig, how: str) -> None:
     executor = SimpleNamespace(sleep=lambda level: None, discard=lambda tags: None)
     _watch_sleep(executor, rig.port)
     before, queued, later = (rig.request(name) for name in ("before", "queued", "later"))
-    rig.port.reserve(before, use_prefix_cache=False)
-    rig.port.reserve(queued, use_prefix_cache=False, queued=True)
+    rig.port.reservations.make(before, use_prefix_cache=False)
+    rig.port.reservations.make(queued, use_prefix_cache=False, queued=True)
     executor.discard(("weights",))
-    rig.port.grow(before, 100)
+    rig.port.reservations.grow(before, 100)
     if how == "sleep":
         executor.sleep(1)
     else:
         executor.discard(("kv_cache",))
-    rig.port.reserve(later, use_prefix_cache=False)
-    for use in (partial(rig.port.grow, before, 200), partial(rig.port.admit, before, before.num_tokens - 1)):
+    rig.port.reservations.make(later, use_prefix_cache=False)
+    for use in (
+        partial(rig.port.reservations.grow, before, 200),
+        partial(rig.port.reservations.admit, before, before.num_tokens - 1),
+    ):
         with pytest.raises(Refused, match="slept") as refusal:
             use()
         assert refusal.value.reason is Reason.DESTINATION_PAUSED
-    rig.port.admit(later, later.num_tokens - 1)
-    rig.port.grow(queued, 100)
-    rig.port.cancel_reservation(before)
-    rig.port.reserve(before, use_prefix_cache=False)
-    rig.port.admit(before, before.num_tokens - 1)
+    rig.port.reservations.admit(later, later.num_tokens - 1)
+    rig.port.reservations.grow(queued, 100)
+    rig.port.reservations.cancel(before)
+    rig.port.reservations.make(before, use_prefix_cache=False)
+    rig.port.reservations.admit(before, before.num_tokens - 1)
 
 
 def test_reserve_preempts_nobody(rig: Rig) -> None:
     running = rig.add("b", num_prompt=200)
     rig.turns(3)
     with pytest.raises(Refused) as refusal:
-        rig.port.reserve(rig.request("a", num_prompt=1990), use_prefix_cache=True)
+        rig.port.reservations.make(rig.request("a", num_prompt=1990), use_prefix_cache=True)
     assert refusal.value.reason is Reason.DESTINATION_FULL
     assert running.num_preemptions == 0
-    assert not rig.port.is_reserved("a")
+    assert "a" not in rig.port.reservations
 
 
 def turns_until_it_starts(rig: Rig, newcomers: bool) -> int:
@@ -245,8 +248,8 @@ def turns_until_it_starts(rig: Rig, newcomers: bool) -> int:
         newcomer = rig.request(f"n{turn}", num_prompt=150, max_tokens=15)
         with contextlib.suppress(Refused):
             if newcomers:
-                rig.port.reserve(newcomer, use_prefix_cache=False)
-                rig.port.admit(newcomer, newcomer.num_tokens - 1)
+                rig.port.reservations.make(newcomer, use_prefix_cache=False)
+                rig.port.reservations.admit(newcomer, newcomer.num_tokens - 1)
     raise AssertionError("it never starts")
 
 
@@ -264,28 +267,28 @@ def test_reserve_needs_a_batch_slot(rig: Rig) -> None:
         rig.add(f"r{index}", num_prompt=40)
     rig.turns(4)
     with pytest.raises(Refused) as refusal:
-        rig.port.reserve(rig.request("a"), use_prefix_cache=True)
+        rig.port.reservations.make(rig.request("a"), use_prefix_cache=True)
     assert refusal.value.reason is Reason.DESTINATION_FULL
 
 
 def test_same_request_is_not_reserved_twice(rig: Rig) -> None:
     request = rig.request("a")
-    rig.port.reserve(request, use_prefix_cache=True)
+    rig.port.reservations.make(request, use_prefix_cache=True)
     with pytest.raises(Refused) as refusal:
-        rig.port.reserve(rig.request("a"), use_prefix_cache=True)
+        rig.port.reservations.make(rig.request("a"), use_prefix_cache=True)
     assert refusal.value.reason is Reason.ALREADY_MIGRATING
-    rig.port.cancel_reservation(request)
+    rig.port.reservations.cancel(request)
 
 
 def test_prefix_cache_hits_are_reserved_not_copied(rig: Rig) -> None:
     rig.add("b", num_prompt=100)
     rig.turns(5)
     request = rig.request("a", num_prompt=100)
-    hits, blocks = rig.port.reserve(request, use_prefix_cache=True)
+    hits, blocks = rig.port.reservations.make(request, use_prefix_cache=True)
     assert hits == 3
     assert blocks[:3] == rig.port.block_ids(rig.scheduler.requests["b"])[:3]
-    rig.port.cancel_reservation(request)
-    hits, blocks = rig.port.reserve(request, use_prefix_cache=False)
+    rig.port.reservations.cancel(request)
+    hits, blocks = rig.port.reservations.make(request, use_prefix_cache=False)
     assert hits == 0
     assert not set(blocks) & set(rig.port.block_ids(rig.scheduler.requests["b"]))
 
@@ -349,17 +352,17 @@ def test_short_of_blocks_only_when_reservations_are_in_the_way(model_dir: Path) 
     running = rig.add("b", num_prompt=63)
     rig.turns(2)
     reserved = rig.request("a", num_prompt=100, first=50)
-    rig.port.reserve(reserved, use_prefix_cache=False)
+    rig.port.reservations.make(reserved, use_prefix_cache=False)
     while rig.free_blocks:
-        rig.port.grow(reserved, len(rig.port.block_ids(reserved)) * BLOCK_SIZE)
+        rig.port.reservations.grow(reserved, len(rig.port.block_ids(reserved)) * BLOCK_SIZE)
     for _ in range(2 * BLOCK_SIZE):
-        if rig.port.short_of_blocks():
+        if rig.port.reservations.short_of_blocks():
             break
         rig.turn()
-    assert rig.port.short_of_blocks()
+    assert rig.port.reservations.short_of_blocks()
     assert running.num_preemptions == 0, "it was noticed too late"
-    rig.port.cancel_reservation(reserved)
-    assert not rig.port.short_of_blocks()
+    rig.port.reservations.cancel(reserved)
+    assert not rig.port.reservations.short_of_blocks()
 
 
 def test_blocks_are_accounted_for_while_nobody_holds_any(rig: Rig) -> None:
@@ -385,7 +388,7 @@ def arriving(source: Rig, destination: Rig, name: str = "a", *, queued: bool):
     new = destination.request(name, num_prompt=old.num_prompt_tokens, max_tokens=old.max_tokens)
     new.append_output_token_ids(list(old.output_token_ids))
     new.prefill_stats = None
-    destination.port.reserve(new, use_prefix_cache=True, queued=queued)
+    destination.port.reservations.make(new, use_prefix_cache=True, queued=queued)
     return old, new
 
 
@@ -408,7 +411,7 @@ def test_waiting_request_moves_without_blocks(rig: Rig, model_dir: Path) -> None
     assert (frozen.computed_tokens, frozen.block_ids, frozen.num_tokens) == (0, [], 70)
     assert old not in list(rig.scheduler.waiting)
     first = destination.add("first", first=30)
-    destination.port.admit(new, frozen.computed_tokens)
+    destination.port.reservations.admit(new, frozen.computed_tokens)
     assert list(destination.scheduler.waiting) == [first, new], "it queues like a new request"
     rig.port.release(old)
     rig.port.unpin(frozen.pin)
@@ -441,7 +444,7 @@ def test_preempted_request_moves_with_its_tokens(rig: Rig, model_dir: Path) -> N
     old, new = arriving(rig, destination, queued=True)
     frozen = freeze(rig)
     assert (frozen.computed_tokens, frozen.block_ids) == (0, [])
-    destination.port.admit(new, 0)
+    destination.port.reservations.admit(new, 0)
     rig.port.release(old)
     known = new.num_output_tokens
     destination.turns(3)
@@ -459,7 +462,7 @@ def test_half_prefilled_request_goes_on_where_it_was(rig: Rig, model_dir: Path) 
     frozen = freeze(rig)
     assert 0 < frozen.computed_tokens < 1000
     assert len(frozen.block_ids) == frozen.computed_tokens // BLOCK_SIZE
-    destination.port.admit(new, frozen.computed_tokens)
+    destination.port.reservations.admit(new, frozen.computed_tokens)
     rig.port.release(old)
     rig.port.unpin(frozen.pin)
     output = destination.scheduler.schedule()
@@ -471,18 +474,18 @@ def test_half_prefilled_request_goes_on_where_it_was(rig: Rig, model_dir: Path) 
 def test_waiting_request_that_starts_meanwhile_gets_blocks_and_a_slot(rig: Rig) -> None:
     request = rig.request("a")
     free, slots = rig.free_blocks, rig.scheduler.max_num_active_reqs
-    rig.port.reserve(request, use_prefix_cache=True, queued=True)
-    assert rig.port.grow(request, 70)
+    rig.port.reservations.make(request, use_prefix_cache=True, queued=True)
+    assert rig.port.reservations.grow(request, 70)
     assert rig.free_blocks < free
     assert rig.scheduler.max_num_active_reqs == slots - 1
-    rig.port.cancel_reservation(request)
+    rig.port.reservations.cancel(request)
     assert (rig.free_blocks, rig.scheduler.max_num_active_reqs) == (free, slots)
 
 
 def test_waiting_request_must_fit_an_empty_cache(model_dir: Path) -> None:
     rig = Rig(model_dir, num_blocks=8)
     with pytest.raises(Refused) as refusal:
-        rig.port.reserve(rig.request("a", num_prompt=400), use_prefix_cache=True, queued=True)
+        rig.port.reservations.make(rig.request("a", num_prompt=400), use_prefix_cache=True, queued=True)
     assert refusal.value.reason is Reason.DESTINATION_FULL
 
 
@@ -491,8 +494,8 @@ def test_where_layers_see_a_window_a_request_needs_no_more(model_dir: Path, queu
     """Its KV cache does not come along; vLLM computes it again in as many blocks as the window and a chunk span."""
     rig = Rig(model_dir, num_blocks=16, window=64, max_num_batched_tokens=128)
     request = rig.request("a", num_prompt=1000)
-    rig.port.reserve(request, use_prefix_cache=True, queued=queued)
-    rig.port.admit(request, 0)
+    rig.port.reservations.make(request, use_prefix_cache=True, queued=queued)
+    rig.port.reservations.admit(request, 0)
     rig.turns(9)
     assert request.num_output_tokens == 2
 
@@ -500,7 +503,7 @@ def test_where_layers_see_a_window_a_request_needs_no_more(model_dir: Path, queu
 def test_where_layers_see_a_window_it_needs_that_much(model_dir: Path) -> None:
     rig = Rig(model_dir, num_blocks=5, window=64, max_num_batched_tokens=128)
     with pytest.raises(Refused) as refusal:
-        rig.port.reserve(rig.request("a", num_prompt=1000), use_prefix_cache=True)
+        rig.port.reservations.make(rig.request("a", num_prompt=1000), use_prefix_cache=True)
     assert refusal.value.reason is Reason.DESTINATION_FULL
 
 

@@ -50,7 +50,7 @@ def assigned(path: Path) -> set[str]:
     names = set()
     for target in targets(ast.parse(path.read_text())):
         base = ast.unparse(target.value)
-        if base.split(".")[-1] in VLLMS_OBJECTS or base in REQUESTS:
+        if base.split(".")[-1].lstrip("_") in VLLMS_OBJECTS or base in REQUESTS:
             names.add(target.attr)
     return names - MESSAGES
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from llumlet.protocol.errors import Refused
+from llumlet.protocol.trials import Trials
 from tests.engine.loop import new_loop
 from vllm_llumnix import step_record
 from vllm_llumnix.engine.identity import EngineIdentity
 from vllm_llumnix.engine.listing import Listing
-from vllm_llumnix.engine.trials import Trials
 from vllm_llumnix.step_record import LastSteps, StepRecord, name_of, read
 
 INCARNATION = "c" * 32
@@ -90,7 +90,7 @@ def test_an_engine_that_leaves_says_so(model_dir: Path, record: StepRecord) -> N
     loop.rig.add("a")
     loop.turns(4)
     assert not last_steps().leaving
-    loop.kvconn.bypass.takes_requests = False
+    loop.kvconn.draining = True
     loop.turn()
     assert last_steps().leaving
 
@@ -119,8 +119,8 @@ def test_it_stays_where_it_is_tried(model_dir: Path, record: StepRecord) -> None
     loop = new_loop(model_dir, record=record)
     tried = loop.rig.add("tried")
     identity = EngineIdentity("a", INCARNATION, "digest", None, None, "cpu", True, False)
-    bypass: Any = SimpleNamespace(identity=identity, engine=loop)
-    listing = Listing(bypass, loop.kvconn, SimpleNamespace())
+    context: Any = SimpleNamespace(identity=identity, engine=loop, loop=loop.kvconn)
+    listing = Listing(context, SimpleNamespace())
     loop.turns(6)
     assert listing.why_not(tried) is None
     loop.kvconn.trials.open(tried, 3)

@@ -13,22 +13,26 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
-from tests.engine.rig import Rig, private_record
-from vllm_llumnix.engine.kvconn import WARM_STEPS, KVConnection
+from tests.engine.loop import new_engine_loop
+from tests.engine.rig import Rig
+from vllm_llumnix.engine.loop import WARM_STEPS
 
 pytestmark = pytest.mark.asyncio
 
 
 class Loop:
-    """A KVConnection on the rig's scheduler, and the turns of the loop that it waits for."""
+    """An EngineLoop on the rig's scheduler, and the turns of the loop that it waits for."""
 
     def __init__(self, rig: Rig) -> None:
         self.dummies = 0
         self.engine = SimpleNamespace(
-            batch_queue=deque(), engines_running=False, input_queue=queue.Queue(), execute_dummy_batch=self._dummy
+            batch_queue=deque(),
+            engines_running=False,
+            input_queue=queue.Queue(),
+            execute_dummy_batch=self._dummy,
+            is_running=lambda: True,
         )
-        bypass: Any = SimpleNamespace(post=lambda *_: None, takes_requests=True)
-        self.kvconn = KVConnection(self.engine, rig.port, bypass, private_record())
+        self.kvconn = new_engine_loop(self.engine, rig)
 
     def _dummy(self) -> None:
         self.dummies += 1

@@ -113,7 +113,8 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StepReco
 
 @pytest_asyncio.fixture
 async def home(new_peer: NewPeer, record: StepRecord) -> FakePeer:
-    """The relay's end of the client's own engine."""
+    """The relay's end of the client's own engine, which has been heard of."""
     peer = new_peer("home", llumlet="127.0.0.1:2", incarnation=HOME)
     await peer.hello()
+    await peer.heartbeat()
     return peer

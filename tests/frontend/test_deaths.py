@@ -14,11 +14,12 @@ from types import SimpleNamespace
 import pytest
 
 from llumlet.credentials import Credentials
+from llumlet.protocol.owners import Owner
+from llumlet.protocol.suspects import STUCK_SECONDS, steps_of
 from llumlet.server import serve
 from tests.llumlet.fake_agent import FakeAgent
 from vllm_llumnix import step_record
-from vllm_llumnix.frontend.deaths import STUCK_SECONDS, is_gone, steps_of
-from vllm_llumnix.frontend.owners import Owner
+from vllm_llumnix.frontend.deaths import is_gone
 from vllm_llumnix.step_record import StepRecord
 
 
@@ -43,17 +44,17 @@ def test_a_grammar_may_be_why_an_engine_is_dead(owner: Owner, record: StepRecord
     record.compile("compiled")
     record.begin(SimpleNamespace(num_scheduled_tokens={"in a step": 1}))
     owner.died("its process has ended", time.monotonic())
-    steps = steps_of(owner, time.monotonic())
+    steps = steps_of(owner, time.monotonic(), step_record.read)
     assert steps is not None
     assert [steps.had(name) for name in ("compiled", "in a step", "waits")] == [True, True, False]
 
 
 def test_a_grammar_that_takes_long_is_why_nobody_is_silent(owner: Owner, record: StepRecord) -> None:
     record.compile("compiled")
-    assert steps_of(owner, later()) is None, "it is cut off"
+    assert steps_of(owner, later(), step_record.read) is None, "it is cut off"
     record.begin(SimpleNamespace(num_scheduled_tokens={"in a step": 1}))
-    assert steps_of(owner, time.monotonic()) is None, "a young step: it gets on"
-    steps = steps_of(owner, later())
+    assert steps_of(owner, time.monotonic(), step_record.read) is None, "a young step: it gets on"
+    steps = steps_of(owner, later(), step_record.read)
     assert steps is not None
     assert [steps.had(name) for name in ("compiled", "in a step")] == [False, True]
 

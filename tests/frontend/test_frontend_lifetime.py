@@ -51,7 +51,7 @@ async def test_shutdown_leaves_no_task_and_no_socket(
     await peer.tokens(relayed("r", 0, 10))
     await tokens_of(client, 1)
     assert len(relay_tasks()) == 1
-    socket = client._relay._socket
+    socket = client.origin.relay._socket
     client.shutdown()
     client.shutdown()
     assert socket.closed
@@ -65,7 +65,7 @@ async def test_shutdown_leaves_no_task_and_no_socket(
 async def test_shutdown_from_another_thread(engine: FakeEngine, directory: Path) -> None:
     """As vLLM's engine monitor does."""
     client = new_client(AsyncMPClient, directory)
-    socket = client._relay._socket
+    socket = client.origin.relay._socket
     await asyncio.to_thread(client.shutdown)
     await until(lambda: socket.closed and not relay_tasks())
     close_client(client)
@@ -80,7 +80,7 @@ async def test_the_relay_does_not_keep_the_client_alive(
     peer = FakePeer(context, client.relay_address)
     await peer.tokens(relayed("r", 0, 10))
     await tokens_of(client, 1)
-    gone, socket, zmq_context = weakref.ref(client), client._relay._socket, client.resources.ctx
+    gone, socket, zmq_context = weakref.ref(client), client.origin.relay._socket, client.resources.ctx
     del client
     gc.collect()
     assert gone() is None

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from vllm.v1.engine import FinishReason
 
-from llumlet.protocol import wire
+from llumlet.protocol import streams, wire
 from llumlet.protocol.ids import Epoch
 from tests.frontend.conftest import NewPeer
 from tests.frontend.fakes import FakeEngine, FakePeer, next_outputs, output, relayed, request, tokens_of
-from vllm_llumnix.frontend import streams
 
 pytestmark = pytest.mark.asyncio
 
@@ -165,7 +164,7 @@ async def test_tokens_that_stay_lost_end_the_stream_with_an_error(
     outputs = await next_outputs(client)
     assert outputs.outputs[0].finish_reason == FinishReason.ERROR
     assert outputs.finished_requests == {"r"}
-    assert client.complaints.counts["overflow"] == 1
+    assert client.origin.complaints.counts["overflow"] == 1
     await peer.tokens(relayed("r", 1, 10, base=1))
     assert await peer.answer() == wire.Release([("r", Epoch(0, 1))])
 

@@ -9,8 +9,8 @@ import pytest
 import pytest_asyncio
 
 from llumlet.credentials import NONE
-from llumlet.directory import open_directory
 from llumlet.report_links import LinkLost
+from llumlet.stores import open_directory
 from llumlet.types import PeerInfo, PeersResponse
 from llumsched.cms.embedded import EmbeddedStore
 from llumsched.testing import SimulatedCluster

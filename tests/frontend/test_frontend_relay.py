@@ -14,11 +14,11 @@ import zmq.asyncio
 
 from llumlet.protocol import wire
 from llumlet.protocol.ids import HOME, Epoch
+from llumlet.protocol.owners import MAX_OWNERS, Owners
 from tests.frontend.conftest import NewPeer
 from tests.frontend.fakes import VOCAB_SIZE, FakeEngine, FakePeer, relayed, request, tokens_of, until
 from vllm_llumnix.frontend import relay as relay_module
-from vllm_llumnix.frontend.owners import MAX_OWNERS, Owners
-from vllm_llumnix.frontend.relay import Complaints, Relay
+from vllm_llumnix.frontend.relay import Complaints, RelaySocket
 
 
 @pytest.mark.asyncio
@@ -43,7 +43,7 @@ async def test_garbage_is_counted_and_harms_nobody(
     await peer.socket.send_multipart(frames)
     await peer.tokens(relayed("r", 0, 10))
     assert await tokens_of(client, 1) == [10]
-    await until(lambda: client.complaints.counts == {"bad_message": 2})
+    await until(lambda: client.origin.complaints.counts == {"bad_message": 2})
 
 
 @pytest.mark.asyncio
@@ -56,7 +56,7 @@ async def test_an_oversize_message_ends_only_its_connection(
     await peer.tokens(relayed("r", 0, 10))
     assert await tokens_of(client, 1) == [10]
     assert await big.heartbeat("r") == [], "it may come back"
-    assert client.complaints.counts == {}, "the message was never received"
+    assert client.origin.complaints.counts == {}, "the message was never received"
 
 
 @pytest.mark.asyncio
@@ -82,7 +82,7 @@ async def test_a_bad_output_does_not_reach_vllm(
         await client.add_request_async(request(request_id))
     await peer.tokens(bad, relayed("neighbour", 0, 20))
     assert await tokens_of(client, 1) == [20]
-    assert client.complaints.counts == {"bad_output": 1}
+    assert client.origin.complaints.counts == {"bad_output": 1}
     await peer.tokens(relayed("r", 0, 10))
     assert await tokens_of(client, 1) == [10]
 
@@ -94,9 +94,9 @@ async def test_an_error_of_ours_costs_one_message(
     await client.add_request_async(request("r"))
     assert await peer.heartbeat() == []
     with monkeypatch.context() as patch:
-        patch.setattr(client, "_on_relay", lambda identity, message: 1 / 0)
+        patch.setattr(client.origin, "hear", lambda identity, message: 1 / 0)
         await peer.hello()
-        await until(lambda: client.complaints.counts == {"internal": 1})
+        await until(lambda: client.origin.complaints.counts == {"internal": 1})
     await peer.tokens(relayed("r", 0, 10))
     assert await tokens_of(client, 1) == [10]
 
@@ -106,7 +106,7 @@ async def test_another_version_is_reported(client: Any, peer: FakePeer, new_peer
     old = new_peer("old")
     await old.hello(version=wire.RELAY_VERSION + 1)
     assert await old.heartbeat() == []
-    assert client.complaints.counts == {"version": 1}
+    assert client.origin.complaints.counts == {"version": 1}
 
 
 class EndlessSocket:
@@ -159,14 +159,14 @@ async def test_ten_thousand_tokens(client: Any, engine: FakeEngine, peer: FakePe
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("host", "reached"), [("localhost", "127.0.0.1"), ("127.0.0.1", "127.0.0.1")])
 async def test_the_address_is_one_that_engines_can_use(context: zmq.asyncio.Context, host: str, reached: str) -> None:
-    relay = Relay(context, host, lambda identity, message: None, Complaints())
+    relay = RelaySocket(context, host, lambda identity, message: None, Complaints())
     assert relay.address.startswith(f"tcp://{reached}:")
     relay.close()
 
 
 @pytest.mark.asyncio
 async def test_a_wildcard_is_not_advertised(context: zmq.asyncio.Context) -> None:
-    relay = Relay(context, "0.0.0.0", lambda identity, message: None, Complaints())
+    relay = RelaySocket(context, "0.0.0.0", lambda identity, message: None, Complaints())
     assert "0.0.0.0" not in relay.address
     relay.close()
 
@@ -174,7 +174,7 @@ async def test_a_wildcard_is_not_advertised(context: zmq.asyncio.Context) -> Non
 @pytest.mark.asyncio
 async def test_an_address_that_is_not_ours_is_an_error(context: zmq.asyncio.Context) -> None:
     with pytest.raises(zmq.ZMQError):
-        Relay(context, "192.0.2.1", lambda identity, message: None, Complaints())
+        RelaySocket(context, "192.0.2.1", lambda identity, message: None, Complaints())
 
 
 def test_complaints_are_logged_at_a_limited_rate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,16 +198,14 @@ def test_complaints_are_logged_at_a_limited_rate(monkeypatch: pytest.MonkeyPatch
 
 
 def test_owners_follow_reconnections_and_are_bounded() -> None:
-    now = 0.0
-    owners = Owners(clock=lambda: now)
-    b = owners.heard(b"1", "b", "x")
-    now = 3.0
-    assert owners.heard(b"2", "b", "x") is b
+    owners = Owners()
+    b = owners.heard(b"1", "b", "x", 0.0)
+    assert owners.heard(b"2", "b", "x", 3.0) is b
     assert (b.identity, b.last_heard) == (b"2", 3.0)
     assert owners.at(b"1") is None
     assert owners.at(b"2") is b
-    assert owners.heard(b"3", "b", "y") is not b, "another incarnation is another owner"
+    assert owners.heard(b"3", "b", "y", 3.0) is not b, "another incarnation is another owner"
     for number in range(MAX_OWNERS):
-        owners.heard(b"n%d" % number, "many", str(number))
+        owners.heard(b"n%d" % number, "many", str(number), 4.0)
     assert len(owners) == MAX_OWNERS
     assert owners.at(b"2") is None

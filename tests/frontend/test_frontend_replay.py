@@ -13,7 +13,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import FinishReason
 
 from llumlet.errors import LlumletError
-from llumlet.protocol import wire
+from llumlet.protocol import owners, replay, streams, wire
 from llumlet.protocol.ids import Epoch
 from llumlet.server import serve
 from llumlet.types import AdoptRequest, Reason
@@ -31,8 +31,8 @@ from tests.frontend.fakes import (
     until,
 )
 from tests.llumlet.fake_agent import FakeAgent
-from vllm_llumnix.frontend import owners, replay, streams
-from vllm_llumnix.frontend.client import WATCH_SECONDS
+from vllm_llumnix.frontend import calls
+from vllm_llumnix.frontend.origin import LOOK_SECONDS
 from vllm_llumnix.request_wire import RequestState, decode_state
 
 pytestmark = pytest.mark.asyncio
@@ -162,7 +162,7 @@ async def test_a_request_sent_after_a_hang_was_reported(
     await home.heartbeat(health=Health.HUNG)
     await start(client, engine, 10)
     await rescue.heartbeat()
-    await asyncio.sleep(3 * WATCH_SECONDS)
+    await asyncio.sleep(3 * LOOK_SECONDS)
     assert rescuer.asked("adopt") == []
     await home.heartbeat(health=Health.HUNG)
     _, state = await adoption(rescuer)
@@ -178,7 +178,7 @@ async def test_an_owner_that_does_not_claim_the_request(
     rescuer: FakeAgent,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(streams, "CLAIM_SECONDS", 2.0)
+    monkeypatch.setattr(streams, "CONFIRM_SECONDS", 2.0)
     await start(client, engine, 10)
     await home.send(wire.HandedOver("r", FIRST_HOP, "rescuer", "1", rescue.llumlet))
     for _ in range(24):
@@ -235,6 +235,26 @@ async def test_an_abort_that_nobody_asked_for(
     assert state.output_token_ids == [10, 20]
 
 
+async def test_an_engine_that_gives_the_request_up_before_it_has_answered(
+    client: Any, engine: FakeEngine, home: FakePeer, rescue: FakePeer, rescuer: FakeAgent
+) -> None:
+    """It has taken it, and shuts down: what it says on the relay overtakes its answer."""
+    await start(client, engine, 10)
+    rescuer.delays["adopt"] = 5.0
+    await engine.send(output("r", finish=FinishReason.ABORT))
+    await adoption(rescuer)
+    given_up = rescuer.given_up
+    rescuer.delays.clear()
+    await rescue.tokens(relayed("r", 1, 20, epoch=RAISED, base=1))
+    await rescue.tokens(relayed("r", 2, epoch=RAISED, base=1, finish=FinishReason.ABORT))
+    epoch, state = await adoption(rescuer, 2)
+    assert epoch > RAISED
+    assert state.output_token_ids == [10, 20]
+    await until(given_up.is_set)
+    await until(lambda: not client.origin.core.is_busy)
+    assert client.origin.core.num_replayed == 1
+
+
 async def test_a_destination_that_shuts_down_before_its_first_token(
     client: Any, engine: FakeEngine, home: FakePeer, rescue: FakePeer, rescuer: FakeAgent
 ) -> None:
@@ -249,7 +269,7 @@ async def test_an_abort_by_a_pause_reaches_the_client(
     client: Any, engine: FakeEngine, home: FakePeer, rescue: FakePeer, rescuer: FakeAgent
 ) -> None:
     await start(client, engine, 10)
-    with client._expecting_aborts("abort"):
+    with client.origin.expecting_aborts("abort"):
         await engine.send(output("r", finish=FinishReason.ABORT))
         assert (await next_outputs(client)).outputs[0].finish_reason == FinishReason.ABORT
     assert rescuer.asked("adopt") == []
@@ -259,13 +279,13 @@ async def test_a_peer_that_was_cut_off_for_long_is_asked_again(
     client: Any, engine: FakeEngine, home: FakePeer, rescue: FakePeer, rescuer: FakeAgent
 ) -> None:
     """It has taken this API server for dead, and sends it no heartbeats until it has a request of it again."""
-    client._peers._named = (rescue.llumlet,)
+    client.origin.peers._named = (rescue.llumlet,)
     await start(client, engine, 10)
     await rescue.heartbeat()
-    client._owners.named("rescuer").last_heard -= 35.0
-    assert client._replay.targets(None) == [home.llumlet], "it may be stopped"
-    client._owners.named("rescuer").last_heard -= 15.0
-    client._bury_home()
+    client.origin.core.owners.named("rescuer").last_heard -= 35.0
+    assert client.origin.core.targets(None) == [home.llumlet], "it may be stopped"
+    client.origin.core.owners.named("rescuer").last_heard -= 15.0
+    client.origin.bury_home()
     _, state = await adoption(rescuer)
     assert state.output_token_ids == [10]
 
@@ -277,16 +297,16 @@ async def test_a_peer_that_has_parted_is_neither_lost_nor_watched(
     await start(client, engine, 10)
     await rescue.heartbeat()
     await rescue.send(wire.Parting("rescuer", "1"))
-    await until(lambda: client._owners.named("rescuer").parted)
-    client._owners.named("rescuer").last_heard -= 20.0
-    await asyncio.sleep(3 * WATCH_SECONDS)
+    await until(lambda: client.origin.core.owners.named("rescuer").parted)
+    client.origin.core.owners.named("rescuer").last_heard -= 20.0
+    await asyncio.sleep(3 * LOOK_SECONDS)
     assert rescuer.calls == [], "nobody asks it whether it is there"
     await home.send(wire.HandedOver("r", FIRST_HOP, "rescuer", "1", rescue.llumlet))
     await home.heartbeat()
-    await asyncio.sleep(3 * WATCH_SECONDS)
+    await asyncio.sleep(3 * LOOK_SECONDS)
     assert rescuer.asked("adopt") == [], "it has just been given the request"
-    client._owners.named("rescuer").parted = True
-    assert rescue.llumlet in client._replay.targets(None)
+    client.origin.core.owners.named("rescuer").parted = True
+    assert rescue.llumlet in client.origin.core.targets(None)
 
 
 async def test_an_engine_that_hung_takes_its_request_back(
@@ -295,10 +315,10 @@ async def test_an_engine_that_hung_takes_its_request_back(
     """Where it was looked for meanwhile, nobody is."""
     home = new_peer("home", llumlet=rescuer.address)  # type: ignore[attr-defined]
     await home.hello()
-    client._peers._named = ("127.0.0.1:3",)
+    client.origin.peers._named = ("127.0.0.1:3",)
     await start(client, engine, 10)
     await home.heartbeat(health=Health.HUNG)
-    await until(lambda: client._replay.busy)
+    await until(lambda: client.origin.core.is_busy)
     assert await home.answer() == wire.Release([("r", Epoch(0, 0))])
     assert rescuer.asked("adopt") == []
     await home.heartbeat()
@@ -327,7 +347,7 @@ async def test_what_cannot_be_replayed_ends_with_an_error_when_its_engine_is_gon
     client: Any, engine: FakeEngine, home: FakePeer, rescue: FakePeer, rescuer: FakeAgent, changes: dict[str, Any]
 ) -> None:
     await start(client, engine, **changes)
-    client._bury_home()
+    client.origin.bury_home()
     last = await next_outputs(client)
     assert last.outputs[0].finish_reason == FinishReason.ERROR
     assert rescuer.asked("adopt") == []
@@ -336,7 +356,7 @@ async def test_what_cannot_be_replayed_ends_with_an_error_when_its_engine_is_gon
 async def test_an_engine_that_dies_before_its_first_word(client: Any, engine: FakeEngine, rescue: FakePeer) -> None:
     """It says hello when the first request comes, and nothing else tells where that one could go on."""
     await start(client, engine)
-    client._bury_home()
+    client.origin.bury_home()
     last = await next_outputs(client)
     assert last.outputs[0].finish_reason == FinishReason.ERROR
     await until(lambda: not client._finalizer.alive)
@@ -347,7 +367,7 @@ async def test_the_client_leaves_while_its_request_looks_for_an_engine(
 ) -> None:
     await start(client, engine, 10)
     rescuer.delays["adopt"] = 0.5
-    client._bury_home()
+    client.origin.bury_home()
     await adoption(rescuer)
     await client.abort_requests_async(["r"])
     await until(lambda: "abort" in rescuer.completed)
@@ -368,7 +388,7 @@ async def test_who_is_not_waited_for_is_told(
     monkeypatch.setattr(replay, "CALL_SECONDS", 0.5 if sign == "silence" else 30.0)
     await start(client, engine, 10)
     rescuer.delays["adopt"] = 30.0
-    client._bury_home()
+    client.origin.bury_home()
     epoch, _ = await adoption(rescuer)
     given_up = rescuer.given_up
     rescuer.delays.clear()
@@ -379,6 +399,24 @@ async def test_who_is_not_waited_for_is_told(
     await rescue.send(wire.Heartbeat("rescuer", "1", Health.OK, []))
     later, _ = await adoption(rescuer, 2)
     assert later > epoch
+
+
+async def test_a_call_that_cannot_be_made_is_made_again(
+    client: Any,
+    engine: FakeEngine,
+    home: FakePeer,
+    rescue: FakePeer,
+    rescuer: FakeAgent,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever was wrong with it."""
+    await start(client, engine, 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(calls, "state_of", lambda *_: 1 / 0)
+        client.origin.bury_home()
+        await until(lambda: client.origin.core.replays["r"].attempt > 1)
+    _, state = await adoption(rescuer)
+    assert state.output_token_ids == [10]
 
 
 async def test_who_is_at_it_is_waited_for(
@@ -393,12 +431,12 @@ async def test_who_is_at_it_is_waited_for(
     monkeypatch.setattr(replay, "CALL_SECONDS", 0.5)
     await start(client, engine, 10)
     rescuer.delays["adopt"] = 1.5
-    client._bury_home()
+    client.origin.bury_home()
     epoch, _ = await adoption(rescuer)
     while "adopt" not in rescuer.completed:
         assert await rescue.heartbeat("r", epoch=epoch) == []
         await asyncio.sleep(0.1)
-    await until(lambda: client._replay.replayed == 1)
+    await until(lambda: client.origin.core.num_replayed == 1)
     assert len(rescuer.asked("adopt")) == 1
     await rescue.tokens(relayed("r", 1, 20, epoch=epoch, base=1))
     assert await tokens_of(client, 1) == [20]

@@ -14,7 +14,9 @@ import pytest_asyncio
 from vllm.v1.engine import FinishReason
 
 from llumlet.errors import LlumletError
+from llumlet.protocol import owners, replay
 from llumlet.protocol.ids import Epoch
+from llumlet.protocol.suspects import TRIAL_TOKENS
 from llumlet.protocol.wire import Health
 from llumlet.server import RunningServer, serve
 from llumlet.types import Reason
@@ -22,9 +24,8 @@ from tests.frontend.conftest import NewPeer
 from tests.frontend.fakes import FakeEngine, FakePeer, next_outputs, output, relayed, request, tokens_of, until
 from tests.llumlet.fake_agent import FakeAgent
 from vllm_llumnix import step_record
-from vllm_llumnix.frontend import attempts, endings, owners, replay
-from vllm_llumnix.frontend.client import WATCH_SECONDS
-from vllm_llumnix.frontend.suspects import TRIAL_TOKENS
+from vllm_llumnix.frontend import attempts, endings
+from vllm_llumnix.frontend.origin import LOOK_SECONDS
 from vllm_llumnix.request_wire import decode_state
 from vllm_llumnix.step_record import StepRecord
 
@@ -91,13 +92,13 @@ async def test_suspects_one_at_a_time_and_the_others_at_once(
 ) -> None:
     await start(client, engine, "a", "b", "other")
     await home.heartbeat()
-    client._suspects._most = lambda: 1
+    client.origin.core.suspects._most = lambda: 1
     in_step(record, "a", "b")
-    client._bury_home()
+    client.origin.bury_home()
     await until(lambda: rescuer.adopted == {"a": TRIAL_TOKENS, "other": 0})
     await rescuer.peer.tokens(relayed("a", 1, *range(20, 20 + TRIAL_TOKENS - 1), epoch=RAISED, base=1))
     await tokens_of(client, TRIAL_TOKENS - 1)
-    await asyncio.sleep(2 * WATCH_SECONDS)
+    await asyncio.sleep(2 * LOOK_SECONDS)
     assert "b" not in rescuer.adopted, "the former one has not survived enough"
     await rescuer.peer.tokens(relayed("a", TRIAL_TOKENS, 30, epoch=RAISED, base=1))
     await until(lambda: rescuer.adopted == {"a": TRIAL_TOKENS, "other": 0, "b": TRIAL_TOKENS})
@@ -109,17 +110,17 @@ async def test_the_second_death_ends_it(
     await start(client, engine, "a", "other")
     await home.heartbeat()
     in_step(record, "a")
-    client._bury_home()
+    client.origin.bury_home()
     await until(lambda: set(rescuer.adopted) == {"a", "other"})
     await rescuer.peer.tokens(*(relayed(name, 1, 20, epoch=RAISED, base=1) for name in ("a", "other")))
     await tokens_of(client, 2)
     await rescuer.dies()
-    client._owners.named("rescuer").last_heard -= 3.0
+    client.origin.core.owners.named("rescuer").last_heard -= 3.0
     last = (await next_outputs(client)).outputs[0]
     assert (last.request_id, last.finish_reason) == ("a", FinishReason.ERROR)
     assert "2 engines died or hung, one after the other (home, rescuer)" in said["a"]
-    assert "other" in client._streams, "it looks for an engine"
-    assert client._suspects.deaths("other") == []
+    assert "other" in client.origin.core.streams, "it looks for an engine"
+    assert client.origin.core.suspects.deaths("other") == []
 
 
 async def test_one_death_ends_who_came_after_another(
@@ -132,7 +133,7 @@ async def test_one_death_ends_who_came_after_another(
     attempts.num_deaths.reset(token)
     await start(client, engine, "other")
     in_step(record, "a", "other")
-    client._bury_home()
+    client.origin.bury_home()
     last = (await next_outputs(client)).outputs[0]
     assert (last.request_id, last.finish_reason) == ("a", FinishReason.ERROR)
     assert "2 engines died or hung, one after the other (unknown here, home)" in said["a"]
@@ -156,7 +157,7 @@ async def test_before_the_engine_can_answer(
     await home.heartbeat()
     rescuer.agent.delays["adopt"] = 60.0
     in_step(record, "a")
-    client._bury_home()
+    client.origin.bury_home()
     await until(lambda: "a" in rescuer.adopted)
     theirs = StepRecord(RESCUER, 8, 2)
     in_step(theirs, "a")
@@ -177,11 +178,11 @@ async def test_a_refused_trial_is_no_death(
     await home.heartbeat()
     rescuer.agent.failures["adopt"] = LlumletError(Reason.DESTINATION_BUSY, "another request is on trial here")
     in_step(record, "a")
-    client._bury_home()
+    client.origin.bury_home()
     await until(lambda: len(rescuer.agent.asked("adopt")) > 1)
     del rescuer.agent.failures["adopt"]
-    await until(lambda: not client._streams.get("a").replaying)
-    assert client._suspects.deaths("a") == ["home"]
+    await until(lambda: not client.origin.core.streams.get("a").replaying)
+    assert client.origin.core.suspects.deaths("a") == ["home"]
 
 
 @pytest.mark.parametrize("leaving", [False, True], ids=["idle", "on its way out"])
@@ -193,7 +194,7 @@ async def test_engines_that_nobody_has_killed(
     if leaving:
         in_step(record, "a")
         record.leave()
-    client._bury_home()
+    client.origin.bury_home()
     await until(lambda: rescuer.adopted == {"a": 0})
 
 
@@ -221,7 +222,7 @@ async def test_an_owner_that_lives(
         patch.setattr(step_record.time, "monotonic", lambda: now - age_s)
         in_step(record, "a")
     if health is Health.OK:
-        client._owners.named("home").last_heard -= 10.0
+        client.origin.core.owners.named("home").last_heard -= 10.0
     await until(lambda: rescuer.adopted == {"a": TRIAL_TOKENS if tried else 0})
 
 
@@ -230,12 +231,12 @@ async def test_nothing_is_kept_of_streams_that_end(
 ) -> None:
     await start(client, engine, "a", "b")
     await home.heartbeat()
-    client._suspects._most = lambda: 1
+    client.origin.core.suspects._most = lambda: 1
     in_step(record, "a", "b")
-    client._bury_home()
+    client.origin.bury_home()
     await until(lambda: set(rescuer.adopted) == {"a"})
     await client.abort_requests_async(["b"])
     await rescuer.peer.tokens(relayed("a", 1, 20, epoch=RAISED, base=1, finish=FinishReason.STOP))
-    await until(lambda: not len(client._suspects))
-    await until(lambda: not client._replay.busy)
+    await until(lambda: not len(client.origin.core.suspects))
+    await until(lambda: not client.origin.core.is_busy)
     assert set(rescuer.adopted) == {"a"}

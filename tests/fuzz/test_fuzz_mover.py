@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from tests.fuzz.hostile import anything, integers, texts
 from tests.kv.conftest import SHAPES, memory, source
-from tests.kv.fakes import FakeWorker, Memory, SourceProcess, packed
+from tests.kv.fakes import FakeWorker, Memory, SourceProcess, packed, pull_of
 from vllm_llumnix.kv import messages, worker
-from vllm_llumnix.kv.messages import MoverInfo, Probe, ProbeReport, Pull, PullReport, StopPull
+from vllm_llumnix.kv.messages import MoverInfo, Probe, ProbeReport, PullReport, StopPull
 from vllm_llumnix.kv.worker import start_mover, stop_mover
 
 __all__ = ["memory", "source"]
@@ -59,7 +59,7 @@ class Harness:
         while not isinstance(answer := self.answer(), ProbeReport) or answer.job != self._job:
             pass
         assert answer.obstacle is None
-        self._socket.send(messages.encode(Pull(self._job, self.source.peer, [3], [30], "local", SECONDS)))
+        self._socket.send(messages.encode(pull_of(self.source.peer, [3], [30], job=self._job, deadline_s=SECONDS)))
         while not isinstance(report := self.answer(), PullReport) or report.job != self._job:
             pass
         assert report.error is None
@@ -82,7 +82,7 @@ def harness(memory: Memory, source: SourceProcess, tmp_path: Path) -> Iterator[H
         assert np.array_equal(before, memory.bytes)
         harness.check()
         assert worker._running is not None
-        assert worker._running[0].num_errors == 0
+        assert worker._running.mover.num_errors == 0
         assert len(os.listdir("/proc/self/fd")) <= files
     finally:
         harness.close()
@@ -93,10 +93,7 @@ def harness(memory: Memory, source: SourceProcess, tmp_path: Path) -> Iterator[H
 @given(data=st.data())
 def test_bytes(harness: Harness, data: st.DataObject) -> None:
     peer = msgspec.structs.replace(harness.source.peer, nonce=bytes(32))
-    examples = [
-        messages.encode(command)
-        for command in (Pull(1, peer, [0], [0], "local", 1.0), Probe(1, peer, "local"), StopPull(1))
-    ]
+    examples = [messages.encode(command) for command in (pull_of(peer, [0], [0]), Probe(1, peer, "local"), StopPull(1))]
     harness.attack(data.draw(anything(*examples)))
 
 
@@ -119,7 +116,7 @@ def test_other_memory(harness: Harness, data: st.DataObject) -> None:
             },
         ).filter(bool)
     )
-    wire = msgspec.msgpack.decode(messages.encode(Pull(1, true, [0], [0], "local", 1.0)))
+    wire = msgspec.msgpack.decode(messages.encode(pull_of(true, [0], [0])))
     wire["peer"] |= change
     if data.draw(st.booleans()):
         wire["peer"]["layout"] |= data.draw(st.fixed_dictionaries({}, optional=layout))

@@ -19,14 +19,12 @@ from hypothesis import strategies as st
 from vllm.v1.engine.core_client import AsyncMPClient
 
 from llumlet.credentials import NONE
-from llumlet.protocol import wire
+from llumlet.protocol import origin, owners, wire
 from llumlet.protocol.ids import Epoch
 from tests.frontend.conftest import llumlet_enabled
 from tests.frontend.fakes import FakeEngine, FakePeer, close_client, new_client, relayed, request, tokens_of
 from tests.fuzz.hostile import anything, integers, texts
 from vllm_llumnix.engine.relay import Relay as EngineRelay
-from vllm_llumnix.frontend import client as frontend_client
-from vllm_llumnix.frontend import owners
 from vllm_llumnix.frontend.metrics import MoveMetrics
 
 __all__ = ["llumlet_enabled"]
@@ -89,7 +87,7 @@ class Harness:
         self._runner.run(self._attack(frames))
 
     async def _attack(self, frames: tuple[bytes, ...]) -> None:
-        if "victim" not in self.client._streams:
+        if "victim" not in self.client.origin.core.streams:
             await self.client.add_request_async(request("victim"))
         await self._attacker.socket.send_multipart(frames)
         # A heartbeat is answered, so all that came before it has been dealt with. By name: attacks are answered, too.
@@ -108,7 +106,7 @@ class Harness:
         await self._friend.tokens(relayed("bystander", self._next, 7))
         assert await tokens_of(self.client, 1) == [7]
         self._next += 1
-        assert self.client.complaints.counts["internal"] == 0
+        assert self.client.origin.complaints.counts["internal"] == 0
 
     def num_tasks(self) -> int:
         return len(asyncio.all_tasks(self._runner.get_loop()))
@@ -127,7 +125,7 @@ class Harness:
 @pytest.fixture
 def harness(monkeypatch: pytest.MonkeyPatch) -> Iterator[Harness]:
     # Everybody is silent while examples are made up, for however long that takes.
-    monkeypatch.setattr(frontend_client, "PROBE_SECONDS", 600.0)
+    monkeypatch.setattr(origin, "PROBE_SECONDS", 600.0)
     monkeypatch.setattr(owners, "LOST_SECONDS", 600.0)
     monkeypatch.setattr(MoveMetrics, "look", lambda *_: None)
     with tempfile.TemporaryDirectory(prefix="llx-") as directory, asyncio.Runner() as runner:
@@ -138,7 +136,7 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> Iterator[Harness]:
             yield harness
             harness.check()
             assert harness.num_tasks() <= tasks
-            assert len(harness.client._streams) <= 2
+            assert len(harness.client.origin.core.streams) <= 2
         finally:
             harness.close()
 
@@ -183,7 +181,7 @@ NOT_TEXT = wire.encode(wire.HeartbeatAck(["xyz"])).replace(b"xyz", b"\xff\xff\xf
 def test_what_msgspec_has_other_errors_for(harness: Harness, data: bytes) -> None:
     harness.attack(data)
     harness.check()
-    assert harness.client.complaints.counts["bad_message"] == 1
+    assert harness.client.origin.complaints.counts["bad_message"] == 1
 
 
 @pytest.mark.asyncio

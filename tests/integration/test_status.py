@@ -16,8 +16,9 @@ from benchmarks.client import Client, Stream
 from benchmarks.harness import Server
 from llumlet.client import LlumletClient
 from llumlet.types import InstanceStatus
+from llumsched.cluster.instance import Instance
+from llumsched.cluster.view import View
 from llumsched.cms.embedded import EmbeddedStore
-from llumsched.cms.view import Instance, View
 from tests.integration.conftest import StartServer
 from tests.support.cms import embedded_store
 

@@ -27,7 +27,7 @@ from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.grants import Grants
 from vllm_llumnix.kv.layout import BlockLayout, TensorRegion
 from vllm_llumnix.kv.memory import CudaMemory, HostMemory
-from vllm_llumnix.kv.messages import CudaShare, PeerMemory
+from vllm_llumnix.kv.messages import CudaShare, PeerMemory, Pull
 from vllm_llumnix.kv.mooncake import MooncakeEngine
 from vllm_llumnix.kv.process import NoncePage, describe_memory
 from vllm_llumnix.kv.settings import WorkerSettings
@@ -96,6 +96,16 @@ def describe(
     cuda: CudaShare | None = None,
 ) -> PeerMemory:
     return describe_memory(memory.blocks, nonce, instance, rank=0, tcp=tcp, mooncake=mooncake, cuda=cuda)
+
+
+def pull_of(peer: PeerMemory, source: list[int], destination: list[int], capability: bytes = b"", **more: Any) -> Pull:
+    return Pull(
+        peer=peer,
+        src_blocks=source,
+        dst_blocks=destination,
+        capability=capability,
+        **({"job": 1, "deadline_s": 5.0} | more),
+    )
 
 
 def shared(memory: Memory) -> CudaShare:

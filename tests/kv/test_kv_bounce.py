@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kv.fakes import Memory, describe, until
+from tests.kv.fakes import Memory, describe, pull_of, until
 from vllm_llumnix.errors import TransferFailed
 from vllm_llumnix.kv import bounce
 from vllm_llumnix.kv.block_server import BlockServer
@@ -123,7 +123,7 @@ class Ends:
     grants: Grants
 
     def pull(self) -> Iterator[int]:
-        return self.transport.pull(self.peer, EVERYTHING, MOVED, 1 << 20, CAPABILITY)
+        return self.transport.pull(pull_of(self.peer, EVERYTHING, MOVED, CAPABILITY), 1 << 20)
 
     def require_moved(self) -> None:
         for theirs, ours in zip(EVERYTHING, MOVED, strict=True):
@@ -180,7 +180,7 @@ def test_bytes(ends: Ends) -> None:
 @pytest.mark.parametrize("blocks", [1, 2, 3, 5])
 def test_few_blocks(ends: Ends, blocks: int) -> None:
     """Less than a chunk, one, and a last one that is not full."""
-    assert sum(ends.transport.pull(ends.peer, EVERYTHING[:blocks], MOVED[:blocks], 100, CAPABILITY))
+    assert sum(ends.transport.pull(pull_of(ends.peer, EVERYTHING[:blocks], MOVED[:blocks], CAPABILITY), 100))
     for theirs, ours in zip(EVERYTHING[:blocks], MOVED[:blocks], strict=True):
         assert ends.here.block(ours) == ends.there.block(theirs)
 

@@ -20,11 +20,21 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kv.fakes import FakeStream, FakeWorker, Memory, describe, on_gpu, packed, shared, source_process, until
+from tests.kv.fakes import (
+    FakeStream,
+    FakeWorker,
+    Memory,
+    describe,
+    on_gpu,
+    packed,
+    pull_of,
+    shared,
+    source_process,
+    until,
+)
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
+from vllm_llumnix.kv import data_plane, mover
 from vllm_llumnix.kv import memory as kv_memory
-from vllm_llumnix.kv import mover
-from vllm_llumnix.kv import worker as kv_worker
 from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.cuda_share import require_plausible
@@ -88,11 +98,13 @@ def test_tcp(scratch_bytes: int, peer: Any, monkeypatch: pytest.MonkeyPatch) -> 
         described = describe_memory(there.blocks, page, "there", 0, tcp=f"127.0.0.1:{server.port}")
         transport.probe(described)
         ids, other_ids = [5, 0, 31, 7, 8], [1, 2, 3, 30, 0]
-        assert sum(transport.pull(described, ids, other_ids, 1000, CAPABILITY)) == 5 * here.blocks.bytes_per_block
+        assert (
+            sum(transport.pull(pull_of(described, ids, other_ids, CAPABILITY), 1000)) == 5 * here.blocks.bytes_per_block
+        )
         for theirs, ours in zip(ids, other_ids, strict=True):
             assert here.block(ours) == there.block(theirs)
         with pytest.raises(ValueError, match="block ids"):
-            list(transport.pull(described, [0], [32], 1000, CAPABILITY))
+            list(transport.pull(pull_of(described, [0], [32], CAPABILITY), 1000))
     finally:
         transport.close()
         server.close()
@@ -152,13 +164,13 @@ def test_local(peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     described = peer(there, cuda=shared(there))
     transport.probe(described)
     ids, other_ids = [5, 0, 31, 7, 8], [1, 2, 3, 30, 0]
-    sizes = list(transport.pull(described, ids, other_ids, 2 * there.blocks.bytes_per_block))
+    sizes = list(transport.pull(pull_of(described, ids, other_ids), 2 * there.blocks.bytes_per_block))
     assert sum(sizes) == 5 * here.blocks.bytes_per_block
     assert 0 in sizes  # the mover is not held up by the GPU
     moved = dict(zip(other_ids, ids, strict=True))
     for block in range(32):
         assert here.block(block) == (there.block(moved[block]) if block in moved else before.block(block))
-    pull = transport.pull(described, [1, 2], [1, 2], there.blocks.bytes_per_block)
+    pull = transport.pull(pull_of(described, [1, 2], [1, 2]), there.blocks.bytes_per_block)
     next(pull)
     stream = transport._stream
     assert isinstance(stream, FakeStream)
@@ -179,8 +191,8 @@ def test_local_says_why_not(peer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         source.kill()
         with pytest.raises((TransferFailed, TransportUnavailable)):
             transport.probe(source.peer)
-    with pytest.raises(ValueError, match="destination blocks"):
-        list(transport.pull(peer(there, cuda=shared(there)), [0, 1], [3, 3], 1))
+    with pytest.raises(ValueError, match="named twice"):
+        list(transport.pull(pull_of(peer(there, cuda=shared(there)), [0, 1], [3, 3]), 1))
     transport.close()
 
 
@@ -216,7 +228,7 @@ def test_what_cannot_be_is_not_passed_on(
     with pytest.raises(TransportUnavailable, match=f"cannot be: {complaint}"):
         transport.probe(described)
     with pytest.raises(TransportUnavailable, match=f"cannot be: {complaint}"):
-        list(transport.pull(described, [0], [0], 1))
+        list(transport.pull(pull_of(described, [0], [0]), 1))
     assert not mapped
     transport.close()
 
@@ -291,7 +303,7 @@ async def test_a_worker_on_a_gpu(exported: bool, monkeypatch: pytest.MonkeyPatch
 
     shapes = [(4, 4096)]
     memory = Memory(shapes=shapes, seed=2)
-    monkeypatch.setattr(kv_worker, "share", share)
+    monkeypatch.setattr(data_plane, "share", share)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
     worker = FakeWorker(memory, device="cuda")
     info = msgspec.msgpack.decode(start_mover(worker, packed(transports=("local", "tcp"))), type=MoverInfo)
@@ -302,12 +314,10 @@ async def test_a_worker_on_a_gpu(exported: bool, monkeypatch: pytest.MonkeyPatch
         client = MoverClient(info)
         with source_process(CAPABILITY, seed=1, shapes=shapes) as source:
             # A source in main memory sends what it is asked for in the order of a GPU.
-            report = await client.pull(
-                1, source.peer, [3, 4], [8, 9], transport="tcp", deadline_s=5, capability=CAPABILITY
-            )
+            report = await client.pull(pull_of(source.peer, [3, 4], [8, 9], transport="tcp", capability=CAPABILITY))
             assert report.error is None
             assert [memory.block(8), memory.block(9)] == [source.memory.block(3), source.memory.block(4)]
-        report = await client.pull(2, source.peer, [3], [8], transport="local", deadline_s=5)
+        report = await client.pull(pull_of(source.peer, [3], [8], job=2))
         assert (report.error or "").startswith("no transport 'local'") != exported
         client.close()
     finally:
@@ -320,7 +330,7 @@ async def test_local_alone_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None
     def share(_: Any) -> CudaShare:
         raise TransportUnavailable("sleep mode's allocator")
 
-    monkeypatch.setattr(kv_worker, "share", share)
+    monkeypatch.setattr(data_plane, "share", share)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
     worker = FakeWorker(Memory(shapes=[(4, 4096)], seed=2), device="cuda")
     info = msgspec.msgpack.decode(start_mover(worker, packed(transports=("local",))), type=MoverInfo)
@@ -363,12 +373,12 @@ async def test_sleep_mode(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     everything = list(range(memory.num_blocks))
 
     def read(blocks: list[int]) -> int:
-        return sum(reader.pull(info.memory, blocks, blocks, 1000, CAPABILITY))
+        return sum(reader.pull(pull_of(info.memory, blocks, blocks, CAPABILITY), 1000))
 
     def pull(job: int, limit: Limit) -> Coroutine[Any, Any, PullReport]:
         ids = everything
         return client.pull(
-            job, source.peer, ids, ids, transport="tcp", deadline_s=20, capability=CAPABILITY, limit=limit
+            pull_of(source.peer, ids, ids, job=job, transport="tcp", deadline_s=20, capability=CAPABILITY, limit=limit)
         )
 
     try:
@@ -421,7 +431,7 @@ async def test_whoever_touches_the_gpu_says_which(monkeypatch: pytest.MonkeyPatc
     client, reader = MoverClient(info), TcpTransport(on_gpu(Memory(shapes=shapes, seed=3)))
     try:
         await client.grant(CAPABILITY, [1])
-        assert await asyncio.to_thread(lambda: sum(reader.pull(info.memory, [1], [1], 1000, CAPABILITY)))
+        assert await asyncio.to_thread(lambda: sum(reader.pull(pull_of(info.memory, [1], [1], CAPABILITY), 1000)))
         assert {device for _, device in chosen} == {torch.device("cuda:3")}
         mover_thread, server_thread = (name for name, _ in chosen)
         assert mover_thread == "llumnix-mover"
@@ -472,11 +482,20 @@ async def test_a_capture_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     everything = list(range(memory.num_blocks))
 
     def read() -> int:
-        return sum(reader.pull(info.memory, everything, everything, 1000, CAPABILITY))
+        return sum(reader.pull(pull_of(info.memory, everything, everything, CAPABILITY), 1000))
 
     def pull(job: int, limit: Limit = UNLIMITED) -> Coroutine[Any, Any, PullReport]:
         return client.pull(
-            job, source.peer, everything, everything, transport="tcp", deadline_s=20, capability=CAPABILITY, limit=limit
+            pull_of(
+                source.peer,
+                everything,
+                everything,
+                job=job,
+                transport="tcp",
+                deadline_s=20,
+                capability=CAPABILITY,
+                limit=limit,
+            )
         )
 
     try:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_llumnix.kv.worker import fingerprint
+from vllm_llumnix.kv.fingerprint import fingerprint
 
 
 class RoutedExperts(torch.nn.Module):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from tests.kv.fakes import Memory, SourceProcess, until
+from tests.kv.fakes import Memory, SourceProcess, pull_of, until
 from vllm_llumnix import faults
 from vllm_llumnix.errors import TransferFailed
 from vllm_llumnix.kv import worker
@@ -63,7 +63,7 @@ async def ended(client: MoverClient) -> None:
 async def begun(client: MoverClient, source: SourceProcess, memory: Memory) -> asyncio.Task[object]:
     """A pull that has written something, and has most of its blocks to write."""
     before = memory.bytes.copy()
-    pull = asyncio.create_task(client.pull(1, source.peer, ALL, ALL, deadline_s=20, limit=SLOW))
+    pull = asyncio.create_task(client.pull(pull_of(source.peer, ALL, ALL, deadline_s=20, limit=SLOW)))
     await asyncio.to_thread(until, lambda: not np.array_equal(before, memory.bytes))
     return pull
 

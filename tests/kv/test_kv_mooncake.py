@@ -21,14 +21,14 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from tests.kv.fakes import ROOT, FakeWorker, Memory, describe, on_gpu, packed, source_process, until
+from tests.kv.fakes import ROOT, FakeWorker, Memory, describe, on_gpu, packed, pull_of, source_process, until
 from tests.support.authority import Authority, credential_files, token_file
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
-from vllm_llumnix.kv import block_server, block_stage
-from vllm_llumnix.kv import worker as kv_worker
+from vllm_llumnix.kv import block_server, block_stage, data_plane
 from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.blocks_tcp import receive_frame, send_frame
 from vllm_llumnix.kv.client import MoverClient
+from vllm_llumnix.kv.data_plane import tls_context
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES, Grants
 from vllm_llumnix.kv.memory import BlockMemory, HostMemory
 from vllm_llumnix.kv.messages import DEPTH, MoverInfo, PeerMemory, SealKind, StageRequest, decode_stage_answer
@@ -41,7 +41,7 @@ from vllm_llumnix.kv.transport import mooncake
 from vllm_llumnix.kv.transport.connections import Connections
 from vllm_llumnix.kv.transport.mooncake import MooncakeTransport
 from vllm_llumnix.kv.transport.segments import REMEMBERED_SECONDS, Segments
-from vllm_llumnix.kv.worker import start_mover, stop_mover, tls_context
+from vllm_llumnix.kv.worker import start_mover, stop_mover
 
 CHUNK = 8 << 20
 CAPABILITY = bytes(range(CAPABILITY_BYTES))
@@ -123,7 +123,7 @@ class Reader:
         capability: bytes = CAPABILITY,
         chunk_bytes: int = CHUNK,
     ) -> Any:
-        return self.transport.pull(peer, source, destination, chunk_bytes, capability)
+        return self.transport.pull(pull_of(peer, source, destination, capability), chunk_bytes)
 
     @property
     def all_free(self) -> bool:
@@ -643,12 +643,11 @@ def test_which_buffers(
 ) -> None:
     """On the GPU over RDMA, if that can reach it, and both areas or none."""
     engine = FakeEngine(obstacle)
-    monkeypatch.setattr(kv_worker, "MooncakeEngine", lambda *_: engine)
+    monkeypatch.setattr(data_plane, "MooncakeEngine", lambda *_: engine)
     wanted = MooncakeSettings(
         host="127.0.0.1", protocol=protocol, gpu_direct=gpu_direct, required=True, max_in=1, max_out=1
     )
-    mooncake = kv_worker._mooncake(on_gpu(Memory()), WorkerSettings(instance="x", mooncake=wanted))
-    assert mooncake is not None
+    mooncake = data_plane._mooncake(on_gpu(Memory()), wanted)
     assert [type(area) for area in (mooncake.outgoing, mooncake.incoming)] == [expected] * 2
     areas = [mooncake.outgoing, mooncake.incoming] if protocol == "rdma" else [mooncake.outgoing]
     assert engine.registered == [area.address for area in areas]
@@ -678,7 +677,7 @@ async def test_a_worker_starts_stops_and_starts_again(engines: list[MooncakeEngi
             client = MoverClient(info)
             assert await client.probe(source.peer, "mooncake") is None
             report = await client.pull(
-                1, source.peer, [3], [4 * times], transport="mooncake", deadline_s=5, capability=CAPABILITY
+                pull_of(source.peer, [3], [4 * times], transport="mooncake", capability=CAPABILITY)
             )
             assert report.error is None
             assert memory.block(4 * times) == source.memory.block(3)

@@ -17,11 +17,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from tests.kv.fakes import FakeWorker, Memory, SourceProcess, packed, source_process, until
+from tests.kv.fakes import FakeWorker, Memory, SourceProcess, packed, pull_of, source_process, until
 from vllm_llumnix import faults
 from vllm_llumnix.engine.attach import what_copies
 from vllm_llumnix.errors import TransferFailed
-from vllm_llumnix.kv import messages, worker
+from vllm_llumnix.kv import data_plane, messages, worker
 from vllm_llumnix.kv.client import MoverClient
 from vllm_llumnix.kv.grants import ASLEEP, CAPABILITY_BYTES
 from vllm_llumnix.kv.memory import HostMemory
@@ -45,7 +45,7 @@ SLOW = 1e6
 
 async def started(client: MoverClient, source: SourceProcess, job: int) -> asyncio.Task[PullReport]:
     """A slow pull that the mover is certainly at work on: it has answered a later command."""
-    pull = client.pull(job, source.peer, ALL, ALL, deadline_s=20, limit=Limit(bytes_per_s=SLOW))
+    pull = client.pull(pull_of(source.peer, ALL, ALL, job=job, deadline_s=20, limit=Limit(bytes_per_s=SLOW)))
     task = asyncio.create_task(pull)
     await asyncio.sleep(0)
     assert await client.probe(source.peer, "local") is None
@@ -54,7 +54,7 @@ async def started(client: MoverClient, source: SourceProcess, job: int) -> async
 
 class TestPull:
     async def test_the_blocks_arrive(self, client: MoverClient, source: SourceProcess, memory: Memory) -> None:
-        report = await client.pull(1, source.peer, [3, 4, 9], [8, 30, 1], deadline_s=5)
+        report = await client.pull(pull_of(source.peer, [3, 4, 9], [8, 30, 1]))
         assert report.error is None
         assert report.bytes == 3 * memory.blocks.bytes_per_block
         assert 0 < report.seconds < 5
@@ -63,18 +63,18 @@ class TestPull:
 
     async def test_wrong_blocks_are_reported(self, client: MoverClient, source: SourceProcess, memory: Memory) -> None:
         before = memory.bytes.copy()
-        report = await client.pull(1, source.peer, [0], [32], deadline_s=5)
+        report = await client.pull(pull_of(source.peer, [0], [32]))
         assert report == PullReport(1, 0, report.seconds, "block ids 32 to 32 are not all within 0 to 31")
-        report = await client.pull(2, source.peer, [0], [0], deadline_s=5, transport="pigeon")
+        report = await client.pull(pull_of(source.peer, [0], [0], job=2, transport="pigeon"))
         assert report.error == "no transport 'pigeon': local"
-        report = await client.pull(3, source.peer, [0], [0], deadline_s=5, limit=Limit(bytes_per_s=0))
+        report = await client.pull(pull_of(source.peer, [0], [0], job=3, limit=Limit(bytes_per_s=0)))
         assert report.error == "a limit of 0.0 bytes per second"
         assert np.array_equal(before, memory.bytes)
 
     async def test_the_pace_is_kept(self, client: MoverClient, source: SourceProcess) -> None:
         for _ in range(2):  # an idle link saves nothing up
             began = time.monotonic()
-            report = await client.pull(1, source.peer, ALL, ALL, deadline_s=5, limit=Limit(bytes_per_s=80e6))
+            report = await client.pull(pull_of(source.peer, ALL, ALL, limit=Limit(bytes_per_s=80e6)))
             assert report.error is None
             assert TOTAL / 80e6 <= report.seconds <= time.monotonic() - began
 
@@ -83,7 +83,7 @@ class TestPull:
 
         async def pull(job: int, ids: list[int], final: bool = False) -> None:
             report = await client.pull(
-                job, source.peer, ids, ids, deadline_s=5, limit=Limit(bytes_per_s=80e6), final=final
+                pull_of(source.peer, ids, ids, job=job, limit=Limit(bytes_per_s=80e6), final=final)
             )
             assert report.error is None
             order.append(job)
@@ -101,7 +101,9 @@ class TestPull:
         await becomes(os.SCHED_OTHER)
         background = await started(client, source, 1)
         await becomes(os.SCHED_BATCH)
-        final = client.pull(2, source.peer, ALL, ALL, deadline_s=20, limit=Limit(bytes_per_s=SLOW / 2), final=True)
+        final = client.pull(
+            pull_of(source.peer, ALL, ALL, job=2, deadline_s=20, limit=Limit(bytes_per_s=SLOW / 2), final=True)
+        )
         urgent = asyncio.create_task(final)
         await becomes(os.SCHED_OTHER)
         for job, task in ((2, urgent), (1, background)):
@@ -119,7 +121,7 @@ class TestPull:
         ]
         for limit, link in others:
             ids = ALL if link == "" else [0]  # a block takes a quarter of a second
-            report = await client.pull(2, source.peer, ids, ids, deadline_s=5, limit=limit, link=link)
+            report = await client.pull(pull_of(source.peer, ids, ids, job=2, limit=limit, link=link))
             assert report.error is None
             assert report.seconds < 2
         assert not slow.done()
@@ -136,11 +138,13 @@ class TestPull:
         client = MoverClient(msgspec.msgpack.decode(start_mover(here, settings), type=MoverInfo))
         with socket.create_server(("127.0.0.1", 0)) as silent:
             peer = msgspec.structs.replace(source.peer, tcp=f"127.0.0.1:{silent.getsockname()[1]}")
-            waiting = asyncio.create_task(client.pull(1, peer, ALL, ALL, deadline_s=10, transport="tcp", final=True))
+            waiting = asyncio.create_task(
+                client.pull(pull_of(peer, ALL, ALL, deadline_s=10, transport="tcp", final=True))
+            )
             connection, _ = await asyncio.to_thread(silent.accept)
             began = time.monotonic()
             for job in range(2, 12):
-                report = await client.pull(job, source.peer, [job], [job], deadline_s=5, transport="local")
+                report = await client.pull(pull_of(source.peer, [job], [job], job=job))
                 assert report.error is None
             assert time.monotonic() - began < 1
             assert not waiting.done()
@@ -167,7 +171,7 @@ class TestPull:
             began = time.monotonic()
             probes = [asyncio.create_task(client.probe(peer, "tcp")) for _ in range(3)]
             await asyncio.sleep(0.1)
-            report = await client.pull(1, live.peer, ALL, ALL, deadline_s=5, transport="tcp", capability=CAPABILITY)
+            report = await client.pull(pull_of(live.peer, ALL, ALL, transport="tcp", capability=CAPABILITY))
             assert report.error is None
             assert time.monotonic() - began < 1.9
             assert not any(probe.done() for probe in probes)
@@ -183,7 +187,7 @@ class TestPull:
         client.close()
 
     async def test_a_late_pull_is_given_up(self, client: MoverClient, source: SourceProcess) -> None:
-        report = await client.pull(1, source.peer, ALL, ALL, deadline_s=0.05, limit=Limit(bytes_per_s=SLOW))
+        report = await client.pull(pull_of(source.peer, ALL, ALL, deadline_s=0.05, limit=Limit(bytes_per_s=SLOW)))
         assert report.error == "deadline passed"
         assert report.bytes < TOTAL
 
@@ -201,8 +205,8 @@ class TestPull:
     ) -> None:
         other = MoverClient(info)
         reports = await asyncio.gather(
-            client.pull(1, source.peer, [0], [0], deadline_s=5),
-            other.pull(1, source.peer, [1, 2], [1, 2], deadline_s=5),
+            client.pull(pull_of(source.peer, [0], [0])),
+            other.pull(pull_of(source.peer, [1, 2], [1, 2])),
         )
         other.close()
         assert [report.bytes for report in reports] == [BLOCK, 2 * BLOCK]
@@ -221,7 +225,7 @@ class TestStop:
         assert 0 < report.bytes < TOTAL
         assert not np.array_equal(before, after)
         # The mover works on, and nothing of the stopped pull arrives any more.
-        assert (await client.pull(2, source.peer, [], [], deadline_s=5)).error is None
+        assert (await client.pull(pull_of(source.peer, [], [], job=2))).error is None
         assert np.array_equal(after, memory.bytes)
 
     async def test_a_waiting_pull_is_stopped_too(self, client: MoverClient, source: SourceProcess) -> None:
@@ -241,10 +245,10 @@ class TestStop:
         await asyncio.to_thread(mover.suspend)
         asleep = memory.bytes.copy()
         assert (await pull).error == ASLEEP
-        assert await client.pull(2, source.peer, ALL, ALL, deadline_s=5) == PullReport(2, 0, 0.0, ASLEEP)
+        assert await client.pull(pull_of(source.peer, ALL, ALL, job=2)) == PullReport(2, 0, 0.0, ASLEEP)
         assert np.array_equal(asleep, memory.bytes)
         mover.resume()
-        assert (await client.pull(3, source.peer, ALL, ALL, deadline_s=5)).error is None
+        assert (await client.pull(pull_of(source.peer, ALL, ALL, job=3))).error is None
         assert not np.array_equal(asleep, memory.bytes)
 
     async def test_a_pull_that_is_not_running(self, client: MoverClient) -> None:
@@ -253,14 +257,14 @@ class TestStop:
     async def test_a_caller_that_gave_up_can_still_stop(self, client: MoverClient, source: SourceProcess) -> None:
         pull = await started(client, source, 1)
         with pytest.raises(ValueError, match="job 1 is running already"):
-            await client.pull(1, source.peer, [0], [0], deadline_s=5)
+            await client.pull(pull_of(source.peer, [0], [0]))
         pull.cancel()
         with pytest.raises(asyncio.CancelledError):
             await pull
         with pytest.raises(TransferFailed, match="job 1 is running already"):
-            await client.pull(1, source.peer, [0], [0], deadline_s=5)
+            await client.pull(pull_of(source.peer, [0], [0]))
         await client.stop(1)
-        assert (await client.pull(1, source.peer, [0], [0], deadline_s=5)).error is None
+        assert (await client.pull(pull_of(source.peer, [0], [0]))).error is None
 
 
 class TestFailures:
@@ -269,7 +273,7 @@ class TestFailures:
         socket = context.socket(zmq.DEALER)
         socket.linger = 0
         socket.connect(info.endpoint)
-        pull = messages.Pull(1, source.peer, [0], [0], "local", 5.0)
+        pull = pull_of(source.peer, [0], [0])
         beyond = msgspec.to_builtins(pull)
         beyond["peer"]["nonce"] = source.peer.nonce
         beyond["peer"]["layout"]["storage_bytes"] -= 1
@@ -347,9 +351,9 @@ class TestFailures:
 
         with monkeypatch.context() as patch:
             patch.setattr("vllm_llumnix.kv.transport.local.pair_pieces", broken)
-            report = await client.pull(1, source.peer, [0], [0], deadline_s=5)
+            report = await client.pull(pull_of(source.peer, [0], [0]))
         assert report.error == "unexpected error in the mover: RuntimeError('a bug')"
-        assert (await client.pull(1, source.peer, [0], [0], deadline_s=5)).error is None
+        assert (await client.pull(pull_of(source.peer, [0], [0]))).error is None
 
 
 class TestFaults:
@@ -369,9 +373,9 @@ class TestFaults:
     ) -> None:
         self.arm(monkeypatch, action="corrupt", which=which, layer=2, final=True)
         ids = [20, 5, 7]
-        await client.pull(1, source.peer, ids, ids, deadline_s=5)
+        await client.pull(pull_of(source.peer, ids, ids))
         assert [memory.block(id_) for id_ in ids] == [source.memory.block(id_) for id_ in ids]
-        await client.pull(2, source.peer, ids, ids, deadline_s=5, final=True)
+        await client.pull(pull_of(source.peer, ids, ids, job=2, final=True))
         pages = [(page, id_) for id_ in ids for page in range(4)]
         wrong = [(page, id_) for page, id_ in pages if memory.block(id_)[page] != source.memory.block(id_)[page]]
         assert wrong == [(2, block)]
@@ -382,8 +386,8 @@ class TestFaults:
         self, client: MoverClient, source: SourceProcess, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         self.arm(monkeypatch, action="raise", tag="this one")
-        assert (await client.pull(1, source.peer, [0], [0], deadline_s=5)).error is None
-        report = await client.pull(2, source.peer, [0], [0], deadline_s=5, tag="this one")
+        assert (await client.pull(pull_of(source.peer, [0], [0]))).error is None
+        report = await client.pull(pull_of(source.peer, [0], [0], job=2, tag="this one"))
         assert report.error == "mover.pulled"
 
     async def test_a_byte_of_choice(self, memory: Memory) -> None:
@@ -410,7 +414,7 @@ class TestStart:
             worker._running.mover.grants.allow(CAPABILITY, [3])
             transport = TcpTransport(HostMemory(memory.blocks))
             transport.probe(info.memory)
-            assert sum(transport.pull(info.memory, [3], [4], 1 << 20, CAPABILITY)) == BLOCK
+            assert sum(transport.pull(pull_of(info.memory, [3], [4], CAPABILITY), 1 << 20)) == BLOCK
             assert memory.block(4) == there.block(3)
             transport.close()
         finally:
@@ -432,7 +436,7 @@ class TestStart:
         assert again.memory.nonce != info.memory.nonce
         assert not _is_there(info.endpoint)
         client = MoverClient(again)
-        assert (await client.pull(1, source.peer, [0], [0], deadline_s=5)).error is None
+        assert (await client.pull(pull_of(source.peer, [0], [0]))).error is None
         client.close()
         stop_mover(wrapped)
 
@@ -448,7 +452,7 @@ class TestStart:
         assert "xpu device" in info.memory.unavailable
         assert what_copies([info]) == ""
         assert await client.probe(source.peer, "local") == f"no transport 'local': {info.memory.unavailable}"
-        report = await client.pull(1, source.peer, [0], [0], deadline_s=5)
+        report = await client.pull(pull_of(source.peer, [0], [0]))
         assert report.error == f"no transport 'local': {info.memory.unavailable}"
         client.close()
         stop_mover(fake)
@@ -465,7 +469,7 @@ class TestStart:
 
         thread = next(t for t in threading.enumerate() if t.name == "llumnix-mover")
         assert thread.native_id is not None
-        assert os.sched_getaffinity(thread.native_id) == worker._unbound_cpus()
+        assert os.sched_getaffinity(thread.native_id) == data_plane._unbound_cpus()
 
 
 class TestFingerprint:

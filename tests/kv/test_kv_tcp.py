@@ -17,12 +17,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.kv.fakes import Memory, describe, source_process, until
+from tests.kv.fakes import Memory, describe, pull_of, source_process, until
 from tests.support.authority import Authority, credential_files, token_file
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
 from vllm_llumnix.kv import block_server
 from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.blocks_tcp import receive_frame
+from vllm_llumnix.kv.data_plane import tls_context
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES, Grants
 from vllm_llumnix.kv.memory import HostMemory
 from vllm_llumnix.kv.messages import PeerMemory, decode_block_answer
@@ -30,7 +31,6 @@ from vllm_llumnix.kv.process import NoncePage
 from vllm_llumnix.kv.settings import WorkerSettings
 from vllm_llumnix.kv.transport import connections, tcp
 from vllm_llumnix.kv.transport.tcp import TcpTransport
-from vllm_llumnix.kv.worker import tls_context
 
 CHUNK = 1 << 20
 CAPABILITY = bytes(range(CAPABILITY_BYTES))
@@ -107,7 +107,7 @@ def test_blocks_arrive_and_nothing_else_changes(
     with serving(there, a) as source, reading(here, b) as transport:
         transport.probe(source.peer)
         source.grants.allow(CAPABILITY, [5, 6, 30, 0])
-        sizes = list(transport.pull(source.peer, [5, 6, 30, 0], [9, 10, 1, 31], 700, CAPABILITY))
+        sizes = list(transport.pull(pull_of(source.peer, [5, 6, 30, 0], [9, 10, 1, 31], CAPABILITY), 700))
         assert len(source.server._connections) == streams
     assert sum(sizes) == 4 * here.blocks.bytes_per_block
     assert max(sizes) <= 700
@@ -124,7 +124,7 @@ def test_from_another_process_again_and_again() -> None:
         for _ in range(5):
             ids = random.permutation(200)
             source_ids, destination_ids = ids[:150].tolist(), ids[::-1][:150].tolist()
-            copied = sum(transport.pull(source.peer, source_ids, destination_ids, CHUNK, CAPABILITY))
+            copied = sum(transport.pull(pull_of(source.peer, source_ids, destination_ids, CAPABILITY), CHUNK))
             assert copied == 150 * here.blocks.bytes_per_block
             for source_id, destination_id in zip(source_ids, destination_ids, strict=True):
                 assert here.block(destination_id) == source.memory.block(source_id)
@@ -139,17 +139,17 @@ def test_only_what_is_granted() -> None:
         source.grants.allow(CAPABILITY, [1, 2])
         for blocks, capability in (([1, 3], CAPABILITY), ([1], b"x" * CAPABILITY_BYTES), ([1], b"")):
             with pytest.raises(TransferFailed, match="not granted"):
-                list(transport.pull(source.peer, blocks, list(range(len(blocks))), CHUNK, capability))
+                list(transport.pull(pull_of(source.peer, blocks, list(range(len(blocks))), capability), CHUNK))
         source.grants.revoke(CAPABILITY)
         with pytest.raises(TransferFailed, match="not granted"):
-            list(transport.pull(source.peer, [1], [1], CHUNK, CAPABILITY))
+            list(transport.pull(pull_of(source.peer, [1], [1], CAPABILITY), CHUNK))
         assert np.array_equal(before, here.bytes)
 
 
 def test_a_grant_may_come_after_the_request() -> None:
     there, here = Memory(seed=1), Memory(seed=2)
     with serving(there) as source, reading(here) as transport:
-        pull = transport.pull(source.peer, [1], [2], CHUNK, CAPABILITY)
+        pull = transport.pull(pull_of(source.peer, [1], [2], CAPABILITY), CHUNK)
         assert next(pull) == 0
         source.grants.allow(CAPABILITY, [1])
         assert sum(pull) == here.blocks.bytes_per_block
@@ -162,7 +162,7 @@ def test_nothing_is_sent_after_a_grant_was_revoked() -> None:
     blocks = list(range(300))
     with serving(there) as source, reading(here) as transport:
         source.grants.allow(CAPABILITY, blocks)
-        pull, copied, page = transport.pull(source.peer, blocks, blocks, CHUNK, CAPABILITY), 0, BIG[0][1]
+        pull, copied, page = transport.pull(pull_of(source.peer, blocks, blocks, CAPABILITY), CHUNK), 0, BIG[0][1]
         while copied < 8 * page:
             copied += next(pull)
         source.grants.revoke(CAPABILITY)
@@ -183,7 +183,7 @@ def test_a_pull_that_is_given_up() -> None:
     blocks = list(range(32))
     with serving(there) as source, reading(here) as transport:
         source.grants.allow(CAPABILITY, blocks)
-        pull = transport.pull(source.peer, blocks, blocks, 1000, CAPABILITY)
+        pull = transport.pull(pull_of(source.peer, blocks, blocks, CAPABILITY), 1000)
         while not next(pull):
             pass
         pull.close()  # type: ignore[attr-defined]
@@ -192,7 +192,7 @@ def test_a_pull_that_is_given_up() -> None:
         source.grants.revoke(CAPABILITY)
         assert np.array_equal(copy, here.bytes)
         source.grants.allow(CAPABILITY, blocks)
-        assert sum(transport.pull(source.peer, blocks, blocks, CHUNK, CAPABILITY)) == len(there.bytes)
+        assert sum(transport.pull(pull_of(source.peer, blocks, blocks, CAPABILITY), CHUNK)) == len(there.bytes)
         assert np.array_equal(here.bytes, there.bytes)
 
 
@@ -201,7 +201,7 @@ def test_a_source_killed_in_the_middle() -> None:
     here = Memory(seed=2, **shape)
     with source_process(seed=1, capability=CAPABILITY, **shape) as source, reading(here) as transport:
         blocks = list(range(200))
-        pull = transport.pull(source.peer, blocks, blocks, 1000, CAPABILITY)
+        pull = transport.pull(pull_of(source.peer, blocks, blocks, CAPABILITY), 1000)
         while not next(pull):
             pass
         source.kill()
@@ -221,7 +221,7 @@ def test_a_source_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(TransferFailed, match="timed out"):
             transport.probe(peer)
         with pytest.raises(TransferFailed, match="nothing has come"):
-            list(transport.pull(peer, [0], [1], CHUNK, CAPABILITY))
+            list(transport.pull(pull_of(peer, [0], [1], CAPABILITY), CHUNK))
         assert time.monotonic() - began < 5
 
 
@@ -230,7 +230,7 @@ def test_a_reader_that_takes_nothing_does_not_hold_up_a_revocation() -> None:
     blocks = list(range(300))
     with serving(there) as source, reading(here) as transport:
         source.grants.allow(CAPABILITY, blocks)
-        pull = transport.pull(source.peer, blocks, blocks, CHUNK, CAPABILITY)
+        pull = transport.pull(pull_of(source.peer, blocks, blocks, CAPABILITY), CHUNK)
         while not next(pull):
             pass
         time.sleep(0.2)  # the sender's buffers are full
@@ -253,10 +253,10 @@ def test_probe_says_why_not() -> None:
         with pytest.raises(TransferFailed, match="another process"):
             transport.probe(msgspec.structs.replace(source.peer, nonce=bytes(32)))
         with pytest.raises(ValueError, match="block ids"):
-            list(transport.pull(source.peer, [0], [99], CHUNK, CAPABILITY))
+            list(transport.pull(pull_of(source.peer, [0], [99], CAPABILITY), CHUNK))
         source.grants.allow(CAPABILITY, [99])
         with pytest.raises(TransferFailed, match="block ids"):
-            list(transport.pull(source.peer, [99], [0], CHUNK, CAPABILITY))
+            list(transport.pull(pull_of(source.peer, [99], [0], CAPABILITY), CHUNK))
 
 
 def test_a_message_is_given_so_long_however_it_is_cut() -> None:
@@ -294,7 +294,7 @@ def test_who_speaks_another_language_is_left(data: bytes) -> None:
                 stranger.shutdown(socket.SHUT_WR)
                 assert stranger.recv(100) == b""
         source.grants.allow(CAPABILITY, [3])
-        assert sum(transport.pull(source.peer, [3], [4], CHUNK, CAPABILITY)) == here.blocks.bytes_per_block
+        assert sum(transport.pull(pull_of(source.peer, [3], [4], CAPABILITY), CHUNK)) == here.blocks.bytes_per_block
 
 
 def test_who_says_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +321,7 @@ def test_who_needs_no_connection_makes_room(monkeypatch: pytest.MonkeyPatch) -> 
         peers = [stack.enter_context(reading(Memory(seed=2))) for _ in range(5)]
         for transport in [*peers, *peers]:
             until(lambda: len(source.server._idle) == len(source.server._connections))
-            assert sum(transport.pull(source.peer, [3], [4], CHUNK, CAPABILITY)) > 0
+            assert sum(transport.pull(pull_of(source.peer, [3], [4], CAPABILITY), CHUNK)) > 0
         assert len(source.server._connections) == 2
 
 
@@ -329,7 +329,7 @@ def test_who_sends_takes_cores_from_others_only_for_a_final_pull() -> None:
     with serving(Memory(seed=1)) as source, reading(Memory(seed=2)) as transport:
         source.grants.allow(CAPABILITY, [3])
         for final, policy in ((False, os.SCHED_BATCH), (True, os.SCHED_OTHER), (False, os.SCHED_BATCH)):
-            assert sum(transport.pull(source.peer, [3], [4], CHUNK, CAPABILITY, final)) > 0
+            assert sum(transport.pull(pull_of(source.peer, [3], [4], CAPABILITY, final=final), CHUNK)) > 0
             (sender,) = [thread for thread in threading.enumerate() if thread.name.startswith("llumnix-blocks-")]
             assert sender.native_id is not None
             assert os.sched_getscheduler(sender.native_id) == policy

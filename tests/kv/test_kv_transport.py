@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kv.fakes import Memory, SourceProcess, describe, source_process, until
+from tests.kv.fakes import Memory, SourceProcess, describe, pull_of, source_process, until
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
 from vllm_llumnix.kv import process
 from vllm_llumnix.kv.layout import pair_pieces
@@ -48,7 +48,7 @@ class TestWithinOneProcess:
         transport: Transport = transport_class(here.blocks)
         peer = describe(there, nonce)
         transport.probe(peer)
-        sizes = list(transport.pull(peer, [5, 6, 30, 0], [9, 10, 1, 31], chunk_bytes=700))
+        sizes = list(transport.pull(pull_of(peer, [5, 6, 30, 0], [9, 10, 1, 31]), 700))
         assert sum(sizes) == 4 * here.blocks.bytes_per_block
         assert max(sizes) <= 700
         moved = {9: 5, 10: 6, 1: 30, 31: 0}
@@ -60,7 +60,7 @@ class TestWithinOneProcess:
     def test_nothing_is_a_valid_pull(self, transport_class: type[LocalTransport]) -> None:
         nonce, here = NoncePage(), Memory()
         transport = transport_class(here.blocks)
-        assert list(transport.pull(describe(here, nonce), [], [], CHUNK)) == []
+        assert list(transport.pull(pull_of(describe(here, nonce), [], []), CHUNK)) == []
         transport.close()
 
     def test_wrong_blocks_are_refused_before_a_byte_is_read(self, transport_class: type[LocalTransport]) -> None:
@@ -68,9 +68,9 @@ class TestWithinOneProcess:
         before = here.bytes.copy()
         transport = transport_class(here.blocks)
         with pytest.raises(ValueError, match="block ids 0 to 32"):
-            list(transport.pull(describe(there, nonce), [0, 32], [0, 1], CHUNK))
+            list(transport.pull(pull_of(describe(there, nonce), [0, 32], [0, 1]), CHUNK))
         with pytest.raises(ValueError, match="block ids 0 to 99"):
-            list(transport.pull(describe(there, nonce), [0, 1], [0, 99], CHUNK))
+            list(transport.pull(pull_of(describe(there, nonce), [0, 1], [0, 99]), CHUNK))
         assert np.array_equal(before, here.bytes)
         transport.close()
 
@@ -97,13 +97,13 @@ class TestWithinOneProcess:
         with pytest.raises(TransferFailed, match="not what was"):
             transport.probe(peer)
         with pytest.raises(TransferFailed, match="not what was"):
-            list(transport.pull(peer, [0], [1], CHUNK))
+            list(transport.pull(pull_of(peer, [0], [1]), CHUNK))
         transport.close()
 
     def test_a_description_that_becomes_void_during_the_pull(self, transport_class: type[LocalTransport]) -> None:
         nonce, there, here = NoncePage(), Memory(seed=1), Memory(seed=2)
         transport = transport_class(here.blocks)
-        chunks = transport.pull(describe(there, nonce), [0], [1], CHUNK)
+        chunks = transport.pull(pull_of(describe(there, nonce), [0], [1]), CHUNK)
         next(chunks)
         nonce.revoke()
         with pytest.raises(TransferFailed, match="not what was"):
@@ -121,7 +121,7 @@ class TestAcrossProcesses:
         with source_process(seed=1, **shape) as source:
             transport = LocalTransport(here.blocks)
             transport.probe(source.peer)
-            sizes = list(transport.pull(source.peer, source_ids, destination_ids, 1 << 18))
+            sizes = list(transport.pull(pull_of(source.peer, source_ids, destination_ids), 1 << 18))
             transport.close()
         assert sum(sizes) == 500 * here.blocks.bytes_per_block
         for source_id, destination_id in zip(source_ids, destination_ids, strict=True):
@@ -131,7 +131,7 @@ class TestAcrossProcesses:
         here = Memory(seed=2)
         with source_process(seed=1) as source:
             transport = LocalTransport(here.blocks)
-            chunks = transport.pull(source.peer, [0, 1], [0, 1], chunk_bytes=1024)
+            chunks = transport.pull(pull_of(source.peer, [0, 1], [0, 1]), 1024)
             assert next(chunks) == 1024
             source.kill()
             with pytest.raises(TransferFailed, match="has ended"):
@@ -145,7 +145,7 @@ class TestAcrossProcesses:
         here = Memory(seed=2)
         with source_process(seed=1) as source:
             transport = LocalTransport(here.blocks)
-            chunks = transport.pull(source.peer, [0], [0], CHUNK)
+            chunks = transport.pull(pull_of(source.peer, [0], [0]), CHUNK)
             assert next(chunks) == here.blocks.bytes_per_block
             source.kill()
             with pytest.raises(TransferFailed, match="has ended"):
@@ -168,7 +168,7 @@ class TestAcrossProcesses:
         transport = LocalTransport(here.blocks)
         peer = msgspec.structs.replace(source.peer, **change)
         with pytest.raises(TransferFailed, match=complaint):
-            list(transport.pull(peer, [0], [0], CHUNK))
+            list(transport.pull(pull_of(peer, [0], [0]), CHUNK))
         assert np.array_equal(before, here.bytes)
         transport.close()
 
@@ -180,7 +180,7 @@ class TestAcrossProcesses:
         layout = msgspec.structs.replace(source.peer.layout, base=source.peer.layout.base + shift)
         peer = msgspec.structs.replace(source.peer, layout=layout)
         with pytest.raises(TransferFailed, match="is not what was advertised"):
-            list(transport.pull(peer, [0], [0], CHUNK))
+            list(transport.pull(pull_of(peer, [0], [0]), CHUNK))
         assert np.array_equal(before, memory.bytes)
         transport.close()
 

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch
 
-from tests.kv.fakes import FakeWorker, Memory, packed, source_process
+from tests.kv.fakes import FakeWorker, Memory, packed, pull_of, source_process
 from vllm_llumnix import doctor
 from vllm_llumnix.engine.attach import what_copies
 from vllm_llumnix.kv import kernels
@@ -124,7 +124,7 @@ async def test_no_move_meets_a_backend_that_failed(
         assert what_copies([info, info]) == f"torch (not by cpp: {complaint})"
         tried = len(asked)
         with source_process(CAPABILITY, seed=1, shapes=SHAPES) as source:
-            report = await client.pull(1, source.peer, [3], [8], transport="tcp", deadline_s=5, capability=CAPABILITY)
+            report = await client.pull(pull_of(source.peer, [3], [8], transport="tcp", capability=CAPABILITY))
             assert report.error is None
             assert memory.block(8) == source.memory.block(3)
         assert len(asked) == tried

@@ -12,8 +12,9 @@ from llumlet.protocol import wire
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.events import Settlement
 from llumlet.protocol.ids import Epoch
+from llumlet.protocol.plan import Method
 from llumlet.protocol.selection import ALL, Order, Rule, Unit
-from llumlet.protocol.source import Method, State
+from llumlet.protocol.source import State
 from llumlet.types import MigrateRequest, Mode
 
 

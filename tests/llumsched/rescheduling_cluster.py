@@ -4,18 +4,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llumlet.types import InstanceMetadata, InstanceStatus
-from llumsched.cms.view import Instance
+from llumsched.cluster.instance import Instance
+from llumsched.cluster.providers.in_flight import InFlight
+from llumsched.cluster.snapshot import Snapshot
+from llumsched.cluster.table import standard_table
 from llumsched.rescheduling.config import SHORTEST_AS_NEEDED, Config, LoadTarget
 from llumsched.rescheduling.history import History
-from llumsched.rescheduling.loads import measure as measured
 from llumsched.rescheduling.moves import Move
 from llumsched.rescheduling.planner import Plan, plan
-from llumsched.rescheduling.snapshot import Camera, Measure
+from llumsched.rescheduling.policies import ReschedulingPolicy, load_policies
 
 CAPACITY = 100_000
 
@@ -54,7 +56,14 @@ def balancing(infer_type: str = "neutral", threshold: float = 0.0, **more: Any) 
     return replace(config, **{infer_type: LoadTarget(threshold=threshold)})
 
 
-_measure = functools.cache(measured)
+_policies = functools.lru_cache(maxsize=64)(load_policies)
+
+
+def snapshot(instances: Iterable[Instance]) -> Snapshot:
+    table = standard_table(InFlight())
+    for one in instances:
+        table.appeared(one)
+    return table.snapshot()
 
 
 def planned(
@@ -62,10 +71,11 @@ def planned(
     config: Config,
     history: History | None = None,
     now_s: float = 0.0,
-    measure: Measure | None = None,
+    policies: Sequence[ReschedulingPolicy] | None = None,
 ) -> Plan:
-    camera = Camera(measure or _measure(config), staleness_s=config.staleness_s, domain=config.failover_domain)
-    return plan(camera.take(instances, now_s), history or History(config), config, now_s)
+    """`policies`: instead of those of the configuration."""
+    used = _policies(config) if policies is None else policies
+    return plan(snapshot(instances), used, history or History(config), config, now_s)
 
 
 def pairs(made: Plan) -> list[tuple[str, str]]:

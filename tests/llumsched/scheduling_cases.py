@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Instances in any condition, for the tests of `llumsched.scheduling`."""
+"""Instances in any condition, for the tests of policies and dispatch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from llumlet.types import InstanceMetadata, InstanceStatus
-from llumsched.cms.view import Instance, View
-from llumsched.scheduling.load import Counters, Load
+from llumsched.cluster.instance import Instance
+from llumsched.cluster.providers.in_flight import Counters, InFlight
+from llumsched.cluster.request import Request
+from llumsched.cluster.table import Table, standard_table
+from llumsched.cluster.view import View
+from llumsched.policy.candidates import Candidates, Context
 
 FIELDS = {field.name for field in InstanceMetadata.DESCRIPTOR.fields}
 
@@ -39,8 +44,31 @@ def instance(instance_id: str, received_s: float = 0.0, **fields: Any) -> Instan
     return Instance(metadata(instance_id, **of_metadata), status(instance_id, **of_status), received_s)
 
 
-def load(instance_id: str, account: Counters | None = None, received_s: float = 0.0, **fields: Any) -> Load:
-    return Load(instance(instance_id, received_s, **fields), account or Counters())
+def starting(instance_id: str, received_s: float = 0.0, **fields: Any) -> Instance:
+    """One that has not reported yet."""
+    return Instance(metadata(instance_id, **fields), None, received_s)
+
+
+def table(*instances: Instance, sent: Mapping[str, Counters] | None = None) -> Table:
+    """`sent`: what is on its way, by id."""
+    in_flight = InFlight()
+    for instance_id, counters in (sent or {}).items():
+        in_flight.add(instance_id, counters)
+    made = standard_table(in_flight)
+    for one in instances:
+        made.appeared(one)
+    return made
+
+
+def candidates(
+    *instances: Instance,
+    now_s: float = 0.0,
+    sent: Mapping[str, Counters] | None = None,
+    complaints: Mapping[str, str] | None = None,
+    **request: Any,
+) -> Candidates:
+    """`request`: its fields."""
+    return Candidates(table(*instances, sent=sent), Context(now_s, Request(**request), complaints or {}))
 
 
 def put(view: View, instance_id: str, update_id: int = 1, **fields: Any) -> None:

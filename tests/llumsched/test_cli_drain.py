@@ -40,6 +40,6 @@ async def test_all_faults_at_once(llumnix: Llumnix) -> None:
     done = await llumnix("drain", "--llumlet", "127.0.0.1:1", "--to", "127.0.0.1:1", "--timeout", "0")
     assert done.code == ExitCode.USAGE
     assert done.err.splitlines()[:2] == [
-        "llumnix drain: --llumlet and --to name the same llumlet, 127.0.0.1:1",
         "llumnix drain: --timeout must be positive",
+        "llumnix drain: --llumlet and --to name the same llumlet, 127.0.0.1:1",
     ]

@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 
 import pytest
 
 from llumlet.types import MigrationReqPolicy, MigrationType
-from llumsched.cli import main
-from llumsched.commands import COMMANDS, load, migrate
+from llumsched.cli import main, prepare
+from llumsched.commands import COMMANDS, load
 
 ENDS = ["--from", "127.0.0.1:1", "--to", "127.0.0.1:2"]
 
@@ -33,14 +32,14 @@ def test_everything_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) ->
     )
     assert found == [
         "unknown argument '--bogus'",
-        "--from 'nowhere' is not HOST:PORT",
-        "--to HOST:PORT is missing",
-        "--order 'BIGGEST' is not one of LCR, FCR, LR, SR, FCW, FCWSR",
-        "--rule 'MOST' is not one of NUM_REQ, TOKEN, RATIO",
-        "--value 'x' is not a number",
         "--method 'teleport' is not one of auto, live, blocking, recompute",
         "--stall-budget-ms must not be negative",
-        "--timeout 'soon' is not a number",
+        "--timeout 'soon' is not a duration like 5, 500ms or 3m",
+        "--rule 'MOST' is not one of NUM_REQ, TOKEN, RATIO",
+        "--order 'BIGGEST' is not one of LCR, FCR, LR, SR, FCW, FCWSR",
+        "--value 'x' is not a number",
+        "--to HOST:PORT is missing",
+        "--from 'nowhere' is not HOST:PORT",
     ]
 
 
@@ -57,7 +56,7 @@ def test_everything_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) ->
         (["--order", "SR", "--value", "1"], "--rule is missing"),
         (
             ["--rule", "NUM_REQ", "--order", "SR", "--value", "0"],
-            "--value 0: a number of requests is positive, or -1 for all",
+            "--value 0 is neither positive nor -1 (all)",
         ),
         (
             ["--rule", "NUM_REQ", "--order", "SR", "--value", "1.5"],
@@ -65,15 +64,15 @@ def test_everything_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) ->
         ),
         (
             ["--rule", "TOKEN", "--order", "SR", "--value", "-1"],
-            "--value -1: a number of tokens is positive",
+            "--value -1 is not positive",
         ),
         (
             ["--rule", "TOKEN", "--order", "SR", "--value", "1e40"],
-            "--value 1e40 is not a whole number",
+            "--value 1e+40 is too large",
         ),
         (
             ["--rule", "RATIO", "--order", "SR", "--value", "1.1"],
-            "--value 1.1: a RATIO lies in (0, 1]",
+            "--value 1.1 is not in (0, 1]",
         ),
         (["--rule", "RATIO", "--order", "SR", "--value", "nan"], "--value 'nan' is not a number"),
         (["--all", "--order", "QQ"], "--order 'QQ' is not one of LCR, FCR, LR, SR, FCW, FCWSR"),
@@ -109,11 +108,9 @@ def test_which_requests(capsys: pytest.CaptureFixture[str], flags: list[str], fa
     ],
 )
 def test_what_rules_ask_for(flags: list[str], rule: str, order: str, value: tuple[str, float]) -> None:
-    parser = argparse.ArgumentParser()
-    migrate.add_arguments(parser)
-    args = parser.parse_args([*ENDS, *flags])
-    assert migrate.faults(args) == []
-    request = args.template
+    migration, _, found = prepare("migrate", ["migrate", *ENDS, *flags], {})
+    assert found == []
+    request = migration.request
     assert MigrationType.Name(request.migration_type) == rule
     assert MigrationReqPolicy.Name(request.migration_req_policy) == order
     assert (request.WhichOneof("value"), getattr(request, value[0])) == value

@@ -19,6 +19,8 @@ from llumlet.credentials import NONE, Credentials
 from llumlet.proto.llumlet_pb2_grpc import CmsStub
 from llumlet.tasks import end
 from llumlet.types import InstanceMetadata, InstanceReport, InstanceStatus, WatchRequest
+from llumsched.cluster.instance import Instance
+from llumsched.cluster.view import View
 from llumsched.cms import allowance as allowance_module
 from llumsched.cms import embedded as embedded_module
 from llumsched.cms import intake as intake_module
@@ -26,7 +28,6 @@ from llumsched.cms import watchers as watchers_module
 from llumsched.cms.embedded import EmbeddedStore
 from llumsched.cms.store import open_store, store_faults
 from llumsched.cms.validation import MAX_LIST, MAX_REPORT_BYTES
-from llumsched.cms.view import Instance, View
 from llumsched.cms.watch import WatchStore
 from llumsched.cms.watchers import Watcher
 from llumsched.testing import SimulatedCluster
@@ -85,7 +86,7 @@ async def ending(call: Any) -> tuple[grpc.StatusCode, str]:
         ({"instance_id": "x" * 300}, "instance_id has 300 characters"),
         ({"instance_id": "a\x1b[2J"}, "cannot be printed"),
         ({"incarnation": ""}, "incarnation is empty"),
-        ({"instance_type": "boss"}, "instance_type 'boss' is not prefill, decode or neutral"),
+        ({"instance_type": "boss"}, "instance_type 'boss' is none of neutral, prefill, decode"),
         ({"llumlet_port": 70000}, "llumlet_port 70000 is not a port"),
         ({"utc_create": float("nan")}, "utc_create is nan"),
         ({"num_total_blocks": -1}, "num_total_blocks is -1"),

@@ -25,8 +25,8 @@ from llumlet.types import (
     PeersRequest,
     ViewChange,
 )
+from llumsched.cluster.view import View
 from llumsched.cms.peers import PREPARED_S, PeerLists
-from llumsched.cms.view import View
 from tests.llumsched.redis_server import RedisServer
 from tests.support.cms import embedded_store
 

@@ -17,8 +17,8 @@ from llumlet.report_links import GrpcLink
 from llumlet.reporter import Reporter, cms_faults
 from llumlet.tasks import end as finished
 from llumlet.types import InstanceMetadata, InstanceStatus
+from llumsched.cluster.instance import Instance
 from llumsched.cms.embedded import EmbeddedStore
-from llumsched.cms.view import Instance
 from tests.llumlet.fake_agent import until
 
 pytestmark = pytest.mark.asyncio

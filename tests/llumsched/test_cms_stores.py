@@ -14,14 +14,12 @@ from llumlet import redis_link
 from llumlet.reporter import Reporter
 from llumlet.tasks import end
 from llumlet.types import Address
+from llumsched.cluster.instance import Instance
 from llumsched.cms.embedded import EmbeddedStore
+from llumsched.cms.patience import Patience
 from llumsched.cms.redis import RedisStore
-from llumsched.cms.store import Patience, Store
-from llumsched.cms.view import Instance
+from llumsched.cms.store import Store
 from llumsched.cms.watch import WatchStore
-from llumsched.scheduling.in_flight import InFlight
-from llumsched.scheduling.metrics import Metric
-from llumsched.scheduling.table import Table
 from llumsched.testing import SimulatedCluster, SimulatedInstance
 from tests.llumlet.fake_agent import until
 from tests.llumsched.redis_server import RedisServer
@@ -174,18 +172,6 @@ async def test_a_lost_source_leaves_the_last_view_and_is_found_again(source: Sou
             await reported(source.store, cluster[0])
             await reported(source.store, cluster[1])
             assert set(view) == {"sim-0", "sim-1"}
-
-
-async def test_a_metric_that_raises_does_not_blind_the_scheduler(source: Source) -> None:
-    broken = Metric("raises", True, lambda _: 1 / 0)
-    source.store.view.observe(Table(InFlight(), [broken]))
-    async with SimulatedCluster(2, source.reports) as cluster:
-        for instance in cluster.instances.values():
-            await reported(source.store, instance)
-        await cluster[0].submit(40, 8).done()
-        await reported(source.store, cluster[0])
-        assert source.store.view.connected
-    await until(lambda: not source.store.view)
 
 
 class RaisesAtFirst:

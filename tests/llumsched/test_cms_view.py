@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 
 from llumlet.types import InstanceMetadata, InstanceStatus
-from llumsched.cms.view import Instance, View
+from llumsched.cluster.instance import Instance
+from llumsched.cluster.view import View
 
 
 class Heard:

@@ -17,14 +17,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from llumlet.types import InstanceMetadata, InstanceStatus
-from llumsched.cms.view import View
+from llumsched.cluster.providers.account import Account
+from llumsched.cluster.providers.lrs import RealtimeState
+from llumsched.cluster.view import View
+from llumsched.dispatch.dispatcher import Dispatcher, Ledger
 from llumsched.gateway.metrics import Metrics, Record
+from llumsched.policy.document import Mode, load_policy
 from llumsched.rescheduling.counters import RescheduleCounters
 from llumsched.scheduler.metrics import SchedulerMetrics
-from llumsched.scheduling.account import Account
-from llumsched.scheduling.dispatch import Dispatcher, Ledger
-from llumsched.scheduling.lrs import RealtimeState
-from llumsched.scheduling.policy import Mode, load_policy
 
 ROOT = Path(__file__).parents[2]
 DIRECTORY = ROOT / "deploy" / "grafana"

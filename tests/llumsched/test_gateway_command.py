@@ -17,8 +17,10 @@ import aiohttp
 import pytest
 
 from benchmarks.mock_api import Mock
+from llumlet.types import Address
+from llumsched.cli import prepare
 from llumsched.gateway import workers
-from llumsched.gateway.config import Config
+from llumsched.gateway.config import AccessLog, Config
 from llumsched.up.ports import free_port
 from tests.llumsched.conftest import Llumnix, finish, start
 from tests.llumsched.gateway_support import engine
@@ -62,6 +64,31 @@ async def test_contradictions_are_listed_with_what_cannot_be_read(llumnix: Llumn
         done = await llumnix("gateway", "--scheduling-policy", "round-robin", flag, "No Name")
         assert flag in done.err
         assert "needs" not in done.err, "that is for the flag to say that could not be read"
+
+
+def test_settings_of_a_file_and_of_variables(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.yaml"
+    path.write_text(
+        "scheduler-endpoints: [a:1, b:2]\nenable-full-mode-scheduling: false\naccess_log: off\nread-timeout: 3m\n"
+        "tokenizer-name: [m=/a, /b]\nport: 1\n"
+    )
+    environ = {"LLUMNIX_GATEWAY_PORT": "2", "LLUMNIX_GATEWAY_WORKERS": "3", "LLUMNIX_GATEWAY_MAX_EJECTED": "0"}
+    words = ["gateway", "--config", str(path), "--workers", "4", "--insecure", "--continuation", "false"]
+    config, _, faults = prepare("gateway", words, environ)
+    assert not faults
+    assert config == Config(
+        scheduler_endpoints=(Address("a", 1), Address("b", 2)), full_mode=False, access_log=AccessLog.OFF,
+        read_timeout_s=180.0, tokenizers={"m": "/a", "": "/b"}, port=2, workers=4, max_ejected=0.0, insecure=True,
+        continuation=False,
+    )  # fmt: skip
+    link = {"LLUMNIX_GATEWAY_PORT": "tcp://10.96.0.8:8001", "LLUMNIX_GATEWAY_SERVICE_HOST": "10.96.0.8"}
+    config, _, faults = prepare("gateway", ["gateway", "--config", str(path)], link)
+    assert (faults, config.port) == ([], 1), "what Kubernetes tells of a Service called llumnix-gateway is no setting"
+    path.write_text("prot: 1\nport: x\n")
+    assert prepare("gateway", ["gateway", "--scheduler-endpoints", "a:1", "--config", str(path)], {}).faults == [
+        f"{path}:1: prot is no setting; did you mean port?",
+        f"{path}:2: port 'x' is not a port",
+    ]
 
 
 @pytest.mark.asyncio

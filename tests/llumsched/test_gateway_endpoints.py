@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import ssl
 from collections.abc import AsyncIterator
@@ -17,7 +16,7 @@ from aiohttp import web
 from benchmarks.mock_api import Mock
 from llumlet.types import Address
 from llumsched import tls
-from llumsched.commands import gateway as command
+from llumsched.cli import prepare
 from llumsched.gateway.endpoints import Endpoint
 from tests.llumsched.gateway_support import cluster
 from tests.support.authority import Authority
@@ -115,9 +114,7 @@ async def test_two_engines_may_be_at_one_address() -> None:
 
 
 def _faults(*flags: str) -> str:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return "\n".join(command.faults(parser.parse_args(["--scheduling-policy", "round-robin", *flags])))
+    return "\n".join(prepare("gateway", ["gateway", "--scheduling-policy", "round-robin", *flags], {}).faults)
 
 
 def test_flags(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
 import json
@@ -17,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from benchmarks.mock_api import Mock
-from llumsched.commands import gateway as command
+from llumsched.cli import prepare
 from llumsched.gateway import admission
 from llumsched.gateway.access_log import _line
 from llumsched.gateway.api_keys import ApiKeys, Exceeded, Limit, Tenant
@@ -119,7 +118,7 @@ async def test_a_key_has_so_many_requests_in_flight(write: Write) -> None:
         await _refusal(it, FIRST, Limit.CONCURRENT)
         assert (await it.post(COMPLETIONS, BODY, _with(SECOND))).status == 200
         running[0].cancel()
-        await until(lambda: it.gateway.exchanges.num_in_flight == 1)
+        await until(lambda: it.gateway.services.num_in_flight == 1)
         assert (await it.post(COMPLETIONS, BODY, _with(FIRST))).status == 200
         running[1].cancel()
         await it.until_idle()
@@ -267,9 +266,7 @@ def test_files_of_keys_that_are_none(write: Write, content: Any, fault: str) -> 
 
 
 def _faults(*flags: str) -> str:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return "\n".join(command.faults(parser.parse_args(["--scheduler-endpoints", "a:1", *flags])))
+    return "\n".join(prepare("gateway", ["gateway", "--scheduler-endpoints", "a:1", *flags], {}).faults)
 
 
 def test_beyond_this_machine_it_wants_keys_and_tls(write: Write, tmp_path: Path) -> None:
@@ -285,7 +282,7 @@ def test_beyond_this_machine_it_wants_keys_and_tls(write: Write, tmp_path: Path)
         assert not _faults("--host", host, *keys, *tls)
         assert not _faults("--host", host, "--insecure")
         assert refusal in _faults("--host", host, "--insecure=false")
-    assert "--ssl-certfile needs --ssl-keyfile" in _faults(*tls[:2])
+    assert "--ssl-certfile and --ssl-keyfile belong together" in _faults(*tls[:2])
     assert "do not fit" in _faults("--ssl-certfile", str(key), "--ssl-keyfile", str(key))
     Path(keys[1]).chmod(0o644)
     assert "chmod o-rw" in _faults(*keys)

@@ -16,15 +16,15 @@ import aiohttp
 import pytest
 
 from benchmarks.mock_api import Mock
+from llumlet.protocol.infer_type import InferType
 from llumlet.types import Address
 from llumsched.causes import Cause
 from llumsched.gateway.config import AccessLog, Config
 from llumsched.gateway.outliers import Limits, Outliers, Pace
 from llumsched.gateway.retries import RetryBudget, backoff_s
 from llumsched.gateway.server import Gateway
+from llumsched.policy.document import Mode, load_policy
 from llumsched.scheduler.process import SchedulerConfig, serve
-from llumsched.scheduling.load import InferType
-from llumsched.scheduling.policy import Mode, load_policy
 from tests.llumsched.gateway_support import DEADLINE_S, cluster, engine, until
 
 COMPLETIONS = "/v1/completions"

@@ -324,7 +324,7 @@ async def test_a_stream_may_be_read_slowly() -> None:
         for _ in range(15):
             await reader.readexactly(1 << 20)
             await asyncio.sleep(0.2)
-        assert it.gateway.exchanges.num_in_flight == 1
+        assert it.gateway.services.num_in_flight == 1
         writer.close()
         await it.until_idle()
 

@@ -62,25 +62,23 @@ def _body(document: dict[str, Any]) -> Body:
 
 
 @pytest.mark.parametrize(
-    ("document", "count", "ids"),
+    ("document", "count"),
     [
-        ({"prompt": "one two three"}, 3, (1, 2, 3)),
-        ({"prompt": [5, 6]}, 2, (5, 6)),
-        ({"prompt": ["one", "two three"]}, 3, None),
-        ({"prompt": [[1, 2], [3]]}, 3, None),
-        ({"prompt": "one " * 5000}, 5000, (1,) * 5000),
-        ({"prompt": "one " * 100_000}, 100_000, None),
-        ({"prompt": [7] * (prompts.MOST_TOKEN_IDS + 1)}, prompts.MOST_TOKEN_IDS + 1, None),
-        ({"messages": TWO_MESSAGES}, 4, (1, 2, 1, 3)),
-        ({"messages": 3}, 0, None),
-        ({}, 0, None),
+        ({"prompt": "one two three"}, 3),
+        ({"prompt": [5, 6]}, 2),
+        ({"prompt": ["one", "two three"]}, 3),
+        ({"prompt": [[1, 2], [3]]}, 3),
+        ({"prompt": "one " * 5000}, 5000),
+        ({"prompt": "one " * 100_000}, 100_000),
+        ({"messages": TWO_MESSAGES}, 4),
+        ({"messages": 3}, 0),
+        ({}, 0),
     ],
 )
 def test_prompts_are_counted_by_the_models_tokenizer(
-    tokenizer: ModelTokenizer, document: dict[str, Any], count: int, ids: tuple[int, ...] | None
+    tokenizer: ModelTokenizer, document: dict[str, Any], count: int
 ) -> None:
-    counted = prompts.count(tokenizer, document)
-    assert (counted.num_tokens, counted.token_ids) == (count, ids)
+    assert prompts.count(tokenizer, document) == count
 
 
 BY_TEXTS = 2 * 4 + 2
@@ -112,7 +110,7 @@ def test_a_client_tells_a_template_scalars_and_nothing_else(
     tokenizer: ModelTokenizer, told: dict[str, Any], count: int
 ) -> None:
     """vLLM refuses `chat_template` and `tokenize`; here nothing of what `apply_chat_template` takes itself is taken."""
-    assert prompts.count(tokenizer, {"messages": TWO_MESSAGES} | told).num_tokens == count
+    assert prompts.count(tokenizer, {"messages": TWO_MESSAGES} | told) == count
 
 
 def test_a_chat_template_that_cannot_be_read_ends_it_with_a_reason(tokenizer_path: Path, tmp_path: Path) -> None:
@@ -122,10 +120,10 @@ def test_a_chat_template_that_cannot_be_read_ends_it_with_a_reason(tokenizer_pat
 
 
 def test_without_a_tokenizer_the_count_is_an_estimate() -> None:
-    assert prompts.estimate({"prompt": "x" * 400}).num_tokens == 100
+    assert prompts.estimate({"prompt": "x" * 400}) == 100
     parts = [{"type": "text", "text": "x" * 40}, {"type": "image_url"}]
-    assert prompts.estimate({"messages": [{"content": parts}]}).num_tokens == 14
-    assert prompts.estimate({"prompt": {"a": 1}, "messages": 3}).num_tokens == 0
+    assert prompts.estimate({"messages": [{"content": parts}]}) == 14
+    assert prompts.estimate({"prompt": {"a": 1}, "messages": 3}) == 0
 
 
 @asynccontextmanager
@@ -144,7 +142,7 @@ async def test_a_count_that_takes_too_much_or_finds_no_process_free_is_an_estima
 
         async def count(*words: str) -> int:
             messages = [{"role": "user", "content": word} for word in words]
-            return (await counter.count(_body({"messages": messages}))).num_tokens
+            return await counter.count(_body({"messages": messages}))
 
         assert await count("two", "three") == 4
         host = counter._readers._process
@@ -221,7 +219,7 @@ async def test_a_large_body_is_read_as_a_small_one_is() -> None:
         assert (body.model, body.is_streamed, body.head.echo) == ("mock", True, {})
         assert body.head.tools
         assert body.head.n not in (None, 1)
-        assert (await counter.count(body)).num_tokens == len(filler) // 4
+        assert (await counter.count(body)) == len(filler) // 4
         for wrong, why in (
             (b'{"a": "%b}', "JSON object"),
             (b'{"a": "\xff%b"}', "not UTF-8"),
@@ -237,15 +235,15 @@ async def test_processes_that_are_gone_are_started_again(monkeypatch: pytest.Mon
     body = _body({"prompt": "x" * 80_000})
     by_length = -(-len(body.content) // 4)
     async with _counter({}) as counter:
-        assert (await counter.count(body)).num_tokens == 20_000
+        assert (await counter.count(body)) == 20_000
         first = counter._readers._process
         assert first is not None
         os.killpg(first.pid, signal.SIGKILL)
         await until(lambda: not counter._readers._workers)
         monkeypatch.setattr(reading, "_LEAST_LIFE_S", 60.0)
-        assert (await counter.count(body)).num_tokens == by_length, "not without end"
+        assert (await counter.count(body)) == by_length, "not without end"
         monkeypatch.setattr(reading, "_LEAST_LIFE_S", 0.0)
-        assert (await counter.count(body)).num_tokens == 20_000
+        assert (await counter.count(body)) == 20_000
         second = counter._readers._process
         assert second is not None
     assert second.pid != first.pid
@@ -328,7 +326,7 @@ async def _longest_turn_with(body: bytes) -> float:
     nobody = (Address("127.0.0.1", 1),)
     settings = {"scheduling_policy": "load-balance", "scheduler_endpoints": nobody, "backend_endpoints": (engine,)}
     async with server, cluster(num_engines=0, **settings) as it:
-        await it.gateway.exchanges.tokens.read(b" " * (2 << 20) + b"{}")  # the processes are there
+        await it.gateway.services.tokens.read(b" " * (2 << 20) + b"{}")  # the processes are there
         turns = _Turns()
         measuring = asyncio.create_task(turns.measure())
         answer = await asyncio.to_thread(_ask, it.gateway.port, body)

@@ -16,9 +16,12 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from msgspec import to_builtins
 
 from benchmarks.mock_api import Mock
+from llumlet.protocol.infer_type import InferType
 from llumlet.types import Address
+from llumsched.contract import Endpoint, LLMInstance, Report, SchedulingRequest
 from llumsched.gateway import scheduler_client
 from llumsched.gateway.access_log import AccessLogger
 from llumsched.gateway.config import Config
@@ -26,10 +29,9 @@ from llumsched.gateway.errors import Overloaded
 from llumsched.gateway.exchange import failure
 from llumsched.gateway.metrics import Record
 from llumsched.gateway.scheduled import _PREFILL_REPORT_S, Scheduled
-from llumsched.gateway.scheduler_client import SchedulerClient
+from llumsched.gateway.scheduler_client import SchedulerAnswer, SchedulerClient
+from llumsched.policy.document import Mode, load_policy
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
-from llumsched.scheduling.load import InferType
-from llumsched.scheduling.policy import Mode, load_policy
 from tests.llumsched.gateway_support import DEADLINE_S, Cluster, cluster, engine, turns, until
 
 COMPLETIONS = "/v1/completions"
@@ -78,7 +80,7 @@ class MockScheduler:
         if request.path == "/report" and self.may_be_told is not None:
             await self.may_be_told.wait()
         if request.path != "/schedule":
-            return web.Response(status=404 if request.path == "/debug/view" else 200)
+            return web.Response(status=404 if request.path == "/instances" else 200)
         if self.is_warming:
             return web.Response(status=503, text="warming: 3 instances are known so far")
         if self.status != 200:
@@ -124,11 +126,11 @@ async def scheduled_by(number: int, **settings: Any) -> AsyncIterator[tuple[Clus
 
 @pytest.mark.asyncio
 async def test_the_scheduler_is_told_the_same_id_as_the_engine() -> None:
-    async with scheduled(forward_tokens=True) as (it, scheduler):
+    async with scheduled() as (it, scheduler):
         await it.post(COMPLETIONS, BODY, {"X-Request-Id": "mine"})
         (asked,) = scheduler.of("/schedule")
         assert (asked["id"], asked["model"], asked["prompt_num_tokens"]) == ("mine", "mock", 5)
-        assert (asked["prompt_token_ids"], asked["scheduling_mode"]) == ([1, 2, 3, 4, 5], "neutral")
+        assert asked["scheduling_mode"] == "neutral"
         assert (it.engines.seen or [])[0]["headers"]["X-Request-Id"] == "mine"
         assert not scheduler.of("/release")  # full mode: the engine's status tells
 
@@ -230,25 +232,30 @@ async def test_what_a_scheduler_is_told_does_not_overtake_what_was_told_before()
         address = Address("127.0.0.1", port)
         client = SchedulerClient(Config(scheduler_endpoints=(address,)), session)
 
-        def report(request_id: str, num_tokens: int, kind: str = "state_update") -> dict[str, Any]:
-            told = {"id": request_id, "kind": kind, "num_tokens": num_tokens}
+        def report(request_id: str, num_tokens: int, kind: Any = "state_update") -> dict[str, Any]:
+            told = Report(request_id, "i", kind, num_tokens=num_tokens)
             client.report(address, [told])
-            return told
+            return dict(to_builtins(told))
+
+        def release(request_id: str) -> dict[str, Any]:
+            result = [LLMInstance("i", Endpoint("10.0.0.1", 8000))]
+            client.release(SchedulerAnswer(address, SchedulingRequest(request_id), result))
+            return dict(to_builtins(SchedulingRequest(request_id, scheduling_result=result)))
 
         first = report("a", 5)
         await until(lambda: scheduler.calls)
         begun = report("a", 5, "prefill_done")
         report("a", 6)
         report("over", 9)
-        client.release(address, {"id": "over"})
+        over = release("over")
         newest = report("a", 7)
-        client.release(address, {"id": "over too"})
+        too = release("over too")
         may_be_told.set()
         await until(lambda: len(scheduler.of("/release")) == 2)
         await client.close()
     assert scheduler.calls == [
         ("/report", [first]),
-        ("/release", [{"id": "over"}, {"id": "over too"}]),
+        ("/release", [over, too]),
         ("/report", [begun, newest]),
     ]
 
@@ -262,17 +269,18 @@ async def test_ends_are_told_together_and_none_is_left_out_in_silence(
     async with engine(scheduler) as (port, _, _), aiohttp.ClientSession() as session:  # type: ignore[arg-type]
         address = Address("127.0.0.1", port)
         client = SchedulerClient(Config(scheduler_endpoints=(address,)), session)
-        client.report(address, [{"id": "a", "kind": "state_update"}])
+        client.report(address, [Report("a", "i")])
         await until(lambda: scheduler.calls)
         ended = [str(number) for number in range(1000)]
         for request_id in ended:
-            client.release(address, {"id": request_id, "prompt_token_ids": [1] * 100})
+            client.release(SchedulerAnswer(address, SchedulingRequest(request_id, prompt_num_tokens=9), []))
         monkeypatch.setattr("llumsched.gateway.scheduler_client._MOST_RELEASES", len(ended))
-        client.release(address, {"id": "one too many"})
+        client.release(SchedulerAnswer(address, SchedulingRequest("one too many"), []))
         may_be_told.set()
         await until(lambda: len(scheduler.of("/release")) == len(ended))
         await client.close()
-    assert scheduler.of("/release") == [{"id": request_id} for request_id in ended]
+    assert [one["id"] for one in scheduler.of("/release")] == ended
+    assert not any("prompt_num_tokens" in one for one in scheduler.of("/release"))
     assert len(scheduler.calls) == 5
     assert "not told of 1 requests" in caplog.text
 
@@ -299,13 +307,11 @@ async def test_a_retry_releases_the_first_place_and_excludes_it() -> None:
 
 @pytest.mark.asyncio
 async def test_a_continuation_is_placed_by_all_of_its_tokens() -> None:
-    async with scheduled(forward_tokens=True) as (it, scheduler):
+    async with scheduled() as (it, scheduler):
         it.engines.fail_at = 3
         reply = await it.post(COMPLETIONS, BODY | {"stream": True, "return_token_ids": True})
-        delivered = [event["choices"][0]["token_ids"][0] for event in reply.events[:3]]
-        first, second = scheduler.of("/schedule")
-        assert (first["prompt_num_tokens"], first["prompt_token_ids"]) == (5, BODY["prompt"])
-        assert (second["prompt_num_tokens"], second["prompt_token_ids"]) == (8, BODY["prompt"] + delivered)
+        assert reply.status == 200
+        assert [asked["prompt_num_tokens"] for asked in scheduler.of("/schedule")] == [5, 8]
 
 
 @pytest.mark.asyncio
@@ -576,7 +582,7 @@ async def test_the_real_scheduler_balances_streams_and_forgets_them() -> None:
         loads = [scheduler.dispatcher.ledger.in_flight.of(instance) for instance in scheduler.view]
         assert len(loads) == 2
         await it.until_idle()
-        await until(lambda: not it.gateway.exchanges.running)
+        await until(lambda: not it.gateway.services.running)
 
 
 @pytest.mark.asyncio

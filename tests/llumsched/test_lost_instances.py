@@ -10,13 +10,14 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from llumsched.cluster.domains import FailoverDomain
+from llumsched.cluster.request import Request
+from llumsched.cluster.view import View
 from llumsched.cms.intake import SWEEP_S, Intake
-from llumsched.cms.store import PATIENCE
-from llumsched.cms.view import View
-from llumsched.rescheduling.config import Config, Domain
+from llumsched.cms.patience import PATIENCE
+from llumsched.policy.document import Mode, Overrides, load_policy
+from llumsched.rescheduling.config import Config
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
-from llumsched.scheduling.load import Request
-from llumsched.scheduling.policy import Mode, Overrides, load_policy
 from llumsched.testing import EngineModel, SimulatedCluster
 from tests.llumlet.fake_agent import until
 from tests.llumsched import scheduling_cases as cases
@@ -35,7 +36,7 @@ async def scheduler(request: pytest.FixtureRequest) -> AsyncIterator[RunningSche
         if request.param == "redis":
             cms = (await stack.enter_async_context(RedisServer())).url
         policy = load_policy("load-balance", Mode.FULL, Overrides(failover_domain="node", staleness_s=STALENESS_S))
-        rescheduling = Config(policies=("neutral_failover",), failover_domain=Domain.NODE, staleness_s=STALENESS_S)
+        rescheduling = Config(("neutral_failover",), failover_domain=FailoverDomain.NODE, staleness_s=STALENESS_S)
         config = SchedulerConfig(policy, "127.0.0.1", 0, cms, warms_up_s=0.0, rescheduling=rescheduling)
         running = await serve(config)
         stack.push_async_callback(running.close)

@@ -17,8 +17,8 @@ from aiohttp.test_utils import TestServer
 
 from llumlet.protocol.selection import Order, Unit
 from llumlet.types import Health, InstanceMetadata, InstanceStatus
-from llumsched.cms.view import View
-from llumsched.rescheduling.moves import Move, Selection
+from llumsched.cluster.view import View
+from llumsched.rescheduling.moves import Move, Purpose, Selection
 from llumsched.rescheduling.records import MoveRecord, Outcome, Records
 from llumsched.scheduler import events
 from tests.llumsched import chromium
@@ -56,7 +56,8 @@ class Cluster:
 
     def begin(self, source: str, destination: str) -> MoveRecord:
         self._moves += 1
-        move = Move("neutral_load", source, destination, Selection(Unit.NUM_REQ, Order.SR, 1.0), 1024.0)
+        selection = Selection(Unit.NUM_REQ, Order.SR, 1.0)
+        move = Move("neutral_load", Purpose.BALANCE, source, destination, selection, 1024.0)
         record = MoveRecord(self._moves, move, time.time())
         self.rescheduler.records.began(record)
         return record

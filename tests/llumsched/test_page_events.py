@@ -18,8 +18,8 @@ from aiohttp.test_utils import TestServer
 from llumlet.protocol.selection import Order, Unit
 from llumlet.tasks import end
 from llumlet.types import Health, InstanceMetadata, InstanceStatus
-from llumsched.cms.view import View
-from llumsched.rescheduling.moves import Move, Selection
+from llumsched.cluster.view import View
+from llumsched.rescheduling.moves import Move, Purpose, Selection
 from llumsched.rescheduling.records import MoveRecord, Outcome, Records
 from llumsched.scheduler import events
 from llumsched.scheduler import feed as feed_module
@@ -40,7 +40,8 @@ def status(name: str, update_id: int, **fields: Any) -> InstanceStatus:
 
 def move(number: int, **fields: Any) -> MoveRecord:
     selection = Selection(Unit.NUM_REQ, Order.SR, 1.0)
-    return MoveRecord(number, Move("neutral_load", "a", "b", selection, 10.0, gain=float("inf")), time.time(), **fields)
+    move = Move("neutral_load", Purpose.BALANCE, "a", "b", selection, 10.0, gain=float("inf"))
+    return MoveRecord(number, move, time.time(), **fields)
 
 
 class Rescheduler:

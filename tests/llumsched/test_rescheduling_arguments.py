@@ -9,26 +9,42 @@ from pathlib import Path
 
 import pytest
 
+from llumlet import setting_sources, settings
 from llumlet.protocol.selection import Order, Unit
+from llumlet.setting_sources import Reading
+from llumsched.cli import prepare
+from llumsched.cluster.domains import FailoverDomain
 from llumsched.commands import rescheduler
 from llumsched.rescheduling import arguments
-from llumsched.rescheduling.config import Config, Domain, LoadTarget
+from llumsched.rescheduling.arguments import Switches
+from llumsched.rescheduling.config import Config, LoadTarget, rescheduling
 from llumsched.rescheduling.moves import Selection
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def parsed(*given: str) -> argparse.Namespace:
+def read(*given: str) -> Reading:
     parser = argparse.ArgumentParser()
-    arguments.add_arguments(parser)
-    arguments.add_failover(parser)
-    return parser.parse_args(given)
+    classes = (Switches, Config)
+    settings.add_arguments(parser, classes)
+    return setting_sources.read("rescheduler", classes, parser.parse_args(given), {})
+
+
+def prepared(*given: str) -> tuple[Switches, Config]:
+    reading = read(*given)
+    found = arguments.prepare(reading)
+    assert reading.faults == []
+    return found
 
 
 def config(*given: str) -> Config:
-    args = parsed(*given)
-    assert arguments.faults(args) == []
-    return arguments.config(args)
+    return prepared(*given)[1]
+
+
+def faults(*given: str) -> list[str]:
+    reading = read(*given)
+    arguments.prepare(reading)
+    return reading.faults
 
 
 def test_defaults_are_written_once() -> None:
@@ -56,11 +72,11 @@ def test_failover_example_of_the_documentation() -> None:
         "--failover-domain=node",
         "--instance-staleness-seconds=100",
     )
-    assert (got.failover_domain, got.staleness_s) == (Domain.NODE, 100)
+    assert (got.failover_domain, got.staleness_s) == (FailoverDomain.NODE, 100)
 
 
 def test_examples_of_help_are_right() -> None:
-    text = arguments._DESCRIPTION
+    text = rescheduling.description
     for example in text.split("Example: ")[1:]:
         flags = [word for word in example.split() if word.startswith("--")]
         assert flags
@@ -68,13 +84,11 @@ def test_examples_of_help_are_right() -> None:
     lines = [line.split() for line in rescheduler.DESCRIPTION.splitlines() if line.startswith("  llumnix")]
     assert lines
     for line in lines:
-        parser = argparse.ArgumentParser()
-        rescheduler.add_arguments(parser)
-        assert rescheduler.faults(parser.parse_args(line[2:])) == []
+        assert prepare("rescheduler", line[1:], {}).faults == []
 
 
 @pytest.mark.parametrize(
-    ("given", "enabled", "colocated"),
+    ("given", "enabled", "in_scheduler"),
     [
         ([], False, False),
         (["--enable-rescheduling"], True, True),
@@ -84,14 +98,13 @@ def test_examples_of_help_are_right() -> None:
         (["--enable-rescheduling=false", "--colocated-rescheduling-mode"], False, False),
     ],
 )
-def test_switches(given: list[str], enabled: bool, colocated: bool) -> None:
-    args = parsed(*given)
-    assert arguments.faults(args) == []
-    assert (arguments.enabled(args), arguments.colocated(args)) == (enabled, colocated)
+def test_switches(given: list[str], enabled: bool, in_scheduler: bool) -> None:
+    switches, _ = prepared(*given)
+    assert (switches.enabled, switches.in_scheduler) == (enabled, in_scheduler)
 
 
 def test_all_faults_at_once() -> None:
-    args = parsed(
+    found = faults(
         "--enable-rescheduling=perhaps",
         "--colocated-rescheduling-mode",
         "--standalone-rescheduling-mode",
@@ -108,11 +121,11 @@ def test_all_faults_at_once() -> None:
         "--instance-staleness-seconds=-1",
         "--llumlet-grpc-timeout-seconds=0",
     )
-    found = "\n".join(arguments.faults(args))
     for part in (
         "--enable-rescheduling 'perhaps' is neither true nor false",
         "exclude each other",
-        "binpacking, slow is none of decode_load, neutral_load, prefill_failover, decode_failover, neutral_failover",
+        "--rescheduling-policies 'binpacking' is not one of decode_load, neutral_load, prefill_failover, ",
+        "--rescheduling-policies 'slow' is not one of decode_load, ",
         "'warmth' is none of all_decodes_tokens_num",
         "'num_tokens' is no load",
         "'soon' is not a number",
@@ -125,30 +138,29 @@ def test_all_faults_at_once() -> None:
         "--instance-staleness-seconds must be positive",
         "--llumlet-grpc-timeout-seconds must be positive",
     ):
-        assert part in found
-    assert len(found.splitlines()) == 14
+        assert part in "\n".join(found)
+    assert len(found) == 15
 
 
 @pytest.mark.parametrize(
     ("rule", "order", "value", "fault"),
     [
         ("NUM_REQ", "LR", "-1", ""),
-        ("NUM_REQ", "LR", "-2", "is not negative"),
-        ("TOKEN", "SR", "-1", "is not negative"),
-        ("TOKEN", "SR", "1.5", "is a whole number"),
-        ("RATIO", "SR", "1.5", "lies in (0, 1]"),
+        ("NUM_REQ", "LR", "-2", "is neither positive nor"),
+        ("TOKEN", "SR", "-1", "is not positive"),
+        ("TOKEN", "SR", "1.5", "is not a whole number"),
+        ("RATIO", "SR", "1.5", "is not in (0, 1]"),
         ("RATIO", "SR", "0.25", ""),
         ("token", "fcwsr", "0", ""),
         ("TOKEN", "FCW", "0", "give a number"),
     ],
 )
 def test_selections(rule: str, order: str, value: str, fault: str) -> None:
-    args = parsed(
+    found = faults(
         f"--rescheduling-req-select-rule={rule}",
         f"--rescheduling-req-select-order={order}",
         f"--rescheduling-req-select-value={value}",
     )
-    found = arguments.faults(args)
     assert (found == []) == (fault == "")
     assert fault in "".join(found)
 
@@ -163,24 +175,21 @@ def test_selections(rule: str, order: str, value: str, fault: str) -> None:
         (["--cms", "127.0.0.1:1", "--port", "70000"], ["is not a port"]),
         (
             ["--colocated-rescheduling-mode", "--enable-rescheduling=false", "--rescheduling-interval-ms", "soon"],
-            ["--cms", "'soon' is not a number", "is for `llumnix scheduler`", "leaves nothing to do"],
+            ["'soon' is not a number", "--cms", "is for `llumnix scheduler`", "leaves nothing to do"],
         ),
     ],
 )
-def test_faults_of_the_command(given: list[str], faults: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LLUMNIX_CMS", raising=False)
-    parser = argparse.ArgumentParser()
-    rescheduler.add_arguments(parser)
-    found = rescheduler.faults(parser.parse_args(given))
+def test_faults_of_the_command(given: list[str], faults: list[str]) -> None:
+    found = prepare("rescheduler", ["rescheduler", *given], {}).faults
     for fault, said in zip(faults, found, strict=True):
         assert fault in said
 
 
 def test_documentation_has_every_flag_with_its_default() -> None:
     text = (ROOT / "docs/rescheduling.md").read_text() + (ROOT / "docs/defaults.md").read_text()
-    missing = [number.flag for number in arguments._NUMBERS if number.flag not in text]
-    assert missing == []
+    plain = {entry.setting.flag: entry.default for entry in settings.entries(Config) if not entry.part}
+    numbers = {flag: default for flag, default in plain.items() if isinstance(default, float | int)}
+    assert [flag for flag in numbers if flag not in text] == []
     for flag, default in re.findall(r"`(--rescheduling-[a-z-]+)` (?:\()?([0-9][0-9e.]*)", text):
-        [number] = [number for number in arguments._NUMBERS if number.flag == flag] or [None]
-        if number is not None:
-            assert float(default.rstrip(".")) == getattr(Config(), number.field), flag
+        if flag in numbers:
+            assert float(default.rstrip(".")) == numbers[flag], flag

@@ -10,7 +10,7 @@ from llumlet.protocol import selection as llumlet
 from llumlet.protocol.selection import Order, Unit
 from llumlet.types import Mode, RequestInfo
 from llumsched.rescheduling.choice import choose
-from llumsched.rescheduling.moves import Move, Selection
+from llumsched.rescheduling.moves import Move, Purpose, Selection
 
 CAPACITY = 10_000
 rows = st.lists(st.tuples(st.integers(1, 3000), st.booleans(), st.booleans()), max_size=10)
@@ -33,7 +33,7 @@ def test_it_is_the_same(rows: list[tuple[int, bool, bool]], rule: tuple[Unit, fl
         position = number if running else number - num_running
         candidates.append(llumlet.Candidate(llumlet.RequestId(name), running, position, length, movable))
     theirs = llumlet.select(candidates, llumlet.parse_rule(rule[0], order, rule[1]), CAPACITY)
-    move = Move("neutral_load", "a", "b", Selection(rule[0], order, rule[1]), 0.0)
+    move = Move("neutral_load", Purpose.BALANCE, "a", "b", Selection(rule[0], order, rule[1]), 0.0)
     ours = [info.request_id for info in choose(infos, move, CAPACITY, ())]
     if rule == (Unit.NUM_REQ, -1.0):
         assert sorted(ours) == sorted(theirs)
@@ -53,5 +53,5 @@ def test_a_prefill_is_not_worth_it() -> None:
         ),
         RequestInfo(request_id="new", phase=RequestInfo.WAITING, prompt_tokens=6, movable=True, moves_as=Mode.WAITING),
     ]
-    move = Move("neutral_load", "a", "b", Selection(Unit.NUM_REQ, Order.LCR, -1.0), 0.0)
+    move = Move("neutral_load", Purpose.BALANCE, "a", "b", Selection(Unit.NUM_REQ, Order.LCR, -1.0), 0.0)
     assert [info.request_id for info in choose(infos, move, CAPACITY, ())] == ["plain", "gone", "new"]

@@ -6,9 +6,9 @@ from __future__ import annotations
 import aiohttp
 import pytest
 
+from llumsched.policy.document import Mode, load_policy
 from llumsched.rescheduling.config import Config
 from llumsched.scheduler.process import SchedulerConfig, serve
-from llumsched.scheduling.policy import Mode, load_policy
 from llumsched.testing import EngineModel, SimulatedCluster
 from tests.llumlet.fake_agent import until
 

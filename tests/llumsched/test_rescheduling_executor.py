@@ -13,12 +13,12 @@ from prometheus_client import CollectorRegistry
 
 from llumlet.protocol.selection import Order, Unit
 from llumlet.types import Reason
-from llumsched.cms.view import View
+from llumsched.cluster.view import View
 from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.counters import RescheduleCounters
 from llumsched.rescheduling.executor import Executor
 from llumsched.rescheduling.history import History
-from llumsched.rescheduling.moves import Move, Selection
+from llumsched.rescheduling.moves import Move, Purpose, Selection
 from llumsched.rescheduling.records import MoveRecord, Outcome, Records
 from llumsched.testing import EngineModel, SimulatedCluster, SimulatedRequest
 from tests.llumlet.fake_agent import until
@@ -71,7 +71,7 @@ def move(
     source: str = "sim-0", destination: str = "sim-1", rule: str = "NUM_REQ", value: float = 2, **more: object
 ) -> Move:
     selection = Selection(Unit(rule), Order.SR, value)
-    return replace(Move("neutral_load", source, destination, selection, 100.0), **more)
+    return replace(Move("neutral_load", Purpose.BALANCE, source, destination, selection, 100.0), **more)
 
 
 async def decoding(world: World, *lengths: int) -> list[SimulatedRequest]:

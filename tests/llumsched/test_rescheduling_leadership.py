@@ -17,7 +17,7 @@ from llumlet.client import LlumletClient
 from llumlet.errors import LlumletError
 from llumlet.tasks import end
 from llumlet.types import Address, MigrateEvent, MigrateRequest, MoveSummary, Reason
-from llumsched.cms.view import View
+from llumsched.cluster.view import View
 from llumsched.rescheduling import planner, process
 from llumsched.rescheduling import rescheduler as rescheduling
 from llumsched.rescheduling.config import Config
@@ -212,8 +212,8 @@ async def test_a_pass_during_which_the_lease_runs_out_gives_no_orders_of_nobody(
             sent.append(request.leader_term)
             yield MigrateEvent(summary=MoveSummary())
 
-        def plan(*arguments: Any) -> Plan:
-            made = planner.plan(*arguments)
+        def plan(*arguments: Any, **more: Any) -> Plan:
+            made = planner.plan(*arguments, **more)
             lease._until_s = 0.0
             return made
 

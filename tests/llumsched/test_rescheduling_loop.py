@@ -13,8 +13,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from llumlet.types import Reason
+from llumsched.cluster.view import View
 from llumsched.cms.embedded import EmbeddedStore
-from llumsched.cms.view import View
 from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.records import Outcome
 from llumsched.rescheduling.rescheduler import Rescheduler

@@ -9,11 +9,12 @@ import pytest
 
 from llumlet.protocol.selection import ALL, Order, Unit
 from llumlet.types import Mode
-from llumsched.rescheduling.config import Config, Domain, LoadTarget, Scope
+from llumsched.cluster.domains import FailoverDomain
+from llumsched.cluster.providers.status import Cargo
+from llumsched.rescheduling.config import Config, LoadTarget, Scope
 from llumsched.rescheduling.history import History
-from llumsched.rescheduling.loads import measure
 from llumsched.rescheduling.message import migrate_request
-from llumsched.rescheduling.moves import Move, Selection
+from llumsched.rescheduling.moves import Move, Purpose, Selection
 from tests.llumsched.rescheduling_cluster import CAPACITY, balancing, instance, pairs, planned
 from tests.llumsched.scheduling_cases import distribution
 
@@ -60,14 +61,14 @@ def test_an_instance_that_a_foreign_metric_cannot_measure_is_left_out(
     distribution(
         tmp_path,
         "[llumnix.metrics]\nfilled = filling_extension:FILLED\n",
-        "from llumsched.scheduling.metrics import Metric\n"
-        "FILLED = Metric('filled', True, lambda load: 1 / (1 - load.status.num_used_gpu_tokens / 90_000))\n",
+        "from llumsched.policy.metrics import Metric\n"
+        "FILLED = Metric('filled', lambda columns: 1 / (1 - columns['num_used_gpu_tokens'] / 90_000))\n",
         "filling_extension",
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     config = Config(policies=("neutral_load",), neutral=LoadTarget(metric="filled"))
     cluster = [instance("hot", 0.8), instance("empty"), instance("raises", 0.9)]
-    assert pairs(planned(cluster, config, measure=measure(config))) == [("hot", "empty")]
+    assert pairs(planned(cluster, config)) == [("hot", "empty")]
 
 
 def test_a_destination_without_room_gives_way_to_the_next() -> None:
@@ -81,7 +82,7 @@ def test_a_destination_without_room_gives_way_to_the_next() -> None:
     config = Config(policies=("neutral_load",), neutral=LoadTarget(metric="decode_batch_size"))
     full = instance("full", 0.999, num_running_requests=1, scheduler_running_to_decode_requests_num=1)
     empty = instance("c", 0.01, num_running_requests=2, scheduler_running_to_decode_requests_num=2)
-    assert pairs(planned([hot, full, empty], config, measure=measure(config))) == [("hot", "c")]
+    assert pairs(planned([hot, full, empty], config)) == [("hot", "c")]
 
 
 def test_a_full_cluster_of_long_requests_is_not_looked_at_pair_by_pair(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,10 +207,8 @@ def test_slots_limit_what_is_expected_and_asked() -> None:
 
 
 def test_metric_that_counts_requests() -> None:
-    batch = {"a": 20.0, "b": 4.0}
-    [move] = planned(
-        [instance("a", 0.5), instance("b", 0.1)], decode_batches(), measure=lambda one: batch[one.id]
-    ).moves
+    cluster = [instance("a", 0.5), instance("b", 0.1, scheduler_running_to_decode_requests_num=4)]
+    [move] = planned(cluster, decode_batches()).moves
     assert (move.source, move.destination) == ("a", "b")
     assert move.expected_requests == 8, "half of the difference"
 
@@ -240,7 +239,7 @@ def test_failover_example_of_the_documentation() -> None:
         instance(f"decode-{i}", 0.2, instance_type="decode", node_id=f"node-{(i - 1) // 2}", schedulable=i != 3)
         for i in range(1, 7)
     ]
-    config = Config(policies=("decode_failover",), failover_domain=Domain.NODE, staleness_s=100)
+    config = Config(policies=("decode_failover",), failover_domain=FailoverDomain.NODE, staleness_s=100)
     made = planned(cluster, config)
     assert {move.source for move in made.moves} == {"decode-3", "decode-4"}
     assert {move.destination for move in made.moves} == {"decode-1", "decode-2", "decode-5", "decode-6"}
@@ -300,23 +299,23 @@ def test_failover_comes_before_balancing_and_shares_its_view_of_the_load() -> No
 @pytest.mark.parametrize(
     ("domain", "expected"),
     [
-        (Domain.INSTANCE, {"r0"}),
-        (Domain.INSTANCE_UNIT, {"r0", "r1"}),
-        (Domain.NODE, {"r0", "x"}),
-        (Domain.NODE_UNIT, {"r0", "r1", "x"}),
+        (FailoverDomain.INSTANCE, {"r0"}),
+        (FailoverDomain.INSTANCE_UNIT, {"r0", "r1"}),
+        (FailoverDomain.NODE, {"r0", "x"}),
+        (FailoverDomain.NODE_UNIT, {"r0", "r1", "x"}),
     ],
 )
-def test_failure_domains(domain: Domain, expected: set[str]) -> None:
+def test_failure_domains(domain: FailoverDomain, expected: set[str]) -> None:
     """Units U = {r0 on node A, r1 on B} and V = {r2 on B, r3 on C}; x on A is alone; r0 is silent."""
     assert failing_sources(domain, silent="r0") == expected
 
 
 def test_failure_domains_reach_over_nodes() -> None:
-    assert failing_sources(Domain.NODE, silent="r1") == {"r1", "r2"}
-    assert failing_sources(Domain.NODE_UNIT, silent="r1") == {"r0", "r1", "r2", "r3"}
+    assert failing_sources(FailoverDomain.NODE, silent="r1") == {"r1", "r2"}
+    assert failing_sources(FailoverDomain.NODE_UNIT, silent="r1") == {"r0", "r1", "r2", "r3"}
 
 
-def failing_sources(domain: Domain, silent: str) -> set[str]:
+def failing_sources(domain: FailoverDomain, silent: str) -> set[str]:
     places = {"r0": ("A", "U"), "r1": ("B", "U"), "r2": ("B", "V"), "r3": ("C", "V"), "x": ("A", "")}
     cluster = [
         instance(
@@ -336,7 +335,7 @@ def failing_sources(domain: Domain, silent: str) -> set[str]:
 
 def test_instances_that_do_not_know_their_node_fail_alone() -> None:
     cluster = [instance("a", 0.2, schedulable=False), instance("b", 0.2), instance("c")]
-    made = planned(cluster, Config(policies=FAILOVERS, failover_domain=Domain.NODE))
+    made = planned(cluster, Config(policies=FAILOVERS, failover_domain=FailoverDomain.NODE))
     assert {move.source for move in made.moves} == {"a"}
 
 
@@ -352,11 +351,11 @@ def test_moves_under_way_count_in_the_load_until_both_ends_have_reported() -> No
     assert pairs(planned(cluster, config, history, 1.0)) == []
     history.ended(1, 2.0)
     history.seen([instance(one.id, received_s=1.9) for one in cluster])
-    assert history.pending_tokens() == {"hot": -40_000, "empty": 40_000}
+    assert history.pending() == {"hot": Cargo(-10, -40_000), "empty": Cargo(10, 40_000)}
     history.seen([instance("hot", received_s=2.1), instance("empty", received_s=1.9)])
-    assert history.pending_tokens() == {"empty": 40_000}
+    assert history.pending() == {"empty": Cargo(10, 40_000)}
     history.seen([instance("hot", received_s=2.1), instance("empty", received_s=2.1)])
-    assert history.pending_tokens() == {}
+    assert history.pending() == {}
     assert history.pending_moves() == []
 
 
@@ -451,7 +450,7 @@ def test_what_cannot_go_elsewhere_at_all_is_left() -> None:
     assert pairs(planned(cluster, Config(policies=FAILOVERS))) == []
 
 
-@pytest.mark.parametrize(("policy", "method"), [("neutral_load", Mode.LIVE), ("decode_failover", 0)])
-def test_only_a_failover_takes_what_costs_a_prefill(policy: str, method: Mode) -> None:
-    move = Move(policy, "a", "b", Selection(Unit.NUM_REQ, Order.SR, 1.0), 100.0)
+@pytest.mark.parametrize(("purpose", "method"), [(Purpose.BALANCE, Mode.LIVE), (Purpose.FAILOVER, 0)])
+def test_only_a_failover_takes_what_costs_a_prefill(purpose: Purpose, method: Mode) -> None:
+    move = Move("mine", purpose, "a", "b", Selection(Unit.NUM_REQ, Order.SR, 1.0), 100.0)
     assert migrate_request(move, instance("b")).method == method

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
 import hashlib
@@ -18,15 +17,15 @@ import pytest_asyncio
 
 from llumlet.secret_files import LOOK_S
 from llumlet.types import Address
-from llumsched import scheduler_access
+from llumsched.cli import prepare
 from llumsched.commands import explain
+from llumsched.contract import SchedulingRequest
 from llumsched.gateway.config import Config
-from llumsched.gateway.flags import FLAGS
 from llumsched.gateway.scheduler_client import SchedulerAway, SchedulerClient
+from llumsched.policy.document import Mode, load_policy
 from llumsched.scheduler.access import ServiceTokens, read_tokens
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
 from llumsched.scheduler_access import IN_CLEAR, Access
-from llumsched.scheduling.policy import Mode, load_policy
 from llumsched.top.source import Source
 from tests.llumsched import scheduling_cases as cases
 from tests.llumsched.test_scheduler_cli import parsed
@@ -36,6 +35,7 @@ GATEWAY, NEXT, READER, OPERATOR = (name * 8 for name in ("gate", "next", "read",
 HASHED = "sha256:" + hashlib.sha256(NEXT.encode()).hexdigest()
 TOKENS = {"gateway": [GATEWAY, HASHED], "reader": [READER], "operator": [OPERATOR]}
 ASKED = {"id": "r", "model": "m", "gateway_id": "g"}
+REQUEST = SchedulingRequest("r", "m", "g")
 CONFIG = SchedulerConfig(load_policy("load-balance", Mode.FULL), port=0, cms="listen://127.0.0.1:0", warms_up_s=0.0)
 
 Write = Callable[[Any], str]
@@ -105,11 +105,11 @@ async def test_a_role_may_what_it_is_for(scheduler: RunningScheduler) -> None:
         return {await _status(scheduler, *one, f"Bearer {token}") not in (401, 403) for one in asked}
 
     for gateway in (GATEWAY, NEXT):
-        assert await may(gateway, *PLACES, READS[0]) == {True}
-        assert await may(gateway, *READS[1:], *LOOKS) == {False}
+        assert await may(gateway, *PLACES, ("GET", "/instances")) == {True}
+        assert await may(gateway, *READS, *LOOKS) == {False}
     assert await may(READER, *READS, *LOOKS) == {True}
     assert await may(READER, *PLACES) == {False}
-    assert await may(OPERATOR, *READS, *LOOKS, *PLACES) == {True}
+    assert await may(OPERATOR, *READS, *LOOKS, *PLACES, ("GET", "/instances")) == {True}
     assert await _status(scheduler, "POST", "/schedule", GATEWAY) == 200, "as gateways of Llumnix show it"
     assert await _status(scheduler, "GET", "/", aiohttp.encode_basic_auth("me", READER)) == 200
 
@@ -119,15 +119,17 @@ async def test_a_gateway_shows_its_token(scheduler: RunningScheduler, tmp_path: 
     file = tmp_path / "one"
     file.write_text(NEXT + "\n")
     file.chmod(0o600)
-    setting, read, *_ = FLAGS["instances"]["--service-token-file"]
-    endpoint = (Address("127.0.0.1", scheduler.port),)
+    address = Address("127.0.0.1", scheduler.port)
+    flags = ["gateway", "--scheduler-endpoints", str(address), "--service-token-file", str(file)]
+    config, _, faults = prepare("gateway", flags, {})
+    assert not faults
     async with aiohttp.ClientSession() as session:
-        knows = SchedulerClient(Config(scheduler_endpoints=endpoint, **{setting: read(str(file))}), session)
-        assert (await knows.schedule(ASKED)).result[0]["id"] == "a"
+        knows = SchedulerClient(config, session)
+        assert (await knows.schedule(REQUEST)).result[0].id == "a"
         assert await knows.instances() == [Address("127.0.0.1", 8000)]
-        stranger = SchedulerClient(Config(scheduler_endpoints=endpoint), session)
+        stranger = SchedulerClient(Config(scheduler_endpoints=(address,)), session)
         with pytest.raises(SchedulerAway, match="answered 401"):
-            await stranger.schedule(ASKED)
+            await stranger.schedule(REQUEST)
 
 
 @pytest.mark.asyncio
@@ -157,28 +159,29 @@ async def test_what_is_said_to_it_is_encrypted(write: Write, tmp_path: Path) -> 
     try:
         for ca, reached in ((authority, True), (strangers, False)):
             settings = {"scheduler_ca_file": str(ca.path), "service_token": f"Bearer {GATEWAY}"}
-            args = argparse.Namespace(service_token_file=str(token), scheduler_ca_file=str(ca.path))
-            access, faults = scheduler_access.given(args)
+            flags = ["explain", "--service-token-file", str(token), "--scheduler-ca-file", str(ca.path)]
+            (_, given, _), _, faults = prepare("explain", flags, {})
             assert not faults
+            access = given.access
             async with aiohttp.ClientSession() as session:
                 gateway = SchedulerClient(Config(scheduler_endpoints=(address,), **settings), session)
                 assert await gateway.refusal() == ("" if reached else None)
                 assert await gateway.instances() == ([Address("127.0.0.1", 8000)] if reached else [])
                 if reached:
-                    decision = await gateway.schedule(ASKED)
-                    assert decision.result[0]["id"] == "a"
-                    gateway.release(decision.scheduler, ASKED | {"scheduling_result": decision.result})
+                    answer = await gateway.schedule(REQUEST)
+                    assert answer.result[0].id == "a"
+                    gateway.release(answer)
                     await gateway.close()
                     assert (await explain._ask(address, ASKED, access))[0] == 200
                 else:
                     with pytest.raises(SchedulerAway, match="certificate"):
-                        await gateway.schedule(ASKED)
+                        await gateway.schedule(REQUEST)
                     with pytest.raises(aiohttp.ClientConnectorCertificateError):
                         await explain._ask(address, ASKED, access)
         async with aiohttp.ClientSession() as session:
             in_clear = SchedulerClient(Config(scheduler_endpoints=(address,)), session)
             with pytest.raises(SchedulerAway):
-                await in_clear.schedule(ASKED)
+                await in_clear.schedule(REQUEST)
     finally:
         await running.close()
 
@@ -189,8 +192,11 @@ def test_files_of_tls_are_looked_at_first(write: Write, tmp_path: Path) -> None:
     assert not parsed("--ssl-certfile", certificate, "--ssl-keyfile", key)[0]
     assert "belong together" in parsed("--ssl-certfile", certificate)[0][0]
     assert "do not fit" in parsed("--ssl-certfile", certificate, "--ssl-keyfile", other)[0][0]
-    args = argparse.Namespace(service_token_file=None, scheduler_ca_file=other)
-    assert "holds no certificates" in scheduler_access.given(args)[1][0]
+    assert "holds no certificates" in prepare("explain", ["explain", "--scheduler-ca-file", other], {}).faults[0]
+    (tmp_path / "token").touch(mode=0o600)
+    (tmp_path / "token").write_bytes(b"\xff")
+    (fault,) = prepare("explain", ["explain", "--service-token-file", str(tmp_path / "token")], {}).faults
+    assert fault == f"--service-token-file {tmp_path / 'token'} holds no token"
 
 
 def test_tokens_are_replaced_without_a_restart(write: Write, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import logging
@@ -12,23 +11,21 @@ from pathlib import Path
 
 import pytest
 
+from llumlet.protocol.infer_type import InferType
 from llumlet.redis_url import Login, RedisUrl
 from llumlet.tasks import end
 from llumlet.types import Address
+from llumsched.cli import prepare
 from llumsched.commands import scheduler
+from llumsched.policy.document import Mode
 from llumsched.scheduler.process import SchedulerConfig
-from llumsched.scheduling.load import InferType
-from llumsched.scheduling.policy import Mode
 from tests.llumlet.fake_agent import until
 from tests.llumsched.conftest import start
 
 
 def parsed(*arguments: str) -> tuple[list[str], SchedulerConfig | None]:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    scheduler.add_arguments(parser)
-    args = parser.parse_args(arguments)
-    faults = scheduler.faults(args)
-    return faults, getattr(args, "config", None)
+    found, _, faults = prepare("scheduler", ["scheduler", *arguments], {})
+    return faults, found
 
 
 def config(*arguments: str) -> SchedulerConfig:
@@ -118,13 +115,13 @@ def test_lite_mode_needs_no_further_switch(monkeypatch: pytest.MonkeyPatch) -> N
         (["--enable-full-mode-scheduling=maybe", "--port=70000", "--instance-staleness-seconds=-1",
           "--dispatch-top-k=x"],
          ["--enable-full-mode-scheduling 'maybe' is neither true nor false", "--port '70000' is not a port",
-          "--instance-staleness-seconds must be positive", "--dispatch-top-k 'x' is not a number from 1 on"]),
+          "--instance-staleness-seconds must be positive", "--dispatch-top-k 'x' is not a number"]),
         (["--enable-full-mode-scheduling=false", "--cms=redis://h:1", "--enable-rescheduling"],
          ["--enable-full-mode-scheduling=false needs --llm-backend-endpoints",
           "--cms is of no use in lite mode", "rescheduling needs full mode"]),
-        (["--llm-backend-endpoints=a:1"], ["--llm-backend-endpoints is of no use without"]),
+        (["--llm-backend-endpoints=a:1"], ["--llm-backend-endpoints is of no use in full mode"]),
         (["--enable-full-mode-scheduling=false", "--llm-backend-endpoints=a:1=decoder,b:2=decode,b:2,c"],
-         ["--llm-backend-endpoints 'a:1=decoder': 'decoder' is none of neutral, prefill, decode",
+         ["--llm-backend-endpoints 'decoder' is not one of neutral, prefill, decode",
           "--llm-backend-endpoints b:2: both decode and neutral", "--llm-backend-endpoints 'c' is not HOST:PORT"]),
         (["--cms=nowhere", "--cms-listen=127.0.0.1:1"], ["--cms and --cms-listen: one of them", "'nowhere' is not"]),
         (["--dispatch-decode-load-metric=lod", "--dispatch-decode-load-threshold=much"],
@@ -146,7 +143,7 @@ def test_lite_mode_needs_no_further_switch(monkeypatch: pytest.MonkeyPatch) -> N
           "--request-local-account-staleness-seconds is of no use in lite mode",
           "--enable-instance-status-local-account is of no use in lite mode"]),
         (["--cms-redis-port=abc", "--cms-redis-username=x", "--cms-redis-password=y", "--cms-redis-password-file=z"],
-         ["--cms-redis-port is of no use without --cms-redis-host",
+         ["--cms-redis-port 'abc' is not a port", "--cms-redis-port is of no use without --cms-redis-host",
           "--cms-redis-username is of no use without --cms-redis-host",
           "--cms-redis-password is of no use without --cms-redis-host",
           "--cms-redis-password-file is of no use without --cms-redis-host"]),

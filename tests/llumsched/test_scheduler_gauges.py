@@ -7,38 +7,39 @@ import asyncio
 import math
 import time
 
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from llumlet.tasks import end
-from llumsched.cms.view import View
+from llumsched.cluster.providers.account import Account
+from llumsched.cluster.request import Request
+from llumsched.cluster.view import View
+from llumsched.dispatch.dispatcher import Dispatcher
+from llumsched.policy.document import Mode, load_policy
 from llumsched.scheduler.gauges import AT_ONCE, Gauge, exposition
 from llumsched.scheduler.metrics import SchedulerMetrics
-from llumsched.scheduling.account import Account
-from llumsched.scheduling.dispatch import Dispatcher
-from llumsched.scheduling.load import Request
-from llumsched.scheduling.policy import Mode, load_policy
 from tests.llumsched import scheduling_cases as cases
 
 pytestmark = pytest.mark.asyncio
 
 
 async def test_what_is_written_is_what_is_read() -> None:
-    loads = [cases.load(name, num_used_gpu_tokens=number) for number, name in enumerate(("a", 'q"\\\n{}', "é"))]
+    names = "a", 'q"\\\n{}', "é"
+    table = cases.table(*(cases.instance(name, num_used_gpu_tokens=number) for number, name in enumerate(names)))
     gauges = [
-        Gauge("tokens", "Of each.", lambda load: load.status.num_used_gpu_tokens),
-        Gauge("ratio", "Of all.", lambda load: math.inf),
+        Gauge("tokens", "Of each.", lambda columns: columns["num_used_gpu_tokens"]),
+        Gauge("ratio", "Of all.", lambda columns: np.full(len(columns), math.inf)),
     ]
-    text = b"".join(await exposition(gauges, loads, lambda load: {"id": load.instance.id, "kind": "x"})).decode()
+    text = b"".join(await exposition(gauges, table, table.instances, lambda one: {"id": one.id, "kind": "x"})).decode()
     families = list(text_string_to_metric_families(text))
     assert [(family.name, family.documentation, family.type) for family in families] == [
         ("tokens", "Of each.", "gauge"),
         ("ratio", "Of all.", "gauge"),
     ]
-    ids = [load.instance.id for load in loads]
     assert [(sample.labels, sample.value) for sample in families[0].samples] == [
-        ({"id": id, "kind": "x"}, number) for number, id in enumerate(ids)
+        ({"id": id, "kind": "x"}, number) for number, id in enumerate(names)
     ]
     assert [sample.value for sample in families[1].samples] == [math.inf] * 3
 

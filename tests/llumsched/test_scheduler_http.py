@@ -13,9 +13,9 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from llumsched.scheduler.messages import MAX_BODY_BYTES
+from llumsched.contract import MAX_BODY_BYTES
+from llumsched.policy.document import Mode, load_policy
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
-from llumsched.scheduling.policy import Mode, load_policy
 from tests.llumlet.fake_agent import until
 from tests.llumsched import scheduling_cases as cases
 

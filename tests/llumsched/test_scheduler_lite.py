@@ -14,11 +14,11 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
+from llumlet.protocol.infer_type import InferType
 from llumlet.types import Address
-from llumsched.scheduler.backends import Backends
+from llumsched.policy.document import Mode, load_policy
+from llumsched.scheduler.backends import StaticEngines
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
-from llumsched.scheduling.load import InferType
-from llumsched.scheduling.policy import Mode, load_policy
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 
@@ -166,7 +166,7 @@ async def test_keepalive_and_gauges(scheduler: RunningScheduler) -> None:
 async def test_engines_come_and_go() -> None:
     engine = Engine("m")
     await engine.start()
-    backends = Backends({engine.address: InferType.NEUTRAL}, interval_s=0.01, timeout_s=60.0)
+    backends = StaticEngines({engine.address: InferType.NEUTRAL}, interval_s=0.01, timeout_s=60.0)
     await backends.start()
     try:
         (instance,) = backends.view.values()
@@ -190,7 +190,7 @@ async def test_engines_come_and_go() -> None:
 async def asked(engine: Engine, **settings: Any) -> list[str]:
     """The models that one round of questions finds."""
     await engine.start()
-    backends = Backends({engine.address: InferType.NEUTRAL}, timeout_s=60.0, **settings)
+    backends = StaticEngines({engine.address: InferType.NEUTRAL}, timeout_s=60.0, **settings)
     try:
         await backends.start()
         return [model for instance in backends.view.values() for model in instance.metadata.served_models]
@@ -228,7 +228,7 @@ async def test_why_an_engine_is_not_used_is_said_once(
     engine = Engine()
     engine.status, engine.body = status, body
     await engine.start()
-    backends = Backends({engine.address: InferType.NEUTRAL}, interval_s=0.001, timeout_s=60.0)
+    backends = StaticEngines({engine.address: InferType.NEUTRAL}, interval_s=0.001, timeout_s=60.0)
     await backends.start()
     try:
         await until(lambda: backends._backends[0].num_failures > 8)

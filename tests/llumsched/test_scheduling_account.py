@@ -8,11 +8,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from llumsched.cms.view import View
-from llumsched.scheduling.account import Account
-from llumsched.scheduling.in_flight import counters_of
-from llumsched.scheduling.load import Counters, InferType, Load
-from llumsched.scheduling.metrics import METRICS
+from llumlet.protocol.infer_type import InferType
+from llumsched.cluster.providers.account import Account
+from llumsched.cluster.providers.in_flight import Counters, counters_of
+from llumsched.cluster.table import standard_table
+from llumsched.cluster.view import View
+from llumsched.policy.metrics import METRICS
 from tests.llumsched import scheduling_cases as cases
 
 STALE_S = 10.0
@@ -100,7 +101,7 @@ class Engines(RuleBasedStateMachine):
     def counts_what_is_on_its_way(self) -> None:
         expected: dict[str, Counters] = {}
         for (_, infer_type), (place, tokens, _) in self.on_their_way.items():
-            expected[place] = expected.get(place, Counters()) + counters_of(infer_type, tokens)
+            expected[place] = expected.get(place, Counters()).plus(counters_of(infer_type, tokens))
         assert dict(self.account.in_flight.counters) == expected
         assert len(self.account) == len(self.on_their_way)
 
@@ -152,11 +153,13 @@ def test_a_long_name_is_known_by_its_beginning() -> None:
 def test_a_request_that_moves_is_counted_once_where_it_is(shown_by_source: bool) -> None:
     view, account = View(lambda: 0.0), Account(lambda: 0.0, STALE_S)
     view.observe(account)
+    table = standard_table(account.in_flight)
+    view.observe(table)
     for name in "ab":
         cases.put(view, name)
 
     def loads() -> tuple[float, float]:
-        a, b = (METRICS["num_requests"].value(Load(view[name], account.in_flight.of(name))) for name in "ab")
+        a, b = (METRICS["num_requests"].at(table, table.index[name]) for name in "ab")
         return a, b
 
     account.dispatched("r", "a", InferType.NEUTRAL, 7)
@@ -179,7 +182,7 @@ def test_nothing_is_over_while_no_status_can_come(monkeypatch: pytest.MonkeyPatc
     now = 3 * STALE_S
     account.expire()
     assert account.in_flight.of("a").num_requests == 5
-    monkeypatch.setattr("llumsched.scheduling.account._MOST_OVERDUE", 3)
+    monkeypatch.setattr("llumsched.cluster.providers.account._MOST_OVERDUE", 3)
     account.expire()
     assert account.in_flight.of("a").num_requests == 3
     account.dispatched("new", "a", InferType.NEUTRAL, 7)

@@ -7,8 +7,9 @@ import pytest
 
 from llumlet.types import Address, InstanceMetadata
 from llumsched.causes import Cause
-from llumsched.cms.view import Instance, View
-from llumsched.scheduling.complaints import Complaint, Complaints
+from llumsched.cluster.instance import Instance
+from llumsched.cluster.view import View
+from llumsched.dispatch.complaints import Complaint, Complaints
 
 TTL_S = 15.0
 

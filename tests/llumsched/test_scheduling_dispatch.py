@@ -8,11 +8,12 @@ from collections import Counter
 
 import pytest
 
-from llumsched.cms.view import View
-from llumsched.scheduling.account import Account
-from llumsched.scheduling.dispatch import Dispatcher, NotPlaced, Refused
-from llumsched.scheduling.load import InferType, Request
-from llumsched.scheduling.policy import Mode, Overrides, Policy, load_policy, parse_policy
+from llumlet.protocol.infer_type import InferType
+from llumsched.cluster.providers.account import Account
+from llumsched.cluster.request import Request
+from llumsched.cluster.view import View
+from llumsched.dispatch.dispatcher import Dispatcher, NotPlaced, NotPlacedKind
+from llumsched.policy.document import Mode, Overrides, Policy, load_policy, parse_policy
 from tests.llumsched import scheduling_cases as cases
 
 PREFILL_ONLY = """
@@ -95,7 +96,7 @@ def test_the_threshold_of_the_first_metric_counts_where_more_than_the_best_may_b
             cases.put(cluster.view, name, num_uncomputed_tokens_all_waiting_prefills=tokens)
         dispatcher, request = cluster.dispatcher, Request("", "m", 100)
         rows = {dispatcher.decide(request)[InferType.NEUTRAL].row or 0 for _ in range(50)}
-        return {dispatcher.table.load(row).instance.id for row in rows}
+        return {dispatcher.table.instances[row].id for row in rows}
 
     assert [chosen(threshold, top_k=1) for threshold in (1, 150, 1e6)] == [{"b"}] * 3
     assert [chosen(threshold, top_k=2) for threshold in (1, 150, 1e6)] == [{"b", "c"}, {"b"}, {"b", "c"}]
@@ -106,7 +107,7 @@ def test_both_stages_or_none() -> None:
     stages = (InferType.PREFILL, InferType.DECODE)
     with pytest.raises(NotPlaced) as error:
         cluster.place("r", 100, *stages)
-    assert error.value.kind is Refused.NO_MATCH_INFER_TYPE
+    assert error.value.kind is NotPlacedKind.NO_MATCH_INFER_TYPE
     assert not cluster.account.in_flight.counters
     cases.put(cluster.view, "d", instance_type="decode")
     assert cluster.place("r", 100, *stages) == ["p", "d"]
@@ -148,11 +149,11 @@ def test_nothing_known_and_nobody_to_ask() -> None:
     cluster.view.connected = False
     with pytest.raises(NotPlaced) as error:
         cluster.place()
-    assert error.value.kind is Refused.CMS_NOT_AVAILABLE
+    assert error.value.kind is NotPlacedKind.CMS_NOT_AVAILABLE
     cluster.view.connected = True
     with pytest.raises(NotPlaced) as error:
         cluster.place()
-    assert error.value.kind is Refused.NO_MATCH_INFER_TYPE
+    assert error.value.kind is NotPlacedKind.NO_MATCH_INFER_TYPE
 
 
 def test_a_policy_without_the_stage() -> None:

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from llumsched.cms.view import View
-from llumsched.scheduling.load import Counters, InferType
-from llumsched.scheduling.lrs import RealtimeState, Update
+from llumlet.protocol.infer_type import InferType
+from llumsched.cluster.providers.in_flight import Counters
+from llumsched.cluster.providers.lrs import RealtimeState, Update
+from llumsched.cluster.view import View
 from tests.llumsched import scheduling_cases as cases
 
 NEUTRAL = InferType.NEUTRAL

@@ -6,23 +6,25 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from llumsched.cms.view import Instance
-from llumsched.scheduling.load import Context, Counters, Load, Request
-from llumsched.scheduling.metrics import METRICS, Metric, all_metrics
+from llumsched.cluster.columns import Columns, Values
+from llumsched.cluster.providers.in_flight import Counters
+from llumsched.policy.expression import Expression
+from llumsched.policy.metrics import METRICS, Metric, all_metrics
 from tests.llumsched import scheduling_cases as cases
 
-LOAD = cases.load(
+SENT = Counters(
+    num_requests=3,
+    num_prefill_requests=3,
+    num_decode_requests=2,
+    num_uncomputed_prefill_tokens=300,
+    num_decode_tokens=200,
+    num_tokens=310,
+)
+LOADED = cases.instance(
     "a",
-    Counters(
-        num_requests=3,
-        num_prefill_requests=3,
-        num_decode_requests=2,
-        num_uncomputed_prefill_tokens=300,
-        num_decode_tokens=200,
-        num_tokens=310,
-    ),
     num_total_gpu_tokens=10_000,
     num_used_gpu_tokens=1_000,
     num_uncomputed_tokens_all_waiting_prefills=400,
@@ -55,57 +57,60 @@ LOAD = cases.load(
     ],
 )
 def test_formula(name: str, value: float) -> None:
-    assert METRICS[name].value(LOAD) == pytest.approx(value)
+    table = cases.table(cases.instance("0"), LOADED, sent={"a": SENT})
+    assert METRICS[name].values(table)[1] == pytest.approx(value)
+    assert METRICS[name].at(table, 1) == pytest.approx(value)
 
 
 def test_without_a_status_only_what_was_sent_counts() -> None:
-    bare = Load(Instance(cases.metadata("a"), None, 0.0), Counters(num_requests=2, num_tokens=8))
-    assert METRICS["num_requests"].value(bare) == 2
-    assert METRICS["kv_cache_usage_ratio_projected"].value(bare) == math.inf
+    table = cases.table(cases.starting("a"), sent={"a": Counters(num_requests=2, num_tokens=8)})
+    assert METRICS["num_requests"].values(table).tolist() == [2]
+    for name in ("kv_cache_usage_ratio_projected",):
+        assert METRICS[name].values(table).tolist() == [math.inf]
+        assert METRICS[name].at(table, 0) == math.inf
+
+
+def test_what_is_added_to_an_instance_counts_and_nothing_falls_below_zero() -> None:
+    table, usage = cases.table(LOADED), METRICS["kv_cache_usage_ratio_projected"]
+    assert usage.at(table, 0, {"num_used_gpu_tokens": 1000}) == pytest.approx(0.2457)
+    assert usage.at(table, 0, {"num_used_gpu_tokens": -5000}) == pytest.approx(0.0457)
+    of_another = Metric("doubled", lambda columns: 2 * columns["num_used_gpu_tokens"])
+    assert of_another.at(table, 0, {"num_used_gpu_tokens": 1000}) == 4000
 
 
 def test_direction_and_not_a_number() -> None:
-    less, more = Metric("x", True, lambda _: math.nan), Metric("y", False, lambda _: math.nan)
+    table = cases.table(LOADED)
+    less, more = (Metric(name, Expression("0 * num_used_gpu_tokens / 0"), name == "less") for name in ("less", "more"))
     assert less.better(1, 2)
     assert more.better(2, 1)
     assert not less.better(1, 1)
     assert not more.better(1, 1)
-    assert less.value(LOAD) == math.inf
-    assert more.value(LOAD) == -math.inf
+    assert less.values(table).tolist() == [less.at(table, 0)] == [math.inf]
+    assert more.values(table).tolist() == [more.at(table, 0)] == [-math.inf]
 
 
-def test_a_metric_that_raises_ranks_last_and_is_said_to_once(caplog: pytest.LogCaptureFixture) -> None:
-    ratio = Metric(
-        "ratio_that_raises", False, lambda load: load.status.num_free_blocks / load.status.num_waiting_requests
-    )
-    of_request = Metric("fit_that_raises", True, lambda _: 0, of_request=lambda *_: {}["gone"])
-    assert ratio.value(Load(Instance(cases.metadata("new"), None, 0.0))) == -math.inf
-    assert not caplog.records
+def test_a_metric_that_raises_ranks_all_last_and_is_said_to_once(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(columns: Columns) -> Values:
+        return columns["no_such_column"]
+
+    table, metric = cases.table(LOADED, cases.instance("b")), Metric("broken", broken)
     for _ in range(3):
-        assert ratio.value(cases.load("a")) == -math.inf
-        assert of_request.value(LOAD, Context(0.0)) == math.inf
-    assert [record.getMessage().split(",")[0] for record in caplog.records] == [
-        "Metric ratio_that_raises raises", "Metric fit_that_raises raises",
-    ]  # fmt: skip
-    assert "ZeroDivisionError" in caplog.text
-
-
-def test_a_metric_of_the_request() -> None:
-    metric = Metric("fit", True, lambda _: 0, of_request=lambda _, context: context.request.prompt_num_tokens)
-    assert metric.value(LOAD, Context(0.0, Request(prompt_num_tokens=9))) == 9
-    assert metric.value(LOAD) == 0
+        assert metric.values(table).tolist() == [math.inf, math.inf]
+        assert metric.at(table, 0) == math.inf
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == ["Metric broken raises"]
+    assert "no column is called 'no_such_column'" in caplog.text
 
 
 def test_metrics_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cases.distribution(
         tmp_path,
         "[llumnix.metrics]\nfree_blocks = tiny_extension:FREE\n",
-        "from llumsched.scheduling.metrics import Metric\n"
-        "FREE = Metric('free_blocks', False, lambda load: load.status.num_free_blocks)\n",
+        "from llumsched.policy.metrics import Metric\n"
+        "FREE = Metric('free_blocks', lambda columns: columns['num_free_blocks'], less_is_better=False)\n",
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    free = all_metrics()["free_blocks"]
-    assert free.value(cases.load("a", num_free_blocks=12)) == 12
+    table = cases.table(cases.instance("a", num_free_blocks=12), cases.instance("b", num_free_blocks=3))
+    assert np.array_equal(all_metrics()["free_blocks"].values(table), [12, 3])
 
 
 def test_faults_of_installed_packages_are_all_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +118,7 @@ def test_faults_of_installed_packages_are_all_named(tmp_path: Path, monkeypatch:
         tmp_path,
         "[llumnix.metrics]\nnum_requests = broken_extension:MINE\nnone = broken_extension:NONE\n"
         "gone = no_such_module_at_all:X\nother = broken_extension:MINE\n",
-        "from llumsched.scheduling.metrics import Metric\nMINE = Metric('num_requests', True, len)\nNONE = 5\n",
+        "from llumsched.policy.metrics import Metric\nMINE = Metric('num_requests', len)\nNONE = 5\n",
         "broken_extension",
     )
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -9,25 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llumsched.scheduling.filters import FailoverFilter, MetricBasedFilter, StalenessFilter
-from llumsched.scheduling.load import Context, InferType, Request
-from llumsched.scheduling.pipeline import LoadList, run
-from llumsched.scheduling.policy import (
-    Mode,
-    Overrides,
-    Policy,
-    PolicyError,
-    built_in_policies,
-    load_policy,
-    parse_policy,
-)
-from llumsched.scheduling.selectors import Draw, MetricBasedSelector, Order, RoundRobinSelector
+from llumlet.protocol.infer_type import InferType
+from llumsched.cluster.columns import IdOrder
+from llumsched.policy.document import Mode, Overrides, Policy, load_policy, parse_policy
+from llumsched.policy.filters import FailoverFilter, MetricBasedFilter, StalenessFilter
+from llumsched.policy.pipeline import run
+from llumsched.policy.reader import PolicyError, built_in_policies
+from llumsched.policy.selectors import Draw, MetricBasedSelector, RoundRobinSelector, WeightedSelector
 from tests.llumsched import scheduling_cases as cases
 
 
 def described(policy: Policy, infer_type: InferType) -> tuple[list[str], list[str], str]:
     stage = policy.stages[infer_type]
-    filters = [one.name for one in (*stage.filters, *stage.group_filters)]
+    filters = [one.name for one in stage.filters]
     return [metric.name for metric in stage.metrics], filters[5:], stage.selector.name
 
 
@@ -38,7 +32,7 @@ def test_built_in_policies_place_everything(name: str, mode: Mode) -> None:
     assert policy.name == name
     assert set(policy.stages) == set(InferType)
     for stage in policy.stages.values():
-        assert [one.name for one in stage.filters[:5]] == [
+        assert [one.name for one in stage.filters.singles[:5]] == [
             "inferTypeFilter", "modelFilter", "capacityFilter", "retryFilter", "breakerFilter",
         ]  # fmt: skip
 
@@ -58,7 +52,7 @@ def test_load_balance(infer_type: InferType, metrics: list[str], threshold: floa
     stage = policy.stages[infer_type]
     assert MetricBasedFilter(stage.metrics[0], threshold) in stage.filters
     assert StalenessFilter(60) in stage.filters
-    assert stage.group_filters == (FailoverFilter("instance"),)  # type: ignore[arg-type]
+    assert stage.filters.groups == (FailoverFilter("instance"),)  # type: ignore[arg-type]
 
 
 def test_flags_change_a_policy() -> None:
@@ -71,7 +65,7 @@ def test_flags_change_a_policy() -> None:
     assert neutral.metrics[0].name == "num_requests"
     assert decode.metrics[0].name == "kv_cache_usage_ratio_projected"
     assert StalenessFilter(7) in decode.filters
-    assert decode.group_filters == (FailoverFilter("node"),)  # type: ignore[arg-type]
+    assert decode.filters.groups == (FailoverFilter("node"),)  # type: ignore[arg-type]
     assert decode.selector == MetricBasedSelector(3)
 
 
@@ -131,15 +125,15 @@ full:
         load_policy(str(path), Mode.FULL)
     said = "\n".join(error.value.faults)
     for fault in (
-        "has unknown keys fool; known: full, lite, name",
+        "has unknown keys fool; known: define, full, lite, name, rescheduling",
         "has unknown keys encode; known: decode, neutral, prefill",
         "full.neutral: metric 'num_request' is unknown; known: all_decodes_tokens_num, all_pre",
-        "full.neutral: unknown filter 'nope'; known: failoverFilter, metricBasedFilter, schedul",
+        "full.neutral: unknown filter 'nope'; known: failoverFilter, failoverMigrationSrcFilter, metric",
         "full.neutral: stalenessFilter: it got an unexpected keyword argument 'minutes'",
         "full.neutral: failoverFilter: 'rack' is not a valid FailoverDomain",
         "full.neutral: metricBasedFilter: 'much' is not a number",
         "full.neutral: metricBasedSelector: top_k 0 is not a number from 1 on",
-        "full.decode: unknown selector 'best'; known: metricBasedSelector, roundRobinSelector",
+        "full.decode: unknown selector 'best'; known: metricBasedSelector, randomSelector",
     ):
         assert fault in said
 
@@ -184,7 +178,7 @@ def test_the_other_mode_s_section_is_read_too() -> None:
         ("[", "is no YAML"),
         ("!!int x", "is no YAML: invalid literal for int"),
         ("[" * 500, "is no YAML: maximum recursion depth"),
-        ("[]", "is not a mapping of name, full, lite"),
+        ("[]", "is not a mapping of define, full, lite, name, rescheduling"),
         ("lite: {}", "has no section 'full'"),
         ("full: {neutral: 5}", "full.neutral: is not a mapping"),
         ("full: {neutral: {metrics: x, selector: roundRobinSelector}}", "metrics is not a list"),
@@ -213,32 +207,37 @@ def test_filters_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.Mon
         tmp_path,
         "[llumnix.filters]\nnotNamed = tiny_filters:NotNamed\n",
         """
+import numpy as np
+
 class NotNamed:
     name, skip_in_fallback, marks_failed = "notNamed", False, False
 
     def __init__(self, prefix):
         self.prefix = prefix
 
-    def refuse(self, load, context):
-        return "is named so" if load.instance.id.startswith(self.prefix) else None
+    def refuse(self, candidates):
+        return np.array([one.id.startswith(self.prefix) for one in candidates.cluster.instances])
+
+    def reason(self, candidates, row):
+        return "is named so"
 """,
         "tiny_filters",
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     text = "full: {neutral: {filters: [{notNamed: {prefix: a}}], selector: roundRobinSelector}}"
     stage = parse_policy(text, "test", Mode.FULL, Overrides()).stages[InferType.NEUTRAL]
-    candidates = LoadList([cases.load("a"), cases.load("b")])
-    decision = run(stage, candidates, Context(0.0, Request("r", "m")), Draw(random.Random(0)))
+    decision = run(stage, cases.candidates(cases.instance("a"), cases.instance("b")), Draw(random.Random(0)))
     assert decision.row == 1
 
 
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("class F:\n    name = 'f'\n    def refuse(self, load, context): ...",
-         "mine: is no filter, as it lacks skip_in_fallback, marks_failed"),
-        ("class F:\n    def refuse_among(self, instances, failed): ...", "mine: is no filter, as it lacks name"),
-        ("def F(): ...", "mine: is no filter, as it lacks name, skip_in_fallback, marks_failed, refuse"),
+        ("class F:\n    name = 'f'\n    def refuse(self, candidates): ...",
+         "mine: is no filter, as it lacks skip_in_fallback, marks_failed, reason"),
+        ("class F:\n    def refuse_among(self, candidates, failed): ...",
+         "mine: is no filter, as it lacks name, reason_among"),
+        ("def F(): ...", "mine: is no filter, as it lacks name, skip_in_fallback, marks_failed, refuse, reason"),
         ("class F:\n    def __init__(self): raise KeyError('tenant')", "mine: KeyError: 'tenant'"),
     ],
 )  # fmt: skip
@@ -252,30 +251,133 @@ def test_a_filter_of_an_installed_package_that_is_none(
         parse_policy("full: {neutral: {filters: [mine], selector: roundRobinSelector}}", "test", Mode.FULL, Overrides())
 
 
-def order(*ids: str) -> Order:
-    return Order(sorted(ids), np.array([sorted(ids).index(id) for id in ids], np.intp))
+def order(*ids: str) -> IdOrder:
+    return IdOrder(sorted(ids), np.array([sorted(ids).index(id) for id in ids], np.intp))
 
 
 def test_the_best_by_each_metric_in_turn_then_by_id() -> None:
     rows, first = np.arange(4), np.array([2.0, 1.0, 1.0, 1.0])
     draw, ids = Draw(random.Random(0)), order("d", "c", "b", "a")
-    assert MetricBasedSelector().choose(rows, [first], ids, draw) == 3
-    assert MetricBasedSelector().choose(rows, [first, np.array([0.0, 5.0, 4.0, 9.0])], ids, draw) == 2
+    assert MetricBasedSelector().choose(rows, {"x": first}, ids, draw) == 3
+    assert MetricBasedSelector().choose(rows, {"x": first, "y": np.array([0.0, 5.0, 4.0, 9.0])}, ids, draw) == 2
 
 
 def test_any_of_the_best_k() -> None:
     cost, draw = np.array([3.0, 1.0, 2.0, 9.0]), Draw(random.Random(0))
-    chosen = {MetricBasedSelector(3).choose(np.arange(4), [cost], order(*"abcd"), draw) for _ in range(60)}
+    chosen = {MetricBasedSelector(3).choose(np.arange(4), {"x": cost}, order(*"abcd"), draw) for _ in range(60)}
     assert chosen == {0, 1, 2}
-    assert {MetricBasedSelector(9).choose(np.array([3]), [cost], order(*"abcd"), draw) for _ in range(9)} == {3}
+    assert {MetricBasedSelector(9).choose(np.array([3]), {"x": cost}, order(*"abcd"), draw) for _ in range(9)} == {3}
 
 
 def test_round_robin_goes_on_though_the_last_has_left() -> None:
     rows, ids, chosen = np.arange(3), order("c", "a", "e"), []
     last: str | None = None
     for _ in range(4):
-        row = RoundRobinSelector().choose(rows, [], ids, Draw(random.Random(0), last))
+        row = RoundRobinSelector().choose(rows, {}, ids, Draw(random.Random(0), last))
         last = ["c", "a", "e"][row]
         chosen.append(last)
     assert chosen == ["a", "c", "e", "a"]
-    assert RoundRobinSelector().choose(rows, [], ids, Draw(random.Random(0), "d")) == 2
+    assert RoundRobinSelector().choose(rows, {}, ids, Draw(random.Random(0), "d")) == 2
+
+
+def test_a_weighted_sum_of_what_is_brought_to_one_scale() -> None:
+    costs = {"ms": np.array([10.0, 20.0, 30.0]), "share": np.array([0.9, 0.1, 0.5])}
+    draw, ids, rows = Draw(random.Random(0)), order(*"abc"), np.arange(3)
+    assert WeightedSelector({"ms": 3.0, "share": 1.0}).choose(rows, costs, ids, draw) == 0
+    assert WeightedSelector({"ms": 1.0, "share": 1.0}).choose(rows, costs, ids, draw) == 1
+    assert WeightedSelector({"ms": 1.0, "share": 9.0}).choose(rows, costs, ids, draw) == 1
+    assert WeightedSelector({"ms": 1.0, "share": 1.0}).choose(np.array([0, 2]), costs, ids, draw) == 0
+    endless = {"ms": np.array([np.inf, 7.0, np.inf])}
+    assert WeightedSelector({"ms": 1.0}).choose(rows, endless, ids, draw) == 1
+    assert WeightedSelector({"ms": 1.0}).choose(np.array([2, 0]), endless, ids, draw) == 0
+    assert {WeightedSelector({"ms": 1.0}, 2).choose(rows, costs, ids, draw) for _ in range(40)} == {0, 1}
+
+
+DEFINING = """
+name: mine
+define:
+  metrics:
+    free_tokens: {value: num_total_gpu_tokens - num_used_gpu_tokens, better: more}
+    room: {value: free_tokens - prompt_num_tokens, better: more}
+  filters:
+    roomFilter: {refuse: room < 100, said: no room now, skip_in_fallback: true}
+    oldFilter: {refuse: age_s > 5 or num_waiting_requests >= 3 and not reported}
+full:
+  neutral:
+    metrics: [room, num_requests]
+    filters: [roomFilter, oldFilter]
+    selector: {weightedSelector: {weights: {room: 1, num_requests: 0.5}}}
+"""
+
+
+def test_a_file_defines_metrics_by_formulas_and_filters_by_conditions() -> None:
+    stage = parse_policy(DEFINING, "test", Mode.FULL, Overrides()).stages[InferType.NEUTRAL]
+    seen = cases.candidates(
+        cases.instance("a", num_used_gpu_tokens=9_000),
+        cases.instance("b", num_used_gpu_tokens=4_000),
+        cases.instance("c", num_used_gpu_tokens=1_000, received_s=-6.0),
+        prompt_num_tokens=950,
+    )
+    assert seen.values(stage.metrics[0]).tolist() == [50, 5_050, 8_050]
+    decision = run(stage, seen, Draw(random.Random(0)))
+    assert (decision.row, decision.fallback) == (1, False)
+    refused = {one.name: mask.tolist() for one, mask in decision.screening.refused}
+    assert refused["roomFilter"] == [True, False, False]
+    assert refused["oldFilter"] == [False, False, True]
+    (room,) = [one for one in stage.filters.singles if one.name == "roomFilter"]
+    assert room.reason(seen, 0).startswith("no room now (num_total_gpu_tokens is 10000, num_used_gpu_tokens is 9000,")
+    full = cases.candidates(cases.instance("a", num_used_gpu_tokens=9_000), prompt_num_tokens=950)
+    assert run(stage, full, Draw(random.Random(0))).fallback
+
+
+@pytest.mark.parametrize(
+    ("define", "said"),
+    [
+        ("metrics: {x: {value: tokens * 2}}", "define.metrics.x: there is no column 'tokens'; known: age_s"),
+        ("metrics: {x: {value: 2 ** 99}}", "'2 \\*\\* 99' uses Pow, which formulas do not have"),
+        ("metrics: {x: {value: num_free_blocks.real}}", "uses Attribute"),
+        ("metrics: {x: {value: __import__('os')}}", "calls what is none of abs, max, min"),
+        ("metrics: {x: {value: 'max(num_free_blocks)'}}", "calls max with 1 arguments"),
+        ("metrics: {x: {value: 1 +}}", "'1 \\+' is no formula: invalid syntax"),
+        ("metrics: {x: {}}", "None is no formula"),
+        ("metrics: {x: {value: 1, better: up}}", "better 'up' is neither less nor more"),
+        ("metrics: {num_requests: {value: 1}}", "define.metrics.num_requests: takes a name that is taken"),
+        ("metrics: {num_free_blocks: {value: 1}}", "takes a name that is taken"),
+        ("metrics: {a-b: {value: 1}}", "is no name that a formula could use"),
+        ("metrics: {x: 3}", "is not a mapping of better, is_share, value"),
+        ("filters: {x: {refuse: y}}", "define.filters.x: there is no column 'y'"),
+        ("filters: {x: {refuse: 1, skip_in_fallback: maybe}}", "skip_in_fallback 'maybe' is neither true nor false"),
+        ("filters: {x: {refuse: 1, limit: 3}}", "define.filters.x: has unknown keys limit"),
+        ("[]", "define: is not a mapping of metrics, filters"),
+    ],
+)
+def test_wrong_definitions(define: str, said: str) -> None:
+    text = f"define:\n  {define}\nfull: {{neutral: {{selector: roundRobinSelector}}}}"
+    with pytest.raises(PolicyError, match=said):
+        parse_policy(text, "test", Mode.FULL, Overrides())
+
+
+@pytest.mark.parametrize(
+    ("selector", "said"),
+    [
+        ("{weightedSelector: {weights: {decode_batch_size: 1}}}", "weighs 'decode_batch_size', which is none of the"),
+        ("{weightedSelector: {weights: {num_requests: -1}}}", "weights below 0 turn a metric round"),
+        ("{weightedSelector: {weights: 3}}", "weights 3 are not a mapping"),
+        ("{weightedSelector: {weights: {num_requests: much}}}", "'much' is not a number"),
+        ("{weightedSelector: {}}", "missing 1 required positional argument: 'weights'"),
+        ("mySelector", "unknown selector 'mySelector'; known: metricBasedSelector, randomSelector, roundRobinSelector"),
+    ],
+)
+def test_wrong_selectors(selector: str, said: str) -> None:
+    text = f"full: {{neutral: {{metrics: [num_requests], selector: {selector}}}}}"
+    with pytest.raises(PolicyError, match=said):
+        parse_policy(text, "test", Mode.FULL, Overrides())
+
+
+def test_selectors_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "class Last:\n    name = 'last'\n    def choose(self, rows, costs, order, draw): return rows[-1]\n"
+    cases.distribution(tmp_path, "[llumnix.selectors]\nlast = tiny_selector:Last\n", source, "tiny_selector")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    stage = parse_policy("full: {neutral: {selector: last}}", "test", Mode.FULL, Overrides()).stages[InferType.NEUTRAL]
+    seen = cases.candidates(*(cases.instance(name) for name in "abc"))
+    assert run(stage, seen, Draw(random.Random(0))).row == 2

@@ -1,27 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arrays answer what the pure functions answer, whatever happened to the instances before."""
+"""The columns answer what plain Python answers, whatever happened to the instances before."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llumsched.cms.view import View
-from llumsched.scheduling import filters
-from llumsched.scheduling.explain import explain
-from llumsched.scheduling.filters import apply
-from llumsched.scheduling.in_flight import InFlight, counters_of
-from llumsched.scheduling.load import Context, InferType, Load, Request
-from llumsched.scheduling.metrics import METRICS, Metric
-from llumsched.scheduling.pipeline import LoadList, Stage, run
-from llumsched.scheduling.policy import Mode, Overrides, parse_policy
-from llumsched.scheduling.selectors import Draw
-from llumsched.scheduling.table import Table
+from llumlet.protocol.infer_type import InferType
+from llumsched.cluster import columns
+from llumsched.cluster.columns import Cluster, UnknownColumn, Values
+from llumsched.cluster.providers.in_flight import InFlight, counters_of
+from llumsched.cluster.request import Request
+from llumsched.cluster.table import Table, standard_table
+from llumsched.cluster.view import View
+from llumsched.dispatch.explain import explain
+from llumsched.policy.candidates import Candidates, Context
+from llumsched.policy.document import Mode, Overrides, parse_policy
+from llumsched.policy.expression import Expression
+from llumsched.policy.metrics import METRICS, Metric
+from llumsched.policy.pipeline import Filters, Stage, run
+from llumsched.policy.selectors import Draw, MetricBasedSelector
 from tests.llumsched import scheduling_cases as cases
+from tests.support import scheduling_reference as reference
 
 POLICY = """
 name: everything
@@ -39,7 +45,7 @@ full:
 IDS = st.sampled_from([f"i{n}" for n in range(7)])
 SMALL = st.integers(0, 3)
 CHANGES = st.one_of(
-    st.tuples(st.just("left"), IDS, st.none()),
+    st.tuples(st.sampled_from(["left", "lost"]), IDS, st.none()),
     st.tuples(st.just("sent"), IDS, st.integers(0, 9000)),
     st.tuples(st.just("metadata"), IDS, st.fixed_dictionaries({
         "incarnation": st.sampled_from(["first", "second"]),
@@ -76,7 +82,7 @@ CHANGES = st.one_of(
     last=st.one_of(st.none(), IDS),
     seed=st.integers(0, 3),
 )  # fmt: skip
-def test_the_table_decides_as_the_list(
+def test_the_table_decides_as_plain_python(
     changes: list[tuple[str, str, Any]], metric: str, threshold: int, domain: str, selector: str, tokens: int,
     avoid: frozenset[str], last: str | None, seed: int,
 ) -> None:  # fmt: skip
@@ -84,12 +90,14 @@ def test_the_table_decides_as_the_list(
     policy = parse_policy(text, "test", Mode.FULL, Overrides())
     now = 0.0
     view, in_flight = View(lambda: now), InFlight()
-    table = Table(in_flight, policy.metrics)
+    table = standard_table(in_flight)
     view.observe(table)
     for step, (kind, instance_id, value) in enumerate(changes):
         now = 3.0 * step
         if kind == "left":
             view.remove(instance_id)
+        elif kind == "lost":
+            view.lose(instance_id)
         elif kind == "sent":
             in_flight.add(instance_id, counters_of(InferType.NEUTRAL, value))
         elif kind == "metadata":
@@ -98,81 +106,117 @@ def test_the_table_decides_as_the_list(
             incarnation = view[instance_id].metadata.incarnation
             view.put_status(cases.status(instance_id, step, incarnation=incarnation, **value))
     stage = policy.stages[InferType.NEUTRAL]
-    loads = [Load(instance, in_flight.of(instance.id)) for instance in view.values()]
-    context = Context(now, Request("r", "m", tokens, avoid))
-    compare(stage, table, loads, context, last, seed)
+    loads = [reference.Load(one, in_flight.of(one.id)) for one in view.values()]
+    lost = view.lost.within(60)
+    for name, formula in reference.METRICS.items():
+        measured = dict(zip((one.id for one in table.instances), METRICS[name].values(table), strict=True))
+        assert measured == pytest.approx({load.instance.id: formula(load) for load in loads})
+    request = Request("r", "m", tokens, avoid)
+    compare(stage, table, loads, reference.Situation(now, request, {"i1": "slow"}, lost), Draws(last, seed))
 
 
-def compare(stage: Stage, table: Table, loads: list[Load], context: Context, last: str | None, seed: int) -> None:
-    reference = LoadList(loads)
-    ours = run(stage, table, context, Draw(random.Random(seed), last))
-    theirs = run(stage, reference, context, Draw(random.Random(seed), last))
-    told = explain(ours, table)
-    assert told == explain(theirs, reference)
-    filtered = apply((*stage.filters, *stage.group_filters), loads, context, fallback=theirs.fallback)
-    assert (theirs.row is None) == (not filtered.survivors)
-    if theirs.row is not None:
-        assert told["chosen"] in {load.instance.id for load in filtered.survivors}
-    refused = {
-        one["instance_id"]: [refusal["reason"] for refusal in one["refused_by"] if not refusal["skipped"]]
+class Draws:
+    """The same draw twice."""
+
+    def __init__(self, last: str | None, seed: int) -> None:
+        self._last, self._seed = last, seed
+
+    def new(self) -> Draw:
+        return Draw(random.Random(self._seed), self._last)
+
+
+def compare(stage: Stage, table: Table, loads: list[reference.Load], seen: reference.Situation, draws: Draws) -> None:
+    context = Context(seen.now_s, seen.request, seen.complaints, table.measured(seen.lost))
+    told = explain(run(stage, Candidates(table, context), draws.new()))
+    chosen, fallback = reference.choice(stage, loads, seen, draws.new())
+    assert (told["chosen"], told["fallback"]) == (chosen, fallback)
+    assert {
+        one["instance_id"]: [(why["filter"], why["reason"], why["skipped"]) for why in one["refused_by"]]
         for one in told["instances"]
+    } == {
+        instance_id: [(name, reason, skip and fallback) for name, reason, skip in refusals]
+        for instance_id, refusals in reference.refusals(stage, loads, seen).items()
     }
-    reasons = {key: [refusal.reason for refusal in value] for key, value in filtered.refusals.items()}
-    assert {key: value for key, value in refused.items() if value} == reasons
 
 
-def test_metrics_of_the_request_and_filters_of_others_are_asked_each_time() -> None:
-    fit = Metric("fit", True, lambda _: 0.0, of_request=lambda load, context: abs(
-        load.status.num_free_blocks - context.request.prompt_num_tokens))  # fmt: skip
+class Fit:
+    """How far a prompt is from what an instance likes best, asked for all at a time."""
 
-    class Odd:
-        name, skip_in_fallback, marks_failed = "odd", False, False
+    columns: Sequence[str] = ("misfit", "unused")
 
-        def refuse(self, load: Load, context: Context) -> str | None:
-            return "odd" if int(load.instance.id[1:]) % 2 else None
+    def __init__(self) -> None:
+        self.num_questions = 0
 
-    view, in_flight = View(lambda: 0.0), InFlight()
-    table = Table(in_flight, [fit])
+    def of_request(self, request: Request, cluster: Cluster) -> Sequence[Values]:
+        self.num_questions += 1
+        return abs(cluster["num_free_blocks"] - request.prompt_num_tokens), np.zeros(len(cluster))
+
+
+def test_columns_of_the_request_are_asked_for_once_in_a_decision() -> None:
+    view, fit = View(lambda: 0.0), Fit()
+    table = standard_table(InFlight())
     view.observe(table)
     for n in range(40):
         cases.put(view, f"i{n}", num_free_blocks=n)
-    policy = parse_policy(
-        "full: {neutral: {metrics: [num_requests], selector: metricBasedSelector}}", "test", Mode.FULL, Overrides()
-    )
-    stage = policy.stages[InferType.NEUTRAL]
-    stage = Stage(stage.infer_type, (fit,), (*stage.filters, Odd()), (), stage.selector)
-    for tokens, best in ((12, "i12"), (13, "i12"), (39, "i38")):
-        decision = run(stage, table, Context(0.0, Request("r", "m", tokens)), Draw(random.Random(0)))
+    metrics = Metric("fit", Expression("misfit")), Metric("again", Expression("misfit + unused"))
+    stage = Stage(InferType.NEUTRAL, metrics, Filters(), MetricBasedSelector())
+    for number, (tokens, best) in enumerate(((12, "i12"), (13, "i13"), (39, "i39"))):
+        candidates = Candidates(table, Context(0.0, Request("r", "m", tokens)), [fit])
+        decision = run(stage, candidates, Draw(random.Random(0)))
         assert decision.row is not None
-        assert table.load(decision.row).instance.id == best
+        assert table.instances[decision.row].id == best
+        assert fit.num_questions == number + 1
+    with pytest.raises(UnknownColumn, match="no column is called 'other'"):
+        candidates["other"]
 
 
 def test_other_metadata_of_one_has_no_other_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """An adapter is loaded: with a thousand instances, to look at all of them takes as long as thirty decisions."""
     view, asked = View(), list[str]()
-    table = Table(InFlight(), [])
+    table = standard_table(InFlight())
     view.observe(table)
     for name in "cba":
         cases.put(view, name)
-    serves = filters.serves
-    monkeypatch.setattr(filters, "serves", lambda one, model: asked.append(one.id) or serves(one, model))
+    serves = columns.serves
+    monkeypatch.setattr("llumsched.cluster.table.serves", lambda one, model: asked.append(one.id) or serves(one, model))
     order = table.order
-    stage = [filters.InferTypeFilter(InferType.NEUTRAL), filters.ModelFilter()]
-
-    def refused(model: str) -> list[list[bool]]:
-        context = Context(0.0, Request("r", model, 10))
-        return [table.refused(one, context).tolist() for one in stage]
-
-    before = refused("m")
-    assert before == [[False] * 3, [False] * 3]
-    assert refused("x") == [[False] * 3, [True] * 3]
+    assert table.serving("m").tolist() == [True] * 3
+    held = table.serving("m")
+    assert table.serving("x").tolist() == [False] * 3
     assert asked == ["c", "b", "a"]
     view.put_metadata(cases.metadata("b", served_models=["x"], instance_type="decode"))
-    assert refused("m") == [[False, True, False], [False, True, False]]
+    assert held.tolist() == [True] * 3, "a decision may still hold it"
+    assert table.serving("m").tolist() == [True, False, True]
     assert asked == ["c", "b", "a", "b"]
-    assert refused("x") == [[False, True, False], [True, False, True]]
+    assert table.serving("x").tolist() == [False, True, False]
+    assert table["infer_type"].tolist() == [0, 2, 0]
     assert table.order is order
     for name in ("c", "b"):
         view.remove(name)
-    assert refused("m") == [[False], [False]]
-    assert refused("x") == [[False], [True]]
+    assert table.serving("m").tolist() == [True]
+    assert table.serving("x").tolist() == [False]
+
+
+def test_a_snapshot_stands_still_and_knows_who_is_lost() -> None:
+    view = View(lambda: 0.0)
+    table = standard_table(InFlight())
+    view.observe(table)
+    for name in "cdab":
+        cases.put(view, name, num_used_gpu_tokens=ord(name))
+    view.put_metadata(cases.metadata("starting"))
+    view.lose("b")
+    snapshot = table.snapshot(view.lost.within(60))
+    assert snapshot.ids == ["a", "b", "c", "d"]
+    assert snapshot["lost"].tolist() == [0, 1, 0, 0]
+    assert snapshot["num_used_gpu_tokens"].tolist() == list(map(ord, "abcd"))
+    assert table.snapshot().ids == ["a", "c", "d"]
+    view.remove("a")
+    snapshot.add(snapshot.index["c"], {"num_used_gpu_tokens": 1, "num_waiting_requests": -5})
+    assert snapshot["num_used_gpu_tokens"].tolist() == [97, 98, 100, 100]
+    assert snapshot["num_waiting_requests"].tolist() == [0] * 4
+    assert table["num_used_gpu_tokens"].tolist() == [99, 100, 0]
+
+
+def test_two_providers_of_one_column_are_refused() -> None:
+    with pytest.raises(ValueError, match="columns of two providers: sent_requests"):
+        Table([InFlight(), InFlight()])

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from llumsched.cms.view import View
-from llumsched.scheduling.warmth import QUIET_S, Warmth
+from llumsched.cluster.view import View
+from llumsched.dispatch.warmth import QUIET_S, Warmth
 from tests.llumsched import scheduling_cases as cases
 
 

@@ -27,7 +27,7 @@ from llumsched.cms.embedded import EmbeddedStore
 from llumsched.testing import SimulatedCluster
 from llumsched.top import rows
 from llumsched.top.app import TopApp
-from llumsched.top.source import Snapshot, Source
+from llumsched.top.source import Glance, Source
 
 DEADLINE_S = 60.0
 MOVE = {
@@ -178,5 +178,5 @@ def test_bars_and_lines_hold_for_every_ratio() -> None:
     for hundredth in range(-10, 130):
         text = str(rows.bar(hundredth / 100))
         assert len(text.partition(" ")[0]) == 24, text
-    empty = Snapshot(True, 0.0, [], None)
+    empty = Glance(True, 0.0, [], None)
     assert "0/0 instances open" in str(rows.headline(empty))

@@ -10,7 +10,7 @@ import pytest
 
 from llumsched import cli
 from llumsched.up import device
-from llumsched.up.plan import UpConfig, faults_of, plan_of
+from llumsched.up.plan import CHECKS, UpConfig, plan_of
 
 ANY_PORTS = {"port": 0, "scheduler_port": 0, "cms_port": 0}
 
@@ -24,6 +24,10 @@ def engines_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def on_gpus(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr(device, "vllm_is_for_cpu", lambda: False)
     monkeypatch.setattr(device, "gpus", lambda environment: list(names))
+
+
+def faults_of(config: UpConfig) -> list[str]:
+    return [fault for check in CHECKS for fault in check(config)]
 
 
 def values(command: tuple[str, ...], flag: str) -> list[str]:
@@ -106,7 +110,7 @@ def test_all_faults_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         "--engines must be from 1 to 256",
         f"--port {port} of 127.0.0.1 is taken",
         "--cms-port and --scheduler-port are both 7",
-        "--drain-seconds 'x' is not a number",
+        "--drain-seconds 'x' is not a duration",
         "credentials are for several hosts",
         "--llumlet-cms cannot be given for the engines",
         "/no/such is no directory",
@@ -116,7 +120,7 @@ def test_all_faults_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
 
 def test_more_than_one_machine_takes() -> None:
-    found = faults_of(UpConfig("m", num_engines=100_001, gateway_workers=100_001))
+    found = cli.prepare("up", ["up", "m", "--engines", "100001", "--gateway-workers", "100001"], {}).faults
     assert {"--engines must be from 1 to 256", "--gateway-workers must be from 1 to 256"} <= set(found)
 
 

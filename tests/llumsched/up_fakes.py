@@ -63,7 +63,7 @@ def component(name: str, port: str, journal: Path, options: list[str]) -> None:
 
 
 def up(journal: Path, ports: list[str], options: list[str]) -> int:
-    from llumsched.up.cluster import Cluster, Plan
+    from llumsched.up.cluster import Cluster, ClusterPlan
     from llumsched.up.component import ComponentSpec
     from llumsched.up.screen import Screen
 
@@ -77,7 +77,7 @@ def up(journal: Path, ports: list[str], options: list[str]) -> int:
 
     names = ["scheduler", "gateway", *(f"engine-{i}" for i in range(len(ports) - 2))]
     scheduler, gateway, *engines = map(spec, names, ports)
-    plan = Plan(scheduler, gateway, tuple(engines), url(ports[1]), MODEL, "all of it is ready", drain_s=600.0)
+    plan = ClusterPlan(scheduler, gateway, tuple(engines), url(ports[1]), MODEL, "all of it is ready", drain_s=600.0)
     screen = Screen(sys.stdout, names, colour=False)
 
     async def run() -> int:

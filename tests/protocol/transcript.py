@@ -38,8 +38,8 @@ from pathlib import Path
 from llumlet.protocol.events import Call
 from llumlet.protocol.gate import Arrival, Gate
 from llumlet.protocol.ids import Epoch
-from llumlet.protocol.ledger import Owner
-from llumlet.protocol.source import Method
+from llumlet.protocol.ledger import BlockOwner
+from llumlet.protocol.plan import Method
 
 from .world import BLOCK_SIZE, REQUEST, Engine, Incoming, Message, Outgoing, World, cells_of
 
@@ -222,7 +222,7 @@ class Session:
     def _cache(self, name: str, count: str) -> None:
         engine = self.world.engines[name]
         blocks = engine.ledger.free()[: int(count)]
-        engine.ledger.hold(Owner.SCHEDULER, "cache", blocks)
+        engine.ledger.hold(BlockOwner.SCHEDULER, "cache", blocks)
         cells = cells_of(self.world.clients[REQUEST].prompt)
         for index, block in enumerate(blocks):
             engine.memory[block] = cells[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]

@@ -28,15 +28,17 @@ import msgspec
 
 from llumlet.protocol import effects as do
 from llumlet.protocol import events as ev
-from llumlet.protocol.destination import Destination, Terms
+from llumlet.protocol.destination import Destination
 from llumlet.protocol.destination import State as DestinationState
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.events import Call, Gone, Settlement
 from llumlet.protocol.gate import Arrival, Gate
 from llumlet.protocol.ids import HOME, Epoch
-from llumlet.protocol.ledger import Ledger, Owner
+from llumlet.protocol.ledger import BlockOwner
 from llumlet.protocol.machine import Machine
-from llumlet.protocol.source import Method, Plan, Source, State
+from llumlet.protocol.plan import Method, Plan, Terms
+from llumlet.protocol.source import Source, State
+from tests.protocol.ledger import Ledger
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 24
@@ -376,7 +378,7 @@ class World:
         """The engine's own scheduler takes the request's blocks."""
         engine = self.engines[name]
         request = engine.requests[request_id]
-        engine.ledger.give_back(Owner.SCHEDULER, request_id)
+        engine.ledger.give_back(BlockOwner.SCHEDULER, request_id)
         request.blocks, request.computed = [], 0
         if not request.frozen:
             for move in self._leaves(engine, request_id):
@@ -398,10 +400,10 @@ class World:
     def hog(self, name: str) -> None:
         """Other requests take every free block, or give theirs back."""
         ledger = self.engines[name].ledger
-        if ledger.held(Owner.SCHEDULER, "others"):
-            ledger.give_back(Owner.SCHEDULER, "others")
+        if ledger.held(BlockOwner.SCHEDULER, "others"):
+            ledger.give_back(BlockOwner.SCHEDULER, "others")
         else:
-            ledger.hold(Owner.SCHEDULER, "others", ledger.free())
+            ledger.hold(BlockOwner.SCHEDULER, "others", ledger.free())
 
     def crash(self, name: str) -> None:
         """The engine dies with everything it knew, and comes back as another life. What it sent is still on its way."""
@@ -438,12 +440,12 @@ class World:
             return
         for effect in self._feed(f"{engine.name} {move} destination", incoming.machine, event):
             self._do_at_destination(engine, incoming, effect)
-        if incoming.machine.state is DestinationState.DRAINING and engine.ledger.held(Owner.RESERVATION, move):
-            engine.ledger.pass_on(move, Owner.DRAINING)
+        if incoming.machine.state is DestinationState.DRAINING and engine.ledger.held(BlockOwner.RESERVATION, move):
+            engine.ledger.pass_on(move, BlockOwner.DRAINING)
         if incoming.machine.over:
             engine.into.pop(move, None)
 
-    def _feed(self, who: str, machine: Machine[Any], event: ev.Event) -> list[do.Effect]:
+    def _feed(self, who: str, machine: Machine[Any, Any, Any], event: ev.Event) -> list[do.Effect]:
         before = machine.state
         effects = machine.on(event)
         if self.traced:
@@ -495,7 +497,7 @@ class World:
                     request.epoch, request.base = epoch, len(request.output)
                 command("unfreeze", lambda: self._unfreeze(engine, out.request))
             case do.Unpin():
-                command("unpin", lambda: engine.ledger.give_back(Owner.PIN, out.move))
+                command("unpin", lambda: engine.ledger.give_back(BlockOwner.PIN, out.move))
             case do.Release() | do.Drop():
                 if request is not None:
                     request.leaving = True
@@ -513,7 +515,7 @@ class World:
             self._tell_source(engine, out.move, ev.SnapshotFailed(Reason.NOT_STARTED))
             return
         frontier = request.computed // BLOCK_SIZE
-        engine.ledger.hold(Owner.PIN, out.move, request.blocks[from_block:frontier])
+        engine.ledger.hold(BlockOwner.PIN, out.move, request.blocks[from_block:frontier])
         out.block_ids = list(request.blocks)
         self._tell_source(engine, out.move, ev.Snapshot(frontier, len(request.tokens)))
 
@@ -525,7 +527,7 @@ class World:
         request.frozen = True
         blocks = request.blocks[: -(-request.computed // BLOCK_SIZE)]
         if self.pins_at_freeze:
-            engine.ledger.hold(Owner.PIN, out.move, blocks)
+            engine.ledger.hold(BlockOwner.PIN, out.move, blocks)
         out.block_ids, out.tokens = list(blocks), list(request.output)
         frozen = ev.Frozen(len(request.tokens), request.computed, len(blocks), len(request.output))
         self._tell_source(engine, out.move, frozen)
@@ -535,7 +537,7 @@ class World:
             engine.requests[request_id].frozen = False
 
     def _release(self, engine: Engine, request_id: str) -> None:
-        engine.ledger.give_back(Owner.SCHEDULER, request_id)
+        engine.ledger.give_back(BlockOwner.SCHEDULER, request_id)
         engine.requests.pop(request_id, None)
 
     def _do_at_destination(self, engine: Engine, into: Incoming, effect: do.Effect) -> None:
@@ -589,8 +591,8 @@ class World:
                 raise AssertionError(effect)
 
     def _free(self, engine: Engine, move: str) -> None:
-        engine.ledger.give_back(Owner.RESERVATION, move)
-        engine.ledger.give_back(Owner.DRAINING, move)
+        engine.ledger.give_back(BlockOwner.RESERVATION, move)
+        engine.ledger.give_back(BlockOwner.DRAINING, move)
 
     def _reserve(self, engine: Engine, into: Incoming) -> None:
         request = into.request
@@ -598,13 +600,13 @@ class World:
         if into.request_id in engine.requests:
             self._tell_destination(engine, into.move, ev.ReserveFailed(Reason.ALREADY_MIGRATING))
             return
-        hits = sorted(engine.ledger.held(Owner.SCHEDULER, "cache"))[: (len(request.prompt) - 1) // BLOCK_SIZE]
+        hits = sorted(engine.ledger.held(BlockOwner.SCHEDULER, "cache"))[: (len(request.prompt) - 1) // BLOCK_SIZE]
         wanted = len(request.tokens) // BLOCK_SIZE + 1 - len(hits)
         free = engine.ledger.free()
         if wanted > len(free):
             self._tell_destination(engine, into.move, ev.ReserveFailed(Reason.DESTINATION_FULL))
             return
-        engine.ledger.hold(Owner.RESERVATION, into.move, free[:wanted])
+        engine.ledger.hold(BlockOwner.RESERVATION, into.move, free[:wanted])
         into.blocks = [*hits, *free[:wanted]]
         self._tell_destination(engine, into.move, ev.BlocksReserved(len(hits), len(into.blocks)))
 
@@ -614,7 +616,7 @@ class World:
         if missing > len(free):
             self._tell_destination(engine, into.move, ev.GrowFailed(Reason.DESTINATION_FULL))
             return
-        engine.ledger.hold(Owner.RESERVATION, into.move, free[: max(0, missing)])
+        engine.ledger.hold(BlockOwner.RESERVATION, into.move, free[: max(0, missing)])
         into.blocks += free[: max(0, missing)]
         self._tell_destination(engine, into.move, ev.Grown(len(into.blocks)))
 
@@ -632,8 +634,8 @@ class World:
         if published != cells_of(request.tokens)[: request.computed]:
             self.faults.append(f"{engine.name} published bytes that are not the request's")
         hits = into.blocks[: into.machine.hit_blocks]
-        engine.ledger.pass_on(into.move, Owner.SCHEDULER, request.id)
-        engine.ledger.hold(Owner.SCHEDULER, request.id, hits)
+        engine.ledger.pass_on(into.move, BlockOwner.SCHEDULER, request.id)
+        engine.ledger.hold(BlockOwner.SCHEDULER, request.id, hits)
         engine.requests[request.id] = request
         first = max(0, request.base - self.num_repeated)
         if first < request.base:
@@ -651,7 +653,7 @@ class World:
         awaited = out is not None and not out.machine.settled
         last = into.machine.state is DestinationState.COMMITTING and self.now < into.timers.get("lease", 0.0)
         if not job.stopping and (awaited or last) and self.checks_reads:
-            held = source.ledger.of(Owner.PIN) | source.ledger.of(Owner.SCHEDULER)
+            held = source.ledger.of(BlockOwner.PIN) | source.ledger.of(BlockOwner.SCHEDULER)
             if read not in held:
                 self.faults.append(f"a mover of {engine.name} reads block {read} of {source.name}, which nobody holds")
         engine.memory[write] = list(source.memory[read])
@@ -666,7 +668,7 @@ class World:
         free = engine.ledger.free()
         if missing > len(free):
             return False
-        engine.ledger.hold(Owner.SCHEDULER, request.id, free[:missing])
+        engine.ledger.hold(BlockOwner.SCHEDULER, request.id, free[:missing])
         request.blocks += free[:missing]
         return True
 
@@ -675,7 +677,7 @@ class World:
         self._send(engine.name, "O", "out", arrival, request=request.id)
 
     def _end(self, engine: Engine, request: Request, kind: Gone) -> None:
-        engine.ledger.give_back(Owner.SCHEDULER, request.id)
+        engine.ledger.give_back(BlockOwner.SCHEDULER, request.id)
         del engine.requests[request.id]
         for move in self._leaves(engine, request.id):
             self._tell_source(engine, move, ev.RequestGone(kind))
@@ -745,7 +747,7 @@ class World:
             case do.AnswerReserve():
                 return ev.Reserved(body.hit_blocks, body.lease_s, incarnation)
             case do.RefuseReserve():
-                return ev.Refused(body.reason)
+                return ev.ReserveRefused(body.reason)
             case do.AnswerRound():
                 return ev.RoundDone(body.round, body.num_bytes, body.seconds)
             case do.RefuseRound():
@@ -862,8 +864,8 @@ class World:
     def _held_at_rest(self) -> list[str]:
         faults = []
         for engine in self.engines.values():
-            held = {str(owner): engine.ledger.of(owner) for owner in Owner}
-            held["scheduler"] -= engine.ledger.held(Owner.SCHEDULER, "cache")
+            held = {str(owner): engine.ledger.of(owner) for owner in BlockOwner}
+            held["scheduler"] -= engine.ledger.held(BlockOwner.SCHEDULER, "cache")
             if left := {owner: len(blocks) for owner, blocks in held.items() if blocks}:
                 faults.append(f"{engine.name} still holds {left}")
             if engine.out or engine.into or engine.requests:
@@ -921,7 +923,7 @@ class World:
         """Let everything come to its end: nothing is lost any more, everybody runs."""
         self.cuts.clear()
         for engine in self.engines.values():
-            engine.ledger.give_back(Owner.SCHEDULER, "others")
+            engine.ledger.give_back(BlockOwner.SCHEDULER, "others")
         for _ in range(5000):
             if not self.tick():
                 return
@@ -934,8 +936,14 @@ class World:
         parts.append(f"owner: {', '.join(self.owners()) or 'nobody'}")
         for engine in self.engines.values():
             ledger = engine.ledger
-            counts = {"of its scheduler": len(ledger.of(Owner.SCHEDULER)), "pinned": len(ledger.of(Owner.PIN))}
-            counts |= {"reserved": len(ledger.of(Owner.RESERVATION)), "draining": len(ledger.of(Owner.DRAINING))}
+            counts = {
+                "of its scheduler": len(ledger.of(BlockOwner.SCHEDULER)),
+                "pinned": len(ledger.of(BlockOwner.PIN)),
+            }
+            counts |= {
+                "reserved": len(ledger.of(BlockOwner.RESERVATION)),
+                "draining": len(ledger.of(BlockOwner.DRAINING)),
+            }
             held = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
             parts.append(f"{engine.name}: {held or 'all free'}")
         return "; ".join(parts)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from llumlet.credential_files import VARIABLES, CredentialFiles, CredentialsError, add_arguments
+from llumlet import setting_sources, settings
+from llumlet.credential_files import CredentialFiles, CredentialsError
 from llumlet.credentials import Credentials
 from tests.support.authority import Authority, flags_of
 from vllm_llumnix import config, hooks
@@ -85,9 +86,10 @@ def test_a_key_with_a_passphrase_is_not_asked_for(files: CredentialFiles, tmp_pa
 
 def test_flags_win_over_variables(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    environ = {VARIABLES["tls_cert"]: "/variable", VARIABLES["token_file"]: "/variable"}
-    given = CredentialFiles.given(parser.parse_args(["--llumlet-token-file", "/flag"]), environ)
+    settings.add_arguments(parser, (CredentialFiles,))
+    environ = {"LLUMNIX_TLS_CERT": "/variable", "LLUMNIX_TOKEN_FILE": "/variable"}
+    args = parser.parse_args(["--llumlet-token-file", "/flag"])
+    given = setting_sources.read("ps", (CredentialFiles,), args, environ).make(CredentialFiles)
     assert given == CredentialFiles(tls_cert="/variable", token_file="/flag")
 
 
@@ -123,7 +125,7 @@ def test_children_inherit_paths_only(files: CredentialFiles, token: Path) -> Non
 
 
 def test_variables_serve_as_flags(files: CredentialFiles) -> None:
-    environ = {VARIABLES[name]: path for name, path in dataclasses.asdict(files).items()}
+    environ = {f"LLUMNIX_{name.upper()}": path for name, path in dataclasses.asdict(files).items()}
     assert read("--llumlet-instance-id", "a", **environ) == read("--llumlet-instance-id", "a", *flags_of(files))
 
 

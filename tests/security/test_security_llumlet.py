@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from llumlet.client import LlumletClient
-from llumlet.credential_files import VARIABLES, CredentialFiles
+from llumlet.credential_files import CredentialFiles
 from llumlet.credentials import NONE, Credentials
 from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
 from llumlet.proto import llumlet_pb2
@@ -207,7 +207,7 @@ async def test_commands_take_flags_or_variables(
     assert by_flags.code == 0, by_flags.err
     assert by_flags.lines[0]["instance_id"] == "fake-a"
     for name, path in dataclasses.asdict(files).items():
-        monkeypatch.setenv(VARIABLES[name], path)
+        monkeypatch.setenv(f"LLUMNIX_{name.upper()}", path)
     by_variables = await llumnix("status", "--llumlet", str(server.address), "--json")
     assert by_variables.code == 0, by_variables.err
 

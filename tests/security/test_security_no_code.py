@@ -25,8 +25,8 @@ from vllm_llumnix.kv import messages
 
 PACKAGES = (llumlet, llumsched, vllm_llumnix)
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "marshal", "shelve", "dill", "jsonpickle"}
-HARMLESS_OF_YAML = {"safe_load", "YAMLError"}
-"""The rest of it can make objects of any class; and that of files from disk only."""
+HARMLESS_OF_YAML = {"safe_load", "compose", "SafeLoader", "MappingNode", "SequenceNode", "YAMLError"}
+"""`compose` makes nodes of text. The rest of it can make objects of any class; and that of files from disk only."""
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
 CODES = (CUSTOM_TYPE_PICKLE, CUSTOM_TYPE_CLOUDPICKLE, CUSTOM_TYPE_RAW_VIEW)
 

@@ -81,11 +81,11 @@ async def test_engines_without_the_token(
     ]
     for stranger in strangers:
         await stranger.tokens(relayed("r", 0, 66))
-    await until(lambda: client.complaints.counts["stranger"] > 0)
+    await until(lambda: client.origin.complaints.counts["stranger"] > 0)
     friend = FakePeer(context, client.relay_address, credentials=credentials)
     await friend.tokens(relayed("r", 0, 10))
     assert await tokens_of(client, 1) == [10]
-    assert set(client.complaints.counts) == {"stranger"}
+    assert set(client.origin.complaints.counts) == {"stranger"}
     for peer in (*strangers, friend):
         peer.close()
 
@@ -95,22 +95,22 @@ async def test_a_token_is_replaced_without_a_restart(
 ) -> None:
     """The next one is added behind the last, then they change places, then the last one goes. An engine is at most one
     step away from the origin, and always let in."""
-    last, following = client._credentials.own_tokens[0].decode(), secrets.token_hex(32)
+    last, following = client.origin.credentials.own_tokens[0].decode(), secrets.token_hex(32)
     steps = ([last], [last, following], [following, last], [following])
     own = [
         credentials_of(has_tokens(token_file(tmp_path, f"step-{number}"), step)) for number, step in enumerate(steps)
     ]
     for number, step in enumerate(steps):
         has_tokens(token, step)
-        await until(lambda step=step: client._credentials.own_tokens == tuple(map(str.encode, step)))
+        await until(lambda step=step: client.origin.credentials.own_tokens == tuple(map(str.encode, step)))
         for near in own[max(0, number - 1) : number + 2]:
             peer = FakePeer(context, client.relay_address, credentials=near)
             assert await peer.heartbeat("unknown") == ["unknown"]
             peer.close()
-    assert client.complaints.counts == {}
+    assert client.origin.complaints.counts == {}
     late = FakePeer(context, client.relay_address, credentials=own[0])
     await late.hello()
-    await until(lambda: client.complaints.counts["stranger"] > 0)
+    await until(lambda: client.origin.complaints.counts["stranger"] > 0)
     late.close()
 
 
@@ -249,7 +249,7 @@ async def test_only_relays_with_a_key_are_met_by_who_has_a_token() -> None:
 
 
 async def test_nothing_is_left_when_the_client_goes(engine: FakeEngine, client: Any) -> None:
-    relay = client._relay
+    relay = client.origin.relay
     client.shutdown()
     await until(lambda: all(task.done() for task in relay._tasks))
     assert len(relay._tasks) == 2
@@ -301,8 +301,8 @@ async def test_an_api_server_calls_nobody_elsewhere(
     await peer.tokens(relayed("r", 0, 66))
     await peer.send(wire.HandedOver("r", epoch, "next", "1", llumlet))
     await peer.heartbeat()
-    assert client.complaints.counts == {"bad_address": 3}
-    assert {owner.llumlet for owner in client._owners.all()} == {""}
+    assert client.origin.complaints.counts == {"bad_address": 3}
+    assert {owner.llumlet for owner in client.origin.core.owners.all()} == {""}
     good = FakePeer(context, client.relay_address, name="good", credentials=credentials)
     await good.tokens(relayed("r", 0, 10))
     assert await tokens_of(client, 1) == [10]

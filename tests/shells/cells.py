@@ -129,8 +129,8 @@ async def loses_tokens(cluster: Cluster, stream: Stream) -> str:
     outcome = await _migrate(cluster, stream)
     await stream.reaches(len(stream.tokens) + 10)
     cluster.network.arm("TokenBatch", Kind.DROPPED, sender="B")
-    origin = stream.at.client._replay
-    await until(lambda: bool(origin.replayed or stream.finish), lambda: "not replayed")
+    origin = stream.at.client.origin.core
+    await until(lambda: bool(origin.num_replayed or stream.finish), lambda: "not replayed")
     return outcome
 
 
@@ -156,7 +156,7 @@ async def preempted(cluster: Cluster, stream: Stream) -> str:
 
     with slow_copies(cluster["B"], 0.2):
         outcome = cluster.begin(_migrate(cluster, stream, method=Mode.BLOCKING))
-        await until(lambda: any(move.frozen for move in moves.values()), lambda: "not frozen")
+        await until(lambda: any(move.leaving.frozen for move in moves.values()), lambda: "not frozen")
         cluster.on_loop("A", preempt)
         return await outcome
 
@@ -204,12 +204,12 @@ async def too_late(cluster: Cluster, stream: Stream) -> str:
 async def goes_on(cluster: Cluster, stream: Stream) -> str:
     """Returns when another engine has the lost request: how much of it was brought there."""
     client = stream.at.client
-    known = client._streams.get(stream.request_id)
+    known = client.origin.core.streams.get(stream.request_id)
     assert known is not None
     await until(lambda: bool(known.replays), lambda: "not replayed")
     assert known.owner is not None
     await stream.reaches(len(stream.tokens) + 20)
-    return "rescued" if cluster[known.owner.instance].engine.kvconn.bypass.num_rescued else "computed again"
+    return "rescued" if cluster[known.owner.instance].engine.agent.adoptions.num_rescued else "computed again"
 
 
 PLAY: dict[str, Play] = {
@@ -256,7 +256,7 @@ async def play(cluster: Cluster, cell: Cell) -> Played:
     with contextlib.suppress(TimeoutError):
         # An answer that nobody waits for may come after everything else.
         await until(lambda: fault.hits >= cell.times, lambda: "not sent", seconds=ANSWER_SECONDS)
-    return Played(outcome, bool(stream.at.client._replay.replayed), fault.hits, faults)
+    return Played(outcome, bool(stream.at.client.origin.core.num_replayed), fault.hits, faults)
 
 
 async def company(cluster: Cluster, num_others: int = 1, max_tokens: int = MAX_TOKENS) -> Stream:

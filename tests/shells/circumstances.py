@@ -50,10 +50,10 @@ def before_copies(instance: Instance, action: Callable[[], Any]) -> Iterator[Non
 def replays_only_at(cluster: Cluster, stream: Stream, names: str) -> Iterator[None]:
     """The origin knows of nobody else; in this order."""
     addresses = [str(cluster[name].address) for name in names]
-    replay = stream.at.client._replay
+    core = stream.at.client.origin.core
     with (
-        mock.patch.object(replay, "targets", return_value=addresses),
-        mock.patch.object(replay._placement, "choose", lambda _id, _tokens, left, _room: left[0]),
+        mock.patch.object(core, "targets", return_value=addresses),
+        mock.patch.object(core.placement, "choose", lambda _id, _tokens, left, _room, _now: left[0]),
     ):
         yield
 
@@ -102,9 +102,9 @@ def recorded_requests(instance: Instance) -> list[str]:
 
 @contextlib.contextmanager
 def stopped(instance: Instance) -> Iterator[None]:
-    """As by SIGSTOP: its bypass thread does nothing, what is sent to it waits in its sockets."""
+    """As by SIGSTOP: its llumlet's thread does nothing, what is sent to it waits in its sockets."""
     go_on = threading.Event()
-    instance.engine.kvconn.bypass.post(go_on.wait)
+    instance.engine.kvconn.thread.post(go_on.wait)
     try:
         yield
     finally:
@@ -115,7 +115,7 @@ def stopped(instance: Instance) -> Iterator[None]:
 def building_slowly(instance: Instance) -> Iterator[threading.Event]:
     """It builds no request meanwhile. The event: it has begun to."""
     begun, go_on = threading.Event(), threading.Event()
-    builder = instance.engine.agent.adoptions._builder
+    builder = instance.engine.agent.adoptions.builder
     stock = builder._build
 
     def build(*args: Any) -> Any:

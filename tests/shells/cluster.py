@@ -32,8 +32,9 @@ from vllm.v1.request import Request
 
 from llumlet.client import LlumletClient
 from llumlet.errors import LlumletCallFailed
+from llumlet.protocol import origin, owners, replay, streams
 from llumlet.protocol.destination import State as DestinationState
-from llumlet.protocol.source import Plan
+from llumlet.protocol.plan import Plan
 from llumlet.types import Address, MigrateRequest, MovePhase, MoveProgress
 from llumsched.up.ports import free_ports
 from tests.frontend.fakes import close_client, new_client, request
@@ -42,10 +43,9 @@ from tests.shells.model import BLOCK_SIZE, FIRST_TOKEN, NUM_TOKENS, Reference, c
 from tests.shells.network import Network, RelayProxy
 from vllm_llumnix.config import CONFIG_VARIABLE, LlumletConfig
 from vllm_llumnix.engine import agent as agent_module
-from vllm_llumnix.engine import claims, progress
+from vllm_llumnix.engine import claims, migrations, progress
 from vllm_llumnix.engine import relay as engine_relay
-from vllm_llumnix.frontend import client as client_module
-from vllm_llumnix.frontend import owners, replay, streams
+from vllm_llumnix.frontend import origin as origin_shell
 
 T = TypeVar("T")
 
@@ -60,13 +60,13 @@ HURRIED: dict[tuple[Any, str], float] = {
     (streams, "GAP_SECONDS"): 0.15,
     (streams, "GRACE_SECONDS"): 0.3,
     (streams, "PATIENCE_SECONDS"): 0.5,
-    (streams, "CLAIM_SECONDS"): 0.4,
+    (streams, "CONFIRM_SECONDS"): 0.4,
     (streams, "WEIGHTS_SECONDS"): 0.5,
     (owners, "PROBE_SECONDS"): 0.2,
-    (client_module, "PROBE_SECONDS"): 0.2,
+    (origin, "PROBE_SECONDS"): 0.2,
     (owners, "SUSPECT_SECONDS"): 0.3,
     (owners, "LOST_SECONDS"): 0.7,
-    (client_module, "WATCH_SECONDS"): 0.05,
+    (origin_shell, "LOOK_SECONDS"): 0.05,
     (replay, "CALL_SECONDS"): 1.0,
     (replay, "RETRY_SECONDS"): 0.05,
 }
@@ -225,13 +225,11 @@ class Instance:
 
     @property
     def address(self) -> Address:
-        address = self.engine.kvconn.bypass.address
-        assert address is not None
-        return address
+        return self.engine.agent.context.address
 
     def listen(self, network: Network, context: zmq.asyncio.Context) -> None:
-        network.name(self.name, self.engine.kvconn.bypass._loop, self.address.port)
-        relay = self.client._ensure_relay()
+        network.name(self.name, self.engine.kvconn.thread.event_loop, self.address.port)
+        relay = self.client.origin.ensure_relay()
         self.proxy = RelayProxy(network, context, relay.address)
         relay.address = self.proxy.address
         self._reader = asyncio.create_task(self._read(), name=f"reader-{self.name}")
@@ -248,12 +246,12 @@ class Instance:
         """As with `kill -9` of the engine: its loop stands still, nobody listens any more, and its API server knows."""
         self.dead = True
         self.engine.model_executor.turns.clear()
-        bypass = self.engine.kvconn.bypass
-        await asyncio.to_thread(bypass.stop)
-        bypass.stop = lambda: None  # type: ignore[method-assign]
+        thread = self.engine.kvconn.thread
+        await asyncio.to_thread(thread.stop)
+        thread.stop = lambda: None  # type: ignore[method-assign]
         # Its sockets are the test's to close.
         self._ending.enter_context(mock.patch.object(self.client, "shutdown"))
-        self.client._engine_died()
+        self.client.origin.engine_died()
 
     async def close(self) -> None:
         assert self._reader is not None
@@ -262,8 +260,8 @@ class Instance:
         self.engine.model_executor.turns.set()
         # Its end is no surprise, and nothing is to go on elsewhere; nor does the client end by itself on hearing of it.
         self.client.resources.engine_dead = True
-        if self.client._watch is not None:
-            self.client._watch.cancel()
+        if self.client.origin.watch is not None:
+            self.client.origin.watch.cancel()
         await asyncio.to_thread(self.engine.stop_loop)
         await self.client.input_socket.send_multipart([self.client.core_engine, NO_MESSAGE])
         self._reader.cancel()
@@ -284,27 +282,27 @@ class Instance:
             "requests": len(engine.scheduler.requests),
             "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
             "pins": port._num_pins,
-            "reservations": len(port._reserved),
-            "slots of reservations": len(port._with_slot),
+            "reservations": len(port.reservations._reserved),
+            "slots of reservations": len(port.reservations._with_slot),
             "batch slots": self._slots - engine.scheduler.max_num_active_reqs,
             "frozen": len(port._frozen) + len(port._parked) + len(port._eligible),
             "fences": len(kvconn._fences),
-            "newcomers": len(port._newcomers),
-            "departures": len(kvconn._departures) + len(agent.departures.moves),
+            "newcomers": len(port.newcomers),
+            "departures": len(kvconn._leaving) + len(agent.departures.moves),
             "moves out": agent.departures.slots.num_requests,
             "moves in": agent.arrivals.slots.num_requests + len(agent.arrivals._unsettled),
             "draining": sum(1 for move in moves if move.machine.state is DestinationState.DRAINING),
-            "callers": sum(len(move._waiting) for move in moves),
-            "what was moved": sum(1 for move in moves if move.request or move._source_blocks),
-            "claims": len(kvconn.claims._claims) + len(kvconn.claims._waiting),
-            "guests": len(agent.relay._guests),
-            "questions": len(agent.relay._questions),
+            "callers": sum(len(move.callers) for move in moves),
+            "what was moved": sum(1 for move in moves if move.request or move.blocks._at_source),
+            "claims": len(agent.claims._claims) + len(agent.claims._waiting),
+            "guests": len(agent.context.relay._guests),
+            "questions": len(agent.context.relay._questions),
             "load": sum(port.load.snapshot().load),
             "names": len(port.load.snapshot().waiting) + len(port.load._entries) + len(port.load._exact),
             "blocks by the counters": port.num_blocks - port.load.snapshot().num_free_blocks,
-            "streams": len(client._streams),
-            "replays": int(client._replay.busy),
-            "suspects": len(client._suspects),
+            "streams": len(client.origin.core.streams),
+            "replays": len(client.origin.core.replays),
+            "suspects": len(client.origin.core.suspects),
             "trials": int(engine.kvconn.trials._open is not None and not engine.kvconn.trials._open.is_over),
         }
         return [f"{self.name} holds {count} {what}" for what, count in counts.items() if count]
@@ -407,7 +405,7 @@ class Cluster:
         def call() -> None:
             kvconn.call(action)
 
-        kvconn.bypass.post(call)
+        kvconn.thread.post(call)
 
     @staticmethod
     async def try_call(call: Awaitable[Any]) -> None:
@@ -467,7 +465,7 @@ class Cluster:
         return (
             self.network.quiet
             and not any(agent.departures.moves or agent.arrivals.pending() for agent in agents)
-            and not any(instance.client._replay.busy for instance in self.instances.values())
+            and not any(instance.client.origin.core.is_busy for instance in self.instances.values())
         )
 
     def _is_waiting(self, stream: Stream) -> bool:
@@ -476,9 +474,9 @@ class Cluster:
 
     async def lose(self, name: str) -> None:
         """An engine dies. Returns when all streams of its API server go on elsewhere."""
-        replay = self[name].client._replay
+        core = self[name].client.origin.core
         await self[name].die()
-        await until(lambda: replay.replayed and not replay.busy, lambda: "streams still wait for an engine", SECONDS)
+        await until(lambda: core.num_replayed and not core.is_busy, lambda: "streams still wait for an engine", SECONDS)
 
     def hurry(self) -> None:
         for instance in self.instances.values():
@@ -520,7 +518,7 @@ class Cluster:
 
 
 _clusters: dict[Any, Cluster] = {}
-"""By the event loops of their bypass threads."""
+"""By the event loops of their llumlets."""
 
 
 @contextlib.contextmanager
@@ -533,7 +531,7 @@ def hurried() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for (module, name), value in HURRIED.items():
             stack.enter_context(mock.patch.object(module, name, value))
-        stack.enter_context(mock.patch.object(agent_module, "Plan", plan))
+        stack.enter_context(mock.patch.object(migrations, "Plan", plan))
         yield
 
 
@@ -557,7 +555,7 @@ async def cluster_of(
                     peers=tuple(f"127.0.0.1:{port}" for other, port in ports.items() if other != name),
                 )
                 instance = cluster.instances[name] = Instance(name, config, model, asynchronous, sockets, hybrid)
-                _clusters[instance.engine.kvconn.bypass._loop] = cluster
+                _clusters[instance.engine.kvconn.thread.event_loop] = cluster
             for instance in cluster.instances.values():
                 instance.listen(network, context)
             yield cluster
@@ -566,7 +564,7 @@ async def cluster_of(
             context.destroy(linger=0)
             network.forget()
             for instance in cluster.instances.values():
-                del _clusters[instance.engine.kvconn.bypass._loop]
+                del _clusters[instance.engine.kvconn.thread.event_loop]
 
 
 async def until(condition: Callable[[], bool], failure: Callable[[], str], seconds: float = SECONDS) -> None:

@@ -92,8 +92,8 @@ async def play(seed: int, model: Path, reached: Counter[str] | None = None) -> l
         faults = await cluster.verdict(stream)
         if reached is not None:
             reached.update(cluster.outcomes)
-            reached["replayed"] += stream.at.client._replay.replayed
-            reached["rescued"] += sum(one.engine.kvconn.bypass.num_rescued for one in cluster.instances.values())
+            reached["replayed"] += stream.at.client.origin.core.num_replayed
+            reached["rescued"] += sum(one.engine.agent.adoptions.num_rescued for one in cluster.instances.values())
             reached["fenced"] += cluster.network.seen["FenceQuestion"]
         return [f"seed {seed}: {fault}" for fault in faults]
 

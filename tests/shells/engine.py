@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's EngineCoreProc in threads of this process: its loop, its sockets, its scheduler; only the worker is fake.
 
-`hooks.attach_engine` attaches the production shells as in any engine process: connector, bypass thread, llumlet, relay,
+`hooks.attach_engine` attaches the production shells as in any engine process: loop, thread, llumlet, relay,
 mover. Nothing of ours is replaced.
 """
 
@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from tests.shells.model import BLOCK_SIZE, NUM_BLOCKS, FakeExecutor
 from vllm_llumnix.engine.agent import LlumletAgent
-from vllm_llumnix.engine.kvconn import KVConnection
+from vllm_llumnix.engine.loop import EngineLoop
 
 NO_MESSAGE = b"\xff"
 """A request type that vLLM does not know: its input thread ends on it."""
@@ -43,7 +43,7 @@ class Engine(EngineCoreProc):
     """
 
     model_executor: FakeExecutor
-    kvconn: KVConnection
+    kvconn: EngineLoop
 
     def __init__(self, config: VllmConfig, directory: Path, *, hybrid: bool = False) -> None:
         self._directory = directory
@@ -96,8 +96,8 @@ class Engine(EngineCoreProc):
 
     @property
     def agent(self) -> LlumletAgent:
-        agent = self.kvconn.bypass._agent
-        assert agent is not None
+        agent = self.kvconn.llumlet
+        assert isinstance(agent, LlumletAgent)
         return agent
 
     def start(self) -> None:
@@ -131,9 +131,9 @@ class Engine(EngineCoreProc):
         except BaseException as error:  # noqa: BLE001 - the outermost; looked at by the test
             self.failure = error
         finally:
-            # The wrapped one, which ends the bypass thread.
+            # The wrapped one, which ends the llumlet's thread.
             self.__dict__["shutdown"]()
-            _close(self.kvconn.bypass._loop)
+            _close(self.kvconn.thread.event_loop)
 
 
 def engine_config(model: Path, *, asynchronous: bool) -> VllmConfig:

@@ -161,7 +161,7 @@ def intercepted() -> Iterator[None]:
 
 
 class _Calls(aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]  # not generic at run time
-    """In the channels to one party. Runs on the caller's event loop, the engines' bypass threads among them."""
+    """In the channels to one party. Runs on the caller's event loop, the engines' llumlets' threads among them."""
 
     def __init__(self, network: Network, receiver: str) -> None:
         self._network = network

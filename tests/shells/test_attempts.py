@@ -6,14 +6,14 @@ from __future__ import annotations
 from pathlib import Path
 from unittest import mock
 
+from llumlet.protocol import replay
+from llumlet.protocol.suspects import Judgement, Suspects
 from tests.shells.circumstances import building_slowly, recorded, recorded_requests, replays_only_at
 from tests.shells.cluster import cluster_of, retold, until
 from tests.shells.marks import MARKS
 from tests.shells.network import Kind
 from tests.support.failures import failure
 from vllm_llumnix.engine import adoptions
-from vllm_llumnix.frontend import replay
-from vllm_llumnix.frontend.suspects import Suspects, Verdict
 
 pytestmark = MARKS
 
@@ -45,7 +45,7 @@ async def test_an_attempt_that_nobody_wants_any_more(model_dir: Path) -> list[st
         stream = await cluster.stream("A")
         await stream.reaches(5)
         taken = recorded_requests(cluster["B"])
-        guests = cluster["B"].engine.agent.relay._guests
+        guests = cluster["B"].engine.agent.context.relay._guests
         with building_slowly(cluster["B"]) as building, replays_only_at(cluster, stream, "B"):
             await cluster["A"].die()
             await until(building.is_set, lambda: "B does not begin")
@@ -59,15 +59,15 @@ async def test_an_attempt_that_nobody_wants_any_more(model_dir: Path) -> list[st
 @retold
 async def test_a_limit_at_the_destination(model_dir: Path) -> list[str]:
     """All of them at once: that some may be why their engine died is another matter."""
-    innocent = mock.patch.object(Suspects, "judge", return_value=Verdict.INNOCENT)
+    innocent = mock.patch.object(Suspects, "judge", return_value=Judgement.INNOCENT)
     async with cluster_of(model_dir) as cluster:
         streams = [await cluster.stream("A", num_prompt=40) for _ in range(6)]
         for stream in streams:
             await stream.reaches(2)  # its engine has said hello by then
         with innocent, mock.patch.object(adoptions, "MAX_ADOPTING", 2), building_slowly(cluster["B"]):
             await cluster["A"].die()
-            replay = streams[0].at.client._replay
-            await until(lambda: replay.replayed >= 4, lambda: f"only {replay.replayed} go on")
+            replay = streams[0].at.client.origin.core
+            await until(lambda: replay.num_replayed >= 4, lambda: f"only {replay.num_replayed} go on")
             assert cluster["B"].engine.agent.adoptions._num_adopting <= 2
         return await cluster.verdict(streams[-1])
 

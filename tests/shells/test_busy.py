@@ -16,6 +16,8 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.request import Request
 
 from llumlet.errors import LlumletError
+from llumlet.protocol import streams
+from llumlet.protocol.placement import IN_FLIGHT
 from llumlet.types import AdoptRequest, Epoch, Reason
 from tests.frontend.fakes import request
 from tests.shells.cells import SOON_SECONDS, company, loses_tokens, moves
@@ -24,9 +26,7 @@ from tests.shells.cluster import SECONDS, Cluster, Instance, cluster_of, retold,
 from tests.shells.marks import MARKS
 from tests.shells.network import Kind
 from tests.support.failures import failure
-from vllm_llumnix.frontend import streams
-from vllm_llumnix.frontend.placement import IN_FLIGHT
-from vllm_llumnix.frontend.replay import state_of
+from vllm_llumnix.frontend.calls import state_of
 from vllm_llumnix.request_wire import encode
 
 pytestmark = MARKS
@@ -38,7 +38,7 @@ STEP_SECONDS = 0.3
 @retold
 async def test_a_move_to_an_instance_that_ends(model_dir: Path) -> list[str]:
     async with cluster_of(model_dir) as cluster:
-        cluster["B"].engine.kvconn.bypass.draining = True
+        cluster["B"].engine.kvconn.draining = True
         stream = await company(cluster)
         assert await moves(cluster, stream) == "stayed"
         assert cluster.last_report.reason == Reason.SHUTTING_DOWN
@@ -49,16 +49,16 @@ async def test_a_move_to_an_instance_that_ends(model_dir: Path) -> list[str]:
 @retold
 async def test_an_instance_that_is_asked_to_end(model_dir: Path) -> list[str]:
     async with cluster_of(model_dir) as cluster:
-        bypass = cluster["B"].engine.kvconn.bypass
+        loop = cluster["B"].engine.kvconn
 
         def end(_: object) -> bool:
-            bypass.draining = True
+            loop.draining = True
             return False
 
         cluster.network.arm("CopyRound", Kind.DROPPED, only=end)
         stream = await company(cluster)
         assert await moves(cluster, stream) == "moved"
-        assert bypass.draining
+        assert loop.draining
         return await cluster.verdict(stream)
 
 
@@ -67,7 +67,7 @@ async def test_an_instance_that_is_asked_to_end(model_dir: Path) -> list[str]:
 async def test_a_replay_on_an_instance_that_ends(model_dir: Path) -> list[str]:
     async with cluster_of(model_dir) as cluster:
         calls = recorded(cluster, "Adopt")
-        cluster["C"].engine.kvconn.bypass.draining = True
+        cluster["C"].engine.kvconn.draining = True
         stream = await company(cluster)
         with replays_only_at(cluster, stream, "CA"):
             assert await loses_tokens(cluster, stream) == "moved"
@@ -90,7 +90,7 @@ async def test_an_engine_that_is_too_small(model_dir: Path) -> list[str]:
         assert "450 positions, this engine has 400" in cluster.last_report.detail
         with replays_only_at(cluster, stream, "BC"):
             await cluster["A"].die()
-            await until(lambda: bool(stream.at.client._replay.replayed), lambda: "not replayed")
+            await until(lambda: bool(stream.at.client.origin.core.num_replayed), lambda: "not replayed")
             await until(lambda: cluster.owners(stream) == {"C"}, lambda: str(cluster.owners(stream)))
         return await cluster.verdict(stream)
 
@@ -121,8 +121,8 @@ async def test_a_step_that_is_too_long(model_dir: Path) -> list[str]:
             assert await moves(cluster, stream) == "stayed"
             await stream.reaches(len(stream.tokens) + 20)
             # B, which never had the request, has not told its origin that it has.
-            await asyncio.sleep(2 * streams.CLAIM_SECONDS)
-        assert not stream.at.client._replay.replayed
+            await asyncio.sleep(2 * streams.CONFIRM_SECONDS)
+        assert not stream.at.client.origin.core.num_replayed
         return await cluster.verdict(stream)
 
 
@@ -153,7 +153,7 @@ def guided(cluster: Cluster, request_id: str) -> AdoptRequest:
     asked = request(request_id, sampling_params=SamplingParams(max_tokens=9, structured_outputs=structured))
     home = cluster["A"]
     state = state_of(asked, [], home.client.relay_address, None)
-    digest = home.engine.kvconn.bypass.identity.digest
+    digest = home.engine.agent.context.identity.digest
     return AdoptRequest(epoch=Epoch(term=1), compatibility_digest=digest, request_state=encode(state))
 
 

@@ -69,14 +69,14 @@ async def test_owner_and_origin(model_dir: Path) -> None:
             cluster["B"].engine.model_executor.pace = 10 * PACE_SECONDS
             cluster.network.cut(*ways("B", "O", direction))
             await asyncio.sleep(seconds)
-            replay = stream.at.client._replay
+            replay = stream.at.client.origin.core
             if direction != "back":
                 await until(lambda: cluster.network.cut_off["TokenBatch"] > 0, lambda: "nothing to lose")
             if seconds == LONG and direction != "back":
-                await until(lambda: bool(replay.replayed), lambda: "not replayed")
+                await until(lambda: bool(replay.num_replayed), lambda: "not replayed")
             cluster.network.heal()
             faults = await cluster.verdict(stream)
-            assert bool(replay.replayed) == (direction != "back")
+            assert bool(replay.num_replayed) == (direction != "back")
             return faults
 
     assert not await side_by_side(partial(cut, *case) for case in product((SHORT, LONG), DIRECTIONS))
@@ -108,7 +108,7 @@ async def test_nobody_answers(model_dir: Path) -> None:
         stream = await company(cluster)
         cluster.network.cut("A>B", *ways("A", "O", "both"), at="Commit")
         assert await moves(cluster, stream) == "lost"
-        replay = stream.at.client._replay
-        await until(lambda: bool(replay.replayed), lambda: "not replayed")
+        replay = stream.at.client.origin.core
+        await until(lambda: bool(replay.num_replayed), lambda: "not replayed")
         cluster.network.heal()
         assert not await cluster.verdict(stream)

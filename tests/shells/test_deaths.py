@@ -30,7 +30,7 @@ async def dies(cluster: Cluster, stream: Stream, name: str, at: str) -> None:
 
 def replays(stream: Stream) -> Callable[[], bool]:
     """Whether the request was started again by now."""
-    known = stream.at.client._streams.get(stream.request_id)
+    known = stream.at.client.origin.core.streams.get(stream.request_id)
     assert known is not None
     return lambda: bool(known.replays)
 

@@ -46,6 +46,6 @@ async def test_without_faults(scenario: str, outcome: str, asynchronous: bool, m
             stream = await company(cluster, num_others=3)
             found = [] if await PLAY[scenario](cluster, stream) == outcome else [str(cluster.last_report)]
             found += await cluster.verdict(stream)
-            return found + ["replayed"] * stream.at.client._replay.replayed
+            return found + ["replayed"] * stream.at.client.origin.core.num_replayed
 
     assert not await side_by_side([problems])

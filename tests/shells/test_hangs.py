@@ -37,7 +37,7 @@ async def test_all_requests_of_an_engine(asynchronous: bool, model_dir: Path) ->
         await lost[-1].reaches(20)
         with hanging(cluster["A"]):
             assert {await goes_on(cluster, one) for one in lost} == {"rescued"}
-        assert stream.at.client._replay.replayed == len(lost)
+        assert stream.at.client.origin.core.num_replayed == len(lost)
         return await cluster.verdict(stream)
 
 
@@ -93,7 +93,7 @@ async def test_busy_with_a_utility(asynchronous: bool, model_dir: Path) -> list[
         health = await busy(cluster)
         assert (health.health, health.busy_with, health.schedulable) == (Health.SUSPECT, "compact", False)
         await stream.reaches(len(stream.tokens) + 20)
-        assert not stream.at.client._replay.replayed
+        assert not stream.at.client.origin.core.num_replayed
         assert cluster["A"].engine.agent.status.now().busy_with == ""
         return await cluster.verdict(stream)
 

@@ -51,7 +51,7 @@ async def test_a_hybrids_request_moves(asynchronous: bool, model_dir: Path) -> l
             assert move.recomputed_tokens == move.context_tokens - 1 > 100
             await stream.reaches(len(stream.tokens) + 10)
         assert not cluster.network.seen["CopyRound"]
-        assert not stream.at.client._replay.replayed
+        assert not stream.at.client.origin.core.num_replayed
         return await cluster.verdict(stream)
 
 
@@ -126,8 +126,8 @@ async def test_a_destination_without_room(model_dir: Path) -> list[str]:
 async def test_a_destination_that_takes_no_kv_cache(model_dir: Path) -> list[str]:
     async with cluster_of(model_dir) as cluster:
         stream = await company(cluster)
-        bypass = cluster["B"].engine.kvconn.bypass
-        bypass.post(bypass.stop_carrying_kv, "its mover is lost")
+        engine = cluster["B"].engine
+        engine.kvconn.thread.post(engine.agent.context.identity.stop_carrying_kv, "its mover is lost")
         insisted = await cluster.migrate(stream, method=Mode.LIVE)
         assert (insisted.phase, insisted.reason) == (MovePhase.STAYED, Reason.NOT_PORTABLE)
         move = await cluster.migrate(stream)
@@ -141,7 +141,7 @@ async def test_no_transport_between_two(model_dir: Path) -> list[str]:
     async with cluster_of(model_dir) as cluster:
         stream = await company(cluster)
         unreachable = errors.Refused(errors.Reason.TRANSPORT_UNAVAILABLE, "another host")
-        with mock.patch.object(cluster["B"].engine.agent.movers, "probe", side_effect=unreachable):
+        with mock.patch.object(cluster["B"].engine.agent.context.movers, "probe", side_effect=unreachable):
             insisted = await cluster.migrate(stream, method=Mode.LIVE)
             assert (insisted.phase, insisted.reason) == (MovePhase.STAYED, Reason.TRANSPORT_UNAVAILABLE)
             move = await cluster.migrate(stream)
@@ -160,7 +160,7 @@ async def test_a_dead_hybrid(asynchronous: bool, model_dir: Path) -> list[str]:
         status = await cluster.llumlet("A").get_instance_status()
         assert status.kv_unsupported == SEVERAL_GROUPS
         await cluster["A"].die()
-        await until(lambda: bool(stream.at.client._replay.replayed), lambda: "not replayed")
+        await until(lambda: bool(stream.at.client.origin.core.num_replayed), lambda: "not replayed")
         return await cluster.verdict(stream)
 
 
@@ -180,10 +180,10 @@ async def test_found_out_later(model_dir: Path) -> list[str]:
     """What kept its KV cache until now does so no more: a claim is refused, and the request computed again."""
     async with cluster_of(model_dir) as cluster:
         stream = await company(cluster)
-        bypass = cluster["A"].engine.kvconn.bypass
+        engine = cluster["A"].engine
         before = await cluster.llumlet("A").get_instance_status()
-        bypass.post(bypass.stop_carrying_kv, "its mover is lost")
-        bypass.post(bypass.stop_carrying_kv, "the first reason counts")
+        engine.kvconn.thread.post(engine.agent.context.identity.stop_carrying_kv, "its mover is lost")
+        engine.kvconn.thread.post(engine.agent.context.identity.stop_carrying_kv, "the first reason counts")
         status = await cluster.llumlet("A").get_instance_status()
         assert (before.kv_unsupported, status.kv_unsupported) == ("", "its mover is lost")
         with hanging(cluster["A"]):

@@ -21,8 +21,8 @@ from tests.shells.circumstances import outputs_held, recorded, replays_only_at
 from tests.shells.cluster import cluster_of, until
 from tests.shells.marks import MARKS
 from tests.shells.network import Kind
-from vllm_llumnix.engine.departures import OutgoingMove
-from vllm_llumnix.engine.kvconn import Departure, KVConnection
+from vllm_llumnix.engine.leaving import LeavingRequest
+from vllm_llumnix.engine.loop import EngineLoop, Leaving
 from vllm_llumnix.engine.request_state import residence_of
 
 pytestmark = MARKS
@@ -49,7 +49,7 @@ async def test_outputs_that_are_still_on_their_way(released: bool, asynchronous:
                 # Without order between calls and outputs a second attempt gets through meanwhile.
                 await asyncio.sleep(0.3)
             assert not await cluster.verdict(stream)
-        assert stream.at.client._replay.replayed
+        assert stream.at.client.origin.core.num_replayed
 
 
 async def test_a_late_call_does_not_end_a_later_life(model_dir: Path) -> None:
@@ -58,15 +58,15 @@ async def test_a_late_call_does_not_end_a_later_life(model_dir: Path) -> None:
         stream = await company(cluster)
         with replays_only_at(cluster, stream, "B"):
             assert await loses_tokens(cluster, stream) == "moved"
-            replay = stream.at.client._replay
+            replay = stream.at.client.origin.core
             cluster.network.arm("TokenBatch", Kind.DROPPED, sender="B")
-            await until(lambda: replay.replayed == 2, lambda: "not replayed again")
+            await until(lambda: replay.num_replayed == 2, lambda: "not replayed again")
             for call in list(calls):
                 with pytest.raises(LlumletError) as refused:
                     await cluster.llumlet("B").adopt(call)
                 assert refused.value.reason == Reason.HANDOVER_OPEN
             assert not await cluster.verdict(stream)
-        assert replay.replayed == 2
+        assert replay.num_replayed == 2
 
 
 async def test_a_step_in_flight_is_of_the_former_life(model_dir: Path) -> None:
@@ -97,7 +97,7 @@ async def test_a_step_in_flight_is_of_the_former_life(model_dir: Path) -> None:
             agent.adoptions._make_way_on_loop(stream.request_id, newer)
             return [
                 attempt(agent.adoptions._make_way_on_loop, stream.request_id, newer),
-                attempt(agent.arrivals.reserve_on_loop, request, False),
+                attempt(engine.kvconn.reserve, request, False, True),
             ]
 
         while not (answers := await engine.kvconn.call(succeed)):
@@ -106,9 +106,9 @@ async def test_a_step_in_flight_is_of_the_former_life(model_dir: Path) -> None:
         while await engine.kvconn.call(is_in_flight):
             pass
         assert await engine.kvconn.call(agent.adoptions._make_way_on_loop, stream.request_id, newer) is None
-        agent.adoptions._relay.farewell(stream.request_id, residence)
+        agent.adoptions.relay.farewell(stream.request_id, residence)
         assert not await cluster.verdict(stream)
-        assert stream.at.client._replay.replayed
+        assert stream.at.client.origin.core.num_replayed
 
 
 async def test_a_reservation_that_comes_after_its_move_was_called_off(model_dir: Path) -> None:
@@ -121,27 +121,27 @@ async def test_a_reservation_that_comes_after_its_move_was_called_off(model_dir:
         assert not await cluster.verdict(stream)
 
 
-@pytest.mark.parametrize("look", ["_snapshot_on_loop", "_freeze_on_loop"])
+@pytest.mark.parametrize("look", ["snapshot", "freeze"])
 async def test_a_request_that_ends_before_it_is_looked_at_is_gone(
     look: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its client leaves between the order to pin or freeze it and the loop's turn: nothing stays, whichever of the two
     things that the loop has to say is heard first."""
-    stock, observe = getattr(OutgoingMove, look), KVConnection._observe
+    stock, observe = getattr(LeavingRequest, look), EngineLoop._observe
 
-    def leaving_first(move: OutgoingMove, *args: Any) -> Any:
-        request_ids = [move.request.request_id]
-        move.departures.kvconn.note_aborted(request_ids)
-        move.departures.kvconn.engine.abort_requests(request_ids)
-        return stock(move, *args)
+    def leaving_first(request: LeavingRequest, *args: Any) -> Any:
+        request_ids = [request.request.request_id]
+        request._loop.note_aborted(request_ids)
+        request._loop.engine.abort_requests(request_ids)
+        return stock(request, *args)
 
-    def observing_late(kvconn: KVConnection, departure: Departure) -> None:
-        if departure.request.is_finished():
+    def observing_late(loop: EngineLoop, leaving: Leaving) -> None:
+        if leaving.request.is_finished():
             time.sleep(LATE_SECONDS)
-        observe(kvconn, departure)
+        observe(loop, leaving)
 
-    monkeypatch.setattr(OutgoingMove, look, leaving_first)
-    monkeypatch.setattr(KVConnection, "_observe", observing_late)
+    monkeypatch.setattr(LeavingRequest, look, leaving_first)
+    monkeypatch.setattr(EngineLoop, "_observe", observing_late)
     async with cluster_of(model_dir) as cluster:
         stream = await company(cluster)
         stream.left = True

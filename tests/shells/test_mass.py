@@ -10,11 +10,11 @@ from unittest import mock
 
 import pytest
 
+from llumlet.protocol import placement, replay
 from tests.shells.circumstances import recorded_requests, stopped
 from tests.shells.cluster import HURRIED, Cluster, Stream, cluster_of, retold
 from tests.shells.marks import MARKS
 from tests.support.failures import failure
-from vllm_llumnix.frontend import placement, replay
 
 pytestmark = MARKS
 

@@ -49,7 +49,9 @@ async def test_of_a_destination(final: bool, model_dir: Path) -> list[str]:
         with before_copies(cluster["B"], sys.exit):
             move = await cluster.migrate(stream, method=Mode.BLOCKING if final else Mode.LIVE)
         assert (move.phase, move.reason) == (MovePhase.STAYED, Reason.TRANSFER_FAILED), move.detail
-        await until(lambda: not cluster["B"].engine.kvconn.port._reserved, lambda: "; ".join(cluster["B"].held))
+        await until(
+            lambda: not cluster["B"].engine.kvconn.port.reservations._reserved, lambda: "; ".join(cluster["B"].held)
+        )
         await goes_with_its_tokens(cluster, stream, "A", "B", lost="B")
         return await cluster.verdict(stream)
 
@@ -62,7 +64,7 @@ async def test_of_a_source(model_dir: Path) -> list[str]:
         stream = await company(cluster)
         grants = cluster["A"].engine.model_executor.mover.mover.grants
         with (
-            mock.patch.object(cluster["B"].engine.agent.movers, "_transports", ("tcp",)),
+            mock.patch.object(cluster["B"].engine.agent.context.movers, "_transports", ("tcp",)),
             mock.patch.object(grants, "allow", side_effect=lambda *_: end_mover(cluster["A"])),
         ):
             move = await cluster.migrate(stream)
@@ -93,7 +95,7 @@ async def test_of_an_engine_at_rest(model_dir: Path) -> list[str]:
     async with cluster_of(model_dir) as cluster:
         stream = await company(cluster)
         end_mover(cluster["A"])
-        identity = cluster["A"].engine.kvconn.bypass.identity
+        identity = cluster["A"].engine.agent.context.identity
         await until(lambda: identity.kv_unsupported is not None, lambda: "nobody notices")
         await goes_with_its_tokens(cluster, stream, "A", "B", lost="A")
         await stream.reaches(len(stream.tokens) + 10)

@@ -12,18 +12,19 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request
 
+from llumlet.protocol import rescue, streams
 from llumlet.protocol.gate import Arrival, Gate, Verdict
-from llumlet.protocol.ids import Epoch
 from tests.shells.cells import PLAY, company
 from tests.shells.cluster import cluster_of
 from tests.shells.marks import MARKS
-from tests.simulation.mutants import EarlyFree, ResumeOnTimeout
+from tests.simulation.mutants import EarlyFree, ResumeOnTimeout, SameTerm, Unasked, Unheeded
 from vllm_llumnix import relay_convert
-from vllm_llumnix.engine import arrivals, departures, rescue
+from vllm_llumnix.engine import claims, incoming, outgoing
 from vllm_llumnix.engine import relay as engine_relay
-from vllm_llumnix.engine.agent import LlumletAgent
+from vllm_llumnix.engine.aborts import Aborts
+from vllm_llumnix.engine.reservations import Reservations
 from vllm_llumnix.engine.scheduler_port import FrozenRequest, Pin, SchedulerPort
-from vllm_llumnix.frontend import replay, streams
+from vllm_llumnix.frontend import calls
 from vllm_llumnix.kv.transport import local
 
 pytestmark = MARKS
@@ -52,20 +53,12 @@ def open_gate(patch: Patch) -> None:
 def same_term(patch: Patch) -> None:
     """The origin forgets to raise the term: who is started anew has the epoch of the one that was lost."""
 
-    class SameTerm(Gate):
-        def depose(self) -> Epoch:
-            highest, bases, barred = self.highest, dict(self._bases), list(self._barred)
-            super().depose()
-            self._term -= 1
-            self._bases, self._barred = bases, barred
-            return highest
-
     patch.setattr(streams, "Gate", SameTerm)
 
 
 def freed_before_quiet(patch: Patch) -> None:
     """Blocks of a copy that was given up are free before the mover has stopped writing them."""
-    patch.setattr(arrivals, "Destination", EarlyFree)
+    patch.setattr(incoming, "Destination", EarlyFree)
 
 
 def no_pins(patch: Patch) -> None:
@@ -95,13 +88,14 @@ def no_pins_of_claims(patch: Patch) -> None:
     patch.setattr(SchedulerPort, "pin_all", pin_all)
 
 
+def unheeded_claims(patch: Patch) -> None:
+    """The waking loop does not look whether anything was claimed."""
+    patch.setattr(claims, "Claim", Unheeded)
+
+
 def unasked(patch: Patch) -> None:
     """Nobody asks whether the blocks that were read were the request's until the end."""
-
-    async def end(*_: Any) -> bool:
-        return True
-
-    patch.setattr(rescue, "_end", end)
+    patch.setattr(rescue, "Rescue", Unasked)
 
 
 def kept_pins(patch: Patch) -> None:
@@ -111,12 +105,12 @@ def kept_pins(patch: Patch) -> None:
 
 def kept_reservation(patch: Patch) -> None:
     """A reservation that was called off is kept."""
-    patch.setattr(SchedulerPort, "cancel_reservation", lambda *_: None)
+    patch.setattr(Reservations, "cancel", lambda *_: None)
 
 
 def resumed_on_silence(patch: Patch) -> None:
     """A source that gets no answer to Commit and Withdraw goes on."""
-    patch.setattr(departures, "Source", ResumeOnTimeout)
+    patch.setattr(outgoing, "Source", ResumeOnTimeout)
 
 
 def wrong_byte(patch: Patch) -> None:
@@ -132,24 +126,24 @@ def wrong_byte(patch: Patch) -> None:
 
 def lost_tail(patch: Patch) -> None:
     """The source's tokens since the last round do not come with Commit."""
-    stock = arrivals.IncomingMove._take
+    stock = incoming.IncomingMove._take
 
     def take(self: Any, from_block: int, block_ids: Sequence[int], token_ids: Sequence[int]) -> None:
         stock(self, from_block, block_ids, [10 + token % 7 for token in token_ids])
 
-    patch.setattr(arrivals.IncomingMove, "_take", take)
+    patch.setattr(incoming.IncomingMove, "_take", take)
 
 
 def never_told(patch: Patch) -> None:
     """No engine hears that its request's client has left: aborts are not sent on, and Release is not obeyed."""
-    patch.setattr(LlumletAgent, "forward_aborts", lambda *_: None)
-    patch.setattr(LlumletAgent, "release", lambda *_: None)
+    patch.setattr(Aborts, "forward", lambda *_: None)
+    patch.setattr(Aborts, "release", lambda *_: None)
 
 
 def replay_from_before(patch: Patch) -> None:
     """A replay begins before what the client has."""
-    stock = replay.state_of
-    patch.setattr(replay, "state_of", lambda request, delivered, *rest: stock(request, delivered[:-1], *rest))
+    stock = calls.state_of
+    patch.setattr(calls, "state_of", lambda request, delivered, *rest: stock(request, delivered[:-1], *rest))
 
 
 MUTANTS: list[tuple[Callable[[Patch], None], str, str]] = [
@@ -159,6 +153,7 @@ MUTANTS: list[tuple[Callable[[Patch], None], str, str]] = [
     (freed_before_quiet, "given_up", "wrong"),
     (no_pins, "preempted", "is wrong"),
     (no_pins_of_claims, "wakes_up", "wrong"),
+    (unheeded_claims, "wakes_up", "is wrong"),
     (unasked, "too_late", "wrong"),
     (kept_pins, "moves", "pins"),
     (kept_reservation, "called_off", "reservations"),

@@ -35,7 +35,7 @@ def cut_off(cluster: Cluster) -> Iterator[None]:
 def stopped(cluster: Cluster) -> Iterator[None]:
     """The thread of A that speaks with API servers and peers."""
     go_on = threading.Event()
-    cluster["A"].engine.kvconn.bypass.post(_wait_for, go_on)
+    cluster["A"].engine.kvconn.thread.post(_wait_for, go_on)
     yield
     go_on.set()
 
@@ -51,18 +51,18 @@ async def test_an_engine_is_heard_of_again(model_dir: Path) -> None:
             client = cluster["A"].client
             with silence(cluster):
                 await asyncio.sleep(4 / 3 * relay.ORIGIN_SECONDS)
-            replayed = client._replay.replayed
+            replayed = client.origin.core.num_replayed
             assert replayed, "the silence was too short"
 
             def is_well() -> bool:
-                owner = client._owners.named("A")
+                owner = client.origin.core.owners.named("A")
                 return owner is not None and owner.takes_requests(time.monotonic())
 
             await until(is_well, lambda: "A is not heard of again")
             later = await cluster.stream("A")
             await later.reaches(100)
             faults = await cluster.verdict(stream)
-            return faults + ["replayed without need"] * (client._replay.replayed - replayed)
+            return faults + ["replayed without need"] * (client.origin.core.num_replayed - replayed)
 
     assert not await side_by_side(partial(play, silence) for silence in (cut_off, stopped))
 

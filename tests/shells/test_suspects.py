@@ -13,11 +13,11 @@ from unittest import mock
 import pytest
 from vllm.v1.engine import FinishReason
 
+from llumlet.protocol.suspects import TRIAL_TOKENS
 from tests.shells.circumstances import recorded
 from tests.shells.cluster import Cluster, Instance, Stream, cluster_of, retold, until
 from tests.shells.marks import MARKS
 from tests.support.failures import failure
-from vllm_llumnix.frontend.suspects import TRIAL_TOKENS
 
 pytestmark = MARKS
 
@@ -100,7 +100,7 @@ async def test_an_engine_that_is_killed(model_dir: Path) -> list[str]:
         engine.model_executor.turns.clear()
         await until(engine.model_executor.stuck.is_set, lambda: "no step")
         await cluster["A"].die()
-        trials = cluster["A"].client._suspects
+        trials = cluster["A"].client.origin.core.suspects
         while trials._waiting or trials._trying or not adopted:
             most = max(most, len(trials._trying))
             await asyncio.sleep(0.001)

@@ -6,13 +6,13 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from llumlet.protocol import streams
 from llumlet.types import MovePhase, Reason
 from tests.shells.cells import company
 from tests.shells.circumstances import recorded, replays_only_at
 from tests.shells.cluster import Cluster, Stream, cluster_of, retold, until
 from tests.shells.marks import MARKS
 from tests.support.failures import failure
-from vllm_llumnix.frontend import streams
 
 pytestmark = MARKS
 
@@ -24,7 +24,7 @@ async def dies(cluster: Cluster, stream: Stream, others: str) -> None:
     """A's engine; returns when another one, sought in this order, goes on with the stream."""
     with replays_only_at(cluster, stream, others):
         await cluster["A"].die()
-        await until(lambda: bool(stream.at.client._replay.replayed), lambda: "not replayed")
+        await until(lambda: bool(stream.at.client.origin.core.num_replayed), lambda: "not replayed")
         await until(lambda: bool(cluster.owners(stream)), lambda: "nobody has it")
 
 
@@ -53,7 +53,7 @@ async def test_nobody_has_its_weights_any_more(model_dir: Path) -> list[str]:
         await dies(cluster, stream, "BC")
         assert time.monotonic() - began > streams.WEIGHTS_SECONDS
         assert {call.weight_version for call in calls} == {FIRST, ""}
-        known = stream.at.client._streams.get(stream.request_id)
+        known = stream.at.client.origin.core.streams.get(stream.request_id)
         assert known is not None
         await until(lambda: known.weight_version == "7", lambda: str(known.weight_version))
         return await cluster.verdict(stream)
@@ -64,13 +64,13 @@ async def test_the_weights_that_count_are_those_of_the_last_token(model_dir: Pat
     """Of a request that has none, any do."""
     async with cluster_of(model_dir) as cluster:
         stream = await company(cluster)
-        known = stream.at.client._streams.get(stream.request_id)
+        known = stream.at.client.origin.core.streams.get(stream.request_id)
         assert known is not None
         for name in "AB":
             cluster[name].engine.set_weight_version("7")
         await until(lambda: known.weight_version == "7", lambda: str(known.weight_version))
         late = await cluster.stream(num_prompt=900)
-        wanted = stream.at.client._streams.get(late.request_id)
+        wanted = stream.at.client.origin.core.streams.get(late.request_id)
         assert wanted is not None
         assert wanted.weights_wanted(time.monotonic()) == ""
         # It is known of tokens that came by relay, too.

@@ -1,46 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A `World` that loses engines: the production watch over owners, replay, and everything that can go wrong.
-
-What is real on top of `World`: `Streams` and `Owners` of the front-end, with their gates. What is modelled: the
-front-end's relay, heartbeats, what its client knows of its home engine, and the order in which `Replay` tries engines.
-
-Every sample is a draw of its own: sampled twice after the same prefix, a token comes out differently. What a client
-receives must have been sampled after exactly the prompt and the tokens that it received before, from KV that was right
-in every byte. That says at once that nothing is missing, doubled, out of order or conditioned on what it never saw.
+"""A `World` that loses engines: production machines and origin, and everything that can go wrong around them.
 
 Engines die (`crash`, and `kill` until `start`), are stopped as a process (`stop`: nothing happens there, and nobody
 hears of it, but its memory can be read) or hang in their loop (`hang`: messages are answered, nothing is scheduled),
-and `wake`; a request of one that hangs brings its KV cache along (`rescues`). Outputs that were on their way from an
-engine may die with it. The way from one to another can be cut in one direction: what goes over the relay waits until it
-is repaired, everything else is lost.
+and `wake`; a request of one that hangs brings its KV cache along. Outputs that were on their way from an engine may die
+with it. The way from one to another can be cut in one direction: what goes over the relay waits until it is repaired,
+everything else is lost. What is modelled: heartbeats, and how their messages arrive.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
-
 from llumlet.protocol import effects as do
-from llumlet.protocol import events as ev
 from llumlet.protocol import wire
-from llumlet.protocol.events import Settlement
-from llumlet.protocol.gate import Gate
 from llumlet.protocol.ids import HOME, Epoch
-from llumlet.protocol.ledger import Owner as BlockOwner
-from tests.protocol.world import Client, Engine, Message, Outgoing, Request, cell, cells_of
-from tests.simulation.rescues import MESSAGES, Holder, Rescues
-from vllm_llumnix.frontend.owners import PROBE_SECONDS, Owner, Owners
-from vllm_llumnix.frontend.replay import CALL_SECONDS, REPLAY_SECONDS, RETRY_SECONDS
-from vllm_llumnix.frontend.streams import Orphan, Stream, Streams
+from llumlet.protocol.ledger import BlockOwner
+from llumlet.protocol.replay import REPLAY_SECONDS
+from tests.protocol.world import Engine, Message, Outgoing
+from tests.simulation.adopting import CALLS, MESSAGES, ORIGIN, Attempt, Desk
+from tests.simulation.serving import Finish, HomeWord, Serving, Waiting
 
-VOCABULARY = 1 << 48
-DIGEST = "fits"
 BEAT_S = 0.5
-"""Between an engine's heartbeats, and between the origin's looks at its streams."""
+"""Between an engine's heartbeats."""
 HUNG_S = 4.5
 """After that long an engine says of itself that its loop hangs."""
 MIGRATION_S = 10.0 + 16 * (10.0 + 30.0) + 10.0 + 5.0 + 5.0 + 30.0 + 30.0
@@ -50,257 +33,19 @@ WAKE_S = 2 * REPLAY_SECONDS
 RELAY = frozenset({"out", "hello", "heartbeat", "handed over"})
 """What an engine says to the origin over the relay's socket: it waits while the way is cut."""
 
-HOME_LIFE = "A1"
-"""The life of A that its API server sends requests to. It outlives that one, and then has none of its own."""
 
-Wait = tuple[float, int | None]
-"""Seconds, and the number of the attempt that may be answered before they are over."""
-
-
-class Waiting(Client):
-    """A client, and what it has received so far."""
-
-    def __init__(self, prompt: list[int], num_output: int, gate: Gate) -> None:
-        super().__init__(prompt, num_output, gate)
-        self.cells = cells_of(prompt)
-        """Those of the prompt and of what was received."""
-        self.ended: FinishReason | None = None
-        self.nobody_else = False
-        """Its engine gave it up when no other was there to take it."""
-
-
-@dataclasses.dataclass
-class Replaying:
-    """A replay that waits `until` then, or for the answer to an attempt."""
-
-    course: Generator[Wait, bool, None]
-    until: float = 0.0
-    attempt: int | None = None
-
-
-class Cluster(Rescues):
-    """Requests arrive at A, whose API server, O, holds their streams. O itself does not die: its clients would."""
-
+class Cluster(Serving):
     traced = False
     step_s = 0.05
     answers_get_lost = False
     """Schedules that are about sources in doubt: other faults are left out while an answer can be lost."""
-    base_at_replay = 0
-    """By how many tokens a replay begins too early; a mutant's."""
 
     def __init__(self, engines: str = "ABC", requests: int = 2, output: int = 14) -> None:
-        self.now = 0.0
-        self.known = Owners(lambda: self.now)
-        self.complaints: list[str] = []
-        self.streams = Streams(VOCABULARY, lambda kind, what: self.complaints.append(kind), lambda: self.now)
-        self.samples: dict[int, int] = {}
-        """Which draw a token is."""
         self.stopped: dict[str, float] = {}
         """Engines that are stopped as a process, and since when."""
         self.hanging: dict[str, float] = {}
-        """Engines whose loop hangs, and since when."""
-        self.lost_ways: set[tuple[str, str]] = set()
-        self.replays: dict[str, Replaying] = {}
-        self.num_replays = 0
         self.beat_at = dict.fromkeys(engines, 0.0)
-        self.look_at = 0.0
-        self._draws = itertools.count(1)
-        self._attempts = itertools.count(1)
-        self._asked: set[int] = set()
-        """Attempts that have reached their engine."""
-        super().__init__(engines, output=output, requests=requests)
-        self.home_dead = False
-        self._send("A", "O", "hello", wire.Hello(wire.RELAY_VERSION, "A", HOME_LIFE, "A", DIGEST))
-
-    # Requests and their outputs
-
-    def _arrives(self, request_id: str, prompt: int, output: int) -> None:
-        super()._arrives(request_id, prompt, output)
-        plain = self.clients[request_id]
-        self.clients[request_id] = Waiting(plain.prompt, plain.num_output, plain.gate)
-        request = EngineCoreRequest(request_id, plain.prompt, None, None, None, 0.0, None, None, None)
-        self.streams.open(Stream(request))
-
-    def _client(self, request_id: str) -> Waiting:
-        client = self.clients[request_id]
-        assert isinstance(client, Waiting)
-        return client
-
-    def _sample(self, engine: Engine, request: Request) -> int:
-        draw = next(self._draws)
-        token = hash((draw, *engine.cells(request.blocks, request.computed))) % VOCABULARY
-        self.samples[token] = draw
-        return token
-
-    def _emit(self, engine: Engine, request: Request, first: int, tokens: list[int], finished: bool) -> None:
-        self._report(engine, request, first, tokens, FinishReason.LENGTH if finished else None)
-
-    def _report(
-        self, engine: Engine, request: Request, first: int, tokens: list[int], finish: FinishReason | None
-    ) -> None:
-        body: EngineCoreOutput | wire.TokenBatch
-        if request.epoch == HOME:
-            body = EngineCoreOutput(request.id, tokens, finish_reason=finish)
-        else:
-            output = wire.TokenOutput(request.id, request.epoch, request.base, first, tokens, finish)
-            body = wire.TokenBatch(engine.name, engine.incarnation, engine.name, [output])
-        self._send(engine.name, "O", "out", body, request=request.id)
-
-    def _receive(self, output: EngineCoreOutput) -> None:
-        """The client gets something. vLLM passes nothing on to a client that has ended."""
-        client = self._client(output.request_id)
-        if client.ended is not None or client.left:
-            return
-        for token in output.new_token_ids:
-            draw = self.samples.get(token)
-            if token != hash((draw, *client.cells)) % VOCABULARY:
-                self.faults.append(f"token {len(client.received)} of {output.request_id} follows something else")
-            client.received.append(token)
-            client.cells.append(cell(client.cells[-1], token))
-        client.ended = output.finish_reason
-        if client.ended is FinishReason.LENGTH and len(client.received) != client.num_output:
-            self.faults.append(f"{output.request_id} ends with {len(client.received)} tokens")
-        if client.ended is FinishReason.ABORT and not client.nobody_else:
-            self.faults.append(f"{output.request_id} ends as aborted")
-
-    # The origin
-
-    def _at_origin(self, message: Message) -> None:
-        body = message.body
-        match body:
-            case EngineCoreOutput():
-                outputs = EngineCoreOutputs(outputs=[body])
-                self.streams.take_home(outputs, self._gave_up)
-                for output in outputs.outputs:
-                    self._receive(output)
-            case wire.TokenBatch():
-                owner = self.known.heard(body.incarnation.encode(), body.instance, body.incarnation)
-                owner.llumlet = body.llumlet
-                taken = self.streams.take_batch(body, owner, self._gave_up)
-                for _, output in taken.delivered:
-                    self._receive(output)
-                for request_id, epoch in taken.unwanted.items():
-                    self._send("O", message.sender, "release", epoch, request=request_id)
-            case wire.Heartbeat():
-                owner = self.known.heard(body.incarnation.encode(), body.instance, body.incarnation)
-                owner.says(body.health)
-                owner.llumlet = body.instance
-                epochs = dict(body.requests)
-                for request_id in self.streams.claim(owner, body.requests):
-                    self._send("O", message.sender, "release", epochs[request_id], request=request_id)
-            case wire.Hello():
-                owner = self.known.heard(body.incarnation.encode(), body.instance, body.incarnation)
-                owner.llumlet, owner.digest = body.llumlet, body.digest
-            case wire.HandedOver():
-                self.streams.hand_over(body, self.known.expected(body.instance, body.incarnation, body.llumlet))
-            case wire.FenceQuestion():
-                asker = self.known.named(message.sender)
-                answer = self.streams.fence(body, asker)
-                self._send("O", message.sender, "fence answer", answer, message.move, message.request)
-            case (int() as attempt, bool() as took, str() as incarnation):
-                self._attempted(message, attempt, took, incarnation)
-            case Epoch():
-                question = wire.FenceQuestion(message.number, message.request, body)
-                self._at_origin(dataclasses.replace(message, body=question))
-
-    def _gave_up(self, stream: Stream) -> bool:
-        goes_on = self._let_go_on(Orphan(stream, "its engine gave it up", stream.owner or self._home_of(stream)))
-        if not goes_on:
-            self._client(stream.request_id).nobody_else = True
-        return goes_on
-
-    def _home_of(self, stream: Stream) -> Owner | None:
-        """As the client's."""
-        home = next((owner for owner in self.known.all() if owner.incarnation == HOME_LIFE), None)
-        if self.home_dead:
-            home = home or self.known.expected("A", HOME_LIFE, llumlet="")
-            home.died("its engine has died", self.now)
-        return home
-
-    def look(self) -> None:
-        """The origin looks after its streams."""
-        self.look_at = self.now + BEAT_S
-        for owner in self.known.all():
-            silent = self.now - owner.last_heard > PROBE_SECONDS
-            if silent and owner.llumlet and not self.engines[owner.llumlet].up and self._reaches("O", owner.llumlet):
-                owner.died("its process is gone", self.now)
-        for orphan in self.streams.orphans(self._home_of):
-            self.note(f"O: {orphan.stream.request_id} is an orphan: {orphan.reason}")
-            self._let_go_on(orphan)
-
-    def _targets(self, avoid: Owner | None) -> list[str]:
-        ailing = {owner.llumlet for owner in self.known.all() if owner.is_ailing(self.now)}
-        alive = {owner.llumlet for owner in self.known.all() if owner.takes_requests(self.now)}
-        shunned = avoid.llumlet if avoid is not None else ""
-        return [name for name in self.engines if name != shunned and (name in alive or name not in ailing)]
-
-    def _let_go_on(self, orphan: Orphan) -> bool:
-        stream, home = orphan.stream, self._home_of(orphan.stream)
-        if home is None or not home.digest or not self._targets(orphan.lost):
-            if orphan.hopeless:
-                self._receive(self.streams.fail(stream))
-            return False
-        owner = orphan.lost or stream.owner or home
-        self._send("O", owner.instance, "release", stream.epoch, request=stream.request_id)
-        self.streams.depose(stream)
-        self.num_replays += 1
-        self.replays[stream.request_id] = Replaying(self._course(stream, orphan.lost))
-        self._go_on(stream.request_id, answered=False)
-        return True
-
-    def _course(self, stream: Stream, lost: Owner | None) -> Generator[Wait, bool, None]:
-        """As `Replay._run`."""
-        deadline, first = float("inf"), True
-        holder = Holder(lost.instance, lost.incarnation) if lost and lost.may_have_cache(self.now) else None
-        while self.streams.get(stream.request_id) is stream:
-            for name in dict.fromkeys(self._targets(lost) + self._targets(None)):
-                if not first:
-                    self.streams.depose(stream)
-                first = False
-                attempt = next(self._attempts)
-                delivered = stream.delivered[: len(stream.delivered) - self.base_at_replay]
-                self._send("O", name, "adopt", (attempt, stream.epoch, delivered, holder), request=stream.request_id)
-                if (yield CALL_SECONDS, attempt):
-                    return
-                holder = None
-            deadline = min(deadline, self.now + REPLAY_SECONDS)
-            if self.now > deadline:
-                self._receive(self.streams.fail(stream))
-                return
-            yield RETRY_SECONDS, None
-
-    def _go_on(self, request_id: str, *, answered: bool) -> None:
-        replaying = self.replays[request_id]
-        try:
-            seconds, replaying.attempt = replaying.course.send(answered) if replaying.until else next(replaying.course)
-        except StopIteration:
-            del self.replays[request_id]
-        else:
-            replaying.until = self.now + seconds
-
-    def _attempted(self, message: Message, attempt: int, took: bool, incarnation: str) -> None:
-        replaying, stream = self.replays.get(message.request), self.streams.get(message.request)
-        if replaying is None or replaying.attempt != attempt:
-            return
-        if took and stream is None:
-            self._send("O", message.sender, "abort", request=message.request)
-        elif took and stream is not None:
-            owner = self.known.expected(message.sender, incarnation, message.sender)
-            stream.owned_by(owner, stream.epoch, self.now)
-            stream.replaying = False
-            stream.replays += 1
-        self._go_on(message.request, answered=took)
-
-    def replay_goes_on(self, request_id: str) -> None:
-        """An attempt's deadline, or the pause before the next, is over."""
-        self._go_on(request_id, answered=False)
-
-    def client_leaves(self, request_id: str = "r") -> None:
-        self._client(request_id).left = True
-        for stream in self.streams.close([request_id]):
-            if stream.owner is not None:
-                self._send("O", stream.owner.instance, "release", stream.epoch, request=request_id)
-        self._send("O", "A", "abort", request=request_id)
+        super().__init__(engines, requests, output)
 
     # Engines
 
@@ -316,14 +61,16 @@ class Cluster(Rescues):
         hung = name in self.hanging and self.now - self.hanging[name] > HUNG_S
         health = wire.Health.HUNG if hung else wire.Health.OK
         requests = [(request.id, request.epoch) for request in engine.requests.values() if request.epoch != HOME]
-        self._send(name, "O", "heartbeat", wire.Heartbeat(name, engine.incarnation, health, requests))
+        attempts = self.desks[name].attempts.values()
+        requests += [(one.request_id, one.epoch) for one in attempts if one.shows and not one.added]
+        self._send(name, ORIGIN, "heartbeat", wire.Heartbeat(name, engine.incarnation, health, requests))
 
     def gives_up(self, name: str, request_id: str) -> None:
         """An engine ends a request as aborted, and nobody asked it to."""
         engine = self.engines[name]
         request = engine.requests[request_id]
         if not request.frozen:
-            self._report(engine, request, len(request.output), [], FinishReason.ABORT)
+            self._report(engine, request, len(request.output), [], Finish.ABORT)
             self._abort(engine, request_id)
 
     def _do_at_source(self, engine: Engine, out: Outgoing, effect: do.Effect) -> None:
@@ -334,38 +81,12 @@ class Cluster(Rescues):
             self._send(engine.name, "O", "handed over", handed_over, request=out.request)
 
     def _at_engine(self, engine: Engine, message: Message) -> None:
-        if message.kind == "adopt":
-            # A call over gRPC arrives once at most, and each attempt of a replay is another call.
-            if message.body[0] in self._asked:
-                return
-            self._asked.add(message.body[0])
-            for incoming in list(engine.into.values()):
-                if incoming.request_id == message.request and incoming.machine.settlement is Settlement.PENDING:
-                    self._tell_destination(engine, incoming.move, ev.CancelRequested())
-            engine.commands.append(("adopt", lambda: self._adopt(engine, message)))
-        elif message.kind in MESSAGES:
+        if message.kind in MESSAGES:
             self._heard(engine, message)
-        else:
-            super()._at_engine(engine, message)
-
-    def _adopt(self, engine: Engine, message: Message) -> None:
-        attempt, epoch, delivered, holder = message.body
-        client, request_id = self.clients[message.request], message.request
-        here = request_id in engine.requests
-        if here:
-            self._abort(engine, request_id)
-        reserved = any(
-            incoming.request_id == request_id and incoming.machine.settlement is Settlement.PENDING
-            for incoming in engine.into.values()
-        )
-        took = not (here or reserved or self.is_rescued_to(engine, request_id))
-        request = Request(request_id, client.prompt, client.num_output, list(delivered), epoch, len(delivered))
-        if took and holder is not None:
-            self.begin_rescue(engine, attempt, request, holder)
             return
-        if took:
-            engine.requests[request_id] = request
-        self._adopted(engine, attempt, request_id, took=took)
+        if message.sender == ORIGIN and message.kind in ("abort", "release"):
+            self._call_off_attempts(engine, message.request, message.body)
+        super()._at_engine(engine, message)
 
     def loop(self, name: str) -> None:
         if self.runs(name):
@@ -377,21 +98,27 @@ class Cluster(Rescues):
 
     # Faults
 
-    def crash(self, name: str, num_lost: int = 0) -> None:
+    def crash(self, name: str, num_lost: int = 0, *, in_step: bool = False) -> None:
         """Dies, with the last `num_lost` of its words to the origin that are on their way, and is another life."""
+        engine = self.engines[name]
+        if in_step and engine.incarnation not in self.in_step:
+            self._is_in_step(name)
+        self._note_lost(name)
         words = [message for message in self.network if message.sender == name and message.kind in RELAY]
         for message in words[max(len(words) - num_lost, 0) :]:
             self.network.remove(message)
         self.crashed = True
         self.stopped.pop(name, None)
         self.hanging.pop(name, None)
-        if name == "A":
-            self.home_dead = True
-        self.engines[name].restart()
-        self.forget_lives()
+        is_home = engine.life == 1 and name == "A"
+        engine.restart()
+        self.desks[name] = Desk()
+        if is_home:
+            self.origin.home_died(self.now)
+            self._carry_out()
 
-    def kill(self, name: str, num_lost: int) -> None:
-        self.crash(name, num_lost)
+    def kill(self, name: str, num_lost: int, *, in_step: bool = False) -> None:
+        self.crash(name, num_lost, in_step=in_step)
         self.engines[name].up = False
 
     def start(self, name: str) -> None:
@@ -401,26 +128,26 @@ class Cluster(Rescues):
         self.stopped[name] = self.now
 
     def hang(self, name: str) -> None:
+        """In a model step."""
         self.hanging[name] = self.now
+        self._is_in_step(name)
+        self._note_lost(name)
 
     def wake(self, name: str) -> None:
         self.stopped.pop(name, None)
         if self.hanging.pop(name, None) is not None:
+            del self.in_step[self.engines[name].incarnation]
             self.goes_on(name)
 
     def cut_way(self, sender: str, receiver: str) -> None:
         """Cut or repair one direction."""
         self.lost_ways ^= {(sender, receiver)}
 
-    def _reaches(self, sender: str, receiver: str) -> bool:
-        # A and its API server are one host.
-        return (sender, receiver) not in self.lost_ways
-
     def deliverable(self) -> Iterator[Message]:
         """Messages that can arrive next. An engine's own API server receives in order, everything else need not."""
         home_is_first = True
         for message in self.network:
-            if isinstance(message.body, EngineCoreOutput):
+            if isinstance(message.body, HomeWord):
                 if home_is_first:
                     yield message
                 home_is_first = False
@@ -430,10 +157,15 @@ class Cluster(Rescues):
                 yield message
 
     def deliver(self, message: Message, *, keep: bool = False) -> None:
-        home = isinstance(message.body, EngineCoreOutput)
+        home = isinstance(message.body, HomeWord)
         if not home and not self._reaches(message.sender, message.receiver):
             if not keep:
                 self.network.remove(message)
+            return
+        if message.sender == ORIGIN and message.kind in CALLS and not self.engines[message.receiver].up and not keep:
+            self.network.remove(message)
+            if message.body[0] in self.calls:
+                self.call_breaks(message.body[0])
             return
         super().deliver(message, keep=keep)
 
@@ -443,7 +175,7 @@ class Cluster(Rescues):
         return self.faults + self._several_owners()
 
     def _is_barred(self, request_id: str, epoch: Epoch) -> bool:
-        stream = self.streams.get(request_id)
+        stream = self.origin.streams.get(request_id)
         # Whoever runs a request that has ended is told so when it emits.
         return stream is None or (stream.gate is not None and stream.gate.is_barred(epoch))
 
@@ -453,8 +185,12 @@ class Cluster(Rescues):
             for request_id, client in self.clients.items()
             if isinstance(client, Waiting) and not client.left and client.ended is None
         ]
-        if len(self.streams) or self.replays:
-            faults.append(f"the origin holds {len(self.streams)} streams and {len(self.replays)} replays")
+        origin = self.origin
+        held = {"streams": len(origin.streams), "replays": len(origin.replays), "calls": len(self.calls)}
+        faults += [f"the origin holds {count} {what}" for what, count in held.items() if count]
+        for name, desk in self.desks.items():
+            left = {"attempts": len(desk.attempts), "preparing": len(desk.preparing), "claims": len(desk.claims)}
+            faults += [f"{name} holds {count} {what}" for what, count in left.items() if count]
         return faults + self._held_at_rest()
 
     # The way to rest
@@ -472,7 +208,9 @@ class Cluster(Rescues):
             moved = self.tick()
             if self.faults:
                 return
-            if (self.stopped or self.hanging) and (not len(self.streams) or self.now > began + WAKE_S or not moved):
+            if (self.stopped or self.hanging) and (
+                not len(self.origin.streams) or self.now > began + WAKE_S or not moved
+            ):
                 self._wake_all()
                 began, moved = self.now, True
             if not moved:
@@ -526,7 +264,16 @@ class Cluster(Rescues):
         for attempt in self.copying():
             self.rescue_block(attempt)
             return True
-        return False
+        return self._build_one()
+
+    def _build_one(self) -> bool:
+        attempt = next(self.building(), None)
+        if attempt is not None:
+            self.build(attempt)
+        return attempt is not None
+
+    def building(self) -> Iterator[Attempt]:
+        return (attempt for attempt in self.attempts() if attempt.building)
 
     def _answers(self, name: str) -> bool:
         return super()._answers(name) and name not in self.stopped
@@ -534,38 +281,50 @@ class Cluster(Rescues):
     def attentions(self) -> Iterator[tuple[str, Any]]:
         """Heartbeats, looks, replays and rescues whose time has come."""
         if self.look_at <= self.now:
-            yield "look", ""
+            yield "look", None
+        if self.origin.due is not None and self.origin.due <= self.now:
+            yield "tick", None
+        if self.probes:
+            yield "probe", None
+        if self.looks_for:
+            yield "look for", None
         for name, when in self.beat_at.items():
             if when <= self.now and self.engines[name].up and name not in self.stopped:
                 yield "beat", name
-        for request_id, replaying in self.replays.items():
-            if replaying.until <= self.now:
-                yield "replay", request_id
-        yield from [(what, attempt) for when, what, attempt in self.deadlines() if when <= self.now]
+        yield from [("call", number) for number, call in self.calls.items() if call.until <= self.now]
+        yield from [(what, who) for when, what, who in self.deadlines() if when <= self.now]
 
     def attend(self, what: str, who: Any) -> None:
-        if what == "look":
-            self.look()
-        elif what == "beat":
-            self.beat(who)
-        elif what == "rescue":
-            self.rescue_due(who)
-        elif what == "lease":
-            self.claim_ends(who)
-        else:
-            self.replay_goes_on(who)
+        match what:
+            case "look":
+                self.look()
+            case "tick":
+                self.tick_origin()
+            case "probe":
+                self.probed()
+            case "look for":
+                self.looked_for()
+            case "beat":
+                self.beat(who)
+            case "call":
+                self.call_breaks(who)
+            case "rescue":
+                self.rescue_due(who)
+            case "lease":
+                self.claim_expires(*who)
 
     def _is_busy(self) -> bool:
-        busy = bool(len(self.streams)) or any(engine.requests for engine in self.engines.values())
-        return busy or bool(self.rescues or self.claims)
+        busy = bool(len(self.origin.streams)) or any(engine.requests for engine in self.engines.values())
+        return busy or any(desk.attempts or desk.claims for desk in self.desks.values())
 
     def _attend(self) -> bool:
-        if not self._is_busy() and not self.replays:
+        if not self._is_busy() and not self.origin.replays:
             return False
         due = list(self.attentions())
         # The origin looks when it has heard those who have something to say.
         for what, who in reversed(due):
-            self.attend(what, who)
+            if (what, who) in self.attentions():
+                self.attend(what, who)
         return bool(due)
 
     def next_due(self) -> float | None:
@@ -576,20 +335,21 @@ class Cluster(Rescues):
             for shell in (*engine.out.values(), *engine.into.values())
             for when in shell.timers.values()
         ]
-        if self._is_busy() or self.replays:
-            times += [self.look_at, *(replaying.until for replaying in self.replays.values())]
+        if self._is_busy() or self.origin.replays:
+            times += [self.look_at, *(call.until for call in self.calls.values())]
+            times += [] if self.origin.due is None else [self.origin.due]
             times += [when for name, when in self.beat_at.items() if name not in self.stopped]
             times += [when for when, _, _ in self.deadlines()]
         return min(times, default=None)
 
     def ended(self, request_id: str) -> str:
         """How the client's stream ended; "None" if it did not."""
-        return str(self._client(request_id).ended)
+        return str(self.client(request_id).ended)
 
     def summary(self) -> str:
         parts = [
             f"{request_id}: {len(client.received)} of {client.num_output} tokens"
-            + (", left" if client.left else f", {self._client(request_id).ended!s}")
+            + (", left" if client.left else f", {self.client(request_id).ended!s}")
             for request_id, client in self.clients.items()
         ]
-        return "; ".join([*parts, f"{self.num_replays} replays"])
+        return "; ".join([*parts, f"{self.origin.num_replayed} replays"])

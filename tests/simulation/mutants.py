@@ -3,13 +3,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
+
+from llumlet.protocol import claim, rescue
 from llumlet.protocol import effects as do
 from llumlet.protocol import events as ev
+from llumlet.protocol import replay_words as words
+from llumlet.protocol.claim import Claim
 from llumlet.protocol.destination import Destination
 from llumlet.protocol.effects import Effect
 from llumlet.protocol.gate import Arrival, FenceDecision, Gate, Verdict
 from llumlet.protocol.ids import Epoch
-from llumlet.protocol.machine import install, rows
+from llumlet.protocol.machine import Machine, install, rows
+from llumlet.protocol.owners import Owner
+from llumlet.protocol.replay import Replay
+from llumlet.protocol.rescue import Rescue
 from llumlet.protocol.source import Source, State
 
 
@@ -55,6 +65,17 @@ class DeposeWithoutBar(Gate):
         return raised
 
 
+class SameTerm(Gate):
+    """The origin forgets to raise the term: who is started anew has the epoch of the one that was lost."""
+
+    def depose(self) -> Epoch:
+        highest, bases, barred = self.highest, dict(self._bases), list(self._barred)
+        super().depose()
+        self._term -= 1
+        self._bases, self._barred = bases, barred
+        return highest
+
+
 class EarlyFree(Destination):
     """Finding 7: blocks of an abandoned pull are given back at once."""
 
@@ -84,8 +105,53 @@ class ResumeOnTimeout(Source):
         return [do.Unfreeze(), do.Unpin()]
 
 
-def _instead(machine: type[Source], *groups: object) -> None:
-    install(machine, [*groups, Source.TABLE])  # type: ignore[list-item]
+class NoQuarantine(Rescue):
+    """Blocks of a copy that was abandoned are given back although its mover may still write them."""
+
+    def _free_now(self, event: rescue.CopyFailed) -> list[rescue.RescueEffect]:
+        return [*self._give_up(event), rescue.FreeRoom()]
+
+
+class Unasked(Rescue):
+    """Nobody asks whether the blocks that were read were the request's until then."""
+
+    def _believe(self, event: rescue.CopyDone) -> list[rescue.RescueEffect]:
+        self.copied_bytes = event.num_bytes
+        return [rescue.EndClaim(rescue.CLAIM_SECONDS)]
+
+
+class Unkept(Claim):
+    """What is read of a request that was taken from here is free as soon as the loop goes on."""
+
+    def _let_go(self, event: claim.LoopWoke) -> list[claim.ClaimEffect]:
+        return [claim.EndSilently()]
+
+
+class Unheeded(Claim):
+    """The waking loop does not look whether anything was claimed: it goes on with the request, and frees its blocks."""
+
+    def _ignore(self, event: claim.LoopWoke) -> list[claim.ClaimEffect]:
+        return []
+
+
+class SameEpoch(Replay):
+    """A second attempt has the epoch of the first, which may have succeeded."""
+
+    def _raise_term(self) -> None:
+        return
+
+
+class FromSnapshot(Replay):
+    """Finding 3: a replay begins from what some engine knew, not from what the client has."""
+
+    def _adopt(self, owner: Owner | None) -> list[words.ReplayEffect]:
+        adopt, *rest = super()._adopt(owner)
+        assert isinstance(adopt, words.Adopt)
+        return [msgspec.structs.replace(adopt, delivered=adopt.delivered[:-1]), *rest]
+
+
+def _instead(machine: type[Machine[Any, Any, Any]], *groups: object) -> None:
+    install(machine, [*groups, machine.TABLE])  # type: ignore[list-item]
 
 
 _DOUBT = (State.COMMITTING, State.WITHDRAWING)
@@ -95,3 +161,12 @@ _instead(
     rows(State.WITHDRAWING, ev.TimerFired, State.STAYED, ResumeOnTimeout._resume_timeout),
     rows(State.WITHDRAWING, ev.PeerUnreachable, State.STAYED, ResumeOnTimeout._resume_timeout),
 )
+_R, _C = rescue.State, claim.State
+_instead(NoQuarantine, rows(_R.COPYING, rescue.CopyFailed, _R.DRAINING, NoQuarantine._free_now))
+_instead(
+    Unasked,
+    rows(_R.COPYING, rescue.CopyDone, _R.FETCHED, Unasked._believe),
+    rows(_R.FETCHED, rescue.ClaimSettled, None),
+)
+_instead(Unkept, rows(_C.STANDING, claim.LoopWoke, _C.KEPT, Unkept._let_go))
+_instead(Unheeded, rows(_C.STANDING, claim.LoopWoke, None, Unheeded._ignore))

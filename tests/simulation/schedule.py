@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from vllm.v1.engine import EngineCoreOutput
-
+from llumlet.protocol.claim import LEASE_SECONDS
 from llumlet.protocol.events import Call
-from llumlet.protocol.source import Method
+from llumlet.protocol.plan import Method
 
+from .adopting import Attempt
 from .cluster import HUNG_S, RELAY, Cluster
+from .serving import Finish, HomeWord
 
 Action = tuple[Callable[..., object], tuple[Any, ...]]
 METHODS = (Method.LIVE, Method.LIVE, Method.BLOCKING, Method.RECOMPUTE)
@@ -40,17 +42,20 @@ def play(seed: int, cluster_class: type[Cluster] = Cluster, *, traced: bool = Fa
     cluster = cluster_class("ABC"[: dice.choice((2, 3, 3))], requests=dice.choice((1, 2, 2, 3)))
     cluster.traced = traced
     cluster.answers_get_lost = cluster.answers_get_lost or dice.random() < 0.2
+    cluster.hosts = dice.choice((1, 1, 2))
     cluster.moves_while_open = dice.random() < 0.3 or cluster.answers_get_lost
     try:
         faults = _play(cluster, dice)
     except Exception as error:  # noqa: BLE001 - whatever it is, the schedule is wanted
         faults = [f"{type(error).__name__}: {error}"]
     reached = Counter(str(outcome) for outcome in cluster.outcomes)
-    reached["replays"] = cluster.num_replays
+    reached["replays"] = cluster.origin.num_replayed
+    reached["tried"] = cluster.num_tried
+    reached["guilty"] = cluster.num_guilty
     reached["rescued"] = cluster.num_rescued
     reached["streams"] = len(cluster.clients)
     reached["left"] = sum(client.left for client in cluster.clients.values())
-    reached["errors"] = sum(cluster.ended(request_id) not in ("length", "None") for request_id in cluster.clients)
+    reached["errors"] = sum(cluster.client(request_id).ended is Finish.ERROR for request_id in cluster.clients)
     return Played(seed, faults, reached, cluster)
 
 
@@ -67,7 +72,8 @@ def _play(cluster: Cluster, dice: random.Random) -> list[str]:
             possible = list(faults) or list(rare(cluster, dice, aborts=aborts, losses=losses))
         act, arguments = possible[dice.randrange(len(possible))]
         if cluster.traced:
-            cluster.note(f"> {act.__name__} {' '.join(str(argument) for argument in arguments)}")
+            what = getattr(act, "func", act).__name__  # type: ignore[attr-defined]
+            cluster.note(f"> {what} {' '.join(str(argument) for argument in arguments)}")
         act(*arguments)
         if faults := cluster.wrong_tokens_or_owners():
             return faults
@@ -118,8 +124,11 @@ def usual(cluster: Cluster, dice: random.Random) -> Iterator[Action]:
         yield cluster.rescue_block, (attempt,)
         yield cluster.rescue_block, (attempt,)
         # This is what makes a rescue worth watching: its holder wakes up, and needs its blocks.
-        holder = cluster.rescues[attempt].holder.name
+        assert attempt.holder is not None
+        holder = attempt.holder.name
         yield (cluster.wake if holder in cluster.hanging else cluster.churn), (holder,)
+    for attempt in cluster.building():
+        yield cluster.build, (attempt,)
     for due in cluster.due():
         yield cluster.fire, due
     if cluster._is_busy():
@@ -136,7 +145,7 @@ def rare(cluster: Cluster, dice: random.Random, *, aborts: bool, losses: bool) -
         if message.kind not in RELAY:
             yield cluster.drop, (message,)
     for message in cluster.deliverable():
-        if not isinstance(message.body, EngineCoreOutput):
+        if not isinstance(message.body, HomeWord):
             yield cluster.duplicate, (message,)
     yield cluster.churn, (name,)
     yield cluster.hog, (name,)
@@ -158,9 +167,27 @@ def rare(cluster: Cluster, dice: random.Random, *, aborts: bool, losses: bool) -
     for seconds in (0.3, 1.0, 6.0, 31.0):
         yield cluster.advance, (seconds,)
     if losses:
+        for attempt in cluster.copying():
+            yield oversleep, (cluster, attempt)
+            yield oversleep, (cluster, attempt)
         yield from _losses(cluster, name, dice)
     if aborts:
         yield cluster.client_leaves, (dice.choice(list(cluster.clients)),)
+
+
+def oversleep(cluster: Cluster, attempt: Attempt) -> None:
+    """The engine is stopped for longer than what it copies is kept for it."""
+    name, holder = attempt.engine.name, attempt.holder
+    assert holder is not None
+    cluster.stop(name)
+    cluster.advance(LEASE_SECONDS + 1.0)
+    for what, who in list(cluster.attentions()):
+        if what == "lease":
+            cluster.attend(what, who)
+    cluster.wake(holder.name)
+    cluster.loop(holder.name)
+    cluster.churn(holder.name)
+    cluster.wake(name)
 
 
 def lost_answers(cluster: Cluster) -> Iterator[Action]:
@@ -184,5 +211,6 @@ def _losses(cluster: Cluster, name: str, dice: random.Random) -> Iterator[Action
     else:
         yield cluster.stop, (name,)
         yield cluster.hang, (name,)
-        yield cluster.crash, (name, dice.randrange(4))
-        yield cluster.kill, (name, dice.randrange(4))
+        in_step = dice.random() < 0.4
+        yield functools.partial(cluster.crash, in_step=in_step), (name, dice.randrange(4))
+        yield functools.partial(cluster.kill, in_step=in_step), (name, dice.randrange(4))

@@ -8,35 +8,37 @@ import hashlib
 import json
 import logging
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+from vllm.lora.request import LoRARequest
 
 from vllm_llumnix import config as llumlet_config
-from vllm_llumnix import hooks
-from vllm_llumnix.engine.bypass import Bypass
+from vllm_llumnix.engine.agent import LlumletAgent, open_llumlet
+from vllm_llumnix.engine.claims import Claims
 from vllm_llumnix.engine.identity import EngineIdentity
-from vllm_llumnix.engine.kvconn import KVConnection
 from vllm_llumnix.engine.load_events import follow_engine
+from vllm_llumnix.engine.loop import EngineLoop
+from vllm_llumnix.engine.model_watch import watch_model
 from vllm_llumnix.engine.portability import custom_logits_processors, why_engine_unsupported, why_kv_unsupported
 from vllm_llumnix.engine.progress import Progress
 from vllm_llumnix.engine.request_state import digest_of
 from vllm_llumnix.engine.scheduler_port import SchedulerPort
 from vllm_llumnix.engine.seams import SEAMS, require
+from vllm_llumnix.engine.thread import LlumletThread
+from vllm_llumnix.engine.vllm_types import Engine, Executor
 from vllm_llumnix.errors import ConfigError, PatchError
 from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.seams import SEAMS as KV_SEAMS
 from vllm_llumnix.kv.worker import KV_TAG, start_mover
+from vllm_llumnix.patching import state
 from vllm_llumnix.step_record import StepRecord
-
-if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
 
 logger = logging.getLogger("vllm.llumnix")
 
 
-def attach(engine: Any) -> KVConnection:
-    """Start movers and the bypass thread; returns when the llumlet listens.
+def attach(engine: Engine) -> EngineLoop:
+    """Start movers and the llumlet's thread; returns when the llumlet listens.
 
     Raises ConfigError when the llumlet cannot run in this process, and whatever stops the gRPC server (a port in use).
     """
@@ -63,18 +65,20 @@ def attach(engine: Any) -> KVConnection:
     port = SchedulerPort(engine.scheduler)
     progress = Progress(utility_seconds=config.utility_seconds)
     follow_engine(engine, port.load, progress)
-    bypass = Bypass(config, identity, movers, engine)
+    thread = LlumletThread()
     record = StepRecord(identity.incarnation, engine.scheduler.max_num_running_reqs, engine.batch_queue_size)
-    kvconn = KVConnection(engine, port, bypass, record, progress)
-    kvconn.watch_model()
-    bypass.start(kvconn)
-    _stop_with(engine, bypass, record)
-    _watch_adapters(engine, bypass)
+    loop = EngineLoop(engine, port, thread, record, progress)
+    claims = Claims(loop)
+    watch_model(loop, claims)
+    llumlet = thread.start(functools.partial(open_llumlet, config, identity, loop, movers, claims))
+    loop.llumlet = llumlet
+    _stop_with(engine, thread, record)
+    _watch_adapters(engine, thread, llumlet)
     _watch_sleep(engine.model_executor, port)
     # Utilities are attributes of the engine that its API server may call.
-    SEAMS.wrap(engine, "EngineCore.llumlet_drain", bypass.report_drain)
-    SEAMS.wrap(engine, "EngineCore.llumlet_moves", bypass.report_moves)
-    logger.info("llumlet: instance %s listening on %s", config.instance_id, bypass.address)
+    SEAMS.wrap(engine, "EngineCore.llumlet_drain", llumlet.report_drain)
+    SEAMS.wrap(engine, "EngineCore.llumlet_moves", llumlet.report_moves)
+    logger.info("llumlet: instance %s listening on %s", config.instance_id, llumlet.context.address)
     logger.info("llumlet: this engine has %s", what_runs(engine))
     if copies := what_copies(movers):
         logger.info("llumlet: KV blocks are copied by %s", copies)
@@ -82,16 +86,16 @@ def attach(engine: Any) -> KVConnection:
         logger.warning("llumlet: this engine's requests cannot be moved: %s", identity.unsupported)
     elif identity.kv_unsupported:
         logger.warning("llumlet: requests leave this engine without their KV cache: %s", identity.kv_unsupported)
-    return kvconn
+    return loop
 
 
-def _stop_with(engine: Any, bypass: Bypass, record: StepRecord) -> None:
-    """End the bypass thread before the engine takes down what it uses. An engine that ends because it was asked to
+def _stop_with(engine: Engine, thread: LlumletThread, record: StepRecord) -> None:
+    """End the llumlet's thread before the engine takes down what it uses. An engine that ends because it was asked to
     leaves no record; what an error has ended is read later."""
     stock = engine.shutdown
 
     def shutdown() -> None:
-        bypass.stop()
+        thread.stop()
         stock()
         if not engine.is_running():
             record.close()
@@ -99,24 +103,24 @@ def _stop_with(engine: Any, bypass: Bypass, record: StepRecord) -> None:
     SEAMS.wrap(engine, "EngineCore.shutdown", shutdown)
 
 
-def _watch_sleep(executor: Any, port: SchedulerPort) -> None:
+def _watch_sleep(executor: Executor, port: SchedulerPort) -> None:
     """Requests on their way here must not go on with blocks that lost their content. See also `kv.worker`."""
     stock_sleep, stock_discard = executor.sleep, executor.discard
 
     def sleep(level: int = 1) -> None:
-        port.empty_reservations()
+        port.reservations.empty()
         stock_sleep(level)
 
     def discard(tags: tuple[str, ...]) -> None:
         if KV_TAG in tags:
-            port.empty_reservations()
+            port.reservations.empty()
         stock_discard(tags)
 
     SEAMS.wrap(executor, "Executor.sleep", sleep)
     SEAMS.wrap(executor, "Executor.discard", discard)
 
 
-def _watch_adapters(engine: Any, bypass: Bypass) -> None:
+def _watch_adapters(engine: Engine, thread: LlumletThread, llumlet: LlumletAgent) -> None:
     """Learn which LoRA adapters the front-end has loaded and removed; `--lora-modules` comes this way too."""
     stock_add, stock_remove = engine.add_lora, engine.remove_lora
 
@@ -124,12 +128,12 @@ def _watch_adapters(engine: Any, bypass: Bypass) -> None:
     @functools.wraps(stock_add)
     def add_lora(lora_request: LoRARequest) -> bool:
         added: bool = stock_add(lora_request)
-        bypass.post(bypass.learn_adapter, lora_request, lora_request.load_inplace)
+        thread.post(llumlet.learn_adapter, lora_request, lora_request.load_inplace)
         return added
 
     @functools.wraps(stock_remove)
     def remove_lora(lora_id: int) -> bool:
-        bypass.post(bypass.forget_adapter, lora_id)
+        thread.post(llumlet.context.adapters.forget, lora_id)
         removed: bool = stock_remove(lora_id)
         return removed
 
@@ -137,9 +141,9 @@ def _watch_adapters(engine: Any, bypass: Bypass) -> None:
     SEAMS.wrap(engine, "EngineCore.remove_lora", remove_lora)
 
 
-def _check_workers(engine: Any) -> None:
+def _check_workers(engine: Engine) -> None:
     """Raises PatchError unless every worker runs the same patch series as this process, and has what it wraps there."""
-    ours = hooks.ready_digest()
+    ours = state.current().digest
     answers = engine.model_executor.collective_rpc(_examine_worker)
     theirs = [digest for digest, _ in answers]
     if any(digest != ours for digest in theirs):
@@ -156,11 +160,11 @@ def _examine_worker(worker: Any) -> tuple[str | None, str | None]:
     try:
         KV_SEAMS.require({"Worker": getattr(worker, "worker", worker)})
     except PatchError as error:
-        return hooks.ready_digest(), str(error)
-    return hooks.ready_digest(), None
+        return state.current().digest, str(error)
+    return state.current().digest, None
 
 
-def what_runs(engine: Any) -> str:
+def what_runs(engine: Engine) -> str:
     """The runner and the scheduler that are there, whatever flags and fallbacks led to them."""
     runners = sorted(set(engine.model_executor.collective_rpc(_runner_of_worker)))
     depth = 1 if engine.batch_queue is None else engine.batch_queue_size
@@ -212,7 +216,7 @@ def text_config_of(model: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def engine_facts(engine: Any, movers: list[MoverInfo]) -> dict[str, Any]:
+def engine_facts(engine: Engine, movers: list[MoverInfo]) -> dict[str, Any]:
     """What two engines must have in common for KV bytes and sampler state of one to be right in the other."""
     import vllm
 
@@ -221,7 +225,7 @@ def engine_facts(engine: Any, movers: list[MoverInfo]) -> dict[str, Any]:
     layouts = [mover.memory.layout for mover in movers]
     return {
         "vllm": vllm.__version__,
-        "patches": hooks.ready_digest(),
+        "patches": state.current().digest,
         # The fingerprint sees what the runner keeps as parameters; on CPU, packed linear layers are not among them.
         "model": text_config_of(model),
         "weights": [mover.weights for mover in movers],

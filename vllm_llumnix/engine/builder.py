@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds an arriving request off the engine's loop: checks, token history, compiled grammar. Bypass thread."""
+"""Builds an arriving request off the engine's loop: checks, token history, compiled grammar. Llumlet thread."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
 
 from vllm.lora.request import LoRARequest
-from vllm.v1.request import Request
 
 from llumlet.protocol.errors import Reason, Refused
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.engine.grammars import Grammars
 from vllm_llumnix.engine.request_state import Residence, build_request, check_tokens, settle_in
+from vllm_llumnix.engine.vllm_types import Engine, Request
 from vllm_llumnix.reach import Reach
 from vllm_llumnix.request_wire import RequestState, decode_state
 from vllm_llumnix.step_record import StepRecord
@@ -27,7 +26,7 @@ class RequestBuilder:
     This is a front door: what passes here reaches the engine's loop, where a wrong value would end every request.
     """
 
-    def __init__(self, engine: Any, reaches: Reach, adapters: Adapters, record: StepRecord) -> None:
+    def __init__(self, engine: Engine, reaches: Reach, adapters: Adapters, record: StepRecord) -> None:
         self._engine = engine
         self._reaches = reaches
         self._adapters = adapters
@@ -52,7 +51,7 @@ class RequestBuilder:
             adapter = None
             if state.lora_name is not None:
                 adapter = await self._adapters.resolve(state.lora_name, state.lora_digest)
-            request = await asyncio.to_thread(self._build, state, adapter)
+            request: Request = await asyncio.to_thread(self._build, state, adapter)
             settle_in(request, residence)
             if request.use_structured_output:
                 await self._grammars.compile(request, source, patience_s=patience_s)

@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests taken from this engine while its loop is stuck in a model step, with their KV cache.
 
-While the model computes, the loop waits for it and changes nothing of its scheduler: another thread may read a
-request's block table there, and nobody frees its blocks. That ends the moment the step returns. So a claim is made
-under a lock which the loop takes on its way out of the model, and before anything else the loop pins the blocks of all
-claims and ends their requests without a word: they live elsewhere by then, under an epoch of their own.
+The shell of `llumlet.protocol.claim`. Claims are made by the llumlet's thread, under a lock which the loop takes on its
+way out of the model, before vLLM does anything with what the model computed:
 
     loop     model_begins() ........ stuck ........ model_ended(): pins, ends silently
-    bypass            take(): blocks    [reads]    end(): intact?
-
-The step that is stuck may still write the KV of the last token: that position lies behind `computed_tokens`, and
-whoever claims the request computes it again.
+    llumlet           take(): blocks    [reads]    end(): intact?
 """
 
 from __future__ import annotations
@@ -20,22 +15,21 @@ import dataclasses
 import itertools
 import logging
 import threading
-from typing import TYPE_CHECKING
 
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
-from llumlet.protocol.errors import Reason, Refused
+from llumlet.protocol import claim as on
+from llumlet.protocol.claim import LEASE, LEASE_SECONDS, Claim, ClaimEvent
+from llumlet.protocol.effects import ClearTimer
+from llumlet.protocol.errors import Refused
+from llumlet.protocol.events import TimerFired
 from llumlet.protocol.ids import Epoch
+from vllm_llumnix.engine.loop import EngineLoop
 from vllm_llumnix.engine.request_state import residence_of, why_not_now
 from vllm_llumnix.engine.scheduler_port import Pin
-
-if TYPE_CHECKING:
-    from vllm_llumnix.engine.kvconn import KVConnection
+from vllm_llumnix.engine.vllm_types import Request
 
 logger = logging.getLogger("vllm.llumnix")
-
-LEASE_SECONDS = 10.0
-"""Blocks of a claim are kept for so long if nobody ends it. A rescue has to be done in less."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,13 +43,14 @@ class Claimed:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class _Claim:
+class _Held:
+    """A request of which there is a claim."""
+
     request: Request
     epoch: Epoch
-    """Under which the request goes on."""
+    """Under which it goes on."""
+    machine: Claim
     answer: Claimed
-    over: bool = False
-    """Nobody reads the blocks any more; the loop still has to end the request."""
     pin: Pin | None = None
     lease: asyncio.TimerHandle | None = None
 
@@ -63,15 +58,15 @@ class _Claim:
 class Claims:
     """All claims on the requests of one engine."""
 
-    def __init__(self, kvconn: KVConnection) -> None:
-        self._kvconn = kvconn
-        self._port = kvconn.port
+    def __init__(self, loop: EngineLoop) -> None:
+        self._loop = loop
+        self._port = loop.port
         self._lock = threading.Lock()
         self._in_model = False
-        self._waiting: list[_Claim] = []
+        self._waiting: list[_Held] = []
         """Made in the present step; the loop knows nothing of them yet."""
-        self._claims: dict[str, _Claim] = {}
-        """By id, from `take` to `end`. Bypass thread."""
+        self._claims: dict[str, _Held] = {}
+        """By id, from `take` to `end`. Llumlet thread."""
         self._numbers = itertools.count(1)
 
     # Loop thread
@@ -84,68 +79,97 @@ class Claims:
         """Before anything is done with what the model computed."""
         if not self._in_model:
             return
+        ended: list[Request] = []
         with self._lock:
             self._in_model = False
-            claims, self._waiting = self._waiting, []
-            for claim in claims:
-                if not claim.over:
-                    claim.pin = self._port.pin_all(claim.request)
-        for claim in claims:
-            logger.warning("llumlet: request %s went on elsewhere meanwhile", claim.request.request_id)
-            self._kvconn.note_aborted([claim.request.request_id])
-            self._port.release(claim.request)
+            waiting, self._waiting = self._waiting, []
+            for held in waiting:
+                for effect in held.machine.on(on.LoopWoke()):
+                    match effect:
+                        case on.KeepBlocks():
+                            held.pin = self._port.pin_all(held.request)
+                        case on.EndSilently():
+                            ended.append(held.request)
+        for request in ended:
+            logger.warning("llumlet: request %s went on elsewhere meanwhile", request.request_id)
+            self._loop.note_aborted([request.request_id])
+            self._port.release(request)
 
-    # Bypass thread
+    # Llumlet thread
 
     def take(self, request_id: str, epoch: Epoch) -> Claimed:
         """The request is over here; its blocks are kept until `end`, or for `LEASE_SECONDS`.
 
-        Again, under the same epoch, it is the same claim: a call may come twice, and the second one first.
-        Raises Refused when the loop is not in a model step, or the request's state cannot be relied upon.
+        Again, under the same epoch, it is the same claim. Raises Refused when the loop is not in a model step, or the
+        request's state cannot be relied upon.
         """
         with self._lock:
             if not self._in_model:
-                raise Refused(Reason.SOURCE_BUSY, "its loop is not in a model step")
-            for claim in self._waiting:
-                if claim.request.request_id == request_id and claim.epoch == epoch and not claim.over:
-                    return claim.answer
-            request = self._find(request_id, epoch)
-            computed = request.num_computed_tokens - request.num_in_flight_tokens
-            claimed = Claimed(
-                claim_id=f"{request_id}#{next(self._numbers)}",
-                computed_tokens=computed,
-                block_ids=self._port.block_ids(request)[: -(-computed // self._port.block_size)],
-                output_token_ids=list(request.output_token_ids),
-            )
-            claim = _Claim(request, epoch, claimed)
-            self._waiting.append(claim)
-        self._claims[claimed.claim_id] = claim
-        claim.lease = asyncio.get_running_loop().call_later(LEASE_SECONDS, self.end, claimed.claim_id)
-        return claimed
+                return _granted(Claim(), on.ClaimRequested(epoch=epoch, in_model=False))
+            request = self._port.find(request_id)
+            claims = [held for held in self._waiting if held.request is request]
+            asked = self._asked(request, epoch, claimed=bool(claims))
+            for held in claims:
+                if held.epoch == epoch and held.machine.state is on.State.STANDING:
+                    return _granted(held.machine, asked, held.answer)
+            machine, answer = Claim(LEASE_SECONDS), self._answer(request)
+            _granted(machine, asked, answer)
+            held = _Held(request, epoch, machine, answer)
+            self._waiting.append(held)
+        self._claims[answer.claim_id] = held
+        held.lease = asyncio.get_running_loop().call_later(LEASE_SECONDS, self._expire, answer.claim_id)
+        return answer
 
     def end(self, claim_id: str) -> bool:
         """The blocks are not read any more. Returns whether they were the request's until now."""
-        claim = self._claims.pop(claim_id, None)
-        if claim is None:
-            return False
-        assert claim.lease is not None
-        claim.lease.cancel()
-        with self._lock:
-            claim.over = True
-        if claim.pin is not None:
-            self._kvconn.call(self._port.unpin, claim.pin)
-        self._kvconn.audit_when_idle()
-        return True
+        held = self._claims.pop(claim_id, None)
+        return held is not None and self._settle(held, on.ClaimEnded())
 
-    def _find(self, request_id: str, epoch: Epoch) -> Request:
-        request = self._port.find(request_id)
-        if (problem := why_not_now(request)) is not None:
-            raise Refused(*problem)
+    def _expire(self, claim_id: str) -> None:
+        self._settle(self._claims.pop(claim_id), TimerFired(LEASE))
+
+    def _settle(self, held: _Held, event: ClaimEvent) -> bool:
+        intact = False
+        with self._lock:
+            effects = held.machine.on(event)
+        for effect in effects:
+            match effect:
+                case on.AnswerEnd():
+                    intact = effect.intact
+                case on.GiveBack():
+                    assert held.pin is not None
+                    self._loop.call(self._port.unpin, held.pin)
+                case ClearTimer():
+                    assert held.lease is not None
+                    held.lease.cancel()
+        self._loop.audit_when_idle()
+        return intact
+
+    def _asked(self, request: Request, epoch: Epoch, claimed: bool) -> on.ClaimRequested:
         residence = residence_of(request)
-        if residence is None or residence.epoch.term >= epoch.term:
-            raise Refused(Reason.BARRED, f"the request is here under another epoch than one before {epoch}")
-        if request.status != RequestStatus.RUNNING or not request.num_output_tokens:
-            raise Refused(Reason.NOT_STARTED, "it has no KV cache, or not all of its prompt's")
-        if any(claim.request is request for claim in self._waiting):
-            raise Refused(Reason.ALREADY_MIGRATING, "it is claimed already")
-        return request
+        return on.ClaimRequested(
+            epoch=epoch,
+            in_model=True,
+            problem=why_not_now(request),
+            present=residence.epoch if residence is not None else None,
+            has_cache=request.status == RequestStatus.RUNNING and bool(request.num_output_tokens),
+            claimed=claimed,
+        )
+
+    def _answer(self, request: Request) -> Claimed:
+        computed = request.num_computed_tokens - request.num_in_flight_tokens
+        return Claimed(
+            claim_id=f"{request.request_id}#{next(self._numbers)}",
+            computed_tokens=computed,
+            block_ids=self._port.block_ids(request)[: -(-computed // self._port.block_size)],
+            output_token_ids=list(request.output_token_ids),
+        )
+
+
+def _granted(machine: Claim, asked: on.ClaimRequested, answer: Claimed | None = None) -> Claimed:
+    """The answer, if the machine grants the claim. Raises Refused."""
+    for effect in machine.on(asked):
+        if isinstance(effect, on.RefuseClaim):
+            raise Refused(effect.reason, effect.detail)
+    assert answer is not None
+    return answer

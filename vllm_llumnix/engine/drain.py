@@ -14,15 +14,26 @@ import logging
 import math
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from llumlet.bridge import reason_of
 from llumlet.errors import LlumletCallFailed
-from llumlet.protocol.errors import MigrationError
-from llumlet.types import Address, DrainProgress, MigrateRequest, Mode, MovePhase, MoveProgress, Reason, reason_word
-from vllm_llumnix.engine.departures import Destination
-
-if TYPE_CHECKING:
-    from vllm_llumnix.engine.agent import LlumletAgent
+from llumlet.protocol.errors import MigrationError, Reason, Refused
+from llumlet.types import (
+    Address,
+    DrainProgress,
+    DrainRequest,
+    MigrateRequest,
+    Mode,
+    MovePhase,
+    MoveProgress,
+    reason_word,
+)
+from vllm_llumnix.config import END_SECONDS, drain_limit
+from vllm_llumnix.engine.context import EngineContext
+from vllm_llumnix.engine.handover_calls import Target
+from vllm_llumnix.engine.migrations import Migrations
+from vllm_llumnix.engine.shell import Tasks
 
 logger = logging.getLogger("vllm.llumnix")
 
@@ -40,14 +51,16 @@ FOR_GOOD = frozenset(
 class Drain:
     """Of one engine. Once begun, it ends with the process."""
 
-    def __init__(self, agent: LlumletAgent) -> None:
-        self._agent = agent
+    def __init__(self, context: EngineContext, migrations: Migrations) -> None:
+        self._context = context
+        self._loop = context.loop
+        self._migrations = migrations
         self._began: float | None = None
         self._addresses: list[str] = []
         self._named = False
         """By an operator: no others are sought."""
         self._seconds = 0.0
-        self._destinations: dict[str, Destination] = {}
+        self._destinations: dict[str, Target] = {}
         self._given: Counter[str] = Counter()
         """Requests by the destination that has them, or is about to."""
         self._num_moved = 0
@@ -61,7 +74,24 @@ class Drain:
         """By API server."""
         self._num_cut: dict[int, int] = {}
         """Streams that an API server ended early; it has drained."""
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = Tasks()
+
+    def check(self, asked: DrainRequest) -> None:
+        """Raises Refused for a drain that this instance cannot begin."""
+        here = self._context.identity.instance
+        if asked.engine_id and asked.engine_id != here:
+            raise Refused(Reason.WRONG_INSTANCE, f"this is {here}, not {asked.engine_id}")
+        if str(self._context.address) in asked.destinations:
+            raise Refused(Reason.SAME_INSTANCE, "the instance cannot be drained to itself")
+        if self._context.config.num_ranks > 1:
+            detail = "data-parallel ranks end together: send SIGTERM to `vllm serve`"
+            raise Refused(Reason.INVALID_REQUEST, detail)
+        if drain_limit(self._loop.engine.vllm_config) == 0.0:
+            detail = (
+                "several API servers are given no time to drain: start the instance with --llumlet-peers or "
+                f"--llumlet-cms, or with more than {END_SECONDS} s of --shutdown-timeout"
+            )
+            raise Refused(Reason.INVALID_REQUEST, detail)
 
     def ask(self, addresses: list[str], seconds: float) -> None:
         """What an operator wants goes before what the API server was configured with."""
@@ -84,18 +114,18 @@ class Drain:
         self._addresses += new
         if self._began is None and self._seconds > 0:
             self._began = time.monotonic()
-            self._agent.bypass.draining = True
-            self._agent.bypass.post(self._begin)
+            self._loop.draining = True
+            self._loop.thread.post(self._begin)
         elif self._began is not None and new:
-            self._agent.bypass.post(self._seek, new)
+            self._loop.thread.post(self._seek, new)
         return {
             "seconds": self._seconds,
-            "num_requests": len(self._agent.bypass.engine.scheduler.requests),
-            "num_moving": len(self._agent.departures.moves),
+            "num_requests": len(self._loop.engine.scheduler.requests),
+            "num_moving": self._migrations.num_moving,
             "num_moved": self._num_moved,
         }
 
-    # Bypass thread
+    # Llumlet thread
 
     @property
     def ended(self) -> bool:
@@ -112,8 +142,8 @@ class Drain:
             elapsed_s=time.monotonic() - self._began if self._began is not None else 0.0,
             timeout_s=self._seconds,
             num_streams=sum(self._num_streams.values()),
-            num_requests=len(self._agent.bypass.engine.scheduler.requests),
-            num_moving=len(self._agent.departures.moves),
+            num_requests=len(self._loop.engine.scheduler.requests),
+            num_moving=self._migrations.num_moving,
             num_moved=self._num_moved,
             num_recomputed=self._num_recomputed,
             refusals=self._stayed,
@@ -123,22 +153,20 @@ class Drain:
 
     def _begin(self) -> None:
         logger.info("llumlet: draining to %s", ", ".join(self._addresses) or "nobody: requests run to their end")
-        self._tasks.append(asyncio.get_running_loop().create_task(self._run(), name="llumnix-drain"))
+        self._tasks.spawn(self._run())
         self._seek(self._addresses)
 
     def _seek(self, addresses: list[str]) -> None:
         for address in addresses:
-            work = self._find(Address.parse(address))
-            self._tasks.append(asyncio.get_running_loop().create_task(work, name="llumnix-drain"))
+            self._tasks.spawn(self._find(Address.parse(address)))
 
     def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
 
     async def _run(self) -> None:
         while True:
-            for request_id in await self._agent.kvconn.call(self._movable):
-                if len(self._agent.departures.moves) >= self._agent.config.max_migrations_out:
+            for request_id in await self._loop.call(self._migrations.movable):
+                if self._migrations.num_moving >= self._context.config.max_migrations_out:
                     break
                 self._offer(request_id)
             await asyncio.sleep(TURN_SECONDS)
@@ -147,24 +175,15 @@ class Drain:
         """Until the instance there says who it is."""
         while True:
             try:
-                client = self._agent.departures.client(address)
+                client = self._context.peers.at(address)
                 found = await client.get_instance_metadata()
             except LlumletCallFailed as error:
                 logger.info("llumlet: nothing can be moved to %s: %s", address, error)
                 await asyncio.sleep(RETRY_SECONDS)
             else:
-                if found.instance_id != self._agent.identity.instance:
-                    self._destinations[str(address)] = Destination(found.instance_id, address, client)
+                if found.instance_id != self._context.identity.instance:
+                    self._destinations[str(address)] = Target(found.instance_id, address, client)
                 return
-
-    def _movable(self) -> list[str]:
-        """Loop thread."""
-        agent = self._agent
-        return [
-            request_id
-            for request_id, request in agent.bypass.engine.scheduler.requests.items()
-            if request_id not in agent.departures.moves and agent.listing.why_not(request) is None
-        ]
 
     def _offer(self, request_id: str) -> None:
         now = time.monotonic()
@@ -175,7 +194,7 @@ class Drain:
         # Nothing is gained by a request that stays: a longer stall, or a prefill, is better than an end.
         asked = MigrateRequest(trigger_policy="drain", force=True)
         try:
-            move = self._agent.begin_move(request_id, self._destinations[name], asked, lambda _: None)
+            move = self._migrations.begin(request_id, self._destinations[name], asked, lambda _: None)
         except MigrationError:  # changed since the loop was asked, or as many are on their way as may be: next turn
             return
         self._given[name] += 1
@@ -189,5 +208,5 @@ class Drain:
         self._given[name] -= 1
         if outcome.phase == MovePhase.STAYED:
             self._stayed[reason_word(outcome.reason)] += 1
-            wait = math.inf if outcome.reason in FOR_GOOD else RETRY_SECONDS
+            wait = math.inf if reason_of(outcome.reason) in FOR_GOOD else RETRY_SECONDS
             self._not_before[request_id, name] = time.monotonic() + wait

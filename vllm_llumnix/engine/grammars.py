@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the grammars of arriving requests, in the threads that vLLM has for that. Bypass thread only.
+"""Compiles the grammars of arriving requests, in the threads that vLLM has for that. Llumlet thread only.
 
 No thread of ours waits for a grammar: vLLM's own future is awaited on the event loop. A grammar may take minutes, and
 nothing stops its compilation once that has begun; so of one source only a few are compiled at a time.
@@ -15,11 +15,10 @@ from concurrent.futures import Future
 from typing import Any
 from weakref import WeakValueDictionary
 
-from vllm.v1.request import Request
-
 from llumlet.protocol.errors import Reason, Refused
 from vllm_llumnix import faults
 from vllm_llumnix.engine.seams import SEAMS
+from vllm_llumnix.engine.vllm_types import Request
 from vllm_llumnix.step_record import StepRecord
 
 GRAMMAR_SECONDS = 20.0

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+
+logger = logging.getLogger("vllm.llumnix")
 
 
 @dataclasses.dataclass(slots=True)
 class EngineIdentity:
-    """Fixed for the life of an engine process, but for `kv_unsupported`: see `Bypass.stop_carrying_kv`.
+    """Fixed for the life of an engine process, but for `kv_unsupported`: see `stop_carrying_kv`.
 
     `incarnation` is new at every start: an engine that came back under its old id knows nothing of older migrations.
     `digest` names everything two engines must have in common. `unsupported` says why no request here can be moved or
@@ -28,3 +31,12 @@ class EngineIdentity:
     def kv_stays(self) -> str | None:
         """Why a request that has a KV cache cannot be carried with it; None if it can."""
         return self.unsupported or self.kv_unsupported
+
+    def stop_carrying_kv(self, reason: str) -> None:
+        """From now on requests leave and come with their tokens alone, for the first reason given.
+
+        Moves that are on their way end as their copies do. Llumlet thread.
+        """
+        if self.kv_unsupported is None:
+            self.kv_unsupported = reason
+            logger.warning("llumlet: requests leave this engine without their KV cache: %s", reason)

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
 from llumlet.bridge import epoch_message, reason_number, rule_of
 from llumlet.protocol.errors import Reason, Refused
@@ -19,29 +17,27 @@ from llumlet.types import (
     MovePhase,
     RequestInfo,
 )
+from vllm_llumnix.engine.context import EngineContext
+from vllm_llumnix.engine.departures import Departures
+from vllm_llumnix.engine.incoming import IncomingMove
 from vllm_llumnix.engine.request_state import residence_of, why_not_now
+from vllm_llumnix.engine.vllm_types import Request
 from vllm_llumnix.engine.way import Way, has_kv, mode_of, way_of
-
-if TYPE_CHECKING:
-    from vllm_llumnix.engine.arrivals import IncomingMove
-    from vllm_llumnix.engine.bypass import Bypass
-    from vllm_llumnix.engine.departures import Departures
-    from vllm_llumnix.engine.kvconn import KVConnection
 
 
 class Listing:
     """Read-only views of one engine."""
 
-    def __init__(self, bypass: Bypass, kvconn: KVConnection, departures: Departures) -> None:
-        self._bypass = bypass
-        self._port = kvconn.port
-        self._trials = kvconn.trials
+    def __init__(self, context: EngineContext, departures: Departures) -> None:
+        self._identity = context.identity
+        self._port = context.loop.port
+        self._trials = context.loop.trials
         self._departures = departures
-        self._scheduler = bypass.engine.scheduler
+        self._scheduler = context.engine.scheduler
 
     def way(self, request: Request, asked: Mode) -> Way:
         """How this request would go if its move began now. Raises Refused."""
-        way = way_of(request, self._bypass.identity, asked)
+        way = way_of(request, self._identity, asked)
         residence = residence_of(request)
         if residence is not None and residence.handover_open:
             raise Refused(Reason.HANDOVER_OPEN, "its source has not closed the last hand-over yet")
@@ -87,9 +83,7 @@ class Listing:
     # Loop thread
 
     def requests(self, arriving: list[IncomingMove]) -> ListRequestsResponse:
-        response = ListRequestsResponse(
-            instance_id=self._bypass.identity.instance, incarnation=self._bypass.identity.incarnation
-        )
+        response = ListRequestsResponse(instance_id=self._identity.instance, incarnation=self._identity.incarnation)
         scheduler = self._scheduler
         queued = [*scheduler.running, *scheduler.kv_holding_waiting, *scheduler.waiting]
         rest = [request for request in scheduler.requests.values() if request not in queued]
@@ -107,15 +101,15 @@ class Listing:
         if move is not None:
             problem = Refused(Reason.ALREADY_MIGRATING, "it is on its way")
         info = self._base_info(request)
-        info.phase = _phase(request, frozen=move is not None and move.frozen)
+        info.phase = _phase(request, frozen=move is not None and move.leaving.frozen)
         info.num_blocks = len(self._port.block_ids(request))
         info.movable = problem is None
         if problem is not None:
             info.reason, info.detail = reason_number(problem.reason), problem.detail
         else:
-            info.moves_as = mode_of(request, self._bypass.identity)
+            info.moves_as = mode_of(request, self._identity)
             if info.moves_as == Mode.RECOMPUTE and has_kv(request):
-                info.detail = self._bypass.identity.kv_unsupported or ""
+                info.detail = self._identity.kv_unsupported or ""
         if move is not None:
             info.move.CopyFrom(
                 MoveInfo(
@@ -132,7 +126,7 @@ class Listing:
     def _arriving_info(self, move: IncomingMove, request: Request) -> RequestInfo:
         info = self._base_info(request)
         info.phase = RequestInfo.RESERVED
-        info.num_blocks = move.num_blocks
+        info.num_blocks = move.blocks.count
         info.reason, info.detail = reason_number(Reason.ALREADY_MIGRATING), "it is on its way here"
         info.move.CopyFrom(
             MoveInfo(
@@ -141,7 +135,7 @@ class Listing:
                 phase=MovePhase.RESERVING,
                 peer_instance_id=move.source_instance,
                 peer_address=move.source_address,
-                transport=move.transport,
+                transport=move.blocks.transport,
             )
         )
         return info

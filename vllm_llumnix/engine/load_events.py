@@ -3,7 +3,7 @@
 
 The scheduler's methods are attributes of the instance, so that they can be wrapped without a patch; it calls them at
 every place where a request changes its place. What only we do to its queues is told by `SchedulerPort` and
-`KVConnection`.
+`EngineLoop`.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ import logging
 from typing import Any
 
 from vllm.v1.engine import EngineCoreRequestType
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
 from llumlet.protocol.ids import gateway_id
-from vllm_llumnix.engine.load import LoadCounters
+from vllm_llumnix.engine.load_counters import LoadCounters
 from vllm_llumnix.engine.progress import Progress
 from vllm_llumnix.engine.request_state import residence_of
 from vllm_llumnix.engine.seams import SEAMS
+from vllm_llumnix.engine.vllm_types import Engine, Request, Scheduler
 
 logger = logging.getLogger("vllm.llumnix")
 
 
-def counters_of(scheduler: Any) -> LoadCounters:
+def counters_of(scheduler: Scheduler) -> LoadCounters:
     """Counters that follow `scheduler`, which has no request yet."""
     pool = scheduler.kv_cache_manager.block_pool
     load = LoadCounters(
@@ -39,7 +40,7 @@ def counters_of(scheduler: Any) -> LoadCounters:
     return load
 
 
-def follow_engine(engine: Any, load: LoadCounters, progress: Progress) -> None:
+def follow_engine(engine: Engine, load: LoadCounters, progress: Progress) -> None:
     """See which of the received requests the loop turns away before its scheduler hears of them, and which calls of the
     engine's utilities keep it from stepping."""
     stock = engine._handle_client_request
@@ -57,7 +58,7 @@ def follow_engine(engine: Any, load: LoadCounters, progress: Progress) -> None:
     SEAMS.wrap(engine, "EngineCoreProc._handle_client_request", handle_client_request)
 
 
-def _follow_requests(scheduler: Any, load: LoadCounters) -> None:
+def _follow_requests(scheduler: Scheduler, load: LoadCounters) -> None:
     enqueue, update_session = scheduler._enqueue_waiting_request, scheduler._update_request_as_session
     preempt, free = scheduler._preempt_request, scheduler._free_request
     set_pause_state = scheduler.set_pause_state
@@ -92,7 +93,7 @@ def _follow_requests(scheduler: Any, load: LoadCounters) -> None:
         _follow_transfers(scheduler, load)
 
 
-def _follow_transfers(scheduler: Any, load: LoadCounters) -> None:
+def _follow_transfers(scheduler: Scheduler, load: LoadCounters) -> None:
     set_stage = scheduler._set_kv_fetch_stage
 
     def set_kv_fetch_stage(request: Request, stage: str | None) -> None:
@@ -103,7 +104,7 @@ def _follow_transfers(scheduler: Any, load: LoadCounters) -> None:
     SEAMS.wrap(scheduler, "Scheduler._set_kv_fetch_stage", set_kv_fetch_stage)
 
 
-def _follow_steps(scheduler: Any, load: LoadCounters) -> None:
+def _follow_steps(scheduler: Scheduler, load: LoadCounters) -> None:
     stock_schedule, update = scheduler.schedule, scheduler.update_from_output
 
     def schedule(*args: Any, **kwargs: Any) -> Any:
@@ -127,7 +128,7 @@ def _follow_steps(scheduler: Any, load: LoadCounters) -> None:
     SEAMS.wrap(scheduler, "Scheduler.update_from_output", update_from_output)
 
 
-def _prefix_cache_of(scheduler: Any) -> Any:
+def _prefix_cache_of(scheduler: Scheduler) -> Any:
     """How many leading tokens of a request the prefix cache holds.
 
     Past `get_computed_blocks`, which may publish events: nothing is touched, counted or reported. The scheduler asks

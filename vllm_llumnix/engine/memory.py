@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -16,8 +17,10 @@ from llumlet.protocol import wire
 from llumlet.protocol.errors import Reason, Refused
 from vllm_llumnix.errors import TransferFailed
 from vllm_llumnix.kv.client import MoverClient
-from vllm_llumnix.kv.messages import MoverInfo, PeerMemory
+from vllm_llumnix.kv.grants import CAPABILITY_BYTES
+from vllm_llumnix.kv.messages import BlockCopy, MoverInfo, PeerMemory, Pull
 from vllm_llumnix.kv.settings import UNLIMITED, Limit
+from vllm_llumnix.reach import Reach
 
 logger = logging.getLogger("vllm.llumnix")
 
@@ -40,6 +43,13 @@ class SourceMemory(msgspec.Struct, frozen=True):
     capability: bytes = b""
     weight_version: str = ""
 
+    def require_reachable(self, reach: Reach) -> None:
+        """Raises Refused(address_refused): nobody makes us connect to where peers do not live."""
+        for rank in self.ranks:
+            for address in filter(None, (rank.tcp, rank.mooncake)):
+                if (problem := reach.why_not_llumlet(address)) is not None:
+                    raise Refused(Reason.ADDRESS_REFUSED, problem)
+
     def require_same(self, digest: str, weight_version: str) -> None:
         """Raises Refused(incompatible_engine, other_weights) unless the bytes mean the same in the engine that is
         described."""
@@ -60,16 +70,30 @@ def require_weights(theirs: str, ours: str) -> None:
 _decoder = msgspec.msgpack.Decoder(SourceMemory)
 
 
-def encode_memory(digest: str, movers: Sequence[MoverInfo], capability: bytes = b"", weight_version: str = "") -> bytes:
-    return msgspec.msgpack.encode(SourceMemory(digest, [mover.memory for mover in movers], capability, weight_version))
-
-
 def decode_memory(data: bytes) -> SourceMemory:
     """Raises Refused(invalid_request)."""
     try:
         return _decoder.decode(data)
     except wire.MALFORMED as error:
         raise Refused(Reason.INVALID_REQUEST, f"memory descriptor: {error}") from error
+
+
+class Grant:
+    """Blocks of ours that may be sent to one peer, who shows the capability."""
+
+    def __init__(self, movers: Movers) -> None:
+        self.capability = secrets.token_bytes(CAPABILITY_BYTES)
+        self.has_blocks = False
+        self._movers = movers
+
+    async def add(self, blocks: list[int]) -> None:
+        """Raises TransferFailed; then some workers may send them."""
+        self.has_blocks = True
+        await self._movers.grant(self.capability, blocks)
+
+    async def revoke(self) -> None:
+        """Returns when none of them is sent any more, however long it takes."""
+        await self._movers.revoke(self.capability)
 
 
 class Movers:
@@ -92,6 +116,16 @@ class Movers:
         self._limit, self._limit_here = (each.of_one_in(max(1, len(infos))) for each in (limit, limit_here))
         self._host = infos[0].memory.boot_id if infos else ""
         self._jobs = itertools.count(1)
+        self._memories = [info.memory for info in infos]
+
+    @property
+    def bytes_per_block(self) -> int:
+        """KV bytes of one block over all layers and ranks."""
+        return sum(memory.layout.bytes_per_block for memory in self._memories)
+
+    def offer(self, digest: str, capability: bytes = b"", weight_version: str = "") -> bytes:
+        """Where the KV cache of all ranks lies, for `decode_memory`. See `SourceMemory`."""
+        return msgspec.msgpack.encode(SourceMemory(digest, self._memories, capability, weight_version))
 
     def next_job(self) -> int:
         """A number by which `pull` and `stop` know one copy."""
@@ -114,42 +148,25 @@ class Movers:
             obstacles += [f"{transport}, rank {rank}: {why}" for rank, why in enumerate(found) if why is not None]
         raise Refused(Reason.TRANSPORT_UNAVAILABLE, "; ".join(obstacles))
 
-    async def pull(
-        self,
-        job: int,
-        peer: SourceMemory,
-        src_blocks: list[int],
-        dst_blocks: list[int],
-        *,
-        transport: str,
-        deadline_s: float,
-        final: bool,
-        tag: str,
-    ) -> int:
-        """Copy blocks on every rank; returns the bytes copied. Raises TransferFailed, and then movers may still be
-        writing: `stop` says when they no longer are."""
-        reports = await asyncio.gather(
-            *(
-                client.pull(
-                    job,
-                    memory,
-                    src_blocks,
-                    dst_blocks,
-                    transport=transport,
-                    capability=peer.capability,
-                    deadline_s=deadline_s,
-                    limit=self._limit_here if memory.boot_id == self._host else self._limit,
-                    link="here" if memory.boot_id == self._host else "remote",
-                    final=final,
-                    tag=tag,
-                )
-                for client, memory in zip(self._clients, peer.ranks, strict=True)
-            )
-        )
+    async def pull(self, copy: BlockCopy, source: SourceMemory) -> int:
+        """Copy blocks on every rank; returns the bytes copied, of all of them together. Raises TransferFailed, and then
+        movers may still be writing: `stop` says when they no longer are."""
+        pulls = [self._part_of(copy, memory, source.capability) for memory in source.ranks]
+        reports = await asyncio.gather(*(client.pull(pull) for client, pull in zip(self._clients, pulls, strict=True)))
         for report in reports:
             if report.error is not None:
                 raise TransferFailed(report.error)
         return sum(report.bytes for report in reports)
+
+    def _part_of(self, copy: BlockCopy, peer: PeerMemory, capability: bytes) -> Pull:
+        here = peer.boot_id == self._host
+        return Pull(
+            **msgspec.structs.asdict(copy),
+            peer=peer,
+            capability=capability,
+            limit=self._limit_here if here else self._limit,
+            link="here" if here else "remote",
+        )
 
     async def stop(self, job: int) -> None:
         """Returns when no mover writes for this job any more, however long it takes: blocks that may still be written

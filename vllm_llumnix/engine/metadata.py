@@ -7,17 +7,13 @@ import hashlib
 import socket
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import vllm
 
 import vllm_llumnix
-from llumlet.types import Address, InstanceMetadata
-from vllm_llumnix import hooks
-
-if TYPE_CHECKING:
-    from vllm_llumnix.adapters import Adapters
-    from vllm_llumnix.engine.bypass import Bypass
+from llumlet.types import InstanceMetadata
+from vllm_llumnix.engine.context import EngineContext
+from vllm_llumnix.patching import state
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MACHINE_ID = Path("/etc/machine-id")
@@ -43,9 +39,8 @@ def unit_id(group: str) -> str:
     return hashlib.sha256(group.encode()).hexdigest()[:32]
 
 
-def metadata_of(bypass: Bypass, adapters: Adapters, address: Address) -> InstanceMetadata:
-    """`address`: where the llumlet is reached. Bypass thread."""
-    config, engine = bypass.config, bypass.engine
+def metadata_of(context: EngineContext) -> InstanceMetadata:
+    config, engine, address = context.config, context.engine, context.address
     model, parallel = engine.vllm_config.model_config, engine.vllm_config.parallel_config
     ranks = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
     return InstanceMetadata(
@@ -66,24 +61,24 @@ def metadata_of(bypass: Bypass, adapters: Adapters, address: Address) -> Instanc
         # Of its first worker.
         ep_rank=engine.engine_index * ranks if parallel.enable_expert_parallel else 0,
         dp_local_rank=parallel.data_parallel_rank_local or 0,
-        utc_create=bypass.started_at,
+        utc_create=context.started_at,
         utc_update=time.time(),
         block_size=engine.scheduler.block_size,
         max_num_batched_tokens=engine.vllm_config.scheduler_config.max_num_batched_tokens,
-        incarnation=bypass.identity.incarnation,
+        incarnation=context.identity.incarnation,
         version=vllm_llumnix.__version__,
         engine_version=vllm.__version__,
-        patch_digest=hooks.ready_digest() or "",
+        patch_digest=state.current().digest or "",
         model=model.model,
         max_model_len=model.max_model_len,
         num_total_blocks=engine.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,
-        bytes_per_block=bypass.bytes_per_block,
+        bytes_per_block=context.movers.bytes_per_block,
         transports=config.transports,
         max_migrations_in=config.max_migrations_in,
         max_migrations_out=config.max_migrations_out,
         stall_budget_ms=config.stall_budget_ms,
         exact=config.exact,
-        compatibility_digest=bypass.identity.digest,
-        unsupported=bypass.identity.unsupported or "",
-        served_models=dict.fromkeys([*(config.served_models or (model.model,)), *adapters.names]),
+        compatibility_digest=context.identity.digest,
+        unsupported=context.identity.unsupported or "",
+        served_models=dict.fromkeys([*(config.served_models or (model.model,)), *context.adapters.names]),
     )

@@ -17,9 +17,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.request import Request
-
 from vllm_llumnix.engine.request_state import residence_of
+from vllm_llumnix.engine.vllm_types import Engine, Request
 
 if TYPE_CHECKING:
     from vllm_llumnix.kv.messages import MoverInfo
@@ -201,7 +200,7 @@ REFUSED_REQUESTS = (
 )
 
 
-def _kv_cache_groups(engine: Any) -> Any:
+def _kv_cache_groups(engine: Engine) -> Any:
     return engine.scheduler.kv_cache_config.kv_cache_groups
 
 
@@ -212,7 +211,7 @@ def sees_all_tokens(group: Any) -> bool:
     return isinstance(group.kv_cache_spec, FullAttentionSpec | MLAAttentionSpec)
 
 
-def custom_logits_processors(engine: Any) -> list[type]:
+def custom_logits_processors(engine: Engine) -> list[type]:
     """The classes of an engine's own logits processors: every one that is installed as a plugin, then those of
     `--logits-processors`.
     """
@@ -223,7 +222,7 @@ def custom_logits_processors(engine: Any) -> list[type]:
     return installed + [pkgutil.resolve_name(it) if isinstance(it, str) else it for it in listed]
 
 
-def _unmarked_logits_processor(engine: Any) -> bool:
+def _unmarked_logits_processor(engine: Engine) -> bool:
     return not all(vars(processor).get(MARK) is True for processor in custom_logits_processors(engine))
 
 
@@ -282,12 +281,12 @@ def why_not_portable(request: Request, *, model_runner_v2: bool, device: str, sp
     return next((row.reason for row in REFUSED_REQUESTS if row.applies(subject)), None)
 
 
-def why_engine_unsupported(engine: Any) -> str | None:
+def why_engine_unsupported(engine: Engine) -> str | None:
     """Why no request of this engine can be moved; None if they can."""
     return next((row.reason for row in REFUSED_ENGINES if row.applies(engine)), None)
 
 
-def why_kv_unsupported(engine: Any, movers: Iterable[MoverInfo]) -> str | None:
+def why_kv_unsupported(engine: Engine, movers: Iterable[MoverInfo]) -> str | None:
     """Why requests of this engine cannot bring their KV cache along; None if they can."""
     reason = next((row.reason for row in KV_REFUSED_ENGINES if row.applies(engine)), None)
     if reason is None and any(mover.memory.boot_id != boot_id() for mover in movers):

@@ -17,7 +17,7 @@ STALL_PHASES = ("freezing", "committing", "withdrawing", "fencing")
 
 
 class MoveRecords:
-    """Written by the bypass thread, read by the loop thread."""
+    """Written by the llumlet's thread, read by the loop thread."""
 
     def __init__(self) -> None:
         self._records: deque[tuple[int, dict[str, Any]]] = deque(maxlen=NUM_KEPT)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outputs of requests that moved, from this engine to the API servers that hold their streams. Bypass thread only.
+"""Outputs of requests that moved, from this engine to the API servers that hold their streams. Llumlet thread only.
 
 One DEALER socket per origin, so that a dead or slow origin holds up nobody else. Sending never waits: what an origin's
 queue does not take is dropped, and the origin, which counts tokens, notices. Heartbeats tell every origin how the
@@ -15,6 +15,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
+from typing import Any, cast
 
 import zmq
 import zmq.asyncio
@@ -25,7 +26,7 @@ from llumlet.protocol import wire
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.ids import Epoch
 from vllm_llumnix import faults
-from vllm_llumnix.engine.kvconn import FOREIGN_CLIENT
+from vllm_llumnix.engine.loop import FOREIGN_CLIENT
 from vllm_llumnix.engine.request_state import Residence
 from vllm_llumnix.relay_address import RelayAddress
 from vllm_llumnix.relay_convert import token_output_from
@@ -272,7 +273,8 @@ class _Origin:
     def send(self, message: wire.ToOrigin) -> None:
         if self._socket.closed:
             return
-        sent = self._socket.send(wire.encode(message))
+        # pyzmq's own future, though its types say less.
+        sent = cast("asyncio.Future[Any]", self._socket.send(wire.encode(message)))
         full = not sent.done()
         if full:
             sent.cancel()

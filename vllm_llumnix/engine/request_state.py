@@ -10,21 +10,21 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request as VllmRequest
+from vllm.v1.request import RequestStatus
 
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.ids import HOME, Epoch
 from llumlet.protocol.wire import MALFORMED
+from vllm_llumnix.engine.vllm_types import Request
 from vllm_llumnix.request_wire import RequestState, encode_params
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.lora.request import LoRARequest
 
 _MOVABLE = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.RUNNING})
 """Queued with nothing missing but room, or in the batch; prefill and decode are treated alike."""
@@ -93,7 +93,7 @@ def state_of(request: Request, residence: Residence) -> RequestState:
         request_id=request.request_id,
         external_request_id=residence.external_request_id,
         origin=residence.origin or "",
-        prompt_token_ids=list(request.prompt_token_ids),
+        prompt_token_ids=list(request.prompt_token_ids or ()),
         output_token_ids=list(request.output_token_ids),
         sampling_params=encode_params(params),
         arrival_time=request.arrival_time,
@@ -134,7 +134,7 @@ def build_request(
         )
     if len(state.output_token_ids) >= params.max_tokens:
         raise Refused(Reason.INVALID_REQUEST, "the request has reached max_tokens")
-    request = Request(
+    request: Request = VllmRequest(
         request_id=state.request_id,
         prompt_token_ids=state.prompt_token_ids,
         sampling_params=params,

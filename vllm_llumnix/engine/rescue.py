@@ -1,150 +1,150 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings the KV cache of a request from an engine whose loop hangs, into an engine that adopts the request.
-
-The request's ownership is not at stake here: its origin has barred the former owner before it asked anybody to go on.
-All that can be lost is the KV cache, and then the request is computed again from its tokens.
-"""
+"""Brings the KV cache of a request from an engine whose loop hangs: the shell of `llumlet.protocol.rescue`."""
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
 import logging
-from typing import TYPE_CHECKING
-
-from vllm.v1.request import Request
 
 from llumlet.bridge import epoch_message
 from llumlet.client import LlumletClient
 from llumlet.errors import LlumletCallFailed
-from llumlet.protocol.errors import MigrationError, Reason, Refused
+from llumlet.protocol import rescue as on
+from llumlet.protocol.errors import MigrationError
 from llumlet.protocol.ids import Epoch
 from llumlet.types import Address, ClaimRequest, ClaimResponse, EndClaimRequest, Holder
-from vllm_llumnix.engine.arrivals import Arrivals
-from vllm_llumnix.engine.kvconn import KVConnection
+from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.memory import SourceMemory, decode_memory
+from vllm_llumnix.engine.shell import Tasks
+from vllm_llumnix.engine.vllm_types import Request
 from vllm_llumnix.errors import TransportError
-
-if TYPE_CHECKING:
-    from vllm_llumnix.engine.bypass import Bypass
-    from vllm_llumnix.engine.departures import Departures
+from vllm_llumnix.kv.messages import BlockCopy
 
 logger = logging.getLogger("vllm.llumnix")
 
-CLAIM_SECONDS = 1.0
-"""For an answer of the holder's llumlet. A process whose interpreter is stuck does not answer at all."""
-PULL_SECONDS = 2.5
 
+class Rescues:
+    """The adopting side of `Claim`. Llumlet thread."""
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Fetched:
-    """A reservation that holds KV of the request's first `computed_tokens` tokens."""
+    def __init__(self, context: EngineContext) -> None:
+        self.context = context
+        self._tasks = Tasks()
 
-    computed_tokens: int
-    copied_bytes: int
-
-
-class _Abandoned(Exception):
-    """A copy that did not end; movers may still be writing."""
-
-
-class Rescue:
-    """The adopting side of `Claim`. Bypass thread."""
-
-    def __init__(self, bypass: Bypass, kvconn: KVConnection, arrivals: Arrivals, departures: Departures) -> None:
-        self._bypass = bypass
-        self._kvconn = kvconn
-        self._arrivals = arrivals
-        self._movers = arrivals.movers
-        self._departures = departures
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def fetch(self, request: Request, epoch: Epoch, holder: Holder) -> Fetched | None:
-        """Reserve blocks and fill them. None when the holder's KV cannot be had; then nothing is held.
-
-        Raises Refused(transfer_failed) when blocks are held until the movers have stopped writing them.
+    async def fetch(self, request: Request, epoch: Epoch, holder: Holder) -> on.Rescue:
+        """Reserve blocks and fill them. The machine, which says how that came out: FETCHED, and blocks are held;
+        WITHOUT, and nothing is; DRAINING, and they are until the movers have stopped writing them.
         """
-        request_id = request.request_id
-        try:
-            client = self._departures.client(Address.parse(holder.address))
-            claim = await client.claim(
-                ClaimRequest(
-                    request_id=request_id,
-                    epoch=epoch_message(epoch),
-                    incarnation=holder.incarnation,
-                ),
-                deadline_s=CLAIM_SECONDS,
-            )
-            try:
-                fetched = await self._fill(request, claim)
-            finally:
-                intact = await _end(client, claim.claim_id)
-        except _Abandoned as error:
-            raise Refused(Reason.TRANSFER_FAILED, str(error)) from error
-        except (LlumletCallFailed, MigrationError, TransportError) as error:
-            logger.info("llumlet: request %s comes without its KV cache: %s", request_id, error)
-            return None
-        if intact:
-            return fetched
-        logger.info("llumlet: %s could not keep the KV cache of request %s", holder.instance_id, request_id)
-        await self._kvconn.call(self._kvconn.port.cancel_reservation, request)
+        delivered = list(request.output_token_ids)
+        machine = on.Rescue(request.num_tokens, delivered, self.context.loop.port.block_size)
+        fetching = _Fetching(self, request, epoch, holder, machine)
+        await fetching.run(on.RescueStarted())
+        if machine.state is on.State.WITHOUT:
+            logger.info("llumlet: request %s comes without its KV cache: %s", request.request_id, machine.detail)
+        return machine
+
+    def client_of(self, holder: Holder) -> LlumletClient:
+        """Raises Refused when the holder is out of reach, or must not be called."""
+        return self.context.peers.at(Address.parse(holder.address))
+
+    def require_readable(self, memory: SourceMemory) -> None:
+        """Raises Refused or TransportError unless its KV blocks mean here what they mean there, and can be reached."""
+        memory.require_same(self.context.identity.digest, self.context.weight_version)
+        memory.require_reachable(self.context.config.reaches)
+
+    def drain(self, fetching: _Fetching) -> None:
+        """The blocks are not given back while a mover may write them."""
+        self._tasks.spawn(fetching.quiesce())
+
+
+class _Fetching:
+    """One machine, and what it works on."""
+
+    def __init__(self, rescues: Rescues, request: Request, epoch: Epoch, holder: Holder, machine: on.Rescue) -> None:
+        self._rescues = rescues
+        self._request = request
+        self._epoch = epoch
+        self._holder = holder
+        self._machine = machine
+        self._claim = ClaimResponse()
+        self._blocks: list[int] = []
+        self._memory: SourceMemory | None = None
+        self._transport = ""
+        self._job = 0
+
+    async def run(self, event: on.RescueEvent) -> None:
+        events = [event]
+        while events:
+            for effect in self._machine.on(events.pop(0)):
+                answer = await self._perform(effect)
+                if answer is not None:
+                    events.append(answer)
+
+    async def quiesce(self) -> None:
+        await self._rescues.context.movers.stop(self._job)
+        await self.run(on.CopyQuiet())
+
+    async def _perform(self, effect: on.RescueEffect) -> on.RescueEvent | None:
+        match effect:
+            case on.AskClaim(seconds=seconds):
+                return await self._ask(seconds)
+            case on.TakeRoom():
+                return await self._take_room()
+            case on.CopyBlocks():
+                return await self._copy(effect)
+            case on.StopCopy():
+                self._rescues.drain(self)
+            case on.EndClaim(seconds=seconds):
+                return await self._end(seconds)
+            case on.FreeRoom():
+                loop = self._rescues.context.loop
+                await loop.call(loop.port.reservations.cancel, self._request)
         return None
 
-    async def _fill(self, request: Request, claim: ClaimResponse) -> Fetched:
-        computed = self._usable(request, claim)
-        memory = decode_memory(claim.source_memory)
-        memory.require_same(self._bypass.identity.digest, self._bypass.engine.get_weight_version())
-        for rank in memory.ranks:
-            self._arrivals.require_reachable(rank)
-        transport = await self._movers.probe(memory)
-        block_size = self._kvconn.port.block_size
-        hits, block_ids = await self._kvconn.call_for_blocks(self._arrivals.reserve_on_loop, request, False)
-        last = -(-computed // block_size)
-        copied = await self._pull(request, memory, list(claim.block_ids[hits:last]), block_ids[hits:last], transport)
-        return Fetched(max(computed, hits * block_size), copied)
-
-    def _usable(self, request: Request, claim: ClaimResponse) -> int:
-        """Of how many tokens the holder has the KV cache; of `request`'s last token it is computed here."""
-        delivered = list(request.output_token_ids)
-        if list(claim.output_token_ids[: len(delivered)]) != delivered:
-            raise Refused(Reason.INVALID_REQUEST, "the holder's tokens are not those that the client has received")
-        computed = min(claim.computed_tokens, request.num_tokens - 1)
-        if not 0 < computed <= len(claim.block_ids) * self._kvconn.port.block_size:
-            raise Refused(Reason.INVALID_REQUEST, f"{computed} tokens in {len(claim.block_ids)} blocks")
-        return computed
-
-    async def _pull(
-        self, request: Request, memory: SourceMemory, source: list[int], destination: list[int], transport: str
-    ) -> int:
-        if not destination:
-            return 0
-        job = self._movers.next_job()
+    async def _ask(self, seconds: float) -> on.RescueEvent:
+        request_id, holder = self._request.request_id, self._holder
+        asked = ClaimRequest(request_id=request_id, epoch=epoch_message(self._epoch), incarnation=holder.incarnation)
         try:
-            return await self._movers.pull(
-                job,
-                memory,
-                source,
-                destination,
-                transport=transport,
-                deadline_s=PULL_SECONDS,
-                final=True,
-                tag="rescue",
+            self._claim = claim = await self._rescues.client_of(holder).claim(asked, deadline_s=seconds)
+        except (LlumletCallFailed, MigrationError) as error:
+            return on.ClaimFailed(str(error))
+        return on.ClaimGranted(claim.computed_tokens, len(claim.block_ids), claim.output_token_ids)
+
+    async def _take_room(self) -> on.RescueEvent:
+        rescues, context = self._rescues, self._rescues.context
+        try:
+            self._memory = memory = decode_memory(self._claim.source_memory)
+            rescues.require_readable(memory)
+            self._transport = await context.movers.probe(memory)
+            hits, self._blocks = await context.loop.call_for_blocks(
+                context.loop.reserve, self._request, False, not context.config.exact
             )
+        except (MigrationError, TransportError) as error:
+            return on.RoomRefused(str(error))
+        return on.RoomTaken(hits)
+
+    async def _copy(self, effect: on.CopyBlocks) -> on.RescueEvent:
+        assert self._memory is not None
+        blocks = slice(effect.from_block, effect.to_block)
+        movers = self._rescues.context.movers
+        self._job = movers.next_job()
+        copy = BlockCopy(
+            job=self._job,
+            src_blocks=list(self._claim.block_ids[blocks]),
+            dst_blocks=self._blocks[blocks],
+            transport=self._transport,
+            deadline_s=effect.seconds,
+            final=True,
+            tag="rescue",
+        )
+        try:
+            num_bytes = await movers.pull(copy, self._memory)
         except TransportError as error:
-            task = asyncio.get_running_loop().create_task(self._give_up(request, job))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-            raise _Abandoned(str(error)) from error
+            return on.CopyFailed(str(error))
+        return on.CopyDone(num_bytes)
 
-    async def _give_up(self, request: Request, job: int) -> None:
-        """The blocks are not given back while a mover may write them."""
-        await self._movers.stop(job)
-        await self._kvconn.call(self._kvconn.port.cancel_reservation, request)
-
-
-async def _end(client: LlumletClient, claim_id: str) -> bool:
-    """Whether what was read under the claim is right."""
-    try:
-        return (await client.end_claim(EndClaimRequest(claim_id=claim_id), deadline_s=CLAIM_SECONDS)).intact
-    except LlumletCallFailed:
-        return False
+    async def _end(self, seconds: float) -> on.RescueEvent:
+        asked = EndClaimRequest(claim_id=self._claim.claim_id)
+        try:
+            answer = await self._rescues.client_of(self._holder).end_claim(asked, deadline_s=seconds)
+        except (LlumletCallFailed, MigrationError):
+            return on.ClaimSettled(intact=False)
+        return on.ClaimSettled(intact=answer.intact)

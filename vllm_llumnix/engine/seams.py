@@ -38,7 +38,7 @@ SEAMS = Seams(
     _core(
         "shutdown",
         Kind.WRAPPED,
-        "the bypass thread ends before the engine takes down what it uses",
+        "the llumlet's thread ends before the engine takes down what it uses",
         "vLLM calls back when an engine ends",
         "tests/integration/test_drain.py",
     ),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The status that the llumlet tells of its engine. Read on the bypass thread, whatever the loop is doing.
+"""The status that the llumlet tells of its engine. Read on the llumlet's thread, whatever the loop is doing.
 
 What requests do to the engine comes from the load counters, as one snapshot; what moves do to it, from the moves, of
 which there are few; how the loop gets on, from its own notes.
@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.interface import PauseState
 
 from llumlet.bridge import HEALTHS
 from llumlet.protocol import wire
+from llumlet.protocol.limits import Slots
 from llumlet.types import InstanceStatus
-
-if TYPE_CHECKING:
-    from llumlet.protocol.limits import Slots
-    from vllm_llumnix.engine.arrivals import Arrivals
-    from vllm_llumnix.engine.bypass import Bypass
-    from vllm_llumnix.engine.departures import Departures
-    from vllm_llumnix.engine.kvconn import KVConnection
-    from vllm_llumnix.engine.load import Snapshot
+from vllm_llumnix.engine.adoptions import Adoptions
+from vllm_llumnix.engine.arrivals import Arrivals
+from vllm_llumnix.engine.context import EngineContext
+from vllm_llumnix.engine.departures import Departures
+from vllm_llumnix.engine.load import Snapshot
 
 WATCH_SECONDS = 0.1
 """Between two looks at what changes without an event: whether the loop still gets on."""
@@ -34,16 +31,19 @@ _MOST = (1 << 31) - 1
 class StatusSource:
     """Of one engine."""
 
-    def __init__(self, bypass: Bypass, kvconn: KVConnection, departures: Departures, arrivals: Arrivals) -> None:
-        self._bypass = bypass
-        self._kvconn = kvconn
+    def __init__(
+        self, context: EngineContext, departures: Departures, arrivals: Arrivals, adoptions: Adoptions
+    ) -> None:
+        self._identity = context.identity
+        self._loop = context.loop
         self._departures = departures
         self._arrivals = arrivals
+        self._adoptions = adoptions
         self._watching: asyncio.Task[None] | None = None
 
     def open(self) -> None:
         """On the event loop that reads."""
-        watch = self._watch(self._schedulable(), self._kvconn.progress.health)
+        watch = self._watch(self._watched())
         self._watching = asyncio.get_running_loop().create_task(watch, name="llumnix-status")
 
     def close(self) -> None:
@@ -51,22 +51,22 @@ class StatusSource:
             self._watching.cancel()
 
     def now(self) -> InstanceStatus:
-        snapshot = self._kvconn.port.load.snapshot()
-        progress, identity = self._kvconn.progress, self._bypass.identity
+        snapshot = self._loop.port.load.snapshot()
+        progress, identity = self._loop.progress, self._identity
         health = progress.health
         status = InstanceStatus(
             instance_id=identity.instance,
             incarnation=identity.incarnation,
             schedulable=self._schedulable(health),
             timestamp_ms=int(time.time() * 1000),
-            step_id=self._kvconn.steps,
+            step_id=self._loop.steps,
             update_id=snapshot.version,
             profiling_id=-1,
             loop_age_ms=progress.stalled_seconds * 1e3,
             health=HEALTHS[health],
             busy_with=progress.busy_with,
-            num_adopted=self._bypass.num_adopted,
-            num_rescued=self._bypass.num_rescued,
+            num_adopted=self._adoptions.num_adopted,
+            num_rescued=self._adoptions.num_rescued,
             num_preemptions=snapshot.num_preemptions,
             kv_unsupported=identity.kv_unsupported or "",
         )
@@ -74,23 +74,26 @@ class StatusSource:
         self._add_moves(status)
         return status
 
-    async def _watch(self, *told: object) -> None:
-        """Tell the counters when the loop hangs or goes on, and when the engine stops taking requests."""
-        load = self._kvconn.port.load
+    async def _watch(self, told: object) -> None:
+        """Tell the counters when the loop hangs or goes on, when the engine stops taking requests, and when it stops
+        carrying their KV cache."""
+        load = self._loop.port.load
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            now = self._schedulable(), self._kvconn.progress.health
-            if now != told:
+            if (now := self._watched()) != told:
                 told = now
                 load.touch()
 
+    def _watched(self) -> object:
+        return self._schedulable(), self._loop.progress.health, self._identity.kv_unsupported
+
     def _schedulable(self, health: wire.Health | None = None) -> bool:
-        healthy = (health or self._kvconn.progress.health) is wire.Health.OK
-        paused = self._kvconn.port.scheduler.pause_state != PauseState.UNPAUSED
-        return healthy and not paused and self._bypass.takes_requests
+        healthy = (health or self._loop.progress.health) is wire.Health.OK
+        paused = self._loop.port.scheduler.pause_state != PauseState.UNPAUSED
+        return healthy and not paused and self._loop.takes_requests
 
     def _add_load(self, status: InstanceStatus, snapshot: Snapshot) -> None:
-        load, port = snapshot.load, self._kvconn.port
+        load, port = snapshot.load, self._loop.port
         status.recent_waiting_requests.extend(snapshot.recent)
         status.waiting_requests.extend(snapshot.waiting)
         status.num_waiting_requests = load.num_waiting
@@ -112,7 +115,7 @@ class StatusSource:
         status.num_used_gpu_tokens = (total - free) * port.block_size
 
     def _add_moves(self, status: InstanceStatus) -> None:
-        capacity = self._kvconn.port.capacity_tokens
+        capacity = self._loop.port.capacity_tokens
         arriving, leaving = self._arrivals.pending(), list(self._departures.moves.values())
         # One that settles meanwhile lets go of its request.
         in_tokens = sum(request.num_tokens for move in arriving if (request := move.request) is not None)
@@ -126,8 +129,8 @@ class StatusSource:
         status.kv_cache_usage_ratio_migrate_out = out_tokens / capacity
         status.available_kv_cache_usage_ratio_migrate_in = in_left[1] / capacity
         status.available_kv_cache_usage_ratio_migrate_out = out_left[1] / capacity
-        status.num_pinned_blocks = sum(move.num_pinned_blocks for move in leaving)
-        status.num_reserved_blocks = sum(move.num_blocks for move in arriving)
+        status.num_pinned_blocks = sum(move.leaving.num_pinned_blocks for move in leaving)
+        status.num_reserved_blocks = sum(move.blocks.count for move in arriving)
         status.num_draining_blocks = self._arrivals.draining_blocks()
 
 

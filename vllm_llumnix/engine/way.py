@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from vllm.v1.request import Request
-
 from llumlet.bridge import METHODS
 from llumlet.protocol.errors import Reason, Refused
-from llumlet.protocol.source import Method
+from llumlet.protocol.plan import Method
 from llumlet.types import Mode
 from vllm_llumnix.engine.identity import EngineIdentity
 from vllm_llumnix.engine.portability import why_not_portable
+from vllm_llumnix.engine.vllm_types import Request
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,12 +17,11 @@ import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
-if TYPE_CHECKING:
-    from vllm_llumnix.frontend.client import LlumnixClientMixin
+from vllm_llumnix.frontend.peers import Peers
 
 logger = logging.getLogger("vllm.llumnix")
 
@@ -92,14 +91,26 @@ class Standing:
         return not (self.num_requests or self.num_moving or self.silent)
 
 
-async def drain(client: LlumnixClientMixin, seconds: float) -> None:
+class Drained(Protocol):
+    """What a drain is of: who holds the streams that are waited for."""
+
+    client: Any
+    """vLLM's engine client."""
+    peers: Peers
+
+    @property
+    def num_streams(self) -> int: ...
+    def cut_streams(self) -> None: ...
+
+
+async def drain(holder: Drained, seconds: float) -> None:
     """Returns when no stream is left and the engine is empty, after the time limit, or on a second signal.
 
     `seconds` is the limit of this process's own configuration; one that an operator gave to the engine goes before it.
     Without any, vLLM's own shutdown follows at once.
     """
     refusing.set()
-    standing = await _report(client, seconds)
+    standing = await _report(holder, seconds)
     seconds = standing.seconds
     if seconds <= 0:
         return
@@ -108,35 +119,37 @@ async def drain(client: LlumnixClientMixin, seconds: float) -> None:
         with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):  # not the main thread's loop
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
     began = reported = time.monotonic()
-    logger.info("llumlet: draining: %s; at most %.0f s, a second signal ends it", _words(client, standing), seconds)
+    logger.info("llumlet: draining: %s; at most %.0f s, a second signal ends it", _words(holder, standing), seconds)
     empty_before = False
     while not stop.is_set() and time.monotonic() - began < seconds:
         # Twice in a row: a request may just be on its way to the engine, or its last token to its client.
-        empty = not client.num_streams and standing.empty
+        empty = not holder.num_streams and standing.empty
         if empty and empty_before:
             break
         empty_before = empty
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), POLL_SECONDS)
-        standing = await _report(client, seconds)
+        standing = await _report(holder, seconds)
         if time.monotonic() - reported >= REPORT_SECONDS:
             reported = time.monotonic()
             left = began + seconds - reported
-            logger.info("llumlet: draining: %s; %.0f s left", _words(client, standing), left)
-    num_cut = client.num_streams
+            logger.info("llumlet: draining: %s; %.0f s left", _words(holder, standing), left)
+    num_cut = holder.num_streams
     if num_cut:
         why = "a second signal came" if stop.is_set() else f"the {seconds:.0f} s are over"
         logger.warning("llumlet: %s; ending %d streams", why, num_cut)
     else:
-        logger.info("llumlet: drained in %.1f s: %s", time.monotonic() - began, _words(client, standing))
-    await _report(client, seconds, num_cut)
-    client.cut_streams()
+        logger.info("llumlet: drained in %.1f s: %s", time.monotonic() - began, _words(holder, standing))
+    await _report(holder, seconds, num_cut)
+    holder.cut_streams()
     await asyncio.sleep(LINGER_SECONDS)
 
 
-async def _report(client: LlumnixClientMixin, seconds: float, num_cut: int | None = None) -> Standing:
+async def _report(holder: Drained, seconds: float, num_cut: int | None = None) -> Standing:
     """Tell every engine how it stands here; returns how it stands there."""
-    arguments = ("llumlet_drain", client.client_index, list(client.peers), seconds, client.num_streams, num_cut)
+    client = holder.client
+    peers = list(holder.peers.addresses)
+    arguments = ("llumlet_drain", client.client_index, peers, seconds, holder.num_streams, num_cut)
     calls = [
         asyncio.wait_for(client._call_utility_async(*arguments, engine=engine), CALL_SECONDS)
         for engine in client.core_engines
@@ -157,6 +170,6 @@ async def _report(client: LlumnixClientMixin, seconds: float, num_cut: int | Non
     return Standing(limit, silent=silent, **counts)
 
 
-def _words(client: LlumnixClientMixin, standing: Standing) -> str:
+def _words(holder: Drained, standing: Standing) -> str:
     here = "an engine that does not answer" if standing.silent else f"{standing.num_requests} requests in the engine"
-    return f"{client.num_streams} streams, {here}, {standing.num_moved} moved away"
+    return f"{holder.num_streams} streams, {here}, {standing.num_moved} moved away"

@@ -15,9 +15,10 @@ from contextlib import AsyncExitStack
 from google.protobuf.message import DecodeError
 
 from llumlet.credentials import Credentials
-from llumlet.directory import Directory, open_directory
+from llumlet.directory import Directory
 from llumlet.redis_url import split_stores
 from llumlet.report_links import LinkLost
+from llumlet.stores import open_directory
 from llumlet.types import PeersResponse
 from vllm_llumnix.reach import Reach
 

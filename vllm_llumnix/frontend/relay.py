@@ -57,7 +57,7 @@ class Complaints:
         logger.warning("relay: %s: %.300s%s", kind, text, f" ({more} more before)" if more else "")
 
 
-class Relay:
+class RelaySocket:
     """Binds at construction; receives once `start` was called on the event loop. Holds no reference to the client."""
 
     def __init__(

@@ -36,7 +36,6 @@ from vllm_llumnix.kv.messages import (
     StopPull,
 )
 from vllm_llumnix.kv.process import has_ended
-from vllm_llumnix.kv.settings import UNLIMITED, Limit
 
 GRACE_S = 1.0
 """How long after a pull's own deadline its report may come."""
@@ -71,43 +70,16 @@ class MoverClient:
         self._questions = itertools.count(1)
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
 
-    async def pull(
-        self,
-        job: int,
-        peer: PeerMemory,
-        src_blocks: list[int],
-        dst_blocks: list[int],
-        *,
-        deadline_s: float,
-        transport: str = "local",
-        capability: bytes = b"",
-        limit: Limit = UNLIMITED,
-        link: str = "",
-        final: bool = False,
-        tag: str = "",
-    ) -> PullReport:
+    async def pull(self, pull: Pull) -> PullReport:
         """Pull blocks; `report.error` tells a failure.
 
-        `job` must not be in use by another running pull of this client (ValueError).
-        A report, of whatever kind, means that nothing of this job will be written any more. After
-        TransferFailed, and after cancellation, that is not known: `stop` finds out.
+        Raises ValueError while another pull of this client runs under the same job. A report, of whatever kind, means
+        that nothing of this job will be written any more. After TransferFailed, and after cancellation, that is not
+        known: `stop` finds out.
         """
-        if (PullReport, job) in self._waiting:
-            raise ValueError(f"job {job} is running already")
-        pull = Pull(
-            job,
-            peer,
-            src_blocks,
-            dst_blocks,
-            transport,
-            deadline_s,
-            capability=capability,
-            limit=limit,
-            link=link,
-            final=final,
-            tag=tag,
-        )
-        return await self._call(pull, PullReport, deadline_s + GRACE_S)
+        if (PullReport, pull.job) in self._waiting:
+            raise ValueError(f"job {pull.job} is running already")
+        return await self._call(pull, PullReport, pull.deadline_s + GRACE_S)
 
     async def stop(self, job: int, deadline_s: float = 5.0) -> None:
         """End a pull; returns when the mover is quiet for that job, at once if it knows none, or has ended.

@@ -144,10 +144,7 @@ def pair_pieces(
     """
     require_same_pages(source, destination)
     from_ids, to_ids = _checked(source, source_ids), _checked(destination, destination_ids)
-    if len(from_ids) != len(to_ids):
-        raise ValueError(f"{len(from_ids)} source blocks for {len(to_ids)} destination blocks")
-    if len(set(destination_ids)) != len(destination_ids):
-        raise ValueError("a destination block is named twice")
+    require_pairs(source_ids, destination_ids)
     layers_outermost = destination.layers_outermost
     sides = (
         _addresses(source, from_ids, layers_outermost),
@@ -155,6 +152,15 @@ def pair_pieces(
     )
     (from_addresses, to_addresses), lengths = _merged(sides, _lengths(source, len(from_ids)))
     return Pieces(from_addresses, to_addresses, lengths)
+
+
+def require_pairs(source_ids: Sequence[int], destination_ids: Sequence[int]) -> None:
+    """Raise ValueError unless there is one source block for each destination block, and none of these is named
+    twice."""
+    if len(source_ids) != len(destination_ids):
+        raise ValueError(f"{len(source_ids)} source blocks for {len(destination_ids)} destination blocks")
+    if len(set(destination_ids)) != len(destination_ids):
+        raise ValueError("a destination block is named twice")
 
 
 def require_same_pages(ours: BlockLayout, theirs: BlockLayout) -> None:

@@ -157,7 +157,7 @@ class _Lane:
         self._scratch = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[tuple[torch.Tensor, torch.cuda.Event]]:
+    def turn(self) -> Iterator[tuple[torch.Tensor, Copy]]:
         """The scratch, and the event of all that is enqueued within; whoever waits for that sleeps."""
         with self._lock, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             over = torch.cuda.Event(blocking=True)

@@ -97,24 +97,34 @@ class MoverInfo(msgspec.Struct, frozen=True):
 # Engine to mover. `job` is chosen by the engine and names the answer's question.
 
 
-class Pull(msgspec.Struct, frozen=True, tag="pull"):
-    """Copy block `src_blocks[i]` of `peer` to our block `dst_blocks[i]`, for all i.
+class BlockCopy(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be copied from one engine to another, the same for each of its ranks.
 
-    `capability` is what the peer has granted the blocks under. Pulls over the same `link` with the same `limit` share
-    it. `final` marks a pull that a stream waits for: it goes before all others. `tag` is for traces and fault points.
+    job: what the caller knows the copy by, no other one at the same time. src_blocks, dst_blocks: block ids, of the
+    same number; block `src_blocks[i]` goes to block `dst_blocks[i]`, and none is written twice. transport: its name.
+    deadline_s: seconds from the mover's receipt of it to the end of the copy. final: a stream waits for it, so that it
+    goes before all others. tag: for traces and fault points.
     """
 
     job: int
-    peer: PeerMemory
     src_blocks: list[_BlockId]
     dst_blocks: list[_BlockId]
-    transport: str
+    transport: str = "local"
     deadline_s: float
+    final: bool = False
+    tag: str = ""
+
+
+class Pull(BlockCopy, frozen=True, kw_only=True, tag="pull"):
+    """The part of one rank in a copy: from `peer`, which has granted the blocks under `capability`.
+
+    Pulls over the same `link` with the same `limit` share it.
+    """
+
+    peer: PeerMemory
     capability: bytes = b""
     limit: Limit = UNLIMITED
     link: str = ""
-    final: bool = False
-    tag: str = ""
 
 
 class StopPull(msgspec.Struct, frozen=True, tag="stop"):

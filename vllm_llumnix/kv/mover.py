@@ -389,13 +389,10 @@ class Mover:
         return pace
 
     def _begin(self, job: _Job) -> Iterator[int]:
-        pull = job.pull
-        transport = self._transport(pull.transport)
+        transport = self._transport(job.pull.transport)
         assert transport is not None
         job.paced = job.pace.begin(job.total)
-        return transport.pull(
-            pull.peer, pull.src_blocks, pull.dst_blocks, job.paced.chunk_bytes(), pull.capability, pull.final
-        )
+        return transport.pull(job.pull, job.paced.chunk_bytes())
 
     def _report(self, key: _Key, error: str | None) -> None:
         """The end of a job: nothing of it runs any more when the report leaves."""

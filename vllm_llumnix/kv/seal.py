@@ -68,7 +68,7 @@ class Multilinear(Sealer):
         of_words = self._keys(1, _TAGS * len(words)).view(_TAGS, -1)
         fresh = self._keys(2 + number, _TAGS).view(_TAGS, 1)
         tags = [_hashed(words, keys) for keys in torch.cat((fresh, of_words), 1).to(data.device)]
-        return torch.stack(tags).to(torch.int32).cpu().numpy().tobytes()
+        return bytes(torch.stack(tags).to(torch.int32).cpu().numpy())
 
     def _keys(self, purpose: int, count: int) -> torch.Tensor:
         """Random, of 64 bits each."""

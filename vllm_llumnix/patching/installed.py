@@ -19,8 +19,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from vllm_llumnix.errors import PatchError
-from vllm_llumnix.hooks import CONFIG_VARIABLE
 from vllm_llumnix.patching.series import Base, Series, available, directory_of, load, load_base, sha256
+from vllm_llumnix.switch import CONFIG_VARIABLE
 
 ADAPT = "--llumlet-adapt"
 _VERSION = re.compile(r"""^(?:__version__ = )?(?:version|__version__) = ['"]([^'"]+)['"]""", re.MULTILINE)

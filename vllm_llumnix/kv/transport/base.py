@@ -10,12 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, Protocol
 
-from vllm_llumnix.kv.messages import PeerMemory
+from vllm_llumnix.errors import TransportUnavailable
+from vllm_llumnix.kv.layout import BlockLayout, require_same_pages
+from vllm_llumnix.kv.messages import PeerMemory, Pull
 
 STALL_SECONDS: Final = 5.0
 """How long nothing may come in the middle of a pull."""
 TURN_SECONDS: Final = 0.005
 """The longest that the mover waits for a peer, or for the GPU, before it listens to its engine again."""
+
+
+def require_readable(ours: BlockLayout, peer: PeerMemory) -> None:
+    """Raises TransportUnavailable for a peer whose memory nobody reads, or whose pages are other ones than ours."""
+    if peer.unavailable is not None:
+        raise TransportUnavailable(peer.unavailable)
+    try:
+        require_same_pages(ours, peer.layout)
+    except ValueError as error:
+        raise TransportUnavailable(str(error)) from error
 
 
 class Transport(Protocol):
@@ -34,20 +46,11 @@ class Transport(Protocol):
         TransferFailed means that the peer itself is gone.
         """
 
-    def pull(
-        self,
-        peer: PeerMemory,
-        src_blocks: list[int],
-        dst_blocks: list[int],
-        chunk_bytes: int,
-        capability: bytes = b"",
-        final: bool = False,
-    ) -> Iterator[int]:
-        """Copy block `src_blocks[i]` of the peer to our `dst_blocks[i]`, `chunk_bytes` a turn.
+    def pull(self, pull: Pull, chunk_bytes: int) -> Iterator[int]:
+        """Copy the blocks of `pull`, `chunk_bytes` a turn; its deadline and its limit are the mover's to keep.
 
-        `capability` is for those who send them, and so is `final`: whether a stream waits for them. Yields the bytes of
-        each chunk, 0 when none has come for a while. The copy counts only when the iterator has ended: the last turn
-        verifies that the memory was the peer's all along.
+        Yields the bytes of each chunk, 0 when none has come for a while. The copy counts only when the iterator has
+        ended: the last turn verifies that the memory was the peer's all along.
         Nothing is written after the iterator has ended, was closed or raised; between turns only what a GPU has been
         told to. Raises ValueError (wrong blocks; before anything is read), TransportUnavailable, TransferFailed.
         """

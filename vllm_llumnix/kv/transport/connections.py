@@ -16,8 +16,9 @@ import msgspec
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
 from vllm_llumnix.hosts import connect, host_of
 from vllm_llumnix.kv.blocks_tcp import receive_frame, send_frame
-from vllm_llumnix.kv.layout import BlockLayout, require_same_pages
+from vllm_llumnix.kv.layout import BlockLayout
 from vllm_llumnix.kv.messages import BlockAnswer, BlockRequest, PeerMemory, decode_block_answer
+from vllm_llumnix.kv.transport.base import require_readable
 
 T = TypeVar("T")
 
@@ -64,10 +65,7 @@ class Connections:
     def probe(self, layout: BlockLayout, peer: PeerMemory) -> None:
         """Raises TransportUnavailable, or TransferFailed if the peer is gone, unless its server is there."""
         require_served(peer)
-        try:
-            require_same_pages(layout, peer.layout)
-        except ValueError as error:
-            raise TransportUnavailable(str(error)) from error
+        require_readable(layout, peer)
         connection = self.take(peer)
         try:
             require_granted(_ask(connection, BlockRequest(peer.nonce, b"", [], True)))

@@ -23,9 +23,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from vllm_llumnix.errors import TransferFailed, TransportError, TransportUnavailable
-from vllm_llumnix.kv.layout import BlockLayout, Pieces, Words, pair_pieces, require_same_pages
-from vllm_llumnix.kv.messages import PeerMemory
+from vllm_llumnix.kv.layout import BlockLayout, Pieces, Words, pair_pieces
+from vllm_llumnix.kv.messages import PeerMemory, Pull
 from vllm_llumnix.kv.process import OFFER_BYTES, PinnedProcess, offer_of, yama_scope
+from vllm_llumnix.kv.transport.base import require_readable
 
 IOV_MAX = 1024
 MAX_PEERS = 64
@@ -55,26 +56,14 @@ class LocalTransport:
         self._peers: OrderedDict[PeerMemory, _Peer] = OrderedDict()
 
     def probe(self, peer: PeerMemory) -> None:
-        if peer.unavailable is not None:
-            raise TransportUnavailable(peer.unavailable)
-        try:
-            require_same_pages(self._layout, peer.layout)
-        except ValueError as error:
-            raise TransportUnavailable(str(error)) from error
+        require_readable(self._layout, peer)
         self._verified(peer)
 
-    def pull(
-        self,
-        peer: PeerMemory,
-        src_blocks: list[int],
-        dst_blocks: list[int],
-        chunk_bytes: int,
-        capability: bytes = b"",
-        final: bool = False,
-    ) -> Iterator[int]:
+    def pull(self, pull: Pull, chunk_bytes: int) -> Iterator[int]:
+        peer = pull.peer
         if peer.unavailable is not None:
             raise TransportUnavailable(peer.unavailable)
-        pieces = pair_pieces(peer.layout, src_blocks, self._layout, dst_blocks)
+        pieces = pair_pieces(peer.layout, pull.src_blocks, self._layout, pull.dst_blocks)
         identified = self._verified(peer)
         yield from read_pieces(peer.pid, pieces, chunk_bytes)
         identified.verify()

@@ -21,8 +21,8 @@ import torch
 from vllm_llumnix.errors import TransportUnavailable
 from vllm_llumnix.kv import kernels
 from vllm_llumnix.kv.cuda_share import mapped, require_plausible
-from vllm_llumnix.kv.layout import BlockLayout, require_same_pages
-from vllm_llumnix.kv.messages import PeerMemory
+from vllm_llumnix.kv.layout import BlockLayout, require_pairs, require_same_pages
+from vllm_llumnix.kv.messages import PeerMemory, Pull
 from vllm_llumnix.kv.transport.base import TURN_SECONDS
 from vllm_llumnix.kv.transport.local import LocalTransport
 
@@ -55,18 +55,10 @@ class LocalCudaTransport:
         finally:
             self._unmap_unknown()
 
-    def pull(
-        self,
-        peer: PeerMemory,
-        src_blocks: list[int],
-        dst_blocks: list[int],
-        chunk_bytes: int,
-        capability: bytes = b"",
-        final: bool = False,
-    ) -> Iterator[int]:
+    def pull(self, pull: Pull, chunk_bytes: int) -> Iterator[int]:
+        peer, src_blocks, dst_blocks = pull.peer, pull.src_blocks, pull.dst_blocks
         require_same_pages(self._layout, peer.layout)
-        if len(src_blocks) != len(dst_blocks) or len(set(dst_blocks)) != len(dst_blocks):
-            raise ValueError(f"{len(src_blocks)} source blocks for {len(set(dst_blocks))} destination blocks")
+        require_pairs(src_blocks, dst_blocks)
         for layout, blocks in ((peer.layout, src_blocks), (self._layout, dst_blocks)):
             if not all(0 <= block < layout.num_blocks for block in blocks):
                 raise ValueError(f"block ids are not all within 0 to {layout.num_blocks - 1}")

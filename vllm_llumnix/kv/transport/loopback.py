@@ -8,9 +8,10 @@ import os
 from collections.abc import Iterator
 
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
-from vllm_llumnix.kv.layout import BlockLayout, pair_pieces, require_same_pages
-from vllm_llumnix.kv.messages import PeerMemory
+from vllm_llumnix.kv.layout import BlockLayout, pair_pieces
+from vllm_llumnix.kv.messages import PeerMemory, Pull
 from vllm_llumnix.kv.process import OFFER_BYTES, PinnedProcess, offer_of
+from vllm_llumnix.kv.transport.base import require_readable
 
 
 class LoopbackTransport:
@@ -23,26 +24,14 @@ class LoopbackTransport:
         self._layout = layout
 
     def probe(self, peer: PeerMemory) -> None:
-        if peer.unavailable is not None:
-            raise TransportUnavailable(peer.unavailable)
-        try:
-            require_same_pages(self._layout, peer.layout)
-        except ValueError as error:
-            raise TransportUnavailable(str(error)) from error
+        require_readable(self._layout, peer)
         _require_self(peer)
 
-    def pull(
-        self,
-        peer: PeerMemory,
-        src_blocks: list[int],
-        dst_blocks: list[int],
-        chunk_bytes: int,
-        capability: bytes = b"",
-        final: bool = False,
-    ) -> Iterator[int]:
+    def pull(self, pull: Pull, chunk_bytes: int) -> Iterator[int]:
+        peer = pull.peer
         if peer.unavailable is not None:
             raise TransportUnavailable(peer.unavailable)
-        pieces = pair_pieces(peer.layout, src_blocks, self._layout, dst_blocks)
+        pieces = pair_pieces(peer.layout, pull.src_blocks, self._layout, pull.dst_blocks)
         _require_self(peer)
         for source, destination, length in zip(*(array.tolist() for array in pieces), strict=True):
             for done in range(0, length, chunk_bytes):

@@ -19,9 +19,9 @@ from typing import Final
 import torch
 
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
-from vllm_llumnix.kv.layout import require_same_pages
+from vllm_llumnix.kv.layout import require_pairs, require_same_pages
 from vllm_llumnix.kv.memory import BlockMemory
-from vllm_llumnix.kv.messages import DEPTH, PeerMemory, StageRequest, decode_stage_answer
+from vllm_llumnix.kv.messages import DEPTH, PeerMemory, Pull, StageRequest, decode_stage_answer
 from vllm_llumnix.kv.mooncake import MooncakeEngine, Read
 from vllm_llumnix.kv.seal import new_key, sealer
 from vllm_llumnix.kv.staging import Slot, StagingArea
@@ -67,34 +67,26 @@ class MooncakeTransport:
         self.connections.probe(self._blocks.layout, peer)
         self.segments.require_reachable(segment)
 
-    def pull(
-        self,
-        peer: PeerMemory,
-        src_blocks: list[int],
-        dst_blocks: list[int],
-        chunk_bytes: int,
-        capability: bytes = b"",
-        final: bool = False,
-    ) -> Iterator[int]:
+    def pull(self, pull: Pull, chunk_bytes: int) -> Iterator[int]:
+        peer = pull.peer
         require_same_pages(self._blocks.layout, peer.layout)
-        if len(src_blocks) != len(dst_blocks) or len(set(dst_blocks)) != len(dst_blocks):
-            raise ValueError(f"{len(src_blocks)} source blocks for {len(set(dst_blocks))} destination blocks")
+        require_pairs(pull.src_blocks, pull.dst_blocks)
         segment = _segment_of(peer)
         slots = yield from self._slots()
-        pull = None
+        reading = None
         try:
-            pull = _Pull(self, peer, segment, slots, src_blocks, dst_blocks, chunk_bytes, capability, final)
-            yield from pull.run()
+            reading = _Reading(self, pull, segment, slots, chunk_bytes)
+            yield from reading.run()
         except OSError as error:
             raise TransferFailed(f"{peer.tcp}: {error}") from error
         except _ReadFailed as error:
             self.segments.remember(segment, str(error))
             raise
         finally:
-            if pull is not None:
-                if pull.is_stuck:
+            if reading is not None:
+                if reading.is_stuck:
                     self.segments.remember(segment, f"Mooncake has lately not come to an end of reading from {segment}")
-                pull.leave()
+                reading.leave()
             else:
                 self._area.give_back(slots)
 
@@ -125,33 +117,28 @@ class _ReadFailed(TransferFailed):
     """It is Mooncake that did not bring what the source has staged."""
 
 
-class _Pull:
+class _Reading:
     """The buffers of one pull, by number: requested of the source, read, and done with."""
 
     def __init__(
         self,
         transport: MooncakeTransport,
-        peer: PeerMemory,
+        pull: Pull,
         segment: str,
         slots: list[Slot],
-        src_blocks: list[int],
-        dst_blocks: list[int],
         chunk_bytes: int,
-        capability: bytes,
-        final: bool,
     ) -> None:
         self._transport = transport
-        self._peer = peer
+        self._pull = pull
         self._segment = segment
         self._slots = slots
-        self._capability = capability
-        self._final = final
         self._key = new_key()
         self._sealer = sealer(transport._area.seal, self._key)
         layout = transport._blocks.layout
         step = max(1, min(chunk_bytes, transport._area.slot_bytes) // layout.bytes_per_block)
         self._parts = [
-            (src_blocks[at : at + step], dst_blocks[at : at + step]) for at in range(0, len(src_blocks), step)
+            (pull.src_blocks[at : at + step], pull.dst_blocks[at : at + step])
+            for at in range(0, len(pull.src_blocks), step)
         ]
         self._requested = 0
         self._reads: deque[tuple[int, Read, bytes]] = deque()
@@ -159,7 +146,7 @@ class _Pull:
         self._finished = 0
         self._since = time.monotonic()
         """When something came last."""
-        self._connection: socket.socket | None = transport.connections.take(peer)
+        self._connection: socket.socket | None = transport.connections.take(pull.peer)
 
     def run(self) -> Iterator[int]:
         """Yields the bytes of each buffer, 0 when none has come for a while."""
@@ -246,18 +233,18 @@ class _Pull:
         """The source's buffers are free; the connection can be used again."""
         assert self._connection is not None
         send(self._connection, self._question([], 0))
-        self._transport.connections.keep(self._peer, self._connection)
+        self._transport.connections.keep(self._pull.peer, self._connection)
         self._connection = None
 
     def _question(self, blocks: list[int], number: int) -> StageRequest:
         return StageRequest(
-            nonce=self._peer.nonce,
-            capability=self._capability,
+            nonce=self._pull.peer.nonce,
+            capability=self._pull.capability,
             blocks=blocks,
             slot=number % DEPTH,
             key=self._key,
             number=number,
-            final=self._final,
+            final=self._pull.final,
             kind=self._transport._area.seal,
         )
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from typing import Final
 
 from vllm_llumnix.errors import TransferFailed
-from vllm_llumnix.kv.layout import require_same_pages
+from vllm_llumnix.kv.layout import require_pairs, require_same_pages
 from vllm_llumnix.kv.memory import BlockMemory, Transfer
-from vllm_llumnix.kv.messages import BlockRequest, PeerMemory, decode_block_answer
+from vllm_llumnix.kv.messages import BlockRequest, PeerMemory, Pull, decode_block_answer
 from vllm_llumnix.kv.transport.base import STALL_SECONDS, TURN_SECONDS
 from vllm_llumnix.kv.transport.connections import Connections, readable, receive, require_granted, require_served, send
 
@@ -40,32 +40,25 @@ class TcpTransport:
     def probe(self, peer: PeerMemory) -> None:
         self.connections.probe(self._layout, peer)
 
-    def pull(
-        self,
-        peer: PeerMemory,
-        src_blocks: list[int],
-        dst_blocks: list[int],
-        chunk_bytes: int,
-        capability: bytes = b"",
-        final: bool = False,
-    ) -> Iterator[int]:
+    def pull(self, pull: Pull, chunk_bytes: int) -> Iterator[int]:
+        peer = pull.peer
         require_served(peer)
         require_same_pages(self._layout, peer.layout)
-        if len(src_blocks) != len(dst_blocks) or len(set(dst_blocks)) != len(dst_blocks):
-            raise ValueError(f"{len(src_blocks)} source blocks for {len(set(dst_blocks))} destination blocks")
+        require_pairs(pull.src_blocks, pull.dst_blocks)
         layers_outermost = self._memory.layers_outermost
-        parts = list(self._parts(len(src_blocks)))
+        parts = list(self._parts(len(pull.src_blocks)))
         asked: list[socket.socket] = []
         streams: list[_Stream] = []
         try:
             for part in parts:
                 asked.append(self.connections.take(peer))
-                send(asked[-1], BlockRequest(peer.nonce, capability, src_blocks[part], layers_outermost, final))
+                wanted = pull.src_blocks[part]
+                send(asked[-1], BlockRequest(peer.nonce, pull.capability, wanted, layers_outermost, pull.final))
             # Nothing is written after the iterator has ended, however it ends.
             with contextlib.ExitStack() as spans:
                 # Planned while the source does the same.
                 for connection, part in zip(asked, parts, strict=True):
-                    span = self._memory.transfer(dst_blocks[part], layers_outermost)
+                    span = self._memory.transfer(pull.dst_blocks[part], layers_outermost)
                     spans.callback(span.close)
                     streams.append(_Stream(connection, span))
                 yield from _receive_all(streams, chunk_bytes)

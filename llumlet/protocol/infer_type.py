@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an instance is there for: `--llumlet-instance-type`, `instance_type` of its metadata, stages of a policy."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class InferType(StrEnum):
+    NEUTRAL = "neutral"
+    """Prefill and decode of the same request."""
+    PREFILL = "prefill"
+    DECODE = "decode"

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that have been heard of on the relay: how to answer them, and whether they live."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+
+from llumlet.protocol.steps import LastSteps
+from llumlet.protocol.wire import Health
+
+MAX_OWNERS = 4096
+"""Engine processes remembered; beyond that the one that has been silent for longest is forgotten."""
+PROBE_SECONDS = 0.8
+"""Silence, with two heartbeats a second, after which an engine is asked whether it is there."""
+SUSPECT_SECONDS = 1.5
+"""Silence after which it is sent nothing new."""
+LOST_SECONDS = 4.5
+"""Silence after which it counts as lost, although it may only be stopped or cut off."""
+FORGOTTEN_SECONDS = 45.0
+"""Silence that says nothing any more: it has taken this process for dead after 30 s and sends it no heartbeats, or
+another life of it may be there."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Owner:
+    """One engine process. `identity` is its present address on the ROUTER socket and changes when it reconnects."""
+
+    instance: str
+    incarnation: str
+    identity: bytes
+    llumlet: str = ""
+    """gRPC address of its llumlet."""
+    digest: str = ""
+    """Engines with the same can go on with its requests."""
+    last_heard: float = 0.0
+    """In seconds of this process's monotonic clock."""
+    health: Health = Health.OK
+    """Of its loop, as of its last heartbeat."""
+    hung_since: float = 0.0
+    """When it said first that it hangs."""
+    dead: str = ""
+    """How we know that the process is gone; it does not come back."""
+    dead_since: float = 0.0
+    parted: bool = False
+    """It has nothing of ours, has said so, and is silent until it has: that says nothing of how it is."""
+    last_steps: LastSteps | None = None
+    """Of a dead one, once somebody has asked."""
+
+    def died(self, how: str, now: float) -> None:
+        if not self.dead:
+            self.dead, self.dead_since = how, now
+
+    def says(self, health: Health) -> None:
+        if health is Health.HUNG and self.health is not Health.HUNG:
+            self.hung_since = self.last_heard
+        self.health = health
+
+    def why_lost(self, now: float, patience: float = 0.0, since: float = 0.0) -> str | None:
+        """Why its requests should go on elsewhere; None while it lives. `patience` in seconds is for who only may be
+        lost: hangs and silence can end. What it said of its loop before `since`, when the request came, says nothing.
+        """
+        if self.dead:
+            return self.dead
+        if self.health is Health.HUNG and self.last_heard >= since and now - self.hung_since >= patience:
+            return "its loop hangs"
+        silent = now - self.last_heard
+        return f"nothing heard of it for {silent:.1f} s" if silent > LOST_SECONDS + patience else None
+
+    def may_have_cache(self, now: float) -> bool:
+        """Whether the KV cache of its requests may still be read: its loop hangs, and its other threads do not."""
+        return not self.dead and self.health is Health.HUNG and now - self.last_heard <= SUSPECT_SECONDS
+
+    def takes_requests(self, now: float) -> bool:
+        """Whether it makes sense to send it something new."""
+        return not self.dead and self.health is Health.OK and now - self.last_heard <= SUSPECT_SECONDS
+
+    def is_ailing(self, now: float) -> bool:
+        """Whether it is known that it makes none."""
+        silent = now - self.last_heard
+        return not self.parted and not self.takes_requests(now) and silent <= FORGOTTEN_SECONDS
+
+    def may_take_requests(self, now: float) -> bool:
+        """Whether it makes sense to try: it does, or parted from us without ado."""
+        return self.takes_requests(now) or (self.parted and not self.dead)
+
+
+class Owners:
+    """Owners by name and by socket identity, bounded."""
+
+    def __init__(self) -> None:
+        self._by_name: OrderedDict[tuple[str, str], Owner] = OrderedDict()
+        self._by_identity: dict[bytes, Owner] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def heard(self, identity: bytes, instance: str, incarnation: str, now: float) -> Owner:
+        """A message came from this engine over this connection."""
+        name = (instance, incarnation)
+        owner = self._by_name.get(name)
+        if owner is None:
+            owner = self._by_name[name] = Owner(instance, incarnation, identity)
+            if len(self._by_name) > MAX_OWNERS:
+                self._forget(self._by_name.popitem(last=False)[1])
+        elif owner.identity != identity:
+            self._forget(owner)
+            owner.identity = identity
+        self._by_identity[identity] = owner
+        self._by_name.move_to_end(name)
+        owner.parted = False
+        owner.last_heard = now
+        return owner
+
+    def expected(self, instance: str, incarnation: str, llumlet: str, now: float) -> Owner:
+        """An engine that somebody named: it should be heard of soon."""
+        owner = self._by_name.get((instance, incarnation))
+        if owner is None:
+            owner = self._by_name[instance, incarnation] = Owner(
+                instance, incarnation, identity=b"", llumlet=llumlet, last_heard=now
+            )
+        elif owner.parted:
+            owner.parted, owner.last_heard = False, now
+        return owner
+
+    def all(self) -> list[Owner]:
+        return list(self._by_name.values())
+
+    def life(self, instance: str, incarnation: str) -> Owner | None:
+        return self._by_name.get((instance, incarnation))
+
+    def named(self, instance: str) -> Owner | None:
+        """The latest life of an instance."""
+        lives = [owner for owner in self._by_name.values() if owner.instance == instance]
+        return max(lives, key=lambda owner: owner.last_heard, default=None)
+
+    def at_llumlet(self, llumlet: str) -> Owner | None:
+        """Whoever was heard of last among those whose llumlet is at this address."""
+        lives = [owner for owner in self._by_name.values() if owner.llumlet == llumlet]
+        return max(lives, key=lambda owner: owner.last_heard, default=None)
+
+    def at(self, identity: bytes) -> Owner | None:
+        """Who speaks on this connection, if they have said so."""
+        return self._by_identity.get(identity)
+
+    def _forget(self, owner: Owner) -> None:
+        if self._by_identity.get(owner.identity) is owner:
+            del self._by_identity[owner.identity]

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a migration is asked to be, and what its destination grants: the deadlines of both."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from llumlet.protocol.ids import Epoch
+
+
+class Method(enum.StrEnum):
+    """How the KV cache gets to the destination."""
+
+    LIVE = "live"
+    """Copied in rounds while the request decodes; frozen only for the rest."""
+    BLOCKING = "blocking"
+    """Frozen, copied, resumed."""
+    RECOMPUTE = "recompute"
+    """Not copied: the destination computes it from the tokens."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What one migration was asked to be. Fields `…_s` without a comment are deadlines of states."""
+
+    method: Method
+    epoch_next: Epoch
+    """Under which the destination will own the request: the present one's `next_hop()`."""
+    bytes_per_block: int
+    """Over all layers and ranks."""
+    stall_budget_s: float = 0.2
+    """How long the last copy may hold the stream up."""
+    force: bool = False
+    """Move although the last copy will take longer."""
+    max_rounds: int = 16
+    reserve_s: float = 10.0
+    loop_s: float = 10.0
+    """The own loop's time for a snapshot, and for the freeze."""
+    round_s: float = 30.0
+    """More than the destination's lease is of no use: bytes that come later do not count."""
+    commit_s: float = 2.5
+    """Beside the time that a long last copy takes. The client waits: a destination in a long step is not waited for."""
+    withdraw_s: float = 1.0
+    """The destination decides without its loop; if it is late, the fence decides."""
+    fence_s: float = 30.0
+    ask_s: float = 1.0
+    """How often the origin is asked."""
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """What a destination grants, the same for all migrations."""
+
+    block_size: int
+    lease_s: float = 30.0
+    admit_s: float = 2.5
+    """How long the loop may take to begin an admission."""
+    tombstone_s: float = 600.0
+    """How long a settled record is kept: longer than `Plan`'s deadlines from Commit to the end of the fence summed."""

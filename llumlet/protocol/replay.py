@@ -1,0 +1,424 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starting a stream's request again on another engine, from what its client has received: one machine per replay.
+
+The safety net under everything else: whatever became of the owner, the origin has the request and the delivered tokens.
+Everybody who had the request is barred before a replay begins. Each attempt has an epoch of its own, so that one whose
+answer was lost cannot own the request beside a later one.
+
+All streams of a dead engine come here at once. `protocol.placement` spreads them, and lets a few at a time go to each
+engine: an attempt's time begins with its place. An engine that is at it shows that on the relay; it may take as long as
+a grammar does. What is given up is called off. A suspect waits for its turn to be tried (`protocol.suspects`).
+
+    WAITING       for its turn, which comes at once for who is no suspect
+    PLACING       for its place among those on their way to the engine that was chosen
+    IDENTIFYING   whose record will tell, should the trial be the end of the engine before it can answer
+    ASKING        an attempt is under way
+    LOOKING       it broke off: is the engine's process gone?
+    RESTING       nobody took it; all are asked again in a moment
+    TAKEN, GIVEN_UP, ENDED
+    CLOSING       the client has left meanwhile; an attempt that succeeds is undone
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping, Sequence
+
+from llumlet.protocol import replay_words as w
+from llumlet.protocol.effects import ClearTimer, SetTimer
+from llumlet.protocol.errors import Reason
+from llumlet.protocol.events import TimerFired
+from llumlet.protocol.ids import HOME
+from llumlet.protocol.machine import Machine, install, rows
+from llumlet.protocol.owners import Owner, Owners
+from llumlet.protocol.placement import Placement
+from llumlet.protocol.streams import Stream, Streams
+from llumlet.protocol.suspects import Suspects
+from llumlet.protocol.wire import Health
+
+CALL_SECONDS = 5.0
+"""How long nothing is heard of an engine that was asked, before another one is."""
+ATTEMPT_SECONDS = 25.0
+"""For the answer of one that is heard of: building the request, its grammar included, and a turn of its loop."""
+IDENTIFY_SECONDS = 1.0
+WATCH_SECONDS = 0.25
+REPLAY_SECONDS = 60.0
+"""How long it is tried, once no engine has taken the request, before the client gets an error."""
+RETRY_SECONDS = 0.2
+HOPELESS = frozenset({Reason.INVALID_REQUEST})
+"""Refusals that every engine would give."""
+OF_THE_REQUEST = HOPELESS | {
+    Reason.HANDOVER_OPEN,
+    Reason.BARRED,
+    Reason.DEADLINE,
+    Reason.LORA_NOT_AVAILABLE,
+    Reason.OTHER_WEIGHTS,
+    Reason.REQUEST_TOO_LONG,
+    Reason.TRANSFER_FAILED,
+}
+"""Refusals that say nothing of how others would fare at that engine."""
+WATCH = "watch"
+
+
+class State(enum.StrEnum):
+    NEW = "new"
+    WAITING = "waiting"
+    PLACING = "placing"
+    IDENTIFYING = "identifying"
+    ASKING = "asking"
+    LOOKING = "looking"
+    RESTING = "resting"
+    TAKEN = "taken"
+    GIVEN_UP = "given_up"
+    CLOSING = "closing"
+    ENDED = "ended"
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Around:
+    """What all replays of an origin share. `dies` is told of a request whose new owner was lost, or says that it ends,
+    before it answered; it says whether that is the end of the request."""
+
+    streams: Streams
+    owners: Owners
+    suspects: Suspects
+    placement: Placement
+    targets: Callable[[Owner | None], Sequence[str]]
+    room: Callable[[], Mapping[str, int]]
+    dies: Callable[[Stream, Owner, bool], bool]
+    now: float = 0.0
+    """When the present event happened, in seconds of the origin's monotonic clock."""
+
+
+class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
+    """`lost`: who is asked last; `digest`: which engines fit."""
+
+    def __init__(self, around: Around, stream: Stream, lost: Owner | None, digest: str) -> None:
+        super().__init__(State.NEW)
+        self.stream = stream
+        self.attempt = 0
+        """Number of the present one."""
+        self._around = around
+        self._lost = lost
+        self._digest = digest
+        self._holder: Owner | None = None
+        """Who may still have its KV cache."""
+        self._asked: set[str] = set()
+        self._address = ""
+        self._give_up_at: float | None = None
+        """From when on it is given up, if nobody takes it."""
+        self._hopeless = False
+        """Nobody would take it."""
+        self._has_had_turn = False
+        self._looked_for: Owner | None = None
+        self._asked_at = 0.0
+        self._epoch = HOME
+        """Of the present attempt."""
+
+    @property
+    def over(self) -> bool:
+        return self.state in (State.TAKEN, State.GIVEN_UP, State.ENDED)
+
+    def _deadline(self, state: State) -> float | None:
+        return RETRY_SECONDS if state is State.RESTING else None
+
+    # Its turn
+
+    def _ask_turn(self, event: object) -> list[w.ReplayEffect]:
+        self._around.suspects.ask_turn(self.stream.request_id)
+        return []
+
+    def _left(self) -> list[str]:
+        """Whom to choose from. The lost one may come back when there is nobody else."""
+        targets = self._around.targets
+        left = [address for address in targets(self._lost) if address not in self._asked]
+        return left or [address for address in targets(None) if address not in self._asked]
+
+    def _anybody_left(self, event: w.TurnCame) -> bool:
+        return not self._hopeless and bool(self._left())
+
+    def _choose(self, event: w.TurnCame) -> list[w.ReplayEffect]:
+        around, stream = self._around, self.stream
+        self._begin_with_turn()
+        left = self._left()
+        if around.suspects.trial_tokens(stream.request_id):
+            left = around.suspects.without_trial(left)
+        address = around.placement.choose(stream.request_id, stream.num_tokens, left, around.room(), around.now)
+        around.placement.enter(stream.request_id, address, stream.num_tokens, around.now)
+        return []
+
+    def _begin_with_turn(self) -> None:
+        if not self._has_had_turn:
+            self._has_had_turn = True
+            # What it insists on for a while, it insists on from here.
+            self.stream.deposed_at = now = self._around.now
+            self._holder = self._lost if self._lost is not None and self._lost.may_have_cache(now) else None
+
+    def _too_late(self, event: w.TurnCame) -> bool:
+        return self._hopeless or (self._give_up_at is not None and self._around.now > self._give_up_at)
+
+    def _give_up(self, event: w.TurnCame) -> list[w.ReplayEffect]:
+        self._around.suspects.step_back(self.stream.request_id)
+        return [
+            w.Log(f"no engine takes request {self.stream.request_id}; its client gets an error", w.Level.ERROR),
+            w.GiveUp(),
+        ]
+
+    def _rest(self, event: w.TurnCame) -> list[w.ReplayEffect]:
+        self._begin_with_turn()
+        if self._give_up_at is None:
+            self._give_up_at = self._around.now + REPLAY_SECONDS
+        self._asked.clear()
+        return []
+
+    # An attempt
+
+    def _is_stale(self, event: w.PlaceCame) -> bool:
+        return self._around.placement.is_stale(self.stream.request_id)
+
+    def _choose_again(self, event: w.PlaceCame) -> list[w.ReplayEffect]:
+        self._leave_place()
+        return self._ask_turn(event)
+
+    def _is_stranger(self, event: w.PlaceCame) -> bool:
+        """On trial, and where it goes it is not known who would be its death."""
+        owner = self._around.owners.at_llumlet(self._around.placement.address_of(self.stream.request_id))
+        return self._trial_tokens > 0 and (owner is None or bool(owner.dead))
+
+    @property
+    def _trial_tokens(self) -> int:
+        return self._around.suspects.trial_tokens(self.stream.request_id)
+
+    def _begin_attempt(self) -> None:
+        self._address = self._around.placement.address_of(self.stream.request_id)
+        self._asked.add(self._address)
+        if self.attempt:
+            self._raise_term()
+        self.attempt += 1
+
+    def _raise_term(self) -> None:
+        """The attempt before may have succeeded."""
+        self._around.streams.depose(self.stream, self._around.now)
+
+    def _identify(self, event: w.PlaceCame) -> list[w.ReplayEffect]:
+        self._begin_attempt()
+        return [w.Identify(self.stream.request_id, self.attempt, self._address, IDENTIFY_SECONDS)]
+
+    def _adopt_here(self, event: w.PlaceCame) -> list[w.ReplayEffect]:
+        self._begin_attempt()
+        owner = self._around.owners.at_llumlet(self._address)
+        return self._adopt(owner)
+
+    def _adopt_at(self, event: w.Identified) -> list[w.ReplayEffect]:
+        return self._adopt(Owner(event.instance, event.incarnation, identity=b"", llumlet=self._address))
+
+    def _adopt(self, owner: Owner | None) -> list[w.ReplayEffect]:
+        around, stream = self._around, self.stream
+        if self._trial_tokens:
+            # Should the answer never come, this is whose last steps tell why.
+            around.suspects.sent(stream.request_id, owner, len(stream.delivered))
+        self._asked_at, self._epoch = around.now, stream.epoch
+        adopt = w.Adopt(
+            stream=stream,
+            attempt=self.attempt,
+            address=self._address,
+            epoch=stream.epoch,
+            delivered=list(stream.delivered),
+            digest=self._digest,
+            weight_version=stream.weights_wanted(around.now),
+            trial_tokens=self._trial_tokens,
+            holder=self._holder,
+            seconds=ATTEMPT_SECONDS,
+        )
+        return [adopt, SetTimer(WATCH, WATCH_SECONDS)]
+
+    def _is_watch(self, event: TimerFired) -> bool:
+        return event.name == WATCH
+
+    def _why_silent(self) -> str:
+        """Why the answer is not waited for any more; empty while it is."""
+        around = self._around
+        owner = around.owners.at_llumlet(self._address)
+        heard_at = self._asked_at if owner is None else max(self._asked_at, owner.last_heard)
+        if owner is not None and owner.health is Health.HUNG and owner.last_heard > self._asked_at:
+            return "its loop hangs"
+        silent = around.now - heard_at
+        return f"nothing heard of it for {silent:.1f} s" if silent > CALL_SECONDS else ""
+
+    def _is_silent(self, event: TimerFired) -> bool:
+        return event.name == WATCH and bool(self._why_silent())
+
+    def _go_on_waiting(self, event: TimerFired) -> list[w.ReplayEffect]:
+        return [SetTimer(WATCH, WATCH_SECONDS)]
+
+    def _call_off(self, event: TimerFired) -> list[w.ReplayEffect]:
+        why = f"{self._address} is not waited for with request {self.stream.request_id}: {self._why_silent()}"
+        return [w.CallOff(self.stream.request_id, self.attempt), w.Log(why), *self._look()]
+
+    def _call_off_closed(self, event: TimerFired) -> list[w.ReplayEffect]:
+        return [w.CallOff(self.stream.request_id, self.attempt), *self._dismiss(), *self._leave_closed(event)]
+
+    def _lost_closed(self, event: w.AnswerLost) -> list[w.ReplayEffect]:
+        return [*self._dismiss(), *self._leave_closed(event)]
+
+    # What came of it
+
+    def _taken(self, event: w.Adopted) -> list[w.ReplayEffect]:
+        around, stream = self._around, self.stream
+        owner = around.owners.expected(event.instance, event.incarnation, self._address, around.now)
+        if stream.epoch == self._epoch:
+            # Else it has moved on by now, and whoever has it has said so.
+            stream.owned_by(owner, self._epoch, around.now)
+        around.suspects.sent(stream.request_id, owner, len(stream.delivered))
+        stream.replaying = False
+        stream.replays += 1
+        self._leave_place(taken=True)
+        return self._stop_watching()
+
+    def _refused(self, event: w.AdoptRefused) -> list[w.ReplayEffect]:
+        around, request_id = self._around, self.stream.request_id
+        self._hopeless = event.reason in HOPELESS
+        if event.reason is Reason.TRANSFER_FAILED:
+            self._holder = None
+        # That one trial keeps another waiting says nothing of the engine either.
+        busy_with_trial = self._trial_tokens > 0 and event.reason is Reason.DESTINATION_BUSY
+        if event.reason not in OF_THE_REQUEST and not busy_with_trial:
+            around.placement.shun(self._address, around.now)
+        ends = event.reason is Reason.SHUTTING_DOWN
+        self._learn(self._whose_end() if ends else None, ends=ends)
+        said = f"{event.reason}: {event.detail}" if event.detail else str(event.reason)
+        return [
+            *self._stop_watching(),
+            w.Log(f"{self._address} does not take request {request_id}: {said}"),
+            *self._next(),
+        ]
+
+    def _not_sent(self, event: w.NotSent) -> list[w.ReplayEffect]:
+        self._holder = None
+        said = f"request {self.stream.request_id} cannot be sent to {self._address}: {event.detail}"
+        return [*self._stop_watching(), w.Log(said), *self._next()]
+
+    def _come_back(self, event: w.GivenUpThere) -> list[w.ReplayEffect]:
+        self._around.placement.shun(self._address, self._around.now)
+        said = f"{self._address} has taken request {self.stream.request_id}, and given it up"
+        return [w.CallOff(self.stream.request_id, self.attempt), *self._stop_watching(), w.Log(said), *self._next()]
+
+    def _is_broken(self, event: w.AnswerLost) -> bool:
+        return event.broken
+
+    def _look_for_it(self, event: w.AnswerLost) -> list[w.ReplayEffect]:
+        return [*self._stop_watching(), self._not_waited_for(event), *self._look()]
+
+    def _do_not_wait(self, event: w.AnswerLost) -> list[w.ReplayEffect]:
+        self._give_up_attempt()
+        self._learn()
+        return [*self._stop_watching(), self._not_waited_for(event), *self._dismiss(), *self._next()]
+
+    def _not_waited_for(self, event: w.AnswerLost) -> w.Log:
+        return w.Log(f"{self._address} is not waited for with request {self.stream.request_id}: {event.detail}")
+
+    def _look(self) -> list[w.ReplayEffect]:
+        self._give_up_attempt()
+        self._looked_for = owner = self._whose_end()
+        return [w.AskWhetherGone(self.stream.request_id, self.attempt, owner.llumlet)]
+
+    def _give_up_attempt(self) -> None:
+        self._holder = None
+        self._around.placement.shun(self._address, self._around.now)
+
+    def _know(self, event: w.GoneKnown) -> list[w.ReplayEffect]:
+        owner = self._looked_for
+        assert owner is not None
+        if event.gone:
+            owner.died("its process is gone", self._around.now)
+        self._learn(owner)
+        return [*self._dismiss(), *self._next()]
+
+    def _whose_end(self) -> Owner:
+        """Whose end the attempt may have been."""
+        around = self._around
+        owner = around.suspects.tried_at(self.stream.request_id) or around.owners.at_llumlet(self._address)
+        return owner or Owner(self._address, incarnation="", identity=b"", llumlet=self._address)
+
+    def _learn(self, lost: Owner | None = None, *, ends: bool = False) -> None:
+        """The request may have been there for long enough to be the end of the engine, and of itself."""
+        if lost is None or not self._around.dies(self.stream, lost, ends):
+            self._around.suspects.sent(self.stream.request_id, None, len(self.stream.delivered))
+
+    def _dismiss(self) -> list[w.ReplayEffect]:
+        """Should it have the request after all: before the heartbeat that would show it."""
+        owner = self._around.owners.at_llumlet(self._address)
+        return [w.Dismiss(owner)] if owner is not None else []
+
+    def _next(self) -> list[w.ReplayEffect]:
+        self._leave_place()
+        self._around.suspects.ask_turn(self.stream.request_id)
+        return []
+
+    # The client has left
+
+    def _end(self, event: w.StreamEnded) -> list[w.ReplayEffect]:
+        self._around.suspects.step_back(self.stream.request_id)
+        self._leave_place()
+        return []
+
+    def _undo(self, event: w.Adopted) -> list[w.ReplayEffect]:
+        return [w.AbortAt(self.stream.request_id, self._address), *self._leave_closed(event)]
+
+    def _leave_closed(self, event: object) -> list[w.ReplayEffect]:
+        self._around.suspects.step_back(self.stream.request_id)
+        self._leave_place()
+        return self._stop_watching()
+
+    def _leave_place(self, *, taken: bool = False) -> None:
+        self._around.placement.leave(self.stream.request_id, taken=taken, now=self._around.now)
+
+    def _stop_watching(self) -> list[w.ReplayEffect]:
+        return [ClearTimer(WATCH)] if WATCH in self._armed else []
+
+
+_S = State
+_IDLE = (_S.WAITING, _S.PLACING, _S.LOOKING, _S.RESTING)
+_CALLING = (_S.IDENTIFYING, _S.ASKING)
+
+install(
+    Replay,
+    [
+        rows(_S.NEW, w.ReplayBegun, _S.WAITING, Replay._ask_turn),
+        rows(_S.WAITING, w.TurnCame, _S.PLACING, Replay._choose, when=Replay._anybody_left),
+        rows(_S.WAITING, w.TurnCame, _S.GIVEN_UP, Replay._give_up, when=Replay._too_late),
+        rows(_S.WAITING, w.TurnCame, _S.RESTING, Replay._rest),
+        rows(_S.RESTING, TimerFired, _S.WAITING, Replay._ask_turn),
+        rows(_S.PLACING, w.PlaceCame, _S.WAITING, Replay._choose_again, when=Replay._is_stale),
+        rows(_S.PLACING, w.PlaceCame, _S.IDENTIFYING, Replay._identify, when=Replay._is_stranger),
+        rows(_S.PLACING, w.PlaceCame, _S.ASKING, Replay._adopt_here),
+        rows(_S.IDENTIFYING, w.Identified, _S.ASKING, Replay._adopt_at),
+        rows(_S.ASKING, w.Adopted, _S.TAKEN, Replay._taken),
+        rows(_CALLING, w.AdoptRefused, _S.WAITING, Replay._refused),
+        rows(_S.ASKING, w.NotSent, _S.WAITING, Replay._not_sent),
+        rows(_S.ASKING, w.GivenUpThere, _S.WAITING, Replay._come_back),
+        rows(_CALLING, w.AnswerLost, _S.LOOKING, Replay._look_for_it, when=Replay._is_broken),
+        rows(_CALLING, w.AnswerLost, _S.WAITING, Replay._do_not_wait),
+        rows(_S.ASKING, TimerFired, _S.LOOKING, Replay._call_off, when=Replay._is_silent),
+        rows(_S.ASKING, TimerFired, None, Replay._go_on_waiting, when=Replay._is_watch),
+        rows(_S.LOOKING, w.GoneKnown, _S.WAITING, Replay._know),
+        # The client has left
+        rows(_IDLE, w.StreamEnded, _S.ENDED, Replay._end),
+        rows(_CALLING, w.StreamEnded, _S.CLOSING),
+        rows(_S.CLOSING, w.Adopted, _S.ENDED, Replay._undo),
+        rows(_S.CLOSING, TimerFired, _S.ENDED, Replay._call_off_closed, when=Replay._is_silent),
+        rows(_S.CLOSING, TimerFired, None, Replay._go_on_waiting, when=Replay._is_watch),
+        rows(_S.CLOSING, w.AnswerLost, _S.ENDED, Replay._lost_closed),
+        *(
+            rows(_S.CLOSING, answer, _S.ENDED, Replay._leave_closed)
+            for answer in (w.Identified, w.AdoptRefused, w.NotSent)
+        ),
+        # Answers to an attempt that was called off
+        *(
+            rows(_IDLE, answer, None, late=True)
+            for answer in (w.Identified, w.Adopted, w.AdoptRefused, w.NotSent, w.AnswerLost)
+        ),
+        rows((*_IDLE, _S.IDENTIFYING), w.GivenUpThere, None, late=True),
+    ],
+)

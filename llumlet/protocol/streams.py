@@ -1,0 +1,433 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The streams that an API server holds, and what of the arriving outputs belongs to them.
+
+Every generation request has a `Stream` from before it is sent to its engine until it ends. As long as the request has
+not moved, a stream is a counter: the home engine's path has no index, so its tokens are counted here, where the client
+receives them. The first word about the request on the relay turns the counter into a gate (`protocol.gate`), and from
+then on both paths go through it.
+
+Each stream keeps what was delivered of its request: should its owner be lost, that is what another engine starts from
+(`protocol.replay`). `orphans` says which streams have lost theirs.
+
+Whoever calls enqueues what is released before anything else happens, so that the gate's order is the queue's order.
+
+No record is kept of streams that have ended. A request this process does not know has ended or never was here, and
+either way the answer is the same: nobody wants its outputs (Release), and nobody waits for it ("finished" to a fence).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+from llumlet.protocol import wire
+from llumlet.protocol.errors import RemoteProtocolError
+from llumlet.protocol.gate import Arrival, Delivery, Gate
+from llumlet.protocol.ids import HOME, Epoch
+from llumlet.protocol.owners import Owner
+
+GAP_SECONDS = 1.0
+"""How long tokens may be missing while later ones are here."""
+HOPELESS_SECONDS = 30.0
+"""After that they do not come, and if no engine can produce them again the client gets an error."""
+GRACE_SECONDS = 3.0
+"""How long other engines have to be heard of again when an owner is dead: this process may itself have been stopped."""
+PATIENCE_SECONDS = 5.0
+"""After one replay a hang has to last three times this before it counts again, after two 15 times, and so on."""
+WEIGHTS_SECONDS = 5.0
+"""How long a lost request waits for an engine whose weights are of the same version, before it takes any."""
+CONFIRM_SECONDS = 3.0
+"""How long the owner of a request that moved may leave it out of its heartbeats: six of them."""
+
+
+class HomeOutput(Protocol):
+    """What a home engine's step produced for one request, as vLLM's own path brings it."""
+
+    request_id: str
+    new_token_ids: list[int]
+
+    @property
+    def finish_reason(self) -> int | None: ...
+
+
+class Stream:
+    """One request whose client is here. `home` names the engine it was sent to."""
+
+    __slots__ = (
+        "confirmed_at",
+        "delivered",
+        "deposed_at",
+        "epoch",
+        "gap_since",
+        "gate",
+        "home",
+        "never",
+        "num_home",
+        "num_prompt_tokens",
+        "opened_at",
+        "owes_prompt_logprobs",
+        "owner",
+        "replaying",
+        "replays",
+        "request_id",
+        "wants_logprobs",
+        "weight_version",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        num_prompt_tokens: int,
+        home: str,
+        *,
+        wants_logprobs: bool = False,
+        never: str = "",
+        owes_prompt_logprobs: bool = False,
+    ) -> None:
+        self.request_id = request_id
+        self.num_prompt_tokens = num_prompt_tokens
+        self.home = home
+        self.wants_logprobs = wants_logprobs
+        self.never = never
+        """Why the request can never be started again somewhere else; empty if it can."""
+        self.owes_prompt_logprobs = owes_prompt_logprobs
+        """Its first output has to bring the log probabilities of its prompt, which only the engine has that computed
+        it."""
+        self.opened_at = 0.0
+        self.num_home = 0
+        """Tokens that have come from the home engine, in vLLM's own path."""
+        self.delivered: list[int] = []
+        """Tokens that have gone to vLLM's output queue."""
+        self.weight_version: str | None = None
+        """Of the weights that the last of them are of, as their engine said."""
+        self.gate: Gate | None = None
+        self.owner: Owner | None = None
+        """Who runs the request, once it has moved; learnt from its outputs. None: the home engine, or unknown yet."""
+        self.epoch = HOME
+        """The owner's epoch."""
+        self.confirmed_at = 0.0
+        """When the owner last said that it has the request; matters once the request has moved."""
+        self.gap_since: float | None = None
+        """Since when later tokens wait for missing ones."""
+        self.replaying = False
+        self.deposed_at = 0.0
+        """When the replay began, or its turn came."""
+        self.replays = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + len(self.delivered)
+
+    @property
+    def why_not_elsewhere(self) -> str:
+        """Why this request cannot be started again somewhere else; empty if it can."""
+        if not self.never and self.owes_prompt_logprobs and not self.delivered:
+            return "its prompt logprobs are not there yet"
+        return self.never
+
+    def weights_wanted(self, now: float) -> str:
+        """The weight version that an engine must have to go on with this request; empty if any will do.
+
+        Weights are updated engine by engine, and soon no engine may have the former ones. Then the request goes on with
+        others, as vLLM's own do that are running when weights change: vLLM's answer says which tokens are of which
+        version (`weight_versions`). Better so than an error.
+        """
+        return (self.weight_version or "") if now - self.deposed_at < WEIGHTS_SECONDS else ""
+
+    @property
+    def patience(self) -> float:
+        """Seconds for an owner that hangs or is silent. A request that makes any engine hang for a while, because it is
+        the first there to need something compiled, must not wander through all of them.
+        """
+        return PATIENCE_SECONDS * (4.0**self.replays - 1.0)
+
+    def owned_by(self, owner: Owner | None, epoch: Epoch, now: float) -> None:
+        self.owner, self.epoch, self.confirmed_at = owner, epoch, now
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Orphan:
+    """A stream that nobody goes on with. `lost`: who is not to be asked to. `hopeless`: waiting longer is no use."""
+
+    stream: Stream
+    reason: str
+    lost: Owner | None
+    hopeless: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """Tokens `[skip, skip + count)` of the payload go to the client, with its end only if `finished`.
+
+    The payload is a `wire.TokenOutput`, or the `HomeOutput` of which it is a part. One of no stream passes as it is.
+    """
+
+    stream: Stream | None
+    payload: object
+    skip: int
+    count: int
+    finished: bool
+
+
+@dataclasses.dataclass(slots=True)
+class Taken:
+    """`delivered` goes to vLLM, in this order; `unwanted` back to the sender as a Release."""
+
+    delivered: list[Part] = dataclasses.field(default_factory=list)
+    unwanted: dict[str, Epoch] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(slots=True)
+class TakenHome:
+    """`parts` go to vLLM in place of what came, in this order. `ended` are the moved streams that end with them."""
+
+    parts: list[Part] = dataclasses.field(default_factory=list)
+    ended: list[Stream] = dataclasses.field(default_factory=list)
+
+
+Check = Callable[[wire.TokenOutput, Stream], None]
+"""Raises RemoteProtocolError for an output that would break the front-end."""
+Complain = Callable[[str, str], None]
+"""Count and log something that went wrong: its kind, and a sentence."""
+IsLost = Callable[[Stream], bool]
+
+
+class Streams:
+    """All streams of one API server process."""
+
+    def __init__(self, check: Check, complain: Complain) -> None:
+        self._check = check
+        self._complain = complain
+        self._streams: dict[str, Stream] = {}
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._streams
+
+    def get(self, request_id: str) -> Stream | None:
+        return self._streams.get(request_id)
+
+    def all(self) -> list[Stream]:
+        return list(self._streams.values())
+
+    def is_open(self, stream: Stream) -> bool:
+        return self._streams.get(stream.request_id) is stream
+
+    def open(self, stream: Stream, now: float) -> None:
+        """Called before the request is sent."""
+        stream.opened_at = now
+        self._streams[stream.request_id] = stream
+
+    def close(self, request_ids: Iterable[str]) -> list[Stream]:
+        """The client left, or a stop string was found: nothing more is wanted. Returns the streams that were open."""
+        closed = [self._streams.pop(request_id, None) for request_id in request_ids]
+        return [stream for stream in closed if stream is not None]
+
+    def take_home(self, outputs: Sequence[HomeOutput], weight_version: str | None, is_lost: IsLost) -> TakenHome | None:
+        """What the gates release of a step's outputs; None: all of them, untouched.
+
+        Called for every engine step: without moved requests it costs one look-up and one list extension for each
+        output. `is_lost` is told of requests that their engine gave up although nobody asked it to, and says whether
+        they go on elsewhere.
+        """
+        streams = self._streams
+        any_gated, failed = False, set[str]()
+        for output in outputs:
+            stream = streams.get(output.request_id)
+            if stream is None:
+                continue
+            if stream.gate is not None:
+                any_gated = True
+                continue
+            if output.finish_reason == wire.ABORT:
+                if is_lost(stream):
+                    any_gated = True
+                    continue
+                if output.request_id not in streams:
+                    # It can go on nowhere, and its client hears of an error.
+                    any_gated = True
+                    failed.add(output.request_id)
+                    continue
+            stream.num_home += len(output.new_token_ids)
+            stream.delivered += output.new_token_ids
+            stream.weight_version = weight_version
+            if output.finish_reason is not None:
+                del streams[output.request_id]
+        if not any_gated:
+            return None
+        taken = TakenHome()
+        for output in outputs:
+            if output.request_id not in failed:
+                taken.parts += self._home_parts(output, weight_version, taken.ended)
+        return taken
+
+    def take_batch(self, batch: wire.TokenBatch, owner: Owner, is_lost: IsLost, now: float) -> Taken:
+        """What the gates release of outputs that came over the relay."""
+        taken = Taken()
+        for token in batch.outputs:
+            stream = self._streams.get(token.request_id)
+            if stream is None:
+                taken.unwanted[token.request_id] = token.epoch
+                continue
+            try:
+                self._check(token, stream)
+            except RemoteProtocolError as error:
+                self._complain("bad_output", f"{token.request_id} from {owner.instance}: {error}")
+                continue
+            given_up = token.finish_reason == wire.ABORT and token.epoch >= stream.epoch
+            if given_up and (is_lost(stream) or not self.is_open(stream)):
+                continue
+            self._take_token(stream, token, owner, taken, now)
+        for part in taken.delivered:
+            assert part.stream is not None
+            part.stream.weight_version = batch.weight_version
+        return taken
+
+    def confirm(self, owner: Owner, requests: Iterable[tuple[str, Epoch]], now: float) -> list[str]:
+        """`owner` says that it has these requests. Returns those that it should not have."""
+        unknown = []
+        for request_id, epoch in requests:
+            stream = self._streams.get(request_id)
+            if stream is None or (stream.gate is not None and stream.gate.is_barred(epoch)):
+                unknown.append(request_id)
+            elif epoch >= stream.epoch and not stream.replaying:
+                stream.owned_by(owner, epoch, now)
+        return unknown
+
+    def hand_over(self, message: wire.HandedOver, owner: Owner, now: float) -> None:
+        """The present owner has let the request go, to `owner`: watch that one, even before its first token."""
+        stream = self._streams.get(message.request_id)
+        if stream is None or message.epoch <= stream.epoch or stream.replaying:
+            return
+        if stream.gate is None or not stream.gate.is_barred(message.epoch):
+            stream.owned_by(owner, message.epoch, now)
+
+    def orphans(self, home_of: Callable[[Stream], Owner | None], now: float) -> list[Orphan]:
+        """Streams that nobody goes on with. `home_of` knows the engine that a stream's request was sent to."""
+        orphans = (self._orphan(stream, home_of, now) for stream in self._streams.values() if not stream.replaying)
+        return [orphan for orphan in orphans if orphan is not None]
+
+    def _orphan(self, stream: Stream, home_of: Callable[[Stream], Owner | None], now: float) -> Orphan | None:
+        owner = stream.owner or home_of(stream)
+        if owner is not None and (reason := owner.why_lost(now, stream.patience, stream.opened_at)) is not None:
+            hopeless = bool(owner.dead) and now - owner.dead_since > GRACE_SECONDS
+            return Orphan(stream, reason, owner, hopeless)
+        gate = stream.gate
+        if gate is None or not gate.num_buffered:
+            stream.gap_since = None
+        elif stream.gap_since is None:
+            stream.gap_since = now
+        elif now - stream.gap_since > GAP_SECONDS:
+            hopeless = now - stream.gap_since > HOPELESS_SECONDS
+            return Orphan(stream, f"token {gate.next_index} is missing", None, hopeless)
+        if stream.owner is not None and (missing := stream.owner.last_heard - stream.confirmed_at) > CONFIRM_SECONDS:
+            hopeless = missing > HOPELESS_SECONDS
+            return Orphan(stream, f"{stream.owner.instance} does not have it", None, hopeless)
+        return None
+
+    def depose(self, stream: Stream, now: float) -> Epoch:
+        """Nobody who had the request counts any more. Returns the epoch of whoever goes on after `delivered`."""
+        if not stream.replaying:
+            stream.deposed_at = now
+        stream.replaying = True
+        stream.gap_since = None
+        stream.owner = None
+        stream.epoch = _gate_of(stream).depose()
+        return stream.epoch
+
+    def give_up(self, stream: Stream) -> None:
+        """Nothing more comes of the stream."""
+        self._streams.pop(stream.request_id, None)
+        if stream.gate is not None:
+            stream.gate.finish()
+
+    def fence(self, question: wire.FenceQuestion, owner: Owner | None, now: float) -> wire.FenceAnswer:
+        """`owner` asks whether the epoch after its own has begun; if not, it goes on itself."""
+        stream = self._streams.get(question.request_id)
+        if stream is None:
+            return wire.FenceAnswer(
+                question.question,
+                question.request_id,
+                started=False,
+                finished=True,
+                raised=None,
+                delivered=0,
+            )
+        decision = _gate_of(stream).fence(question.epoch)
+        if decision.raised is not None:
+            stream.owned_by(owner, decision.raised, now)
+        return wire.FenceAnswer(
+            question.question,
+            question.request_id,
+            started=decision.started,
+            finished=decision.finished,
+            raised=decision.raised,
+            delivered=decision.delivered,
+        )
+
+    def _take_token(self, stream: Stream, token: wire.TokenOutput, owner: Owner, taken: Taken, now: float) -> None:
+        gate = _gate_of(stream)
+        verdict = gate.offer(
+            Arrival(
+                epoch=token.epoch,
+                base=token.base,
+                first=token.first,
+                count=len(token.token_ids),
+                finished=token.finish_reason is not None,
+                payload=token,
+            )
+        )
+        if verdict.stale:
+            taken.unwanted[token.request_id] = token.epoch
+        elif token.epoch >= stream.epoch:
+            stream.owned_by(owner, token.epoch, now)
+        if verdict.overflow:
+            # What is dropped here is missing later, if the request is not started again before that.
+            self._complain("overflow", f"{token.request_id} waits for token {gate.next_index} in vain")
+        taken.delivered += [_deliver(stream, delivery) for delivery in verdict.deliver]
+        if gate.finished:
+            del self._streams[stream.request_id]
+
+    def _home_parts(self, output: HomeOutput, weight_version: str | None, ended: list[Stream]) -> Iterator[Part]:
+        """What vLLM gets in place of one output of the home engine."""
+        stream = self._streams.get(output.request_id)
+        if stream is None or stream.gate is None:
+            yield Part(None, output, 0, len(output.new_token_ids), output.finish_reason is not None)
+            return
+        verdict = stream.gate.offer(
+            Arrival(
+                epoch=HOME,
+                base=0,
+                first=stream.num_home,
+                count=len(output.new_token_ids),
+                finished=output.finish_reason is not None,
+                payload=output,
+            )
+        )
+        stream.num_home += len(output.new_token_ids)
+        if stream.gate.finished:
+            del self._streams[stream.request_id]
+            ended.append(stream)
+        if verdict.deliver:
+            stream.weight_version = weight_version
+        for delivery in verdict.deliver:
+            yield _deliver(stream, delivery)
+
+
+def _gate_of(stream: Stream) -> Gate:
+    """The stream's gate; a new one begins behind what the home engine has delivered."""
+    gate = stream.gate
+    if gate is None:
+        gate = stream.gate = Gate()
+        gate.offer(Arrival(HOME, base=0, first=0, count=stream.num_home, finished=False, payload=None))
+    return gate
+
+
+def _deliver(stream: Stream, delivery: Delivery) -> Part:
+    payload: wire.TokenOutput | HomeOutput = delivery.payload  # type: ignore[assignment]  # as it was offered
+    tokens = payload.token_ids if isinstance(payload, wire.TokenOutput) else payload.new_token_ids
+    stream.delivered += tokens[delivery.skip : delivery.skip + delivery.count]
+    return Part(stream, payload, delivery.skip, delivery.count, delivery.finished)

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of one engine at a moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llumlet.types import Address, InstanceMetadata, InstanceStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One life of one engine. A new object with every change: what a reader holds does not change under it."""
+
+    metadata: InstanceMetadata
+    status: InstanceStatus | None
+    """The newest status; None until the first one has come: nothing is sent to such an instance."""
+    received_s: float
+    """When the newest status (before it, the metadata) was received, by this process's monotonic clock."""
+
+    @property
+    def id(self) -> str:
+        return self.metadata.instance_id
+
+    @property
+    def llumlet(self) -> Address:
+        return Address(self.metadata.ip, self.metadata.llumlet_port)
+
+    @property
+    def api_server(self) -> Address:
+        return Address(self.metadata.ip, self.metadata.api_server_port)
+
+    def age_s(self, now_s: float) -> float:
+        return now_s - self.received_s

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Instances that have gone without a word: silent, or cut off, and not come back.
+
+Nothing is sent to them, so they are in no view. But they say something of who shares a failure domain with them, for as
+long as a reader cares (`--instance-staleness-seconds`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from llumsched.cluster.instance import Instance
+
+_MOST: Final = 10_000
+
+
+class Lost:
+    """Instances by id, the longest lost first. `clock`: monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._instances: dict[str, tuple[float, Instance]] = {}
+
+    def __len__(self) -> int:
+        return len(self._instances)
+
+    def __contains__(self, instance_id: object) -> bool:
+        return instance_id in self._instances
+
+    def add(self, instance: Instance) -> None:
+        """Keeps an instance as it was last."""
+        self._instances.pop(instance.id, None)
+        self._instances[instance.id] = self._clock(), instance
+        if len(self._instances) > _MOST:
+            del self._instances[next(iter(self._instances))]
+
+    def discard(self, instance_id: str) -> None:
+        """Drops an instance that is back, or has said good-bye after all."""
+        self._instances.pop(instance_id, None)
+
+    def within(self, seconds: float) -> tuple[Instance, ...]:
+        """Instances lost no longer ago than this."""
+        if not self._instances:
+            return ()
+        since_s = self._clock() - seconds
+        return tuple(instance for lost_s, instance in self._instances.values() if lost_s >= since_s)
+
+    def ages_s(self) -> dict[str, float]:
+        """How long ago each was lost."""
+        now_s = self._clock()
+        return {instance_id: now_s - lost_s for instance_id, (lost_s, _) in self._instances.items()}

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was sent to an instance and is not in its status yet (full mode).
+
+A request is in the account of its instance from its dispatch until the first of:
+
+    the instance's status names it (waiting, or recent: it arrived, whatever became of it since): its load is counted
+    there from now on, by the same status, so that it is never counted twice nor missed;
+    it is released: the gateway says that it did not get there, or that it is over;
+    it is dispatched again by the same gateway, under the same id and for the same stage: a retry, which replaces the
+    placement;
+    its instance left, or came back as a new life;
+    its time is over: a request that was aborted on its way never arrives. Time alone does it: no status is needed, so
+    that an idle instance, which has none to send, does not keep it. While no status can come, as the CMS is lost,
+    nothing is over: what was sent meanwhile is all that is known to have changed.
+
+A request that moves between instances is in the status of its source, and with it out of the account, before it can
+move. A retry at the same instance within the time in which the engine remembers the first try is taken for found at
+the next status; it is missed until the engine has it, for some milliseconds.
+
+Everything is O(1) per request; a status costs as much as it names requests, and only while some are on their way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from llumlet.protocol.infer_type import InferType
+from llumsched.cluster.instance import Instance
+from llumsched.cluster.providers.in_flight import Counters, InFlight, counters_of
+
+_NAME_CHARACTERS: Final = 128
+_MOST_OVERDUE: Final = 100_000
+
+
+@dataclass(slots=True, eq=False)
+class _Record:
+    gateway_id: str
+    request_id: str
+    instance_id: str
+    infer_type: InferType
+    counters: Counters
+    deadline_s: float
+    kept: bool = True
+
+
+class Account:
+    """Observes a view, on one event loop; `clock` in seconds, monotonic. `staleness_s` 0: nothing is counted.
+    `is_blind`: whether no status can come now."""
+
+    def __init__(
+        self, clock: Callable[[], float], staleness_s: float, is_blind: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.in_flight = InFlight()
+        self.num_expired = 0
+        """Requests that neither arrived nor were released in time."""
+        self._clock = clock
+        self._staleness_s = staleness_s
+        self._is_blind = is_blind
+        self._of_request: dict[tuple[str, str], dict[InferType, _Record]] = {}
+        """Records by gateway and id: two gateways may have got the same one from a client."""
+        self._of_instance: dict[str, dict[tuple[str, str, InferType], _Record]] = {}
+        self._by_age: deque[_Record] = deque()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._of_instance.values()))
+
+    # From the dispatcher
+
+    def dispatched(
+        self, request_id: str, instance_id: str, infer_type: InferType, num_tokens: int, gateway_id: str = ""
+    ) -> None:
+        """`request_id` was placed; an earlier placement of it for the same stage is void."""
+        self.expire()
+        earlier = self._of_request.get((gateway_id, request_id), {}).get(infer_type)
+        if earlier is not None:
+            self._drop(earlier)
+        if not self._staleness_s:
+            return
+        counters = counters_of(infer_type, num_tokens)
+        deadline_s = self._clock() + self._staleness_s
+        record = _Record(gateway_id, request_id, instance_id, infer_type, counters, deadline_s)
+        self._of_request.setdefault((gateway_id, request_id), {})[infer_type] = record
+        self._of_instance.setdefault(instance_id, {})[gateway_id, request_id, infer_type] = record
+        self._by_age.append(record)
+        self.in_flight.add(instance_id, counters)
+
+    def released(self, request_id: str, instance_ids: Collection[str], gateway_id: str = "") -> None:
+        """Drops a request that is no longer on its way to these instances. As often as one likes, known or not."""
+        for record in list(self._of_request.get((gateway_id, request_id), {}).values()):
+            if record.instance_id in instance_ids:
+                self._drop(record)
+
+    def expire(self) -> None:
+        """Drops requests whose time is over. To be called now and then, whether or not anything happens."""
+        now_s = self._clock()
+        most_overdue = _MOST_OVERDUE if self._is_blind() else 0
+        while self._by_age:
+            record = self._by_age[0]
+            if record.kept and (record.deadline_s > now_s or len(self._by_age) <= most_overdue):
+                return
+            self._by_age.popleft()
+            if record.kept:
+                self.num_expired += 1
+                self._drop(record)
+
+    # From the view
+
+    def appeared(self, instance: Instance) -> None:
+        self.changed(instance)
+
+    def changed(self, instance: Instance) -> None:
+        on_their_way = self._of_instance.get(instance.id)
+        if not on_their_way or instance.status is None:
+            return
+        named = {*instance.status.recent_waiting_requests, *instance.status.waiting_requests}
+        if not named:
+            return
+        for record in list(on_their_way.values()):
+            if any(name in named for name in _names(record.request_id)):
+                self._drop(record)
+
+    def left(self, instance: Instance) -> None:
+        for record in list(self._of_instance.get(instance.id, {}).values()):
+            self._drop(record)
+
+    def _drop(self, record: _Record) -> None:
+        record.kept = False
+        key = record.gateway_id, record.request_id
+        of_request = self._of_request[key]
+        del of_request[record.infer_type]
+        if not of_request:
+            del self._of_request[key]
+        of_instance = self._of_instance[record.instance_id]
+        del of_instance[*key, record.infer_type]
+        if not of_instance:
+            del self._of_instance[record.instance_id]
+        self.in_flight.subtract(record.instance_id, record.counters)
+
+
+def _names(request_id: str) -> Iterator[str]:
+    """Names under which vLLM's API server passes on the request that a gateway sent as `request_id`. Of several prompts
+    or samples the first stands for all. An engine reports the beginning of a long one."""
+    request_id = request_id[:_NAME_CHARACTERS]
+    for name in (request_id, f"chatcmpl-{request_id}", f"cmpl-{request_id}-0", f"cmpl-{request_id}"):
+        yield name
+        yield f"0_{name}"

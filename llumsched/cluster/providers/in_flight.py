@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Columns of what was sent to each instance and no status shows (yet). `account` and `lrs` keep the counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import add, sub
+from typing import NamedTuple
+
+from llumlet.protocol.infer_type import InferType
+from llumsched.cluster.instance import Instance
+
+
+class Counters(NamedTuple):
+    """Requests that were sent to an instance and are not in its status.
+
+    A request for a neutral instance is prefill work and decode work, and one request.
+    """
+
+    num_requests: int = 0
+    num_prefill_requests: int = 0
+    num_decode_requests: int = 0
+    num_uncomputed_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_tokens: int = 0
+
+    def plus(self, other: Counters) -> Counters:
+        return Counters(*map(add, self, other))
+
+    def minus(self, other: Counters) -> Counters:
+        return Counters(*map(sub, self, other))
+
+
+NONE_IN_FLIGHT = Counters()
+
+
+def counters_of(infer_type: InferType, num_tokens: int, *, prefilled: bool = False) -> Counters:
+    """Counters of one request. On a neutral instance it is prefill work, until that is done, and decode work."""
+    is_prefill = infer_type is not InferType.DECODE and not prefilled
+    is_decode = infer_type is not InferType.PREFILL
+    return Counters(
+        num_requests=1,
+        num_prefill_requests=int(is_prefill),
+        num_decode_requests=int(is_decode),
+        num_uncomputed_prefill_tokens=num_tokens * is_prefill,
+        num_decode_tokens=num_tokens * is_decode,
+        num_tokens=num_tokens,
+    )
+
+
+class InFlight:
+    """Counters by instance id; only what is not zero is kept. A provider: its columns are called as the counters are,
+    with `sent_` in place of `num_`."""
+
+    columns: Sequence[str] = tuple(name.replace("num_", "sent_", 1) for name in Counters._fields)
+
+    def __init__(self) -> None:
+        self._counters: dict[str, Counters] = {}
+        self._listeners: list[Callable[[str], None]] = []
+
+    def of(self, instance_id: str) -> Counters:
+        return self._counters.get(instance_id, NONE_IN_FLIGHT)
+
+    @property
+    def counters(self) -> Mapping[str, Counters]:
+        return self._counters
+
+    def row(self, instance: Instance, before: Instance | None) -> Sequence[float]:
+        return self.of(instance.id)
+
+    def on_change(self, listener: Callable[[str], None]) -> None:
+        self._listeners.append(listener)
+
+    def add(self, instance_id: str, counters: Counters) -> None:
+        self._set(instance_id, self.of(instance_id).plus(counters))
+
+    def subtract(self, instance_id: str, counters: Counters) -> None:
+        self._set(instance_id, self.of(instance_id).minus(counters))
+
+    def _set(self, instance_id: str, counters: Counters) -> None:
+        if counters == NONE_IN_FLIGHT:
+            self._counters.pop(instance_id, None)
+        else:
+            self._counters[instance_id] = counters
+        for listener in self._listeners:
+            listener(instance_id)

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local realtime state (lite mode): the load of engines that report none, from what was sent to them.
+
+A state per request and stage: it begins at the dispatch with the prompt's tokens, grows with what the gateway reports
+as the stream goes on, and ends when the gateway releases it. It ends too
+
+    when its instance leaves;
+    when its gateway is lost: it has no keepalive connection (any more) and has not been heard for
+    `gateway_ttl_s`;
+    when nothing was reported of it for `state_ttl_s`: the gateway lost it.
+
+A report of a request that is not known makes a state: a scheduler that was restarted learns what is running from the
+gateways' reports. One that was released a moment ago does not come back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Container
+from dataclasses import dataclass
+
+from llumlet.protocol.infer_type import InferType
+from llumsched.cluster.instance import Instance
+from llumsched.cluster.providers.in_flight import Counters, InFlight, counters_of
+
+_log = logging.getLogger(__name__)
+_RELEASED_FOR_S = 10.0
+_MOST_RELEASED = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What a gateway reports of one request."""
+
+    id: str
+    instance_id: str
+    infer_type: InferType
+    gateway_id: str
+    num_tokens: int
+    """Tokens of prompt and output so far."""
+    prefill_done: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _State:
+    request_id: str
+    instance_id: str
+    infer_type: InferType
+    gateway_id: str
+    num_tokens: int
+    counters: Counters
+    heard_s: float
+    prefilled: bool = False
+
+
+@dataclass(slots=True)
+class _Gateway:
+    since_s: float
+    heard_s: float
+    num_connections: int = 0
+    reports: bool = False
+    """Whether it has sent a report, or kept a connection."""
+
+
+class RealtimeState:
+    """State per request, on one event loop; `clock` in seconds, monotonic. `instances` are the ids that there are."""
+
+    def __init__(
+        self, clock: Callable[[], float], instances: Container[str], *, gateway_ttl_s: float, state_ttl_s: float
+    ) -> None:
+        self.in_flight = InFlight()
+        self.num_expired = 0
+        self._clock = clock
+        self._instances = instances
+        self._gateway_ttl_s = gateway_ttl_s
+        self._state_ttl_s = state_ttl_s
+        self._states: dict[tuple[str, str, InferType], _State] = {}
+        """States by gateway, id and stage."""
+        self._gateways: dict[str, _Gateway] = {}
+        self._released: OrderedDict[tuple[str, str, str], float] = OrderedDict()
+        self._has_warned = False
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    # From the dispatcher
+
+    def dispatched(
+        self, request_id: str, instance_id: str, infer_type: InferType, num_tokens: int, gateway_id: str = ""
+    ) -> None:
+        """`request_id` was placed; an earlier placement of it for the same stage is void."""
+        self._hear(gateway_id)
+        self._released.pop((gateway_id, request_id, instance_id), None)
+        self._start(request_id, instance_id, infer_type, num_tokens, gateway_id)
+
+    def released(self, request_id: str, instance_ids: Collection[str], gateway_id: str = "") -> None:
+        """Ends a request at these instances. As often as one likes, known or not."""
+        for infer_type in InferType:
+            state = self._states.get((gateway_id, request_id, infer_type))
+            if state is not None and state.instance_id in instance_ids:
+                self._drop(state)
+        for instance_id in instance_ids:
+            self._released[gateway_id, request_id, instance_id] = self._clock() + _RELEASED_FOR_S
+        while len(self._released) > _MOST_RELEASED:
+            self._released.popitem(last=False)
+
+    def reported(self, update: Update) -> str | None:
+        """Takes what a gateway reports, or says why not."""
+        self._hear(update.gateway_id).reports = True
+        state = self._states.get((update.gateway_id, update.id, update.infer_type))
+        if state is None:
+            if (update.gateway_id, update.id, update.instance_id) in self._released:
+                return "request released"
+            if update.instance_id not in self._instances:
+                return "endpoint not found"
+            state = self._start(update.id, update.instance_id, update.infer_type, update.num_tokens, update.gateway_id)
+        if state.instance_id != update.instance_id:
+            return "request instance changed"
+        state.heard_s = self._clock()
+        state.prefilled |= update.prefill_done
+        state.num_tokens = max(state.num_tokens, update.num_tokens)
+        self._count(state)
+        return None
+
+    # From the gateways' keepalive connections
+
+    def connected(self, gateway_id: str) -> None:
+        gateway = self._hear(gateway_id)
+        gateway.num_connections += 1
+        gateway.reports = True
+
+    def disconnected(self, gateway_id: str) -> None:
+        self._hear(gateway_id).num_connections -= 1
+
+    def expire(self) -> None:
+        """Drops what has ended without a word. To be called now and then."""
+        now_s = self._clock()
+        lost = {
+            gateway_id
+            for gateway_id, gateway in self._gateways.items()
+            if not gateway.num_connections and now_s - gateway.heard_s > self._gateway_ttl_s
+        }
+        for state in list(self._states.values()):
+            if state.gateway_id in lost or now_s - state.heard_s > self._state_ttl_s:
+                self.num_expired += 1
+                self._drop(state)
+        for gateway_id in lost:
+            del self._gateways[gateway_id]
+        self._warn_of_silent_gateways(now_s)
+        while self._released and next(iter(self._released.values())) <= now_s:
+            self._released.popitem(last=False)
+
+    # From the view
+
+    def appeared(self, instance: Instance) -> None:
+        pass
+
+    def changed(self, instance: Instance) -> None:
+        pass
+
+    def left(self, instance: Instance) -> None:
+        for state in [state for state in self._states.values() if state.instance_id == instance.id]:
+            self._drop(state)
+
+    def _hear(self, gateway_id: str) -> _Gateway:
+        now_s = self._clock()
+        gateway = self._gateways.setdefault(gateway_id, _Gateway(now_s, now_s))
+        gateway.heard_s = now_s
+        return gateway
+
+    def _warn_of_silent_gateways(self, now_s: float) -> None:
+        """Warns of one such gateway, once: what it places counts long after it is over."""
+        silent = (
+            gateway_id
+            for gateway_id, gateway in self._gateways.items()
+            if not gateway.reports and now_s - gateway.since_s > self._gateway_ttl_s
+        )
+        if not self._has_warned and (gateway_id := next(silent, None)) is not None:
+            self._has_warned = True
+            _log.warning(
+                "gateway %.100r has requests placed and reports none: each counts until %g s after it was placed. This "
+                "scheduler is in lite mode; is the gateway (--enable-full-mode-scheduling)?",
+                gateway_id,
+                self._state_ttl_s,
+            )
+
+    def _start(
+        self, request_id: str, instance_id: str, infer_type: InferType, num_tokens: int, gateway_id: str
+    ) -> _State:
+        earlier = self._states.get((gateway_id, request_id, infer_type))
+        if earlier is not None:
+            self._drop(earlier)
+        counters = counters_of(infer_type, num_tokens)
+        state = _State(request_id, instance_id, infer_type, gateway_id, num_tokens, counters, self._clock())
+        self._states[gateway_id, request_id, infer_type] = state
+        self.in_flight.add(instance_id, counters)
+        return state
+
+    def _count(self, state: _State) -> None:
+        counters = counters_of(state.infer_type, state.num_tokens, prefilled=state.prefilled)
+        if counters != state.counters:
+            self.in_flight.add(state.instance_id, counters.minus(state.counters))
+            state.counters = counters
+
+    def _drop(self, state: _State) -> None:
+        del self._states[state.gateway_id, state.request_id, state.infer_type]
+        self.in_flight.subtract(state.instance_id, state.counters)

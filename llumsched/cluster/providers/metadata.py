@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Columns of what an instance is. Names become numbers: equal for equal names, -1 for the empty one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from llumlet.protocol.infer_type import InferType
+from llumlet.types import InstanceMetadata
+from llumsched.cluster.instance import Instance
+
+NO_LIMIT: Final = 1e9
+"""Stands for the moves at a time of an instance that does not say how many."""
+_STALL_BUDGET_MS: Final = 200.0
+"""Default of an engine."""
+_TYPES: Final = {str(infer_type): code for code, infer_type in enumerate(InferType)} | {"": 0}
+
+
+def type_code(infer_type: str) -> int:
+    """The number of an infer type in its column; that of no type if it is none. Nothing said means neutral."""
+    return _TYPES.get(infer_type, -1)
+
+
+def type_of(instance: Instance) -> str:
+    return instance.metadata.instance_type or InferType.NEUTRAL
+
+
+class MetadataColumns:
+    columns: Final[Sequence[str]] = (
+        "infer_type",
+        "node",
+        "unit",
+        "engine",
+        "exchange_group",
+        "max_model_len",
+        "movable",
+        "max_migrations_out",
+        "max_migrations_in",
+        "bytes_per_token",
+        "stall_budget_s",
+    )
+    """`engine`: the unit, if it has more than one data-parallel rank: they fail together. `exchange_group`: equal where
+    requests can be exchanged. `movable`: 1 if they can go elsewhere at all."""
+
+    def __init__(self) -> None:
+        self._codes: dict[str, int] = {"": -1}
+        """Numbers of all names of nodes, units and compatibility digests that were ever seen: some bytes for each."""
+
+    def row(self, instance: Instance, before: Instance | None) -> Sequence[float] | None:
+        data = instance.metadata
+        if before is not None and before.metadata is data:
+            return None
+        unit = self._code(data.unit_id)
+        return (
+            type_code(data.instance_type),
+            self._code(data.node_id),
+            unit,
+            unit if data.data_parallel_size > 1 else -1,
+            self._code(f"{type_of(instance)}\n{data.compatibility_digest}"),
+            data.max_model_len,
+            not data.unsupported,
+            data.max_migrations_out or NO_LIMIT,
+            data.max_migrations_in or NO_LIMIT,
+            _bytes_per_token(data),
+            (data.stall_budget_ms or _STALL_BUDGET_MS) / 1000,
+        )
+
+    def on_change(self, listener: Callable[[str], None]) -> None:
+        """Keeps no listener: changes come with reports only."""
+
+    def _code(self, name: str) -> int:
+        return self._codes.setdefault(name, len(self._codes) - 1)
+
+
+def _bytes_per_token(data: InstanceMetadata) -> float:
+    return data.bytes_per_block / max(data.block_size, 1)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Columns of what an instance reports: the numbers of its status by their own names, and when it was received."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Final
+
+from google.protobuf.descriptor import FieldDescriptor
+
+from llumlet.types import InstanceStatus
+from llumsched.cluster.instance import Instance
+
+_FIELDS: Final = tuple(
+    field.name
+    for field in InstanceStatus.DESCRIPTOR.fields
+    if not field.is_repeated and field.cpp_type not in (FieldDescriptor.CPPTYPE_STRING, FieldDescriptor.CPPTYPE_MESSAGE)
+)
+_numbers: Final = attrgetter(*_FIELDS)
+_NONE_YET: Final = _numbers(InstanceStatus())
+
+
+@dataclass(frozen=True, slots=True)
+class StatusColumns:
+    columns: Sequence[str] = ("reported", "received_s", "lost", "carries_kv", *_FIELDS)
+    """`reported`: 1 if there is a status; before the first, the rest is 0. `received_s`: by the view's clock.
+    `lost`: 1 in a snapshot, of instances that went without a word a while ago.
+    `carries_kv`: 1 if requests can leave and come with their KV cache."""
+
+    def row(self, instance: Instance, before: Instance | None) -> Sequence[float]:
+        status = instance.status
+        if status is None:
+            return (0, instance.received_s, 0, 0, *_NONE_YET)
+        return (1, instance.received_s, 0, not status.kv_unsupported, *_numbers(status))
+
+    def on_change(self, listener: Callable[[str], None]) -> None:
+        """Keeps no listener: changes come with reports only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cargo:
+    """Requests that change place, as columns of a status will show it."""
+
+    requests: float
+    tokens: float
+    """Tokens of prompt and output, of all requests together."""
+    waiting: bool = False
+    """Whether the requests have no KV cache yet; otherwise they decode."""
+
+    @property
+    def negative(self) -> Cargo:
+        """The cargo as it weighs on the instance that it leaves."""
+        return Cargo(-self.requests, -self.tokens, self.waiting)
+
+    @property
+    def weight(self) -> Mapping[str, float]:
+        """Numbers that it adds to columns of the instance that it comes to."""
+        if self.waiting:
+            return {
+                "num_waiting_requests": self.requests,
+                "num_uncomputed_tokens_all_waiting_prefills": self.tokens,
+            }
+        return {
+            "num_running_requests": self.requests,
+            "scheduler_running_to_decode_requests_num": self.requests,
+            "scheduler_running_to_decode_tokens_num": self.tokens,
+            "num_used_gpu_tokens": self.tokens,
+        }

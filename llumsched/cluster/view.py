@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The instances of the cluster as they are known here, and who wants to hear of changes.
+
+A `View` belongs to one event loop. A store writes it (`put_metadata`, `put_status`, `remove`, `lose`), everybody else
+reads and observes it. Nothing here waits for the network: what is known may be old, and says how old it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol, runtime_checkable
+
+from llumlet.types import InstanceMetadata, InstanceStatus
+from llumsched.cluster.instance import Instance
+from llumsched.cluster.lost import Lost
+
+logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """Called on the view's event loop, in the order of the changes. Must not wait, and must not raise."""
+
+    def appeared(self, instance: Instance) -> None:
+        """Hears of an id that was not there, or of a new life of one that was (after `left`)."""
+
+    def changed(self, instance: Instance) -> None:
+        """Hears of a newer status, or of other metadata."""
+
+    def left(self, instance: Instance) -> None:
+        """Hears of an instance that leaves, as it was last."""
+
+
+class View(Mapping[str, Instance]):
+    """Instances by id.
+
+    `heard_s` is when the store that feeds the view was last reached: a view that is fed by a lost store stays as it
+    was, and grows old.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._instances: dict[str, Instance] = {}
+        self._observers: list[Observer] = []
+        self._faults: set[tuple[str, type[Exception]]] = set()
+        """Faults of observers that were told in the log."""
+        self.lost = Lost(clock)
+        self.heard_s = clock()
+        self.connected = True
+        """Whether the store can be reached now, as far as is known."""
+
+    # Reading
+
+    def __getitem__(self, instance_id: str) -> Instance:
+        return self._instances[instance_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._instances)
+
+    def __len__(self) -> int:
+        return len(self._instances)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the store was last heard; 0 while it is connected."""
+        return 0.0 if self.connected else self._clock() - self.heard_s
+
+    def observe(self, observer: Observer) -> Callable[[], None]:
+        """Tell `observer` of all instances there are, and of every change until the answer is called."""
+        for instance in list(self._instances.values()):
+            self._tell(observer.appeared, instance)
+        self._observers.append(observer)
+        return lambda: self._observers.remove(observer)
+
+    # Writing
+
+    def put_metadata(self, metadata: InstanceMetadata) -> None:
+        """Takes an instance in, or its new metadata. One of the same id and another incarnation is gone with it."""
+        self.lost.discard(metadata.instance_id)
+        known = self._instances.get(metadata.instance_id)
+        if known is not None and known.metadata.incarnation != metadata.incarnation:
+            self.remove(metadata.instance_id)
+            known = None
+        if known is None:
+            self._keep(Instance(metadata, None, self._clock()), appeared=True)
+        elif _without_time(known.metadata) != _without_time(metadata):
+            self._keep(Instance(metadata, known.status, known.received_s))
+
+    def put_status(self, status: InstanceStatus, age_s: float = 0.0) -> bool:
+        """Takes a status that left its instance `age_s` ago. False, and nothing is changed, for one of an instance or a
+        life that is not known, or that is not newer than the one that is there."""
+        known = self._instances.get(status.instance_id)
+        if known is None or known.metadata.incarnation != status.incarnation:
+            return False
+        old = known.status
+        if old is not None and (status.update_id, status.timestamp_ms) <= (old.update_id, old.timestamp_ms):
+            return False
+        self._keep(Instance(known.metadata, status, self._clock() - age_s))
+        return True
+
+    def remove(self, instance_id: str) -> None:
+        """Takes out an instance that is gone, and has said so."""
+        self.lost.discard(instance_id)
+        self._take_out(instance_id)
+
+    def lose(self, instance_id: str) -> None:
+        """Takes out an instance that is gone without a word. Observers hear what they hear of any that leaves."""
+        gone = self._take_out(instance_id)
+        if gone is not None:
+            self.lost.add(gone)
+
+    def _take_out(self, instance_id: str) -> Instance | None:
+        gone = self._instances.pop(instance_id, None)
+        if gone is not None:
+            for observer in list(self._observers):
+                self._tell(observer.left, gone)
+        return gone
+
+    def _keep(self, instance: Instance, *, appeared: bool = False) -> None:
+        self._instances[instance.id] = instance
+        for observer in list(self._observers):
+            self._tell(observer.appeared if appeared else observer.changed, instance)
+
+    def _tell(self, hear: Callable[[Instance], None], instance: Instance) -> None:
+        """Tells one observer. If it raises, the others hear of it all the same, and the store goes on."""
+        try:
+            hear(instance)
+        except Exception as error:
+            fault = getattr(hear, "__qualname__", repr(hear)), type(error)
+            if fault not in self._faults:
+                self._faults.add(fault)
+                logger.exception("%s of instance %s raised; not said again", fault[0], instance.id)
+
+
+def _without_time(metadata: InstanceMetadata) -> InstanceMetadata:
+    """Metadata without what a repetition that only keeps an entry alive changes."""
+    same = InstanceMetadata()
+    same.CopyFrom(metadata)
+    same.ClearField("utc_update")
+    return same

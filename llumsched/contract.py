@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The JSON between gateways and schedulers, field for field that of Llumnix.
+
+What is not known is ignored; what is known must have the right type and size. Additions: `excluded_endpoints`, with
+which a second try names who failed the first, and `dp_rank_local`, the rank among those of its API server, unless it is
+the only one there.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
+
+from llumlet.protocol.infer_type import InferType
+from llumlet.types import Address
+from llumsched.causes import Cause
+
+MAX_BODY_BYTES = 16 << 20
+"""Limit of one call. The token ids of a prompt of a million take half of it."""
+
+Name = Annotated[str, Meta(max_length=1024)]
+RequestId = Annotated[str, Meta(min_length=1, max_length=1024)]
+"""An id that is not empty: requests without one would all be the same, each a retry of the one before."""
+Count = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+T = TypeVar("T")
+
+
+class Endpoint(Struct):
+    host: Name
+    port: Port
+
+    def __bool__(self) -> bool:
+        return bool(self.host and self.port)
+
+    @property
+    def address(self) -> Address:
+        return Address(self.host, self.port)
+
+
+class LLMInstance(Struct):
+    id: Name
+    endpoint: Endpoint
+    model: Name = ""
+    infer_type: Name = InferType.NEUTRAL
+    version: int = 0
+    aux_ip: Name = ""
+    aux_port: int = 0
+    dp_rank: int = 0
+    dp_size: int = 0
+    dp_rank_local: int | UnsetType = UNSET
+
+
+class SchedulingRequest(Struct, omit_defaults=True):
+    id: RequestId
+    model: Name = ""
+    gateway_id: Name = ""
+    scheduling_mode: Literal["neutral", "pd_batch", "pd_staged"] = field(default_factory=lambda: "neutral")
+    """The mode; always written, so no plain default."""
+    scheduling_stage: Literal["", "prefill", "decode"] = ""
+    prompt_num_tokens: Count = 0
+    prompt_token_ids: Raw | UnsetType = UNSET
+    """Token ids, which are echoed, and counted if `prompt_num_tokens` is missing."""
+    scheduling_result: Annotated[list[LLMInstance], Meta(max_length=16)] | None = None
+    excluded_endpoints: Annotated[list[Name], Meta(max_length=1024)] | UnsetType = UNSET
+    """Who failed it, sent also if nobody did: a gateway that leaves it out has its retries known by their ids."""
+
+    @property
+    def stages(self) -> tuple[InferType, ...]:
+        """Infer types to place it for. Raises ValueError for a staged request without its stage."""
+        if self.scheduling_mode == "neutral":
+            return (InferType.NEUTRAL,)
+        if self.scheduling_mode == "pd_batch":
+            return (InferType.PREFILL, InferType.DECODE)
+        if not self.scheduling_stage:
+            raise ValueError("scheduling_mode pd_staged needs a scheduling_stage, prefill or decode")
+        return (InferType(self.scheduling_stage),)
+
+    def count_tokens(self) -> int:
+        """Tokens of the prompt. Raises ValueError for token ids that are none."""
+        if self.prompt_num_tokens or isinstance(self.prompt_token_ids, UnsetType):
+            return self.prompt_num_tokens
+        try:
+            return len(msgspec.json.decode(self.prompt_token_ids, type=list[Count] | None) or ())
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"prompt_token_ids: {error}") from error
+
+
+class Placing(Struct):
+    """What a gateway reads of the answer to `/schedule`."""
+
+    scheduling_result: list[LLMInstance] = []
+
+
+class Question(SchedulingRequest):
+    """A question where a request would go: one in particular, or any such."""
+
+    id: Name = ""
+
+
+class Instances(Struct):
+    """The instances that a scheduler knows: the answer to `/instances`."""
+
+    instances: list[LLMInstance] = []
+
+
+class Report(Struct):
+    """The state of one request, by its gateway (lite mode)."""
+
+    id: RequestId
+    instance_id: Name
+    kind: Literal["state_update", "prefill_done"] = "state_update"
+    model: Name = ""
+    infer_type: InferType = InferType.NEUTRAL
+    gateway_id: Name = ""
+    num_tokens: Count = 0
+
+
+class Avoided(Struct):
+    """An instance to which a gateway sends nothing now."""
+
+    endpoint: Endpoint
+    cause: Cause
+    reason: Annotated[str, Meta(max_length=1024)] = ""
+    since_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Seconds for which it has been avoided."""
+
+
+class Complaining(Struct):
+    """All that a gateway avoids. Valid for `ttl_s` seconds, or until it says so again."""
+
+    gateway_id: Annotated[str, Meta(min_length=1, max_length=1024)]
+    instances: Annotated[list[Avoided], Meta(max_length=10_000)]
+    ttl_s: Annotated[float, Meta(gt=0, le=3600)]
+
+
+def decode(body: bytes, of: type[T]) -> T:
+    """The message in a body. Raises ValueError that says where it is wrong."""
+    try:
+        return msgspec.json.decode(body, type=of)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"bad JSON: {error or 'nested too deeply'}") from error
+
+
+def encode(value: Any) -> bytes:
+    return msgspec.json.encode(value)

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to instances: runs the policy over the table, and keeps account of what it placed."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Protocol
+
+from llumlet.protocol.infer_type import InferType
+from llumsched.cluster.instance import Instance
+from llumsched.cluster.providers import RequestProvider
+from llumsched.cluster.providers.in_flight import InFlight
+from llumsched.cluster.request import Request
+from llumsched.cluster.snapshot import Snapshot
+from llumsched.cluster.table import standard_table
+from llumsched.cluster.view import Observer, View
+from llumsched.dispatch.complaints import Complaints
+from llumsched.dispatch.warmth import Warmth
+from llumsched.policy import filters as f
+from llumsched.policy import pipeline
+from llumsched.policy.candidates import Candidates, Context
+from llumsched.policy.document import Policy
+from llumsched.policy.pipeline import Decision
+from llumsched.policy.selectors import Draw
+
+_REMEMBER_S = 10.0
+_MOST_REMEMBERED = 100_000
+
+
+class NotPlacedKind(StrEnum):
+    """Why a request was not placed, by the names of the counter `scheduler_scheduling_failed_total`."""
+
+    ENDPOINT_NOT_FOUND = "endpoint_not_found"
+    """Nobody serves the model."""
+    NO_AVAILABLE_ENDPOINT = "no_available_endpoint"
+    NO_MATCH_INFER_TYPE = "no_match_infer_type"
+    CMS_NOT_AVAILABLE = "cms_not_available"
+    """Nothing is known of any instance, and the store cannot be reached."""
+    PROMPT_TOO_LONG = "prompt_too_long"
+    """No instance that serves the model can hold the prompt."""
+    WARMING = "warming"
+    """Not enough is known yet to choose."""
+
+
+class NotPlaced(Exception):
+    def __init__(self, kind: NotPlacedKind, said: str) -> None:
+        super().__init__(said)
+        self.kind = kind
+
+
+class Ledger(Observer, Protocol):
+    """What `account.Account` and `lrs.RealtimeState` have in common."""
+
+    in_flight: InFlight
+    num_expired: int
+
+    def dispatched(
+        self, request_id: str, instance_id: str, infer_type: InferType, num_tokens: int, gateway_id: str = ""
+    ) -> None: ...
+
+    def released(self, request_id: str, instance_ids: Collection[str], gateway_id: str = "") -> None: ...
+
+    def expire(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    infer_type: InferType
+    instance: Instance
+    fallback: bool
+
+
+class Dispatcher:
+    """Places requests, on one event loop, one after the other: each decision sees what those before it placed."""
+
+    def __init__(
+        self,
+        view: View,
+        policy: Policy,
+        ledger: Ledger,
+        clock: Callable[[], float],
+        draw: random.Random | None = None,
+        *,
+        warms_up_s: float = 0.0,
+        providers: Sequence[RequestProvider] = (),
+    ) -> None:
+        """`warms_up_s`: how long no instance must have come before one is chosen among those that have. `providers`: of
+        columns beside those of the table, asked for each request."""
+        self.view, self.policy, self.ledger = view, policy, ledger
+        self._staleness_s = policy.staleness_s
+        self.table = standard_table(ledger.in_flight)
+        self._providers = providers
+        self._lost: tuple[tuple[Instance, ...], Snapshot | None] = (), None
+        """Lost instances, and their columns."""
+        self._clock = clock
+        self._random = draw or random.Random()
+        self._last: OrderedDict[tuple[InferType, str], str] = OrderedDict()
+        self._placed: OrderedDict[tuple[str, str], tuple[float, frozenset[str]]] = OrderedDict()
+        """Instances that a gateway's request went to lately: a second try goes elsewhere, if there is an elsewhere."""
+        self.complaints = Complaints(clock)
+        self.warmth = Warmth(clock, warms_up_s)
+        observers = [one for one in providers if isinstance(one, Observer)]
+        self._stop = [view.observe(one) for one in (ledger, *observers, self.table, self.complaints, self.warmth)]
+
+    def close(self) -> None:
+        for stop in self._stop:
+            stop()
+
+    def schedule(
+        self, request: Request, stages: tuple[InferType, ...] = (InferType.NEUTRAL,), gateway_id: str = ""
+    ) -> list[Assignment]:
+        """An instance for each stage, or, if one of them finds none, for none. Raises NotPlaced."""
+        if warming := self._warming:
+            raise NotPlaced(NotPlacedKind.WARMING, warming)
+        decisions = self.decide(request, stages, gateway_id)
+        placements = []
+        for stage, decision in decisions.items():
+            if decision.row is None:
+                raise self._not_placed(decision)
+            placements.append(Assignment(stage, self.table.instances[decision.row], decision.fallback))
+        for placed in placements:
+            self.ledger.dispatched(
+                request.id, placed.instance.id, placed.infer_type, request.prompt_num_tokens, gateway_id
+            )
+            self._remember(request, placed, gateway_id)
+        return placements
+
+    def decide(
+        self, request: Request, stages: tuple[InferType, ...] = (InferType.NEUTRAL,), gateway_id: str = ""
+    ) -> Mapping[InferType, Decision]:
+        """The decisions that `schedule` would make now. Changes nothing. Raises NotPlaced for what no run can tell."""
+        if not self.view and not self.view.connected:
+            raise NotPlaced(NotPlacedKind.CMS_NOT_AVAILABLE, "cms not available")
+        context = Context(
+            self._clock() - self.view.age_s,
+            self._with_earlier_tries(request, gateway_id),
+            self.complaints.of(gateway_id),
+            self._lost_columns(),
+        )
+        candidates = Candidates(self.table, context, self._providers)
+        decisions = {}
+        for infer_type in stages:
+            stage = self.policy.stages.get(infer_type)
+            if stage is None:
+                raise NotPlaced(
+                    NotPlacedKind.NO_MATCH_INFER_TYPE, f"policy {self.policy.name} places no {infer_type} requests"
+                )
+            last = self._last.get((infer_type, request.model))
+            decisions[infer_type] = pipeline.run(stage, candidates, Draw(self._random, last))
+        return decisions
+
+    def refusal(self) -> str:
+        """Why nobody would take a request now, of whatever model; empty if somebody would."""
+        if warming := self._warming:
+            return warming
+        try:
+            (decision,) = self.decide(Request()).values()
+        except NotPlaced as error:
+            return str(error)
+        return str(self._not_placed(decision)) if decision.row is None else ""
+
+    @property
+    def _warming(self) -> str:
+        if not self.warmth.is_warming or not self.view.connected:
+            return ""
+        return f"warming: {len(self.view)} instances are known so far"
+
+    def release(self, request_id: str, instance_ids: Collection[str], gateway_id: str = "") -> None:
+        """Takes back a request that did not get there, or is over there. Idempotent."""
+        self.ledger.released(request_id, instance_ids, gateway_id)
+
+    def _with_earlier_tries(self, request: Request, gateway_id: str) -> Request:
+        if not request.id or request.tells_tries:
+            return request
+        now_s, (until_s, tried) = self._clock(), self._placed.get((gateway_id, request.id), (0.0, frozenset()))
+        if until_s <= now_s:
+            return request
+        return replace(request, avoid=request.avoid | tried)
+
+    def _lost_columns(self) -> Snapshot | None:
+        lost = self.view.lost.within(self._staleness_s)
+        if lost != self._lost[0]:
+            self._lost = lost, self.table.measured(lost) if lost else None
+        return self._lost[1]
+
+    def _remember(self, request: Request, placed: Assignment, gateway_id: str) -> None:
+        self._last[placed.infer_type, request.model] = placed.instance.id
+        while len(self._last) > _MOST_REMEMBERED:
+            self._last.popitem(last=False)
+        now_s = self._clock()
+        if request.id and not request.tells_tries:
+            until_s, tried = self._placed.pop((gateway_id, request.id), (0.0, frozenset()))
+            tried = tried if until_s > now_s else frozenset()
+            self._placed[gateway_id, request.id] = (now_s + _REMEMBER_S, tried | {placed.instance.id})
+        while self._placed and (len(self._placed) > _MOST_REMEMBERED or next(iter(self._placed.values()))[0] <= now_s):
+            self._placed.popitem(last=False)
+
+    def _not_placed(self, decision: Decision) -> NotPlaced:
+        """The reason: the first of the filters that leaves nobody gives it."""
+        request, infer_type = decision.candidates.context.request, decision.stage.infer_type
+        masks = {one.name: mask for one, mask in decision.screening.refused}
+        wrong_model, wrong_type = masks[f.ModelFilter.name], masks[f.InferTypeFilter.name]
+        if len(wrong_model) and wrong_model.all():
+            return NotPlaced(
+                NotPlacedKind.ENDPOINT_NOT_FOUND, f"endpoint not found: nobody serves model {request.model!r}"
+            )
+        if (wrong_model | wrong_type).all():
+            return NotPlaced(
+                NotPlacedKind.NO_MATCH_INFER_TYPE, f"no available endpoint: no {infer_type} instance is there"
+            )
+        if (wrong_model | wrong_type | masks[f.CapacityFilter.name]).all():
+            tokens = request.prompt_num_tokens
+            return NotPlaced(NotPlacedKind.PROMPT_TOO_LONG, f"no instance can hold a prompt of {tokens} tokens")
+        return NotPlaced(NotPlacedKind.NO_AVAILABLE_ENDPOINT, "no available endpoint")

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The instances as one decision sees them: the columns of the cluster, and what depends on the request and the time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from llumsched.cluster.columns import Cluster, Columns, Mask, UnknownColumn, Values
+from llumsched.cluster.providers import RequestProvider
+from llumsched.cluster.request import Request
+from llumsched.policy.metrics import Metric
+
+OF_DECISION: Final = ("prompt_num_tokens", "age_s")
+"""Columns that every decision has beside those of the cluster: the request's, and seconds since an instance's last
+report."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a decision is made with, the same for all instances."""
+
+    now_s: float
+    """The time by the view's clock; while its store is lost, the time at which it was: instances do not grow stale
+    because the store does not tell of them."""
+    request: Request = field(default_factory=Request)
+    complaints: Mapping[str, str] = field(default_factory=dict)
+    """Complaints of the gateway that asks, by instance id: why not."""
+    lost: Columns | None = None
+    """Instances that went without a word a while ago. They are no candidates; others may share their domain."""
+
+
+class Candidates:
+    """The `Columns` of one decision, each computed at most once. Void when the cluster changes."""
+
+    def __init__(self, cluster: Cluster, context: Context, providers: Sequence[RequestProvider] = ()) -> None:
+        self.cluster, self.context = cluster, context
+        self._providers = providers
+        self._columns: dict[str, Values] = {}
+        self._values: dict[str, Values] = {}
+
+    def __len__(self) -> int:
+        return len(self.cluster)
+
+    def __getitem__(self, name: str) -> Values:
+        known = self._columns.get(name)
+        if known is not None:
+            return known
+        try:
+            return self.cluster[name]
+        except UnknownColumn:
+            self._columns.update(self._of_decision(name))
+        return self._columns[name]
+
+    def _of_decision(self, name: str) -> dict[str, Values]:
+        if name == "prompt_num_tokens":
+            return {name: np.full(len(self), float(self.context.request.prompt_num_tokens))}
+        if name == "age_s":
+            return {name: self.context.now_s - self.cluster["received_s"]}
+        for provider in self._providers:
+            if name in provider.columns:
+                return dict(zip(provider.columns, provider.of_request(self.context.request, self.cluster), strict=True))
+        raise UnknownColumn(name)
+
+    @property
+    def reported(self) -> Mask:
+        return self.cluster["reported"] > 0
+
+    def values(self, metric: Metric) -> Values:
+        """Values of a metric by row; never NaN."""
+        known = self._values.get(metric.name)
+        if known is None:
+            known = self._values[metric.name] = metric.values(self)
+        return known
+
+    def among(self, ids: Collection[str]) -> Mask:
+        """Rows of these instances. Others may be among the ids."""
+        mask = np.zeros(len(self), np.bool_)
+        if ids:
+            index = self.cluster.index
+            mask[[index[instance_id] for instance_id in ids if instance_id in index]] = True
+        return mask

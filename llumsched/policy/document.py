@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies of dispatch: what the pipeline runs, per mode and infer type, read from YAML.
+
+`policies/*.yaml` are the built-in ones and show the form. Five filters are part of every policy and come first: the
+request's model, the infer type, room for the prompt, instances that failed the same request before, and those of which
+gateways complain. Faults of the other mode's section are reported with the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final
+
+from llumlet.protocol.infer_type import InferType
+from llumsched.policy import filters as f
+from llumsched.policy.metrics import Metric
+from llumsched.policy.parts import STRUCTURAL
+from llumsched.policy.pipeline import Filters, Stage
+from llumsched.policy.reader import PolicyError, Reader, parse_yaml, read_policy
+from llumsched.policy.selectors import Selector, WeightedSelector, selector_fault
+
+
+class Mode(StrEnum):
+    FULL = "full"
+    """Instances report their status to a CMS."""
+    LITE = "lite"
+    """Instances report nothing; load is what was sent to them."""
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """What flags say instead of the policy. None and what is not there leave it as it is."""
+
+    metrics: Mapping[InferType, str] = field(default_factory=dict)
+    """Metrics in place of the first one, in the selector and in the filters that have a threshold for it."""
+    thresholds: Mapping[InferType, float] = field(default_factory=dict)
+    top_k: int | None = None
+    failover_domain: str | None = None
+    staleness_s: float | None = None
+    optional: frozenset[str] = frozenset()
+    """Names of fields above that others use, too. A value of the rest that finds nothing to override is a fault."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    name: str
+    mode: Mode
+    stages: Mapping[InferType, Stage]
+
+    @property
+    def staleness_s(self) -> float:
+        """Silence after which an instance counts as failed; 0 if it never does."""
+        filters = [one for stage in self.stages.values() for one in stage.filters]
+        return max((one.seconds for one in filters if isinstance(one, f.StalenessFilter)), default=0.0)
+
+
+def load_policy(name: str, mode: Mode, overrides: Overrides | None = None) -> Policy:
+    """A built-in policy by name, or that of a file by its path, which ends in `.yaml`. Raises PolicyError."""
+    return _policy(read_policy(name), name, mode, overrides or Overrides())
+
+
+def parse_policy(text: str, source: str, mode: Mode, overrides: Overrides) -> Policy:
+    """The policy of a text. Raises PolicyError."""
+    return _policy(parse_yaml(text, source), source, mode, overrides)
+
+
+def _policy(document: Any, source: str, mode: Mode, overrides: Overrides) -> Policy:
+    reader = _DispatchReader(source, document, mode, overrides)
+    policy, faults = reader.policy(), reader.faults
+    other_mode = Mode.LITE if mode is Mode.FULL else Mode.FULL
+    if reader.document.get(other_mode) is not None:
+        other = _DispatchReader(source, document, other_mode, Overrides())
+        other.policy()
+        faults += [fault for fault in other.faults if fault not in faults]
+    if faults:
+        raise PolicyError(faults)
+    return policy
+
+
+_SETTINGS: Final = {
+    "stalenessFilter": ("staleness_s", "seconds"),
+    "failoverFilter": ("failover_domain", "domain"),
+    "metricBasedSelector": ("top_k", "top_k"),
+    "weightedSelector": ("top_k", "top_k"),
+}
+"""Fields of `Overrides`, and the settings whose place they take."""
+
+
+class _DispatchReader(Reader):
+    """What a document says of one mode."""
+
+    def __init__(self, source: str, document: Any, mode: Mode, overrides: Overrides) -> None:
+        super().__init__(source, document)
+        self._mode, self._overrides = mode, overrides
+        self._overridden: set[str] = set()
+        """Fields of the overrides that were used, those by infer type with it."""
+
+    def policy(self) -> Policy:
+        """The policy; not to be used if there are faults."""
+        return Policy(self.name, self._mode, self._stages(self.document.get(self._mode)) if self.document else {})
+
+    def _stages(self, sections: Any) -> dict[InferType, Stage]:
+        if not isinstance(sections, dict) or not sections:
+            self.fault("", f"has no section {str(self._mode)!r} with infer types")
+            return {}
+        self.only(f"{self._mode}", sections, set(InferType))
+        stages = {
+            infer_type: stage
+            for infer_type in InferType
+            if infer_type in sections and (stage := self._stage(infer_type, sections[infer_type])) is not None
+        }
+        self._all_overridden()
+        return stages
+
+    def _stage(self, infer_type: InferType, section: Any) -> Stage | None:
+        where = f"{self._mode}.{infer_type}"
+        if not isinstance(section, dict):
+            self.fault(where, "is not a mapping of metrics, filters, selector")
+            return None
+        self.only(where, section, {"metrics", "filters", "selector"})
+        names = section.get("metrics", [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            self.fault(where, "metrics is not a list of names")
+            return None
+        first, instead = (names[0] if names else None), self._overrides.metrics.get(infer_type)
+        renamed = {}
+        if first is not None and instead is not None:
+            renamed[first] = instead
+            self._overridden.add(f"metrics {infer_type}")
+        metrics = [metric for name in names if (metric := self._metric(where, renamed.get(name, name))) is not None]
+        filters = self._filters(where, infer_type, section.get("filters", []), renamed, first)
+        selector = self._selector(where, section.get("selector"), renamed.get(first, first), names)
+        return Stage(infer_type, tuple(metrics), Filters.of(filters), selector) if selector is not None else None
+
+    def _filters(
+        self, where: str, infer_type: InferType, entries: Any, renamed: Mapping[str, str], first: str | None
+    ) -> list[f.Filter | f.GroupFilter]:
+        found: list[f.Filter | f.GroupFilter] = [f.InferTypeFilter(infer_type), *(make() for make in STRUCTURAL)]
+        if not isinstance(entries, list):
+            self.fault(where, "filters is not a list")
+            return found
+        for entry in entries:
+            name, settings = self.entry(where, entry)
+            if name == "metricBasedFilter" and "metric" in settings:
+                named = settings["metric"]
+                if named == first and infer_type in self._overrides.thresholds:
+                    settings["threshold"] = self._overrides.thresholds[infer_type]
+                    self._overridden.add(f"thresholds {infer_type}")
+                settings["metric"] = self._metric(where, renamed.get(named, named) if named == first else named)
+                if settings["metric"] is None:
+                    continue
+            made = self.make(where, "filter", name, self.filters, settings | self._instead(name), f.filter_fault)
+            if made is not None:
+                found.append(made)
+        return found
+
+    def _selector(self, where: str, entry: Any, first: str | None, names: list[str]) -> Selector | None:
+        name, settings = self.entry(where, entry)
+        if name in ("metricBasedSelector", "weightedSelector") and not names:
+            self.fault(where, f"{name} needs a metric")
+        settings |= self._instead(name)
+        made: Selector | None = self.make(where, "selector", name, self.selectors, settings, selector_fault)
+        if isinstance(made, WeightedSelector):
+            strange = sorted(made.weights.keys() - {first, *names[1:]})
+            for metric in strange:
+                self.fault(where, f"weightedSelector: weighs {metric!r}, which is none of the metrics of this section")
+        return made
+
+    def _instead(self, name: str) -> dict[str, Any]:
+        """Settings that an override changes in a filter or a selector."""
+        if name not in _SETTINGS:
+            return {}
+        field_name, setting = _SETTINGS[name]
+        value = getattr(self._overrides, field_name)
+        self._overridden.add(field_name)
+        return {} if value is None else {setting: value}
+
+    def _all_overridden(self) -> None:
+        """Faults of overrides that found nothing: who gives a flag that changes nothing meant something by it."""
+        for infer_type, metric in self._overrides.metrics.items():
+            if f"metrics {infer_type}" not in self._overridden:
+                self.fault(f"{self._mode}.{infer_type}", f"uses no metric that {metric!r} could take the place of")
+        for infer_type, threshold in self._overrides.thresholds.items():
+            if f"thresholds {infer_type}" not in self._overridden:
+                self.fault(f"{self._mode}.{infer_type}", f"has no load threshold to set to {threshold:g}")
+        for part, (field_name, setting) in _SETTINGS.items():
+            value = getattr(self._overrides, field_name)
+            if value is not None and field_name not in self._overridden | self._overrides.optional:
+                self.fault(f"{self._mode}", f"has no {part} to set {setting} to {value}")
+                self._overridden.add(field_name)
+
+    def _metric(self, where: str, name: Any) -> Metric | None:
+        full = self._mode is Mode.FULL
+        return self.metric(
+            where, name, lambda metric: metric.full if full else metric.lite, f"is no metric of {self._mode} mode"
+        )

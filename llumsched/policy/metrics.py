@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers that compare instances: formulas over columns, by name.
+
+Names and formulas are those of Llumnix; where two of its formulas counted a request twice or not at all, this one
+counts it once (docs/policies.md). Metrics of other packages come through the entry point group `llumnix.metrics`: the
+entry point is named like the `Metric` it loads. A policy's file may define more.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from llumsched.cluster.columns import Columns, Values
+from llumsched.extensions import load_values
+from llumsched.policy.expression import Expression
+
+ENTRY_POINTS = "llumnix.metrics"
+
+_log = logging.getLogger(__name__)
+_raised: set[str] = set()
+"""Names of metrics of which it was said that they raise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    name: str
+    of: Expression | Callable[[Columns], Values]
+    """The formula, for all rows at a time; a function may return a single number. May be an infinity; not a number is
+    as bad as can be, and so is an exception. Before an instance's first status all of that is zero."""
+    less_is_better: bool = True
+    is_share: bool = False
+    """Whether 1 is a full instance. Other metrics are compared with the greatest value there is."""
+    lite: bool = False
+    """Whether it needs nothing of the instance's status: what the scheduler sent there says it."""
+    full: bool = True
+    """Whether it means something beside a status."""
+
+    def values(self, columns: Columns) -> Values:
+        """Values by row, for comparing: never NaN. Whoever asks goes on without the values of a metric that raises."""
+        try:
+            if isinstance(self.of, Expression):
+                raw = self.of.of(columns.__getitem__)
+            else:
+                with np.errstate(all="ignore"):
+                    raw = self.of(columns)
+            values = np.asarray(raw, np.float64)
+            if values.shape != (len(columns),):
+                values = np.broadcast_to(values, len(columns))
+        except Exception as error:  # noqa: BLE001 - whatever a foreign metric raises
+            self._log_once(error)
+            return np.full(len(columns), self.worst)
+        unknown = np.isnan(values)
+        return np.where(unknown, self.worst, values) if unknown.any() else values
+
+    def at(self, columns: Columns, row: int, weight: Mapping[str, float] | None = None) -> float:
+        """The value of one instance, or what it would be if `weight` were added to its columns."""
+        if not isinstance(self.of, Expression):
+            return float(self.values(_OneRow(columns, row, weight or {}))[0])
+        value = float(self.of.of(lambda name: _number(columns, row, weight or {}, name)))
+        return self.worst if math.isnan(value) else value
+
+    def _log_once(self, error: Exception) -> None:
+        if self.name not in _raised:
+            _raised.add(self.name)
+            _log.error("Metric %s raises, and ranks all instances last when it does", self.name, exc_info=error)
+
+    @property
+    def worst(self) -> float:
+        return math.inf if self.less_is_better else -math.inf
+
+    def better(self, one: float, other: float) -> bool:
+        """Whether one value is strictly better. The threshold of a filter is met by what is better than it."""
+        return one < other if self.less_is_better else one > other
+
+
+@dataclass(frozen=True, slots=True)
+class _OneRow:
+    """`Columns` of one instance, with something added."""
+
+    columns: Columns
+    row: int
+    weight: Mapping[str, float]
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, name: str) -> Values:
+        return np.array([_number(self.columns, self.row, self.weight, name)])
+
+
+def _number(columns: Columns, row: int, weight: Mapping[str, float], name: str) -> float:
+    number = float(columns[name][row])
+    return max(number + weight[name], 0.0) if name in weight else number
+
+
+_BUILT_IN = (
+    Metric(
+        "kv_cache_usage_ratio_projected",
+        Expression("""
+            (num_used_gpu_tokens
+             + num_uncomputed_tokens_all_waiting_prefills
+             + num_unallocated_tokens_scheduler_running_prefills
+             + num_unallocated_tokens_hybrid_scheduler_waiting_decodes
+             + sent_tokens) / num_total_gpu_tokens
+        """),
+        is_share=True,
+    ),
+    Metric(
+        "decode_batch_size",
+        Expression("""
+            hybrid_scheduler_waiting_to_decode_requests_num
+            + num_loading_requests
+            + scheduler_waiting_to_decode_requests_num
+            + scheduler_running_to_decode_requests_num
+            + sent_decode_requests
+        """),
+    ),
+    Metric("num_waiting_requests", Expression("num_waiting_requests + sent_requests")),
+    Metric(
+        "all_prefills_tokens_num",
+        Expression("""
+            num_uncomputed_tokens_all_waiting_prefills
+            + num_uncomputed_tokens_scheduler_running_prefills
+            + sent_uncomputed_prefill_tokens
+        """),
+    ),
+    Metric(
+        "num_requests",
+        Expression("num_waiting_requests + num_loading_requests + num_running_requests + sent_requests"),
+        lite=True,
+    ),
+    Metric(
+        "all_decodes_tokens_num",
+        Expression("""
+            hybrid_scheduler_waiting_to_decode_tokens_num
+            + scheduler_waiting_to_decode_tokens_num
+            + scheduler_running_to_decode_tokens_num
+            + num_tokens_loading_requests
+            + sent_decode_tokens
+        """),
+    ),
+    Metric("num_tokens", Expression("sent_tokens"), lite=True, full=False),
+)
+
+METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _BUILT_IN}
+"""Built-in metrics by name."""
+
+
+def all_metrics() -> dict[str, Metric]:
+    """Built-in metrics, and those of installed packages. Raises ValueError for one that is none, or that takes a name
+    that is taken."""
+    return load_values(ENTRY_POINTS, METRICS, _fault)
+
+
+def metric_fault(name: str) -> str:
+    """Why a metric cannot tell hot instances from cold ones; empty if it can."""
+    try:
+        known = all_metrics()
+    except ValueError as error:
+        return str(error)
+    loads = [metric.name for metric in known.values() if metric.less_is_better and metric.full]
+    if name not in known:
+        return f"{name!r} is none of {', '.join(sorted(loads))}"
+    return "" if name in loads else f"{name!r} is no load of a status; there are {', '.join(sorted(loads))}"
+
+
+def _fault(name: str, value: object) -> str | None:
+    if not isinstance(value, Metric):
+        return f"is {type(value).__name__}, not a Metric"
+    return None if value.name == name else f"calls itself {value.name!r}"

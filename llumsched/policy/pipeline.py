@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one runner: filters, a second pass without the soft ones if nobody is left, metrics, the selector.
+
+What it did is in the `Decision`; `dispatch.explain` tells people of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llumlet.protocol.infer_type import InferType
+from llumsched.cluster.columns import Mask
+from llumsched.policy.candidates import Candidates
+from llumsched.policy.filters import Filter, GroupFilter
+from llumsched.policy.metrics import Metric
+from llumsched.policy.selectors import Draw, Selector
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """Filters of one instance, and those of groups, each in their order."""
+
+    singles: tuple[Filter, ...] = ()
+    groups: tuple[GroupFilter, ...] = ()
+
+    @classmethod
+    def of(cls, filters: Iterable[Filter | GroupFilter]) -> Filters:
+        every = list(filters)
+        groups = tuple(one for one in every if isinstance(one, GroupFilter))
+        return cls(tuple(one for one in every if isinstance(one, Filter)), groups)
+
+    def __iter__(self) -> Iterator[Filter | GroupFilter]:
+        yield from self.singles
+        yield from self.groups
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """How a policy chooses an instance of one infer type."""
+
+    infer_type: InferType
+    metrics: tuple[Metric, ...]
+    """What the selector compares; the first is the one that people mean by its load."""
+    filters: Filters
+    selector: Selector
+
+
+@dataclass(frozen=True, slots=True)
+class Screening:
+    """Who is refused by which filter. Masks are of the rows that the candidates had then."""
+
+    refused: Sequence[tuple[Filter | GroupFilter, Mask]]
+    """Refusals by all filters, those of one instance first, otherwise in their order."""
+    failed: Mask
+    hard: Mask
+    """Rows refused by a filter that counts in any case."""
+    soft: Mask
+    """Rows refused by one that counts as long as somebody else is left."""
+
+    @property
+    def passed(self) -> Mask:
+        return ~(self.hard | self.soft)
+
+
+def screen(filters: Filters, candidates: Candidates, failed: Mask | None = None) -> Screening:
+    """Runs all filters over all candidates, none cut short: a refused instance may be refused for several reasons, and
+    one that failed counts as failed even if another filter refused it first. Group filters come after all others.
+    `failed`: rows that have failed in any case."""
+    hard, soft = (np.zeros(len(candidates), np.bool_) for _ in range(2))
+    failed = np.zeros(len(candidates), np.bool_) if failed is None else failed.copy()
+    refused: list[tuple[Filter | GroupFilter, Mask]] = []
+    for one in filters.singles:
+        mask = one.refuse(candidates)
+        refused.append((one, mask))
+        if one.skip_in_fallback:
+            soft |= mask
+        else:
+            hard |= mask
+        if one.marks_failed:
+            failed |= mask & candidates.reported
+    for group in filters.groups:
+        mask = group.refuse_among(candidates, failed)
+        refused.append((group, mask))
+        hard |= mask
+    return Screening(refused, failed, hard, soft)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The outcome of one run."""
+
+    stage: Stage
+    candidates: Candidates
+    screening: Screening
+    row: int | None
+    """The chosen row."""
+    fallback: bool
+    """Whether the filters that may be skipped were."""
+
+
+def run(stage: Stage, candidates: Candidates, draw: Draw) -> Decision:
+    """Choose one instance. Changes nothing."""
+    screening = screen(stage.filters, candidates)
+    rows = np.flatnonzero(screening.passed)
+    fallback = not rows.size
+    if fallback:
+        rows = np.flatnonzero(~screening.hard)
+    row = None
+    if rows.size:
+        costs = {
+            metric.name: candidates.values(metric) if metric.less_is_better else -candidates.values(metric)
+            for metric in stage.metrics
+        }
+        row = stage.selector.choose(rows, costs, candidates.cluster.order, draw)
+    return Decision(stage, candidates, screening, row, fallback)

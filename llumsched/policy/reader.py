@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the sections of a policy's file have in common: definitions, filters, settings, and faults.
+
+    name: mine
+    define:
+      metrics:
+        free_tokens: {value: num_total_gpu_tokens - num_used_gpu_tokens, better: more}
+      filters:
+        roomFilter: {refuse: prompt_num_tokens > free_tokens, said: no room now, skip_in_fallback: true}
+    full: …           # dispatch: `document`
+    rescheduling: …   # `llumsched.rescheduling.policies`
+
+A formula may name the columns of the cluster, `prompt_num_tokens`, `age_s`, those of request providers, and metrics
+that are known or were defined before. All faults of a file are reported at once, with the names that are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from llumsched.cluster.providers import all_request_providers
+from llumsched.cluster.providers.in_flight import InFlight
+from llumsched.cluster.providers.metadata import MetadataColumns
+from llumsched.cluster.providers.status import StatusColumns
+from llumsched.policy import filters as f
+from llumsched.policy.candidates import OF_DECISION
+from llumsched.policy.expression import Expression, ExpressionError
+from llumsched.policy.metrics import Metric, all_metrics
+from llumsched.policy.parts import Maker, all_filters, all_selectors, switch
+
+SECTIONS: Final = frozenset({"name", "define", "full", "lite", "rescheduling"})
+
+
+class PolicyError(ValueError):
+    """A policy that cannot be used. `faults` says everything wrong with it, a sentence each."""
+
+    def __init__(self, faults: list[str]) -> None:
+        super().__init__("; ".join(faults))
+        self.faults = faults
+
+
+def is_own_file(name: str) -> bool:
+    """Whether a policy's name is a path, and not that of a built-in one."""
+    return name.endswith((".yaml", ".yml"))
+
+
+def built_in_policies(section: str = "full") -> list[str]:
+    """Names of those that say something of dispatch, or, with "rescheduling", of that."""
+    return sorted(
+        path.name.removesuffix(".yaml")
+        for path in _directory().iterdir()
+        if path.name.endswith(".yaml") and f"\n{section}:" in path.read_text()
+    )
+
+
+def read_policy(name: str, section: str = "full") -> Any:
+    """The document of a built-in policy by name, or of a file by its path: it ends in `.yaml`. Raises PolicyError."""
+    if is_own_file(name):
+        try:
+            text = Path(name).read_text()
+        except (OSError, UnicodeError) as error:
+            raise PolicyError([f"policy {name}: cannot be read: {error}"]) from error
+    elif name in (known := built_in_policies(section)):
+        text = (_directory() / f"{name}.yaml").read_text()
+    else:
+        raise PolicyError([f"unknown policy {name!r}; known: {', '.join(known)}, or a .yaml file"])
+    return parse_yaml(text, name)
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """A YAML document. Raises PolicyError."""
+    try:
+        return yaml.safe_load(text)
+    except Exception as error:  # beside YAMLError, whatever a scalar's constructor or deep nesting raises
+        raise PolicyError([f"policy {source}: is no YAML: {error}"]) from error
+
+
+def _directory() -> Any:
+    return files("llumsched.policy") / "policies"
+
+
+class Reader:
+    """Collects what is wrong with a document."""
+
+    def __init__(self, source: str, document: Any) -> None:
+        """Raises PolicyError for installed extensions that do not load."""
+        self.faults: list[str] = []
+        self._source = source
+        try:
+            self.metrics: dict[str, Metric] = all_metrics()
+            self.filters: dict[str, Maker] = all_filters()
+            self.selectors: dict[str, Maker] = all_selectors()
+            of_requests = [name for provider in all_request_providers() for name in provider.columns]
+        except ValueError as error:
+            raise PolicyError([str(error)]) from error
+        self._columns = {*StatusColumns().columns, *MetadataColumns.columns, *InFlight.columns}
+        self._columns |= {*OF_DECISION, *of_requests}
+        self.document: Mapping[str, Any] = document if isinstance(document, dict) else {}
+        if not isinstance(document, dict):
+            self.fault("", f"is not a mapping of {', '.join(sorted(SECTIONS))}")
+            return
+        self.only("", document, SECTIONS)
+        self._define(document.get("define", {}))
+
+    @property
+    def name(self) -> str:
+        return str(self.document.get("name", self._source))
+
+    def done(self) -> None:
+        """Raises PolicyError if there is a fault."""
+        if self.faults:
+            raise PolicyError(self.faults)
+
+    # Definitions
+
+    def _define(self, section: Any) -> None:
+        if not isinstance(section, dict):
+            self.fault("define", "is not a mapping of metrics, filters")
+            return
+        self.only("define", section, {"metrics", "filters"})
+        for name, settings in self._definitions("metrics", section, {"value", "better", "is_share"}):
+            self._define_metric(name, settings)
+        for name, settings in self._definitions("filters", section, {"refuse", "said", "skip_in_fallback"}):
+            self._define_filter(name, settings)
+
+    def _definitions(
+        self, kind: str, section: Mapping[str, Any], known: set[str]
+    ) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        entries = section.get(kind, {})
+        if not isinstance(entries, dict):
+            self.fault(f"define.{kind}", "is not a mapping of names")
+            return
+        for name, settings in entries.items():
+            where = f"define.{kind}.{name}"
+            if not isinstance(settings, dict):
+                self.fault(where, f"is not a mapping of {', '.join(sorted(known))}")
+                continue
+            self.only(where, settings, known)
+            if str(name) in self.metrics | self.filters or str(name) in self._columns:
+                self.fault(where, "takes a name that is taken")
+            elif not str(name).isidentifier():
+                self.fault(where, "is no name that a formula could use")
+            else:
+                yield str(name), settings
+
+    def _define_metric(self, name: str, settings: Mapping[str, Any]) -> None:
+        where = f"define.metrics.{name}"
+        formula = self._formula(where, settings.get("value"))
+        better = settings.get("better", "less")
+        if better not in ("less", "more"):
+            self.fault(where, f"better {better!r} is neither less nor more")
+        if formula is None:
+            return
+        try:
+            is_share = switch("is_share", settings.get("is_share", False))
+        except ValueError as error:
+            self.fault(where, str(error))
+            return
+        self.metrics[name] = Metric(name, formula, better == "less", is_share, lite=True)
+
+    def _define_filter(self, name: str, settings: Mapping[str, Any]) -> None:
+        where = f"define.filters.{name}"
+        condition = self._formula(where, settings.get("refuse"))
+        try:
+            skip = switch("skip_in_fallback", settings.get("skip_in_fallback", False))
+        except ValueError as error:
+            self.fault(where, str(error))
+            return
+        if condition is not None:
+            made = f.ConditionFilter(name, condition, str(settings.get("said", "")), skip)
+            self.filters[name] = lambda skip_in_fallback=skip: replace(
+                made, skip_in_fallback=switch("skip_in_fallback", skip_in_fallback)
+            )
+
+    def _formula(self, where: str, text: Any) -> Expression | None:
+        """The formula of a text, with metrics in the place of their names; None if there is a fault."""
+        if isinstance(text, bool) or not isinstance(text, str | int | float):
+            self.fault(where, f"{text!r} is no formula")
+            return None
+        try:
+            formula = Expression(str(text)).with_names(self._formulas())
+        except ExpressionError as error:
+            self.fault(where, str(error))
+            return None
+        unknown = sorted(formula.names - self._columns)
+        for name in unknown:
+            self.fault(where, f"there is no column {name!r}; known: {', '.join(sorted(self._columns))}")
+        return None if unknown else formula
+
+    def _formulas(self) -> dict[str, Expression]:
+        """Metrics that a formula may name; of one that is called like a column, the column is meant."""
+        return {
+            name: metric.of
+            for name, metric in self.metrics.items()
+            if isinstance(metric.of, Expression) and name not in self._columns
+        }
+
+    # Parts of sections
+
+    def metric(self, where: str, name: Any, fits: Callable[[Metric], bool], wrong: str) -> Metric | None:
+        """A metric by name; None if there is a fault. `wrong` is said of one that is there and does not fit."""
+        metric = self.metrics.get(name) if isinstance(name, str) else None
+        if metric is not None and fits(metric):
+            return metric
+        known = ", ".join(sorted(name for name, metric in self.metrics.items() if fits(metric)))
+        self.fault(where, f"metric {name!r} {'is unknown' if metric is None else wrong}; known: {known}")
+        return None
+
+    def entry(self, where: str, entry: Any) -> tuple[str, dict[str, Any]]:
+        """Name and settings of `name`, or of `name: {setting: value}`."""
+        if isinstance(entry, dict) and len(entry) == 1:
+            name, settings = next(iter(entry.items()))
+            if isinstance(settings, dict):
+                return str(name), dict(settings)
+            self.fault(where, f"the settings of {name!r} are not a mapping")
+            return str(name), {}
+        return (entry if isinstance(entry, str) else repr(entry)), {}
+
+    def make(
+        self,
+        where: str,
+        kind: str,
+        name: str,
+        makers: Mapping[str, Maker],
+        settings: Mapping[str, Any],
+        fault_of: Callable[[object], str | None],
+    ) -> Any:
+        """A filter or selector; None if there is a fault."""
+        if name not in makers:
+            self.fault(where, f"unknown {kind} {name!r}; known: {', '.join(sorted(makers))}")
+            return None
+        try:
+            made = makers[name](**settings)
+            said = fault_of(made)
+        except (TypeError, ValueError) as error:
+            said = str(error).replace("<lambda>()", "it").replace("Reader._define_filter.<locals>.", "")
+        except Exception as error:  # noqa: BLE001 - whatever a foreign filter raises
+            said = f"{type(error).__name__}: {error}"
+        if said is None:
+            return made
+        self.fault(where, f"{name}: {said}")
+        return None
+
+    def only(self, where: str, mapping: Mapping[Any, Any], known: frozenset[str] | set[str]) -> None:
+        unknown = [str(key) for key in mapping if key not in known]
+        if unknown:
+            self.fault(where, f"has unknown keys {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+
+    def fault(self, where: str, said: str) -> None:
+        fault = f"policy {self._source}: {where + ': ' if where else ''}{said}"
+        if fault not in self.faults:  # a metric is named in several places
+            self.faults.append(fault)

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Selectors of rescheduling: which sources give to which destinations, and what.
+
+Those of other packages come through the entry point group `llumnix.pair_selectors`: the entry point loads a callable
+that is given the YAML's settings as keyword arguments (a `metric` as a `Metric`) and returns a `PairSelector`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from llumsched.cluster.columns import Mask
+from llumsched.rescheduling.draft import Draft
+from llumsched.rescheduling.moves import Purpose
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Instances that a policy's filters let give and take, by row of the snapshot."""
+
+    sources: Mask
+    destinations: Mask
+
+
+@runtime_checkable
+class PairSelector(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def purpose(self) -> Purpose: ...
+
+    def pair(self, draft: Draft, policy: str, ends: Ends) -> tuple[int, int]:
+        """Adds moves of `policy` to the draft, by `Draft.choose`, and says in `Draft.refused` what it did not choose
+        and why. Returns how many instances could have been sources and destinations."""
+        ...
+
+
+def pair_selector_fault(value: object) -> str | None:
+    """Why a value is no `PairSelector`; None if it is one."""
+    return None if isinstance(value, PairSelector) else "is no selector of pairs, as it lacks a name, a purpose or pair"

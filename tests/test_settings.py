@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of every program."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from llumlet.credential_files import CredentialFiles
+from llumlet.setting_sources import SHARED_VARIABLES
+from llumlet.settings import Entry, all_entries, shown_default
+from llumsched.commands import COMMANDS, load
+from tests.support.settings import ROOT, document
+from vllm_llumnix.config import LlumletConfig, Switch
+
+PROGRAMS = {name: (*load(name).SETTINGS, CredentialFiles) for name in COMMANDS} | {"llumlet": (Switch, LlumletConfig)}
+WITH_DEFAULT = [
+    pytest.param(entry, id=f"{name}{entry.setting.flag}")
+    for name, classes in PROGRAMS.items()
+    for entry in all_entries(classes)
+    if shown_default(entry.default)
+]
+
+
+def test_the_reference_is_current() -> None:
+    assert (ROOT / "docs/settings.md").read_text() == document(), "run `make docs`"
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_no_two_have_one_name(program: str) -> None:
+    settings = [entry.setting for entry in all_entries(PROGRAMS[program])]
+    for names in (
+        [name for setting in settings for name in setting.names],
+        [setting.dest for setting in settings],
+        [variable for setting in settings if (variable := setting.variable_of(program))],
+    ):
+        assert [name for name, number in Counter(names).items() if number > 1] == []
+
+
+def test_what_has_a_variable_of_its_own_shares_it() -> None:
+    named = {entry.setting.variable for classes in PROGRAMS.values() for entry in all_entries(classes)}
+    assert named - {"", None} == SHARED_VARIABLES - {"LLUMNIX_LLUMLET", "LLUMNIX_FAULTS"}
+
+
+@pytest.mark.parametrize("entry", WITH_DEFAULT)
+def test_a_default_can_be_said(entry: Entry) -> None:
+    assert entry.setting.kind.read(shown_default(entry.default)) == entry.default

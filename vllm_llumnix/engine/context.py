@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all parts of one engine's llumlet are given, and what does not change while it lives."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from llumlet.credentials import Credentials
+from llumlet.types import Address
+from vllm_llumnix.adapters import Adapters
+from vllm_llumnix.config import LlumletConfig
+from vllm_llumnix.engine.forwarding import Forwarding
+from vllm_llumnix.engine.identity import EngineIdentity
+from vllm_llumnix.engine.loop import EngineLoop
+from vllm_llumnix.engine.memory import Movers
+from vllm_llumnix.engine.relay import Relay
+from vllm_llumnix.engine.vllm_types import Engine
+from vllm_llumnix.peer_clients import PeerClients
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineContext:
+    """One engine: what it was told, who it is, its loop and its memory, and those whom it speaks to. Made on the
+    llumlet's thread.
+
+    `address` is where peers and API servers reach the llumlet, `credentials` what it shows them. `started_at` is the
+    time of day, in seconds since the epoch.
+    """
+
+    config: LlumletConfig
+    identity: EngineIdentity
+    engine: Engine
+    loop: EngineLoop
+    movers: Movers
+    relay: Relay
+    peers: PeerClients
+    adapters: Adapters
+    forwarding: Forwarding
+    credentials: Credentials
+    address: Address
+    started_at: float = dataclasses.field(default_factory=time.time)
+
+    @property
+    def weight_version(self) -> str:
+        """vLLM's name of the weights that are loaded at this moment."""
+        return str(self.engine.get_weight_version())
+
+    def offered_memory(self, capability: bytes) -> bytes:
+        """Where the KV cache of this engine's workers lies, for a peer that will have blocks granted."""
+        return self.movers.offer(self.identity.digest, capability, self.weight_version)

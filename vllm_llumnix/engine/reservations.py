@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks, batch slots and places for adapters that are held for requests which may come. Loop thread only.
+
+Whose the blocks are, at each stage: `scheduler_port`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable
+
+from vllm import __version_tuple__
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
+
+from llumlet.protocol.errors import Reason, Refused
+from vllm_llumnix.engine.load_counters import LoadCounters
+from vllm_llumnix.engine.newcomers import Newcomers
+from vllm_llumnix.engine.portability import sees_all_tokens
+from vllm_llumnix.engine.vllm_types import KVCacheManager, Request, Scheduler
+
+_COUNTS_FROZEN = __version_tuple__ >= (0, 33)
+"""The scheduler counts the LoRA adapters of all running requests; before, of those that it schedules in the step."""
+
+
+class Reservations:
+    """Those at one scheduler. `load` and `newcomers` hear of requests that it is given."""
+
+    def __init__(self, scheduler: Scheduler, load: LoadCounters, newcomers: Newcomers) -> None:
+        self._scheduler = scheduler
+        self._load = load
+        self._newcomers = newcomers
+        self._manager = scheduler.kv_cache_manager
+        self._pool = scheduler.kv_cache_manager.block_pool
+        self._block_size: int = scheduler.block_size
+        groups = scheduler.kv_cache_config.kv_cache_groups
+        self._takes_kv = len(groups) == 1 and sees_all_tokens(groups[0])
+        self._reserved: dict[str, Request] = {}
+        self._emptied: set[str] = set()
+        """Reservations whose blocks have lost their content."""
+        self._with_slot: set[str] = set()
+        if scheduler.lora_config is not None:
+            # The scheduler's alone: workers in this process read vLLM's.
+            scheduler.lora_config = copy.copy(scheduler.lora_config)
+            self._max_adapters: int = scheduler.lora_config.max_loras
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._reserved
+
+    def __len__(self) -> int:
+        return len(self._reserved)
+
+    def make(self, request: Request, *, use_prefix_cache: bool, queued: bool = False) -> tuple[int, list[int]]:
+        """Hold blocks, a batch slot and a place for its LoRA adapter for a request that may come.
+
+        A request that is `queued` at its source has no KV and will queue here too: nothing is held for it, it only has
+        to fit an empty cache. Should it start meanwhile, `grow` holds what its KV needs. In a cache of several groups,
+        or of layers that do not see all tokens, no request's KV arrives: it has to fit what is free, and gets a slot.
+
+        Returns the number of blocks that the prefix cache already holds, and the ids of all blocks. Preempts nobody,
+        and leaves the next in the queue what it needs.
+        Raises Refused(destination_full | destination_paused | already_migrating).
+        """
+        scheduler = self._scheduler
+        if request.request_id in scheduler.requests or request.request_id in self._reserved:
+            raise Refused(Reason.ALREADY_MIGRATING, f"{request.request_id} is here already, or on its way")
+        if self._scheduler.pause_state != PauseState.UNPAUSED:
+            raise Refused(Reason.DESTINATION_PAUSED, "the destination's scheduler is paused")
+        if queued:
+            self._check_capacity(request)
+            self._reserved[request.request_id] = request
+            return 0, []
+        self._check_slot(request)
+        if not self._takes_kv:
+            self._check_room(request)
+            self._take_slot(request)
+            self._reserved[request.request_id] = request
+            return 0, []
+        hit_tokens, hit_blocks = 0, None
+        if use_prefix_cache:
+            hit_blocks, hit_tokens, _ = self._manager.get_computed_blocks(request)
+            aligned = hit_tokens // self._block_size * self._block_size
+            if aligned != hit_tokens:
+                hit_blocks = self._manager.truncate_computed_blocks(hit_blocks, aligned)
+                hit_tokens = aligned
+        allocated = self._manager.allocate_slots(
+            request,
+            num_new_tokens=self._positions(request.num_tokens) - hit_tokens,
+            num_new_computed_tokens=hit_tokens,
+            new_computed_blocks=hit_blocks if hit_tokens else None,
+            delay_cache_blocks=True,
+            has_scheduled_reqs=True,
+            reserved_blocks=self._spoken_for(),
+            skip_zeroing_group_ids=(0,),
+        )
+        if allocated is None:
+            raise self._no_room(-(-request.num_tokens // self._block_size))
+        self._take_slot(request)
+        self._reserved[request.request_id] = request
+        return hit_tokens // self._block_size, block_ids(self._manager, request)
+
+    def empty(self) -> None:
+        """The KV memory goes: what was copied into reserved blocks is no cache when it is back."""
+        self._emptied = set(self._with_slot)
+
+    def _require_content(self, request: Request) -> None:
+        if request.request_id in self._emptied:
+            raise Refused(Reason.DESTINATION_PAUSED, "the destination slept, and what was copied there is gone")
+
+    def grow(self, request: Request, num_tokens: int) -> list[int]:
+        """Extend a reservation to `num_tokens` tokens and the next. Raises Refused(destination_full |
+        destination_paused).
+        """
+        self._require_content(request)
+        if request.request_id not in self._with_slot:
+            self._check_slot(request)
+        if not self._extend(request, num_tokens):
+            raise Refused(Reason.DESTINATION_FULL, "the destination has no blocks left to grow the reservation")
+        self._take_slot(request)
+        return block_ids(self._manager, request)
+
+    def admit(self, request: Request, computed_tokens: int) -> None:
+        """Hand the request to the scheduler; `computed_tokens` of its KV are in place.
+
+        It goes to the head, since its client is in the middle of a stream or its prefill has begun; without KV and
+        output it queues like a new request.
+
+        Raises Refused, with the reservation unchanged, when the engine cannot take it now.
+        """
+        scheduler = self._scheduler
+        if scheduler.pause_state == PauseState.PAUSED_ALL:
+            raise Refused(Reason.DESTINATION_PAUSED, "the destination's scheduler is paused")
+        if computed_tokens:
+            self._require_content(request)
+        if computed_tokens and not self._extend(request, request.num_tokens):
+            raise Refused(Reason.DESTINATION_FULL, "the destination has no block left for the next token")
+        request.events.clear()
+        request.status = RequestStatus.WAITING
+        self._give_slot_back(request)
+        del self._reserved[request.request_id]
+        self._emptied.discard(request.request_id)
+        scheduler.requests[request.request_id] = request
+        if computed_tokens:
+            request.num_computed_tokens = computed_tokens
+            self._manager.cache_blocks(request, computed_tokens // self._block_size * self._block_size)
+            scheduler.kv_holding_waiting.prepend_request(request)
+        else:
+            self._manager.free(request)
+            if request.num_output_tokens:
+                scheduler.waiting.prepend_request(request)
+            else:
+                scheduler.waiting.add_request(request)
+        self._load.queued(request)
+        if computed_tokens == request.num_tokens - 1:
+            self._newcomers.add(request)
+
+    def cancel(self, request: Request) -> None:
+        """Give a reservation back. No mover may still write its blocks."""
+        if self._reserved.pop(request.request_id, None) is not None:
+            self._emptied.discard(request.request_id)
+            self._manager.free(request)
+            self._give_slot_back(request)
+
+    def short_of_blocks(self) -> bool:
+        """Whether the next step's decodes could preempt each other for want of blocks that a reservation holds."""
+        if not self._reserved:
+            return False
+        growing = sum(1 for request in self._scheduler.running if self._grows_next(request))
+        return bool(self._pool.get_num_free_blocks() < growing)
+
+    def _check_capacity(self, request: Request) -> None:
+        """Raises Refused(destination_full) for a request that an empty KV cache could not hold."""
+        needed, total = self._num_blocks_for(request), self._pool.num_gpu_blocks - 1
+        if needed > total:
+            raise Refused(Reason.DESTINATION_FULL, f"{needed} blocks needed, the destination has {total}")
+
+    def _check_room(self, request: Request) -> None:
+        """Raises Refused(destination_full)."""
+        needed = self._num_blocks_for(request)
+        if needed > self._pool.get_num_free_blocks() - self._spoken_for():
+            raise self._no_room(needed)
+
+    def _no_room(self, num_blocks: int) -> Refused:
+        problem = f"{num_blocks} blocks needed, {self._pool.get_num_free_blocks()} free at the destination"
+        if spoken_for := self._spoken_for():
+            problem += f", whose own requests need {spoken_for}"
+        return Refused(Reason.DESTINATION_FULL, problem)
+
+    def _spoken_for(self) -> int:
+        """Blocks that are not for who comes from elsewhere: what prefills under way still need, and the request that is
+        next in the queue. Its turn would never come if newcomers took every block that comes free.
+        """
+        scheduler = self._scheduler
+        following = self._num_blocks_for(scheduler.waiting.peek_request()) if scheduler.waiting else 0
+        return int(scheduler._inflight_prefill_reserved_blocks()) + following
+
+    def _num_blocks_for(self, request: Request) -> int:
+        """For a whole request that is not here yet. Where no KV arrives, by the rule by which vLLM admits one: a window
+        needs no more than it spans."""
+        positions = self._positions(request.num_tokens)
+        if self._takes_kv:
+            return -(-positions // self._block_size)
+        manager = self._manager
+        tokens = min(positions, manager.max_model_len)
+        return int(
+            manager.coordinator.get_num_blocks_to_allocate(
+                request_id=request.request_id,
+                num_tokens=tokens,
+                new_computed_blocks=manager.empty_kv_cache_blocks.blocks,
+                num_encoder_tokens=0,
+                total_computed_tokens=0,
+                num_local_computed_tokens=0,
+                num_tokens_main_model=tokens,
+                apply_admission_cap=True,
+            )
+        )
+
+    def _check_slot(self, request: Request) -> None:
+        """Raises Refused(destination_full)."""
+        scheduler = self._scheduler
+        if len(scheduler.running) >= scheduler.max_num_active_reqs:
+            raise Refused(Reason.DESTINATION_FULL, "the destination has no free batch slot")
+        if request.lora_request is not None:
+            present = adapters_of([*scheduler.running, *scheduler.kv_holding_waiting, *self._expected()])
+            if len(present - adapters_of([request])) >= self._max_adapters:
+                problem = f"the destination's batch has its {self._max_adapters} LoRA adapters (--max-loras)"
+                raise Refused(Reason.DESTINATION_FULL, problem)
+
+    def hold_adapters(self, frozen: Collection[str]) -> None:
+        """Keep places for the adapters of requests that are expected, and of those that are frozen.
+
+        The scheduler counts the adapters of its batch, against a limit that it reads at every step. It must not give
+        away the place of a frozen request: that may go on, and more adapters than the limit end the engine.
+        """
+        if self._scheduler.lora_config is None:
+            return
+        held: set[int] = set()
+        if frozen or self._with_slot:
+            running = self._scheduler.running
+            counted = running if _COUNTS_FROZEN else [one for one in running if one.request_id not in frozen]
+            held = adapters_of([*running, *self._expected()]) - adapters_of(counted)
+        self._scheduler.lora_config.max_loras = self._max_adapters - len(held)
+
+    def _expected(self) -> list[Request]:
+        """The reserved requests that will be in the batch as soon as they are admitted."""
+        return [self._reserved[request_id] for request_id in self._with_slot]
+
+    def _take_slot(self, request: Request) -> None:
+        """Hold a batch slot for a reservation. Again: no effect."""
+        if request.request_id not in self._with_slot:
+            self._with_slot.add(request.request_id)
+            self._scheduler.max_num_active_reqs -= 1
+
+    def _give_slot_back(self, request: Request) -> None:
+        if request.request_id in self._with_slot:
+            self._with_slot.remove(request.request_id)
+            self._scheduler.max_num_active_reqs += 1
+
+    def _grows_next(self, request: Request) -> bool:
+        capacity = len(block_ids(self._manager, request)) * self._block_size
+        return bool(self._positions(request.num_computed_tokens) > capacity)
+
+    def _extend(self, request: Request, num_tokens: int) -> bool:
+        return (
+            self._manager.allocate_slots(
+                request,
+                num_new_tokens=self._positions(num_tokens),
+                delay_cache_blocks=True,
+                skip_zeroing_group_ids=(0,),
+            )
+            is not None
+        )
+
+    def _positions(self, num_tokens: int) -> int:
+        """Positions a request of `num_tokens` tokens needs to take its next step without allocating."""
+        return num_tokens + 1 + int(self._scheduler.num_lookahead_tokens)
+
+
+def block_ids(manager: KVCacheManager, request: Request) -> list[int]:
+    """The request's block table in vLLM's KVCacheManager; empty if it holds none."""
+    return [block.block_id for block in manager.get_blocks(request.request_id).blocks[0]]
+
+
+def adapters_of(requests: Iterable[Request]) -> set[int]:
+    """The ids of their LoRA adapters."""
+    return {request.lora_request.lora_int_id for request in requests if request.lora_request is not None}

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the shells around state machines have in common: events one at a time, tasks, timers. Llumlet thread only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Coroutine
+from typing import Any, Generic, TypeVar
+
+from llumlet.protocol.effects import ClearTimer, Effect, SetTimer
+from llumlet.protocol.events import Event, TimerFired
+from llumlet.protocol.machine import Machine
+
+M = TypeVar("M", bound=Machine[Any, Any, Any])
+
+
+class Tasks:
+    """Coroutines that run by themselves; a task that nobody holds could be collected before its end."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None], name: str | None = None) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(coroutine, name=name)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    def cancel(self) -> None:
+        for task in self._running:
+            task.cancel()
+
+
+class Shell(Generic[M]):
+    """Carries out what one machine says; subclasses all but timers in `_perform`, and what follows in `_advanced`.
+
+    The machine gets its events one at a time: one that an effect brings about on the spot waits until all effects of
+    the event before have been carried out.
+    """
+
+    def __init__(self, machine: M) -> None:
+        self.machine = machine
+        self._events: deque[Event] = deque()
+        self._tasks = Tasks()
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    def feed(self, event: Event) -> None:
+        """Give the machine an event and do what it says. Raises LocalProtocolError, and nothing has changed, for one
+        that is illegal now."""
+        self._events.append(event)
+        if len(self._events) > 1:
+            return  # whoever feeds it at this moment, further up the stack, comes to it
+        try:
+            while self._events:
+                for effect in self.machine.on(self._events[0]):
+                    match effect:
+                        case SetTimer(name=name, seconds=seconds):
+                            self._set_timer(name, seconds)
+                        case ClearTimer(name=name):
+                            self._clear_timer(name)
+                        case _:
+                            self._perform(effect)
+                self._advanced()
+                self._events.popleft()
+        finally:
+            self._events.clear()
+
+    def _perform(self, effect: Effect) -> None:
+        raise NotImplementedError
+
+    def _advanced(self) -> None:
+        """The machine has had an event, and its effects have been carried out."""
+        raise NotImplementedError
+
+    def _set_timer(self, name: str, seconds: float) -> None:
+        self._clear_timer(name)
+        self._timers[name] = asyncio.get_running_loop().call_later(seconds, lambda: self.feed(TimerFired(name)))
+
+    def _clear_timer(self, name: str) -> None:
+        timer = self._timers.pop(name, None)
+        if timer is not None:
+            timer.cancel()

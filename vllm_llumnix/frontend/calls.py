@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls to other engines' llumlets, which the origin asks for: Adopt, and what belongs to it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+from llumlet.bridge import epoch_message, reason_of
+from llumlet.client import LlumletClient
+from llumlet.credentials import Credentials
+from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
+from llumlet.protocol import replay_words as words
+from llumlet.protocol.errors import Refused
+from llumlet.types import AbortRequest, AdoptRequest
+from vllm_llumnix.frontend.deaths import is_gone
+from vllm_llumnix.request_wire import RequestState, encode, encode_params
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreRequest
+
+    from vllm_llumnix.adapters import Adapters
+
+logger = logging.getLogger("vllm.llumnix")
+
+Answered = Callable[[str, int, words.ReplayEvent], None]
+"""Told what came of a call, of the request's attempt of that number."""
+
+
+class Calls:
+    """Calls under way, of one API server process. On its event loop."""
+
+    def __init__(
+        self, credentials: Credentials, relay_address: Callable[[], str], adapters: Adapters, answered: Answered
+    ) -> None:
+        self._credentials = credentials
+        self._relay_address = relay_address
+        self._adapters = adapters
+        self._answered = answered
+        self._clients: dict[str, LlumletClient] = {}
+        self._attempts: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._others: set[asyncio.Task[None]] = set()
+
+    def identify(self, effect: words.Identify) -> None:
+        self._begin(effect, self._identify(effect), words.AnswerLost(broken=False))
+
+    def adopt(self, effect: words.Adopt, request: EngineCoreRequest) -> None:
+        self._begin(effect, self._adopt(effect, request), words.AnswerLost(broken=False))
+
+    def ask_whether_gone(self, effect: words.AskWhetherGone) -> None:
+        self._begin(effect, self._ask_whether_gone(effect), words.GoneKnown(gone=False))
+
+    def call_off(self, effect: words.CallOff) -> None:
+        """Whoever does not wait for the answer calls the attempt off: see `Destination.adopt`."""
+        task = self._attempts.pop((effect.request_id, effect.attempt), None)
+        if task is not None:
+            task.cancel()
+
+    def abort(self, effect: words.AbortAt) -> None:
+        self.spawn(self._abort(effect))
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run it to its end."""
+        task = asyncio.get_running_loop().create_task(coroutine, name="llumnix-call")
+        self._others.add(task)
+        task.add_done_callback(self._others.discard)
+
+    def _begin(
+        self,
+        effect: words.Identify | words.Adopt | words.AskWhetherGone,
+        call: Coroutine[Any, Any, words.ReplayEvent],
+        failure: words.ReplayEvent,
+    ) -> None:
+        """`failure` is answered if the call cannot even be made."""
+        key = (effect.request_id, effect.attempt)
+
+        async def answer() -> None:
+            try:
+                event = await call
+            except Exception:
+                # Outermost: the replay goes on, whatever this was.
+                logger.exception("llumlet: a call for request %s failed", effect.request_id)
+                event = failure
+            if self._attempts.get(key) is task:
+                del self._attempts[key]
+                self._answered(*key, event)
+
+        task = self._attempts[key] = asyncio.get_running_loop().create_task(answer(), name="llumnix-replay")
+
+    async def _identify(self, effect: words.Identify) -> words.ReplayEvent:
+        try:
+            found = await self._client(effect.address).get_instance_metadata(deadline_s=effect.seconds)
+        except LlumletCallFailed as error:
+            return _failure(error)
+        return words.Identified(found.instance_id, found.incarnation)
+
+    async def _adopt(self, effect: words.Adopt, request: EngineCoreRequest) -> words.ReplayEvent:
+        adapter, holder = request.lora_request, effect.holder
+        try:
+            lora_digest = await self._adapters.digest_of(adapter) if adapter is not None else None
+            state = state_of(request, effect.delivered, self._relay_address(), lora_digest)
+            asked = AdoptRequest(
+                epoch=epoch_message(effect.epoch),
+                compatibility_digest=effect.digest,
+                request_state=encode(state),
+                weight_version=effect.weight_version,
+                trial_tokens=effect.trial_tokens,
+            )
+            if holder is not None:
+                asked.holder.instance_id, asked.holder.incarnation = holder.instance, holder.incarnation
+                asked.holder.address = holder.llumlet
+            answer = await self._client(effect.address).adopt(asked, deadline_s=effect.seconds)
+        except Refused as error:
+            return words.NotSent(str(error))
+        except LlumletCallFailed as error:
+            return _failure(error)
+        logger.info(
+            "llumlet: request %s goes on at %s: %.1f MB of KV cache copied, %d tokens computed again",
+            effect.request_id,
+            answer.instance_id,
+            answer.copied_bytes / 1e6,
+            answer.recomputed_tokens,
+        )
+        return words.Adopted(answer.instance_id, answer.incarnation)
+
+    async def _ask_whether_gone(self, effect: words.AskWhetherGone) -> words.ReplayEvent:
+        return words.GoneKnown(await is_gone(effect.address, self._credentials))
+
+    async def _abort(self, effect: words.AbortAt) -> None:
+        try:
+            await self._client(effect.address).abort(AbortRequest(request_ids=[effect.request_id]))
+        except LlumletCallFailed as error:
+            # Its next heartbeat is answered that nobody waits for the request.
+            logger.info("llumlet: request %s is not wanted any more: %s", effect.request_id, error)
+
+    def _client(self, address: str) -> LlumletClient:
+        client = self._clients.get(address)
+        if client is None:
+            client = self._clients[address] = LlumletClient(address, credentials=self._credentials)
+        return client
+
+
+def _failure(error: LlumletCallFailed) -> words.AdoptRefused | words.AnswerLost:
+    if isinstance(error, LlumletError):
+        return words.AdoptRefused(reason_of(error.reason), error.detail)
+    broken = isinstance(error, LlumletUnreachable) and not error.nobody_listens
+    return words.AnswerLost(broken, str(error))
+
+
+def state_of(request: EngineCoreRequest, delivered: list[int], origin: str, lora_digest: str | None) -> RequestState:
+    """The request as an engine needs it that goes on after `delivered`."""
+    params = request.sampling_params
+    assert params is not None
+    return RequestState(
+        request_id=request.request_id,
+        external_request_id=request.external_req_id or request.request_id,
+        origin=origin,
+        prompt_token_ids=list(request.prompt_token_ids or ()),
+        output_token_ids=list(delivered),
+        sampling_params=encode_params(params),
+        arrival_time=request.arrival_time,
+        priority=request.priority,
+        lora_name=request.lora_request.lora_name if request.lora_request else None,
+        lora_digest=lora_digest,
+        cache_salt=request.cache_salt,
+        trace_headers=dict(request.trace_headers) if request.trace_headers else None,
+        session_id=request.session_id,
+        structured_backend=params.structured_outputs._backend if params.structured_outputs else None,
+        reasoning_ended=request.reasoning_ended,
+    )

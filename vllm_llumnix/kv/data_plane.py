@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that moves blocks into and out of one worker: its memory, its transports and what serves its peers.
+
+What cannot be had is left out, and `missing` says why: a worker without any transport is no error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import ssl
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from vllm_llumnix.errors import TransportUnavailable
+from vllm_llumnix.hosts import reachable_host, with_port
+from vllm_llumnix.kv import kernels
+from vllm_llumnix.kv.block_server import BlockServer
+from vllm_llumnix.kv.cuda_share import share
+from vllm_llumnix.kv.endpoint import PrivateDirectory
+from vllm_llumnix.kv.grants import Grants
+from vllm_llumnix.kv.layout import BlockLayout
+from vllm_llumnix.kv.memory import BlockMemory, CudaMemory, HostMemory
+from vllm_llumnix.kv.messages import CudaShare, PeerMemory
+from vllm_llumnix.kv.mooncake import MooncakeEngine
+from vllm_llumnix.kv.mover import Mover
+from vllm_llumnix.kv.process import NoncePage, allow_readers, describe_memory
+from vllm_llumnix.kv.settings import MooncakeSettings, WorkerSettings
+from vllm_llumnix.kv.staging import GpuStagingArea, StagingArea
+from vllm_llumnix.kv.transport.base import Transport
+from vllm_llumnix.kv.transport.connections import Connections
+from vllm_llumnix.kv.transport.local import LocalTransport
+from vllm_llumnix.kv.transport.local_cuda import LocalCudaTransport
+from vllm_llumnix.kv.transport.mooncake import MooncakeTransport
+from vllm_llumnix.kv.transport.tcp import TcpTransport
+from vllm_llumnix.kv.vllm_cache import layout_of, storage_of
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class _Mooncake(NamedTuple):
+    """`outgoing` is what peers read, into `incoming` is read from them."""
+
+    engine: MooncakeEngine
+    outgoing: StagingArea
+    incoming: StagingArea
+    exposed: bool
+    """Whether peers can write to `incoming` as well."""
+
+
+class DataPlane:
+    """That of one worker, running from here on. `unavailable` says why none of its blocks can be moved, if so.
+
+    Raises OSError, ValueError, `zmq.ZMQError` if an endpoint cannot be had, TransportUnavailable without a transport
+    that is required.
+    """
+
+    def __init__(self, worker: Any, settings: WorkerSettings) -> None:
+        self._settings = settings
+        device = str(worker.device.type)
+        self.layout, self.unavailable = _layout_or_reason(worker.model_runner, device)
+        self.choice: kernels.Choice | None = None
+        """Of the backend that copies blocks."""
+        self.missing: dict[str, str] = {}
+        """Why a transport that is wanted is not there, by its name."""
+        self._nonce = NoncePage()
+        self._grants = Grants()
+        self._shared: CudaShare | None = None
+        self._mooncake: _Mooncake | None = None
+        self._server: BlockServer | None = None
+        self._rank: int = worker.rank
+        # Torch allocates on a thread's current device, which is the first one unless somebody says otherwise.
+        self._at_start = partial(torch.cuda.set_device, worker.device) if device == "cuda" else lambda: None
+        transports: list[Transport] = []
+        if self.unavailable is not None:
+            self.missing = dict.fromkeys(settings.transports, self.unavailable)
+            logger.warning("KV blocks of this worker cannot be moved: %s", self.unavailable)
+        else:
+            storage = storage_of(worker.model_runner) if device == "cuda" else None
+            memory = HostMemory(self.layout) if storage is None else CudaMemory(self.layout, storage)
+            transports = self._open(memory, storage)
+        self.mover = Mover(
+            rank=worker.rank,
+            layout=self.layout,
+            transports=transports,
+            directory=PrivateDirectory(settings.directory),
+            missing=self.missing,
+            grants=self._grants,
+            at_start=self._at_start,
+        )
+        beside_the_model(self.mover.start)
+
+    @property
+    def description(self) -> PeerMemory:
+        """What peers are told."""
+        server, host = self._server, reachable_host(self._settings.host)
+        return describe_memory(
+            self.layout,
+            self._nonce,
+            self._settings.instance,
+            self._rank,
+            self.unavailable,
+            with_port(host, server.port) if server is not None else None,
+            self._mooncake and self._mooncake.engine.segment,
+            self._shared,
+        )
+
+    def close(self) -> None:
+        """Peers that still read will fail."""
+        self._nonce.revoke()
+        if self._server is not None:
+            self._server.close()
+        self.mover.close()
+        if self._mooncake is not None:
+            self._mooncake.engine.close()
+
+    def _open(self, memory: BlockMemory, storage: torch.Tensor | None) -> list[Transport]:
+        """The transports that are wanted and can be had; and what peers read through is served. `storage`: a GPU's."""
+        settings = self._settings
+        self.choice = beside_the_model(partial(kernels.settle, self.layout, memory.storage.device))
+        self._mooncake = self._mooncake_or_not(memory)
+        if storage is not None and "local" in settings.transports:
+            self._shared = self._share_or_not(storage)
+        names = [name for name in settings.transports if name not in self.missing]
+        transports = [_transport(name, memory, settings, self._mooncake) for name in names]
+        if settings.allow_readers and "local" in names:
+            allow_readers()
+        if {"tcp", "mooncake"}.intersection(names):
+            tls, staging = tls_context(settings, server_side=True), self._mooncake and self._mooncake.outgoing
+            server = BlockServer(memory, self._nonce.value, self._grants, settings.host, tls, staging, self._at_start)
+            beside_the_model(server.start)
+            self._server = server
+        return transports
+
+    def _mooncake_or_not(self, memory: BlockMemory) -> _Mooncake | None:
+        wanted = self._settings.mooncake
+        if wanted is None:
+            return None
+        try:
+            return beside_the_model(lambda: _mooncake(memory, wanted))
+        except TransportUnavailable as error:
+            if wanted.required:
+                raise
+            self.missing["mooncake"] = str(error)
+            logger.info("no transport mooncake: %s", error)
+            return None
+
+    def _share_or_not(self, storage: torch.Tensor) -> CudaShare | None:
+        try:
+            return share(storage)
+        except TransportUnavailable as error:
+            self.missing["local"] = str(error)
+            logger.warning("no transport local: %s", error)
+            return None
+
+
+def _transport(name: str, memory: BlockMemory, settings: WorkerSettings, mooncake: _Mooncake | None) -> Transport:
+    match name:
+        case "local" if isinstance(memory, CudaMemory):
+            return LocalCudaTransport(memory.storage, memory.layout)
+        case "local":
+            return LocalTransport(memory.layout)
+        case "tcp":
+            return TcpTransport(memory, tls_context(settings, server_side=False))
+        case "mooncake" if mooncake is not None:
+            connections = Connections(tls_context(settings, server_side=False))
+            return MooncakeTransport(memory, mooncake.engine, mooncake.incoming, connections, exposed=mooncake.exposed)
+    raise ValueError(f"no transport {name!r}")
+
+
+def _mooncake(memory: BlockMemory, wanted: MooncakeSettings) -> _Mooncake:
+    """Raises TransportUnavailable."""
+    engine = MooncakeEngine(wanted.host, wanted.protocol, wanted.devices)
+    if wanted.protocol == "rdma" and wanted.gpu_direct and isinstance(memory, CudaMemory):
+        try:
+            mooncake = _staged(engine, partial(GpuStagingArea, memory), wanted)
+        except (TransportUnavailable, torch.OutOfMemoryError) as error:
+            logger.warning("mooncake goes through main memory: no buffers on the GPU: %s", error)
+        else:
+            logger.info("mooncake reads and writes buffers on the GPU")
+            return mooncake
+    return _staged(engine, partial(StagingArea, memory.layout), wanted)
+
+
+def _staged(engine: MooncakeEngine, area: Callable[[int], StagingArea], wanted: MooncakeSettings) -> _Mooncake:
+    """`area` makes one for so many moves. Raises TransportUnavailable."""
+    outgoing, incoming = area(wanted.max_out), area(wanted.max_in)
+    exposed = wanted.protocol != "tcp"
+    engine.register(outgoing.address, outgoing.num_bytes)
+    if exposed:
+        # A network card writes only where it may; over TCP the process itself writes, and nobody else shall.
+        try:
+            engine.register(incoming.address, incoming.num_bytes)
+        except TransportUnavailable:
+            engine.unregister(outgoing.address)
+            raise
+    return _Mooncake(engine, outgoing, incoming, exposed)
+
+
+def tls_context(settings: WorkerSettings, *, server_side: bool) -> ssl.SSLContext | None:
+    """Both ends show a certificate of the same authority. None without certificates."""
+    if settings.tls is None:
+        return None
+    certificate, key, authority = settings.tls
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.load_cert_chain(certificate, key)
+    context.load_verify_locations(authority)
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def beside_the_model(start: Callable[[], T]) -> T:
+    """Threads that are started so run where the mover may, too."""
+    cpus = _unbound_cpus()
+
+    def unbind() -> None:
+        with contextlib.suppress(OSError):  # a wish, no condition
+            os.sched_setaffinity(0, cpus)
+
+    with ThreadPoolExecutor(1, initializer=unbind) as helper:
+        return helper.submit(start).result()
+
+
+def _unbound_cpus() -> set[int]:
+    """The CPUs of our parent process, which is not bound.
+
+    vLLM's CPU worker binds its main thread to one core, and a thread inherits that: the mover would
+    take turns with the forward pass although other cores are free.
+    """
+    return os.sched_getaffinity(os.getppid()) | os.sched_getaffinity(0)
+
+
+def _layout_or_reason(model_runner: Any, device: str) -> tuple[BlockLayout, str | None]:
+    nothing = BlockLayout(base=0, storage_bytes=0, num_blocks=0, regions=(), layout="")
+    if device not in ("cpu", "cuda"):
+        return nothing, f"the KV cache lies on a {device} device, which no transport reads"
+    try:
+        return layout_of(model_runner), None
+    except TransportUnavailable as error:
+        return nothing, str(error)

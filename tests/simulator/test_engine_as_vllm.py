@@ -18,7 +18,7 @@ from llumsched.simulator.requests import EngineRequest
 from llumsched.simulator.step_model import EngineConfig, StepModel, load_hardware
 from tests.engine.rig import BLOCK_SIZE, new_request, new_scheduler
 from tests.simulator.watchers import Silent
-from vllm_llumnix.engine.load import Place, recount
+from vllm_llumnix.engine.load import NOTHING, Place, share_of
 
 STEP = StepModel(a=1000, b=7, c=1, d=5, e=1)
 NUM_REQUESTS = 60
@@ -82,9 +82,10 @@ class Both:
 
     def _compare_status(self) -> None:
         """With what production counts of vLLM's scheduler."""
-        places = [(Place.RUNNING, one, 0, False) for one in self.vllm.running]
-        places += [(Place.WAITING, one, 0, False) for one in self.vllm.waiting]
-        load, status = recount(places), self.member.status(self.now_ps)
+        load, status = NOTHING, self.member.status(self.now_ps)
+        for place, requests in ((Place.RUNNING, self.vllm.running), (Place.WAITING, self.vllm.waiting)):
+            for one in requests:
+                load = load.plus(share_of(place, one))
         assert status.num_waiting_requests == load.num_waiting
         assert status.num_running_requests == load.num_running
         assert status.scheduler_running_to_decode_requests_num == load.running_to_decode

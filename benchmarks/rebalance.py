@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.client import Client, Stream
-from benchmarks.cluster import Control, rescheduling
+from benchmarks.control import Control, rescheduling
 from benchmarks.harness import Fleet, Server, ServerSpec
 from benchmarks.model import PRESETS, build
 from benchmarks.progress import Say, saying

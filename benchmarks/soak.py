@@ -40,7 +40,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.client import Client, Stream, StreamFailed
-from benchmarks.cluster import start
+from benchmarks.control import start
 from benchmarks.harness import Command, Fleet, Server, ServerSpec, command_line, free_port
 from benchmarks.model import PRESETS, build
 from benchmarks.moves import migrate, requests

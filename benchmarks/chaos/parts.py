@@ -20,7 +20,7 @@ import aiohttp
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.cluster import start
+from benchmarks.control import start
 from benchmarks.harness import Command
 from llumsched.up.ports import free_port
 

@@ -8,8 +8,8 @@ import random
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
-from typing import Literal
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Literal, Protocol
 
 from msgspec import UnsetType
 
@@ -26,7 +26,6 @@ from llumsched.gateway.scheduler_client import (
     NotScheduled,
     SchedulerAnswer,
     SchedulerAway,
-    SchedulerClient,
     SchedulerWarming,
 )
 
@@ -37,8 +36,29 @@ _PREFILL_REPORT_S = 0.02
 """Time that reports of first tokens wait for others, to go together."""
 
 
+class Scheduler(Protocol):
+    """What is needed of `scheduler_client.SchedulerClient`, and documented there."""
+
+    async def schedule(self, request: SchedulingRequest) -> SchedulerAnswer: ...
+
+    async def instances(self) -> list[Address]: ...
+
+    async def refusal(self) -> str | None: ...
+
+    def release(self, placed: SchedulerAnswer) -> None: ...
+
+    def report(self, scheduler: Address, reports: Iterable[Report]) -> None: ...
+
+    def complain(self, complaints: Complaining) -> None: ...
+
+    async def close(self) -> None: ...
+
+
 class Scheduled:
-    def __init__(self, config: Config, backends: Backends, client: SchedulerClient) -> None:
+    def __init__(
+        self, config: Config, backends: Backends, client: Scheduler, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
         self._config = config
         self._backends = backends
         self._client = client
@@ -51,7 +71,7 @@ class Scheduled:
     async def place(
         self, asked: Asked, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()
     ) -> Placed:
-        started_s = time.monotonic()
+        started_s = self._clock()
         try:
             return await self._place(asked, excluded, shunned, started_s)
         except NoEndpoint as error:
@@ -74,7 +94,7 @@ class Scheduled:
     ) -> Placed:
         interval_s = self._config.wait_scheduling_retry_interval_s
         pause_s = interval_s * random.uniform(0.1, 1.0)  # who has come together does not ask again together
-        while time.monotonic() + pause_s <= started_s + self._config.wait_scheduling_timeout_s:
+        while self._clock() + pause_s <= started_s + self._config.wait_scheduling_timeout_s:
             await asyncio.sleep(pause_s)
             pause_s = interval_s
             try:
@@ -118,7 +138,7 @@ class Scheduled:
                 excluded_endpoints=[str(backend.address) for backend in excluded],
             )
         )
-        return self._placed(asked, answer, time.monotonic() - started_s)
+        return self._placed(asked, answer, self._clock() - started_s)
 
     async def _without_scheduler(
         self, asked: Asked, excluded: Collection[Backend], shunned: Collection[Backend]
@@ -180,7 +200,7 @@ class Scheduled:
             self._client.report(scheduler, own)
 
     def complain(self, avoided: Mapping[Backend, Ejection]) -> None:
-        now_s = time.monotonic()
+        now_s = self._clock()
         instances = [
             Avoided(
                 Endpoint(backend.address.host, backend.address.port),

@@ -15,12 +15,21 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 from llumlet.client import LlumletClient
 from llumlet.credentials import NONE, Credentials
 from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
-from llumlet.types import Address, MigrateEvent, MigrateRequest, MovePhase, MoveProgress, Reason, word
+from llumlet.types import (
+    Address,
+    ListRequestsResponse,
+    MigrateEvent,
+    MigrateRequest,
+    MovePhase,
+    MoveProgress,
+    Reason,
+    word,
+)
 from llumsched.cluster.instance import Instance
 from llumsched.rescheduling.blame import Blame, blame_for
 from llumsched.rescheduling.choice import choose, num_tokens
@@ -35,13 +44,34 @@ logger = logging.getLogger(__name__)
 
 LONGEST_MOVE_S: Final = 600.0
 """Limit of a call that keeps giving signs of life."""
+_SWEEP_S: Final = 1.0
+"""Between two looks for connections to instances that are gone: with a thousand instances one takes 2 ms."""
+
+
+class Llumlet(Protocol):
+    """What is needed of `llumlet.client.LlumletClient`."""
+
+    async def list_requests(self, *, deadline_s: float | None = None) -> ListRequestsResponse: ...
+
+    def migrate(
+        self, request: MigrateRequest, *, deadline_s: float | None = None
+    ) -> AsyncGenerator[MigrateEvent, None]: ...
+
+    async def close(self) -> None: ...
+
+
+Connect = Callable[[Address, Credentials], Llumlet]
+
+
+def connect(address: Address, credentials: Credentials) -> Llumlet:
+    return LlumletClient(address, credentials=credentials)
 
 
 @dataclass(eq=False)
 class _Source:
     """The connection to one source, and the calls it has."""
 
-    client: LlumletClient
+    client: Llumlet
     places: asyncio.Semaphore
     num_calls: int = 0
     named: set[str] = field(default_factory=set)
@@ -61,9 +91,11 @@ class Executor:
     refused: Callable[[int], None] = lambda _: None
     """Callback with the term of orders that a source refused as those of a former leader."""
     clock: Callable[[], float] = time.monotonic
+    connect: Connect = connect
     _numbers: Iterable[int] = field(default_factory=itertools.count)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _sources: dict[Address, _Source] = field(default_factory=dict)
+    _swept_s: float = -math.inf
 
     def start(self, moves: Iterable[Move], term: int = 0) -> tuple[int, ...]:
         """Begins moves and returns their numbers. Moves of instances that left meanwhile are left out. `term`: of the
@@ -251,11 +283,15 @@ class Executor:
         known = self._sources.get(address)
         if known is None:
             places = asyncio.Semaphore(self.config.connection_pool_size)
-            known = self._sources[address] = _Source(LlumletClient(address, credentials=self.credentials), places)
+            known = self._sources[address] = _Source(self.connect(address, self.credentials), places)
         return known
 
     async def _disconnect_gone(self) -> None:
         """Closes connections to instances that are gone. All others are kept for the next call."""
+        now_s = self.clock()
+        if now_s - self._swept_s < _SWEEP_S:
+            return
+        self._swept_s = now_s
         present = {instance.llumlet for instance in self.view.values()}
         idle = [address for address, source in self._sources.items() if not source.num_calls]
         for source in [self._sources.pop(address) for address in idle if address not in present]:

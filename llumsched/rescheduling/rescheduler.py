@@ -22,7 +22,7 @@ from llumsched.cluster.table import Table, standard_table
 from llumsched.cluster.view import View
 from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.counters import RescheduleCounters
-from llumsched.rescheduling.executor import Executor
+from llumsched.rescheduling.executor import Connect, Executor, connect
 from llumsched.rescheduling.history import History
 from llumsched.rescheduling.planner import Plan, plan
 from llumsched.rescheduling.policies import load_policies
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 LOST_S: Final = 2.0
 """Time after which a store that has been lost is not planned with."""
-_SHARE: Final = 20
+SHARE: Final = 20
 """A pass is followed by a pause of at least this many times its length: the process has other work."""
 
 
@@ -66,6 +66,7 @@ class Rescheduler:
         table: Table | None = None,
         lease: Lease | None = None,
         clock: Callable[[], float] = time.monotonic,
+        connect: Connect = connect,
     ) -> None:
         """`clock` must be that of the view. Metrics are registered in `registry` (default: one of its own). `lease`:
         nothing is planned while another one has it; None: there is no other rescheduler. Raises PolicyError."""
@@ -90,6 +91,7 @@ class Rescheduler:
             lambda: self._waking.wake("move"),
             lease.refused if lease is not None else lambda _: None,
             clock,
+            connect,
         )
         self._num_passes = 0
 
@@ -102,7 +104,7 @@ class Rescheduler:
         try:
             while True:
                 duration_s = self._pass_logged(woken_by)
-                await asyncio.sleep(max(self.config.debounce_ms / 1000, _SHARE * duration_s))
+                await asyncio.sleep(max(self.config.debounce_ms / 1000, SHARE * duration_s))
                 woken_by = await self._waking.wait(self.config.interval_ms / 1000)
         finally:
             unobserve()

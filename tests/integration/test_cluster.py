@@ -24,7 +24,7 @@ import psutil
 import pytest
 
 from benchmarks.client import Client, Stream
-from benchmarks.cluster import Control, rescheduling
+from benchmarks.control import Control, rescheduling
 from benchmarks.harness import Fleet, Server, ServerSpec
 from benchmarks.moves import requests
 from llumsched.up.ports import free_port

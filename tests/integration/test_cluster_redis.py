@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from benchmarks.client import Client, Stream
-from benchmarks.cluster import Control, start
+from benchmarks.control import Control, start
 from benchmarks.harness import Fleet, Server, ServerSpec
 from llumsched.up.ports import free_port
 from tests.integration.test_cluster import AT, LENGTH, NUM_BLOCKS, PROMPT, assert_relieved, begin, homes

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.client import Client, Stream
-from benchmarks.cluster import Control
+from benchmarks.control import Control
 from benchmarks.harness import Fleet, LlumletAddress, ServerSpec
 from benchmarks.moves import Move, migrate_through, move_stream
 from llumlet.client import LlumletClient

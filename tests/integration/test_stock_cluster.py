@@ -17,7 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.client import Client
-from benchmarks.cluster import Control
+from benchmarks.control import Control
 from benchmarks.harness import Fleet, Server, ServerSpec
 from tests.integration.test_cluster import AT, LENGTH, PROMPT, SECONDS, assert_whole, begin
 from tests.support.failures import failure

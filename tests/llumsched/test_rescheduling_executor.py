@@ -126,7 +126,8 @@ async def test_choices_of_one_request_move_on_their_own(world: World) -> None:
     assert world.history.cooling_requests("sim-1", world.now_s) == {part.request_id for part in parts}
 
 
-async def test_no_connection_is_kept_to_a_source_that_left(world: World) -> None:
+async def test_no_connection_is_kept_to_a_source_that_left(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llumsched.rescheduling.executor._SWEEP_S", 0.0)
     await decoding(world, 30, 60)
     await world.run(move())
     world.view.remove("sim-0")

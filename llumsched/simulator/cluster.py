@@ -1,0 +1,427 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run: members, clients and what happens to them, around the production control plane.
+
+arrival -> gateway, scheduler (control) -> hop -> member's engine -> tokens -> record
+                                                    |  crash: the client goes on elsewhere, from what it has got
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final, TextIO
+
+from llumlet.credentials import Credentials
+from llumlet.protocol.events import Gone
+from llumlet.types import Address
+from llumsched.gateway.placement import Placed
+from llumsched.simulator import PS
+from llumsched.simulator.clock import VirtualLoop
+from llumsched.simulator.control import Control, ControlConfig
+from llumsched.simulator.links import Network
+from llumsched.simulator.llumlets import Connection, Llumlet
+from llumsched.simulator.member import Cadence, Member
+from llumsched.simulator.metrics import Metrics, RequestRecord, Sample, Slo, Summary
+from llumsched.simulator.moves_in import Arrivals, copy_of
+from llumsched.simulator.moves_out import Departures, OutgoingMove
+from llumsched.simulator.requests import EngineRequest
+from llumsched.simulator.step_model import Hardware
+from llumsched.simulator.workload import Arrival
+
+_MOST_RESTARTS: Final = 2
+"""As the gateway's `retry_max_count`."""
+_LOOK_PS: Final = PS // 10
+"""Between two looks whether a drained instance is needed any more."""
+_COLLECT: Final = (100_000, 50, 100)
+"""Thresholds of Python's collector, which would look at a large cluster's objects over and over."""
+_MOST_SHOWN: Final = 64
+"""Instances whose load is in each sample."""
+
+
+class What(StrEnum):
+    FAIL = "fail"
+    """It dies without a word."""
+    STOP = "stop"
+    """It takes nothing new, its requests move away, and it ends with the last stream that its API server holds."""
+    START = "start"
+    """It is ordered now, and is there after its cold start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    at_s: float
+    what: What
+    number: int
+    """Of the instance."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """`groups`: how many instances of what serve which model; the model "" is any."""
+
+    groups: Sequence[tuple[str, Hardware, int]]
+    control: ControlConfig = field(default_factory=ControlConfig)
+    cadence: Cadence = field(default_factory=Cadence)
+    happenings: Sequence[Happening] = ()
+    slo: Slo = field(default_factory=Slo)
+    max_moves: int = 4
+    """In each direction of one instance at a time."""
+    notice_s: float = 1.0
+    """Until the store notices that an instance is gone. Clients' connections break at once."""
+    sample_s: float = 1.0
+    seed: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Client:
+    arrival: Arrival
+    id: str
+    request: EngineRequest | None = None
+    member: Member | None = None
+    origin: Member | None = None
+    """Whose API server holds the stream, wherever the request runs."""
+    instances: list[str] = field(default_factory=list)
+    num_moves: int = 0
+    num_restarts: int = 0
+    avoid: list[Address] = field(default_factory=list)
+
+
+def run(
+    config: ClusterConfig,
+    arrivals: Sequence[Arrival],
+    records: TextIO | None = None,
+    progress: Callable[[float, int], None] = lambda at_s, num_ended: None,
+) -> tuple[Summary, Metrics]:
+    """To the end of the last request. The same arguments give the same result. `progress` is called once a virtual
+    second with the time and how many requests have ended."""
+    random.seed(config.seed)
+    loop = VirtualLoop()
+    thresholds = gc.get_threshold()
+    gc.set_threshold(*_COLLECT)
+    try:
+        return loop.run_until_complete(_Run(loop, config, arrivals, records, progress).run())
+    except BaseException:
+        loop.abandon()
+        raise
+    finally:
+        gc.set_threshold(*thresholds)
+        loop.close()
+
+
+class _Run:
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        config: ClusterConfig,
+        arrivals: Sequence[Arrival],
+        records: TextIO | None,
+        progress: Callable[[float, int], None],
+    ) -> None:
+        self._loop = loop
+        self._config = config
+        self._arrivals = arrivals
+        self._progress = progress
+        self._hop_ps = round(config.cadence.hop_s * PS)
+        self._hop_s = config.cadence.hop_s
+        self.metrics = Metrics(config.slo, records)
+        self._network = Network(loop)
+        self._kinds = [(model, hardware) for model, hardware, number in config.groups for _ in range(number)]
+        self._members: dict[int, Member] = {}
+        self._lives: dict[int, int] = {}
+        self._by_address: dict[Address, Member] = {}
+        self._llumlets: dict[Address, Llumlet] = {}
+        self._by_id: dict[str, Llumlet] = {}
+        self._clients: dict[str, _Client] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_ended = 0
+        self._instance_ps = 0
+        self._shares_prefixes = any(arrival.prefix for arrival in arrivals)
+        self._over = asyncio.Event()
+        self._next = 0
+
+    async def run(self) -> tuple[Summary, Metrics]:
+        loop, config = self._loop, self._config
+        self._control = Control(loop, config.control, len(self._kinds), self._connect)
+        try:
+            for number in range(len(self._kinds)):
+                self._start(number)
+            for happening in config.happenings:
+                loop.at(round(happening.at_s * PS), functools.partial(self._happen, happening))
+            loop.at(round(config.sample_s * PS), self._sample)
+            self._await_next()
+            if self._arrivals:
+                await self._over.wait()
+        finally:
+            await self._control.close()
+        virtual_s = loop.time()
+        for member in list(self._members.values()):
+            self._end(member)
+        last_s = self._arrivals[-1].at_s if self._arrivals else 0.0
+        summary = self.metrics.summary(last_arrival_s=last_s, instance_s=self._instance_ps / PS, virtual_s=virtual_s)
+        return summary, self.metrics
+
+    # Clients
+
+    def _await_next(self) -> None:
+        if self._next < len(self._arrivals):
+            # A hop later it is the scheduler's.
+            self._loop.at(round(self._arrivals[self._next].at_s * PS) + self._hop_ps, self._arrive)
+
+    def _arrive(self, now_ps: int) -> None:
+        arrival = self._arrivals[self._next]
+        client = _Client(arrival, f"r{self._next}")
+        self._next += 1
+        self._await_next()
+        self._spawn(client)
+
+    def _spawn(self, client: _Client) -> None:
+        task = self._loop.create_task(self._place(client))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _place(self, client: _Client) -> None:
+        arrival, request = client.arrival, client.request
+        num_tokens = arrival.num_prompt if request is None else request.num_tokens
+        name = f"{client.id}-r{client.num_restarts}" if client.num_restarts else client.id
+        placed = await self._control.place(name, arrival.model, num_tokens, client.avoid)
+        if placed is None:
+            self._ended(client, "refused" if request is None else "lost")
+            return
+        # To the gateway, and from there to the engine.
+        self._loop.at(self._loop.now_ps + 2 * self._hop_ps, lambda now_ps: self._deliver(client, placed, name, now_ps))
+
+    def _deliver(self, client: _Client, placed: Placed, name: str, now_ps: int) -> None:
+        member = self._by_address.get(placed.backend.address)
+        if member is None or not member.is_alive:
+            self._control.lost(placed)
+            self._restart(client, placed.backend.address)
+            return
+        arrival = client.arrival
+        if client.request is None:
+            content = arrival.content(member.hardware.engine.block_size)
+            request = EngineRequest(
+                name, arrival.num_prompt, arrival.num_output, arrival.priority, content, round(arrival.at_s * PS)
+            )
+        else:
+            request = copy_of(client.request)
+            request.id = name
+        client.request, client.member, client.origin = request, member, member
+        client.instances.append(member.id)
+        self._clients[name] = client
+        member.add(request, now_ps)
+
+    def _restart(self, client: _Client, lost_at: Address, _: int = 0) -> None:
+        client.num_restarts += 1
+        client.avoid.append(lost_at)
+        if client.num_restarts > _MOST_RESTARTS:
+            self._ended(client, "lost")
+        else:
+            self._spawn(client)
+
+    def finished(self, request: EngineRequest, now_ps: int) -> None:
+        client = self._clients.pop(request.id, None)
+        if client is not None:  # else its last step had begun when its origin died
+            self._ended(client, "finished", now_ps)
+
+    def _ended(self, client: _Client, outcome: str, now_ps: int = 0) -> None:
+        arrival, request = client.arrival, client.request
+        ttft_s = tpot_s = e2e_s = None
+        if request is not None and outcome == "finished":
+            first_ps = request.first_token_ps or now_ps
+            ttft_s = first_ps / PS - arrival.at_s + self._hop_s
+            e2e_s = now_ps / PS - arrival.at_s + self._hop_s
+            if request.max_tokens > 1:
+                tpot_s = (now_ps - first_ps) / PS / (request.max_tokens - 1)
+        self.metrics.ended(
+            RequestRecord(
+                client.id,
+                arrival.at_s,
+                arrival.model,
+                arrival.priority,
+                arrival.num_prompt,
+                request.num_output if request is not None else 0,
+                outcome,
+                client.instances,
+                ttft_s,
+                tpot_s,
+                e2e_s,
+                client.num_moves,
+                client.num_restarts,
+                request.num_preemptions if request is not None else 0,
+                request.preemption_loss_ps / PS if request is not None else 0.0,
+                request.num_recomputed if request is not None else 0,
+                request.num_hits if request is not None else 0,
+            )
+        )
+        self._num_ended += 1
+        if self._num_ended == len(self._arrivals):
+            self._over.set()
+
+    # Members
+
+    def _start(self, number: int, _: int = 0) -> None:
+        model, hardware = self._kinds[number]
+        life = self._lives[number] = self._lives.get(number, -1) + 1
+        watch = _Watch(self)
+        member = Member(
+            self._loop, number, hardware, self._config.cadence, watch, self._control.told,
+            model=model, shares_prefixes=self._shares_prefixes, max_moves=self._config.max_moves, life=life,
+        )  # fmt: skip
+        departures = Departures(member, self._hop_ps, self._owner)
+        arrivals = Arrivals(member, self._network, self._hop_ps, self._owned)
+        watch.departures = departures
+        llumlet = Llumlet(member, departures, arrivals, self._move_ended)
+        self._members[number] = member
+        self._by_address[Address(member.metadata.ip, member.metadata.api_server_port)] = member
+        self._llumlets[member.llumlet] = self._by_id[member.id] = llumlet
+        self._control.appeared(member.metadata)
+
+    def _end(self, member: Member) -> None:
+        member.end()
+        self._instance_ps += self._loop.now_ps - member.began_ps
+        del self._members[member.number]
+        del self._by_id[member.id]
+
+    def _happen(self, happening: Happening, now_ps: int) -> None:
+        member = self._members.get(happening.number)
+        match happening.what:
+            case What.START:
+                if member is None:
+                    cold_ps = round(self._kinds[happening.number][1].cold_start_s * PS)
+                    self._instance_ps += cold_ps
+                    self._loop.at(now_ps + cold_ps, functools.partial(self._start, happening.number))
+            case What.FAIL:
+                if member is not None:
+                    self._fail(member, now_ps)
+            case What.STOP:
+                if member is not None:
+                    member.is_schedulable = False
+                    member.changed(now_ps)
+                    self._leave_when_empty(member, now_ps)
+
+    def _leave_when_empty(self, member: Member, now_ps: int) -> None:
+        if not member.is_alive:
+            return
+        is_used = member.engine.running or member.engine.waiting or member.leaving or member.coming
+        if is_used or any(client.origin is member for client in self._clients.values()):
+            self._loop.at(now_ps + _LOOK_PS, functools.partial(self._leave_when_empty, member))
+            return
+        self._end(member)
+        self._control.left(member.id, in_order=True)
+
+    def _fail(self, member: Member, now_ps: int) -> None:
+        member.engine.advance(now_ps)
+        member.engine.settle(now_ps)
+        self._end(member)
+        for llumlet in self._by_id.values():
+            llumlet.departures.lost(member)
+            llumlet.arrivals.lost(member)
+        notice_ps = round(self._config.notice_s * PS)
+        self._loop.at(now_ps + notice_ps, lambda _: self._control.left(member.id, in_order=False))
+        address = Address(member.metadata.ip, member.metadata.api_server_port)
+        for name, client in list(self._clients.items()):
+            here, request = client.member, client.request
+            if here is not None and request is not None and member in (here, client.origin):
+                del self._clients[name]
+                if here is not member:
+                    self._abort(request, here, now_ps)
+                request.num_tokens = here.engine.num_tokens(request)
+                self._loop.at(now_ps + self._hop_ps, functools.partial(self._restart, client, address))
+
+    def _abort(self, request: EngineRequest, member: Member, now_ps: int) -> None:
+        """Its stream is gone, and with it whoever wanted it."""
+        member.engine.advance(now_ps)
+        member.engine.settle(now_ps)
+        if request.is_moving:
+            self._by_id[member.id].departures.gone(request, Gone.ABORTED)
+        member.post(lambda _: member.engine.remove(request), now_ps)
+
+    def _connect(self, address: Address, credentials: Credentials) -> Connection:
+        return Connection(address, self._llumlets, self._by_id, self._hop_s)
+
+    # Moves
+
+    def _owner(self, request_id: str) -> Member | None:
+        client = self._clients.get(request_id)
+        return client.member if client is not None else None
+
+    def _owned(self, request: EngineRequest, member: Member) -> None:
+        client = self._clients.get(request.id)
+        if client is None:  # its origin has died meanwhile
+            member.engine.remove(request)
+            return
+        client.request, client.member = request, member
+        client.instances.append(member.id)
+        client.num_moves += 1
+
+    def _move_ended(self, move: OutgoingMove) -> None:
+        outcome = move.machine.outcome
+        has_moved = outcome is not None and outcome.reason is None
+        self.metrics.num_moves += has_moved
+        self.metrics.num_moves_failed += not has_moved
+
+    # Samples
+
+    def _sample(self, now_ps: int) -> None:
+        free = total = running = num_waiting = 0
+        demands: list[int] = []
+        loads: list[float] = []
+        for member in self._members.values():
+            engine = member.engine
+            total += engine.config.num_blocks
+            free += engine.blocks.num_free
+            running += len(engine.running)
+            if engine.waiting:
+                num_waiting += len(engine.waiting)
+                head = engine.waiting.head
+                needed = engine.blocks_needed(head, *engine.blocks.hit(head, head.num_tokens - 1))
+                if needed > engine.blocks.num_free:
+                    demands.append(needed)
+            if len(self._members) <= _MOST_SHOWN:
+                loads.append(1 - engine.blocks.num_free / engine.config.num_blocks)
+        fragmented = 0
+        for demand in sorted(demands):
+            if fragmented + demand > free:
+                break
+            fragmented += demand
+        self.metrics.samples.append(
+            Sample(
+                now_ps / PS,
+                len(self._members),
+                running,
+                num_waiting,
+                1 - free / max(total, 1),
+                fragmented / max(total, 1),
+                tuple(loads),
+            )
+        )
+        self._progress(now_ps / PS, self._num_ended)
+        self._loop.at(now_ps + round(self._config.sample_s * PS), self._sample)
+
+
+class _Watch:
+    """Of one member."""
+
+    departures: Departures
+
+    def __init__(self, run: _Run) -> None:
+        self.gap = run.metrics.gaps.gap
+        self.gaps = run.metrics.gaps.gaps
+        self._run = run
+
+    def stalled(self, request: EngineRequest, ps: int) -> None:
+        self._run.metrics.move_stalls_s.append(ps / PS)
+
+    def preempted(self, request: EngineRequest, now_ps: int) -> None:
+        if request.is_moving:
+            self.departures.gone(request, Gone.PREEMPTED)
+
+    def finished(self, request: EngineRequest, now_ps: int) -> None:
+        if request.is_moving:
+            self.departures.gone(request, Gone.FINISHED)
+        self._run.finished(request, now_ps)

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The production scheduler side, put together on a virtual clock. Everything that this package needs of it is here.
+
+What is production: the view, the account, the dispatcher with its policies, complaints and table; the rescheduler with
+its planner, history and executor; the gateway's placement with its queue and its way round a scheduler that has nobody.
+What is not: the HTTP and gRPC between them, for which messages take their time elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import aiohttp
+
+from llumlet.types import Address, InstanceMetadata, InstanceStatus
+from llumsched.cluster.providers.account import Account
+from llumsched.cluster.request import Request
+from llumsched.cluster.view import View
+from llumsched.contract import Complaining, Endpoint, LLMInstance, Report, SchedulingRequest
+from llumsched.dispatch.dispatcher import Dispatcher, NotPlaced, NotPlacedKind
+from llumsched.gateway.backends import Backends
+from llumsched.gateway.config import Config as GatewayConfig
+from llumsched.gateway.errors import GatewayError, UnknownModel
+from llumsched.gateway.outliers import Limits
+from llumsched.gateway.placement import Asked, Placed
+from llumsched.gateway.scheduled import Scheduled
+from llumsched.gateway.scheduler_client import NoEndpoint, NotScheduled, SchedulerAnswer, SchedulerWarming
+from llumsched.policy.document import Mode, load_policy
+from llumsched.rescheduling.config import Config as ReschedulingConfig
+from llumsched.rescheduling.executor import Connect
+from llumsched.rescheduling.rescheduler import SHARE, Rescheduler
+from llumsched.simulator.clock import VirtualLoop
+
+_SCHEDULER: Final = Address("scheduler", 1)
+_EXPIRE_S: Final = 0.5
+"""As `llumsched.scheduler.process` has it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlConfig:
+    policy: str = "load-balance"
+    """Of dispatch: a built-in one's name, or the path of a `.yaml` file."""
+    rescheduling: ReschedulingConfig | None = field(default_factory=ReschedulingConfig)
+    account: bool = True
+    account_staleness_s: float = 10.0
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    pass_s: float = 0.0003
+    """A rescheduling pass takes so long, …"""
+    pass_s_per_instance: float = 6.5e-6
+    """… and so much longer for each instance (`benchmarks/reschedule_pass.py`). No time passes in it here, but the
+    pause after it depends on that."""
+
+
+class Control:
+    """Made and used on the loop; ended with `close`. `random` of the standard library is what production draws from:
+    seed it before."""
+
+    def __init__(self, loop: VirtualLoop, config: ControlConfig, num_instances: int, connect: Connect) -> None:
+        clock = loop.time
+        self.view = View(clock)
+        policy = load_policy(config.policy, Mode.FULL)
+        staleness_s = config.account_staleness_s if config.account else 0.0
+        self._account = Account(clock, staleness_s, is_blind=lambda: False)
+        self.dispatcher = Dispatcher(self.view, policy, self._account, clock, random.Random(random.random()))
+        self.rescheduler: Rescheduler | None = None
+        self._tasks = [loop.create_task(self._expire())]
+        if config.rescheduling is not None:
+            pass_s = config.pass_s + config.pass_s_per_instance * num_instances
+            debounce_ms = max(config.rescheduling.debounce_ms, 1000 * SHARE * pass_s)
+            self.rescheduler = Rescheduler(
+                self.view,
+                replace(config.rescheduling, debounce_ms=debounce_ms),
+                table=self.dispatcher.table,
+                clock=clock,
+                connect=connect,
+            )
+            self._tasks.append(loop.create_task(self.rescheduler.run()))
+        self._session = aiohttp.ClientSession()  # of which nobody asks anything
+        self._backends = Backends((), self._session, Limits(config.gateway.max_ejected), {})
+        self.placement = Scheduled(config.gateway, self._backends, _InProcess(self.dispatcher), clock)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.rescheduler is not None:
+            await self.rescheduler.close()
+        self.dispatcher.close()
+        await self._session.close()
+
+    async def place(self, request_id: str, model: str, num_tokens: int, avoid: Collection[Address]) -> Placed | None:
+        """None if nobody takes it, after the gateway's wait. `avoid`: API servers that lost it."""
+        excluded = [self._backends.at(address) for address in avoid]
+        try:
+            return await self.placement.place(Asked(request_id, model, num_tokens), excluded)
+        except GatewayError:
+            return None
+
+    def lost(self, placed: Placed) -> None:
+        """It did not get there."""
+        self.placement.release(placed, completed=False)
+
+    def appeared(self, metadata: InstanceMetadata) -> None:
+        self.view.put_metadata(metadata)
+
+    def told(self, status: InstanceStatus) -> None:
+        self.view.put_status(status)
+
+    def left(self, instance_id: str, *, in_order: bool) -> None:
+        if in_order:
+            self.view.remove(instance_id)
+        else:
+            self.view.lose(instance_id)
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(_EXPIRE_S)
+            self._account.expire()
+
+
+class _InProcess:
+    """`gateway.scheduled.Scheduler`, without HTTP: what `scheduler.api` does with a request."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+
+    async def schedule(self, request: SchedulingRequest) -> SchedulerAnswer:
+        ids_at, excluded = self._dispatcher.complaints.ids_at, request.excluded_endpoints or ()
+        avoid = frozenset(name for text in excluded for name in ids_at(Address.parse(text)))
+        asked = Request(request.id, request.model, request.prompt_num_tokens, avoid, tells_tries=True)
+        try:
+            (placed,) = self._dispatcher.schedule(asked, gateway_id=request.gateway_id)
+        except NotPlaced as error:
+            raise _REFUSALS.get(error.kind, NotScheduled)(str(error)) from None
+        metadata = placed.instance.metadata
+        endpoint = Endpoint(metadata.ip, metadata.api_server_port)
+        chosen = LLMInstance(metadata.instance_id, endpoint, request.model, placed.infer_type)
+        return SchedulerAnswer(_SCHEDULER, request, [chosen])
+
+    def release(self, placed: SchedulerAnswer) -> None:
+        request = placed.request
+        self._dispatcher.release(request.id, {instance.id for instance in placed.result}, request.gateway_id)
+
+    async def instances(self) -> list[Address]:
+        return [instance.api_server for instance in self._dispatcher.view.values()]
+
+    async def refusal(self) -> str | None:
+        return self._dispatcher.refusal()
+
+    def report(self, scheduler: Address, reports: Iterable[Report]) -> None:
+        """Lite mode only."""
+
+    def complain(self, complaints: Complaining) -> None:
+        """Instances here answer or are gone."""
+
+    async def close(self) -> None:
+        return
+
+
+_REFUSALS: Final[dict[NotPlacedKind, Callable[[str], Exception]]] = {
+    NotPlacedKind.ENDPOINT_NOT_FOUND: UnknownModel,
+    NotPlacedKind.NO_AVAILABLE_ENDPOINT: NoEndpoint,
+    NotPlacedKind.NO_MATCH_INFER_TYPE: NoEndpoint,
+    NotPlacedKind.WARMING: SchedulerWarming,
+}
+"""As the scheduler's HTTP says them to its client."""

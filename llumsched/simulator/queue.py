@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The waiting requests of one engine, and what they add up to."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterator
+from operator import attrgetter
+
+from llumsched.simulator.requests import EngineRequest
+
+
+class Queue:
+    """First come, first served; or by priority, then arrival."""
+
+    def __init__(self, *, by_priority: bool) -> None:
+        self.num_to_decode = 0
+        """Requests whose work does not end with their first token."""
+        self.to_decode_tokens = 0
+        self.prefill_tokens = 0
+        """Of which the KV cache is still to be computed."""
+        self._requests: deque[EngineRequest] | list[EngineRequest] = [] if by_priority else deque()
+        self._shares: dict[EngineRequest, tuple[int, int, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[EngineRequest]:
+        return iter(self._requests)
+
+    @property
+    def head(self) -> EngineRequest:
+        return self._requests[0]
+
+    def push(self, request: EngineRequest, num_cached: int, *, in_front: bool = False) -> None:
+        """`num_cached`: tokens that the prefix cache holds now. `in_front` means nothing where priorities count."""
+        uncomputed = request.num_tokens - num_cached
+        decodes = int((request.max_tokens > 1 or uncomputed == 1) and not request.is_moving)
+        share = decodes, request.num_tokens * decodes, uncomputed if uncomputed > 1 else 0
+        self._shares[request] = share
+        self._add(share, 1)
+        if isinstance(self._requests, list):
+            insort(self._requests, request, key=attrgetter("order"))
+        elif in_front:
+            self._requests.appendleft(request)
+        else:
+            self._requests.append(request)
+
+    def remove(self, request: EngineRequest) -> None:
+        self._requests.remove(request)
+        self._add(self._shares.pop(request), -1)
+
+    def _add(self, share: tuple[int, int, int], sign: int) -> None:
+        self.num_to_decode += sign * share[0]
+        self.to_decode_tokens += sign * share[1]
+        self.prefill_tokens += sign * share[2]

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Timers of one state machine, by name: they are set anew and cleared more often than they run out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llumsched.simulator import PS
+from llumsched.simulator.clock import VirtualLoop
+
+
+class Timers:
+    def __init__(self, loop: VirtualLoop, fire: Callable[[str], None]) -> None:
+        self._loop = loop
+        self._fire = fire
+        self._due_ps: dict[str, int] = {}
+
+    def set(self, name: str, seconds: float) -> None:
+        due_ps = self._due_ps[name] = self._loop.now_ps + round(seconds * PS)
+        self._loop.at(due_ps, lambda now_ps: self._run_out(name, now_ps))
+
+    def clear(self, name: str) -> None:
+        self._due_ps.pop(name, None)
+
+    def close(self) -> None:
+        self._due_ps.clear()
+
+    def _run_out(self, name: str, now_ps: int) -> None:
+        if self._due_ps.get(name) == now_ps:
+            del self._due_ps[name]
+            self._fire(name)

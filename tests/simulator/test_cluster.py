@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole runs: production control plane, modelled engines and links."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llumsched.rescheduling.config import Config as ReschedulingConfig
+from llumsched.simulator.cluster import ClusterConfig, Happening, What, _Run, run
+from llumsched.simulator.control import ControlConfig
+from llumsched.simulator.lengths import LENGTHS
+from llumsched.simulator.member import Cadence
+from llumsched.simulator.metrics import Metrics, Summary
+from llumsched.simulator.step_model import Hardware, load_hardware
+from llumsched.simulator.workload import Arrival, assigned, clipped, made_up
+
+A10 = load_hardware("a10-llama-7b")
+MEDIUM = LENGTHS["medium"], LENGTHS["medium"]
+CAPACITY = 13_616
+
+
+def load(rate: float, number: int, seed: int = 1) -> list[Arrival]:
+    return clipped(made_up(rate, number, MEDIUM, random.Random(seed)), CAPACITY)
+
+
+def cluster(num_instances: int, **more: Any) -> ClusterConfig:
+    return ClusterConfig(groups=[("", A10, num_instances)], **more)
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[_Run]:
+    """Every run, to look at what it left."""
+    runs: list[_Run] = []
+    made = _Run.__init__
+
+    def init(self: _Run, *args: Any) -> None:
+        made(self, *args)
+        runs.append(self)
+
+    monkeypatch.setattr(_Run, "__init__", init)
+    return runs
+
+
+def played(config: ClusterConfig, arrivals: Sequence[Arrival]) -> tuple[Summary, Metrics, list[dict[str, Any]]]:
+    lines = io.StringIO()
+    summary, metrics = run(config, arrivals, lines)
+    return summary, metrics, [json.loads(line) for line in lines.getvalue().splitlines()]
+
+
+def conserve(runs: Sequence[_Run]) -> None:
+    """No block, slot or move is left behind."""
+    for one in runs:
+        assert not one._clients
+        for llumlet in one._llumlets.values():
+            if llumlet.member.number in one._members or not llumlet.member.is_alive:
+                continue
+            engine = llumlet.member.engine
+            assert engine.blocks.num_free == engine.config.num_blocks
+            assert engine.num_reserved_slots == 0
+
+
+def test_moves_lose_nothing_and_pay(ended: list[_Run]) -> None:
+    arrivals = clipped(made_up(4, 300, (LENGTHS["long"], LENGTHS["long"]), random.Random(0)), 8192)
+    without, _, _ = played(cluster(8, control=ControlConfig(rescheduling=None)), arrivals)
+    summary, metrics, records = played(cluster(8), arrivals)
+    assert summary.num_finished == len(records) == 300
+    asked = {f"r{number}": (one.num_prompt, one.num_output) for number, one in enumerate(arrivals)}
+    assert {one["id"]: (one["prompt_tokens"], one["output_tokens"]) for one in records} == asked
+    assert summary.moves == sum(one["num_moves"] for one in records) > 50
+    rescheduler = ended[-1]._control.rescheduler
+    assert rescheduler is not None
+    refusals = sum((one.refusals for one in rescheduler.records.moves), Counter())
+    assert set(refusals) <= {"destination_full", "destination_busy", "request_finished", "request_preempted"}
+    assert all(len(one["instances"]) == one["num_moves"] + 1 for one in records)
+    assert summary.preemption_loss < without.preemption_loss / 2
+    assert summary.e2e_mean_s < without.e2e_mean_s
+    assert 0.02 < summary.move_stall_p50_s < 0.2
+    tokens = sum(one.num_output for one in arrivals)
+    assert metrics.gaps.number == tokens - len(arrivals)
+    conserve(ended)
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    arrivals = load(6, 120)
+    first = played(cluster(6), arrivals)
+    again = played(cluster(6), arrivals)
+    assert first[0] == again[0]
+    assert first[2] == again[2]
+
+
+def test_round_robin_is_the_policys() -> None:
+    control = ControlConfig(policy="round-robin", rescheduling=None)
+    _, _, records = played(cluster(4, control=control), load(2, 40))
+    dealt = [one["instances"][0] for one in sorted(records, key=lambda one: one["arrived_s"])]
+    assert dealt == [f"i{number % 4:04}" for number in range(40)]
+
+
+def test_an_idle_engine_takes_what_its_model_says_and_the_hops() -> None:
+    [(_, _, [record])] = [played(cluster(2, control=ControlConfig(rescheduling=None)), [Arrival(5.0, 1000, 2)])]
+    step, hop_s = A10.step, Cadence().hop_s
+    prefill = step.duration(1000, 1000 * 1001 // 2, 0, 0) / 1e12
+    assert record["ttft_s"] == pytest.approx(prefill + 4 * hop_s)
+    assert record["tpot_s"] == pytest.approx(step.duration(0, 0, 1, 1001) / 1e12)
+
+
+def test_requests_of_a_dead_instance_go_on_elsewhere(ended: list[_Run]) -> None:
+    arrivals = load(5, 200)
+    summary, _, records = played(cluster(4, happenings=[Happening(20.0, What.FAIL, 1)]), arrivals)
+    assert summary.num_finished == 200
+    restarted = [one for one in records if one["num_restarts"]]
+    assert any("i0001" in one["instances"] for one in restarted)
+    assert all(one["instances"][-1] != "i0001" for one in restarted)
+    assert all(one["output_tokens"] == arrivals[int(one["id"][1:])].num_output for one in records)
+    late = [one for one in records if one["arrived_s"] > 22]
+    assert not any("i0001" in one["instances"] for one in late)
+    conserve(ended)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_deaths_in_the_middle_of_moves_leave_nothing_behind(seed: int, ended: list[_Run]) -> None:
+    draw = random.Random(seed)
+    quick = replace(A10, cold_start_s=3.0)
+    happenings = []
+    for number in range(6):
+        at_s = draw.uniform(5, 15)
+        while at_s < 60:
+            happenings += [Happening(at_s, draw.choice([What.FAIL, What.STOP]), number)]
+            happenings += [Happening(at_s + draw.uniform(1, 4), What.START, number)]
+            at_s += draw.uniform(8, 30)
+    lengths = LENGTHS["long"], LENGTHS["medium"]
+    arrivals = clipped(made_up(6, 300, lengths, draw), 8192)
+    rescheduling = ReschedulingConfig(pair_cooldown_s=0.5, request_cooldown_s=0.5, horizon_s=20.0)
+    config = ClusterConfig(
+        groups=[("", quick, 6)], happenings=happenings, control=ControlConfig(rescheduling=rescheduling), seed=seed
+    )
+    summary, _, records = played(config, arrivals)
+    assert len(records) == len(arrivals)
+    assert summary.num_finished > len(arrivals) * 0.8
+    for one in records:
+        if one["outcome"] == "finished":
+            assert one["output_tokens"] == arrivals[int(one["id"][1:])].num_output
+    assert summary.moves > 50
+    conserve(ended)
+
+
+def test_everything_is_lost_with_the_last_instance() -> None:
+    summary, _, records = played(cluster(1, happenings=[Happening(5.0, What.FAIL, 0)]), load(2, 30))
+    outcomes = Counter(one["outcome"] for one in records)
+    assert set(outcomes) <= {"finished", "lost", "refused"}
+    assert summary.num_lost + summary.num_refused == outcomes["lost"] + outcomes["refused"] > 0
+
+
+def test_an_instance_that_stops_is_empty_in_seconds_and_ends_with_its_streams(ended: list[_Run]) -> None:
+    """Its requests move away, however long they still are; its API server passes their tokens on."""
+    arrivals = [Arrival(number * 0.05, 64, 3000) for number in range(20)]
+    summary, metrics, records = played(cluster(4, happenings=[Happening(10.0, What.STOP, 2)]), arrivals)
+    assert summary.num_finished == 20
+    assert not any(one["instances"][-1] == "i0002" for one in records)
+    assert any(one["instances"][0] == "i0002" and one["num_moves"] for one in records)
+    [member] = [one.member for one in ended[0]._llumlets.values() if one.member.id == "i0002"]
+    assert not member.is_alive
+    empty = [sample.at_s for sample in metrics.samples if sample.loads[2] == 0]
+    assert empty[0] < 15 < 60 < empty[-1]
+    streamed = max(one["arrived_s"] + one["e2e_s"] for one in records if one["instances"][0] == "i0002")
+    gone = next(sample.at_s for sample in metrics.samples if sample.num_instances == 3)
+    assert gone == pytest.approx(streamed, abs=1.2)
+    conserve(ended)
+
+
+def test_an_instance_comes_after_its_cold_start_and_gets_load() -> None:
+    happenings = [Happening(0.5, What.FAIL, 1), Happening(2.0, What.START, 1)]
+    quick = replace(A10, cold_start_s=10.0)
+    config = ClusterConfig(groups=[("", quick, 2)], happenings=happenings)
+    _, _, records = played(config, load(3, 120))
+    had = [one["arrived_s"] for one in records if one["instances"][0] == "i0001"]
+    assert not [at_s for at_s in had if 2.0 < at_s < 11.5]
+    assert [at_s for at_s in had if at_s > 12.0]
+
+
+def test_models_have_their_own_instances() -> None:
+    arrivals = assigned(load(6, 120), {"big": 1.0, "small": 2.0}, random.Random(1))
+    arrivals.append(Arrival(arrivals[-1].at_s + 1, 10, 10, model="unknown"))
+    config = ClusterConfig(groups=[("big", A10, 2), ("small", A10, 3)])
+    summary, _, records = played(config, arrivals)
+    assert summary.num_refused == 1
+    homes = {"big": {"i0000", "i0001"}, "small": {"i0002", "i0003", "i0004"}}
+    for one in records:
+        assert set(one["instances"]) <= homes.get(one["model"], set())
+
+
+def test_who_goes_first_waits_less() -> None:
+    first: Hardware = replace(A10, engine=replace(A10.engine, by_priority=True))
+    arrivals = [replace(one, priority=-(number % 5 == 0)) for number, one in enumerate(load(12, 300))]
+    config = ClusterConfig(groups=[("", first, 2)], control=ControlConfig(rescheduling=None))
+    _, _, records = played(config, arrivals)
+    means = {}
+    for priority in (-1, 0):
+        waits = [one["ttft_s"] for one in records if one["priority"] == priority]
+        means[priority] = sum(waits) / len(waits)
+    assert means[-1] < means[0] / 2
+
+
+def test_shared_prefixes_are_hit_where_they_are() -> None:
+    arrivals = [Arrival(number * 3.0, 2048, 4, prefix=(1, 2, 3, 10 + number)) for number in range(6)]
+    _, _, records = played(cluster(1), arrivals)
+    assert [one["cached_tokens"] for one in records] == [0, 1536, 1536, 1536, 1536, 1536]
+
+
+def test_tokens_may_be_told_less_often_than_in_production() -> None:
+    """The cadence for large clusters: less is sent, and the results are nearly the same."""
+    arrivals = load(6, 300)
+    often, _, _ = played(cluster(6), arrivals)
+    seldom, _, _ = played(cluster(6, cadence=Cadence(tokens_s=1.0)), arrivals)
+    assert seldom.e2e_mean_s == pytest.approx(often.e2e_mean_s, rel=0.05)
+    assert seldom.gap_p99_s == pytest.approx(often.gap_p99_s, rel=0.1)
+
+
+def test_no_move_is_begun_if_none_is_worth_it() -> None:
+    control = ControlConfig(rescheduling=ReschedulingConfig(balance_threshold=2.0))
+    summary, _, _ = played(cluster(4, control=control), load(4, 60))
+    assert summary.moves == 0
+
+
+def test_fifty_instances_are_faster_than_real_time() -> None:
+    """By a factor; how large is in docs/simulator.md."""
+    arrivals = load(20, 800)
+    began_s = time.process_time()
+    summary, _, _ = played(cluster(50), arrivals)
+    assert time.process_time() - began_s < summary.virtual_s / 2
+
+
+def test_nothing_comes_and_nothing_happens() -> None:
+    summary, _, records = played(cluster(2), [])
+    assert records == []
+    assert summary.num_requests == 0

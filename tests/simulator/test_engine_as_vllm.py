@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The modelled engine beside vLLM's own scheduler, on the same requests, step by step."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
+
+from llumsched.simulator.clock import VirtualLoop
+from llumsched.simulator.member import Cadence, Member
+from llumsched.simulator.requests import EngineRequest
+from llumsched.simulator.step_model import EngineConfig, StepModel, load_hardware
+from tests.engine.rig import BLOCK_SIZE, new_request, new_scheduler
+from tests.simulator.watchers import Silent
+from vllm_llumnix.engine.load import NOTHING, Place, share_of
+
+STEP = StepModel(a=1000, b=7, c=1, d=5, e=1)
+NUM_REQUESTS = 60
+_tokens = itertools.count(1000)
+
+
+class Both:
+    """One scheduler of vLLM's and one modelled engine, in step."""
+
+    def __init__(self, model: Path, config: EngineConfig, *, shares_prefixes: bool) -> None:
+        self.vllm: Scheduler
+        self.vllm, self._hasher = new_scheduler(
+            model, False, config.num_blocks + 1, max_num_seqs=config.max_num_seqs, max_model_len=4096,
+            max_num_batched_tokens=config.max_num_batched_tokens, enable_prefix_caching=config.prefix_caching,
+            scheduling_policy="priority" if config.by_priority else "fcfs",
+        )  # fmt: skip
+        hardware = replace(load_hardware("a10-llama-7b"), engine=config, step=STEP)
+        self.member = Member(
+            VirtualLoop(), 0, hardware, Cadence(), Silent(), lambda status: None,
+            model="", shares_prefixes=shares_prefixes, max_moves=4,
+        )  # fmt: skip
+        self.engine = self.member.engine
+        self.now_ps = 0
+        self.num_compared = 0
+
+    def step(self, arriving: list[tuple[str, list[int], int, int]]) -> bool:
+        """Of each that arrives: id, prompt, output tokens, priority. False when both are idle."""
+        requests = []
+        for number, (name, prompt, num_output, priority) in enumerate(arriving):
+            arrived_ps = self.num_compared * 1000 + number
+            theirs = new_request(name, prompt, num_output, block_hasher=self._hasher, priority=priority)
+            theirs.arrival_time = float(arrived_ps)
+            self.vllm.add_request(theirs)
+            content = [tuple(prompt[: index + BLOCK_SIZE]) for index in range(0, len(prompt), BLOCK_SIZE)]
+            content = content[: len(prompt) // BLOCK_SIZE]
+            requests.append(
+                EngineRequest(name, len(prompt), num_output, priority, content=content, arrived_ps=arrived_ps)
+            )
+        end_ps = self.engine.next_end_after(self.now_ps)
+        if requests:
+            self.engine.post(lambda now_ps: [self.engine.add(one, now_ps) for one in requests], self.now_ps)
+        if end_ps is not None:
+            self.now_ps = end_ps
+            self.engine.advance(end_ps)
+        self.engine.settle(self.now_ps)
+        if (scheduled := self._schedule()) is None:
+            assert self.engine.end_ps is None
+            return False
+        assert self.engine.scheduled() == scheduled
+        assert self.engine.blocks.num_free == self.vllm.kv_cache_manager.block_pool.get_num_free_blocks()
+        assert [one.id for one in self.engine.running] == [one.request_id for one in self.vllm.running]
+        assert [one.id for one in self.engine.waiting] == [one.request_id for one in self.vllm.waiting]
+        theirs = sum(request.num_preemptions for request in self.vllm.requests.values())
+        assert sum(one.num_preemptions for one in (*self.engine.running, *self.engine.waiting)) == theirs
+        self._compare_status()
+        self.num_compared += 1
+        return True
+
+    def close(self) -> None:
+        self.member.loop.close()
+
+    def _compare_status(self) -> None:
+        """With what production counts of vLLM's scheduler."""
+        load, status = NOTHING, self.member.status(self.now_ps)
+        for place, requests in ((Place.RUNNING, self.vllm.running), (Place.WAITING, self.vllm.waiting)):
+            for one in requests:
+                load = load.plus(share_of(place, one))
+        assert status.num_waiting_requests == load.num_waiting
+        assert status.num_running_requests == load.num_running
+        assert status.scheduler_running_to_decode_requests_num == load.running_to_decode
+        assert status.scheduler_running_to_decode_tokens_num == load.running_to_decode_tokens
+        assert status.num_uncomputed_tokens_scheduler_running_prefills == load.running_prefill_tokens
+        assert status.num_unallocated_tokens_scheduler_running_prefills == load.running_unallocated_tokens
+        if not self.engine.config.prefix_caching:
+            assert status.scheduler_waiting_to_decode_requests_num == load.waiting_to_decode
+            assert status.scheduler_waiting_to_decode_tokens_num == load.waiting_to_decode_tokens
+            assert status.num_uncomputed_tokens_all_waiting_prefills == load.waiting_prefill_tokens
+
+    def _schedule(self) -> dict[str, int] | None:
+        """The next step of vLLM's that computes something, and what comes of it."""
+        while self.vllm.has_unfinished_requests():
+            output = self.vllm.schedule()
+            ids = list(output.num_scheduled_tokens)
+            self._sample = lambda output=output, ids=ids: self.vllm.update_from_output(
+                output,
+                ModelRunnerOutput(
+                    req_ids=ids,
+                    req_id_to_index={name: index for index, name in enumerate(ids)},
+                    sampled_token_ids=[
+                        [] if self.vllm.requests[name].is_prefill_chunk else [next(_tokens)] for name in ids
+                    ],
+                    logprobs=None,
+                    prompt_logprobs_dict={},
+                    pooler_output=[],
+                ),
+            )
+            if ids:
+                return dict(output.num_scheduled_tokens)
+            self._sample()
+        return None
+
+    def sample(self) -> None:
+        self._sample()
+
+
+def documents(draw: random.Random) -> list[list[int]]:
+    return [[draw.randrange(1, 90) for _ in range(draw.randint(20, 200))] for _ in range(4)]
+
+
+def unshared(draw: random.Random) -> list[int]:
+    return [next(_tokens) for _ in range(draw.randint(1, 400))]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", ["shared", "unique", "uncached", "priority"])
+def test_batches_and_preemptions_are_vllms(model_dir: Path, kind: str, seed: int) -> None:
+    draw = random.Random(f"{kind} {seed}")
+    config = EngineConfig(
+        num_blocks=draw.randint(16, 40), block_size=BLOCK_SIZE, max_num_seqs=draw.choice([3, 8, 16]),
+        max_num_batched_tokens=draw.choice([64, 200, 1024]), prefix_caching=kind != "uncached",
+        by_priority=kind == "priority",
+    )  # fmt: skip
+    both = Both(model_dir, config, shares_prefixes=kind in ("shared", "priority"))
+    stock = documents(draw)
+    most = config.num_blocks * BLOCK_SIZE
+    arriving, num_come = [], 0
+    for number in range(NUM_REQUESTS):
+        prompt = unshared(draw)
+        if kind in ("shared", "priority") and draw.random() < 0.8:
+            prompt = [token for part in draw.choices(stock, k=draw.randint(1, 3)) for token in part]
+            prompt += unshared(draw)[: draw.randint(1, 60)]
+        prompt = prompt[: most * 3 // 4]
+        num_output = min(draw.choice([1, 3, 40, 400]), most - len(prompt))
+        arriving.append((f"r{number:03}", prompt, num_output, draw.randint(0, 2)))
+    while True:
+        come = []
+        while num_come < NUM_REQUESTS and draw.random() < 0.2:
+            come.append(arriving[num_come])
+            num_come += 1
+        if not both.step(come):
+            if num_come == NUM_REQUESTS:
+                break
+            continue
+        both.sample()
+    assert both.num_compared > 500
+    assert both.engine.num_preemptions >= 2
+    assert both.engine.blocks.num_free == config.num_blocks
+    both.close()

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from redis.exceptions import MovedError
 
-from llumlet.directory import open_directory
 from llumlet.redis_client import NO_CLUSTER, reason_of
 from llumlet.redis_link import RedisLink
 from llumlet.report_links import LinkLost
+from llumlet.stores import open_directory
 from llumlet.types import InstanceMetadata
 from llumsched.cms.redis import RedisStore
 from llumsched.rescheduling.leadership import Lease

@@ -11,8 +11,8 @@ import pytest_asyncio
 from redis.exceptions import RedisError
 
 from llumlet import redis_link
-from llumlet.directory import open_directory
 from llumlet.redis_client import connect
+from llumlet.stores import open_directory
 from llumsched.cms import redis as redis_module
 from llumsched.cms.redis import RedisStore
 from llumsched.rescheduling import leadership

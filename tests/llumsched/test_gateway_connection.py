@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from llumlet.types import Address
 from llumsched.causes import Cause
 from llumsched.gateway.backends import Backend
-from llumsched.gateway.connection import Connection, State
+from llumsched.gateway.connection import Connection, ConnectionState
 from llumsched.gateway.endpoints import Endpoint
 from llumsched.gateway.errors import StreamLost
 from llumsched.gateway.sse import EventStream
@@ -98,7 +98,7 @@ async def test_what_is_no_answer_closes_the_connection(name: str) -> None:
     with pytest.raises(StreamLost):  # noqa: PT012 (either may raise)
         await connection.head()
         await connection.read_all()
-    assert connection.state is State.CLOSED
+    assert connection.state is ConnectionState.CLOSED
     assert transport.is_aborted
 
 

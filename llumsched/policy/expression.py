@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import ast
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import numpy as np
 
 MOST_CHARACTERS: Final = 2000
-_OPERATORS: Final = (ast.Add, ast.Sub, ast.Mult, ast.Div)
-_COMPARISONS: Final = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
+
+Values = Mapping[str, Any]
+"""Arrays of one length, or single numbers, by name."""
+_Evaluate = Callable[[Values], Any]
 
 
 class ExpressionError(ValueError):
@@ -25,7 +28,7 @@ class ExpressionError(ValueError):
 
 
 class Expression:
-    """A formula. It is a value: two of the same text are equal."""
+    """A value: two of the same text are equal."""
 
     def __init__(self, text: str) -> None:
         """Raises ExpressionError."""
@@ -33,26 +36,23 @@ class Expression:
         if len(self.text) > MOST_CHARACTERS:
             raise ExpressionError(f"has {len(self.text)} characters, {MOST_CHARACTERS} at most")
         try:
-            tree = ast.parse(self.text, mode="eval")
             compiler = _Compiler()
-            body = compiler.visit(tree.body)
+            self._evaluate: _Evaluate = compiler.visit(ast.parse(self.text, mode="eval").body)
         except ExpressionError as error:
             raise ExpressionError(f"{self.text!r} {error}") from None
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise ExpressionError(f"{self.text!r} is no formula: {getattr(error, 'msg', error)}") from None
         self.names = frozenset(compiler.names)
-        """Names of the columns that it reads."""
-        code = compile(ast.fix_missing_locations(ast.Expression(body)), "<expression>", "eval")
-        self._evaluate: Callable[[Mapping[str, Any]], Any] = functools.partial(eval, code, _FUNCTIONS)
+        """Columns that it reads."""
 
     def of(self, value_of: Callable[[str], Any]) -> Any:
-        """The result: an array, or a single number. `value_of` gives arrays of one length or single numbers by name."""
+        """`value_of` gives arrays of one length or single numbers by name. An array, or a single number."""
         values = {name: value_of(name) for name in self.names}
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             return self._evaluate(values)
 
     def with_names(self, formulas: Mapping[str, Expression]) -> Expression:
-        """A formula with others in the place of their names. Raises ExpressionError if it becomes too long."""
+        """The same with other formulas in the place of their names. Raises ExpressionError if it becomes too long."""
         if not self.names & formulas.keys():
             return self
         tree = _Replacing(formulas).visit(ast.parse(self.text, mode="eval"))
@@ -68,70 +68,94 @@ class Expression:
         return f"Expression({self.text!r})"
 
 
+_OPERATORS: Final[Mapping[type[ast.AST], Callable[[Any, Any], Any]]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: np.true_divide,  # Python's own raises if two single numbers have no quotient
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.And: np.logical_and,
+    ast.Or: np.logical_or,
+}
+_FUNCTIONS: Final[Mapping[str, tuple[Callable[..., Any], int, int]]] = {
+    "min": (np.minimum, 2, 32),
+    "max": (np.maximum, 2, 32),
+    "abs": (np.abs, 1, 1),
+}
+"""What a function of the grammar is, and how many arguments it takes."""
+
+
 class _Compiler(ast.NodeVisitor):
-    """Python's tree into one that numpy can evaluate; whatever is not in the grammar is refused."""
+    """Python's tree into functions of the columns; whatever is not in the grammar is refused. No code is made."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
 
-    def generic_visit(self, node: ast.AST) -> ast.expr:
+    def generic_visit(self, node: ast.AST) -> _Evaluate:
         raise ExpressionError(f"uses {type(node).__name__}, which formulas do not have")
 
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        if node.id in _BY_NAME:
+    def visit_Name(self, node: ast.Name) -> _Evaluate:
+        if node.id in _FUNCTIONS:
             raise ExpressionError(f"uses the function {node.id} without arguments")
         self.names.add(node.id)
-        return ast.Name(node.id, ast.Load())
+        return operator.itemgetter(node.id)
 
-    def visit_Constant(self, node: ast.Constant) -> ast.expr:
+    def visit_Constant(self, node: ast.Constant) -> _Evaluate:
         if isinstance(node.value, bool) or not isinstance(node.value, int | float):
             raise ExpressionError(f"uses {node.value!r}, which is no number")
-        return ast.Constant(float(node.value))
+        number = float(node.value)
+        return lambda _: number
 
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
-        if isinstance(node.op, ast.Not):
-            return _call("_not", self.visit(node.operand))
-        if isinstance(node.op, ast.USub | ast.UAdd):
-            return ast.UnaryOp(node.op, self.visit(node.operand))
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> _Evaluate:
+        operand: _Evaluate = self.visit(node.operand)
+        match node.op:
+            case ast.Not():
+                return lambda values: np.logical_not(operand(values))
+            case ast.USub():
+                return lambda values: -operand(values)
+            case ast.UAdd():
+                return operand
         return self.generic_visit(node.op)
 
-    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
-        if not isinstance(node.op, _OPERATORS):
-            return self.generic_visit(node.op)
-        left, right = self.visit(node.left), self.visit(node.right)
-        if isinstance(node.op, ast.Div):
-            return _call("_divide", left, right)  # Python's own raises if two single numbers have no quotient
-        return ast.BinOp(left, node.op, right)
+    def visit_BinOp(self, node: ast.BinOp) -> _Evaluate:
+        return self._applied(node.op, self.visit(node.left), self.visit(node.right))
 
-    def visit_Compare(self, node: ast.Compare) -> ast.expr:
-        """A chain of comparisons as the conjunction of its parts."""
-        sides = [self.visit(side) for side in (node.left, *node.comparators)]
-        parts: list[ast.expr] = []
-        for left, operator, right in zip(sides, node.ops, sides[1:], strict=False):
-            if not isinstance(operator, _COMPARISONS):
-                return self.generic_visit(operator)
-            parts.append(ast.Compare(left, [operator], [right]))
-        return functools.reduce(lambda one, other: _call("_and", one, other), parts)
+    def visit_Compare(self, node: ast.Compare) -> _Evaluate:
+        """A chain is the conjunction of its parts."""
+        sides: list[_Evaluate] = [self.visit(side) for side in (node.left, *node.comparators)]
+        parts = [self._applied(*each) for each in zip(node.ops, sides, sides[1:], strict=False)]
+        return functools.reduce(lambda one, other: self._applied(ast.And(), one, other), parts)
 
-    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
-        name = "_and" if isinstance(node.op, ast.And) else "_or"
-        parts: list[ast.expr] = [self.visit(value) for value in node.values]
-        return functools.reduce(lambda one, other: _call(name, one, other), parts)
+    def visit_BoolOp(self, node: ast.BoolOp) -> _Evaluate:
+        parts: list[_Evaluate] = [self.visit(value) for value in node.values]
+        return functools.reduce(lambda one, other: self._applied(node.op, one, other), parts)
 
-    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
-        return _call("_where", self.visit(node.test), self.visit(node.body), self.visit(node.orelse))
+    def visit_IfExp(self, node: ast.IfExp) -> _Evaluate:
+        test, body, other = self.visit(node.test), self.visit(node.body), self.visit(node.orelse)
+        return lambda values: np.where(test(values), body(values), other(values))
 
-    def visit_Call(self, node: ast.Call) -> ast.expr:
+    def visit_Call(self, node: ast.Call) -> _Evaluate:
         name = node.func.id if isinstance(node.func, ast.Name) else ""
-        if name not in _BY_NAME or node.keywords:
-            raise ExpressionError(f"calls what is none of {', '.join(sorted(_BY_NAME))}")
-        function, least, most = _BY_NAME[name]
-        arguments: list[ast.expr] = [self.visit(argument) for argument in node.args]
-        if not least <= len(arguments) <= most:
-            raise ExpressionError(f"calls {name} with {len(arguments)} arguments")
+        if name not in _FUNCTIONS or node.keywords:
+            raise ExpressionError(f"calls what is none of {', '.join(sorted(_FUNCTIONS))}")
+        function, least, most = _FUNCTIONS[name]
+        if not least <= len(node.args) <= most:
+            raise ExpressionError(f"calls {name} with {len(node.args)} arguments")
+        arguments: list[_Evaluate] = [self.visit(argument) for argument in node.args]
         if len(arguments) == 1:
-            return _call(function, arguments[0])
-        return functools.reduce(lambda one, other: _call(function, one, other), arguments)
+            return lambda values: function(arguments[0](values))
+        return lambda values: functools.reduce(function, [argument(values) for argument in arguments])
+
+    def _applied(self, op: ast.AST, left: _Evaluate, right: _Evaluate) -> _Evaluate:
+        function = _OPERATORS.get(type(op))
+        if function is None:
+            return self.generic_visit(op)
+        return lambda values: function(left(values), right(values))
 
 
 class _Replacing(ast.NodeTransformer):
@@ -141,22 +165,3 @@ class _Replacing(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.expr:
         formula = self._formulas.get(node.id)
         return node if formula is None else ast.parse(formula.text, mode="eval").body
-
-
-def _call(function: str, *arguments: ast.expr) -> ast.expr:
-    return ast.Call(ast.Name(function, ast.Load()), list(arguments), [])
-
-
-_BY_NAME: Final = {"min": ("_min", 2, 32), "max": ("_max", 2, 32), "abs": ("_abs", 1, 1)}
-"""Functions of the grammar: what they are called inside, and how many arguments they take."""
-_FUNCTIONS: Final[dict[str, Any]] = {
-    "__builtins__": {},
-    "_and": np.logical_and,
-    "_or": np.logical_or,
-    "_not": np.logical_not,
-    "_where": np.where,
-    "_min": np.minimum,
-    "_max": np.maximum,
-    "_abs": np.abs,
-    "_divide": np.true_divide,
-}

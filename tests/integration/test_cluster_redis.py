@@ -18,8 +18,8 @@ from benchmarks.control import Control, start
 from benchmarks.harness import Fleet, Server, ServerSpec
 from llumsched.up.ports import free_port
 from tests.integration.test_cluster import AT, LENGTH, NUM_BLOCKS, PROMPT, assert_relieved, begin, homes
-from tests.llumsched.redis_server import RedisServer
 from tests.support.failures import failure
+from tests.support.redis_server import RedisServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from llumsched.cms.embedded import EmbeddedStore
-from tests.llumsched.redis_server import RedisServer
+from tests.support.redis_server import RedisServer
 
 
 @contextlib.asynccontextmanager

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Redis as a CMS: its layout, and what other writers, lost messages and a stuck server do."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from llumlet.redis_link import CHANNEL, TTL_S, connect
+from llumlet.types import InstanceMetadata, InstanceStatus
+from llumsched.cms import redis as redis_module
+from llumsched.cms.patience import Patience
+from llumsched.cms.redis import RedisStore
+from llumsched.testing import SimulatedCluster
+from tests.llumlet.fake_agent import until
+from tests.support.redis_server import RedisServer
+
+pytestmark = pytest.mark.asyncio
+
+
+@pytest_asyncio.fixture
+async def server() -> AsyncIterator[RedisServer]:
+    async with RedisServer() as running:
+        yield running
+
+
+@pytest_asyncio.fixture
+async def redis(server: RedisServer) -> AsyncIterator[Any]:
+    client = connect(server.url)
+    yield client
+    await client.aclose()
+
+
+@pytest_asyncio.fixture
+async def store(server: RedisServer) -> AsyncIterator[RedisStore]:
+    following = RedisStore(server.url, patience=Patience(silent_s=6, cut_s=1))
+    await following.start()
+    async with asyncio.timeout(60):
+        await following.complete.wait()
+    yield following
+    await following.close()
+
+
+def metadata(name: str, **fields: Any) -> bytes:
+    return InstanceMetadata(
+        instance_id=name, incarnation="1", ip="127.0.0.1", instance_type="neutral", **fields
+    ).SerializeToString()
+
+
+def status(name: str, update_id: int = 1, **fields: Any) -> bytes:
+    message = InstanceStatus(instance_id=name, incarnation="1", update_id=update_id, timestamp_ms=1, **fields)
+    return message.SerializeToString()
+
+
+async def test_the_layout(server: RedisServer, redis: Any) -> None:
+    async with SimulatedCluster(1, server.url) as cluster:
+        key = "llumnix:instance_metadata:sim-0"
+        for _ in range(6000):
+            if await redis.exists("llumnix:instance_status:sim-0"):
+                break
+            await asyncio.sleep(0.01)
+        assert InstanceMetadata.FromString(await redis.get(key)).incarnation == cluster[0].incarnation
+        assert InstanceStatus.FromString(await redis.get("llumnix:instance_status:sim-0")).instance_id == "sim-0"
+        assert 0 < await redis.ttl(key) <= TTL_S
+    assert await redis.keys("llumnix:*") == []
+
+
+async def test_a_leaving_life_does_not_take_the_next_with_it(server: RedisServer, redis: Any) -> None:
+    async with SimulatedCluster(1, server.url) as cluster:
+        for _ in range(6000):
+            if await redis.exists("llumnix:instance_status:sim-0"):
+                break
+            await asyncio.sleep(0.01)
+        await redis.set("llumnix:instance_metadata:sim-0", metadata("sim-0"))
+        await cluster[0].stop()
+        assert await redis.exists("llumnix:instance_metadata:sim-0")
+
+
+async def test_other_writers_are_seen_when_they_publish(store: RedisStore, redis: Any) -> None:
+    await redis.set("llumnix:instance_metadata:x", metadata("x"))
+    await redis.publish(CHANNEL, "x")
+    await until(lambda: "x" in store.view)
+    await redis.set("llumnix:instance_status:x", status("x", num_running_requests=7))
+    await redis.publish(CHANNEL, "x")
+    await until(lambda: (seen := store.view["x"].status) is not None and seen.num_running_requests == 7)
+    await redis.delete("llumnix:instance_metadata:x", "llumnix:instance_status:x")
+    await redis.publish(CHANNEL, "x")
+    await until(lambda: "x" not in store.view)
+
+
+async def test_a_missed_message_is_made_good_by_a_scan(
+    store: RedisStore, redis: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_module, "RESCAN_S", 0.2)
+    await redis.set("llumnix:instance_metadata:x", metadata("x"))
+    await redis.set("llumnix:instance_status:x", status("x"))
+    await until(lambda: "x" in store.view and store.view["x"].status is not None)
+    await until(lambda: "x" not in store.view)  # it repeats nothing
+
+
+async def test_rubbish_is_refused_and_said_once(
+    store: RedisStore, redis: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(redis_module, "RESCAN_S", 0.1)
+    await redis.set("llumnix:instance_metadata:rubbish", b"\xff\xff\xff")
+    await redis.set("llumnix:instance_metadata:liar", metadata("somebody"))
+    await redis.set("llumnix:instance_metadata:minus", metadata("minus"))
+    await redis.set("llumnix:instance_status:minus", status("minus", num_running_requests=-1))
+    await redis.set(b"llumnix:instance_metadata:\xff\xfe", metadata("x"))
+    await redis.set("llumnix:instance_metadata:" + "x" * 1000, metadata("x"))
+    await redis.set("llumnix:instance_metadata:good", metadata("good"))
+    for garbage in (b"", b"\xff", b"y" * 5000, b"nobody"):
+        await redis.publish(CHANNEL, garbage)
+    await until(lambda: "num_running_requests is -1" in caplog.text)
+    assert set(store.view) == {"good", "minus"}
+    assert store.view["minus"].status is None
+    assert caplog.text.count("it is no such message") == 1
+    assert "that of 'somebody'" in caplog.text
+
+
+async def test_a_server_that_stands_still(store: RedisStore, server: RedisServer) -> None:
+    async with SimulatedCluster(1, server.url):
+        await until(lambda: "sim-0" in store.view)
+        server.signal(signal.SIGSTOP)
+        try:
+            await until(lambda: not store.view.connected)
+            assert "sim-0" in store.view
+            assert store.view.age_s > 0
+        finally:
+            server.signal(signal.SIGCONT)
+        await until(lambda: store.view.connected)
+        before = store.view["sim-0"].received_s
+        await until(lambda: store.view["sim-0"].received_s > before)
+
+
+async def test_a_wrong_password_is_a_problem_not_a_crash() -> None:
+    async with RedisServer("right") as server:
+        store = RedisStore(server.url.replace("right", "wrong"))
+        await store.start()
+        await until(lambda: "password" in store.problem)
+        assert not store.view.connected
+        assert "wrong" not in store.problem.replace("wrong number", "")
+        await store.close()

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""API keys and TLS at the gateway's front, and the key that it shows to engines."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from benchmarks.mock_api import Mock
+from llumsched.cli import prepare
+from llumsched.gateway import admission
+from llumsched.gateway.access_log import _line
+from llumsched.gateway.api_keys import ApiKeys, Exceeded, Limit, Tenant
+from llumsched.gateway.key_file import Allowance, read_keys
+from llumsched.gateway.metrics import Record
+from tests.llumsched.gateway.support import DEADLINE_S, Cluster, cluster, until
+from tests.support.authority import Authority
+
+COMPLETIONS = "/v1/completions"
+BODY: dict[str, Any] = {"model": "mock", "prompt": "one two three", "max_tokens": 3}
+FIRST, SECOND = "sk-first-0123456789", "sk-second-0123456789"
+SECOND_HASHED = "sha256:" + hashlib.sha256(SECOND.encode()).hexdigest()
+
+Write = Callable[[Any], str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Puts a file of keys there, whole at once."""
+    path = tmp_path / "keys.json"
+
+    def write(content: Any) -> str:
+        new = tmp_path / "new"
+        new.write_text(content if isinstance(content, str) else json.dumps(content))
+        new.chmod(0o600)
+        new.rename(path)
+        return str(path)
+
+    return write
+
+
+def _with(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.mark.asyncio
+async def test_who_has_no_key_is_told_so_as_vllm_does(write: Write) -> None:
+    file = write({"a": {"keys": [FIRST]}, "b": {"keys": ["sk-another-0123456789", SECOND_HASHED]}})
+    async with cluster(num_engines=1, api_key_file=file) as it:
+        for headers in ({}, _with("sk-wrong"), _with(""), {"Authorization": FIRST}, {"Authorization": f"Basic {FIRST}"},
+                        _with(SECOND_HASHED), _with("sk-\xfc")):  # fmt: skip
+            reply = await it.post(COMPLETIONS, BODY, headers)
+            assert (reply.status, reply.json) == (401, {"error": "Unauthorized"})
+        assert (await it.get("/v1/models")).status == 401
+        assert (await it.get("/nothing")).status == 401
+        assert not it.engines.seen
+        for key in (FIRST, SECOND):
+            assert (await it.post(COMPLETIONS, BODY, _with(key))).status == 200
+        assert (await it.post(COMPLETIONS, BODY, {"authorization": f"bearer {FIRST}"})).status == 200
+        for path in ("/health", "/healthz", "/ready", "/metrics"):
+            assert (await it.get(path)).status == 200
+        assert b'gateway_key_refused_total{key="",limit="key"} 9.0' in (await it.get("/metrics")).content
+
+
+class _Guarded(Mock):
+    """An engine with an `--api-key`."""
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.path.startswith("/v1") and request.headers.getall("Authorization", []) != ["Bearer engines-own"]:
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return await super().answer(request)
+
+
+@pytest.mark.asyncio
+async def test_engines_are_asked_with_their_own_key_and_see_no_client_s(write: Write) -> None:
+    file = write({"a": {"keys": [FIRST]}})
+    async with cluster(api_key_file=file, backend_api_key="engines-own", mock=_Guarded(seen=[])) as it:
+        assert (await it.post(COMPLETIONS, BODY, _with(FIRST))).status == 200
+        async with it.client.get(it.url + "/v1/models", headers=_with(FIRST)) as answer:
+            assert [card["id"] for card in (await answer.json())["data"]] == ["mock"]
+        for backend in it.gateway.backends:
+            await it.gateway.backends.try_ejected(backend)
+            assert await it.gateway.backends._generates(backend, DEADLINE_S)
+    async with cluster(backend_api_key="engines-own", mock=_Guarded(seen=[])) as it:
+        assert (await it.post(COMPLETIONS, BODY, _with("the client's"))).status == 200
+    async with cluster(api_key_file=file) as it:
+        assert (await it.post(COMPLETIONS, BODY, _with(FIRST))).status == 200
+        assert "Authorization" not in (it.engines.seen or [])[0]["headers"]
+
+
+async def _refusal(it: Cluster, key: str, limit: Limit, body: dict[str, Any] = BODY) -> None:
+    reply = await it.post(COMPLETIONS, body, _with(key) | {"X-Request-Id": "mine"})
+    assert reply.status == 429
+    error = reply.json["error"]
+    assert (error["type"], error["param"], error["code"]) == ("TooManyRequestsError", None, 429)
+    assert error["message"].startswith("This key")
+    assert int(reply.headers["Retry-After"]) >= 1
+    assert reply.headers["X-Request-Id"] == "mine"
+    assert f'limit="{limit}"'.encode() in (await it.get("/metrics")).content
+
+
+@pytest.mark.asyncio
+async def test_a_key_has_so_many_requests_in_flight(write: Write) -> None:
+    file = write({"a": {"keys": [FIRST], "concurrent_requests": 2}, "b": {"keys": [SECOND]}})
+    async with cluster(api_key_file=file, mock=Mock(interval_s=0.05)) as it:
+        long = BODY | {"max_tokens": 1000, "stream": True}
+        running = [asyncio.create_task(it.post(COMPLETIONS, long, _with(FIRST))) for _ in range(2)]
+        await until(lambda: len(it.engines.answering) == 2)
+        await _refusal(it, FIRST, Limit.CONCURRENT)
+        assert (await it.post(COMPLETIONS, BODY, _with(SECOND))).status == 200
+        running[0].cancel()
+        await until(lambda: it.gateway.services.num_in_flight == 1)
+        assert (await it.post(COMPLETIONS, BODY, _with(FIRST))).status == 200
+        running[1].cancel()
+        await it.until_idle()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("best", "asked", "status"),
+    [
+        (None, -100, 200),
+        (0, None, 200),
+        (0, 0, 200),
+        (0, -1, 403),
+        (0, "-1", 403),
+        (0, -0.5, 200),
+        (0, -1.5, 403),
+        (0, "first", 403),
+        (0, [0], 403),
+        (5, None, 403),
+        (5, 4, 403),
+        (5, 5, 200),
+        (-2, -2, 200),
+        (-2, -3, 403),
+    ],
+)
+async def test_a_key_has_a_best_priority(write: Write, best: int | None, asked: Any, status: int) -> None:
+    file = write({"a": {"keys": [FIRST]} | ({} if best is None else {"best_priority": best})})
+    async with cluster(num_engines=1, api_key_file=file) as it:
+        body = BODY if asked is None else BODY | {"priority": asked}
+        reply = await it.post(COMPLETIONS, body, _with(FIRST))
+        assert reply.status == status
+        if status == 403:
+            assert reply.json["error"]["type"] == "PermissionDeniedError"
+            assert b'gateway_key_refused_total{key="a",limit="priority"} 1.0' in (await it.get("/metrics")).content
+
+
+@pytest.mark.asyncio
+async def test_a_key_has_so_many_tokens_in_flight(write: Write) -> None:
+    file = write({"a": {"keys": [FIRST], "tokens_in_flight": 10}})
+    async with cluster(api_key_file=file, mock=Mock(interval_s=0.05)) as it:
+        long = BODY | {"prompt": [1] * 7, "max_tokens": 1000}
+        running = asyncio.create_task(it.post(COMPLETIONS, long, _with(FIRST)))
+        await until(lambda: it.engines.answering)
+        await _refusal(it, FIRST, Limit.TOKENS, BODY | {"prompt": [1] * 4})
+        assert (await it.post(COMPLETIONS, BODY | {"prompt": [1] * 3}, _with(FIRST))).status == 200
+        running.cancel()
+        await it.until_idle()
+        assert (await it.post(COMPLETIONS, BODY | {"prompt": [1] * 10}, _with(FIRST))).status == 200
+
+
+@pytest.mark.asyncio
+async def test_a_key_may_ask_so_often(write: Write) -> None:
+    file = write({"a": {"keys": [FIRST], "requests_per_minute": 3}})
+    async with cluster(num_engines=1, api_key_file=file) as it:
+        for _ in range(3):
+            assert (await it.post(COMPLETIONS, BODY, _with(FIRST))).status == 200
+        await _refusal(it, FIRST, Limit.RATE)
+
+
+def test_rates() -> None:
+    clock = [0.0]
+    tenant = Tenant("a", Allowance([], requests_per_second=2, requests_per_minute=30), lambda: clock[0])
+
+    def ask() -> float:
+        """How long to wait; 0 if that was one."""
+        try:
+            with tenant.request():
+                return 0.0
+        except Exceeded as error:
+            return error.retry_after_s or 0.0
+
+    assert [ask(), ask(), ask()] == [0, 0, 0.5]
+    clock[0] += 0.5
+    assert [ask(), ask()] == [0, 0.5]
+    taken = 3
+    while clock[0] < 60:
+        clock[0] += 0.125
+        taken += not ask()
+    assert taken == 30 + 30, "a minute's at once, and those of the minute"
+
+
+@pytest.mark.asyncio
+async def test_keys_change_without_a_restart(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "_RELOAD_S", 0.02)
+    keys = {"a": {"keys": [FIRST], "concurrent_requests": 1}}
+    async with cluster(api_key_file=write(keys), mock=Mock(interval_s=0.05)) as it:
+
+        async def comes(key: str, status: int) -> None:
+            for _ in range(DEADLINE_S * 50):
+                if (await it.post(COMPLETIONS, BODY, _with(key))).status == status:
+                    return
+                await asyncio.sleep(0.02)
+            raise AssertionError(f"it never was {status}")
+
+        running = asyncio.create_task(it.post(COMPLETIONS, BODY | {"max_tokens": 1000}, _with(FIRST)))
+        await until(lambda: it.engines.answering)
+        write(keys | {"b": {"keys": [SECOND]}})
+        await comes(SECOND, 200)
+        await _refusal(it, FIRST, Limit.CONCURRENT)
+        write("{")
+        write(keys)
+        await comes(SECOND, 401)
+        write({"a": {"keys": [SECOND], "concurrent_requests": 2}})
+        await comes(SECOND, 200)
+        assert (await it.post(COMPLETIONS, BODY, _with(FIRST))).status == 401
+        running.cancel()
+        await it.until_idle()
+
+
+def test_a_file_that_cannot_be_used_changes_nothing(write: Write, caplog: pytest.LogCaptureFixture) -> None:
+    keys = ApiKeys(write({"a": {"keys": [FIRST]}}))
+    for wrong in ("{", {}, {"a": {"keys": []}}):
+        write(wrong)
+        keys.reload()
+        assert keys.whose(f"Bearer {FIRST}")
+    assert len(caplog.records) == 3
+    keys.reload()
+    assert len(caplog.records) == 3, "told once"
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ("[]", "Expected `object`"),
+        ("{", "truncated"),
+        ({}, "holds no keys"),
+        ({"a": {"keys": []}}, "'a' has no keys"),
+        ({"a": {}}, "keys"),
+        ({"a": {"keys": [FIRST], "per_second": 1}}, "per_second"),
+        ({"a": {"keys": ["short"]}}, "key 0 of 'a' is neither 16"),
+        ({"a": {"keys": ["x" * 15 + " y"]}}, "key 0 of 'a' is neither 16"),
+        ({"a": {"keys": ["sha256:" + "0" * 63]}}, "key 0 of 'a' is neither 16"),
+        ({"a": {"keys": [SECOND]}, "b": {"keys": [SECOND_HASHED]}}, "key 0 of 'b' is there twice"),
+        ({"a": {"keys": [FIRST], "requests_per_second": 0}}, "requests_per_second of 'a' must be positive"),
+        ({"a": {"keys": [FIRST], "concurrent_requests": -1}}, "concurrent_requests of 'a' must be positive"),
+    ],
+    ids=str,
+)
+def test_files_of_keys_that_are_none(write: Write, content: Any, fault: str) -> None:
+    with pytest.raises(ValueError, match=r"keys\.json") as refusal:
+        read_keys(write(content))
+    assert fault in str(refusal.value)
+    for secret in (FIRST, SECOND, SECOND_HASHED, "short"):
+        assert secret not in str(refusal.value)
+
+
+def _faults(*flags: str) -> str:
+    return "\n".join(prepare("gateway", ["gateway", "--scheduler-endpoints", "a:1", *flags], {}).faults)
+
+
+def test_beyond_this_machine_it_wants_keys_and_tls(write: Write, tmp_path: Path) -> None:
+    certificate, key = Authority(tmp_path).issue("gateway")
+    keys = ("--api-key-file", write({"a": {"keys": [FIRST]}}))
+    tls = ("--ssl-certfile", str(certificate), "--ssl-keyfile", str(key))
+    refusal = "is not a loopback address"
+    for host in ("127.0.0.1", "::1", "localhost"):
+        assert not _faults("--host", host)
+    for host in ("0.0.0.0", "::", "192.0.2.1"):
+        for some in ((), keys, tls):
+            assert refusal in _faults("--host", host, *some)
+        assert not _faults("--host", host, *keys, *tls)
+        assert not _faults("--host", host, "--insecure")
+        assert refusal in _faults("--host", host, "--insecure=false")
+    assert "--ssl-certfile and --ssl-keyfile belong together" in _faults(*tls[:2])
+    assert "do not fit" in _faults("--ssl-certfile", str(key), "--ssl-keyfile", str(key))
+    Path(keys[1]).chmod(0o644)
+    assert "chmod o-rw" in _faults(*keys)
+    assert "No such file" in _faults("--backend-api-key-file", str(tmp_path / "none"))
+
+
+@pytest.mark.asyncio
+async def test_clients_come_over_tls(write: Write, tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    certificate, key = authority.issue("gateway")
+    trust = ssl.create_default_context(cafile=str(authority.path))
+    settings = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key), "header_timeout_s": 0.5}
+    async with cluster(api_key_file=write({"a": {"keys": [FIRST]}}), **settings) as it:
+        url = f"https://127.0.0.1:{it.gateway.port}{COMPLETIONS}"
+        body = BODY | {"stream": True}
+        async with it.client.post(url, json=body, ssl=trust, headers=_with(FIRST)) as answer:
+            assert (await answer.read()).endswith(b"data: [DONE]\n\n")
+        with pytest.raises(aiohttp.ClientConnectionError):
+            await it.post(COMPLETIONS, BODY, _with(FIRST))
+        for handshakes in (False, True):
+            context = trust if handshakes else None
+            reader, writer = await asyncio.open_connection("127.0.0.1", it.gateway.port, ssl=context)
+            async with asyncio.timeout(10):
+                assert not await reader.read()
+            writer.close()
+
+
+def test_whose_request_it_was_is_in_the_access_log() -> None:
+    assert " key=team\\u0020a model=m " in _line(Record("id", COMPLETIONS, key="team a", model="m"))
+    assert " id=id model=m " in _line(Record("id", COMPLETIONS, model="m"))

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the gateway tells of requests: its metrics, and the lines of its access log. Clients choose part of the text."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from benchmarks.mock_api import Mock
+from llumsched.gateway.config import AccessLog
+from llumsched.gateway.sse import DONE, event
+from tests.llumsched.gateway.support import DEADLINE_S, Cluster, Scripted, cluster, until
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+BODY: dict[str, Any] = {"model": "mock", "prompt": "one two three", "max_tokens": 4}
+
+
+async def _models(it: Cluster) -> set[str]:
+    """The values of the label, in all metrics."""
+    return set(re.findall(r'model="([^"]*)"', (await it.get("/metrics")).content.decode()))
+
+
+@pytest.mark.asyncio
+async def test_only_models_that_an_instance_serves_are_labels() -> None:
+    async with cluster(num_engines=1) as it:
+        await it.get("/v1/models")  # the mock engine would answer for any
+        for number in range(20):
+            assert (await it.post(COMPLETIONS, BODY | {"model": f"nonsense-{number}"})).status == 404
+        assert (await it.post(COMPLETIONS, BODY)).status == 200
+        assert await _models(it) == {"mock", "_unknown"}
+        counted = (await it.get("/metrics")).content
+        assert b'request_total{model="_unknown",status_code="404"} 20.0' in counted
+        assert b'request_total{model="mock",status_code="200"} 1.0' in counted
+
+
+class _Locked(Mock):
+    """Tells its models to nobody without a key, and serves only those."""
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.path == "/v1/models":
+            return web.Response(status=401)
+        if b'"mock"' not in await request.read():
+            return web.json_response({"error": {"message": "no such model", "code": 404}}, status=404)
+        return await super().answer(request)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_shows_what_an_instance_serves_that_does_not_tell(stream: bool) -> None:
+    async with cluster(num_engines=1, mock=_Locked()) as it:
+        assert (await it.post(COMPLETIONS, BODY | {"model": "nonsense"})).status == 404
+        assert await _models(it) == {"_unknown"}
+        assert (await it.post(COMPLETIONS, BODY | {"stream": stream})).status == 200
+        assert await _models(it) == {"mock", "_unknown"}
+
+
+@pytest.mark.asyncio
+async def test_continuations_are_counted_by_the_same_label() -> None:
+    async with cluster(num_engines=2) as it:
+        it.engines.cut_at = 300
+        await it.post(COMPLETIONS, BODY | {"stream": True, "temperature": 0})
+        assert b'request_continuation_total{model="mock",outcome="continued"} 1.0' in (await it.get("/metrics")).content
+
+
+@pytest.mark.asyncio
+async def test_who_asks_for_metrics_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end, num_begun = threading.Event(), 0
+    async with cluster(num_engines=1) as it:
+        render = it.gateway.metrics.text
+
+        def text() -> bytes:
+            nonlocal num_begun
+            num_begun += 1
+            assert may_end.wait(DEADLINE_S)
+            return render()
+
+        monkeypatch.setattr(it.gateway.metrics, "text", text)
+        try:
+            leaving, *staying = [asyncio.create_task(it.get("/metrics")) for _ in range(3)]
+            await until(lambda: num_begun)
+            leaving.cancel()
+            for _ in range(3):
+                assert (await it.post(COMPLETIONS, BODY)).status == 200
+            assert num_begun == 1, "once for all of them"
+        finally:
+            may_end.set()
+        assert {b"request_total" in reply.content for reply in await asyncio.gather(*staying)} == {True}
+        assert b'status_code="200"} 3.0' in (await it.get("/metrics")).content
+        assert num_begun == 2, "the next one sees what has become of it since"
+
+
+def _chat(**delta: str) -> bytes:
+    return event({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+
+
+FINISH = event({"choices": [{"index": 0, "delta": {"content": ""}, "finish_reason": "stop"}]})
+USAGE = event({"choices": [], "usage": {"prompt_tokens": 3, "total_tokens": 10, "completion_tokens": 7}})
+SPOKEN = [_chat(role="assistant", content=""), _chat(reasoning="hm"), _chat(content="data: data:"), FINISH]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("events", "num_tokens"), [(SPOKEN, 2), ([*SPOKEN, USAGE], 7)])
+async def test_output_tokens_that_no_ids_tell_are_those_of_the_usage_or_the_events_with_a_text(
+    events: list[bytes], num_tokens: int
+) -> None:
+    async with cluster(num_engines=1, mock=Scripted(script=[*events, DONE])) as it:
+        await it.post(CHAT, {"model": "mock", "messages": [], "stream": True, "n": 2})
+        counted = (await it.get("/metrics")).content.decode()
+        assert re.findall(r"request_output_tokens_total{.*} (.*)", counted) == [f"{num_tokens}.0"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("model", ["x" * 257, "é" * 1000])
+async def test_a_models_name_has_a_limit(model: str) -> None:
+    async with cluster(num_engines=1) as it:
+        await it.get("/v1/models")
+        reply = await it.post(COMPLETIONS, BODY | {"model": model})
+        assert reply.status == 400
+        assert len(reply.content) < 200, "the name does not come back"
+        assert (await it.post(COMPLETIONS, BODY | {"model": "x" * 256})).status == 404
+
+
+@pytest.mark.asyncio
+async def test_a_client_writes_no_lines_and_no_fields_into_the_access_log(capfd: pytest.CaptureFixture[str]) -> None:
+    async with cluster(num_engines=1, access_log=AccessLog.LINE) as it:
+        await it.get("/v1/models")
+        forged = "m\n2026-01-01T00:00:00 200 /v1/forged id=root \x1b[31m\u2028\x9b instance=x"
+        await it.post(COMPLETIONS, BODY | {"model": forged}, {"X-Request-Id": "one two"})
+    (line,) = capfd.readouterr().out.splitlines()
+    assert line.isprintable()
+    fields = dict(word.split("=", 1) for word in line.split(" ") if "=" in word)
+    assert fields["model"] == forged.translate({ord(char): f"\\u{ord(char):04x}" for char in "\n \x1b\u2028\x9b"})
+    assert (fields["instance"], fields["id"].isalnum()) == ("-", True)

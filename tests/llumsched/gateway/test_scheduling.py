@@ -1,0 +1,597 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gateway and a scheduler: a mock one that fails in all ways, and the real one in lite mode."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from msgspec import to_builtins
+
+from benchmarks.mock_api import Mock
+from llumlet.protocol.infer_type import InferType
+from llumlet.types import Address
+from llumsched.contract import Endpoint, LLMInstance, Report, SchedulingRequest
+from llumsched.gateway import scheduler_client
+from llumsched.gateway.access_log import AccessLogger
+from llumsched.gateway.config import Config
+from llumsched.gateway.errors import Overloaded
+from llumsched.gateway.exchange import failure
+from llumsched.gateway.metrics import Record
+from llumsched.gateway.scheduled import _PREFILL_REPORT_S, Scheduled
+from llumsched.gateway.scheduler_client import SchedulerAnswer, SchedulerClient
+from llumsched.policy.document import Mode, load_policy
+from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
+from tests.llumsched.gateway.support import DEADLINE_S, Cluster, cluster, engine, turns, until
+
+COMPLETIONS = "/v1/completions"
+BODY: dict[str, Any] = {"model": "mock", "prompt": [1, 2, 3, 4, 5], "max_tokens": 4}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it would be after three seconds in which the machine was busy with something else."""
+    monkeypatch.setattr(scheduler_client, "_SHORT", aiohttp.ClientTimeout(DEADLINE_S))
+
+
+@dataclass
+class MockScheduler:
+    ports: list[int] = field(default_factory=list)
+    """Of the instances it names, in turn."""
+    status: int = 200
+    release_status: int = 200
+    hangs: bool = False
+    may_place: asyncio.Event | None = None
+    """Placements wait for it."""
+    dp_rank_local: int | None = None
+    is_warming: bool = False
+    may_be_told: asyncio.Event | None = None
+    """Reports wait for it."""
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+
+    def of(self, path: str) -> list[Any]:
+        """The bodies; of releases that were told at once, each."""
+        bodies = [body for called, body in self.calls if called == path]
+        if path == "/release":
+            return [one for body in bodies for one in (body if isinstance(body, list) else [body])]
+        return bodies
+
+    @property
+    def reports(self) -> list[Any]:
+        return [report for batch in self.of("/report") for report in batch]
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        body = json.loads(await request.read() or b"null")
+        self.calls.append((request.path, body))
+        if self.hangs:
+            await asyncio.sleep(3600)
+        if request.path == "/release":
+            return web.Response(status=self.release_status)
+        if request.path == "/report" and self.may_be_told is not None:
+            await self.may_be_told.wait()
+        if request.path != "/schedule":
+            return web.Response(status=404 if request.path == "/instances" else 200)
+        if self.is_warming:
+            return web.Response(status=503, text="warming: 3 instances are known so far")
+        if self.status != 200:
+            return web.Response(status=self.status, text={404: "endpoint not found"}.get(self.status, "no"))
+        if self.may_place is not None:
+            await self.may_place.wait()
+        port = self.ports[len(self.of("/schedule")) % len(self.ports)]
+        instance: dict[str, Any] = {
+            "id": f"engine-{port}",
+            "endpoint": {"host": "127.0.0.1", "port": port},
+            "infer_type": "neutral",
+        }
+        if self.dp_rank_local is not None:
+            instance["dp_rank_local"] = self.dp_rank_local
+        return web.json_response(body | {"scheduling_result": [instance]})
+
+
+@asynccontextmanager
+async def scheduled(**settings: Any) -> AsyncIterator[tuple[Cluster, MockScheduler]]:
+    async with scheduled_by(1, **settings) as (it, (scheduler,)):
+        yield it, scheduler
+
+
+@asynccontextmanager
+async def scheduled_by(number: int, **settings: Any) -> AsyncIterator[tuple[Cluster, list[MockScheduler]]]:
+    """Several schedulers, in the order in which they are asked: another one if one fails."""
+    schedulers = [MockScheduler() for _ in range(number)]
+    async with AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(engine(one)) for one in schedulers]  # type: ignore[arg-type]
+        defaults: dict[str, Any] = {
+            "scheduling_policy": "load-balance",
+            "scheduler_endpoints": tuple(Address("127.0.0.1", port) for port, _, _ in servers),
+            "backend_endpoints": (),
+            "schedule_timeout_s": DEADLINE_S,
+            "wait_scheduling_retry_interval_s": 0.05,
+        }
+        it = await stack.enter_async_context(cluster(**defaults | settings))
+        for scheduler in schedulers:
+            scheduler.ports = it.ports
+        first = it.gateway.placement._client._current  # type: ignore[attr-defined]
+        yield it, schedulers[first:] + schedulers[:first]
+
+
+@pytest.mark.asyncio
+async def test_the_scheduler_is_told_the_same_id_as_the_engine() -> None:
+    async with scheduled() as (it, scheduler):
+        await it.post(COMPLETIONS, BODY, {"X-Request-Id": "mine"})
+        (asked,) = scheduler.of("/schedule")
+        assert (asked["id"], asked["model"], asked["prompt_num_tokens"]) == ("mine", "mock", 5)
+        assert asked["scheduling_mode"] == "neutral"
+        assert (it.engines.seen or [])[0]["headers"]["X-Request-Id"] == "mine"
+        assert not scheduler.of("/release")  # full mode: the engine's status tells
+
+
+@pytest.mark.asyncio
+async def test_a_body_that_cannot_be_counted_is_counted_by_length_and_for_the_engine_to_refuse() -> None:
+    async with scheduled() as (it, scheduler):
+        body = b'{"model": "mock", "prompt": "x", "max_tokens": 1, "temperature": 1e999}'
+        assert (await it.post(COMPLETIONS, body)).status == 200
+        assert (it.engines.seen or [])[0]["content"] == body
+        (asked,) = scheduler.of("/schedule")
+        assert asked["prompt_num_tokens"] == 18
+
+
+@pytest.mark.asyncio
+async def test_a_clients_template_is_for_the_engine_to_refuse() -> None:
+    told = {"chat_template": "{{ 1 }}", "chat_template_kwargs": {"tokenize": True}}
+    body = json.dumps({"model": "mock", "messages": [{"role": "user", "content": "x" * 8}], "max_tokens": 1} | told)
+    async with scheduled() as (it, scheduler):
+        assert (await it.post("/v1/chat/completions", body.encode())).status == 200
+        assert (it.engines.seen or [])[0]["content"] == body.encode()
+        assert scheduler.of("/schedule")[0]["prompt_num_tokens"] == 6
+
+
+@pytest.mark.asyncio
+async def test_the_engine_is_told_the_rank_that_the_scheduler_chose() -> None:
+    """And not the one that a client would have."""
+    async with scheduled() as (it, scheduler):
+        for rank in (None, 2):
+            scheduler.dp_rank_local = rank
+            await it.post(COMPLETIONS, BODY, {"X-Data-Parallel-Rank": "1"})
+        told = [seen["headers"].get("X-data-parallel-rank") for seen in it.engines.seen or []]
+        assert told == [None, "2"]
+
+
+@pytest.mark.asyncio
+async def test_while_the_scheduler_warms_up_requests_go_round_what_is_known() -> None:
+    async with scheduled(num_engines=3) as (it, scheduler):
+        for _ in range(3):
+            await it.post(COMPLETIONS, BODY)
+        scheduler.is_warming = True
+        it.engines.seen = []
+        assert {(await it.post(COMPLETIONS, BODY)).status for _ in range(6)} == {200}
+        assert Counter(seen["headers"]["Host"] for seen in it.engines.seen) == {
+            f"127.0.0.1:{port}": 2 for port in it.ports
+        }
+        assert len(scheduler.of("/schedule")) == 9, "it is asked for each: it is not away"
+        scheduler.is_warming = False
+        await it.post(COMPLETIONS, BODY)
+        assert b'request_fallback_total{model="mock",status_code="200"} 6.0' in (await it.get("/metrics")).content
+
+
+@pytest.mark.asyncio
+async def test_where_nothing_is_known_a_request_waits_until_the_scheduler_is_warm() -> None:
+    async with scheduled() as (it, scheduler):
+        scheduler.is_warming = True
+        asked = asyncio.create_task(it.post(COMPLETIONS, BODY))
+        await until(lambda: len(scheduler.of("/schedule")) == 2)
+        scheduler.is_warming = False
+        assert (await asked).status == 200
+
+
+@pytest.mark.asyncio
+async def test_gateways_begin_with_different_schedulers() -> None:
+    config = Config(scheduler_endpoints=tuple(Address("127.0.0.1", port) for port in (1, 2, 3)))
+    async with aiohttp.ClientSession() as session:
+        assert {SchedulerClient(config, session)._current for _ in range(200)} == {0, 1, 2}
+
+
+@pytest.mark.asyncio
+async def test_lite_mode_reports_and_releases() -> None:
+    settings = {"full_mode": False, "requests_report_duration_s": 0.05, "mock": Mock(interval_s=0.05)}
+    async with scheduled(**settings) as (it, scheduler):
+
+        def counts() -> list[int]:
+            return [report["num_tokens"] for report in scheduler.reports if report["kind"] == "state_update"]
+
+        body = BODY | {"stream": True, "max_tokens": 4000}
+        asked = asyncio.create_task(it.post(COMPLETIONS, body, {"X-Request-Id": "s"}))
+        await until(lambda: len(set(counts())) > 4)
+        asked.cancel()
+        await until(lambda: len(scheduler.of("/release")) == 1)
+        assert counts() == sorted(counts())
+        assert counts()[0] >= 5
+        await it.post(COMPLETIONS, BODY)
+        await until(lambda: len(scheduler.of("/release")) == 2)
+        (begun,) = (report for report in scheduler.reports if report["kind"] == "prefill_done")
+        assert (begun["id"], begun["num_tokens"]) == ("s", 5)
+        assert {report["instance_id"] for report in scheduler.reports} <= {f"engine-{port}" for port in it.ports}
+        released = scheduler.of("/release")[0]
+        assert (released["id"], len(released["scheduling_result"])) == ("s", 1)
+
+
+@pytest.mark.asyncio
+async def test_what_a_scheduler_is_told_does_not_overtake_what_was_told_before() -> None:
+    """What waits meanwhile is told as it is by then, and not at all if it is over."""
+    scheduler = MockScheduler(may_be_told=(may_be_told := asyncio.Event()))
+    async with engine(scheduler) as (port, _, _), aiohttp.ClientSession() as session:  # type: ignore[arg-type]
+        address = Address("127.0.0.1", port)
+        client = SchedulerClient(Config(scheduler_endpoints=(address,)), session)
+
+        def report(request_id: str, num_tokens: int, kind: Any = "state_update") -> dict[str, Any]:
+            told = Report(request_id, "i", kind, num_tokens=num_tokens)
+            client.report(address, [told])
+            return dict(to_builtins(told))
+
+        def release(request_id: str) -> dict[str, Any]:
+            result = [LLMInstance("i", Endpoint("10.0.0.1", 8000))]
+            client.release(SchedulerAnswer(address, SchedulingRequest(request_id), result))
+            return dict(to_builtins(SchedulingRequest(request_id, scheduling_result=result)))
+
+        first = report("a", 5)
+        await until(lambda: scheduler.calls)
+        begun = report("a", 5, "prefill_done")
+        report("a", 6)
+        report("over", 9)
+        over = release("over")
+        newest = report("a", 7)
+        too = release("over too")
+        may_be_told.set()
+        await until(lambda: len(scheduler.of("/release")) == 2)
+        await client.close()
+    assert scheduler.calls == [
+        ("/report", [first]),
+        ("/release", [over, too]),
+        ("/report", [begun, newest]),
+    ]
+
+
+@pytest.mark.asyncio
+async def test_ends_are_told_together_and_none_is_left_out_in_silence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """More come in a second than could be told one after the other."""
+    scheduler = MockScheduler(may_be_told=(may_be_told := asyncio.Event()))
+    async with engine(scheduler) as (port, _, _), aiohttp.ClientSession() as session:  # type: ignore[arg-type]
+        address = Address("127.0.0.1", port)
+        client = SchedulerClient(Config(scheduler_endpoints=(address,)), session)
+        client.report(address, [Report("a", "i")])
+        await until(lambda: scheduler.calls)
+        ended = [str(number) for number in range(1000)]
+        for request_id in ended:
+            client.release(SchedulerAnswer(address, SchedulingRequest(request_id, prompt_num_tokens=9), []))
+        monkeypatch.setattr("llumsched.gateway.scheduler_client._MOST_RELEASES", len(ended))
+        client.release(SchedulerAnswer(address, SchedulingRequest("one too many"), []))
+        may_be_told.set()
+        await until(lambda: len(scheduler.of("/release")) == len(ended))
+        await client.close()
+    assert [one["id"] for one in scheduler.of("/release")] == ended
+    assert not any("prompt_num_tokens" in one for one in scheduler.of("/release"))
+    assert len(scheduler.calls) == 5
+    assert "not told of 1 requests" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_what_is_over_before_its_beginning_was_reported_is_released_only() -> None:
+    async with scheduled(full_mode=False) as (it, scheduler):
+        await it.post(COMPLETIONS, BODY | {"stream": True})
+        await until(lambda: scheduler.of("/release"))
+        await asyncio.sleep(2 * _PREFILL_REPORT_S)
+    assert scheduler.calls[-1][0] == "/release"
+
+
+@pytest.mark.asyncio
+async def test_a_retry_releases_the_first_place_and_excludes_it() -> None:
+    async with scheduled() as (it, scheduler):
+        await it.lose(1)
+        assert (await it.post(COMPLETIONS, BODY, {"X-Request-Id": "r"})).status == 200
+        first, second = scheduler.of("/schedule")
+        assert (first["id"], second["id"]) == ("r", "r-r1")
+        assert second["excluded_endpoints"] == [f"127.0.0.1:{it.ports[1]}"]
+        await until(lambda: [released["id"] for released in scheduler.of("/release")] == ["r"])
+
+
+@pytest.mark.asyncio
+async def test_a_continuation_is_placed_by_all_of_its_tokens() -> None:
+    async with scheduled() as (it, scheduler):
+        it.engines.fail_at = 3
+        reply = await it.post(COMPLETIONS, BODY | {"stream": True, "return_token_ids": True})
+        assert reply.status == 200
+        assert [asked["prompt_num_tokens"] for asked in scheduler.of("/schedule")] == [5, 8]
+
+
+@pytest.mark.asyncio
+async def test_the_scheduler_is_told_which_instances_hang() -> None:
+    """It may see nothing of it, and a hung one that has lost all its requests looks idle."""
+    async with scheduled() as (it, scheduler):
+        for _ in range(2):
+            await it.post(COMPLETIONS, BODY)
+        hung = it.gateway.backends.at(Address("127.0.0.1", it.ports[0]))
+        hung.is_stalled = True
+        await until(lambda: scheduler.of("/complaints")[-1]["instances"])
+        (told,) = scheduler.of("/complaints")[-1]["instances"]
+        assert told["endpoint"] == {"host": "127.0.0.1", "port": it.ports[0]}
+        assert (told["cause"], told["reason"]) == ("hang", "its engine core hangs")
+        text = (await it.get("/metrics")).content
+        assert b'gateway_ejections_total{cause="hang"} 1.0' in text
+        assert b"gateway_avoided_instances 1.0" in text
+        hung.is_stalled = False
+        await until(lambda: not scheduler.of("/complaints")[-1]["instances"])
+
+
+@pytest.mark.asyncio
+async def test_a_scheduler_that_names_an_avoided_instance_is_asked_again_for_another() -> None:
+    async with scheduled() as (it, scheduler):
+        for _ in range(2):
+            await it.post(COMPLETIONS, BODY)
+        hung = it.gateway.backends.at(Address("127.0.0.1", it.ports[1]))
+        hung.is_stalled = True
+        scheduler.calls.clear()
+        await it.post(COMPLETIONS, BODY, {"X-Request-Id": "r"})  # the mock names the instance of this number
+        first, second = scheduler.of("/schedule")
+        assert (first["excluded_endpoints"], second["excluded_endpoints"]) == ([], [str(hung)])
+        await until(lambda: [released["id"] for released in scheduler.of("/release")] == ["r"])
+        assert (it.engines.seen or [])[-1]["headers"]["Host"] == f"127.0.0.1:{it.ports[0]}"
+
+
+@pytest.mark.asyncio
+async def test_waiting_for_an_instance_is_bounded_in_number() -> None:
+    async with scheduled(wait_scheduling_timeout_s=DEADLINE_S, max_queue_size=3) as (it, scheduler):
+        scheduler.status = 429
+        asked = [asyncio.create_task(it.post(COMPLETIONS, BODY)) for _ in range(6)]
+        await until(lambda: sum(one.done() for one in asked) == 3)
+        refused = [one.result() for one in asked if one.done()]
+        assert [reply.status for reply in refused] == [429] * 3
+        assert {reply.headers["Retry-After"] for reply in refused} <= {"1", "2", "3"}
+        assert it.gateway.placement.num_waiting == 3
+        scheduler.status = 200
+        assert sorted(reply.status for reply in await asyncio.gather(*asked)) == [200] * 3 + [429] * 3
+
+
+@pytest.mark.asyncio
+async def test_waiting_for_an_instance_is_bounded_in_time() -> None:
+    async with scheduled(wait_scheduling_timeout_s=0.5) as (it, scheduler):
+        scheduler.status = 429
+        reply = await it.post(COMPLETIONS, BODY)
+        assert (reply.status, reply.headers["Retry-After"] in ("1", "2", "3")) == (503, True)
+
+
+def test_who_is_refused_at_once_is_not_told_to_come_back_at_once() -> None:
+    for told_s, expected in ((0.2, {"1", "2", "3"}), (59.2, {"60", "61", "62"})):
+        errors = [Overloaded("", retry_after_s=told_s) for _ in range(100)]
+        assert {failure(error, "").headers["Retry-After"] for error in errors} == expected
+
+
+@pytest.mark.asyncio
+async def test_who_waits_for_an_instance_since_the_same_moment_does_not_ask_again_at_the_same_one() -> None:
+    async with scheduled(wait_scheduling_timeout_s=DEADLINE_S, wait_scheduling_retry_interval_s=2.0) as (it, scheduler):
+        scheduler.status = 429
+        asked = [asyncio.create_task(it.post(COMPLETIONS, BODY)) for _ in range(30)]
+        await until(lambda: it.gateway.placement.num_waiting == 30)
+        scheduler.status = 200
+        served_s: list[float] = []
+        for one in asyncio.as_completed(asked):
+            assert (await one).status == 200
+            served_s.append(time.monotonic())
+        assert served_s[-1] - served_s[0] > 0.6, "of two seconds"
+
+
+@pytest.mark.asyncio
+async def test_a_burst_that_an_idle_cluster_takes_does_not_wait() -> None:
+    """However many ask the scheduler at the same time."""
+    async with scheduled(max_queue_size=2) as (it, scheduler):
+        scheduler.may_place = asyncio.Event()
+        burst = [asyncio.create_task(it.post(COMPLETIONS, BODY)) for _ in range(10)]
+        await until(lambda: len(scheduler.of("/schedule")) == 10 or any(one.done() for one in burst))
+        assert b"gateway_pending_requests 0.0" in (await it.get("/metrics")).content
+        scheduler.may_place.set()
+        assert {reply.status for reply in await asyncio.gather(*burst)} == {200}
+
+
+@pytest.mark.asyncio
+async def test_requests_beyond_the_limit_are_refused_at_once() -> None:
+    async with scheduled(max_requests=2) as (it, scheduler):
+        scheduler.may_place = asyncio.Event()
+        asked = [asyncio.create_task(it.post(COMPLETIONS, BODY)) for _ in range(5)]
+        await until(lambda: sum(one.done() for one in asked) == 3)
+        scheduler.may_place.set()
+        assert sorted(reply.status for reply in await asyncio.gather(*asked)) == [200, 200, 429, 429, 429]
+        assert (await it.post(COMPLETIONS, BODY)).status == 200
+
+
+@pytest.mark.asyncio
+async def test_an_unknown_model_is_the_schedulers_to_say() -> None:
+    async with scheduled() as (it, scheduler):
+        scheduler.status = 404
+        reply = await it.post(COMPLETIONS, BODY | {"model": "other"})
+        assert (reply.status, reply.json["error"]["type"]) == (404, "NotFoundError")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("trouble", ["hangs", "status"])
+async def test_without_its_scheduler_requests_go_round_what_is_known(
+    trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(scheduler_client, "time", SimpleNamespace(monotonic=lambda: now_s))
+    async with scheduled() as (it, scheduler):
+        for _ in range(2):
+            await it.post(COMPLETIONS, BODY)
+        setattr(scheduler, trouble, {"hangs": True, "status": 500}[trouble])
+        _answers_within(it, 0.3)
+        for _ in range(6):
+            assert (await it.post(COMPLETIONS, BODY)).status == 200
+        assert len(scheduler.of("/schedule")) == 3  # it is not asked again by everyone
+        assert b'request_fallback_total{model="mock",status_code="200"} 6.0' in (await it.get("/metrics")).content
+        setattr(scheduler, trouble, {"hangs": False, "status": 200}[trouble])
+        _answers_within(it, DEADLINE_S)
+        now_s += scheduler_client._AWAY_S
+        for _ in range(2):
+            assert (await it.post(COMPLETIONS, BODY)).status == 200
+        assert len(scheduler.of("/schedule")) == 5
+
+
+def _answers_within(it: Cluster, limit_s: float) -> None:
+    """How long the gateway waits for the scheduler from now on."""
+    assert isinstance(it.gateway.placement, Scheduled)
+    it.gateway.placement._client._timeout_s = limit_s
+
+
+@pytest.mark.asyncio
+async def test_all_who_find_the_first_scheduler_away_ask_the_next() -> None:
+    async with scheduled_by(2) as (it, (first, second)):
+        first.status = 500
+        for _ in range(2):
+            assert {
+                reply.status for reply in await asyncio.gather(*(it.post(COMPLETIONS, BODY) for _ in range(10)))
+            } == {200}
+        assert len(second.of("/schedule")) == 20
+        assert len(first.of("/schedule")) <= 10
+        assert b"request_fallback_total{" not in (await it.get("/metrics")).content
+
+
+@pytest.mark.asyncio
+async def test_a_place_is_reported_and_released_where_it_was_given() -> None:
+    settings = {"full_mode": False, "requests_report_duration_s": 0.05, "mock": Mock(interval_s=0.05)}
+    async with scheduled_by(2, **settings) as (it, (first, second)):
+        body = BODY | {"stream": True, "max_tokens": 4000}
+        before = asyncio.create_task(it.post(COMPLETIONS, body, {"X-Request-Id": "before"}))
+        await until(lambda: it.engines.answering)
+        first.status = 500
+        after = asyncio.create_task(it.post(COMPLETIONS, body, {"X-Request-Id": "after"}))
+        for scheduler, stream, own in ((first, before, "before"), (second, after, "after")):
+            await until(lambda scheduler=scheduler: len({report["kind"] for report in scheduler.reports}) == 2)
+            stream.cancel()
+            await until(lambda scheduler=scheduler: scheduler.of("/release"))
+            assert [released["id"] for released in scheduler.of("/release")] == [own]
+            assert {report["id"] for report in scheduler.reports} == {own}
+
+
+@pytest.mark.asyncio
+async def test_a_release_that_fails_is_told_again() -> None:
+    async with scheduled(full_mode=False) as (it, scheduler):
+        scheduler.release_status = 500
+        await it.post(COMPLETIONS, BODY, {"X-Request-Id": "r"})
+        await until(lambda: scheduler.of("/release"))
+        scheduler.release_status = 200
+        await until(lambda: len(scheduler.of("/release")) == 2)
+        await it.post(COMPLETIONS, BODY, {"X-Request-Id": "s"})
+        await until(lambda: len(scheduler.of("/release")) == 3)
+        assert [released["id"] for released in scheduler.of("/release")] == ["r", "r", "s"]
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_leaves_is_released() -> None:
+    async with scheduled(mock=Mock(interval_s=0.05)) as (it, scheduler):
+        asked = asyncio.create_task(it.post(COMPLETIONS, BODY | {"max_tokens": 1000}))
+        await until(lambda: it.engines.answering)
+        asked.cancel()
+        await until(lambda: scheduler.of("/release"))
+        await it.until_idle()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("last", "status", "num_tokens"), [(b"[DONE]", 200, 4), (b"data:", 499, 1)])
+async def test_a_client_that_leaves_after_the_last_event_had_everything(
+    monkeypatch: pytest.MonkeyPatch, last: bytes, status: int, num_tokens: int
+) -> None:
+    """The engine ends the connection's answer a while after it; some clients do not wait for that."""
+    ended: list[Record] = []
+    monkeypatch.setattr(AccessLogger, "ended", lambda _, record: ended.append(record))
+    body = BODY | {"stream": True, "return_token_ids": True}
+    async with scheduled(mock=Mock(interval_s=0.3)) as (it, scheduler):
+        async with asyncio.timeout(DEADLINE_S), it.client.post(it.url + COMPLETIONS, json=body) as answer:
+            async for line in answer.content:
+                if last in line:
+                    break
+            answer.close()
+        await it.until_idle()
+        assert [(record.status, record.num_output_tokens) for record in ended] == [(status, num_tokens)]
+        await turns()
+        await until(lambda: len(scheduler.of("/release")) == (status == 499))
+
+
+@pytest.mark.asyncio
+async def test_a_place_that_comes_when_its_client_has_left_is_released() -> None:
+    async with scheduled() as (it, scheduler):
+        scheduler.may_place = asyncio.Event()
+        asked = asyncio.create_task(it.post(COMPLETIONS, BODY, {"X-Request-Id": "left"}))
+        await until(lambda: scheduler.of("/schedule"))
+        asked.cancel()
+        await it.until_idle()
+        scheduler.may_place.set()
+        await until(lambda: scheduler.of("/release"))
+        (released,) = scheduler.of("/release")
+        assert (released["id"], len(released["scheduling_result"])) == ("left", 1)
+
+
+@pytest.mark.asyncio
+async def test_a_place_that_comes_too_late_is_released() -> None:
+    async with scheduled() as (it, scheduler):
+        await it.post(COMPLETIONS, BODY)
+        scheduler.may_place = asyncio.Event()
+        _answers_within(it, 0.6)
+        assert (await it.post(COMPLETIONS, BODY, {"X-Request-Id": "late"})).status == 200
+        assert not scheduler.of("/release")
+        scheduler.may_place.set()
+        await until(lambda: [released["id"] for released in scheduler.of("/release")] == ["late"])
+
+
+@asynccontextmanager
+async def _real(it_engines: Mock, **settings: Any) -> AsyncIterator[tuple[Cluster, RunningScheduler]]:
+    async with engine(it_engines) as (one, _, _), engine(it_engines) as (other, _, _):
+        endpoints = {Address("127.0.0.1", port): InferType.NEUTRAL for port in (one, other)}
+        policy = load_policy("load-balance", Mode.LITE)
+        config = SchedulerConfig(policy, host="127.0.0.1", port=0, backend_endpoints=endpoints)
+        scheduler = await serve(config)
+        try:
+            await until(lambda: len(scheduler.view) == 2)
+            address = (Address("127.0.0.1", scheduler.port),)
+            defaults: dict[str, Any] = {"scheduling_policy": "load-balance", "backend_endpoints": ()}
+            defaults |= {"full_mode": False, "schedule_timeout_s": DEADLINE_S}
+            async with cluster(
+                num_engines=0, mock=it_engines, scheduler_endpoints=address, **defaults | settings
+            ) as it:
+                yield it, scheduler
+        finally:
+            await scheduler.close()
+
+
+@pytest.mark.asyncio
+async def test_the_real_scheduler_balances_streams_and_forgets_them() -> None:
+    async with _real(Mock(seen=[], interval_s=0.02), requests_report_duration_s=0.05) as (it, scheduler):
+        reply = await it.get("/v1/models")
+        assert [card["id"] for card in reply.json["data"]] == ["mock"]
+        body = BODY | {"stream": True, "max_tokens": 20}
+        replies = await asyncio.gather(*(it.post(COMPLETIONS, body) for _ in range(8)))
+        assert {reply.status for reply in replies} == {200}
+        loads = [scheduler.dispatcher.ledger.in_flight.of(instance) for instance in scheduler.view]
+        assert len(loads) == 2
+        await it.until_idle()
+        await until(lambda: not it.gateway.services.running)
+
+
+@pytest.mark.asyncio
+async def test_the_real_scheduler_places_a_continuation_elsewhere() -> None:
+    mock = Mock(seen=[])
+    async with _real(mock) as (it, _):
+        whole = (await it.post(COMPLETIONS, BODY | {"stream": True})).text
+        mock.cut_at = 500
+        reply = await it.post(COMPLETIONS, BODY | {"stream": True})
+        assert reply.text == whole
+        first, second = (seen["headers"]["Host"] for seen in (mock.seen or [])[-2:])
+        assert first != second

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The formulas, the directions, and metrics of other packages."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llumsched.cluster.columns import Columns, Values
+from llumsched.cluster.providers.in_flight import Counters
+from llumsched.policy.expression import Expression
+from llumsched.policy.metrics import METRICS, Metric, all_metrics
+from tests.llumsched import cases
+
+SENT = Counters(
+    num_requests=3,
+    num_prefill_requests=3,
+    num_decode_requests=2,
+    num_uncomputed_prefill_tokens=300,
+    num_decode_tokens=200,
+    num_tokens=310,
+)
+LOADED = cases.instance(
+    "a",
+    num_total_gpu_tokens=10_000,
+    num_used_gpu_tokens=1_000,
+    num_uncomputed_tokens_all_waiting_prefills=400,
+    num_unallocated_tokens_scheduler_running_prefills=50,
+    num_unallocated_tokens_hybrid_scheduler_waiting_decodes=7,
+    num_uncomputed_tokens_scheduler_running_prefills=60,
+    hybrid_scheduler_waiting_to_decode_requests_num=1,
+    num_loading_requests=2,
+    scheduler_waiting_to_decode_requests_num=4,
+    scheduler_running_to_decode_requests_num=8,
+    num_waiting_requests=5,
+    num_running_requests=9,
+    hybrid_scheduler_waiting_to_decode_tokens_num=11,
+    scheduler_waiting_to_decode_tokens_num=13,
+    scheduler_running_to_decode_tokens_num=17,
+    num_tokens_loading_requests=19,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("kv_cache_usage_ratio_projected", (1_000 + 400 + 50 + 7 + 310) / 10_000),
+        ("decode_batch_size", 1 + 2 + 4 + 8 + 2),
+        ("num_waiting_requests", 5 + 3),
+        ("all_prefills_tokens_num", 400 + 60 + 300),
+        ("num_requests", 5 + 2 + 9 + 3),
+        ("all_decodes_tokens_num", 11 + 13 + 17 + 19 + 200),
+        ("num_tokens", 310),
+    ],
+)
+def test_formula(name: str, value: float) -> None:
+    table = cases.table(cases.instance("0"), LOADED, sent={"a": SENT})
+    assert METRICS[name].values(table)[1] == pytest.approx(value)
+    assert METRICS[name].at(table, 1) == pytest.approx(value)
+
+
+def test_without_a_status_only_what_was_sent_counts() -> None:
+    table = cases.table(cases.starting("a"), sent={"a": Counters(num_requests=2, num_tokens=8)})
+    assert METRICS["num_requests"].values(table).tolist() == [2]
+    for name in ("kv_cache_usage_ratio_projected",):
+        assert METRICS[name].values(table).tolist() == [math.inf]
+        assert METRICS[name].at(table, 0) == math.inf
+
+
+def test_what_is_added_to_an_instance_counts_and_nothing_falls_below_zero() -> None:
+    table, usage = cases.table(LOADED), METRICS["kv_cache_usage_ratio_projected"]
+    assert usage.at(table, 0, {"num_used_gpu_tokens": 1000}) == pytest.approx(0.2457)
+    assert usage.at(table, 0, {"num_used_gpu_tokens": -5000}) == pytest.approx(0.0457)
+    of_another = Metric("doubled", lambda columns: 2 * columns["num_used_gpu_tokens"])
+    assert of_another.at(table, 0, {"num_used_gpu_tokens": 1000}) == 4000
+
+
+def test_direction_and_not_a_number() -> None:
+    table = cases.table(LOADED)
+    less, more = (Metric(name, Expression("0 * num_used_gpu_tokens / 0"), name == "less") for name in ("less", "more"))
+    assert less.better(1, 2)
+    assert more.better(2, 1)
+    assert not less.better(1, 1)
+    assert not more.better(1, 1)
+    assert less.values(table).tolist() == [less.at(table, 0)] == [math.inf]
+    assert more.values(table).tolist() == [more.at(table, 0)] == [-math.inf]
+
+
+def test_a_metric_that_raises_ranks_all_last_and_is_said_to_once(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(columns: Columns) -> Values:
+        return columns["no_such_column"]
+
+    table, metric = cases.table(LOADED, cases.instance("b")), Metric("broken", broken)
+    for _ in range(3):
+        assert metric.values(table).tolist() == [math.inf, math.inf]
+        assert metric.at(table, 0) == math.inf
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == ["Metric broken raises"]
+    assert "no column is called 'no_such_column'" in caplog.text
+
+
+def test_metrics_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases.distribution(
+        tmp_path,
+        "[llumnix.metrics]\nfree_blocks = tiny_extension:FREE\n",
+        "from llumsched.policy.metrics import Metric\n"
+        "FREE = Metric('free_blocks', lambda columns: columns['num_free_blocks'], less_is_better=False)\n",
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    table = cases.table(cases.instance("a", num_free_blocks=12), cases.instance("b", num_free_blocks=3))
+    assert np.array_equal(all_metrics()["free_blocks"].values(table), [12, 3])
+
+
+def test_faults_of_installed_packages_are_all_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases.distribution(
+        tmp_path,
+        "[llumnix.metrics]\nnum_requests = broken_extension:MINE\nnone = broken_extension:NONE\n"
+        "gone = no_such_module_at_all:X\nother = broken_extension:MINE\n",
+        "from llumsched.policy.metrics import Metric\nMINE = Metric('num_requests', len)\nNONE = 5\n",
+        "broken_extension",
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match="takes a name that is taken") as error:
+        all_metrics()
+    for said in ("is int, not a Metric", "does not load: ModuleNotFoundError", "calls itself 'num_requests'"):
+        assert said in str(error.value)

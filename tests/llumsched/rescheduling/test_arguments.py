@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flags: examples of the documentation and of `--help`, and everything wrong at once."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from llumlet import setting_sources, settings
+from llumlet.protocol.selection import Order, Unit
+from llumlet.setting_sources import Reading
+from llumsched.cli import prepare
+from llumsched.cluster.domains import FailoverDomain
+from llumsched.commands import rescheduler
+from llumsched.rescheduling import arguments
+from llumsched.rescheduling.arguments import Switches
+from llumsched.rescheduling.config import Config, LoadTarget, rescheduling
+from llumsched.rescheduling.moves import Selection
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def read(*given: str) -> Reading:
+    parser = argparse.ArgumentParser()
+    classes = (Switches, Config)
+    settings.add_arguments(parser, classes)
+    return setting_sources.read("rescheduler", classes, parser.parse_args(given), {})
+
+
+def prepared(*given: str) -> tuple[Switches, Config]:
+    reading = read(*given)
+    found = arguments.prepare(reading)
+    assert reading.faults == []
+    return found
+
+
+def config(*given: str) -> Config:
+    return prepared(*given)[1]
+
+
+def faults(*given: str) -> list[str]:
+    reading = read(*given)
+    arguments.prepare(reading)
+    return reading.faults
+
+
+def test_defaults_are_written_once() -> None:
+    assert config() == Config()
+
+
+def test_load_balance_example_of_the_documentation() -> None:
+    got = config(
+        "--rescheduling-policies=decode_load,neutral_load",
+        "--rescheduling-decode-load-metric=kv_cache_usage_ratio_projected",
+        "--rescheduling-decode-load-threshold=0.7",
+        "--rescheduling-load-balance-scope=cluster",
+        "--rescheduling-req-select-rule=TOKEN",
+        "--rescheduling-req-select-order=SR",
+        "--rescheduling-req-select-value=1024",
+    )
+    assert got.policies == ("decode_load", "neutral_load")
+    assert got.decode == LoadTarget(threshold=0.7)
+    assert got.selection == Selection(Unit.TOKEN, Order.SR, 1024)
+
+
+def test_failover_example_of_the_documentation() -> None:
+    got = config(
+        "--rescheduling-policies=prefill_failover,decode_failover,neutral_failover",
+        "--failover-domain=node",
+        "--instance-staleness-seconds=100",
+    )
+    assert (got.failover_domain, got.staleness_s) == (FailoverDomain.NODE, 100)
+
+
+def test_examples_of_help_are_right() -> None:
+    text = rescheduling.description
+    for example in text.split("Example: ")[1:]:
+        flags = [word for word in example.split() if word.startswith("--")]
+        assert flags
+        config(*flags)
+    lines = [line.split() for line in rescheduler.DESCRIPTION.splitlines() if line.startswith("  llumnix")]
+    assert lines
+    for line in lines:
+        assert prepare("rescheduler", line[1:], {}).faults == []
+
+
+@pytest.mark.parametrize(
+    ("given", "enabled", "in_scheduler"),
+    [
+        ([], False, False),
+        (["--enable-rescheduling"], True, True),
+        (["--colocated-rescheduling-mode=true"], True, True),
+        (["--standalone-rescheduling-mode"], True, False),
+        (["--enable-rescheduling", "--standalone-rescheduling-mode"], True, False),
+        (["--enable-rescheduling=false", "--colocated-rescheduling-mode"], False, False),
+    ],
+)
+def test_switches(given: list[str], enabled: bool, in_scheduler: bool) -> None:
+    switches, _ = prepared(*given)
+    assert (switches.enabled, switches.in_scheduler) == (enabled, in_scheduler)
+
+
+def test_all_faults_at_once() -> None:
+    found = faults(
+        "--enable-rescheduling=perhaps",
+        "--colocated-rescheduling-mode",
+        "--standalone-rescheduling-mode",
+        "--rescheduling-policies=decode_load,binpacking,slow",
+        "--rescheduling-neutral-load-metric=warmth",
+        "--rescheduling-decode-load-metric=num_tokens",
+        "--rescheduling-interval-ms=soon",
+        "--rescheduling-max-moves-per-pass=1.5",
+        "--rescheduling-link-bytes-per-second=0",
+        "--rescheduling-neutral-load-threshold=inf",
+        "--rescheduling-req-select-rule=BYTES",
+        "--rescheduling-load-balance-scope=galaxy",
+        "--failover-domain=rack",
+        "--instance-staleness-seconds=-1",
+        "--llumlet-grpc-timeout-seconds=0",
+    )
+    for part in (
+        "--enable-rescheduling 'perhaps' is neither true nor false",
+        "exclude each other",
+        "--rescheduling-policies 'binpacking' is not one of decode_load, neutral_load, prefill_failover, ",
+        "--rescheduling-policies 'slow' is not one of decode_load, ",
+        "'warmth' is none of all_decodes_tokens_num",
+        "'num_tokens' is no load",
+        "'soon' is not a number",
+        "--rescheduling-max-moves-per-pass must be a whole number",
+        "--rescheduling-link-bytes-per-second must be positive",
+        "'inf' is not a number",
+        "'BYTES' is not one of NUM_REQ, TOKEN, RATIO",
+        "'galaxy' is not one of cluster, unit",
+        "'rack' is not one of instance, node, instance-unit, node-unit",
+        "--instance-staleness-seconds must be positive",
+        "--llumlet-grpc-timeout-seconds must be positive",
+    ):
+        assert part in "\n".join(found)
+    assert len(found) == 15
+
+
+@pytest.mark.parametrize(
+    ("rule", "order", "value", "fault"),
+    [
+        ("NUM_REQ", "LR", "-1", ""),
+        ("NUM_REQ", "LR", "-2", "is neither positive nor"),
+        ("TOKEN", "SR", "-1", "is not positive"),
+        ("TOKEN", "SR", "1.5", "is not a whole number"),
+        ("RATIO", "SR", "1.5", "is not in (0, 1]"),
+        ("RATIO", "SR", "0.25", ""),
+        ("token", "fcwsr", "0", ""),
+        ("TOKEN", "FCW", "0", "give a number"),
+    ],
+)
+def test_selections(rule: str, order: str, value: str, fault: str) -> None:
+    found = faults(
+        f"--rescheduling-req-select-rule={rule}",
+        f"--rescheduling-req-select-order={order}",
+        f"--rescheduling-req-select-value={value}",
+    )
+    assert (found == []) == (fault == "")
+    assert fault in "".join(found)
+
+
+@pytest.mark.parametrize(
+    ("given", "faults"),
+    [
+        ([], ["--cms HOST:PORT or redis://"]),
+        (["--cms", "listen://127.0.0.1:1"], ["does not listen"]),
+        (["--cms", "127.0.0.1:1", "--colocated-rescheduling-mode"], ["is for `llumnix scheduler`"]),
+        (["--cms", "127.0.0.1:1", "--enable-rescheduling=false"], ["leaves nothing to do"]),
+        (["--cms", "127.0.0.1:1", "--port", "70000"], ["is not a port"]),
+        (
+            ["--colocated-rescheduling-mode", "--enable-rescheduling=false", "--rescheduling-interval-ms", "soon"],
+            ["'soon' is not a number", "--cms", "is for `llumnix scheduler`", "leaves nothing to do"],
+        ),
+    ],
+)
+def test_faults_of_the_command(given: list[str], faults: list[str]) -> None:
+    found = prepare("rescheduler", ["rescheduler", *given], {}).faults
+    for fault, said in zip(faults, found, strict=True):
+        assert fault in said
+
+
+def test_documentation_has_every_flag_with_its_default() -> None:
+    text = (ROOT / "docs/rescheduling.md").read_text() + (ROOT / "docs/defaults.md").read_text()
+    plain = {entry.setting.flag: entry.default for entry in settings.entries(Config) if not entry.part}
+    numbers = {flag: default for flag, default in plain.items() if isinstance(default, float | int)}
+    assert [flag for flag in numbers if flag not in text] == []
+    for flag, default in re.findall(r"`(--rescheduling-[a-z-]+)` (?:\()?([0-9][0-9e.]*)", text):
+        if flag in numbers:
+            assert float(default.rstrip(".")) == numbers[flag], flag

@@ -1,0 +1,456 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which moves a pass chooses. The worked examples are those of Llumnix's documentation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llumlet.protocol.selection import ALL, Order, Unit
+from llumlet.types import Mode
+from llumsched.cluster.domains import FailoverDomain
+from llumsched.cluster.providers.status import Cargo
+from llumsched.rescheduling.config import Config, LoadTarget, Scope
+from llumsched.rescheduling.history import History
+from llumsched.rescheduling.message import migrate_request
+from llumsched.rescheduling.moves import Move, Purpose, Selection
+from tests.llumsched.cases import distribution
+from tests.llumsched.rescheduling.cluster import CAPACITY, balancing, instance, pairs, planned
+
+TOKENS_1024 = Selection(Unit.TOKEN, Order.SR, 1024)
+SLOTS = {"max_migrations_out": 4, "max_migrations_in": 4}
+FAILOVERS = ("prefill_failover", "decode_failover", "neutral_failover")
+
+
+def test_example_of_the_documentation() -> None:
+    loads = {"d1": 0.9, "d2": 0.3, "d3": 0.8, "d4": 0.2, "d5": 0.4}
+    cluster = [instance(name, load, instance_type="decode") for name, load in loads.items()]
+    made = planned(cluster, balancing("decode", 0.7, selection=TOKENS_1024))
+    assert pairs(made) == [("d1", "d4"), ("d3", "d2")]
+    assert {move.selection for move in made.moves} == {TOKENS_1024}
+    [result] = made.results
+    assert (result.num_sources, result.num_destinations, result.num_moves) == (2, 3, 2)
+
+
+def test_sources_and_destinations_are_paired_from_the_ends_and_ties_go_by_id() -> None:
+    cluster = [instance(name, load) for name, load in [("c", 0.9), ("a", 0.9), ("d", 0.1), ("b", 0.1), ("e", 0.5)]]
+    assert pairs(planned(cluster, balancing())) == [("a", "b"), ("c", "d")]
+
+
+def test_pairing_stops_where_a_destination_is_no_lower() -> None:
+    assert pairs(planned([instance("a", 0.5), instance("b", 0.5)], balancing())) == []
+
+
+def test_default_evens_a_pair_out() -> None:
+    [move] = planned([instance("hot", 0.8), instance("empty")], Config()).moves
+    assert move.selection == Selection(Unit.TOKEN, Order.SR, 40_000)
+    assert move.expected_tokens == 40_000
+    assert move.gain > move.cost > 0
+
+
+def test_a_threshold_of_one_balances_only_what_is_full() -> None:
+    cluster = [instance("a", 0.95), instance("b")]
+    assert pairs(planned(cluster, balancing(threshold=1.0))) == []
+    assert pairs(planned([instance("a", 1.0), instance("b")], balancing(threshold=1.0))) == [("a", "b")]
+
+
+def test_an_instance_that_a_foreign_metric_cannot_measure_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distribution(
+        tmp_path,
+        "[llumnix.metrics]\nfilled = filling_extension:FILLED\n",
+        "from llumsched.policy.metrics import Metric\n"
+        "FILLED = Metric('filled', lambda columns: 1 / (1 - columns['num_used_gpu_tokens'] / 90_000))\n",
+        "filling_extension",
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = Config(policies=("neutral_load",), neutral=LoadTarget(metric="filled"))
+    cluster = [instance("hot", 0.8), instance("empty"), instance("raises", 0.9)]
+    assert pairs(planned(cluster, config)) == [("hot", "empty")]
+
+
+def test_a_destination_without_room_gives_way_to_the_next() -> None:
+    """It would be the coldest in every pass, and its source would wait for ever."""
+    small = instance("small", num_total_gpu_tokens=3000)
+    hot = instance("hot", 0.9, num_running_requests=20, scheduler_running_to_decode_requests_num=20)
+    made = planned([hot, small, instance("c", 0.1)], Config(policies=("neutral_load",)))
+    assert pairs(made) == [("hot", "c")]
+    [result] = made.results
+    assert result.refused == {"no_room": 1}
+    config = Config(policies=("neutral_load",), neutral=LoadTarget(metric="decode_batch_size"))
+    full = instance("full", 0.999, num_running_requests=1, scheduler_running_to_decode_requests_num=1)
+    empty = instance("c", 0.01, num_running_requests=2, scheduler_running_to_decode_requests_num=2)
+    assert pairs(planned([hot, full, empty], config)) == [("hot", "c")]
+
+
+def test_a_full_cluster_of_long_requests_is_not_looked_at_pair_by_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def obstacle(history: History, source: str, destination: str, now_s: float) -> str:
+        asked.append((source, destination))
+        return ""
+
+    monkeypatch.setattr(History, "obstacle", obstacle)
+    long = {"num_running_requests": 2, "scheduler_running_to_decode_requests_num": 2}
+    cluster = [instance(f"hot-{number:03d}", 0.98, **long) for number in range(40)]
+    cluster += [instance(f"cold-{number:03d}", 0.9, **long) for number in range(160)]
+    made = planned(cluster, balancing())
+    assert (pairs(made), asked) == ([], [])
+    assert made.results[0].refused == {"no_room": 40 * 160}
+    made = planned([*cluster, instance("room", 0.4)], balancing())
+    assert pairs(made) == [("hot-000", "room")]
+    assert asked[0] == ("hot-000", "room")
+    assert len(asked) <= 40
+
+
+def test_an_avoided_destination_is_left_by_all_sources() -> None:
+    config = balancing()
+    history = History(config)
+    history.destination_failed("cold", 0.0)
+    cluster = [instance("a", 0.9), instance("b", 0.8), instance("cold")]
+    made = planned(cluster, config, history, 0.1)
+    assert "cold" not in {destination for _, destination in pairs(made)}
+    assert made.results[0].refused["destination_avoided"] == 1
+
+
+def test_difference_below_the_threshold_is_left() -> None:
+    cluster = [instance("a", 0.6), instance("b", 0.3)]
+    made = planned(cluster, balancing(balance_threshold=0.4))
+    assert pairs(made) == []
+    assert made.results[0].refused == {"below_threshold": 1}
+    assert pairs(planned(cluster, balancing(balance_threshold=0.25))) == [("a", "b")]
+
+
+def test_units_balance_among_themselves_and_know_no_threshold() -> None:
+    config = balancing(threshold=0.99, scope=Scope.UNIT)
+    cluster = [
+        instance("a", 0.9, unit_id="u"),
+        instance("b", 0.5, unit_id="u"),
+        instance("c", 0.4, unit_id="v"),
+        instance("d", 0.0, unit_id="v"),
+        instance("e", 0.0),
+    ]
+    assert pairs(planned(cluster, config)) == [("a", "b"), ("c", "d")]
+
+
+def test_only_instances_of_the_type_that_understand_each_other_and_are_well() -> None:
+    hot = instance("hot", 0.9, compatibility_digest="x")
+    others = [
+        instance("decode", compatibility_digest="x", instance_type="decode"),
+        instance("foreign", compatibility_digest="y"),
+        instance("closed", compatibility_digest="x", schedulable=False),
+        instance("silent", compatibility_digest="x", received_s=-61.0),
+    ]
+    assert pairs(planned([hot, *others], balancing())) == []
+    well = instance("well", 0.5, compatibility_digest="x")
+    assert pairs(planned([hot, *others, well], balancing())) == [("hot", "well")]
+
+
+def test_only_request_is_not_moved_to_an_empty_instance() -> None:
+    alone = instance("a", 0.5, scheduler_running_to_decode_requests_num=1, num_running_requests=1)
+    made = planned([alone, instance("b")], balancing())
+    assert pairs(made) == []
+    assert made.results[0].refused == {"not_worth_it": 1}
+
+
+def test_what_costs_more_than_it_brings_is_left() -> None:
+    """The same difference: small requests over a fast link, or a stall that is longer than the gain is worth."""
+    cluster = [instance("a", 0.6), instance("b", 0.5)]
+    assert pairs(planned(cluster, balancing(horizon_s=1.0))) == [("a", "b")]
+    assert pairs(planned(cluster, balancing(horizon_s=0.2))) == []
+    heavy = [instance("a", 0.9, bytes_per_block=1 << 30), instance("b", 0.5, bytes_per_block=1 << 30)]
+    assert pairs(planned(heavy, balancing())) == []
+    assert pairs(planned(heavy, balancing(link_bytes_per_s=1e13))) == [("a", "b")]
+
+
+def decode_batches() -> Config:
+    """Balances by a metric that says nothing of the KV cache."""
+    return Config(policies=("neutral_load",), neutral=LoadTarget("decode_batch_size"))
+
+
+@pytest.mark.parametrize("in_use", [0.99, 1.0])
+def test_full_destination_is_left(in_use: float) -> None:
+    """Its batch is small, of few long requests."""
+    full = instance("b", in_use, scheduler_running_to_decode_requests_num=2)
+    made = planned([instance("a", 0.9), full], decode_batches())
+    assert made.results[0].refused == {"no_room": 1}
+
+
+def test_destination_that_does_not_tell_its_size_may_have_room() -> None:
+    unknown = instance("b", num_total_gpu_tokens=0)
+    assert pairs(planned([instance("a", 0.9), unknown], decode_batches())) == [("a", "b")]
+
+
+def test_what_is_on_its_way_to_a_destination_needs_its_room() -> None:
+    config = decode_batches()
+    history = History(config)
+    small = {"scheduler_running_to_decode_requests_num": 2}
+    first, second = instance("first", 0.5), instance("second", 0.5)
+    destination = instance("destination", 0.7, **small)
+    [move] = planned([first, destination], config, history).moves
+    assert move.expected_tokens > 15_000, "no room for two of them"
+    history.began(1, move, 0.0)
+    assert planned([second, destination], config, history, 1.0).results[0].refused == {"no_room": 1}
+    history.ended(1, 2.0)
+    history.seen([instance(name, received_s=2.1) for name in ("first", "destination")])
+    assert pairs(planned([second, destination], config, history, 2.1)) == [("second", "destination")]
+
+
+def test_slots_limit_what_is_expected_and_asked() -> None:
+    busy = instance("busy", 0.9, max_migrations_out=2, num_migrate_out_reqs=2)
+    assert pairs(planned([busy, instance("b")], balancing())) == []
+    [move] = planned([instance("a", 0.8, max_migrations_out=2), instance("b")], balancing()).moves
+    assert move.expected_requests == 2
+    assert move.expected_tokens == pytest.approx(2 * 0.8 * CAPACITY / 20)
+
+
+def test_metric_that_counts_requests() -> None:
+    cluster = [instance("a", 0.5), instance("b", 0.1, scheduler_running_to_decode_requests_num=4)]
+    [move] = planned(cluster, decode_batches()).moves
+    assert (move.source, move.destination) == ("a", "b")
+    assert move.expected_requests == 8, "half of the difference"
+
+
+def test_waiting_requests_move_when_the_order_takes_them() -> None:
+    selection = Selection(Unit.NUM_REQ, Order.FCW, 2)
+    waiting = instance("a", 0.0, num_waiting_requests=4, num_uncomputed_tokens_all_waiting_prefills=40_000)
+    [move] = planned([waiting, instance("b")], balancing(selection=selection)).moves
+    assert (move.expected_requests, move.expected_tokens) == (2, 20_000)
+    assert pairs(planned([waiting, instance("b")], balancing())) == []
+
+
+def test_cap_per_pass() -> None:
+    cluster = [instance(f"hot{i}", 0.9) for i in range(10)] + [instance(f"cold{i}") for i in range(10)]
+    assert len(planned(cluster, balancing(max_moves_per_pass=3)).moves) == 3
+
+
+# ------------------------------------------------------------------------------------------------------- failover
+
+
+def failing(name: str, **more: object) -> object:
+    return instance(name, 0.2, schedulable=False, **more)
+
+
+def test_failover_example_of_the_documentation() -> None:
+    """decode-3 becomes unschedulable with domain `node`: all of its node is left, and nothing goes there."""
+    cluster = [
+        instance(f"decode-{i}", 0.2, instance_type="decode", node_id=f"node-{(i - 1) // 2}", schedulable=i != 3)
+        for i in range(1, 7)
+    ]
+    config = Config(policies=("decode_failover",), failover_domain=FailoverDomain.NODE, staleness_s=100)
+    made = planned(cluster, config)
+    assert {move.source for move in made.moves} == {"decode-3", "decode-4"}
+    assert {move.destination for move in made.moves} == {"decode-1", "decode-2", "decode-5", "decode-6"}
+
+
+def test_failover_to_the_only_healthy_one_takes_everything() -> None:
+    cluster = [instance("a", 0.2, schedulable=False), instance("b", 0.9)]
+    [move] = planned(cluster, Config(policies=FAILOVERS)).moves
+    assert move.selection == Selection(Unit.NUM_REQ, Order.LR, ALL)
+
+
+def test_failover_spreads_the_requests_of_one_source_over_all_healthy_ones() -> None:
+    cluster = [instance("a", 0.2, schedulable=False, num_waiting_requests=2)] + [instance(f"b{i}") for i in range(4)]
+    made = planned(cluster, Config(policies=FAILOVERS))
+    running = {move.destination: move.selection.value for move in made.moves if move.selection.order is Order.LR}
+    waiting = {move.destination: move.selection.value for move in made.moves if move.selection.order is Order.FCW}
+    assert running == {f"b{i}": 5 for i in range(4)}
+    assert sorted(waiting.values()) == [1, 1]
+
+
+def test_failover_asks_for_as_much_as_there_are_slots_and_goes_on_in_the_round() -> None:
+    config = Config(policies=FAILOVERS)
+    history = History(config)
+    cluster = [instance("a", 0.2, schedulable=False, **SLOTS)] + [instance(f"b{i}", **SLOTS) for i in range(6)]
+    made = planned(cluster, config, history)
+    assert [(move.destination, move.selection.value) for move in made.moves] == [(f"b{i}", 1) for i in range(4)]
+    for number, move in enumerate(made.moves):
+        history.began(number, move, 0.0)
+    assert planned(cluster, config, history).moves == (), "all slots are taken"
+    for number in range(4):
+        history.ended(number, 1.0)
+    history.seen([instance(one.id, received_s=2.0) for one in cluster])
+    later = planned(cluster, config, history, 2.0)
+    assert [move.destination for move in later.moves] == ["b4", "b5", "b0", "b1"]
+
+
+def test_several_sources_begin_at_different_destinations() -> None:
+    cluster = [
+        instance(f"a{i}", 0.2, schedulable=False, scheduler_running_to_decode_requests_num=1) for i in range(3)
+    ] + [instance(f"b{i}") for i in range(3)]
+    assert pairs(planned(cluster, Config(policies=FAILOVERS))) == [("a0", "b0"), ("a1", "b1"), ("a2", "b2")]
+
+
+def test_nothing_is_asked_of_a_loop_that_hangs() -> None:
+    cluster = [instance("a", 0.2, schedulable=False, health="HUNG"), instance("b")]
+    assert pairs(planned(cluster, Config(policies=FAILOVERS))) == []
+
+
+def test_failover_comes_before_balancing_and_shares_its_view_of_the_load() -> None:
+    cluster = [instance("sick", 0.6, schedulable=False), instance("cold"), instance("hot", 0.5)]
+    made = planned(cluster, Config(max_moves_per_pass=2))
+    assert pairs(made) == [("sick", "cold"), ("sick", "hot")]
+    whole = planned(cluster, Config())
+    assert ("hot", "cold") not in pairs(whole), "it is a destination of this pass"
+
+
+@pytest.mark.parametrize(
+    ("domain", "expected"),
+    [
+        (FailoverDomain.INSTANCE, {"r0"}),
+        (FailoverDomain.INSTANCE_UNIT, {"r0", "r1"}),
+        (FailoverDomain.NODE, {"r0", "x"}),
+        (FailoverDomain.NODE_UNIT, {"r0", "r1", "x"}),
+    ],
+)
+def test_failure_domains(domain: FailoverDomain, expected: set[str]) -> None:
+    """Units U = {r0 on node A, r1 on B} and V = {r2 on B, r3 on C}; x on A is alone; r0 is silent."""
+    assert failing_sources(domain, silent="r0") == expected
+
+
+def test_failure_domains_reach_over_nodes() -> None:
+    assert failing_sources(FailoverDomain.NODE, silent="r1") == {"r1", "r2"}
+    assert failing_sources(FailoverDomain.NODE_UNIT, silent="r1") == {"r0", "r1", "r2", "r3"}
+
+
+def failing_sources(domain: FailoverDomain, silent: str) -> set[str]:
+    places = {"r0": ("A", "U"), "r1": ("B", "U"), "r2": ("B", "V"), "r3": ("C", "V"), "x": ("A", "")}
+    cluster = [
+        instance(
+            name,
+            0.2,
+            node_id=node,
+            unit_id=unit,
+            data_parallel_size=2 if unit else 1,
+            received_s=-100.0 if name == silent else 0.0,
+        )
+        for name, (node, unit) in places.items()
+    ]
+    cluster.append(instance("well", node_id="D"))
+    made = planned(cluster, Config(policies=FAILOVERS, failover_domain=domain))
+    return {move.source for move in made.moves}
+
+
+def test_instances_that_do_not_know_their_node_fail_alone() -> None:
+    cluster = [instance("a", 0.2, schedulable=False), instance("b", 0.2), instance("c")]
+    made = planned(cluster, Config(policies=FAILOVERS, failover_domain=FailoverDomain.NODE))
+    assert {move.source for move in made.moves} == {"a"}
+
+
+# -------------------------------------------------------------------------------------------------------- history
+
+
+def test_moves_under_way_count_in_the_load_until_both_ends_have_reported() -> None:
+    config = balancing()
+    history = History(config)
+    cluster = [instance("hot", 0.8), instance("empty"), instance("other", 0.4)]
+    [move] = [move for move in planned(cluster, config, history).moves if move.destination == "empty"]
+    history.began(1, move, 0.0)
+    assert pairs(planned(cluster, config, history, 1.0)) == []
+    history.ended(1, 2.0)
+    history.seen([instance(one.id, received_s=1.9) for one in cluster])
+    assert history.pending() == {"hot": Cargo(-10, -40_000), "empty": Cargo(10, 40_000)}
+    history.seen([instance("hot", received_s=2.1), instance("empty", received_s=1.9)])
+    assert history.pending() == {"empty": Cargo(10, 40_000)}
+    history.seen([instance("hot", received_s=2.1), instance("empty", received_s=2.1)])
+    assert history.pending() == {}
+    assert history.pending_moves() == []
+
+
+def test_nothing_goes_back_while_the_pair_cools_down() -> None:
+    config = balancing(pair_cooldown_s=10.0)
+    history = History(config)
+    [move] = planned([instance("a", 0.8), instance("b")], config, history).moves
+    history.began(1, move, 0.0)
+    history.ended(1, 1.0)
+    back = [instance("a", 0.0, received_s=2.0), instance("b", 0.8, received_s=2.0)]
+    history.seen(back)
+    made = planned(back, config, history, 10.9)
+    assert pairs(made) == []
+    assert made.results[0].refused == {"pair_cooling": 1}
+    assert pairs(planned(back, config, history, 11.1)) == [("b", "a")]
+
+
+def test_destination_that_refused_is_avoided_and_another_tried() -> None:
+    config = balancing(avoid_s=10.0)
+    history = History(config)
+    cluster = [instance("hot", 0.8), instance("b"), instance("c", 0.1)]
+    history.destination_failed("b", 0.0)
+    assert pairs(planned(cluster, config, history, 9.0)) == [("hot", "c")]
+    assert pairs(planned(cluster, config, history, 11.0)) == [("hot", "b")]
+    history.destination_failed("b", 11.0)
+    assert pairs(planned(cluster, config, history, 30.0)) == [("hot", "c")], "twice as long"
+    assert pairs(planned(cluster, config, history, 32.0)) == [("hot", "b")]
+    history.destination_failed("b", 32.0)
+    history.instance_left("b")
+    assert pairs(planned(cluster, config, history, 32.0)) == [("hot", "b")], "a new life"
+
+
+def test_destination_that_one_source_cannot_reach_is_open_to_others_until_a_second_says_so() -> None:
+    config = balancing(avoid_s=10.0)
+    history = History(config)
+    cluster = [instance("x", 0.9), instance("y", 0.8), instance("b"), instance("c", 0.1)]
+    history.link_failed("x", "b", 0.0)
+    assert pairs(planned(cluster, config, history, 1.0)) == [("x", "c"), ("y", "b")]
+    history.link_failed("y", "b", 0.0)
+    assert pairs(planned(cluster, config, history, 1.0)) == [("x", "c")]
+
+
+def test_failover_avoids_too() -> None:
+    config = Config(policies=FAILOVERS)
+    history = History(config)
+    history.destination_failed("b", 0.0)
+    cluster = [instance("a", 0.2, schedulable=False), instance("b"), instance("c")]
+    assert {move.destination for move in planned(cluster, config, history, 1.0).moves} == {"c"}
+
+
+def test_history_keeps_nothing_for_ever() -> None:
+    config = Config()
+    history = History(config)
+    [move] = planned([instance("a", 0.8), instance("b")], config, history).moves
+    history.began(1, move, 0.0)
+    history.moved("b", "r", 0.0)
+    history.destination_failed("b", 0.0)
+    history.source_failed("a", 0.0)
+    history.link_failed("a", "b", 0.0)
+    history.ended(1, 1.0)
+    history.seen([])
+    history.forget_expired(1e4)
+    left = {name: value for name, value in vars(history).items() if isinstance(value, dict) and value}
+    assert left == {}
+
+
+WITHOUT_KV = {"kv_unsupported": "not exactly one KV cache group"}
+WAITING = {"num_waiting_requests": 4, "num_uncomputed_tokens_all_waiting_prefills": 8_000}
+
+
+def test_what_costs_a_prefill_is_moved_from_what_fails_and_not_to_balance() -> None:
+    cluster = [instance("a", 0.9, **WITHOUT_KV), instance("b", 0.1, **WITHOUT_KV)]
+    assert pairs(planned(cluster, balancing())) == []
+    failing = [instance("a", 0.9, schedulable=False, **WITHOUT_KV), instance("b", 0.1, **WITHOUT_KV)]
+    assert pairs(planned(failing, Config(policies=FAILOVERS))) == [("a", "b")]
+
+
+def test_what_waits_is_moved_to_balance_as_well() -> None:
+    cluster = [instance("a", 0.9, **WITHOUT_KV, **WAITING), instance("b", 0.1, **WITHOUT_KV)]
+    first_come = Selection(Unit.NUM_REQ, Order.FCW, 2)
+    assert pairs(planned(cluster, balancing(selection=first_come))) == [("a", "b")]
+
+
+def test_a_destination_that_takes_no_kv_cache_is_none_to_balance_with() -> None:
+    cluster = [instance("a", 0.9), instance("b", 0.1, **WITHOUT_KV), instance("c", 0.2)]
+    assert pairs(planned(cluster, balancing())) == [("a", "c")]
+
+
+def test_what_cannot_go_elsewhere_at_all_is_left() -> None:
+    marked = {"unsupported": "custom logits processors without the mark"}
+    cluster = [instance("a", 0.9, schedulable=False, **marked), instance("b", 0.1, **marked)]
+    assert pairs(planned(cluster, Config(policies=FAILOVERS))) == []
+
+
+@pytest.mark.parametrize(("purpose", "method"), [(Purpose.BALANCE, Mode.LIVE), (Purpose.FAILOVER, 0)])
+def test_only_a_failover_takes_what_costs_a_prefill(purpose: Purpose, method: Mode) -> None:
+    move = Move("mine", purpose, "a", "b", Selection(Unit.NUM_REQ, Order.SR, 1.0), 100.0)
+    assert migrate_request(move, instance("b")).method == method

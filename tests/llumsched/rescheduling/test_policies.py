@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies of rescheduling from files: the built-in ones, what flags change in them, one's own, and wrong ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llumlet.protocol.selection import Order, Unit
+from llumsched.cluster.domains import FailoverDomain
+from llumsched.policy.filters import FailoverFilter, FailoverMigrationSrcFilter, StalenessFilter
+from llumsched.policy.metrics import METRICS
+from llumsched.policy.reader import PolicyError, built_in_policies
+from llumsched.rescheduling.balance import MetricBalancePairs
+from llumsched.rescheduling.config import POLICIES, Config, LoadTarget, Scope
+from llumsched.rescheduling.failover import RoundRobinPairs
+from llumsched.rescheduling.moves import Selection
+from llumsched.rescheduling.policies import load_policies, load_rescheduling_policy
+from tests.llumsched.cases import distribution
+from tests.llumsched.rescheduling.cluster import instance, pairs, planned
+
+MINE = """
+name: batches
+define:
+  metrics:
+    batch: {value: scheduler_running_to_decode_requests_num + 2 * num_waiting_requests}
+  filters:
+    busyFilter: {refuse: num_uncomputed_tokens_all_waiting_prefills > 4096}
+rescheduling:
+  infer_type: neutral
+  failed: [schedulabilityFilter]
+  sources: [failoverFilter: {domain: node}]
+  destinations: [failoverFilter: {domain: node}, busyFilter]
+  selector: {metricBalanceSelector: {metric: batch, threshold: 10, rule: NUM_REQ, order: SR, value: 2}}
+"""
+
+
+def test_the_built_in_ones_are_those_of_the_configuration() -> None:
+    assert built_in_policies("rescheduling") == sorted(POLICIES)
+    assert [policy.name for policy in load_policies(Config())] == list(POLICIES)
+
+
+def test_flags_go_before_what_is_written_in_the_built_in_files() -> None:
+    config = Config(
+        decode=LoadTarget("decode_batch_size", 32), balance_threshold=3, scope=Scope.UNIT,
+        selection=Selection(Unit.NUM_REQ, Order.LCR, 2), failover_domain=FailoverDomain.NODE, staleness_s=7,
+    )  # fmt: skip
+    balance = load_rescheduling_policy("decode_load", config)
+    assert balance.selector == MetricBalancePairs(
+        METRICS["decode_batch_size"], 32, 3, Scope.UNIT, Selection(Unit.NUM_REQ, Order.LCR, 2)
+    )
+    failover = load_rescheduling_policy("decode_failover", config)
+    assert failover.selector == RoundRobinPairs()
+    assert StalenessFilter(7) in failover.failed.singles
+    assert failover.sources.groups == (FailoverMigrationSrcFilter(FailoverDomain.NODE),)
+    assert failover.destinations.groups == (FailoverFilter(FailoverDomain.NODE),)
+
+
+def test_a_file_of_one_s_own_says_everything_itself(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(MINE)
+    config = Config((str(path),), neutral=LoadTarget(threshold=0.99), failover_domain=FailoverDomain.INSTANCE)
+    policies = load_policies(config)
+
+    def batch(name: str, requests: int, **more: object) -> object:
+        return instance(name, 0.4, scheduler_running_to_decode_requests_num=requests, **more)
+
+    cluster = [
+        batch("hot", 20, node_id="A"),
+        batch("beside", 0, node_id="B"),
+        batch("sick", 0, node_id="B", schedulable=False),
+        batch("busy", 1, num_uncomputed_tokens_all_waiting_prefills=5000),
+        batch("waits", 0, num_waiting_requests=4),
+        batch("warm", 9),
+    ]
+    made = planned(cluster, config, policies=policies)  # type: ignore[arg-type]
+    assert pairs(made) == [("hot", "waits")]
+    assert made.moves[0].selection == Selection(Unit.NUM_REQ, Order.SR, 2)
+    assert (made.results[0].num_sources, made.results[0].num_destinations) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ("[]", "has no section 'rescheduling'"),
+        ("{selector: roundRobinSelector, source: []}", "has unknown keys source; known: destinations, failed, infer_"),
+        ("{selector: roundRobinSelector, infer_type: encode}", "infer_type 'encode' is none of neutral, prefill, deco"),
+        ("{selector: roundRobinSelector, sources: all}", "rescheduling.sources: is not a list of filters"),
+        ("{selector: metricBasedSelector}", "unknown selector 'metricBasedSelector'; known: metricBalanceSelector, ro"),
+        ("{selector: metricBalanceSelector}", "missing 1 required positional argument: 'metric'"),
+        ("{selector: {metricBalanceSelector: {metric: num_tokens}}}", "metric 'num_tokens' is no load of a status"),
+        ("{selector: {metricBalanceSelector: {metric: num_requests, value: 0.5}}}", "value 0.5 is not a whole number"),
+        ("{selector: {metricBalanceSelector: {metric: num_requests, order: FCW}}}", "value 0 .as needed. counts"),
+        ("{selector: {metricBalanceSelector: {metric: num_requests, rule: SOME}}}", "'SOME' is not a valid Unit"),
+        ("{sources: [metricBasedFilter: {metric: nope, threshold: 1}], selector: roundRobinSelector}",
+         "rescheduling.sources: metric 'nope' is unknown"),
+    ],
+)  # fmt: skip
+def test_wrong_files(section: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"rescheduling: {section}")
+    with pytest.raises(PolicyError, match=said):
+        load_policies(Config((str(path),)))
+
+
+def test_all_files_are_read_before_their_faults_are_said(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError) as error:
+        load_policies(Config((str(tmp_path / "gone.yaml"), "nobody_load", "neutral_load")))
+    assert [fault.split(":")[0].split(";")[0] for fault in error.value.faults] == [
+        f"policy {tmp_path}/gone.yaml", "unknown policy 'nobody_load'",
+    ]  # fmt: skip
+
+
+def test_selectors_of_pairs_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = """
+from llumlet.protocol.selection import Order, Unit
+from llumsched.cluster.providers.status import Cargo
+from llumsched.rescheduling.moves import Move, Purpose, Selection
+
+class FirstToLast:
+    name, purpose = "firstToLast", Purpose.BALANCE
+
+    def pair(self, draft, policy, ends):
+        first, last = 0, len(draft.snapshot) - 1
+        ids, cargo = draft.snapshot.ids, Cargo(1, 100)
+        move = Move(policy, self.purpose, ids[first], ids[last], Selection(Unit.NUM_REQ, Order.SR, 1), cargo.tokens)
+        draft.choose(first, last, move, cargo)
+        return 1, 1
+"""
+    cases = "[llumnix.pair_selectors]\nfirstToLast = tiny_pairs:FirstToLast\nnone = tiny_pairs:Move\n"
+    distribution(tmp_path, cases, source, "tiny_pairs")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = tmp_path / "mine.yaml"
+    path.write_text("rescheduling: {selector: firstToLast}")
+    config = Config((str(path),))
+    made = planned([instance(name, 0.1) for name in "abc"], config, policies=load_policies(config))
+    assert pairs(made) == [("a", "c")]
+    path.write_text("rescheduling: {selector: none}")
+    with pytest.raises(PolicyError, match="missing"):
+        load_policies(config)

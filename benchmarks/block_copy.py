@@ -20,8 +20,8 @@ from unittest import mock
 import numpy as np
 import torch
 
-from benchmarks.progress import saying
-from benchmarks.stats import median
+from tests.support.progress import saying
+from tests.support.stats import median
 from vllm_llumnix.kv.kernels import gather, native, scatter
 from vllm_llumnix.kv.layout import BlockLayout, TensorRegion
 

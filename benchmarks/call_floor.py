@@ -21,7 +21,7 @@ from typing import Any, Self
 import grpc
 import uvloop
 
-from benchmarks.threads import threads_of
+from tests.support.threads import threads_of
 
 PEER_CALLS = (6000, 800, 400, 100)
 """Bytes of Reserve, CopyRound, Commit and Close, of a request with 1,000 tokens."""

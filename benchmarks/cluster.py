@@ -26,7 +26,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from benchmarks.report import add_json, print_json
 from llumlet import setting_sources, settings
 from llumsched.policy.reader import built_in_policies
 from llumsched.rescheduling import arguments as rescheduling
@@ -38,6 +37,7 @@ from llumsched.simulator.member import Cadence
 from llumsched.simulator.metrics import Metrics, Slo, Summary
 from llumsched.simulator.step_model import built_in_hardware, load_hardware
 from llumsched.simulator.workload import Arrival, assigned, clipped, made_up, prioritized, read_trace, scaled
+from tests.support.report import add_json, print_json
 
 _RESCHEDULING: Final = (rescheduling.Switches, ReschedulingConfig)
 MOVES: Final = "+moves"

@@ -48,13 +48,13 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from benchmarks.client import Client, Stream, StreamFailed
-from benchmarks.harness import Fleet, Runner, Server, ServerSpec, add_runner
-from benchmarks.model import PRESETS, build
 from benchmarks.mover import MoveFailed, Mover
-from benchmarks.moves import HANDOVER_GAPS, Move, Stall, stall_of_move
-from benchmarks.progress import saying
-from benchmarks.stats import Summary, median
+from tests.support.client import Client, Stream, StreamFailed
+from tests.support.harness import Fleet, Runner, Server, ServerSpec, add_runner
+from tests.support.model import PRESETS, build
+from tests.support.moves import HANDOVER_GAPS, Move, Stall, stall_of_move
+from tests.support.progress import saying
+from tests.support.stats import Summary, median
 from vllm_llumnix.config import TRANSPORTS
 
 Advance = Callable[[], None]

@@ -34,12 +34,12 @@ from typing import Any, cast
 
 import uvloop
 
-from benchmarks.harness import cpu_seconds
-from benchmarks.progress import saying
-from benchmarks.report import add_json, print_json
-from benchmarks.stats import quantile
 from llumsched.up import reaper
 from llumsched.up.ports import free_ports
+from tests.support.harness import cpu_seconds
+from tests.support.progress import saying
+from tests.support.report import add_json, print_json
+from tests.support.stats import quantile
 
 _START_S = 60.0
 
@@ -214,7 +214,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     with contextlib.ExitStack() as stack:
         say = stack.enter_context(saying("starting the mock engines"))
         for port in engine_ports:
-            command = [sys.executable, "-m", "benchmarks.mock_api", "--port", str(port)]
+            command = [sys.executable, "-m", "tests.support.mock_api", "--port", str(port)]
             stack.enter_context(running(command, port, "/health"))
         found, missing = targets(engine_ports, args.routers)
         for target in found:

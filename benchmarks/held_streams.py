@@ -26,10 +26,10 @@ import psutil
 import uvloop
 
 from benchmarks.gateway import running
-from benchmarks.progress import Say, saying
-from benchmarks.report import add_json, print_json
-from benchmarks.stats import quantile
 from llumsched.up.ports import free_ports
+from tests.support.progress import Say, saying
+from tests.support.report import add_json, print_json
+from tests.support.stats import quantile
 
 BAR_MB = 2000.0
 """Of 10,000 streams of 8k tokens."""
@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         say = stack.enter_context(saying("starting the mock engines"))
         for one in engine_ports:
-            command = [sys.executable, "-m", "benchmarks.mock_api", "--port", str(one)]
+            command = [sys.executable, "-m", "tests.support.mock_api", "--port", str(one)]
             stack.enter_context(running([*command, "--interval-ms", str(args.interval * 1e3)], one, "/health"))
         say("starting the gateway")
         command = [sys.executable, "-m", "llumsched.cli", "gateway", "--host", "127.0.0.1", "--port", str(port)]

@@ -42,14 +42,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.client import Client, Stream, StreamFailed
 from benchmarks.downtime import prompt_of
-from benchmarks.harness import Fleet, Server, ServerSpec
-from benchmarks.model import PRESETS, ModelSpec, build
 from benchmarks.mover import MoveFailed, Mover
-from benchmarks.moves import Move
-from benchmarks.progress import saying
-from benchmarks.stats import compare, quantile
+from tests.support.client import Client, Stream, StreamFailed
+from tests.support.harness import Fleet, Server, ServerSpec
+from tests.support.model import PRESETS, ModelSpec, build
+from tests.support.moves import Move
+from tests.support.progress import saying
+from tests.support.stats import compare, quantile
 from vllm_llumnix.config import TRANSPORTS
 
 BAR = 1.01

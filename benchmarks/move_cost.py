@@ -43,16 +43,16 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.call_floor import Calls
-from benchmarks.client import Client, Stream, StreamFailed
 from benchmarks.downtime import prompt_of
-from benchmarks.harness import Fleet, Server, ServerSpec, command_line
 from benchmarks.interference import NEIGHBOUR_TOKENS, model_for
-from benchmarks.model import build
 from benchmarks.mover import MoveFailed, Mover
-from benchmarks.moves import Move
-from benchmarks.progress import saying
-from benchmarks.stats import bootstrap, median
-from benchmarks.threads import threads_of
+from tests.support.client import Client, Stream, StreamFailed
+from tests.support.harness import Fleet, Server, ServerSpec, command_line
+from tests.support.model import build
+from tests.support.moves import Move
+from tests.support.progress import saying
+from tests.support.stats import bootstrap, median
+from tests.support.threads import threads_of
 from vllm_llumnix.config import TRANSPORTS
 
 PARTS = ("copy", "llumlets", "asker", "api", "libraries", "loops", "models")

@@ -24,11 +24,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from benchmarks.client import Stream
-from benchmarks.harness import LlumletAddress, Server
-from benchmarks.moves import Move, migrate_through
 from llumlet.client import LlumletClient
 from llumlet.errors import LlumletCallFailed
+from tests.support.client import Stream
+from tests.support.harness import LlumletAddress, Server
+from tests.support.moves import Move, migrate_through
 
 
 class MoveFailed(RuntimeError):

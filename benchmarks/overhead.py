@@ -29,12 +29,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.client import Client
 from benchmarks.downtime import prompt_of
-from benchmarks.harness import Fleet, Runner, Server, ServerSpec, add_runner
-from benchmarks.model import PRESETS, build
-from benchmarks.progress import saying
-from benchmarks.stats import Comparison, compare, median
+from tests.support.client import Client
+from tests.support.harness import Fleet, Runner, Server, ServerSpec, add_runner
+from tests.support.model import PRESETS, build
+from tests.support.progress import saying
+from tests.support.stats import Comparison, compare, median
 
 BAR = 1.01
 MIN_BLOCKS = 3

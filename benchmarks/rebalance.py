@@ -29,14 +29,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.client import Client, Stream
-from benchmarks.control import Control, rescheduling
-from benchmarks.harness import Fleet, Server, ServerSpec
-from benchmarks.model import PRESETS, build
-from benchmarks.progress import Say, saying
-from benchmarks.stats import quantile
 from llumlet.client import LlumletClient
 from llumsched.up.ports import free_port
+from tests.support.client import Client, Stream
+from tests.support.control import Control, rescheduling
+from tests.support.harness import Fleet, Server, ServerSpec
+from tests.support.model import PRESETS, build
+from tests.support.progress import Say, saying
+from tests.support.stats import quantile
 
 LONG = (400, 700)
 """Tokens of the prompt and of the output."""

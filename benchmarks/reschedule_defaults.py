@@ -20,13 +20,13 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.progress import saying
 from llumlet.protocol.selection import Order, Unit
 from llumsched.cms.embedded import EmbeddedStore
 from llumsched.rescheduling.config import Config, LoadTarget
 from llumsched.rescheduling.moves import Selection
 from llumsched.rescheduling.rescheduler import Rescheduler
 from llumsched.testing import EngineModel, SimulatedCluster, SimulatedInstance, SimulatedRequest
+from tests.support.progress import saying
 
 MODEL: Final = EngineModel(num_blocks=4096)
 """Of 65,536 tokens; a step of 10 ms."""

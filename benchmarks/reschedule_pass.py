@@ -16,7 +16,6 @@ import time
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.progress import saying
 from llumlet.types import InstanceMetadata, InstanceStatus
 from llumsched.cluster.providers.in_flight import InFlight
 from llumsched.cluster.table import Table as ClusterTable
@@ -26,6 +25,7 @@ from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.history import History
 from llumsched.rescheduling.planner import Plan, plan
 from llumsched.rescheduling.policies import ReschedulingPolicy, load_policies
+from tests.support.progress import saying
 
 CAPACITY = 400_000
 PASSES = 50

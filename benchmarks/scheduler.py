@@ -35,8 +35,6 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks import status_to_view
-from benchmarks.report import add_json, print_json
-from benchmarks.stats import quantile
 from llumlet.protocol.infer_type import InferType
 from llumlet.types import InstanceMetadata, InstanceStatus, PeersRequest
 from llumsched.causes import Cause
@@ -57,6 +55,8 @@ from llumsched.rescheduling.planner import plan
 from llumsched.rescheduling.policies import load_policies
 from llumsched.scheduler.metrics import SchedulerMetrics
 from tests.support import scheduling_reference as reference
+from tests.support.report import add_json, print_json
+from tests.support.stats import quantile
 
 _SEED = 7
 _GATEWAY = "gateway"

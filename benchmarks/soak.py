@@ -39,14 +39,14 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.client import Client, Stream, StreamFailed
-from benchmarks.control import start
-from benchmarks.harness import Command, Fleet, Server, ServerSpec, command_line, free_port
-from benchmarks.model import PRESETS, build
-from benchmarks.moves import migrate, requests
-from benchmarks.progress import saying
 from llumlet.client import IDLE_SECONDS, LlumletClient
 from llumlet.errors import LlumletCallFailed
+from tests.support.client import Client, Stream, StreamFailed
+from tests.support.control import start
+from tests.support.harness import Command, Fleet, Server, ServerSpec, command_line, free_port
+from tests.support.model import PRESETS, build
+from tests.support.moves import migrate, requests
+from tests.support.progress import saying
 from vllm_llumnix.kv.mover import PROBE_THREAD
 
 MIB = 1 << 20

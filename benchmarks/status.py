@@ -26,9 +26,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.model import PRESETS, build
 from llumlet.types import InstanceStatus
 from tests.engine.rig import FakeRunner, new_request, new_scheduler
+from tests.support.model import PRESETS, build
 from vllm_llumnix.engine.load_counters import LoadCounters
 from vllm_llumnix.engine.load_events import counters_of
 

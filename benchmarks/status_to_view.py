@@ -26,13 +26,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.report import add_json, print_json
-from benchmarks.stats import quantile
 from llumlet.reporter import Reporter
 from llumlet.types import InstanceMetadata, InstanceStatus
 from llumsched.cluster.instance import Instance
 from llumsched.cms.embedded import EmbeddedStore
 from llumsched.cms.store import open_store
+from tests.support.report import add_json, print_json
+from tests.support.stats import quantile
 
 EMBEDDED = "listen://127.0.0.1:0"
 _BURST_S = 0.001

@@ -51,9 +51,9 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import source_process
-from benchmarks.progress import saying
-from benchmarks.stats import compare, median
+from tests.support import source_process
+from tests.support.progress import saying
+from tests.support.stats import compare, median
 from vllm_llumnix.kv.block_server import BlockServer
 from vllm_llumnix.kv.grants import CAPABILITY_BYTES, Grants
 from vllm_llumnix.kv.layout import BlockLayout, Pieces, TensorRegion, pair_pieces

@@ -28,13 +28,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.client import Client, Stream, StreamFailed
-from benchmarks.harness import Fleet, Server, ServerDied, ServerSpec
-from benchmarks.model import PRESETS, build
 from benchmarks.mover import MoveFailed, Mover
-from benchmarks.moves import Move, Stall, describe, first_index, stall_of_move
-from benchmarks.progress import Say, saying
-from benchmarks.stats import median
+from tests.support.client import Client, Stream, StreamFailed
+from tests.support.harness import Fleet, Server, ServerDied, ServerSpec
+from tests.support.model import PRESETS, build
+from tests.support.moves import Move, Stall, describe, first_index, stall_of_move
+from tests.support.progress import Say, saying
+from tests.support.stats import median
 
 NAMES = ("A", "B")
 COLOURS = ("cyan", "yellow")

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import harness
-from benchmarks.harness import command_line
-from benchmarks.model import PRESETS, build
 from llumsched.up import reaper
-from tests.support import speed, warm
+from tests.support import harness, speed, warm
 from tests.support.beside import Beside, beside
+from tests.support.harness import command_line
+from tests.support.model import PRESETS, build
 
 # Before anything imports a library that looks for models on the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -31,9 +31,9 @@ from rich.table import Table
 from benchmarks.chaos.faults import Faults
 from benchmarks.chaos.load import Load
 from benchmarks.chaos.parts import Cluster, cluster_of
-from benchmarks.progress import Say, saying
-from benchmarks.report import add_json, print_json
-from benchmarks.stats import quantile
+from tests.support.progress import Say, saying
+from tests.support.report import add_json, print_json
+from tests.support.stats import quantile
 
 MOST_FAILED: Final = 0.001
 _SETTLE_S: Final = 60.0

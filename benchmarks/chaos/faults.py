@@ -13,7 +13,7 @@ from typing import Final
 
 from benchmarks.chaos.fleet import HARM
 from benchmarks.chaos.parts import Cluster
-from benchmarks.progress import Say
+from tests.support.progress import Say
 
 _ILL_S: Final = (3.0, 12.0)
 _MOST_ILL: Final = 0.1

@@ -20,9 +20,9 @@ import aiohttp
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.control import start
-from benchmarks.harness import Command
 from llumsched.up.ports import free_port
+from tests.support.control import start
+from tests.support.harness import Command
 
 READY_S: Final = 120.0
 _SCHEDULER: Final = ("--colocated-rescheduling-mode", "--enable-rescheduling")

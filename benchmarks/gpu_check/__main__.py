@@ -20,7 +20,7 @@ from benchmarks.gpu_check import device
 from benchmarks.gpu_check.cells import Cell, Machine, matrix, single
 from benchmarks.gpu_check.engines import Engined
 from benchmarks.gpu_check.verdicts import Part, counts, run_cells
-from benchmarks.progress import Say, saying
+from tests.support.progress import Say, saying
 from vllm_llumnix.kv.kernels import Backend
 
 STAND_IN = "engines with the V2 runner on a CPU, by Triton's interpreter, and a processor's kernels: no GPU was checked"

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_check.verdicts import Part
-from benchmarks.source_process import offer, offered
-from benchmarks.stats import median
+from tests.support.source_process import offer, offered
+from tests.support.stats import median
 from vllm_llumnix.errors import LlumnixError
 from vllm_llumnix.kv import kernels
 from vllm_llumnix.kv.cuda_share import share

@@ -16,18 +16,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.client import Client, Stream
 from benchmarks.downtime import prompt_of
 from benchmarks.gpu_check.cells import Cell, Engines, Machine
 from benchmarks.gpu_check.verdicts import NotStarted, Numerics, Observed, Runs
-from benchmarks.harness import Fleet, Server, ServerDied, ServerSpec, command_line
-from benchmarks.model import PRESETS, build
-from benchmarks.moves import Move, engine_id, move_stream, requests, stall_of_move
-from benchmarks.stats import median
 from llumlet.client import LlumletClient
 from llumlet.errors import LlumletCallFailed
 from llumlet.types import MigrateRequest, Mode, MovePhase, Reason
 from tests.support.adapters import RANK, write_adapter
+from tests.support.client import Client, Stream
+from tests.support.harness import Fleet, Server, ServerDied, ServerSpec, command_line
+from tests.support.model import PRESETS, build
+from tests.support.moves import Move, engine_id, move_stream, requests, stall_of_move
+from tests.support.stats import median
 
 ADAPTER = "story"
 LLUMLETS_OWN = 2

@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from benchmarks.gpu_check.cells import Cell, Engines, Machine, Task, why_unrun
-from benchmarks.moves import Move
-from benchmarks.progress import Say
+from tests.support.moves import Move
+from tests.support.progress import Say
 
 Numerics = Literal["as started", "batch invariant", "float32"]
 Verdict = Literal["right", "wrong", "undecided", "unrun"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from benchmarks.client import Client, StreamFailed
+from tests.support.client import Client, StreamFailed
 
 
 def token(index: int, **fields: Any) -> dict[str, Any]:

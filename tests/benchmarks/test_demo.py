@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks.moves import stall_of_move
 from examples.demo import Outcome, report
+from tests.support.moves import stall_of_move
 from tests.support.timelines import move, stream
 
 

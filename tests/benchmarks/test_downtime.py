@@ -11,7 +11,7 @@ from rich.console import Console
 
 from benchmarks import downtime
 from benchmarks.downtime import Cell, largest_gap, parse, plot, sample_of, server, table_of, trace
-from benchmarks.model import PRESETS
+from tests.support.model import PRESETS
 from tests.support.timelines import move, stream
 
 ISSUE_KEYS = {

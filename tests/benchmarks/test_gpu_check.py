@@ -34,9 +34,9 @@ from benchmarks.gpu_check.cells import (
 )
 from benchmarks.gpu_check.engines import Engined, cause_of
 from benchmarks.gpu_check.verdicts import NotStarted, Numerics, Observed, Part, Runs, run_cells
-from benchmarks.harness import Fleet, Server, ServerDied, ServerSpec
-from benchmarks.moves import Move
 from tests.support.beside import Beside, paused
+from tests.support.harness import Fleet, Server, ServerDied, ServerSpec
+from tests.support.moves import Move
 from vllm_llumnix.kv.kernels import native, reference
 from vllm_llumnix.kv.kernels.plan import BlockCopy
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import harness
-from benchmarks.harness import Fleet, Server, ServerDied, ServerSpec
 from llumsched.up import reaper
 from llumsched.up.ports import free_ports
+from tests.support import harness
+from tests.support.harness import Fleet, Server, ServerDied, ServerSpec
 
 STAND_IN = textwrap.dedent(
     """

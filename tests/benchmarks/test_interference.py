@@ -16,8 +16,6 @@ import pytest
 from rich.console import Console
 
 from benchmarks import interference
-from benchmarks.client import Stream
-from benchmarks.harness import Server
 from benchmarks.interference import (
     ATTEMPTS,
     BLOCK_TOKENS,
@@ -38,7 +36,9 @@ from benchmarks.interference import (
     table_of,
 )
 from benchmarks.mover import MoveFailed, Mover
-from benchmarks.moves import Move
+from tests.support.client import Stream
+from tests.support.harness import Server
+from tests.support.moves import Move
 from tests.support.timelines import move, stream
 
 MIB = 1 << 20

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.model import PRESETS, build, build_tokenizer, silent_ids
+from tests.support.model import PRESETS, build, build_tokenizer, silent_ids
 
 transformers = pytest.importorskip("transformers")
 

@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console
 
 from benchmarks.call_floor import Calls
-from benchmarks.client import StreamFailed
-from benchmarks.harness import Server
 from benchmarks.move_cost import PARTS, Accounts, Block, Window, costs, part_of, result, table_of
-from benchmarks.moves import Move
+from tests.support.client import StreamFailed
+from tests.support.harness import Server
+from tests.support.moves import Move
 from vllm_llumnix.kv.process import name_thread
 
 

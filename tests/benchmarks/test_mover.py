@@ -10,14 +10,14 @@ from typing import Any, NamedTuple, cast
 import pytest
 import pytest_asyncio
 
-from benchmarks.client import Stream
-from benchmarks.harness import LlumletAddress, Server
 from benchmarks.mover import MoveFailed, Mover
-from benchmarks.moves import Move, describe, engine_id, first_index, migrate, move_stream
 from llumlet.errors import LlumletError
 from llumlet.server import serve
 from llumlet.types import MovePhase, Reason, RequestInfo
 from tests.llumlet.fake_agent import FakeAgent, until
+from tests.support.client import Stream
+from tests.support.harness import LlumletAddress, Server
+from tests.support.moves import Move, describe, engine_id, first_index, migrate, move_stream
 
 pytestmark = pytest.mark.asyncio
 ENGINE_ID = "cmpl-r1-0-abcdefgh"

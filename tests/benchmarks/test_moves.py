@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from benchmarks.moves import stall_of
+from tests.support.moves import stall_of
 
 
 def arrivals(gaps: list[float]) -> list[float]:

@@ -19,7 +19,7 @@ RUNNER = textwrap.dedent(
     import json, sys, time
     from pathlib import Path
     from benchmarks import harness
-    from benchmarks.harness import Server, ServerSpec
+    from tests.support.harness import Server, ServerSpec
     from tests.support import warm
     if sys.argv[3] == "warm":
         harness.start_server = warm.Parents().start

@@ -9,8 +9,8 @@ import random
 import pytest
 from rich.console import Console
 
-from benchmarks.model import PRESETS
 from benchmarks.overhead import Block, Load, Run, result, specs, table_of
+from tests.support.model import PRESETS
 
 
 def blocks(factor: float, seed: int) -> list[Block]:

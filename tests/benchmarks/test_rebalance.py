@@ -11,8 +11,8 @@ from typing import Self, cast
 import pytest
 
 from benchmarks import rebalance
-from benchmarks.harness import Server
 from benchmarks.rebalance import CASES, LONG, SHORT, Case, Outcome, arrivals, rate_for, table_of
+from tests.support.harness import Server
 
 
 def test_every_second_request_is_long_and_all_cases_get_the_same() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.stats import Bounded, Comparison, Summary, bootstrap, compare, median, quantile
+from tests.support.stats import Bounded, Comparison, Summary, bootstrap, compare, median, quantile
 
 durations = st.lists(st.floats(0.0, 1e6), min_size=1, max_size=50)
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 
-from benchmarks.model import PRESETS
 from llumlet.protocol.errors import Reason, Refused
 from tests.support.adapters import write_adapter
+from tests.support.model import PRESETS
 from vllm_llumnix import adapters
 from vllm_llumnix.adapters import Adapters
 

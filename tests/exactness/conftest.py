@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import Fleet, Server, ServerSpec
-from benchmarks.model import PRESETS, build
 from tests.exactness.cells import Configuration
 from tests.support.beside import Beside, paused
+from tests.support.harness import Fleet, Server, ServerSpec
+from tests.support.model import PRESETS, build
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -21,17 +21,17 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
-from benchmarks.client import Client, Stream
-from benchmarks.harness import Fleet, Server, ServerSpec, free_port
-from benchmarks.model import PRESETS, build
-from benchmarks.moves import Move, migrate
 from llumlet.client import LlumletClient
 from llumlet.errors import LlumletError
 from llumlet.types import AdoptRequest, Epoch, Reason
 from tests.exactness.test_matrix import PROMPT, company, held_by, outcome
 from tests.integration.test_hostile_peers import state_of
 from tests.support.adapters import RANK, write_adapter
+from tests.support.client import Client, Stream
 from tests.support.conservation import wait_idle
+from tests.support.harness import Fleet, Server, ServerSpec, free_port
+from tests.support.model import PRESETS, build
+from tests.support.moves import Move, migrate
 
 pytestmark = pytest.mark.asyncio
 

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from benchmarks.client import Client, Stream
-from benchmarks.harness import Server
-from benchmarks.moves import Move, migrate, requests
 from llumlet.types import Reason, RequestInfo
 from tests.exactness.cells import SAMPLING, Cell, Configuration, all_cells, covering, name
+from tests.support.client import Client, Stream
 from tests.support.conservation import wait_idle
+from tests.support.harness import Server
+from tests.support.moves import Move, migrate, requests
 
 PROMPT = list(range(100, 260))
 TALK = [{"role": "user", "content": "tell me a long story about " + "ba de fi go ku " * 12}]

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.client import Client, Stream, StreamFailed
-from benchmarks.harness import Server
-from benchmarks.moves import first_index, migrate, requests
 from tests.exactness.cells import CONFIGURATIONS
 from tests.exactness.test_matrix import PROMPT, held_by, outcome
+from tests.support.client import Client, Stream, StreamFailed
 from tests.support.conservation import wait_idle
+from tests.support.harness import Server
+from tests.support.moves import first_index, migrate, requests
 
 pytestmark = [
     pytest.mark.parametrize("fleet_of", CONFIGURATIONS[:1], ids=str, indirect=True, scope="package"),

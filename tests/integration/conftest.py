@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import pytest
 import pytest_asyncio
 
-from benchmarks.harness import Fleet, Server, ServerSpec
 from tests.support.beside import Beside, paused
 from tests.support.conservation import Holdings, assert_conserved, wait_idle
+from tests.support.harness import Fleet, Server, ServerSpec
 
 StartServer = Callable[..., Server]
 _LOG_LINES = 60

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from benchmarks.client import Client, Stream
-from benchmarks.harness import Fleet, Server, ServerSpec
-from benchmarks.moves import migrate, move_stream, requests
 from llumlet.types import RequestInfo
+from tests.support.client import Client, Stream
 from tests.support.conservation import assert_conserved, wait_idle
+from tests.support.harness import Fleet, Server, ServerSpec
+from tests.support.moves import migrate, move_stream, requests
 
 pytestmark = pytest.mark.asyncio
 

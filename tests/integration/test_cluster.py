@@ -23,14 +23,14 @@ import aiohttp
 import psutil
 import pytest
 
-from benchmarks.client import Client, Stream
-from benchmarks.control import Control, rescheduling
-from benchmarks.harness import Fleet, Server, ServerSpec
-from benchmarks.moves import requests
 from llumsched.up.ports import free_port
 from tests.integration.test_command_line import llumnix
+from tests.support.client import Client, Stream
 from tests.support.conservation import wait_idle
+from tests.support.control import Control, rescheduling
 from tests.support.failures import failure
+from tests.support.harness import Fleet, Server, ServerSpec
+from tests.support.moves import requests
 
 pytestmark = pytest.mark.asyncio
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from benchmarks.client import Client, Stream
-from benchmarks.control import Control, start
-from benchmarks.harness import Fleet, Server, ServerSpec
 from llumsched.up.ports import free_port
 from tests.integration.test_cluster import AT, LENGTH, NUM_BLOCKS, PROMPT, assert_relieved, begin, homes
+from tests.support.client import Client, Stream
+from tests.support.control import Control, start
 from tests.support.failures import failure
+from tests.support.harness import Fleet, Server, ServerSpec
 from tests.support.redis_server import RedisServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.client import Client
 from tests.integration.conftest import Engines
+from tests.support.client import Client
 
 
 async def llumnix(*arguments: str) -> tuple[int, str]:

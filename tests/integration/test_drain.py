@@ -19,15 +19,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.client import Client, Stream, StreamFailed
-from benchmarks.harness import Fleet, Server, ServerSpec, free_port
-from benchmarks.moves import move_stream
 from tests.integration.test_command_line import lines, llumnix
 from tests.integration.test_lost_owner import KILLED_S, PROMPT, assert_goes_on, ends, engine_of
 from tests.integration.test_lost_owner import SAMPLINGS as PARAMETERS
 from tests.llumlet.fake_agent import until
+from tests.support.client import Client, Stream, StreamFailed
 from tests.support.conservation import assert_conserved, wait_idle
 from tests.support.failures import failure
+from tests.support.harness import Fleet, Server, ServerSpec, free_port
+from tests.support.moves import move_stream
 
 pytestmark = pytest.mark.asyncio
 

@@ -16,8 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
 
-from benchmarks.client import Client
-from benchmarks.harness import Server
 from llumlet.client import LlumletClient
 from llumlet.errors import LlumletCallFailed, LlumletError
 from llumlet.server import serve
@@ -40,7 +38,9 @@ from llumlet.validation import MAX_BLOCK_ID
 from tests.fuzz.hostile import filled, worsened
 from tests.integration.conftest import Engines
 from tests.llumlet.fake_agent import FakeAgent
+from tests.support.client import Client
 from tests.support.conservation import wait_idle
+from tests.support.harness import Server
 from vllm_llumnix.request_wire import RequestState, decode_state, encode
 
 pytestmark = pytest.mark.asyncio

@@ -20,15 +20,15 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from benchmarks.client import Client, Stream
-from benchmarks.harness import SERVED_NAME, Fleet, Server, ServerSpec, free_port
-from benchmarks.moves import migrate, move_stream
 from llumlet.types import RequestInfo
 from tests.integration.test_any_state import in_phase
 from tests.integration.test_command_line import lines, llumnix
 from tests.integration.test_drain import exit_code
 from tests.integration.test_lost_owner import KILLED_S, ends, engine_of, has_engine
+from tests.support.client import Client, Stream
 from tests.support.conservation import wait_idle
+from tests.support.harness import SERVED_NAME, Fleet, Server, ServerSpec, free_port
+from tests.support.moves import migrate, move_stream
 from tests.support.other_models import OTHER, build
 
 pytestmark = pytest.mark.asyncio

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from benchmarks.client import Client, Stream
-from benchmarks.harness import Fleet, Server, ServerSpec
-from benchmarks.moves import Move, move_stream
 from tests.integration.conftest import Engines
+from tests.support.client import Client, Stream
+from tests.support.harness import Fleet, Server, ServerSpec
+from tests.support.moves import Move, move_stream
 
 pytestmark = pytest.mark.asyncio
 

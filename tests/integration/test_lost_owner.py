@@ -21,15 +21,15 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.client import Client, Stream
-from benchmarks.harness import Fleet, Server, ServerSpec, free_port
-from benchmarks.moves import move_stream
 from llumlet.client import LlumletClient
 from llumlet.errors import LlumletCallFailed
 from llumlet.types import Health
 from tests.llumlet.fake_agent import until
+from tests.support.client import Client, Stream
 from tests.support.conservation import wait_idle
 from tests.support.failures import failure
+from tests.support.harness import Fleet, Server, ServerSpec, free_port
+from tests.support.moves import move_stream
 
 pytestmark = pytest.mark.asyncio
 

@@ -10,10 +10,10 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.client import Client
-from benchmarks.harness import Server
-from benchmarks.moves import migrate, move_stream
 from tests.integration.conftest import Engines
+from tests.support.client import Client
+from tests.support.harness import Server
+from tests.support.moves import migrate, move_stream
 
 pytestmark = pytest.mark.asyncio
 

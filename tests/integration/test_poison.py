@@ -20,12 +20,12 @@ from typing import Any
 import pytest
 from vllm.v1.worker.gpu.sample.logit_bias import MAX_NUM_STOP_TOKEN_IDS
 
-from benchmarks.client import Client, Stream, StreamFailed
-from benchmarks.harness import Fleet, Server, ServerSpec, free_port
 from tests.integration.test_lost_owner import has_engine
 from tests.llumlet.fake_agent import until
+from tests.support.client import Client, Stream, StreamFailed
 from tests.support.conservation import wait_idle
 from tests.support.failures import failure
+from tests.support.harness import Fleet, Server, ServerSpec, free_port
 
 pytestmark = pytest.mark.asyncio
 

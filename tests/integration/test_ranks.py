@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.client import Client, Stream
-from benchmarks.control import Control
-from benchmarks.harness import Fleet, LlumletAddress, ServerSpec
-from benchmarks.moves import Move, migrate_through, move_stream
 from llumlet.client import LlumletClient
 from llumsched.gateway.upstream import RANK_HEADER
 from llumsched.up.ports import free_port
 from tests.integration.conftest import Engines
+from tests.support.client import Client, Stream
+from tests.support.control import Control
 from tests.support.experts_on_cpu import experts_on_cpu
+from tests.support.harness import Fleet, LlumletAddress, ServerSpec
+from tests.support.moves import Move, migrate_through, move_stream
 from tests.support.other_models import OTHER, build
 
 pytestmark = pytest.mark.asyncio

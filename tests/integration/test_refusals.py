@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 import aiohttp
 import pytest
 
-from benchmarks.client import Client
-from benchmarks.harness import Fleet, Server, ServerSpec
-from benchmarks.model import PRESETS, build
-from benchmarks.moves import Move, migrate, move_stream
 from llumlet.client import LlumletClient
 from llumlet.errors import LlumletError
 from llumlet.types import AbortRequest, AbortResponse, MigrateRequest, Mode, Reason
 from tests.exactness.test_matrix import held_by
 from tests.integration.conftest import Engines
 from tests.integration.test_command_line import llumnix
+from tests.support.client import Client
 from tests.support.conservation import wait_idle
 from tests.support.failures import failure
+from tests.support.harness import Fleet, Server, ServerSpec
+from tests.support.model import PRESETS, build
+from tests.support.moves import Move, migrate, move_stream
 
 pytestmark = pytest.mark.asyncio
 

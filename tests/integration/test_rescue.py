@@ -19,15 +19,15 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from benchmarks.client import Client, Stream
-from benchmarks.harness import Fleet, Server, ServerSpec, free_port
-from benchmarks.moves import migrate
 from llumlet.client import LlumletClient
 from llumlet.errors import LlumletCallFailed
 from llumlet.types import Health, InstanceStatus
 from tests.integration.test_lost_owner import STOPPED_S, assert_goes_on, stopped, worker_of
+from tests.support.client import Client, Stream
 from tests.support.conservation import assert_conserved, wait_idle
 from tests.support.failures import failure
+from tests.support.harness import Fleet, Server, ServerSpec, free_port
+from tests.support.moves import migrate
 from vllm_llumnix.kv.mover import TIDY_SECONDS
 
 pytestmark = pytest.mark.asyncio

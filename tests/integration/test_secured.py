@@ -15,9 +15,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from benchmarks.client import Client
-from benchmarks.harness import Fleet, Server, ServerSpec
-from benchmarks.moves import migrate_through
 from llumlet.client import LlumletClient
 from llumlet.credential_files import CredentialFiles
 from llumlet.credentials import NONE, Credentials
@@ -27,6 +24,9 @@ from llumlet.types import Reason
 from tests.integration.conftest import Engines
 from tests.llumlet import messages
 from tests.support.authority import Authority, credential_files, flags_of, token_file
+from tests.support.client import Client
+from tests.support.harness import Fleet, Server, ServerSpec
+from tests.support.moves import migrate_through
 
 pytestmark = pytest.mark.asyncio
 

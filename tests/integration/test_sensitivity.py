@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.client import Client
-from benchmarks.moves import move_stream
 from tests.integration.conftest import Engines
+from tests.support.client import Client
+from tests.support.moves import move_stream
 
 pytestmark = pytest.mark.asyncio
 

@@ -12,15 +12,15 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import pytest_asyncio
 
-from benchmarks.client import Client, Stream
-from benchmarks.harness import Server
 from llumlet.client import LlumletClient
 from llumlet.types import InstanceStatus
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.view import View
 from llumsched.cms.embedded import EmbeddedStore
 from tests.integration.conftest import StartServer
+from tests.support.client import Client, Stream
 from tests.support.cms import embedded_store
+from tests.support.harness import Server
 
 pytestmark = pytest.mark.asyncio
 

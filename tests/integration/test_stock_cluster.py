@@ -16,11 +16,11 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.client import Client
-from benchmarks.control import Control
-from benchmarks.harness import Fleet, Server, ServerSpec
 from tests.integration.test_cluster import AT, LENGTH, PROMPT, SECONDS, assert_whole, begin
+from tests.support.client import Client
+from tests.support.control import Control
 from tests.support.failures import failure
+from tests.support.harness import Fleet, Server, ServerSpec
 
 LITE = "--enable-full-mode-scheduling=false"
 LOADS = ("instance_lrs_total_requests", "instance_lrs_total_tokens")

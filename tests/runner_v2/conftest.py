@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import Fleet, Server, ServerSpec, free_port
-from benchmarks.model import PRESETS, build
 from tests.integration.test_lost_owner import has_engine
 from tests.support.beside import Beside, paused
+from tests.support.harness import Fleet, Server, ServerSpec, free_port
+from tests.support.model import PRESETS, build
 
 MAX_MODEL_LEN = 1500
 FLAGS = ("--dtype", "float32", "--scheduling-policy", "priority")

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.client import Client
-from benchmarks.moves import migrate, requests
 from tests.exactness.cells import SAMPLING, Cell
 from tests.exactness.test_matrix import PROMPT, company, held_by, outcome, run
 from tests.runner_v2.cells import COVER, OTHERS, PACE, more, pace
 from tests.runner_v2.conftest import MAX_MODEL_LEN, Cast
+from tests.support.client import Client
 from tests.support.conservation import wait_idle
+from tests.support.moves import migrate, requests
 
 MAX_VOID = 2
 _void: list[str] = []

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from benchmarks.client import Client, Stream
-from benchmarks.harness import Fleet, Runner, Server, ServerSpec
-from benchmarks.model import PRESETS, build
-from benchmarks.moves import migrate
 from tests.exactness.test_matrix import held_by, outcome
 from tests.support.adapters import RANK, write_adapter
+from tests.support.client import Client, Stream
 from tests.support.conservation import wait_idle
+from tests.support.harness import Fleet, Runner, Server, ServerSpec
+from tests.support.model import PRESETS, build
+from tests.support.moves import migrate
 
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 ADAPTER = "story"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import ServerSpec
+from tests.support.harness import ServerSpec
 from tests.support.v2_on_cpu import stand_in_gpu
 
 VOCABULARY = 1024

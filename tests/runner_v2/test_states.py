@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from benchmarks.client import Client, Stream
-from benchmarks.harness import Server
-from benchmarks.moves import migrate, move_stream
 from llumlet.types import RequestInfo
 from tests.exactness.test_matrix import held_by
 from tests.integration.test_any_state import in_phase
 from tests.runner_v2.conftest import Cast
+from tests.support.client import Client, Stream
 from tests.support.conservation import assert_conserved, holdings, wait_idle
+from tests.support.harness import Server
+from tests.support.moves import migrate, move_stream
 
 pytestmark = pytest.mark.asyncio
 

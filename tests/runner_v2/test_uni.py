@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.harness import Fleet, Server
 from tests.exactness.cells import Cell
 from tests.exactness.test_matrix import outcome, run
 from tests.runner_v2.cells import PACE
 from tests.runner_v2.conftest import FLAGS, Cast
 from tests.support.conservation import wait_idle
+from tests.support.harness import Fleet, Server
 
 # vLLM's platform for CPUs makes every `uni` an `mp`, except where this says that all is one process; `vllm serve` asks
 # it for nothing else.

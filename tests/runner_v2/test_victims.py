@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.client import Client, Stream
-from benchmarks.harness import Server
-from benchmarks.moves import move_stream
 from tests.integration.test_drain import exit_code
 from tests.integration.test_lost_owner import KILLED_S, STOPPED_S, assert_goes_on, engine_of, stopped, worker_of
 from tests.integration.test_rescue import awake, rescued, status_of
 from tests.runner_v2.conftest import Cast
+from tests.support.client import Client, Stream
 from tests.support.conservation import wait_idle
+from tests.support.harness import Server
+from tests.support.moves import move_stream
 
 pytestmark = pytest.mark.asyncio
 

@@ -12,10 +12,10 @@ from functools import partial
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from benchmarks.model import PRESETS, build
 from tests.shells import combinations
 from tests.shells.cluster import hurried, side_by_side
 from tests.shells.network import intercepted
+from tests.support.model import PRESETS, build
 
 
 async def main(first: int, last: int) -> int:

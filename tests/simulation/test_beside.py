@@ -7,8 +7,8 @@ import sys
 import time
 from collections.abc import Callable
 
-from benchmarks.harness import cpu_seconds
 from tests.support.beside import Beside, beside
+from tests.support.harness import cpu_seconds
 
 SPINNING = "import os; os.fork()\nwhile True: pass"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.model import ModelSpec
+from tests.support.model import ModelSpec
 
 RANK = 8
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.harness import Command
+from tests.support.harness import Command
 
 ROOT = Path(__file__).parents[2]
 LAST = 'cd "$0"; { echo 19 > /proc/self/autogroup; } 2> /dev/null; exec nice -n 19 "$@"'

@@ -7,8 +7,8 @@ import asyncio
 import dataclasses
 import time
 
-from benchmarks.harness import Server
 from llumlet.client import LlumletClient
+from tests.support.harness import Server
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

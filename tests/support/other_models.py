@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small random models of other kinds than `benchmarks.model`'s Llama: hybrids, and mixtures of experts.
+"""Small random models of other kinds than `tests.support.model`'s Llama: hybrids, and mixtures of experts.
 
     path = build(OTHER["gemma3"])
 
@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.model import BOS, EOS, cached, write_tokenizer
+from tests.support.model import BOS, EOS, cached, write_tokenizer
 
 FORMAT = 1
 """Raised whenever the same model gives other files than before."""

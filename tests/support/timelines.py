@@ -7,8 +7,8 @@ import dataclasses
 import itertools
 from typing import Any
 
-from benchmarks.client import Stream
-from benchmarks.moves import Move
+from tests.support.client import Stream
+from tests.support.moves import Move
 
 PROMPT_TOKENS = 100
 

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import harness
+from tests.support import harness
 from tests.support.forkable import MESSAGE_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]

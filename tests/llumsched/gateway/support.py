@@ -14,11 +14,11 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from benchmarks.mock_api import Mock
 from llumlet.types import Address
 from llumsched.gateway.config import AccessLog, Config
 from llumsched.gateway.paths import INFERENCE_PATHS
 from llumsched.gateway.server import Gateway
+from tests.support.mock_api import Mock
 
 DEADLINE_S = 60
 

@@ -12,11 +12,11 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from benchmarks.mock_api import Mock
 from llumsched import descriptors
 from llumsched.gateway import workers
 from llumsched.gateway.config import Config
 from tests.llumsched.gateway.support import DEADLINE_S, Cluster, cluster
+from tests.support.mock_api import Mock
 
 COMPLETIONS = "/v1/completions"
 BODY = {"model": "mock", "prompt": "one two three", "max_tokens": 3}

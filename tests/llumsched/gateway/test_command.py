@@ -16,7 +16,6 @@ from typing import Any
 import aiohttp
 import pytest
 
-from benchmarks.mock_api import Mock
 from llumlet.types import Address
 from llumsched.cli import prepare
 from llumsched.gateway import workers
@@ -24,6 +23,7 @@ from llumsched.gateway.config import AccessLog, Config
 from llumsched.up.ports import free_port
 from tests.llumsched.conftest import Llumnix, finish, start
 from tests.llumsched.gateway.support import engine
+from tests.support.mock_api import Mock
 
 COMPLETIONS = "/v1/completions"
 BODY = {"model": "mock", "prompt": "one two three", "max_tokens": 3}

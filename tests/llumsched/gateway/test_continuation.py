@@ -14,14 +14,14 @@ import pytest
 from aiohttp import web
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from benchmarks import mock_api
-from benchmarks.mock_api import VOCABULARY, Detokenizer, Mock, bytes_of, next_token
 from llumsched.gateway import retries, tried
 from llumsched.gateway.body import Body
 from llumsched.gateway.continuable import CannotContinue, outline
 from llumsched.gateway.continuation import Transcript, plan
 from llumsched.gateway.sse import DONE, EventStream, event, is_clients_fault, numbers
 from tests.llumsched.gateway.support import DEADLINE_S, Cluster, Reply, Scripted, cluster, until
+from tests.support import mock_api
+from tests.support.mock_api import VOCABULARY, Detokenizer, Mock, bytes_of, next_token
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from benchmarks.mock_api import Mock
 from llumsched.gateway import cors
 from tests.llumsched.gateway.support import DEADLINE_S, Cluster, Reply, cluster, until
+from tests.support.mock_api import Mock
 
 COMPLETIONS = "/v1/completions"
 BODY = {"model": "mock", "prompt": "one two three", "max_tokens": 3}

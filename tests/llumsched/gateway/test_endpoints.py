@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from benchmarks.mock_api import Mock
 from llumlet.types import Address
 from llumsched import tls
 from llumsched.cli import prepare
 from llumsched.gateway.endpoints import Endpoint
 from tests.llumsched.gateway.support import cluster
 from tests.support.authority import Authority
+from tests.support.mock_api import Mock
 
 COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {"model": "mock", "prompt": "one two three", "max_tokens": 5}

@@ -14,9 +14,9 @@ import openai
 import pytest
 from aiohttp import web
 
-from benchmarks.mock_api import Mock
 from llumsched.gateway.sse import DONE, KEEP_ALIVE, event
 from tests.llumsched.gateway.support import DEADLINE_S, Cluster, cluster, until
+from tests.support.mock_api import Mock
 
 COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
 BODY: dict[str, Any] = {"model": "mock", "prompt": "one two three", "max_tokens": 2, "messages": [], "stream": True}

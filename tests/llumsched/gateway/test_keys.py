@@ -15,7 +15,6 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from benchmarks.mock_api import Mock
 from llumsched.cli import prepare
 from llumsched.gateway import admission
 from llumsched.gateway.access_log import _line
@@ -24,6 +23,7 @@ from llumsched.gateway.key_file import Allowance, read_keys
 from llumsched.gateway.metrics import Record
 from tests.llumsched.gateway.support import DEADLINE_S, Cluster, cluster, until
 from tests.support.authority import Authority
+from tests.support.mock_api import Mock
 
 COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {"model": "mock", "prompt": "one two three", "max_tokens": 3}

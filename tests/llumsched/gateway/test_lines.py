@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import aiohttp
 import pytest
 
-from benchmarks.mock_api import Mock
 from llumsched.gateway import access_log, lines
 from llumsched.gateway.access_log import AccessLogger
 from llumsched.gateway.config import AccessLog
@@ -22,6 +21,7 @@ from llumsched.gateway.metrics import Metrics, Record
 from llumsched.up.ports import free_port
 from tests.llumsched.conftest import finish, start
 from tests.llumsched.gateway.support import DEADLINE_S, engine, until
+from tests.support.mock_api import Mock
 
 COMPLETIONS = "/v1/completions"
 BODY = {"model": "mock", "prompt": "one two three", "max_tokens": 3}

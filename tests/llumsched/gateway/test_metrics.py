@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from benchmarks.mock_api import Mock
 from llumsched.gateway.config import AccessLog
 from llumsched.gateway.sse import DONE, event
 from tests.llumsched.gateway.support import DEADLINE_S, Cluster, Scripted, cluster, until
+from tests.support.mock_api import Mock
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -15,7 +15,6 @@ from typing import Any
 import aiohttp
 import pytest
 
-from benchmarks.mock_api import Mock
 from llumlet.protocol.infer_type import InferType
 from llumlet.types import Address
 from llumsched.causes import Cause
@@ -26,6 +25,7 @@ from llumsched.gateway.server import Gateway
 from llumsched.policy.document import Mode, load_policy
 from llumsched.scheduler.process import SchedulerConfig, serve
 from tests.llumsched.gateway.support import DEADLINE_S, cluster, engine, until
+from tests.support.mock_api import Mock
 
 COMPLETIONS = "/v1/completions"
 

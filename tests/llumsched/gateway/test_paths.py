@@ -20,7 +20,6 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.mock_api import Mock
 from llumlet.types import Address
 from llumsched.causes import Cause
 from llumsched.gateway import estimate
@@ -33,6 +32,7 @@ from llumsched.gateway.stored import StoredResponses
 from llumsched.gateway.upstream import Access
 from tests.llumsched.gateway.support import Cluster, Reply, cluster, until
 from tests.llumsched.gateway.test_scheduling import scheduled
+from tests.support.mock_api import Mock
 
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"

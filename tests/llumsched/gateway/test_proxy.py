@@ -17,11 +17,11 @@ from aiohttp import web
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.mock_api import Mock
 from llumlet.types import Address
 from llumsched.gateway.body import Body
 from llumsched.gateway.errors import InvalidRequest
 from tests.llumsched.gateway.support import DEADLINE_S, cluster, until
+from tests.support.mock_api import Mock
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -18,7 +18,6 @@ import pytest
 from aiohttp import web
 from msgspec import to_builtins
 
-from benchmarks.mock_api import Mock
 from llumlet.protocol.infer_type import InferType
 from llumlet.types import Address
 from llumsched.contract import Endpoint, LLMInstance, Report, SchedulingRequest
@@ -33,6 +32,7 @@ from llumsched.gateway.scheduler_client import SchedulerAnswer, SchedulerClient
 from llumsched.policy.document import Mode, load_policy
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
 from tests.llumsched.gateway.support import DEADLINE_S, Cluster, cluster, engine, turns, until
+from tests.support.mock_api import Mock
 
 COMPLETIONS = "/v1/completions"
 BODY: dict[str, Any] = {"model": "mock", "prompt": [1, 2, 3, 4, 5], "max_tokens": 4}

@@ -14,7 +14,6 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from benchmarks.mock_api import Mock
 from llumlet.attempts import ATTEMPT_HEADER
 from llumlet.types import Address
 from llumsched.gateway import suspects
@@ -22,6 +21,7 @@ from llumsched.gateway.config import AccessLog, Config
 from llumsched.gateway.server import Gateway
 from llumsched.gateway.suspects import Case, Trials
 from tests.llumsched.gateway.support import DEADLINE_S, engine, until
+from tests.support.mock_api import Mock
 
 COMPLETIONS = "/v1/completions"
 POISON = 666

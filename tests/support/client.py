@@ -26,7 +26,7 @@ from typing import Any, Self
 
 import aiohttp
 
-from benchmarks.harness import SERVED_NAME
+from tests.support.harness import SERVED_NAME
 
 
 class StreamFailed(RuntimeError):

@@ -14,8 +14,8 @@ from typing import Any, Self
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.harness import SERVED_NAME, Command
 from llumsched.up.ports import free_port
+from tests.support.harness import SERVED_NAME, Command
 
 READY_SECONDS = 60.0
 

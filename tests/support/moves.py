@@ -16,9 +16,6 @@ import time
 from collections.abc import Sequence
 from typing import cast
 
-from benchmarks.client import Stream
-from benchmarks.harness import LlumletAddress, Server
-from benchmarks.stats import median
 from llumlet.client import LlumletClient
 from llumlet.errors import LlumletCallFailed
 from llumlet.types import (
@@ -33,6 +30,9 @@ from llumlet.types import (
     reason_word,
     word,
 )
+from tests.support.client import Stream
+from tests.support.harness import LlumletAddress, Server
+from tests.support.stats import median
 
 HANDOVER_GAPS = 3
 """The stall is the longest of this many gaps from the hand-over on: what is held back is also

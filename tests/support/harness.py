@@ -30,9 +30,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, NamedTuple, Protocol, Self, get_args
 
-from benchmarks.model import cache_root
 from llumsched.up import reaper
 from llumsched.up.ports import free_port
+from tests.support.model import cache_root
 from tests.support.v2_on_cpu import stand_in_gpu
 
 SERVED_NAME = "model"

@@ -27,7 +27,7 @@ def offer(what: msgspec.Struct) -> None:
 def offered(kind: type[T], module: str, *arguments: str) -> Iterator[T]:
     """What `python -m module arguments` offers, while it is there."""
     command = [sys.executable, "-m", module, *arguments]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1])
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
     assert child.stdin is not None
     assert child.stdout is not None
     try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An OpenAI API server without a model, as its own process: for measurements and tests of what stands before engines.
 
-    python -m benchmarks.mock_api --port 9001 --model mock --tokens 32 --interval-ms 0
+    python -m tests.support.mock_api --port 9001 --model mock --tokens 32 --interval-ms 0
 
 It writes what vLLM writes, byte by byte where that matters: event form, key order, `return_token_ids`, usage, ids from
 `X-Request-Id`. A token is a number; the next one is a function of the one before it and of its position, so that an

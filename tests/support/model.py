@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small random models whose output depends on every byte of their KV cache: Llama's, and DeepSeek's for its attention.
 
-    python -m benchmarks.model --preset tiny --out DIR
+    python -m tests.support.model --preset tiny --out DIR
 
 A test that moves a request can only fail if a lost or altered block changes the tokens. A random
 network with the usual initialisation does not do that: it falls into a loop of a few tokens
@@ -330,7 +330,9 @@ def _weights(spec: ModelSpec, silent: list[int]) -> dict[str, torch.Tensor]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.model", description="Build a small random test model.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.support.model", description="Build a small random test model."
+    )
     parser.add_argument("--preset", choices=sorted(PRESETS), default="tiny")
     parser.add_argument("--dtype", choices=sorted(DTYPE_BYTES), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)

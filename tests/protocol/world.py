@@ -128,6 +128,8 @@ class Message:
     body: Any = None
     move: str = ""
     request: str = REQUEST
+    life: str = ""
+    """The incarnation of the engine that has sent it."""
 
     def __str__(self) -> str:
         return f"{self.sender}>{self.receiver} {self.kind}"
@@ -815,7 +817,8 @@ class World:
     def _send(
         self, sender: str, receiver: str, kind: str, body: object = None, move: str = "", request: str = REQUEST
     ) -> None:
-        self.network.append(Message(next(self._numbers), sender, receiver, kind, body, move, request))
+        life = self.engines[sender].incarnation if sender in self.engines else ""
+        self.network.append(Message(next(self._numbers), sender, receiver, kind, body, move, request, life))
 
     # What must hold
 

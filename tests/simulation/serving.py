@@ -81,6 +81,15 @@ class Watched(Origin):
         self.helpless: set[str] = set()
         """Requests that their engine gave up when no other was there to take them."""
 
+        self.guessed: set[str] = set()
+        """Requests that ended for deaths of which one is of an engine that was never heard of."""
+
+    def _give_up(self, stream: Stream, why: str, explanation: str = "") -> None:
+        case = self.suspects._cases.get(stream.request_id)
+        if explanation and case is not None and not all(owner.incarnation for owner in case.deaths):
+            self.guessed.add(stream.request_id)
+        super()._give_up(stream, why, explanation)
+
     def _gave_up(self, stream: Stream) -> bool:
         goes_on = super()._gave_up(stream)
         if not goes_on:
@@ -106,7 +115,8 @@ class Serving(Adopting):
         self.lost_ways: set[tuple[str, str]] = set()
         """Directions that are cut."""
         self.calls: dict[int, Call] = {}
-        self.probes: list[Owner] = []
+        self.probes: list[tuple[Owner, float]] = []
+        """Engines, and when they had been heard of last."""
         self.looks_for: list[words.AskWhetherGone] = []
         self.num_tried = 0
         self.num_guilty = 0
@@ -125,10 +135,10 @@ class Serving(Adopting):
             )
         )
         super().__init__(engines, output=output, requests=requests)
-        self._send("A", ORIGIN, "hello", self._hello("A"))
+        self._send("A", ORIGIN, "hello", self._hello("A", self.engines["A"].incarnation))
 
-    def _hello(self, name: str) -> wire.Hello:
-        return wire.Hello(wire.RELAY_VERSION, name, self.engines[name].incarnation, name, DIGEST)
+    def _hello(self, name: str, life: str) -> wire.Hello:
+        return wire.Hello(wire.RELAY_VERSION, name, life, name, DIGEST)
 
     # Requests and their outputs
 
@@ -188,30 +198,29 @@ class Serving(Adopting):
     # The origin
 
     def _at_origin(self, message: Message) -> None:
-        body, sender = message.body, message.sender
+        body = message.body
         match body:
             case HomeWord():
                 self._take_home(body)
             case (int() as number, answer):
                 self._call_answered(number, answer)
             case Epoch():
-                self._introduce(sender)
+                self._introduce(message)
                 self._questions[message.number] = message.move
-                identity = self.engines[sender].incarnation.encode()
-                self.origin.hear(identity, wire.FenceQuestion(message.number, message.request, body), self.now)
+                question = wire.FenceQuestion(message.number, message.request, body)
+                self.origin.hear(message.life.encode(), question, self.now)
             case wire.Hello():
                 self.origin.hear(body.incarnation.encode(), body, self.now)
             case _:
-                self._introduce(sender)
-                self.origin.hear(body.incarnation.encode(), body, self.now)
+                self._introduce(message)
+                self.origin.hear(message.life.encode(), body, self.now)
         epochs = dict(body.requests) if isinstance(body, wire.Heartbeat) else {}
         self._carry_out(epochs)
 
-    def _introduce(self, name: str) -> None:
+    def _introduce(self, message: Message) -> None:
         """What is said first on a connection."""
-        if self.origin.owners.at(self.engines[name].incarnation.encode()) is None:
-            hello = self._hello(name)
-            self.origin.hear(hello.incarnation.encode(), hello, self.now)
+        if self.origin.owners.at(message.life.encode()) is None:
+            self.origin.hear(message.life.encode(), self._hello(message.sender, message.life), self.now)
 
     def _take_home(self, word: HomeWord) -> None:
         taken = self.origin.take_home([word], None, self.now)
@@ -242,7 +251,7 @@ class Serving(Adopting):
             case Fail(stream=stream, explanation=explanation):
                 self._fail(stream, explanation)
             case Probe(owner=owner):
-                self.probes.append(owner)
+                self.probes.append((owner, owner.last_heard))
             case words.Log(text=text):
                 self.note(f"O: {text}")
             case words.Identify():
@@ -278,8 +287,10 @@ class Serving(Adopting):
         client = self.client(stream.request_id)
         if explanation:
             self.num_guilty += 1
-            # Of an engine on another host it is not known whether the request had come as far as a step.
-            if self.hosts == 1 and len(client.lost_lives) < 2:
+            # Of an engine on another host, or of which only the address is known, it cannot be told whether the request
+            # had come as far as a step.
+            readable = self.hosts == 1 and stream.request_id not in self.origin.guessed
+            if readable and len(client.lost_lives) < 2:
                 self.faults.append(f"{stream.request_id} ends for the death of {client.lost_lives or 'nobody'}")
         self._receive(stream.request_id, [], Finish.ERROR)
 
@@ -309,8 +320,8 @@ class Serving(Adopting):
         self._carry_out()
 
     def probed(self) -> None:
-        owner = self.probes.pop(0)
-        self.origin.probed(owner, owner.last_heard, self._is_gone(owner.llumlet), self.now)
+        owner, last_heard = self.probes.pop(0)
+        self.origin.probed(owner, last_heard, self._is_gone(owner.llumlet), self.now)
         self._carry_out()
 
     def _is_gone(self, name: str) -> bool:

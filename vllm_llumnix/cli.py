@@ -218,8 +218,9 @@ def _before(args: argparse.Namespace, source: Path) -> Release | None:
     if args.before is not None:
         return open_release(args.before)
     found = examine(find_vllm())
-    fits = found.problem is None and found.series is not None
-    return installed_release(found) if fits and found.series.version == contract.load(source).version else None
+    if found.problem is not None or found.series is None or found.series.version != contract.load(source).version:
+        return None
+    return installed_release(found)
 
 
 def _report(args: argparse.Namespace, paths: list[str], verb: str, nothing: str) -> ExitCode:

@@ -353,7 +353,8 @@ def _num_api_servers(args: argparse.Namespace) -> int:
     alone = ("data_parallel_external_lb", "data_parallel_multi_port_external_lb")
     if any(getattr(args, flag, False) for flag in alone) or getattr(args, "data_parallel_rank", None) is not None:
         return 1
-    return getattr(args, "data_parallel_size_local", None) or getattr(args, "data_parallel_size", 1)
+    local: int | None = getattr(args, "data_parallel_size_local", None)
+    return local or int(getattr(args, "data_parallel_size", 1))
 
 
 def drain_limit(vllm_config: Any) -> float | None:
@@ -363,7 +364,7 @@ def drain_limit(vllm_config: Any) -> float | None:
     """
     if vllm_config.parallel_config._api_process_count == 1:
         return None
-    return max(0.0, vllm_config.shutdown_timeout - END_SECONDS)
+    return max(0.0, float(vllm_config.shutdown_timeout) - END_SECONDS)
 
 
 def _unit_of(args: argparse.Namespace, instance_id: str) -> str:

@@ -18,7 +18,7 @@ def reachable_host(host: str) -> str:
         return host
     from vllm.utils.network_utils import get_ip
 
-    return get_ip()
+    return str(get_ip())
 
 
 def connect(where: str, timeout_s: float) -> socket.socket:

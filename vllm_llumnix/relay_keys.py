@@ -39,7 +39,7 @@ class OriginKeys:
         """Public keys of the engines that may connect now, 32 bytes each."""
         return tuple(z85.decode(_pair_of(token).public) for token in self._credentials.own_tokens)
 
-    def secure(self, sock: zmq.Socket[bytes]) -> None:
+    def secure(self, sock: zmq.Socket[Any]) -> None:
         """Before `sock` binds. Without a handler for `ZAP_DOMAIN` in its context it accepts nobody."""
         sock.setsockopt(zmq.CURVE_SERVER, 1)
         sock.setsockopt(zmq.CURVE_SECRETKEY, self._secret)

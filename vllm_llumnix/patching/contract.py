@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_llumnix.errors import PatchError
 from vllm_llumnix.patching.relied_on import RELIED_ON, Reliance
@@ -195,7 +195,7 @@ def _canonical(node: ast.AST) -> Iterator[str]:
     """
     yield f"{type(node).__name__}("
     for field in node._fields:
-        value = getattr(node, field, None)
+        value: Any = getattr(node, field, None)
         if field == "body" and isinstance(node, _Definition) and ast.get_docstring(node, clean=False) is not None:
             value = value[1:]
         if value is None or value == [] or field in ("ctx", "kind", "type_comment"):

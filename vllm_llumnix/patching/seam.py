@@ -126,6 +126,6 @@ def _names(node: ast.ClassDef) -> Iterator[str]:
         targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
         yield from (target.id for target in targets if isinstance(target, ast.Name))
     for inner in ast.walk(node):
-        stored = isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store)
-        if stored and isinstance(inner.value, ast.Name) and inner.value.id == "self":
-            yield inner.attr
+        match inner:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                yield name

@@ -18,7 +18,7 @@ RUNNER = textwrap.dedent(
     """
     import json, sys, time
     from pathlib import Path
-    from benchmarks import harness
+    from tests.support import harness
     from tests.support.harness import Server, ServerSpec
     from tests.support import warm
     if sys.argv[3] == "warm":

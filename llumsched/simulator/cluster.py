@@ -37,7 +37,7 @@ _MOST_RESTARTS: Final = 2
 """As the gateway's `retry_max_count`."""
 _LOOK_PS: Final = PS // 10
 """Between two looks whether a drained instance is needed any more."""
-_COLLECT: Final = (100_000, 50, 100)
+_COLLECT: Final = (50_000, 20, 10)
 """Thresholds of Python's collector, which would look at a large cluster's objects over and over."""
 _MOST_SHOWN: Final = 64
 """Instances whose load is in each sample."""

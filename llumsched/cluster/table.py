@@ -7,6 +7,7 @@ written.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class Table:
         self._serving: dict[str, Mask] = {}
         self._order: IdOrder | None = None
         for owner in self._owners:
-            owner.provider.on_change(lambda instance_id, owner=owner: self._rewrite(instance_id, owner))  # type: ignore[misc]
+            owner.provider.on_change(functools.partial(self._rewrite, owner))
 
     # From the view
 
@@ -132,7 +133,7 @@ class Table:
             if numbers is not None:
                 self._numbers[owner.columns, row] = numbers
 
-    def _rewrite(self, instance_id: str, owner: _Owner) -> None:
+    def _rewrite(self, owner: _Owner, instance_id: str) -> None:
         row = self.index.get(instance_id)
         if row is not None:
             self._numbers[owner.columns, row] = owner.provider.row(self.instances[row], None)

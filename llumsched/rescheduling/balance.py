@@ -163,7 +163,7 @@ class _Balancing:
         if difference < rule.difference:
             return "below_threshold"
         each = self._mean_request(source)
-        given, taken = -draft.shift(metric, source, each.negative), draft.shift(metric, destination, each)
+        given, taken = -self._shift(source, each.negative), self._shift(destination, each)
         if given <= 0:
             return "not_worth_it"
         selection = self._selection(source, destination, given / each.tokens)
@@ -186,10 +186,10 @@ class _Balancing:
 
     def _weigh(self, source: int, destination: int, cargo: Cargo) -> tuple[float, float]:
         """Gain and cost of a move. What waits has nothing to copy, and no stream that could stall."""
-        draft, metric, scale = self.draft, self.rule.metric, self.scale
+        draft, scale = self.draft, self.scale
         here, there = float(self.load[source]) / scale, float(self.load[destination]) / scale
-        given = -draft.shift(metric, source, cargo.negative) / scale
-        taken = draft.shift(metric, destination, cargo) / scale
+        given = -self._shift(source, cargo.negative) / scale
+        taken = self._shift(destination, cargo) / scale
         gain = draft.config.horizon_s * (here**2 + there**2 - (here - given) ** 2 - (there + taken) ** 2)
         if cargo.waiting:
             return gain, 0.0
@@ -197,6 +197,10 @@ class _Balancing:
         copy_s = cargo.tokens * float(snapshot["bytes_per_token"][source]) / draft.history.link_bytes_per_s
         stall_s = float(snapshot["stall_budget_s"][source])
         return gain, copy_s * ((there + taken) ** 2 - there**2) + stall_s * given
+
+    def _shift(self, row: int, cargo: Cargo) -> float:
+        """How much the load of an instance grows when the cargo comes to it."""
+        return self.rule.metric.at(self.draft.projected, row, cargo.weight) - float(self.load[row])
 
     def _selection(self, source: int, destination: int, load_per_token: float) -> Selection:
         """The rule's selection; AS_NEEDED becomes the tokens that bring one of the two to the mean of all, which may be

@@ -12,7 +12,6 @@ import numpy as np
 from llumsched.cluster.columns import Values
 from llumsched.cluster.providers.status import Cargo
 from llumsched.cluster.snapshot import Snapshot
-from llumsched.policy.metrics import Metric
 from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.history import History
 from llumsched.rescheduling.moves import Move
@@ -118,7 +117,3 @@ class Draft:
         self.sources.add(source)
         self.destinations.add(destination)
         self.chosen |= {source, destination}
-
-    def shift(self, metric: Metric, row: int, cargo: Cargo) -> float:
-        """Growth of an instance's metric when the cargo comes to it."""
-        return metric.at(self.projected, row, cargo.weight) - metric.at(self.projected, row)

@@ -6,7 +6,7 @@ of production, on a virtual clock. Several settings are played with the same req
 
     python -m benchmarks.cluster --lengths m-m --rate 16 --requests 10000 --instances 16 \\
         --settings round-robin load-balance load-balance+moves
-    python -m benchmarks.cluster --trace /work/shared/traces/azure2023_conv.csv --rate 400 --instances 1000 \\
+    python -m benchmarks.cluster --trace azure2023_conv.csv --rate 400 --instances 1000 \\
         --tokens-told-s 1
 """
 

@@ -67,11 +67,7 @@ class State(enum.StrEnum):
     FORGOTTEN = "forgotten"
 
 
-_SETTLEMENT = {
-    **dict.fromkeys((State.NEW, State.FORGOTTEN), Settlement.UNKNOWN),
-    **dict.fromkeys((State.DRAINING, State.BARRED), Settlement.BARRED),
-    State.COMMITTED: Settlement.COMMITTED,
-}
+_FINAL = {State.COMMITTED: Settlement.COMMITTED, State.DRAINING: Settlement.BARRED, State.BARRED: Settlement.BARRED}
 
 
 class Destination(Machine[State, ev.DestinationEvent, do.DestinationEffect]):
@@ -99,7 +95,7 @@ class Destination(Machine[State, ev.DestinationEvent, do.DestinationEffect]):
 
     @property
     def settlement(self) -> Settlement:
-        return _SETTLEMENT.get(self.state, Settlement.PENDING)
+        return Settlement.UNKNOWN if self.over else _FINAL.get(self.state, Settlement.PENDING)
 
     @property
     def over(self) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llumlet.protocol.selection import ALL, Order, Unit
-from llumlet.types import Mode
+from llumlet.types import Health, Mode
 from llumsched.cluster.domains import FailoverDomain
 from llumsched.cluster.providers.status import Cargo
 from llumsched.rescheduling.config import Config, LoadTarget, Scope
@@ -142,6 +142,7 @@ def test_only_instances_of_the_type_that_understand_each_other_and_are_well() ->
         instance("foreign", compatibility_digest="y"),
         instance("closed", compatibility_digest="x", schedulable=False),
         instance("silent", compatibility_digest="x", received_s=-61.0),
+        instance("hung", compatibility_digest="x", health=Health.HUNG),
     ]
     assert pairs(planned([hot, *others], balancing())) == []
     well = instance("well", 0.5, compatibility_digest="x")

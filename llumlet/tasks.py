@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks that go on whatever happens, and the end of tasks that call libraries."""
+"""Tasks that go on whatever happens, tasks that run by themselves, and the end of tasks that call libraries."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, NoReturn
 
 logger = logging.getLogger(__name__)
@@ -34,3 +34,23 @@ async def end(*tasks: asyncio.Task[Any]) -> None:
             task.cancel()
         _, pending = await asyncio.wait(pending, timeout=_AGAIN_S)
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Tasks:
+    """Coroutines that run by themselves; a task that nobody holds could be collected before its end."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None], name: str | None = None) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(coroutine, name=name)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    def cancel(self) -> None:
+        for task in self._running:
+            task.cancel()

@@ -7,10 +7,10 @@ import contextlib
 
 from llumlet.errors import LlumletCallFailed
 from llumlet.protocol.ids import Epoch
+from llumlet.tasks import Tasks
 from llumlet.types import AbortRequest, AbortResponse, Address
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.request_state import residence_of
-from vllm_llumnix.engine.shell import Tasks
 
 
 class Aborts:

@@ -23,6 +23,7 @@ from llumlet.protocol.claim import LEASE_SECONDS
 from llumlet.protocol.errors import MigrationError, Reason, Refused
 from llumlet.reporter import Reporter
 from llumlet.server import RunningServer
+from llumlet.tasks import Tasks
 from llumlet.types import (
     AbortMigrateInRequest,
     AbortMigrateInResponse,
@@ -63,7 +64,6 @@ from vllm_llumnix.engine.metadata import metadata_of
 from vllm_llumnix.engine.migrations import Migrations
 from vllm_llumnix.engine.relay import Relay
 from vllm_llumnix.engine.rescue import Rescues
-from vllm_llumnix.engine.shell import Tasks
 from vllm_llumnix.engine.status import StatusSource
 from vllm_llumnix.errors import TransportError
 from vllm_llumnix.hosts import reachable_host

@@ -19,6 +19,7 @@ from typing import Any
 from llumlet.bridge import reason_of
 from llumlet.errors import LlumletCallFailed
 from llumlet.protocol.errors import MigrationError, Reason, Refused
+from llumlet.tasks import Tasks
 from llumlet.types import (
     Address,
     DrainProgress,
@@ -33,7 +34,6 @@ from vllm_llumnix.config import END_SECONDS, drain_limit
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.handover_calls import Target
 from vllm_llumnix.engine.migrations import Migrations
-from vllm_llumnix.engine.shell import Tasks
 
 logger = logging.getLogger("vllm.llumnix")
 

@@ -15,6 +15,7 @@ vLLM knows the one object of this module as `engine.kvconn`: that is what the pa
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import functools
 import logging
@@ -70,7 +71,7 @@ class Llumlet(Protocol):
         """The engine's own requests are short of blocks."""
 
 
-class Leaving:
+class Leaving(abc.ABC):
     """A request on its way out, as the loop watches it: see `EngineLoop.watch`."""
 
     def __init__(self, request: Request) -> None:
@@ -79,13 +80,13 @@ class Leaving:
         self.freezing = False
         self.frozen = False
 
+    @abc.abstractmethod
     def on_drained(self) -> bool:
         """Called between steps from the freeze on, until it returns True: no step in flight works on the request."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def on_gone(self, kind: str) -> None:
         """Called once, when the request was "finished", "aborted" or "preempted" by its own engine."""
-        raise NotImplementedError
 
 
 class EngineLoop:

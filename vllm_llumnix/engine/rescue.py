@@ -13,10 +13,10 @@ from llumlet.errors import LlumletCallFailed
 from llumlet.protocol import rescue as on
 from llumlet.protocol.errors import MigrationError
 from llumlet.protocol.ids import Epoch
+from llumlet.tasks import Tasks
 from llumlet.types import Address, ClaimRequest, ClaimResponse, EndClaimRequest, Holder
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.memory import SourceMemory, decode_memory
-from vllm_llumnix.engine.shell import Tasks
 from vllm_llumnix.errors import TransportError
 from vllm_llumnix.kv.messages import BlockCopy
 

@@ -3,39 +3,20 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 from collections import deque
-from collections.abc import Coroutine
 from typing import Any, Generic, TypeVar
 
 from llumlet.protocol.effects import ClearTimer, Effect, SetTimer
 from llumlet.protocol.events import Event, TimerFired
 from llumlet.protocol.machine import Machine
+from llumlet.tasks import Tasks
 
 M = TypeVar("M", bound=Machine[Any, Any, Any])
 
 
-class Tasks:
-    """Coroutines that run by themselves; a task that nobody holds could be collected before its end."""
-
-    def __init__(self) -> None:
-        self._running: set[asyncio.Task[None]] = set()
-
-    def __len__(self) -> int:
-        return len(self._running)
-
-    def spawn(self, coroutine: Coroutine[Any, Any, None], name: str | None = None) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(coroutine, name=name)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return task
-
-    def cancel(self) -> None:
-        for task in self._running:
-            task.cancel()
-
-
-class Shell(Generic[M]):
+class Shell(abc.ABC, Generic[M]):
     """Carries out what one machine says; subclasses all but timers in `_perform`, and what follows in `_advanced`.
 
     The machine gets its events one at a time: one that an effect brings about on the spot waits until all effects of
@@ -69,12 +50,12 @@ class Shell(Generic[M]):
         finally:
             self._events.clear()
 
-    def _perform(self, effect: Effect) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _perform(self, effect: Effect) -> None: ...
 
+    @abc.abstractmethod
     def _advanced(self) -> None:
         """The machine has had an event, and its effects have been carried out."""
-        raise NotImplementedError
 
     def _set_timer(self, name: str, seconds: float) -> None:
         self._clear_timer(name)

@@ -14,6 +14,7 @@ from llumlet.credentials import Credentials
 from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
 from llumlet.protocol import replay_words as words
 from llumlet.protocol.errors import Refused
+from llumlet.tasks import Tasks
 from llumlet.types import AbortRequest, AdoptRequest
 from vllm_llumnix.frontend.deaths import is_gone
 from vllm_llumnix.request_wire import RequestState, encode, encode_params
@@ -41,7 +42,7 @@ class Calls:
         self._answered = answered
         self._clients: dict[str, LlumletClient] = {}
         self._attempts: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._others: set[asyncio.Task[None]] = set()
+        self._others = Tasks()
 
     def identify(self, effect: words.Identify) -> None:
         self._begin(effect, self._identify(effect), words.AnswerLost(broken=False))
@@ -63,9 +64,7 @@ class Calls:
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run it to its end."""
-        task = asyncio.get_running_loop().create_task(coroutine, name="llumnix-call")
-        self._others.add(task)
-        task.add_done_callback(self._others.discard)
+        self._others.spawn(coroutine, "llumnix-call")
 
     def _begin(
         self,

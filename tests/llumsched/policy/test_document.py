@@ -11,6 +11,7 @@ import pytest
 
 from llumlet.protocol.infer_type import InferType
 from llumsched.cluster.columns import IdOrder
+from llumsched.cluster.providers.in_flight import Counters
 from llumsched.policy.document import Mode, Overrides, Policy, load_policy, parse_policy
 from llumsched.policy.filters import FailoverFilter, MetricBasedFilter, StalenessFilter
 from llumsched.policy.pipeline import run
@@ -381,3 +382,13 @@ def test_selectors_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.M
     stage = parse_policy("full: {neutral: {selector: last}}", "test", Mode.FULL, Overrides()).stages[InferType.NEUTRAL]
     seen = cases.candidates(*(cases.instance(name) for name in "abc"))
     assert run(stage, seen, Draw(random.Random(0))).row == 2
+
+
+def test_a_name_of_a_column_and_of_a_metric_means_the_column() -> None:
+    text = """
+define: {metrics: {doubled: {value: 2 * num_waiting_requests}}}
+full: {neutral: {metrics: [doubled], selector: metricBasedSelector}}
+"""
+    stage = parse_policy(text, "test", Mode.FULL, Overrides()).stages[InferType.NEUTRAL]
+    seen = cases.candidates(cases.instance("a", num_waiting_requests=3), sent={"a": Counters(num_requests=5)})
+    assert seen.values(stage.metrics[0]).tolist() == [6]

@@ -10,11 +10,15 @@ import pytest
 from llumlet.protocol.selection import ALL, Order, Unit
 from llumlet.types import Health, Mode
 from llumsched.cluster.domains import FailoverDomain
+from llumsched.cluster.providers.in_flight import InFlight
 from llumsched.cluster.providers.status import Cargo
+from llumsched.cluster.table import standard_table
 from llumsched.rescheduling.config import Config, LoadTarget, Scope
 from llumsched.rescheduling.history import History
 from llumsched.rescheduling.message import migrate_request
 from llumsched.rescheduling.moves import Move, Purpose, Selection
+from llumsched.rescheduling.planner import plan
+from llumsched.rescheduling.policies import load_policies
 from tests.llumsched.cases import distribution
 from tests.llumsched.rescheduling.cluster import CAPACITY, balancing, instance, pairs, planned
 
@@ -455,3 +459,27 @@ def test_what_cannot_go_elsewhere_at_all_is_left() -> None:
 def test_only_a_failover_takes_what_costs_a_prefill(purpose: Purpose, method: Mode) -> None:
     move = Move("mine", purpose, "a", "b", Selection(Unit.NUM_REQ, Order.SR, 1.0), 100.0)
     assert migrate_request(move, instance("b")).method == method
+
+
+def test_what_waits_has_nothing_to_copy() -> None:
+    heavy = {"bytes_per_block": 1 << 30}
+    waiting = instance("a", num_waiting_requests=4, num_uncomputed_tokens_all_waiting_prefills=40_000, **heavy)
+    config = balancing(selection=Selection(Unit.NUM_REQ, Order.FCW, 2))
+    [move] = planned([waiting, instance("b", **heavy)], config).moves
+    assert (move.source, move.destination, move.cost) == ("a", "b", 0.0)
+
+
+def test_a_metric_to_which_a_request_makes_no_difference_moves_nothing() -> None:
+    config = Config(policies=("neutral_load",), neutral=LoadTarget("all_prefills_tokens_num"))
+    computing = instance("a", 0.5, num_uncomputed_tokens_scheduler_running_prefills=9_000)
+    made = planned([computing, instance("b")], config)
+    assert (pairs(made), made.results[0].refused) == ([], {"not_worth_it": 1})
+
+
+def test_who_is_lost_has_failed_whatever_it_said_last() -> None:
+    table, config = standard_table(InFlight()), Config(FAILOVERS, failover_domain=FailoverDomain.NODE)
+    for one in (instance("beside", 0.2, node_id="A"), instance("other", node_id="B")):
+        table.appeared(one)
+    gone = instance("gone", 0.2, node_id="A")
+    made = plan(table.snapshot([gone]), load_policies(config), History(config), config, 1.0)
+    assert pairs(made) == [("beside", "other")]

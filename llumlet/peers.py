@@ -32,5 +32,5 @@ def peer_of(metadata: InstanceMetadata, status: InstanceStatus) -> PeerInfo:
 
 def _room_of(status: InstanceStatus) -> int:
     total = status.num_total_gpu_tokens
-    taken = status.num_used_gpu_tokens + status.num_uncomputed_tokens_all_waiting_prefills
+    taken = status.num_used_gpu_tokens + status.num_unallocated_tokens_all_waiting_requests
     return max(total - taken, int(total * LEAST_ROOM))

@@ -103,7 +103,7 @@ _BUILT_IN = (
         "kv_cache_usage_ratio_projected",
         Expression("""
             (num_used_gpu_tokens
-             + num_uncomputed_tokens_all_waiting_prefills
+             + max(num_uncomputed_tokens_all_waiting_prefills, num_unallocated_tokens_all_waiting_requests)
              + num_unallocated_tokens_scheduler_running_prefills
              + num_unallocated_tokens_hybrid_scheduler_waiting_decodes
              + sent_tokens) / num_total_gpu_tokens

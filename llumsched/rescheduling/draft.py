@@ -98,7 +98,10 @@ class Draft:
 
     @property
     def waiting_tokens(self) -> Values:
-        return self.snapshot["num_uncomputed_tokens_all_waiting_prefills"]
+        return np.maximum(
+            self.snapshot["num_uncomputed_tokens_all_waiting_prefills"],
+            self.snapshot["num_unallocated_tokens_all_waiting_requests"],
+        )
 
     # Choosing
 

@@ -65,4 +65,4 @@ def _differs(old: InstanceStatus, new: InstanceStatus) -> bool:
 
 
 def _tokens(status: InstanceStatus) -> int:
-    return status.num_used_gpu_tokens + status.num_uncomputed_tokens_all_waiting_prefills
+    return status.num_used_gpu_tokens + status.num_unallocated_tokens_all_waiting_requests

@@ -357,8 +357,12 @@ class Engine:
 
     def _enqueue(self, request: EngineRequest, *, in_front: bool = False) -> None:
         request.phase = Phase.WAITING
-        hits, _ = self.blocks.hit(request, request.num_tokens - 1)
-        self.waiting.push(request, hits * self.config.block_size, in_front=in_front)
+        hits, free_hits = self.blocks.hit(request, request.num_tokens - 1)
+        shared = hits - free_hits
+        if request.num_preemptions:  # others take the rest first
+            hits = shared
+        size = self.config.block_size
+        self.waiting.push(request, hits * size, shared * size, in_front=in_front)
 
     # Reading, after `settle`
 

@@ -106,9 +106,11 @@ class Llumlet:
         if not chosen:
             report(MigrateEvent(summary=summary))
         for one in chosen:
-            why_not = _why_not(one) or (Reason.SOURCE_BUSY if self.departures.num_free_slots <= 0 else 0)
-            if why_not:
-                settled(one, MoveProgress(request_id=one.id, phase=MovePhase.STAYED, reason=Reason(why_not)))
+            why_not = _why_not(one)
+            if why_not == Reason.REASON_NONE and self.departures.num_free_slots <= 0:
+                why_not = Reason.SOURCE_BUSY
+            if why_not != Reason.REASON_NONE:
+                settled(one, MoveProgress(request_id=one.id, phase=MovePhase.STAYED, reason=why_not))
             else:
                 self.departures.begin(one, destination, done)
 

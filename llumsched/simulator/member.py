@@ -184,6 +184,7 @@ class Member:
             scheduler_running_to_decode_tokens_num=to_decode_tokens,
             num_uncomputed_tokens_scheduler_waiting_prefills=waiting.prefill_tokens,
             num_uncomputed_tokens_all_waiting_prefills=waiting.prefill_tokens,
+            num_unallocated_tokens_all_waiting_requests=waiting.unallocated_tokens,
             num_uncomputed_tokens_scheduler_running_prefills=prefill_tokens,
             num_unallocated_tokens_scheduler_running_prefills=unallocated,
             num_total_gpu_tokens=total,

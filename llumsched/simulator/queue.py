@@ -20,8 +20,10 @@ class Queue:
         self.to_decode_tokens = 0
         self.prefill_tokens = 0
         """Of which the KV cache is still to be computed."""
+        self.unallocated_tokens = 0
+        """Of which the blocks are still to be allocated."""
         self._requests: deque[EngineRequest] | list[EngineRequest] = [] if by_priority else deque()
-        self._shares: dict[EngineRequest, tuple[int, int, int]] = {}
+        self._shares: dict[EngineRequest, tuple[int, int, int, int]] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -33,11 +35,13 @@ class Queue:
     def head(self) -> EngineRequest:
         return self._requests[0]
 
-    def push(self, request: EngineRequest, num_cached: int, *, in_front: bool = False) -> None:
-        """`num_cached`: tokens that the prefix cache holds now. `in_front` means nothing where priorities count."""
+    def push(self, request: EngineRequest, num_cached: int, num_shared: int, *, in_front: bool = False) -> None:
+        """`num_cached`: tokens that the prefix cache holds now; `num_shared`: of them, in blocks that others hold.
+        `in_front` means nothing where priorities count."""
         uncomputed = request.num_tokens - num_cached
         decodes = int((request.max_tokens > 1 or uncomputed == 1) and not request.is_moving)
-        share = decodes, request.num_tokens * decodes, uncomputed if uncomputed > 1 else 0
+        uncomputed = uncomputed if uncomputed > 1 else 0
+        share = decodes, request.num_tokens * decodes, uncomputed, request.num_tokens - num_shared
         self._shares[request] = share
         self._add(share, 1)
         if isinstance(self._requests, list):
@@ -51,7 +55,8 @@ class Queue:
         self._requests.remove(request)
         self._add(self._shares.pop(request), -1)
 
-    def _add(self, share: tuple[int, int, int], sign: int) -> None:
+    def _add(self, share: tuple[int, int, int, int], sign: int) -> None:
         self.num_to_decode += sign * share[0]
         self.to_decode_tokens += sign * share[1]
         self.prefill_tokens += sign * share[2]
+        self.unallocated_tokens += sign * share[3]

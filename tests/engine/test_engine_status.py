@@ -92,6 +92,7 @@ def test_a_loaded_engine(rig: Rig, source: StatusSource) -> None:
     assert (status.num_running_requests, status.num_waiting_requests) == (4, 1)
     assert list(status.waiting_requests) == ["r4"]
     assert status.num_uncomputed_tokens_all_waiting_prefills == 70
+    assert status.num_unallocated_tokens_all_waiting_requests == 70
     assert status.scheduler_running_to_decode_tokens_num == 4 * 70 + sum(
         request.num_output_tokens for request in rig.scheduler.running
     )

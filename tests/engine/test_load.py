@@ -19,7 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 from llumlet.protocol.errors import Refused
 from llumlet.protocol.ids import gateway_id
 from tests.engine.rig import BLOCK_SIZE, Rig
-from vllm_llumnix.engine.load import NOTHING, Load, Place, share_of
+from vllm_llumnix.engine.load import NO_HIT, NOTHING, Load, Place, share_of
 from vllm_llumnix.engine.load_counters import RECENT_SECONDS, LoadCounters
 from vllm_llumnix.engine.request_state import why_not_now
 
@@ -51,7 +51,7 @@ def recount(load: LoadCounters, requests: list[tuple[Place, Request]], moving: f
     sums = NOTHING
     for place, request in requests:
         name = request.request_id
-        sums = sums.plus(share_of(place, request, load.cached_tokens(name), moving=name in moving))
+        sums = sums.plus(share_of(place, request, load.hit_of(name), moving=name in moving))
     return sums
 
 
@@ -74,7 +74,11 @@ def test_nothing_is_no_load(rig: Rig) -> None:
 def test_life_of_a_request(rig: Rig) -> None:
     rig.add("a", num_prompt=600, max_tokens=3)
     assert assert_right(rig) == Load(
-        num_waiting=1, waiting_to_decode=1, waiting_to_decode_tokens=600, waiting_prefill_tokens=600
+        num_waiting=1,
+        waiting_to_decode=1,
+        waiting_to_decode_tokens=600,
+        waiting_prefill_tokens=600,
+        waiting_unallocated_tokens=600,
     )
     assert rig.begin().num_scheduled_tokens == {"a": 256}
     # Of the step in flight nothing is computed yet; its blocks are there.
@@ -130,6 +134,21 @@ def test_a_shared_prefix_is_work_once(rig: Rig, count: int) -> None:
     assert all(stats is None or stats.num_local_cached_tokens in (0, prefix) for stats in computed.values())
 
 
+def test_a_prefix_in_use_takes_no_room_and_one_that_is_only_cached_does(rig: Rig) -> None:
+    prefix = 10 * BLOCK_SIZE
+    rig.add("first", num_prompt=prefix + 5, max_tokens=40)
+    rig.turns(3)
+    rig.add("second", num_prompt=prefix + 40)
+    load = assert_right(rig)
+    assert (load.waiting_prefill_tokens, load.waiting_unallocated_tokens) == (40, 40)
+    while rig.scheduler.requests:
+        rig.turn()
+    rig.add("third", num_prompt=prefix + 40, max_tokens=2)
+    load = assert_right(rig)
+    assert load.waiting_prefill_tokens < BLOCK_SIZE + 40
+    assert load.waiting_unallocated_tokens == prefix + 40
+
+
 def test_received_counts_before_the_loop_knows(rig: Rig) -> None:
     load = rig.port.load
     request = rig.request("a", num_prompt=100)
@@ -156,8 +175,10 @@ def test_preempted_waits_again(model_dir: Path) -> None:
         load = assert_right(rig)
     assert load.num_waiting >= 1
     victim = next(request for _, request in held(rig) if request.num_preemptions)
-    # Its full blocks are in the prefix cache still, for the time being.
-    assert load.waiting_prefill_tokens < victim.num_tokens
+    # Its full blocks are in the prefix cache still, for the time being: those who made it wait take them first.
+    assert rig.scheduler.kv_cache_manager.get_computed_blocks(victim)[1] > 0
+    waiting = sum(request.num_tokens for place, request in held(rig) if place is Place.WAITING)
+    assert load.waiting_prefill_tokens == load.waiting_unallocated_tokens == waiting
     rig.turns(20)
     assert_right(rig)
 
@@ -262,7 +283,7 @@ def test_what_changes_just_when_a_step_has_been_gone_through_is_told() -> None:
             super()._tell()
 
     now, told = [100.0], list[tuple[str, ...]]()
-    load = Racing(lambda _: 0, lambda: 0, lambda request: request.request_id, clock=lambda: now[0])
+    load = Racing(lambda _: NO_HIT, lambda: 0, lambda request: request.request_id, clock=lambda: now[0])
     load.touch()
     load.on_change = lambda: told.append(load.snapshot().recent)
     exact = load.computing()
@@ -297,7 +318,7 @@ def test_names_are_shown_once(rig: Rig) -> None:
 
 def test_recent_names_are_forgotten() -> None:
     now = [100.0]
-    load = LoadCounters(lambda _: 0, lambda: 0, lambda request: request.request_id, clock=lambda: now[0])
+    load = LoadCounters(lambda _: NO_HIT, lambda: 0, lambda request: request.request_id, clock=lambda: now[0])
     for name in ("a", "b"):
         load.received(_Request(name))
         now[0] += RECENT_SECONDS - 1

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from llumlet.types import MigrateEvent, MigrateRequest, Reason
 from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.simulator.cluster import ClusterConfig, Happening, What, _Run, run
 from llumsched.simulator.control import ControlConfig
@@ -86,6 +87,25 @@ def test_moves_lose_nothing_and_pay(ended: list[_Run]) -> None:
     assert 0.02 < summary.move_stall_p50_s < 0.2
     tokens = sum(one.num_output for one in arrivals)
     assert metrics.gaps.number == tokens - len(arrivals)
+    conserve(ended)
+
+
+def test_a_source_moves_as_many_at_a_time_as_it_has_slots(ended: list[_Run]) -> None:
+    events: list[MigrateEvent] = []
+
+    def ask(at_s: float, num_ended: int) -> None:
+        if at_s < 20 or events:
+            return
+        source, destination = list(ended[-1]._by_id.values())
+        names = [one.request_id for one in source.list_requests().requests if one.movable]
+        assert len(names) >= 3
+        source.migrate(MigrateRequest(request_ids=names[:3]), destination.arrivals, events.append)
+
+    config = cluster(2, max_moves=1, control=ControlConfig(rescheduling=None))
+    summary, _ = run(config, load(1.2, 100), progress=ask)
+    assert [event.progress.reason for event in events[:2]] == [Reason.SOURCE_BUSY] * 2
+    assert (events[-1].summary.selected, events[-1].summary.moved, events[-1].summary.stayed) == (3, 1, 2)
+    assert summary.moves == 1
     conserve(ended)
 
 

@@ -96,6 +96,7 @@ class Both:
             assert status.scheduler_waiting_to_decode_requests_num == load.waiting_to_decode
             assert status.scheduler_waiting_to_decode_tokens_num == load.waiting_to_decode_tokens
             assert status.num_uncomputed_tokens_all_waiting_prefills == load.waiting_prefill_tokens
+            assert status.num_unallocated_tokens_all_waiting_requests == load.waiting_unallocated_tokens
 
     def _schedule(self) -> dict[str, int] | None:
         """The next step of vLLM's that computes something, and what comes of it."""

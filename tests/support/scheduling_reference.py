@@ -35,7 +35,7 @@ def _kv_cache_usage_ratio_projected(load: Load) -> float:
         return math.inf
     tokens = (
         status.num_used_gpu_tokens
-        + status.num_uncomputed_tokens_all_waiting_prefills
+        + max(status.num_uncomputed_tokens_all_waiting_prefills, status.num_unallocated_tokens_all_waiting_requests)
         + status.num_unallocated_tokens_scheduler_running_prefills
         + status.num_unallocated_tokens_hybrid_scheduler_waiting_decodes
         + load.sent.num_tokens

@@ -47,6 +47,8 @@ class Load(NamedTuple):
     waiting_to_decode: int = 0
     waiting_to_decode_tokens: int = 0
     waiting_prefill_tokens: int = 0
+    waiting_unallocated_tokens: int = 0
+    """Tokens whose blocks are still to be allocated: all but those in cached blocks that others hold."""
     num_loading: int = 0
     loading_tokens: int = 0
     num_running: int = 0
@@ -66,6 +68,17 @@ class Load(NamedTuple):
 NOTHING = Load()
 
 
+class Hit(NamedTuple):
+    """Leading tokens of a request that the prefix cache held when it began to wait."""
+
+    cached_tokens: int = 0
+    shared_tokens: int = 0
+    """Of them, those in blocks that others hold. The rest is in blocks that count as free."""
+
+
+NO_HIT = Hit()
+
+
 class Snapshot(NamedTuple):
     """The load at one moment. `waiting` and `recent` are names of requests, each once, oldest first.
 
@@ -81,8 +94,8 @@ class Snapshot(NamedTuple):
     num_free_blocks: int
 
 
-def share_of(place: Place, request: Countable, cached_tokens: int = 0, *, moving: bool = False) -> Load:
-    """What one request adds. `cached_tokens`: held by the prefix cache when it began to wait."""
+def share_of(place: Place, request: Countable, hit: Hit = NO_HIT, *, moving: bool = False) -> Load:
+    """What one request adds."""
     num_tokens = request.num_tokens
     if place is Place.LOADING:
         return Load(num_loading=1, loading_tokens=num_tokens)
@@ -90,13 +103,14 @@ def share_of(place: Place, request: Countable, cached_tokens: int = 0, *, moving
     final_tokens = request.num_computed_tokens - request.num_in_flight_tokens
     decodes = int(request.max_tokens > 1 and not moving)
     if place is Place.WAITING:
-        uncomputed = num_tokens - max(final_tokens, cached_tokens)
+        uncomputed = num_tokens - max(final_tokens, hit.cached_tokens)
         decodes |= int(uncomputed == 1 and not moving)
         return Load(
             num_waiting=1,
             waiting_to_decode=decodes,
             waiting_to_decode_tokens=num_tokens * decodes,
             waiting_prefill_tokens=uncomputed if uncomputed > 1 else 0,
+            waiting_unallocated_tokens=num_tokens - max(final_tokens, hit.shared_tokens),
         )
     uncomputed = num_tokens - final_tokens
     return Load(

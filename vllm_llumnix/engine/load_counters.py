@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from vllm_llumnix.engine.load import NOTHING, Load, Output, Place, Snapshot, share_of
+from vllm_llumnix.engine.load import NO_HIT, NOTHING, Hit, Load, Output, Place, Snapshot, share_of
 from vllm_llumnix.engine.vllm_types import Request
 
 RECENT_SECONDS = 10.0
@@ -45,13 +45,13 @@ _NONE: frozenset[str] = frozenset()
 class _Entry:
     """One request. `share` is None while it only decodes: it then adds one to the batch, and its tokens."""
 
-    __slots__ = ("cached_tokens", "moving", "name", "place", "request", "share")
+    __slots__ = ("hit", "moving", "name", "place", "request", "share")
 
     def __init__(self, request: Request, name: str) -> None:
         self.request = request
         self.name = name
         self.place = Place.WAITING
-        self.cached_tokens = 0
+        self.hit = NO_HIT
         self.moving = False
         self.share: Load | None = NOTHING
 
@@ -59,15 +59,15 @@ class _Entry:
 class LoadCounters:
     """The load of one engine.
 
-    `look_up` says how many leading tokens of a request the prefix cache holds, without side effects; `free_blocks` how
-    many blocks are free; `name_of` what a request is called by those who sent it. `one_token_each`: an output of a
-    request that decodes, and goes on, has one token. `always_exact` is for engines in which the KV cache of a running
-    request can get lost: no request is taken to only decode.
+    `look_up` says what the prefix cache holds of a request, without side effects; `free_blocks` how many blocks are
+    free; `name_of` what a request is called by those who sent it. `one_token_each`: an output of a request that
+    decodes, and goes on, has one token. `always_exact` is for engines in which the KV cache of a running request can
+    get lost: no request is taken to only decode.
     """
 
     def __init__(
         self,
-        look_up: Callable[[Request], int],
+        look_up: Callable[[Request], Hit],
         free_blocks: Callable[[], int],
         name_of: Callable[[Request], str],
         *,
@@ -112,12 +112,12 @@ class LoadCounters:
 
     def received(self, request: Request) -> None:
         """A client's request is here, and will be `queued` or `settled`."""
-        cached = self._look_up(request)
+        hit = self._look_up(request)
         with self._lock:
             # Else: more input of one that is here.
             if request.request_id not in self._entries:
                 entry = self._enter(request)
-                entry.cached_tokens = cached
+                entry.hit = hit
                 self._received.add(request.request_id)
                 self._recent.append((self._clock(), entry.name))
                 self._count(entry)
@@ -139,24 +139,28 @@ class LoadCounters:
         self._tell()
 
     def queued(self, request: Request) -> None:
+        self._queue(request, self._look_up(request))
+
+    def preempted(self, request: Request) -> None:
+        """Its blocks are free and still cached; but it gave them up to others, who take them first."""
+        self._num_preemptions += 1
+        shared_tokens = self._look_up(request).shared_tokens
+        self._queue(request, Hit(shared_tokens, shared_tokens))
+
+    def _queue(self, request: Request, hit: Hit) -> None:
         request_id = request.request_id
         if request_id in self._received:
             # Counted as it is.
             with self._lock:
                 self._received.discard(request_id)
             return
-        cached = self._look_up(request)
         with self._lock:
             entry = self._entries.get(request_id) or self._enter(request)
             # One input session is continued by requests of the same id.
             entry.request = request
-            entry.cached_tokens = cached
+            entry.hit = hit
             self._put(entry, Place.WAITING)
         self._tell()
-
-    def preempted(self, request: Request) -> None:
-        self._num_preemptions += 1
-        self.queued(request)
 
     def loading(self, request: Request) -> None:
         with self._lock:
@@ -253,9 +257,9 @@ class LoadCounters:
                 num_free_blocks=self._num_free_blocks,
             )
 
-    def cached_tokens(self, request_id: str) -> int:
+    def hit_of(self, request_id: str) -> Hit:
         """What the prefix cache held of a request when it began to wait."""
-        return self._entries[request_id].cached_tokens
+        return self._entries[request_id].hit
 
     # With the lock
 
@@ -300,7 +304,7 @@ class LoadCounters:
     def _count(self, entry: _Entry) -> None:
         """Replace what the request adds."""
         request, place = entry.request, entry.place
-        share = share_of(place, request, entry.cached_tokens, moving=entry.moving)
+        share = share_of(place, request, entry.hit, moving=entry.moving)
         only_decodes = share.running_to_decode and not share.running_prefill_tokens
         if only_decodes and not (request.resumable or self._always_exact):
             self._exact.pop(request.request_id, None)

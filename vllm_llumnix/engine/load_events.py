@@ -15,6 +15,7 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.request import RequestStatus
 
 from llumlet.protocol.ids import gateway_id
+from vllm_llumnix.engine.load import NO_HIT, Hit
 from vllm_llumnix.engine.load_counters import LoadCounters
 from vllm_llumnix.engine.progress import Progress
 from vllm_llumnix.engine.request_state import residence_of
@@ -129,7 +130,7 @@ def _follow_steps(scheduler: Scheduler, load: LoadCounters) -> None:
 
 
 def _prefix_cache_of(scheduler: Scheduler) -> Any:
-    """How many leading tokens of a request the prefix cache holds.
+    """What the prefix cache holds of a request.
 
     Past `get_computed_blocks`, which may publish events: nothing is touched, counted or reported. The scheduler asks
     again when the request starts; the answer may be another by then.
@@ -137,18 +138,20 @@ def _prefix_cache_of(scheduler: Scheduler) -> Any:
     manager = scheduler.kv_cache_manager
     find = manager.coordinator.find_longest_cache_hit
 
-    def look_up(request: Request) -> int:
+    def look_up(request: Request) -> Hit:
         if request.num_computed_tokens or not manager.prefix_cache_lookup_enabled(request):
-            return 0
+            return NO_HIT
         try:
             # One token has to be computed in any case, for its logits.
-            return int(find(request.block_hashes, request.num_tokens - 1)[1])
+            blocks, num_cached = find(request.block_hashes, request.num_tokens - 1)[:2]
+            num_shared = sum(block.ref_cnt > 0 for block in blocks[0])
+            return Hit(num_cached, num_cached * num_shared // max(len(blocks[0]), 1))
         except Exception:
             # On the input thread, where it would fail the client's request; the loop changes what is looked at.
             # It only reads, also with several kinds of cache: that many tokens more count as work, until the scheduler
             # looks for itself.
             logger.debug("llumlet: the prefix cache changed during a look-up", exc_info=True)
-            return 0
+            return NO_HIT
 
     return look_up
 

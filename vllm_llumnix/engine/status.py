@@ -109,6 +109,7 @@ class StatusSource:
         status.num_tokens_loading_requests = load.loading_tokens
         # vLLM's connectors keep no queue of their own.
         status.num_uncomputed_tokens_all_waiting_prefills = load.waiting_prefill_tokens
+        status.num_unallocated_tokens_all_waiting_requests = load.waiting_unallocated_tokens
         total, free = port.num_blocks, snapshot.num_free_blocks
         status.num_total_blocks, status.num_free_blocks = total, free
         status.num_total_gpu_tokens = total * port.block_size

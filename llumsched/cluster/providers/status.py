@@ -61,6 +61,7 @@ class Cargo:
             return {
                 "num_waiting_requests": self.requests,
                 "num_uncomputed_tokens_all_waiting_prefills": self.tokens,
+                "num_unallocated_tokens_all_waiting_requests": self.tokens,
             }
         return {
             "num_running_requests": self.requests,

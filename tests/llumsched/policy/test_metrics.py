@@ -28,6 +28,7 @@ LOADED = cases.instance(
     num_total_gpu_tokens=10_000,
     num_used_gpu_tokens=1_000,
     num_uncomputed_tokens_all_waiting_prefills=400,
+    num_unallocated_tokens_all_waiting_requests=450,
     num_unallocated_tokens_scheduler_running_prefills=50,
     num_unallocated_tokens_hybrid_scheduler_waiting_decodes=7,
     num_uncomputed_tokens_scheduler_running_prefills=60,
@@ -47,7 +48,7 @@ LOADED = cases.instance(
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("kv_cache_usage_ratio_projected", (1_000 + 400 + 50 + 7 + 310) / 10_000),
+        ("kv_cache_usage_ratio_projected", (1_000 + 450 + 50 + 7 + 310) / 10_000),
         ("decode_batch_size", 1 + 2 + 4 + 8 + 2),
         ("num_waiting_requests", 5 + 3),
         ("all_prefills_tokens_num", 400 + 60 + 300),
@@ -62,6 +63,11 @@ def test_formula(name: str, value: float) -> None:
     assert METRICS[name].at(table, 1) == pytest.approx(value)
 
 
+def test_an_instance_that_does_not_say_what_will_be_allocated_needs_what_it_computes() -> None:
+    before = cases.instance("a", num_total_gpu_tokens=1_000, num_uncomputed_tokens_all_waiting_prefills=400)
+    assert METRICS["kv_cache_usage_ratio_projected"].values(cases.table(before))[0] == pytest.approx(0.4)
+
+
 def test_without_a_status_only_what_was_sent_counts() -> None:
     table = cases.table(cases.starting("a"), sent={"a": Counters(num_requests=2, num_tokens=8)})
     assert METRICS["num_requests"].values(table).tolist() == [2]
@@ -72,7 +78,7 @@ def test_without_a_status_only_what_was_sent_counts() -> None:
 
 def test_what_is_added_to_an_instance_counts_and_nothing_falls_below_zero() -> None:
     table, usage = cases.table(LOADED), METRICS["kv_cache_usage_ratio_projected"]
-    assert usage.at(table, 0, {"num_used_gpu_tokens": 1000}) == pytest.approx(0.2457)
+    assert usage.at(table, 0, {"num_used_gpu_tokens": 1000}) == pytest.approx(0.2507)
     assert usage.at(table, 0, {"num_used_gpu_tokens": -5000}) == pytest.approx(0.0457)
     of_another = Metric("doubled", lambda columns: 2 * columns["num_used_gpu_tokens"])
     assert of_another.at(table, 0, {"num_used_gpu_tokens": 1000}) == 4000

@@ -32,12 +32,12 @@ from llumlet.settings import Group
 from vllm_llumnix.errors import ConfigError
 from vllm_llumnix.hosts import address_of_interface, reachable_host
 from vllm_llumnix.kv.settings import UNLIMITED, Limit, MooncakeSettings, WorkerSettings
+from vllm_llumnix.switch import CONFIG_VARIABLE
 
 if TYPE_CHECKING:
     from llumlet.credentials import Credentials
     from vllm_llumnix.reach import Reach
 
-CONFIG_VARIABLE = "LLUMNIX_LLUMLET"
 INSTANCE_TYPES = tuple(map(str, InferType))
 TRANSPORTS = ("auto", "local", "tcp", "mooncake")
 MOONCAKE_PROTOCOLS = ("tcp", "rdma")

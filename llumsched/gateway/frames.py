@@ -19,6 +19,8 @@ from llumsched.gateway.continuable import Outline
 
 JOB_LENGTHS: Final = struct.Struct("!II")
 ANSWER_LENGTH: Final = struct.Struct("!I")
+CLOCK_PER_CPU: Final = 4
+"""Clock time that a job may take for each second of CPU time that it may: the machine has others to serve."""
 
 
 class Task(StrEnum):

@@ -17,7 +17,7 @@ from typing import Final, cast
 import msgspec
 
 from llumsched.gateway import frames
-from llumsched.gateway.frames import Answer, Job, Settings
+from llumsched.gateway.frames import CLOCK_PER_CPU, Answer, Job, Settings
 
 _log = logging.getLogger(__name__)
 _LEAST_LIFE_S: Final = 5.0
@@ -25,8 +25,8 @@ _LEAST_LIFE_S: Final = 5.0
 _NOT_STARTED: Final = "the processes that count tokens end at their start"
 _END_S: Final = 2.0
 _GRACE_S: Final = 5.0
-_CLOCK_PER_CPU: Final = 8
-"""Clock time for CPU time. A worker ends itself after half of that: one that has not is stopped, or runs no more."""
+_CLOCK_PER_CPU: Final = 2 * CLOCK_PER_CPU
+"""A worker ends itself after half of that: one that has not is stopped, or runs no more."""
 
 
 class Unavailable(Exception):

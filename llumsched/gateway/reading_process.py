@@ -25,12 +25,11 @@ from llumsched.gateway import frames, prompts
 from llumsched.gateway.body import Body, Head
 from llumsched.gateway.continuable import outline
 from llumsched.gateway.errors import InvalidRequest
-from llumsched.gateway.frames import Answer, Job, Settings, Task
+from llumsched.gateway.frames import CLOCK_PER_CPU, Answer, Job, Settings, Task
 
 if TYPE_CHECKING:
     from llumsched.gateway.model_tokenizer import ModelTokenizer
 
-_CLOCK_PER_CPU: Final = 4
 _MOST_TOLD_CHARACTERS: Final = 256
 """Characters told of a field of the head that is of no known size."""
 _MOST_TOLD_BITS: Final = 63
@@ -111,7 +110,7 @@ def _work(connection: socket.socket, tokenizers: dict[str, ModelTokenizer]) -> N
 def _limit(cpu_s: float) -> None:
     """Limits the time of a job; 0: no limit."""
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
-    signal.setitimer(signal.ITIMER_REAL, cpu_s * _CLOCK_PER_CPU)
+    signal.setitimer(signal.ITIMER_REAL, cpu_s * CLOCK_PER_CPU)
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> bytearray:

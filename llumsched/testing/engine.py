@@ -115,9 +115,9 @@ class SimulatedEngine:
         self.num_preemptions = 0
         self.step_id = 0
         self.update_id = 0
-        self.frozen = asyncio.Event()
+        self.goes_on = asyncio.Event()
         """Set while the engine makes steps; cleared while it stands still."""
-        self.frozen.set()
+        self.goes_on.set()
         self.step_began_s: float | None = None
         self._arrivals: deque[tuple[float, str]] = deque()
         self._changed = changed
@@ -166,11 +166,11 @@ class SimulatedEngine:
             if not self.requests:
                 self._work.clear()
                 await self._work.wait()
-            await self.frozen.wait()
+            await self.goes_on.wait()
             self.step_began_s = time.monotonic()
             decoding, prefills = self._schedule()
             await asyncio.sleep(self._duration_s(len(decoding), sum(prefills.values())))
-            await self.frozen.wait()
+            await self.goes_on.wait()
             self._finish_step(decoding, prefills)
             self.step_began_s = None
 

@@ -94,11 +94,11 @@ class SimulatedInstance:
 
     def hang(self) -> None:
         """Stops the engine's loop; its llumlet lives, and says so."""
-        self.engine.frozen.clear()
+        self.engine.goes_on.clear()
         self.engine.note_change()
 
     def resume(self) -> None:
-        self.engine.frozen.set()
+        self.engine.goes_on.set()
         self.engine.note_change()
 
     def slow_down(self, times: float) -> None:

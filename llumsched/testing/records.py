@@ -62,7 +62,7 @@ def status_of(agent: SimulatedAgent) -> InstanceStatus:
     uncomputed_waiting = sum(each.num_tokens - each.num_computed for each in waiting)
     uncomputed_running = sum(each.num_tokens - each.num_computed for each in prefills)
     loop_age_s = time.monotonic() - engine.step_began_s if engine.step_began_s is not None else 0.0
-    hung = not engine.frozen.is_set() and loop_age_s > _HUNG_S
+    hung = not engine.goes_on.is_set() and loop_age_s > _HUNG_S
     return InstanceStatus(
         instance_id=agent.id,
         incarnation=agent.incarnation,

@@ -30,9 +30,9 @@ from tests.frontend.fakes import (
     until,
 )
 from vllm_llumnix import hooks
-from vllm_llumnix.config import CONFIG_VARIABLE
 from vllm_llumnix.errors import ConfigError
 from vllm_llumnix.frontend.client import LlumnixClientMixin, llumnix_client_class
+from vllm_llumnix.switch import CONFIG_VARIABLE
 
 CLASSES = [AsyncMPClient, DPAsyncMPClient, DPLBAsyncMPClient]
 

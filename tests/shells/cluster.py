@@ -41,11 +41,12 @@ from tests.frontend.fakes import close_client, new_client, request
 from tests.shells.engine import NO_MESSAGE, Engine, engine_config
 from tests.shells.model import BLOCK_SIZE, FIRST_TOKEN, NUM_TOKENS, Reference, cells_of
 from tests.shells.network import Network, RelayProxy
-from vllm_llumnix.config import CONFIG_VARIABLE, LlumletConfig
+from vllm_llumnix.config import LlumletConfig
 from vllm_llumnix.engine import agent as agent_module
 from vllm_llumnix.engine import claims, migrations, progress
 from vllm_llumnix.engine import relay as engine_relay
 from vllm_llumnix.frontend import origin as origin_shell
+from vllm_llumnix.switch import CONFIG_VARIABLE
 
 T = TypeVar("T")
 

@@ -33,6 +33,7 @@ from vllm_llumnix.kv.seams import SEAMS as KV_SEAMS
 from vllm_llumnix.kv.worker import KV_TAG, start_mover
 from vllm_llumnix.patching import state
 from vllm_llumnix.step_record import StepRecord
+from vllm_llumnix.switch import CONFIG_VARIABLE
 
 logger = logging.getLogger("vllm.llumnix")
 
@@ -44,7 +45,7 @@ def attach(engine: Engine) -> EngineLoop:
     """
     config = llumlet_config.current()
     if config is None:
-        raise ConfigError([f"{llumlet_config.CONFIG_VARIABLE} is not set"])
+        raise ConfigError([f"{CONFIG_VARIABLE} is not set"])
     config = config.for_rank(engine.engine_index)
     require(engine)
     _check_workers(engine)

@@ -32,6 +32,7 @@ from vllm_llumnix.errors import ConfigError
 from vllm_llumnix.frontend import attempts
 from vllm_llumnix.frontend.origin import OriginShell
 from vllm_llumnix.frontend.seams import SEAMS
+from vllm_llumnix.switch import CONFIG_VARIABLE
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -65,7 +66,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         settings = config.current()
         if settings is None:
-            raise ConfigError([f"{config.CONFIG_VARIABLE} is not set"])
+            raise ConfigError([f"{CONFIG_VARIABLE} is not set"])
         self.origin = OriginShell(self, vllm_config, settings)
         self._input_sessions: set[str] = set()
         super().__init__(vllm_config, *args, **kwargs)

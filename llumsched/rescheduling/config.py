@@ -16,7 +16,14 @@ from llumsched.cluster.domains import FailoverDomain
 from llumsched.policy.metrics import metric_fault
 from llumsched.rescheduling.moves import AS_NEEDED, Selection
 
-POLICIES: Final = ("decode_load", "neutral_load", "prefill_failover", "decode_failover", "neutral_failover")
+POLICIES: Final = (
+    "decode_load",
+    "neutral_waiting",
+    "neutral_load",
+    "prefill_failover",
+    "decode_failover",
+    "neutral_failover",
+)
 SHORTEST_AS_NEEDED: Final = Selection(Unit.TOKEN, Order.SR, AS_NEEDED)
 
 

@@ -83,8 +83,14 @@ def _metric_balance(
     return MetricBalancePairs(metric, number(threshold), number(difference), Scope(scope), selection)
 
 
+def _queue_balance(metric: Metric) -> MetricBalancePairs:
+    """First come, and one at a time: it queues again where it comes, and several would often have to move on."""
+    return MetricBalancePairs(metric, selection=Selection(Unit.NUM_REQ, Order.FCW, 1.0))
+
+
 _SELECTORS: Final[Mapping[str, Maker]] = {
     MetricBalancePairs.name: _metric_balance,
+    "queueBalanceSelector": _queue_balance,
     RoundRobinPairs.name: RoundRobinPairs,
 }
 

@@ -59,6 +59,26 @@ def test_a_threshold_of_one_balances_only_what_is_full() -> None:
     assert pairs(planned([instance("a", 1.0), instance("b")], balancing(threshold=1.0))) == [("a", "b")]
 
 
+def test_what_waits_for_room_goes_one_by_one_to_where_there_is_some() -> None:
+    config = Config(policies=("neutral_waiting",))
+    queue = {
+        "num_waiting_requests": 3,
+        "num_uncomputed_tokens_all_waiting_prefills": 24_000,
+        "num_unallocated_tokens_all_waiting_requests": 30_000,
+    }
+    room = instance("room", 0.5)
+    [move] = planned([instance("full", 0.9, **queue), room], config).moves
+    assert (move.source, move.destination) == ("full", "room")
+    assert move.selection == Selection(Unit.NUM_REQ, Order.FCW, 1)
+    assert move.expected_tokens == 10_000
+    assert move.cost == 0
+    # The same queue where it fits waits for a step, not for room.
+    assert not planned([instance("soon", 0.6, **queue), room], config).moves
+    nowhere = planned([instance("full", 0.9, **queue), instance("other", 0.95)], config)
+    assert not nowhere.moves
+    assert nowhere.results[0].refused == {"no_room": 1}
+
+
 def test_an_instance_that_a_foreign_metric_cannot_measure_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long does one pass of the rescheduler take, from the view to the moves?
 
-Every instance has reported since the last pass, a tenth of them is hot, a hundredth sick. `measure_pass` is used by
-`benchmarks.scheduler`; alone, it prints a table and a line of JSON for each size.
+Every instance has reported since the last pass. In an uneven cluster a tenth of them is hot and a hundredth sick; in an
+even one no move is worth its cost, and all the same a pass has to find that out. `measure_pass` is used by
+`benchmarks.scheduler`; alone, it prints a table and a line of JSON for each size and cluster.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -28,6 +30,7 @@ from llumsched.rescheduling.policies import ReschedulingPolicy, load_policies
 from tests.support.progress import saying
 
 CAPACITY = 400_000
+NUM_RUNNING = 80
 PASSES = 50
 
 
@@ -36,8 +39,8 @@ def measure_pass(num_instances: int, passes: int = PASSES) -> float:
     return statistics.quantiles(_durations_ms(num_instances, passes), n=100)[98]
 
 
-def _durations_ms(num_instances: int, passes: int) -> list[float]:
-    config, view = Config(), _cluster(num_instances)
+def _durations_ms(num_instances: int, passes: int, *, even: bool = False) -> list[float]:
+    config, view = Config(), _cluster(num_instances, even)
     table, history, policies = standard_table(InFlight()), History(config), load_policies(config)
     view.observe(table)
     durations = []
@@ -45,7 +48,7 @@ def _durations_ms(num_instances: int, passes: int) -> list[float]:
         began = time.perf_counter()
         made = _pass(view, table, policies, config, history)
         durations.append((time.perf_counter() - began) * 1000)
-        assert made.moves, "a pass that finds nothing is no measure"
+        assert bool(made.moves) is not even, "the cluster is not what it is meant to be"
     return durations
 
 
@@ -59,7 +62,7 @@ def _pass(
     return plan(table.snapshot(), policies, history, config, now_s)
 
 
-def _cluster(num_instances: int) -> View:
+def _cluster(num_instances: int, even: bool) -> View:
     view, chance = View(), random.Random(num_instances)
     for number in range(num_instances):
         name = f"instance-{number:05}"
@@ -77,16 +80,19 @@ def _cluster(num_instances: int) -> View:
                 max_migrations_out=4,
             )
         )
-        load = chance.uniform(0.8, 0.95) if number % 10 == 0 else chance.uniform(0.1, 0.6)
+        if even:
+            load = chance.uniform(0.48, 0.5)
+        else:
+            load = chance.uniform(0.8, 0.95) if number % 10 == 0 else chance.uniform(0.1, 0.6)
         tokens = round(load * CAPACITY)
         view.put_status(
             InstanceStatus(
                 instance_id=name,
-                schedulable=number % 100 != 99,
+                schedulable=even or number % 100 != 99,
                 timestamp_ms=1,
                 update_id=1,
-                num_running_requests=80,
-                scheduler_running_to_decode_requests_num=80,
+                num_running_requests=NUM_RUNNING,
+                scheduler_running_to_decode_requests_num=NUM_RUNNING,
                 scheduler_running_to_decode_tokens_num=tokens,
                 num_total_gpu_tokens=CAPACITY,
                 num_used_gpu_tokens=tokens,
@@ -99,15 +105,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", type=int, nargs="+", default=[10, 100, 1000])
     arguments = parser.parse_args()
-    table = Table("instances", "median ms", "p99 ms", title="one rescheduling pass")
+    table = Table("instances", "cluster", "median ms", "p99 ms", title="one rescheduling pass")
     results = []
     with saying("passes") as say:
-        for number in arguments.instances:
-            say(f"passes over {number} instances")
-            durations = _durations_ms(number, PASSES)
+        for number, even in itertools.product(arguments.instances, (False, True)):
+            cluster = "even" if even else "uneven"
+            say(f"passes over {number} instances, {cluster}")
+            durations = _durations_ms(number, PASSES, even=even)
             median, p99 = statistics.median(durations), statistics.quantiles(durations, n=100)[98]
-            table.add_row(str(number), f"{median:.2f}", f"{p99:.2f}")
-            results.append({"bench": "reschedule_pass", "instances": number, "median_ms": median, "p99_ms": p99})
+            table.add_row(str(number), cluster, f"{median:.2f}", f"{p99:.2f}")
+            results.append(
+                {
+                    "bench": "reschedule_pass",
+                    "instances": number,
+                    "cluster": cluster,
+                    "median_ms": median,
+                    "p99_ms": p99,
+                }
+            )
     Console(stderr=True).print(table)
     for result in results:
         print(json.dumps(result))

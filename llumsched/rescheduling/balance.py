@@ -35,7 +35,11 @@ from llumsched.rescheduling.pairs import Ends
 _TRIES_PER_MOVE = 4
 """Sources that are looked at for each move that a pass may make: when the hottest do not pay, others hardly do."""
 _DESTINATIONS_PER_SOURCE = 4
-"""Destinations of each source that are weighed: when the coldest that may be used do not pay, others hardly do."""
+"""Destinations of each source that are looked at."""
+_OF_THE_SOURCE = frozenset({"below_threshold", "not_worth_it"})
+"""Faults with the coldest destination that is permitted which others have as well: they are less cold."""
+_MOST_IN_VAIN = 8
+"""Sources in a row of which none has anything to give that pays: those that follow are less hot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,7 @@ class _Balancing:
         if not self.rule.metric.is_share:
             self.scale = max(float(load[sources].max(initial=0.0)), 1.0)
         most_room = float(draft.free_tokens[coldest].max(initial=0.0))
-        tries = draft.room * _TRIES_PER_MOVE
+        tries, in_vain = draft.room * _TRIES_PER_MOVE, 0
         for source in hottest:
             if draft.room <= 0 or tries <= 0:
                 break
@@ -114,16 +118,20 @@ class _Balancing:
             if self._mean_request(source).tokens > most_room:
                 draft.refused["no_room"] += int(np.count_nonzero(load[coldest] < load[source]))
                 continue
-            self._find_one_for(source, coldest)
+            in_vain = in_vain + 1 if self._find_one_for(source, coldest) else 0
+            if in_vain >= _MOST_IN_VAIN:
+                break
 
-    def _find_one_for(self, source: int, coldest: Rows) -> None:
+    def _find_one_for(self, source: int, coldest: Rows) -> str:
+        """What is wrong with the source; empty if nothing is, whether or not there is a destination for it."""
         for destination in islice(self._permitted(source, coldest), _DESTINATIONS_PER_SOURCE):
             fault = self._move(source, destination)
             if not fault:
-                return
+                return ""
             self.draft.refused[fault] += 1
-            if fault == "below_threshold":
-                return  # with others the difference is smaller still
+            if fault in _OF_THE_SOURCE:
+                return fault
+        return ""
 
     def _in_use(self, destinations: Rows) -> Rows:
         """Destinations without those that nobody is to use now."""

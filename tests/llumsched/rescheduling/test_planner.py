@@ -79,6 +79,14 @@ def test_what_waits_for_room_goes_one_by_one_to_where_there_is_some() -> None:
     assert nowhere.results[0].refused == {"no_room": 1}
 
 
+def test_in_an_even_cluster_a_pass_gives_up_soon() -> None:
+    """All pairs would be weighed otherwise, for nothing, in every pass."""
+    cluster = [instance(f"i{number:03}", 0.5 + number * 1e-5) for number in range(200)]
+    made = planned(cluster, balancing())
+    assert not made.moves
+    assert made.results[0].refused == {"not_worth_it": 8}
+
+
 def test_an_instance_that_a_foreign_metric_cannot_measure_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,7 +122,7 @@ class Config:
     )
 
     horizon_s: float = rescheduling.setting(
-        2.0,
+        10.0,
         kinds.seconds(above=0),
         "how long a better balance counts when it is weighed against a move's cost; more means more moves",
     )

@@ -37,6 +37,8 @@ class Cadence:
     tokens_s: float = 0.1
     """After which a change that is only tokens is told."""
     keepalive_s: float = 1.0
+    late_s: float = 0.0
+    """How much longer than a hop a status is on its way: the scheduler sees what was so long ago."""
 
 
 class Member:
@@ -75,6 +77,7 @@ class Member:
         self.llumlet = Address(self.metadata.ip, self.metadata.llumlet_port)
         self._tell = tell
         self._hop_ps = round(cadence.hop_s * PS)
+        self._told_after_ps = self._hop_ps + round(cadence.late_s * PS)
         self._push_interval_ps = max(round(cadence.push_interval_s * PS), 2 * self._hop_ps)
         self._tokens_ps = round(cadence.tokens_s * PS)
         self._keepalive_ps = round(cadence.keepalive_s * PS)
@@ -131,7 +134,7 @@ class Member:
         self._pushed_ps = now_ps
         self.engine.advance(now_ps)
         status = self.status(now_ps)
-        self.loop.at(now_ps + self._hop_ps, lambda _: self._tell(status))
+        self.loop.at(now_ps + self._told_after_ps, lambda _: self._tell(status))
 
     def _tick(self, now_ps: int) -> None:
         if not self.is_alive:

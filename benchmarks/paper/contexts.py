@@ -2,44 +2,48 @@
 """Does a move's stall stay flat when contexts are long, and do the requests that stay notice it?
 
 Prompts of one length each, on H100s with a model that takes 128k tokens; the same share of time goes into prefills at
-all lengths. Copies share links, and do not slow down the engines' steps: what moves do to others here is by way of
-batches.
+all lengths. Balancing moves few of the longest ones, as each is a large part of an instance; so there is a third case,
+in which one of the instances is drained again and again, and everything leaves it. Copies share links, and do not slow
+down the engines' steps: what moves do to others here is by way of batches.
 """
 
 from __future__ import annotations
 
-import itertools
 from typing import Final
 
 from benchmarks.paper.lab import Lab, Run
 from benchmarks.simulated import Load
 from llumsched.simulator import PS
+from llumsched.simulator.cluster import Happening, What
 from llumsched.simulator.lengths import LENGTHS, Lengths
 from llumsched.simulator.step_model import Hardware, load_hardware, pairs
 
 _INSTANCES: Final = 4
 _PREFILL_SHARE: Final = 0.3
 """Of an instance's time."""
+_DRAINS: Final = 10
 
 
 def play(lab: Lab) -> None:
     hardware = load_hardware("h100-llama-8b")
-    outcomes = lab.play(
-        Run(
-            labels={"context": length, "setting": setting.name},
-            load=Load(
-                lengths=(Lengths(length, (length,) * 6), LENGTHS["sharegpt-out"]),
-                rate=_INSTANCES * _PREFILL_SHARE / _prefill_s(hardware, length),
-                num_requests=lab.requests(1_000),
-            ),
-            setting=setting,
-            instances=_INSTANCES,
-            hardware=hardware,
-        )
-        for length, setting in itertools.product(
-            lab.cells(1_000, 16_000, 32_000, 64_000, 124_000), lab.compared("load-balance", "load-balance+moves")
-        )
-    )
+    runs = []
+    for length in lab.cells(1_000, 16_000, 32_000, 64_000, 124_000):
+        rate = _INSTANCES * _PREFILL_SHARE / _prefill_s(hardware, length)
+        lengths = Lengths(length, (length,) * 6), LENGTHS["sharegpt-out"]
+        load = Load(lengths=lengths, rate=rate, num_requests=lab.requests(1_000))
+        for setting in lab.compared("load-balance", "load-balance+moves"):
+            for has_drains in (False, True)[: 1 + (setting.rescheduling is not None)]:
+                runs.append(
+                    Run(
+                        labels={"context": length, "setting": setting.name, "drains": has_drains},
+                        load=load,
+                        setting=setting,
+                        instances=_INSTANCES,
+                        hardware=hardware,
+                        happenings=_drains(load.num_requests / rate) if has_drains else (),
+                    )
+                )
+    outcomes = lab.play(runs)
     lab.table(
         outcomes,
         {
@@ -57,6 +61,16 @@ def play(lab: Lab) -> None:
             "tpot_p99_s": "TPOT p99",
         },
     )
+
+
+def _drains(seconds: float) -> list[Happening]:
+    """Of the last instance; half of the time it is there."""
+    period_s = seconds / (_DRAINS + 1)
+    return [
+        Happening((number + half) * period_s, what, _INSTANCES - 1)
+        for number in range(1, _DRAINS + 1)
+        for half, what in ((0.0, What.STOP), (0.5, What.START))
+    ]
 
 
 def _prefill_s(hardware: Hardware, length: int) -> float:

@@ -33,6 +33,7 @@ INFAAS_MEMORY: Final = f"infaas-memory={HERE / 'infaas-memory.yaml'}"
 PACKING: Final = f"packing={HERE / 'packing.yaml'}"
 """Settings of the paper's baselines."""
 QUICK_REQUESTS: Final = 1_500
+_WIDTH: Final = 200
 
 Measure = Callable[[Metrics, Sequence[RequestRecord]], Mapping[str, float]]
 """Numbers beside those of the summary. Of a module, so that it can go to another process."""
@@ -183,7 +184,7 @@ class Lab:
         table = Table("", "paper", "ours", title=f"{self.experiment}: the paper's figures")
         for name, paper, ours in rows:
             table.add_row(name, paper, f"{ours:.3g}")
-        Console(stderr=True).print(table)
+        _show(table)
 
     def table(self, outcomes: Sequence[Outcome], columns: Mapping[str, str]) -> None:
         """A row for each run: its labels, and means over the seeds of `columns`, titles by name."""
@@ -194,7 +195,12 @@ class Lab:
         for outcome in outcomes:
             labels = (f"{one:.4g}" if isinstance(one, float) else str(one) for one in outcome.run.labels.values())
             table.add_row(*labels, *(f"{outcome[name]:.3g}" for name in columns))
-        Console(stderr=True).print(table)
+        _show(table)
+
+
+def _show(table: Table) -> None:
+    # A file has no width of its own.
+    Console(stderr=True, width=None if sys.stderr.isatty() else _WIDTH).print(table)
 
 
 def _play(one: Run, seed: int) -> Played:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much of shared prefixes does a cluster use, and how much of that do moves break?
 
-Mooncake's published trace: half of a prompt's blocks were in an earlier one. Dispatch does not know where a prefix is
-cached; a request that moves takes its blocks along, and destinations do not share them with others.
+Mooncake's published trace, on H100s. Dispatch does not know where a prefix is cached; a request that moves takes its
+blocks along, destinations do not share them with others, and the source keeps them cached as if it had ended there.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from llumsched.simulator.metrics import Metrics, RequestRecord
 from llumsched.simulator.step_model import load_hardware
 
 TRACE: Final = "mooncake_fast25_synthetic.jsonl"
+_INSTANCES: Final = 4
 
 
 def play(lab: Lab) -> None:
@@ -28,15 +29,15 @@ def play(lab: Lab) -> None:
     seconds = lab.seconds or (120.0 if lab.is_quick else None)
     outcomes = lab.play(
         Run(
-            labels={"rate_factor": factor, "caching": has_cache, "setting": setting.name},
-            load=Load(trace=trace, seconds=seconds, rate=None if factor == 1 else factor * 3.907),
+            labels={"caching": has_cache, "setting": setting.name},
+            load=Load(trace=trace, seconds=seconds),
             setting=setting,
-            instances=6,
+            instances=_INSTANCES,
             hardware=replace(hardware, engine=replace(hardware.engine, prefix_caching=has_cache)),
             measure=_measure,
         )
-        for factor, has_cache, setting in itertools.product(
-            (1,), (False, True), lab.compared("round-robin", "load-balance", "load-balance+moves")
+        for has_cache, setting in itertools.product(
+            (False, True), lab.compared("round-robin", "load-balance", "load-balance+moves")
         )
     )
     lab.table(

@@ -77,7 +77,6 @@ class Member:
         self.llumlet = Address(self.metadata.ip, self.metadata.llumlet_port)
         self._tell = tell
         self._hop_ps = round(cadence.hop_s * PS)
-        self._told_after_ps = self._hop_ps + round(cadence.late_s * PS)
         self._push_interval_ps = max(round(cadence.push_interval_s * PS), 2 * self._hop_ps)
         self._tokens_ps = round(cadence.tokens_s * PS)
         self._keepalive_ps = round(cadence.keepalive_s * PS)
@@ -86,7 +85,10 @@ class Member:
         self._pushed_ps = loop.now_ps
         self._push_waits = False
         self._version = 0
+        self._told_after_ps = self._hop_ps
         self._push(loop.now_ps)
+        # What was said so far is not late: it is what puts an instance into service.
+        self._told_after_ps += round(cadence.late_s * PS)
         self._tick(loop.now_ps)
 
     def add(self, request: EngineRequest, now_ps: int) -> None:

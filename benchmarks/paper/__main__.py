@@ -5,6 +5,8 @@
     python -m benchmarks.paper serving --jobs 2 --settings round-robin infaas=benchmarks/paper/infaas.yaml \\
         load-balance 'mine=load-balance+moves --rescheduling-policies neutral_load,mine.yaml'
     python -m benchmarks.paper prefixes scale --traces DIR
+
+Tables go to stderr, as Markdown if that is a file; a line of JSON for each run goes to stdout.
 """
 
 from __future__ import annotations

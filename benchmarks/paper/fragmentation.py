@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from typing import Final
 
-from benchmarks.paper.lab import INFAAS, PACKING, Lab, Run, ratio
+from benchmarks.paper.lab import INFAAS, INFAAS_MOVES, PACKING, PACKING_MOVES, Lab, Run, ratio
 from benchmarks.simulated import MOVES, Load
 from llumsched.simulator.lengths import LENGTHS, Lengths
 
@@ -19,11 +19,11 @@ _INPUTS: Final = Lengths(512, (8, 55, 582, 3113, 4096, 4096))
 
 
 def play(lab: Lab) -> None:
-    settings = lab.compared(INFAAS, INFAAS + MOVES, "load-balance", f"load-balance{MOVES}", PACKING, PACKING + MOVES)
+    settings = lab.compared(INFAAS, INFAAS_MOVES, "load-balance", f"load-balance{MOVES}", PACKING, PACKING_MOVES)
     rates = lab.cells(1.1, 1.3, 1.5)
     outcomes = lab.play(
         Run(
-            labels={"rate": rate, "setting": setting.name, "moves": setting.rescheduling is not None},
+            labels={"rate": rate, "setting": setting.name},
             load=Load(lengths=(_INPUTS, LENGTHS["medium"]), rate=rate, num_requests=lab.requests(5_000)),
             setting=setting,
             instances=4,
@@ -45,7 +45,7 @@ def play(lab: Lab) -> None:
     )
     found = {tuple(outcome.run.labels.values()): outcome for outcome in outcomes}
     for rate in rates:
-        balance, packing = found.get((rate, "infaas", False)), found.get((rate, "packing", False))
+        balance, packing = found.get((rate, "infaas")), found.get((rate, "packing"))
         if balance is not None and packing is not None:
             ttft = ratio(balance["ttft_p99_s"], packing["ttft_p99_s"])
             preempted = ratio(packing["preempted_share"], balance["preempted_share"])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import multiprocessing
+import shlex
 import statistics
 import sys
 import time
@@ -16,10 +17,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.simulated import Load, Setting, read_setting, showing
+from benchmarks.simulated import MOVES, Load, Setting, read_setting, showing
 from llumsched.simulator.cluster import ClusterConfig, Happening, run
 from llumsched.simulator.control import ControlConfig
 from llumsched.simulator.member import Cadence
@@ -28,10 +30,20 @@ from llumsched.simulator.step_model import Hardware, load_hardware
 from tests.support.report import print_json
 
 HERE: Final = Path(__file__).parent
-INFAAS: Final = f"infaas={HERE / 'infaas.yaml'}"
-INFAAS_MEMORY: Final = f"infaas-memory={HERE / 'infaas-memory.yaml'}"
-PACKING: Final = f"packing={HERE / 'packing.yaml'}"
-"""Settings of the paper's baselines."""
+
+
+def _own(name: str) -> str:
+    """A setting of a policy beside this file."""
+    path = shlex.quote(f"{HERE / name.removesuffix(MOVES)}.yaml")
+    return f"{name}={path}{MOVES if name.endswith(MOVES) else ''}"
+
+
+INFAAS: Final = _own("infaas")
+INFAAS_MOVES: Final = _own(f"infaas{MOVES}")
+INFAAS_MEMORY: Final = _own("infaas-memory")
+PACKING: Final = _own("packing")
+PACKING_MOVES: Final = _own(f"packing{MOVES}")
+"""Settings of the paper's baselines, and what moves make of them."""
 QUICK_REQUESTS: Final = 1_500
 _WIDTH: Final = 200
 
@@ -183,7 +195,7 @@ class Lab:
         """`rows`: what it is, what the paper says of it, and what was measured here."""
         table = Table("", "paper", "ours", title=f"{self.experiment}: the paper's figures")
         for name, paper, ours in rows:
-            table.add_row(name, paper, f"{ours:.3g}")
+            table.add_row(name, paper, _shown(ours))
         _show(table)
 
     def table(self, outcomes: Sequence[Outcome], columns: Mapping[str, str]) -> None:
@@ -193,14 +205,23 @@ class Lab:
         seeds = f"; means of {self.num_seeds} seeds" if self.num_seeds > 1 else ""
         table = Table(*outcomes[0].run.labels, *columns.values(), title=f"{self.experiment}{seeds}")
         for outcome in outcomes:
-            labels = (f"{one:.4g}" if isinstance(one, float) else str(one) for one in outcome.run.labels.values())
-            table.add_row(*labels, *(f"{outcome[name]:.3g}" for name in columns))
+            table.add_row(*map(_shown, (*outcome.run.labels.values(), *(outcome[name] for name in columns))))
         _show(table)
 
 
 def _show(table: Table) -> None:
-    # A file has no width of its own.
-    Console(stderr=True, width=None if sys.stderr.isatty() else _WIDTH).print(table)
+    """For people; in a file, which has no width of its own, as Markdown."""
+    if sys.stderr.isatty():
+        Console(stderr=True).print(table)
+    else:
+        table.box = box.MARKDOWN
+        Console(stderr=True, width=_WIDTH).print(table)
+
+
+def _shown(value: object) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _play(one: Run, seed: int) -> Played:

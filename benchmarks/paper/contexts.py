@@ -47,7 +47,7 @@ def play(lab: Lab) -> None:
     lab.table(
         outcomes,
         {
-            "rate": "rate",
+            "real_rate": "rate",
             "kv_used": "KV used",
             "moves": "moves",
             "move_p50_s": "move p50",

@@ -88,7 +88,7 @@ class Run:
         cpu_s = time.process_time() - began_s
         numbers = summary.to_dict() | {
             "cpu_s": round(cpu_s, 2),
-            "rate": len(arrivals) / max(arrivals[-1].at_s, 1e-9),
+            "real_rate": len(arrivals) / max(arrivals[-1].at_s, 1e-9),
             "moves_per_instance_hour": 3600 * summary.moves / max(summary.instance_s, 1e-9),
             "speed": summary.virtual_s / max(cpu_s, 1e-9),
         }
@@ -103,7 +103,7 @@ class Played:
     run: Run
     seed: int
     numbers: Mapping[str, float]
-    """Of `Summary`, of the run's own measure, `cpu_s`, and the `rate` that it really had."""
+    """Of `Summary`, of the run's own measure, `cpu_s`, and the rate that it really had."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ def play(lab: Lab) -> None:
     lab.table(
         outcomes,
         {
-            "rate": "rate",
+            "real_rate": "rate",
             "ttft_p50_s": "TTFT p50",
             "ttft_p99_s": "p99",
             "tpot_p99_s": "TPOT p99",

@@ -22,15 +22,17 @@ _INSTANCES: Final = 4
 _PREFILL_SHARE: Final = 0.3
 """Of an instance's time."""
 _DRAINS: Final = 10
+_LEAST_S: Final = 900.0
+"""That a run takes: a drained instance needs a minute to come back."""
 
 
 def play(lab: Lab) -> None:
     hardware = load_hardware("h100-llama-8b")
     runs = []
-    for length in lab.cells(1_000, 16_000, 32_000, 64_000, 124_000):
+    for length in lab.cells(4_000, 16_000, 32_000, 64_000, 124_000):
         rate = _INSTANCES * _PREFILL_SHARE / _prefill_s(hardware, length)
         lengths = Lengths(length, (length,) * 6), LENGTHS["sharegpt-out"]
-        load = Load(lengths=lengths, rate=rate, num_requests=lab.requests(1_000))
+        load = Load(lengths=lengths, rate=rate, num_requests=lab.requests(max(1_000, round(rate * _LEAST_S))))
         for setting in lab.compared("load-balance", "load-balance+moves"):
             for has_drains in (False, True)[: 1 + (setting.rescheduling is not None)]:
                 runs.append(

@@ -20,7 +20,7 @@ _INPUTS: Final = Lengths(512, (8, 55, 582, 3113, 4096, 4096))
 
 def play(lab: Lab) -> None:
     settings = lab.compared(INFAAS, INFAAS_MOVES, "load-balance", f"load-balance{MOVES}", PACKING, PACKING_MOVES)
-    rates = lab.cells(1.1, 1.3, 1.5)
+    rates = lab.cells(1.1, 1.3, 1.5, 1.7)
     outcomes = lab.play(
         Run(
             labels={"rate": rate, "setting": setting.name},

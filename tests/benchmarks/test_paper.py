@@ -52,7 +52,7 @@ def traces(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", paper.EXPERIMENTS)
 def test_an_experiment_says_what_it_played(name: str, play: Play, traces: Path) -> None:
-    rows, said = play(name, "--quick", "--requests", "20", "--traces", str(traces))
+    rows, said = play(name, "--quick", "--requests", "12", "--traces", str(traces))
     assert rows
     assert {(row["bench"], row["experiment"], row["seed"]) for row in rows} == {("paper", name, 0)}
     assert all(row["num_finished"] == row["num_requests"] > 0 for row in rows)
@@ -91,7 +91,7 @@ def test_one_instance_with_memory_to_spare_preempts(play: Play) -> None:
 
 
 def test_packed_instances_preempt_more(play: Play) -> None:
-    rows, _ = play("fragmentation", "--requests", "500", "--settings", INFAAS, PACKING)
+    rows, _ = play("fragmentation", "--quick", "--requests", "400", "--settings", INFAAS, PACKING)
     preempted = {(row["rate"], row["setting"]): row["preempted_share"] for row in rows}
     rates = {rate for rate, _ in preempted}
     assert len(rates) > 1

@@ -48,6 +48,8 @@ EXPERIMENTS: Final[dict[str, Callable[[Lab], None]]] = {
 def main() -> None:
     parser = _parser()
     args = parser.parse_args()
+    if unknown := sorted(set(args.experiments) - set(EXPERIMENTS)):
+        parser.error(f"unknown {', '.join(unknown)}; known: {', '.join(EXPERIMENTS)}")
     try:
         settings = [read_setting(text) for text in args.settings]
     except ValueError as error:

@@ -59,6 +59,12 @@ def test_an_experiment_says_what_it_played(name: str, play: Play, traces: Path) 
     assert name in said
 
 
+@pytest.mark.parametrize("arguments", [["perpetuum-mobile"], ["bursts", "--settings", "perpetuum-mobile"]])
+def test_what_is_unknown_is_refused(arguments: list[str], play: Play) -> None:
+    with pytest.raises(SystemExit):
+        play(*arguments)
+
+
 def test_without_a_trace_its_experiments_are_left_out(play: Play, tmp_path: Path) -> None:
     rows, said = play("prefixes", "scale", "--traces", str(tmp_path))
     assert rows == []

@@ -106,7 +106,7 @@ def test_packed_instances_preempt_more(play: Play) -> None:
 
 
 def test_late_statuses_need_an_account(play: Play) -> None:
-    rows, _ = play("staleness", "--quick", "--requests", "300", "--settings", "load-balance")
+    rows, _ = play("staleness", "--quick", "--requests", "300", "--settings", INFAAS)
     ttft_p99_s = {(row["late_s"], row["account"]): row["ttft_p99_s"] for row in rows}
     late_s = max(late_s for late_s, _ in ttft_p99_s)
     assert ttft_p99_s[late_s, False] > 1.5 * ttft_p99_s[late_s, True]

@@ -13,35 +13,25 @@ of production, on a virtual clock. Several settings are played with the same req
 from __future__ import annotations
 
 import argparse
-import random
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from llumlet import setting_sources, settings
-from llumsched.policy.reader import built_in_policies
-from llumsched.rescheduling import arguments as rescheduling
-from llumsched.rescheduling.config import Config as ReschedulingConfig
+from benchmarks.simulated import MOVES, NOTATION, SETTING_HELP, Load, add_rescheduling, read_setting, showing
 from llumsched.simulator.cluster import ClusterConfig, Happening, What, run
 from llumsched.simulator.control import ControlConfig
-from llumsched.simulator.lengths import LENGTHS, PAIRS
+from llumsched.simulator.lengths import PAIRS
 from llumsched.simulator.member import Cadence
 from llumsched.simulator.metrics import Metrics, Slo, Summary
 from llumsched.simulator.step_model import built_in_hardware, load_hardware
-from llumsched.simulator.workload import Arrival, assigned, clipped, made_up, prioritized, read_trace, scaled
 from tests.support.report import add_json, print_json
 
-_RESCHEDULING: Final = (rescheduling.Switches, ReschedulingConfig)
-MOVES: Final = "+moves"
-"""At the end of a setting: with the rescheduler."""
 _HAPPENS: Final = {
     What.FAIL: "it dies then",
     What.STOP: "it is drained",
@@ -55,6 +45,7 @@ _ROWS: Final = (
     ("gap p99, all tokens", "gap_p99_s"),
     ("gap p99.9, all tokens", "gap_p999_s"),
     ("request, mean", "e2e_mean_s"),
+    ("request p99", "e2e_p99_s"),
     ("lost to preemption, mean of requests", "preemption_loss"),
     ("requests preempted, share", "preempted_share"),
     ("computed again, share of tokens", "recompute_share"),
@@ -73,32 +64,28 @@ _ROWS: Final = (
 def main() -> None:
     parser = _parser()
     args = parser.parse_args()
-    reading = setting_sources.read("rescheduler", _RESCHEDULING, args, environ={})
-    _, moves = rescheduling.prepare(reading)
-    if reading.faults:
-        parser.error("; ".join(reading.faults))
     try:
-        arrivals = _arrivals(args)
+        settings = [read_setting(text, args) for text in args.settings]
+        arrivals = _load(args).arrivals(load_hardware(args.hardware).engine)
         config = _config(args)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     results: list[tuple[str, Summary, Metrics]] = []
     rows: list[dict[str, Any]] = []
-    for setting in args.settings:
-        policy, has_moves = setting.removesuffix(MOVES), setting.endswith(MOVES)
-        control = replace(config.control, policy=policy, rescheduling=moves if has_moves else None)
-        with _records(args.records, setting) as records, _showing(setting, arrivals) as progress:
+    for setting in settings:
+        control = replace(config.control, policy=setting.policy, rescheduling=setting.rescheduling)
+        with _records(args.records, setting.name) as records, showing(setting.name, len(arrivals)) as progress:
             began_s, began_cpu_s = time.perf_counter(), time.process_time()
             summary, metrics = run(replace(config, control=control), arrivals, records, progress)
             wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
-        results.append((setting, summary, metrics))
+        results.append((setting.name, summary, metrics))
         rows.append(
             {
                 "bench": "cluster",
                 "trace": args.trace.name if args.trace else args.lengths,
                 "instances": sum(number for _, _, number in config.groups),
                 "rate": round(len(arrivals) / max(arrivals[-1].at_s, 1e-9), 4),
-                "policy": setting,
+                "policy": setting.name,
                 **summary.to_dict(),
                 "wall_s": round(wall_s, 3),
                 "cpu_s": round(cpu_s, 3),
@@ -151,8 +138,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     control = parser.add_argument_group("scheduler")
     control.add_argument(
-        "--settings", nargs="+", default=["load-balance", f"load-balance{MOVES}"], metavar="POLICY[+moves]",
-        help=f"{', '.join(built_in_policies())}, or a .yaml file; +moves adds the rescheduler",
+        "--settings", nargs="+", default=["load-balance", f"load-balance{MOVES}"], metavar=NOTATION,
+        help=SETTING_HELP,
     )  # fmt: skip
     output = parser.add_argument_group("output")
     output.add_argument("--slo-ttft-s", type=float, default=Slo().ttft_s)
@@ -160,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument("--records", type=Path, metavar="DIR", help="a line of JSON for each request, a file a setting")
     output.add_argument("--plots", type=Path, metavar="DIR", help="PNG; needs matplotlib")
     add_json(output)
-    settings.add_arguments(parser, (ReschedulingConfig,))
+    add_rescheduling(parser)
     return parser
 
 
@@ -169,29 +156,18 @@ def _moment(text: str) -> tuple[float, int]:
     return float(second), int(number)
 
 
-def _arrivals(args: argparse.Namespace) -> list[Arrival]:
-    """Raises ValueError for a load of nothing."""
-    draw = random.Random(args.seed)
-    if args.trace:
-        trace = read_trace(args.trace)
-        if args.seconds:
-            trace = [arrival for arrival in trace if arrival.at_s <= args.seconds]
-        own_rate = len(trace) / max(trace[-1].at_s, 1e-9)
-        arrivals = scaled(trace, args.rate / own_rate, draw) if args.rate else trace
-    else:
-        if not args.rate:
-            raise ValueError("a made-up load needs a --rate")
-        prompts, outputs = PAIRS[args.lengths]
-        arrivals = made_up(args.rate, args.requests, (LENGTHS[prompts], LENGTHS[outputs]), draw, cv=args.cv)
-    engine = load_hardware(args.hardware).engine
-    arrivals = clipped(arrivals, min(engine.max_model_len, engine.num_blocks * engine.block_size))
-    if args.urgent:
-        arrivals = prioritized(arrivals, args.urgent, draw)
-    if args.model:
-        arrivals = assigned(arrivals, {name: weight for name, _, weight in map(_model, args.model)}, draw)
-    if not arrivals:
-        raise ValueError("no request fits an engine")
-    return arrivals
+def _load(args: argparse.Namespace) -> Load:
+    return Load(
+        lengths=args.lengths,
+        num_requests=args.requests,
+        cv=args.cv,
+        trace=args.trace,
+        seconds=args.seconds,
+        rate=args.rate,
+        urgent=args.urgent,
+        models={name: weight for name, _, weight in map(_model, args.model)},
+        seed=args.seed,
+    )
 
 
 def _model(text: str) -> tuple[str, int, float]:
@@ -223,35 +199,6 @@ def _records(directory: Path | None, setting: str) -> Iterator[TextIO | None]:
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / f"{Path(setting).name}.jsonl").open("w") as file:
         yield file
-
-
-@contextmanager
-def _showing(setting: str, arrivals: Sequence[Arrival]) -> Iterator[Callable[[float, int], None]]:
-    """A bar over the requests, on a terminal; a line every now and then elsewhere."""
-    console, began_s = Console(stderr=True, highlight=False), time.perf_counter()
-    if console.is_terminal:
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[speed]}"),
-                   TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
-        with Progress(*columns, console=console) as bar:
-            task = bar.add_task(setting, total=len(arrivals), speed="")
-
-            def show(at_s: float, num_ended: int) -> None:
-                factor = at_s / max(time.perf_counter() - began_s, 1e-9)
-                bar.update(task, completed=num_ended, speed=f"{at_s:6.0f} s, {factor:.1f} x")
-
-            yield show
-        return
-    told_s = began_s
-
-    def say(at_s: float, num_ended: int) -> None:
-        nonlocal told_s
-        now_s = time.perf_counter()
-        if now_s - told_s >= 10:
-            told_s = now_s
-            done, factor = num_ended / len(arrivals), at_s / (now_s - began_s)
-            print(f"{setting}: {done:4.0%}, {at_s:.0f} s, {factor:.1f} x real time", file=sys.stderr, flush=True)
-
-    yield say
 
 
 def _table(results: Sequence[tuple[str, Summary, Metrics]]) -> Table:

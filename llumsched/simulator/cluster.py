@@ -361,9 +361,10 @@ class _Run:
 
     def _move_ended(self, move: OutgoingMove) -> None:
         outcome = move.machine.outcome
-        has_moved = outcome is not None and outcome.reason is None
-        self.metrics.num_moves += has_moved
-        self.metrics.num_moves_failed += not has_moved
+        if outcome is not None and outcome.reason is None:
+            self.metrics.move_s.append(move.seconds)
+        else:
+            self.metrics.num_moves_failed += 1
 
     # Samples
 

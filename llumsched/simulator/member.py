@@ -37,6 +37,8 @@ class Cadence:
     tokens_s: float = 0.1
     """After which a change that is only tokens is told."""
     keepalive_s: float = 1.0
+    late_s: float = 0.0
+    """How much longer than a hop a status is on its way: the scheduler sees what was so long ago."""
 
 
 class Member:
@@ -83,7 +85,10 @@ class Member:
         self._pushed_ps = loop.now_ps
         self._push_waits = False
         self._version = 0
+        self._told_after_ps = self._hop_ps
         self._push(loop.now_ps)
+        # What was said so far is not late: it is what puts an instance into service.
+        self._told_after_ps += round(cadence.late_s * PS)
         self._tick(loop.now_ps)
 
     def add(self, request: EngineRequest, now_ps: int) -> None:
@@ -131,7 +136,7 @@ class Member:
         self._pushed_ps = now_ps
         self.engine.advance(now_ps)
         status = self.status(now_ps)
-        self.loop.at(now_ps + self._hop_ps, lambda _: self._tell(status))
+        self.loop.at(now_ps + self._told_after_ps, lambda _: self._tell(status))
 
     def _tick(self, now_ps: int) -> None:
         if not self.is_alive:

@@ -139,6 +139,7 @@ class Summary:
     tpot_p50_s: float
     tpot_p99_s: float
     e2e_mean_s: float
+    e2e_p99_s: float
     gap_p50_s: float
     gap_p99_s: float
     gap_p999_s: float
@@ -157,6 +158,9 @@ class Summary:
     moves: int
     moves_failed: int
     """Whose request stayed, or ended on the way."""
+    move_p50_s: float
+    """From its beginning until its request's fate is known, of moves whose request changed place; so is the next."""
+    move_p99_s: float
     move_stall_p50_s: float
     move_stall_p99_s: float
     goodput: float
@@ -180,8 +184,8 @@ class Metrics:
     def __init__(self, slo: Slo, records: TextIO | None = None) -> None:
         self.gaps = Gaps()
         self.samples: list[Sample] = []
-        self.move_stalls_s = array("d")
-        self.num_moves = self.num_moves_failed = 0
+        self.move_stalls_s, self.move_s = array("d"), array("d")
+        self.num_moves_failed = 0
         self.ttft_s, self.tpot_s, self.e2e_s = array("d"), array("d"), array("d")
         self.num_refused = self.num_lost = 0
         self._slo = slo
@@ -227,6 +231,7 @@ class Metrics:
             tpot_p50_s=quantile(self.tpot_s, 0.5),
             tpot_p99_s=quantile(self.tpot_s, 0.99),
             e2e_mean_s=_mean(self.e2e_s),
+            e2e_p99_s=quantile(self.e2e_s, 0.99),
             gap_p50_s=self.gaps.quantile(0.5),
             gap_p99_s=self.gaps.quantile(0.99),
             gap_p999_s=self.gaps.quantile(0.999),
@@ -237,8 +242,10 @@ class Metrics:
             cached_share=self._num_cached / max(self._num_prompt, 1),
             fragmentation=_mean([one.fragmented_share for one in samples]),
             kv_used=_mean([one.used_share for one in samples]),
-            moves=self.num_moves,
+            moves=len(self.move_s),
             moves_failed=self.num_moves_failed,
+            move_p50_s=quantile(self.move_s, 0.5),
+            move_p99_s=quantile(self.move_s, 0.99),
             move_stall_p50_s=quantile(self.move_stalls_s, 0.5),
             move_stall_p99_s=quantile(self.move_stalls_s, 0.99),
             goodput=self._num_met / max(last_arrival_s, 1e-9),

@@ -244,6 +244,18 @@ def test_tokens_may_be_told_less_often_than_in_production() -> None:
     assert seldom.gap_p99_s == pytest.approx(often.gap_p99_s, rel=0.1)
 
 
+def test_of_what_is_told_late_the_account_knows() -> None:
+    arrivals = [Arrival(1 + number * 0.2, 500, 100) for number in range(12)]
+
+    def most_at_one(late_s: float, *, account: bool) -> int:
+        control = ControlConfig(rescheduling=None, account=account)
+        _, _, records = played(cluster(4, control=control, cadence=Cadence(late_s=late_s)), arrivals)
+        return max(Counter(one["instances"][0] for one in records).values())
+
+    assert most_at_one(0.0, account=False) == most_at_one(0.0, account=True) == most_at_one(5.0, account=True) == 3
+    assert most_at_one(5.0, account=False) == 12
+
+
 def test_no_move_is_begun_if_none_is_worth_it() -> None:
     control = ControlConfig(rescheduling=ReschedulingConfig(balance_threshold=2.0))
     summary, _, _ = played(cluster(4, control=control), load(4, 60))

@@ -34,7 +34,7 @@ _COLUMNS: Final[dict[str, str]] = {
 _MOST_STEPS: Final = 3.0
 _HALVINGS: Final = 6
 _LEAST_RATE, _GREATEST_RATE = 0.5, 32.0
-_SHARES: Final = (0.85, 0.95, 1.0)
+_SHARES: Final = (0.9, 1.0)
 _REAL: Final = ("sharegpt", "burstgpt")
 
 

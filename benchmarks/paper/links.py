@@ -2,8 +2,8 @@
 """When do moves between nodes pay?
 
 The paper's cluster, with every instance a node of its own behind links of several speeds. Beside the rescheduler as it
-is, one that takes everything for worth it: its horizon, for which a better balance counts against the time of the copy,
-is an hour.
+is, two with other horizons, for which a better balance counts against the time of the copy: one of 2 s, and one of an
+hour, which takes everything for worth it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from llumsched.simulator.step_model import load_hardware
 def play(lab: Lab) -> None:
     hardware = replace(load_hardware("a10-llama-7b"), instances_per_node=1)
     settings = lab.compared(
-        "load-balance", "load-balance+moves", "unweighed=load-balance+moves --rescheduling-horizon-seconds 3600"
+        "load-balance",
+        "load-balance+moves",
+        "horizon-2=load-balance+moves --rescheduling-horizon-seconds 2",
+        "unweighed=load-balance+moves --rescheduling-horizon-seconds 3600",
     )
     outcomes = lab.play(
         Run(

@@ -57,17 +57,17 @@ def _knee(lab: Lab, lengths: str) -> float:
     """Requests a second."""
 
     def ttft_s(rate: float, num_requests: int) -> float:
-        load = Load(lengths=lengths, rate=rate, num_requests=lab.requests(num_requests))
+        load = Load(lengths=lengths, rate=rate, num_requests=num_requests)
         labels = {"knee": lengths, "at": round(rate, 2)}
         run = Run(labels=labels, load=load, setting=read_setting("load-balance"), measure=_late)
         (outcome,) = lab.play([run], is_told=False)
         return float(outcome["late_ttft_p50_s"])
 
     low, high = _IDLE_RATE, _GREATEST_RATE
-    idle_s = ttft_s(low, 1_000)
+    idle_s = ttft_s(low, min(lab.requests(1_000), 1_000))
     for _ in range(2 if lab.is_quick else _HALVINGS):
         rate = (low * high) ** 0.5
-        if ttft_s(rate, 10_000) <= _MOST_TIMES * idle_s:
+        if ttft_s(rate, lab.requests(10_000)) <= _MOST_TIMES * idle_s:
             low = rate
         else:
             high = rate

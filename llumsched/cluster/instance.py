@@ -17,6 +17,9 @@ class Instance:
     """The newest status; None until the first one has come: nothing is sent to such an instance."""
     received_s: float
     """When the newest status (before it, the metadata) was received, by this process's monotonic clock."""
+    late_s: float = 0.0
+    """How long the newest status was on its way, as far as the clocks of both ends can tell; 0 if that is next to
+    nothing, or nonsense."""
 
     @property
     def id(self) -> str:
@@ -29,6 +32,11 @@ class Instance:
     @property
     def api_server(self) -> Address:
         return Address(self.metadata.ip, self.metadata.api_server_port)
+
+    @property
+    def as_of_s(self) -> float:
+        """The moment that the newest status shows, by this process's monotonic clock."""
+        return self.received_s - self.late_s
 
     def age_s(self, now_s: float) -> float:
         return now_s - self.received_s

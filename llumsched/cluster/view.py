@@ -10,13 +10,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol, runtime_checkable
+from dataclasses import replace
+from typing import Final, Protocol, runtime_checkable
 
 from llumlet.types import InstanceMetadata, InstanceStatus
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.lost import Lost
 
 logger = logging.getLogger(__name__)
+_LEAST_LATE_S: Final = 0.05
+"""Statuses take milliseconds, and clocks differ by as much."""
+_MOST_LATE_S: Final = 30.0
+"""A clock that is further behind is wrong, and not the status late."""
 
 
 @runtime_checkable
@@ -40,8 +45,12 @@ class View(Mapping[str, Instance]):
     was, and grows old.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time
+    ) -> None:
+        """`wall_clock`: that of the statuses, in seconds."""
         self._clock = clock
+        self._wall_clock = wall_clock
         self._instances: dict[str, Instance] = {}
         self._observers: list[Observer] = []
         self._faults: set[tuple[str, type[Exception]]] = set()
@@ -86,7 +95,7 @@ class View(Mapping[str, Instance]):
         if known is None:
             self._keep(Instance(metadata, None, self._clock()), appeared=True)
         elif _without_time(known.metadata) != _without_time(metadata):
-            self._keep(Instance(metadata, known.status, known.received_s))
+            self._keep(replace(known, metadata=metadata))
 
     def put_status(self, status: InstanceStatus, age_s: float = 0.0) -> bool:
         """Takes a status that left its instance `age_s` ago. False, and nothing is changed, for one of an instance or a
@@ -97,8 +106,12 @@ class View(Mapping[str, Instance]):
         old = known.status
         if old is not None and (status.update_id, status.timestamp_ms) <= (old.update_id, old.timestamp_ms):
             return False
-        self._keep(Instance(known.metadata, status, self._clock() - age_s))
+        self._keep(Instance(known.metadata, status, self._clock() - age_s, self._late_s(status, age_s)))
         return True
+
+    def _late_s(self, status: InstanceStatus, age_s: float) -> float:
+        late_s = self._wall_clock() - status.timestamp_ms / 1000 - age_s
+        return late_s if _LEAST_LATE_S < late_s < _MOST_LATE_S else 0.0
 
     def remove(self, instance_id: str) -> None:
         """Takes out an instance that is gone, and has said so."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is remembered of earlier moves, so that the next pass does not undo, repeat or overdo them.
 
-- A move counts in the load of both ends from its beginning until each has reported after its end.
+- A move counts in the load of both ends from its beginning until there is a status of each from after its end: one that
+  comes after it may have been on its way before.
 - Nothing goes back between two instances for the pair's cool-down; forwards, for one interval.
 - A request that was moved to balance load stays for its cool-down.
 - A request that is too long for a destination is not offered to it again; others are.
@@ -181,11 +182,11 @@ class History:
         """Drops what the newest statuses show."""
         if not self._unsettled:
             return
-        received_s = {instance.id: instance.received_s for instance in instances}
+        as_of_s = {instance.id: instance.as_of_s for instance in instances}
         for number, entry in list(self._unsettled.items()):
             if entry.ended_s is None:
                 continue
-            entry.unseen = {id_ for id_ in entry.unseen if received_s.get(id_, entry.ended_s + 1) <= entry.ended_s}
+            entry.unseen = {id_ for id_ in entry.unseen if as_of_s.get(id_, entry.ended_s + 1) <= entry.ended_s}
             if not entry.unseen:
                 del self._unsettled[number]
 

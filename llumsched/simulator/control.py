@@ -61,7 +61,7 @@ class Control:
 
     def __init__(self, loop: VirtualLoop, config: ControlConfig, num_instances: int, connect: Connect) -> None:
         clock = loop.time
-        self.view = View(clock)
+        self.view = View(clock, wall_clock=clock)
         policy = load_policy(config.policy, Mode.FULL)
         staleness_s = config.account_staleness_s if config.account else 0.0
         self._account = Account(clock, staleness_s, is_blind=lambda: False)

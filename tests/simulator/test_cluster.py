@@ -256,6 +256,15 @@ def test_of_what_is_told_late_the_account_knows() -> None:
     assert most_at_one(5.0, account=False) == 12
 
 
+def test_old_statuses_do_not_make_the_same_moves_again() -> None:
+    arrivals = load(6, 300)
+    now, _, _ = played(cluster(6), arrivals)
+    late, _, records = played(cluster(6, cadence=Cadence(late_s=3.0)), arrivals)
+    assert 20 < late.moves < 1.5 * now.moves
+    assert late.moves_failed < late.moves / 10
+    assert max(one["num_moves"] for one in records) <= 5
+
+
 def test_no_move_is_begun_if_none_is_worth_it() -> None:
     control = ControlConfig(rescheduling=ReschedulingConfig(balance_threshold=2.0))
     summary, _, _ = played(cluster(4, control=control), load(4, 60))

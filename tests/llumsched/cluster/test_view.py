@@ -94,6 +94,26 @@ def test_a_status_without_an_instance_is_not_taken() -> None:
     assert not view
 
 
+@pytest.mark.parametrize(
+    ("sent_s", "age_s", "as_of_s"),
+    [
+        (999.0, 0.0, 99.0),
+        (999.0, 0.4, 99.0),
+        # Milliseconds, which clocks differ by.
+        (999.98, 0.0, 100.0),
+        (1000.5, 0.0, 100.0),
+        # A clock that was never set.
+        (0.0, 0.0, 100.0),
+    ],
+)
+def test_a_status_is_of_when_it_was_sent_as_far_as_clocks_tell(sent_s: float, age_s: float, as_of_s: float) -> None:
+    view = View(lambda: 100.0, lambda: 1000.0)
+    view.put_metadata(metadata())
+    view.put_status(status(1, timestamp_ms=round(sent_s * 1000)), age_s)
+    assert view["a"].as_of_s == pytest.approx(as_of_s)
+    assert view["a"].received_s == 100.0 - age_s
+
+
 def test_an_observer_that_raises_is_said_once_and_keeps_nobody_from_hearing(caplog: pytest.LogCaptureFixture) -> None:
     view, heard = View(), Heard()
     view.observe(Deaf())

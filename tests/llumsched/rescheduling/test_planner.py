@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -386,6 +387,8 @@ def test_moves_under_way_count_in_the_load_until_both_ends_have_reported() -> No
     history.seen([instance(one.id, received_s=1.9) for one in cluster])
     assert history.pending() == {"hot": Cargo(-10, -40_000), "empty": Cargo(10, 40_000)}
     history.seen([instance("hot", received_s=2.1), instance("empty", received_s=1.9)])
+    assert history.pending() == {"empty": Cargo(10, 40_000)}
+    history.seen([replace(instance("empty", received_s=2.5), late_s=0.6)])
     assert history.pending() == {"empty": Cargo(10, 40_000)}
     history.seen([instance("hot", received_s=2.1), instance("empty", received_s=2.1)])
     assert history.pending() == {}

@@ -29,6 +29,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.cluster import MOVES
 from llumlet.client import LlumletClient
 from llumsched.up.ports import free_port
 from tests.support.client import Client, Stream
@@ -52,6 +53,10 @@ WARM_SECONDS = 3.0
 class Case:
     dispatch: str
     rescheduling: bool
+
+    @property
+    def name(self) -> str:
+        return Path(self.dispatch).stem + (MOVES if self.rescheduling else "")
 
     @property
     def scheduler_arguments(self) -> list[str]:
@@ -164,7 +169,7 @@ async def run(case: Case, outcome: Outcome, engines: Sequence[Server], cms_port:
               requests: Sequence[Arrival]) -> None:  # fmt: skip
     before = await preemptions(engines)
     cms = f"listen://127.0.0.1:{cms_port}"
-    async with Control(logs, cms, schedulers=[case.scheduler_arguments], name=f"{case.dispatch}-") as control:
+    async with Control(logs, cms, schedulers=[case.scheduler_arguments], name=f"{case.name}-") as control:
         await control.knows(len(engines))
         for ttft_s, stream in await play(control.gateway_url, requests):
             outcome.ttft_ms.append(ttft_s * 1e3)

@@ -18,6 +18,7 @@ from typing import Final, TextIO
 
 from llumlet.credentials import Credentials
 from llumlet.protocol.events import Gone
+from llumlet.protocol.limits import Limits
 from llumlet.types import Address
 from llumsched.gateway.placement import Placed
 from llumsched.simulator import PS
@@ -70,7 +71,9 @@ class ClusterConfig:
     happenings: Sequence[Happening] = ()
     slo: Slo = field(default_factory=Slo)
     max_moves: int = 4
-    """In each direction of one instance at a time."""
+    """In each direction of one instance at a time, …"""
+    max_moves_share: float = 0.25
+    """… and the share of its KV cache that their tokens may take; a longer request goes alone."""
     notice_s: float = 1.0
     """Until the store notices that an instance is gone. Clients' connections break at once."""
     sample_s: float = 1.0
@@ -192,8 +195,10 @@ class _Run:
         if placed is None:
             self._ended(client, "refused" if request is None else "lost")
             return
-        # To the gateway, and from there to the engine.
-        self._loop.at(self._loop.now_ps + 2 * self._hop_ps, lambda now_ps: self._deliver(client, placed, name, now_ps))
+        # To the gateway, from there to the instance, and through its API server.
+        there = self._by_address.get(placed.backend.address)
+        delay_ps = 2 * self._hop_ps + (round(there.hardware.request_s * PS) if there is not None else 0)
+        self._loop.at(self._loop.now_ps + delay_ps, lambda now_ps: self._deliver(client, placed, name, now_ps))
 
     def _deliver(self, client: _Client, placed: Placed, name: str, now_ps: int) -> None:
         member = self._by_address.get(placed.backend.address)
@@ -233,8 +238,9 @@ class _Run:
         ttft_s = tpot_s = e2e_s = None
         if request is not None and outcome == "finished":
             first_ps = request.first_token_ps or now_ps
-            ttft_s = first_ps / PS - arrival.at_s + self._hop_s
-            e2e_s = now_ps / PS - arrival.at_s + self._hop_s
+            back_s = self._hop_s + (client.origin.hardware.answer_s if client.origin is not None else 0.0)
+            ttft_s = first_ps / PS - arrival.at_s + back_s
+            e2e_s = now_ps / PS - arrival.at_s + back_s
             if request.max_tokens > 1:
                 tpot_s = (now_ps - first_ps) / PS / (request.max_tokens - 1)
         self.metrics.ended(
@@ -272,8 +278,9 @@ class _Run:
             self._loop, number, hardware, self._config.cadence, watch, self._control.told,
             model=model, shares_prefixes=self._shares_prefixes, max_moves=self._config.max_moves, life=life,
         )  # fmt: skip
-        departures = Departures(member, self._hop_ps, self._owner)
-        arrivals = Arrivals(member, self._network, self._hop_ps, self._owned)
+        limits = Limits(max_requests=self._config.max_moves, max_kv_ratio=self._config.max_moves_share)
+        departures = Departures(member, self._hop_ps, self._owner, limits)
+        arrivals = Arrivals(member, self._network, self._hop_ps, self._owned, limits)
         watch.departures = departures
         llumlet = Llumlet(member, departures, arrivals, self._move_ended)
         self._members[number] = member
@@ -284,6 +291,7 @@ class _Run:
     def _end(self, member: Member) -> None:
         member.end()
         self._instance_ps += self._loop.now_ps - member.began_ps
+        self.metrics.num_statuses += member.num_statuses
         del self._members[member.number]
         del self._by_id[member.id]
 

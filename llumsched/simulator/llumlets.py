@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 
 from llumlet.bridge import PHASES, reason_number, rule_of
 from llumlet.errors import LlumletUnreachable
+from llumlet.protocol.errors import Refused
 from llumlet.protocol.ids import RequestId
 from llumlet.protocol.selection import Candidate, select
 from llumlet.types import (
@@ -106,13 +107,14 @@ class Llumlet:
         if not chosen:
             report(MigrateEvent(summary=summary))
         for one in chosen:
-            why_not = _why_not(one)
-            if why_not == Reason.REASON_NONE and self.departures.num_free_slots <= 0:
-                why_not = Reason.SOURCE_BUSY
-            if why_not != Reason.REASON_NONE:
-                settled(one, MoveProgress(request_id=one.id, phase=MovePhase.STAYED, reason=why_not))
-            else:
-                self.departures.begin(one, destination, done)
+            reason = _why_not(one)
+            if reason == Reason.REASON_NONE:
+                try:
+                    self.departures.begin(one, destination, done)
+                    continue
+                except Refused as refused:
+                    reason = reason_number(refused.reason)
+            settled(one, MoveProgress(request_id=one.id, phase=MovePhase.STAYED, reason=reason))
 
     def _chosen(self, request: MigrateRequest) -> list[EngineRequest]:
         engine = self.member.engine

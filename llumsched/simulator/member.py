@@ -84,8 +84,9 @@ class Member:
         self._wake_ps = -1
         self._pushed_ps = loop.now_ps
         self._push_waits = False
-        self._version = 0
         self._told_after_ps = self._hop_ps
+        self.num_statuses = 0
+        """That were made, and sent."""
         self._push(loop.now_ps)
         # What was said so far is not late: it is what puts an instance into service.
         self._told_after_ps += round(cadence.late_s * PS)
@@ -151,7 +152,7 @@ class Member:
         engine.settle(now_ps)
         while self._arrivals and self._arrivals[0][0] < now_ps - _RECENT_PS:
             self._arrivals.popleft()
-        self._version += 1
+        self.num_statuses += 1
         prefill_tokens = unallocated = 0
         num_to_decode, to_decode_tokens = len(engine.decodes), engine.decodes.num_tokens
         for request, in_step in engine.apart():
@@ -177,7 +178,7 @@ class Member:
             incarnation=self.metadata.incarnation,
             schedulable=self.is_schedulable,
             timestamp_ms=now_ps // (PS // 1000),
-            update_id=self._version,
+            update_id=self.num_statuses,
             step_id=engine.num_steps,
             recent_waiting_requests=[name for _, name in self._arrivals],
             waiting_requests=[request.id for request in waiting],

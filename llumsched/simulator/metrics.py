@@ -163,6 +163,8 @@ class Summary:
     move_p99_s: float
     move_stall_p50_s: float
     move_stall_p99_s: float
+    statuses: int
+    """That instances told of their load."""
     goodput: float
     """Requests a second that met the objectives, until the last arrival."""
     slo_attainment: float
@@ -185,7 +187,7 @@ class Metrics:
         self.gaps = Gaps()
         self.samples: list[Sample] = []
         self.move_stalls_s, self.move_s = array("d"), array("d")
-        self.num_moves_failed = 0
+        self.num_moves_failed = self.num_statuses = 0
         self.ttft_s, self.tpot_s, self.e2e_s = array("d"), array("d"), array("d")
         self.num_refused = self.num_lost = 0
         self._slo = slo
@@ -248,6 +250,7 @@ class Metrics:
             move_p99_s=quantile(self.move_s, 0.99),
             move_stall_p50_s=quantile(self.move_stalls_s, 0.5),
             move_stall_p99_s=quantile(self.move_stalls_s, 0.99),
+            statuses=self.num_statuses,
             goodput=self._num_met / max(last_arrival_s, 1e-9),
             slo_attainment=self._num_met / max(num_requests, 1),
             instance_s=instance_s,

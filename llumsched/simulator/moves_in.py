@@ -46,7 +46,12 @@ class Arrivals:
     """Of one instance."""
 
     def __init__(
-        self, member: Member, network: Network, hop_ps: int, owned: Callable[[EngineRequest, Member], None]
+        self,
+        member: Member,
+        network: Network,
+        hop_ps: int,
+        owned: Callable[[EngineRequest, Member], None],
+        limits: Limits,
     ) -> None:
         """`owned`: called with what has arrived."""
         self.member = member
@@ -55,7 +60,6 @@ class Arrivals:
         self.owned = owned
         config = member.hardware.engine
         self.terms = Terms(block_size=config.block_size)
-        limits = Limits(max_requests=member.metadata.max_migrations_in)
         self.slots = Slots(limits, config.num_blocks * config.block_size, Reason.DESTINATION_BUSY)
         self._moves: dict[MigrationId, IncomingMove] = {}
 

@@ -16,6 +16,7 @@ from llumlet.protocol import events as on
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.events import Call, Gone, Settlement
 from llumlet.protocol.ids import Epoch, MigrationId
+from llumlet.protocol.limits import Limits, Slots
 from llumlet.protocol.plan import Method, Plan
 from llumlet.protocol.source import Source, State
 from llumsched.simulator import PS
@@ -42,22 +43,22 @@ _CALLS: Final = {
 class Departures:
     """Of one instance."""
 
-    def __init__(self, member: Member, hop_ps: int, owner: Owner) -> None:
+    def __init__(self, member: Member, hop_ps: int, owner: Owner, limits: Limits) -> None:
+        config = member.hardware.engine
+        self.slots = Slots(limits, config.num_blocks * config.block_size, Reason.SOURCE_BUSY)
         self.member = member
         self.hop_ps = hop_ps
         self.owner = owner
         self._numbers: Iterator[int] = itertools.count()
         self._moves: dict[EngineRequest, OutgoingMove] = {}
 
-    @property
-    def num_free_slots(self) -> int:
-        return self.member.metadata.max_migrations_out - len(self._moves)
-
     def begin(
         self, request: EngineRequest, destination: Arrivals, done: Callable[[OutgoingMove], None]
     ) -> OutgoingMove:
-        """Of a request that decodes or waits here, while a slot is free. `done`: once its fate is known."""
+        """Of a request that decodes or waits here. `done`: once its fate is known. Raises Refused(source_busy) when as
+        much is on its way as may be."""
         number = MigrationId(f"{self.member.metadata.incarnation}/{next(self._numbers)}")
+        self.slots.take(number, self.member.engine.num_tokens(request))
         move = self._moves[request] = OutgoingMove(self, request, destination, number, done)
         request.is_moving = True
         self.member.leaving[request] = None
@@ -76,6 +77,7 @@ class Departures:
             move.destination_lost(destination)
 
     def settled(self, move: OutgoingMove) -> None:
+        self.slots.give_back(move.migration_id)
         self._moves.pop(move.request, None)
         self.member.leaving.pop(move.request, None)
         # One that has left is here until the loop gets to it, and cannot leave again.
@@ -112,7 +114,7 @@ class OutgoingMove:
         self._member = member
         self._loop = member.loop
         self._destination = destination
-        self._migration_id = migration_id
+        self.migration_id = migration_id
         self._done = done
         self._is_done = False
         self._awaited: Call | None = None
@@ -141,6 +143,9 @@ class OutgoingMove:
                 self._timers.set(name, seconds)
             case do.ClearTimer(name):
                 self._timers.clear(name)
+            case do.SendReserve():
+                # The loop tells what the request is like; the destination is asked after that.
+                self._member.post(lambda _: self._ask(effect), self._loop.now_ps)
             case do.TakeSnapshot(_):
                 self._member.post(self._snapshot, self._loop.now_ps)
             case do.Freeze():
@@ -157,6 +162,11 @@ class OutgoingMove:
                 self._send(effect)
 
     # The loop of the engine
+
+    def _ask(self, effect: do.Effect) -> None:
+        if not self.machine.settled:
+            self.num_tokens = self._member.engine.num_tokens(self.request)
+            self._send(effect)
 
     def _snapshot(self, now_ps: int) -> None:
         if self.machine.settled:
@@ -214,10 +224,10 @@ class OutgoingMove:
         elif call is Call.RESERVE:
             holds_kv = self.machine.plan.method is Method.LIVE
             destination.reserve(
-                Offer(self._migration_id, self.request, self.num_tokens, holds_kv, self._member, self._answered)
+                Offer(self.migration_id, self.request, self.num_tokens, holds_kv, self._member, self._answered)
             )
         else:
-            destination.tell(self._migration_id, event, self._answered)
+            destination.tell(self.migration_id, event, self._answered)
 
     def _message(self, effect: do.Effect) -> on.DestinationEvent:
         match effect:

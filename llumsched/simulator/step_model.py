@@ -10,7 +10,8 @@ of which one token is computed is a decode; its decode KV is all its tokens, tha
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final, Self
@@ -79,6 +80,10 @@ class Hardware:
     """Of one node, in each direction; the moves of its instances share it."""
     instances_per_node: int = 1
     cold_start_s: float = 60.0
+    request_s: float = 0.0
+    """From a request's placement to its engine's queue, beyond the messages: what its API server needs for it."""
+    answer_s: float = 0.0
+    """From the end of a step to the client, beyond the message."""
     sources: tuple[str, ...] = ()
 
 
@@ -109,6 +114,13 @@ def parse_hardware(text: str, source: str) -> Hardware:
         return Hardware(step=StepModel.of_seconds(**step), engine=engine, sources=sources, **document)
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise ValueError(f"step model {source}: {error!r}") from error
+
+
+def describe_hardware(hardware: Hardware, step_s: Mapping[str, float]) -> str:
+    """What `parse_hardware` reads, with the step model's coefficients in seconds, as they were found."""
+    document = {"name": hardware.name, "step_s": dict(step_s)}
+    document |= {name: value for name, value in asdict(hardware).items() if name not in ("name", "step")}
+    return json.dumps(document, indent=2) + "\n"
 
 
 def _directory() -> Any:

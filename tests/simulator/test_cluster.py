@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import random
@@ -14,15 +15,22 @@ from typing import Any
 
 import pytest
 
+from llumlet.protocol.limits import Limits
 from llumlet.types import MigrateEvent, MigrateRequest, Reason
 from llumsched.rescheduling.config import Config as ReschedulingConfig
+from llumsched.simulator.clock import VirtualLoop
 from llumsched.simulator.cluster import ClusterConfig, Happening, What, _Run, run
 from llumsched.simulator.control import ControlConfig
 from llumsched.simulator.lengths import LENGTHS
-from llumsched.simulator.member import Cadence
+from llumsched.simulator.links import Network
+from llumsched.simulator.member import Cadence, Member
 from llumsched.simulator.metrics import Metrics, Summary
+from llumsched.simulator.moves_in import Arrivals
+from llumsched.simulator.moves_out import Departures
+from llumsched.simulator.requests import EngineRequest
 from llumsched.simulator.step_model import Hardware, load_hardware
 from llumsched.simulator.workload import Arrival, assigned, clipped, made_up
+from tests.simulator.watchers import Silent
 
 A10 = load_hardware("a10-llama-7b")
 MEDIUM = LENGTHS["medium"], LENGTHS["medium"]
@@ -80,7 +88,8 @@ def test_moves_lose_nothing_and_pay(ended: list[_Run]) -> None:
     rescheduler = ended[-1]._control.rescheduler
     assert rescheduler is not None
     refusals = sum((one.refusals for one in rescheduler.records.moves), Counter())
-    assert set(refusals) <= {"destination_full", "destination_busy", "request_finished", "request_preempted"}
+    known = {"source_busy", "destination_full", "destination_busy", "request_finished", "request_preempted"}
+    assert set(refusals) <= known
     assert all(len(one["instances"]) == one["num_moves"] + 1 for one in records)
     assert summary.preemption_loss < without.preemption_loss / 2
     assert summary.e2e_mean_s < without.e2e_mean_s
@@ -130,6 +139,67 @@ def test_an_idle_engine_takes_what_its_model_says_and_the_hops() -> None:
     prefill = step.duration(1000, 1000 * 1001 // 2, 0, 0) / 1e12
     assert record["ttft_s"] == pytest.approx(prefill + 4 * hop_s)
     assert record["tpot_s"] == pytest.approx(step.duration(0, 0, 1, 1001) / 1e12)
+
+
+def test_a_request_costs_its_api_server_something_before_and_after() -> None:
+    slow = replace(A10, request_s=0.02, answer_s=0.003)
+    [before, after] = [
+        played(ClusterConfig(groups=[("", hardware, 1)]), [Arrival(5.0, 1000, 20)])[2][0] for hardware in (A10, slow)
+    ]
+    assert after["ttft_s"] - before["ttft_s"] == pytest.approx(0.023)
+    assert after["e2e_s"] - before["e2e_s"] == pytest.approx(0.023)
+    assert after["tpot_s"] == pytest.approx(before["tpot_s"])
+
+
+def test_statuses_are_counted() -> None:
+    idle, _, _ = played(cluster(3), [Arrival(30.0, 100, 1)])
+    assert idle.statuses == pytest.approx(3 * 30, abs=6)
+    busy, _, _ = played(cluster(1), [Arrival(0.0, 100, 500)])
+    assert busy.statuses == pytest.approx(busy.virtual_s / Cadence().tokens_s, rel=0.1)
+
+
+def test_the_destination_is_asked_between_two_steps_of_the_source() -> None:
+    """It is told what the request is like then."""
+    loop, hop_ps = VirtualLoop(), 1_000_000
+    source, destination = (
+        Member(
+            loop, number, A10, Cadence(), Silent(), lambda status: None,
+            model="", shares_prefixes=False, max_moves=1,
+        )
+        for number in range(2)
+    )  # fmt: skip
+    departures = Departures(source, hop_ps, lambda name: None, Limits())
+    arrivals = Arrivals(destination, Network(loop), hop_ps, lambda request, member: None, Limits())
+    request = EngineRequest("r", 100, 100)
+    source.add(request, 0)
+    loop.run_until_complete(asyncio.sleep(0.5))
+    departures.begin(request, arrivals, lambda move: None)
+    end_ps = source.engine.next_end_after(loop.now_ps)
+    assert end_ps is not None
+    assert end_ps > loop.now_ps + 10 * hop_ps
+    loop.run_until_complete(asyncio.sleep((end_ps - loop.now_ps) / 1e12 - 1e-9))
+    assert not destination.coming
+    loop.run_until_complete(asyncio.sleep(3e-6))
+    assert list(destination.coming.values()) == [source.engine.num_tokens(request)]
+    source.end()
+    destination.end()
+    loop.close()
+
+
+def test_moves_keep_to_their_share_of_the_kv_cache(ended: list[_Run]) -> None:
+    """As production's llumlets do by default: a quarter. What is refused stays where it is."""
+    arrivals = clipped(made_up(4, 200, (LENGTHS["long"], LENGTHS["long"]), random.Random(0)), 8192)
+    refusals = []
+    for share in (0.25, 1.0):
+        summary, _, _ = played(cluster(8, max_moves_share=share), arrivals)
+        assert summary.num_finished == 200
+        assert summary.moves > 20
+        rescheduler = ended[-1]._control.rescheduler
+        assert rescheduler is not None
+        counted = sum((one.refusals for one in rescheduler.records.moves), Counter())
+        refusals.append(counted["source_busy"] + counted["destination_busy"])
+    assert refusals[0] > refusals[1]
+    conserve(ended)
 
 
 def test_requests_of_a_dead_instance_go_on_elsewhere(ended: list[_Run]) -> None:

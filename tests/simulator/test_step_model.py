@@ -11,6 +11,7 @@ from llumsched.simulator.step_model import (
     EngineConfig,
     StepModel,
     built_in_hardware,
+    describe_hardware,
     load_hardware,
     pairs,
     parse_hardware,
@@ -76,3 +77,11 @@ def test_unknown_models_are_refused_with_the_known_ones() -> None:
 def test_engines_are_as_vllm_wants_them() -> None:
     with pytest.raises(ValueError, match="max_num_seqs"):
         EngineConfig(num_blocks=10, max_num_seqs=100, max_num_batched_tokens=50)
+
+
+def test_what_is_written_is_read_again() -> None:
+    document = MODEL | {"request_s": 0.004, "answer_s": 0.002, "sources": ["measured"]}
+    hardware = parse_hardware(json.dumps(document), "it")
+    assert (hardware.request_s, hardware.answer_s) == (0.004, 0.002)
+    step_s = {"a": 0.01, "b": 1e-4, "c": 0.0, "d": 1e-3, "e": 1e-6}
+    assert parse_hardware(describe_hardware(hardware, step_s), "it again") == hardware

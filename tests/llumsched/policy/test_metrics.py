@@ -79,7 +79,7 @@ def test_without_a_status_only_what_was_sent_counts() -> None:
 def test_what_is_added_to_an_instance_counts_and_nothing_falls_below_zero() -> None:
     table, usage = cases.table(LOADED), METRICS["kv_cache_usage_ratio_projected"]
     assert usage.at(table, 0, {"num_used_gpu_tokens": 1000}) == pytest.approx(0.2507)
-    assert usage.at(table, 0, {"num_used_gpu_tokens": -5000}) == pytest.approx(0.0457)
+    assert usage.at(table, 0, {"num_used_gpu_tokens": -5000}) == pytest.approx(0.0507)
     of_another = Metric("doubled", lambda columns: 2 * columns["num_used_gpu_tokens"])
     assert of_another.at(table, 0, {"num_used_gpu_tokens": 1000}) == 4000
 

@@ -29,7 +29,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cluster import MOVES
+from benchmarks.simulated import MOVES
 from llumlet.client import LlumletClient
 from llumsched.up.ports import free_port
 from tests.support.client import Client, Stream

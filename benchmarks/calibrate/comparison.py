@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Final, NamedTuple
 
 from benchmarks.calibrate.load import Played, Times
@@ -81,7 +82,7 @@ def quantile_spread(outcome: Outcome, of: Of, share: float) -> float:
 
 
 MEASURES: Final[Mapping[str, Callable[[Played], float]]] = {
-    "e2e mean": lambda played: sum(times.e2e_s for times in played.requests) / len(played.requests),
+    "e2e mean": lambda played: fmean(times.e2e_s for times in played.requests),
     "TTFT p99": lambda played: quantile(map(ttft, played.requests), 0.99),
     "TPOT p99": lambda played: quantile(map(tpot, played.requests), 0.99),
 }
@@ -113,17 +114,13 @@ def rankings(outcomes: Sequence[Outcome]) -> list[Ranking]:
         cell = [one for one in outcomes if (one.num_instances, one.load) == (num_instances, load)]
         runs = {one.setting: [measure(played) for played in one.real] for one in cell}
         spread = max(max(values) / min(values) - 1 for values in runs.values())
-        real = {setting: _mean(values) for setting, values in runs.items()}
-        simulated = {one.setting: _mean([measure(played) for played in one.simulated]) for one in cell}
+        real = {setting: fmean(values) for setting, values in runs.items()}
+        simulated = {one.setting: fmean(measure(played) for played in one.simulated) for one in cell}
         apart = [pair for pair in itertools.permutations(real, 2) if real[pair[1]] / real[pair[0]] - 1 > spread]
         wrong = [(better, worse) for better, worse in apart if simulated[better] > simulated[worse]]
         ranking = Ranking(num_instances, load, name, _ordered(real), _ordered(simulated), spread, len(apart), wrong)
         found.append(ranking)
     return found
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _ordered(values: Mapping[str, float]) -> list[tuple[str, float]]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -67,7 +68,7 @@ def _share(values: Sequence[float]) -> str:
 
 def _both(outcome: Outcome, name: str) -> str:
     def mean(world: Sequence[Played]) -> float:
-        return sum(getattr(played.counts, name) for played in world) / len(world)
+        return fmean(getattr(played.counts, name) for played in world)
 
     return f"{mean(outcome.real):.3g} {mean(outcome.simulated):.3g}"
 

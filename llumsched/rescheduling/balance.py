@@ -37,7 +37,7 @@ _TRIES_PER_MOVE = 4
 _DESTINATIONS_PER_SOURCE = 4
 """Destinations of each source that are looked at."""
 _OF_THE_SOURCE = frozenset({"below_threshold", "not_worth_it"})
-"""Faults with the coldest destination that is permitted which others have as well: they are less cold."""
+"""Faults with the coldest permitted destination that others, less cold, hardly ever lack."""
 _MOST_IN_VAIN = 8
 """Sources in a row of which none has anything to give that pays: those that follow are less hot."""
 

@@ -84,6 +84,7 @@ def status_of(agent: SimulatedAgent) -> InstanceStatus:
         num_unallocated_tokens_scheduler_running_prefills=0,
         scheduler_running_to_decode_tokens_num=sum(each.num_tokens for each in running if each.max_tokens > 1),
         num_uncomputed_tokens_all_waiting_prefills=uncomputed_waiting,
+        num_unallocated_tokens_all_waiting_requests=uncomputed_waiting,
         num_migrate_in_reqs=agent.moves_in,
         num_migrate_out_reqs=agent.moves_out,
         num_available_migrate_in_slots=max(0, agent.max_moves_in - agent.moves_in),

@@ -166,6 +166,17 @@ def test_received_counts_before_the_loop_knows(rig: Rig) -> None:
     assert load.snapshot().recent == ("a", "b")
 
 
+def test_the_loop_does_not_look_up_what_was_looked_up_when_it_came(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    load, looked_up = rig.port.load, []
+    look_up = load._look_up
+    monkeypatch.setattr(load, "_look_up", lambda request: looked_up.append(request.request_id) or look_up(request))
+    request = rig.request("a", num_prompt=100)
+    load.received(request)
+    rig.scheduler.add_request(request)
+    assert looked_up == ["a"]
+    assert_right(rig)
+
+
 def test_preempted_waits_again(model_dir: Path) -> None:
     rig = Rig(model_dir, num_blocks=12)
     for index in range(3):

@@ -69,7 +69,7 @@ NOTHING = Load()
 
 
 class Hit(NamedTuple):
-    """Leading tokens of a request that the prefix cache held when it began to wait."""
+    """Leading tokens of a request that the prefix cache held when it began to wait, and is to hold at its turn."""
 
     cached_tokens: int = 0
     shared_tokens: int = 0

@@ -139,21 +139,13 @@ class LoadCounters:
         self._tell()
 
     def queued(self, request: Request) -> None:
-        self._queue(request, self._look_up(request))
-
-    def preempted(self, request: Request) -> None:
-        """Its blocks are free and still cached; but it gave them up to others, who take them first."""
-        self._num_preemptions += 1
-        shared_tokens = self._look_up(request).shared_tokens
-        self._queue(request, Hit(shared_tokens, shared_tokens))
-
-    def _queue(self, request: Request, hit: Hit) -> None:
         request_id = request.request_id
         if request_id in self._received:
             # Counted as it is.
             with self._lock:
                 self._received.discard(request_id)
             return
+        hit = self._look_up(request)
         with self._lock:
             entry = self._entries.get(request_id) or self._enter(request)
             # One input session is continued by requests of the same id.
@@ -161,6 +153,10 @@ class LoadCounters:
             entry.hit = hit
             self._put(entry, Place.WAITING)
         self._tell()
+
+    def preempted(self, request: Request) -> None:
+        self._num_preemptions += 1
+        self.queued(request)
 
     def loading(self, request: Request) -> None:
         with self._lock:

@@ -145,7 +145,9 @@ def _prefix_cache_of(scheduler: Scheduler) -> Any:
             # One token has to be computed in any case, for its logits.
             blocks, num_cached = find(request.block_hashes, request.num_tokens - 1)[:2]
             num_shared = sum(block.ref_cnt > 0 for block in blocks[0])
-            return Hit(num_cached, num_cached * num_shared // max(len(blocks[0]), 1))
+            shared_tokens = num_cached * num_shared // max(len(blocks[0]), 1)
+            # What a preempted request has left there is free, and those for whom it was preempted take it first.
+            return Hit(shared_tokens if request.num_preemptions else num_cached, shared_tokens)
         except Exception:
             # On the input thread, where it would fail the client's request; the loop changes what is looked at.
             # It only reads, also with several kinds of cache: that many tokens more count as work, until the scheduler

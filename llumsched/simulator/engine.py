@@ -85,7 +85,7 @@ class Engine:
 
     def add(self, request: EngineRequest, now_ps: int) -> None:
         """It has been received, and waits for the next step."""
-        self._enqueue(request, in_front=request.has_begun)
+        self._enqueue(request)
         self._interrupt(now_ps)
 
     def _interrupt(self, now_ps: int) -> None:
@@ -423,7 +423,7 @@ class Engine:
         request.phase = Phase.FROZEN
 
     def unpark(self, request: EngineRequest) -> None:
-        self._enqueue(request, in_front=request.has_begun)
+        self._enqueue(request, in_front=request.preempted_ps is not None)
 
     def remove(self, request: EngineRequest) -> None:
         """It lives elsewhere, or nobody wants it any more."""

@@ -49,12 +49,12 @@ class Queue:
         elif in_front:
             self._requests.appendleft(request)
         else:
-            later = 0
+            turn, place = request.turn, len(self._requests)
             for other in reversed(self._requests):
-                if other.arrived_ps <= request.arrived_ps or other.has_begun:
+                if other.turn <= turn:
                     break
-                later += 1
-            self._requests.insert(len(self._requests) - later, request)
+                place -= 1
+            self._requests.insert(place, request)
 
     def remove(self, request: EngineRequest) -> None:
         self._requests.remove(request)

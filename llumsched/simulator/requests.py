@@ -65,9 +65,9 @@ class EngineRequest:
         return self.num_tokens - self.num_prompt >= self.max_tokens
 
     @property
-    def has_begun(self) -> bool:
-        """Elsewhere, or here before it was preempted: it goes on before anybody new begins."""
-        return self.preempted_ps is not None or self.num_output > 0
+    def turn(self) -> tuple[bool, int]:
+        """In a queue of first come, first served: who is in the middle of a stream goes before who has yet to begin."""
+        return self.preempted_ps is None and self.num_output == 0, self.arrived_ps
 
     @property
     def order(self) -> tuple[int, int, str]:

@@ -188,11 +188,11 @@ class Source(Machine[State, ev.SourceEvent, do.SourceEffect]):
         return not self.plan.force and self._stall_seconds(event) > self.plan.stall_budget_s
 
     def _stall_seconds(self, event: ev.Snapshot) -> float:
-        """For what is left, the partial block included."""
+        """Expected stall for what is left to copy, the partial block included."""
         return self._copy_seconds_of(max(0, event.frontier_blocks - self.copied_blocks) + 1)
 
     def _copy_seconds_of(self, num_blocks: int) -> float:
-        """At the rate measured so far; 0 while nothing was measured."""
+        """Expected time of a copy at the rate measured so far; 0 while nothing was measured."""
         if not self.copied_bytes:
             return 0.0
         return num_blocks * self.plan.bytes_per_block * self._copy_seconds / self.copied_bytes

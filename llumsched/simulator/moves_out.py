@@ -26,7 +26,7 @@ from llumsched.simulator.requests import EngineRequest, Phase
 from llumsched.simulator.timers import Timers
 
 Owner = Callable[[str], Member | None]
-"""By request id: the instance that has it."""
+"""The instance that has a request, by the request's id."""
 
 _CALLS: Final = {
     do.SendReserve: Call.RESERVE,
@@ -41,7 +41,7 @@ _CALLS: Final = {
 
 
 class Departures:
-    """Of one instance."""
+    """The moves out of one instance."""
 
     def __init__(self, member: Member, hop_ps: int, owner: Owner, limits: Limits) -> None:
         config = member.hardware.engine

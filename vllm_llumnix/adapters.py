@@ -66,7 +66,8 @@ class _Known:
 
 
 class Adapters:
-    """On one event loop. `lora_config` is vLLM's, None without --enable-lora."""
+    """The LoRA adapters that a process was told of. On one event loop. `lora_config` is vLLM's, None without
+    --enable-lora."""
 
     def __init__(self, lora_config: Any) -> None:
         self.on_change: Callable[[], None] = lambda: None

@@ -175,7 +175,7 @@ def local_between_gpus() -> Check:
 
 
 def _gpus() -> list[str]:
-    """Those that the driver shows, of which a container may see fewer."""
+    """GPUs that the driver shows, of which a container may see fewer."""
     try:
         return os.listdir("/proc/driver/nvidia/gpus")
     except OSError:

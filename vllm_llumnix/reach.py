@@ -41,7 +41,7 @@ class Reach:
         return f"{host} is not a loopback address, and instances can only prove who they are with TLS and a token"
 
     def why_not_llumlet(self, address: str) -> str | None:
-        """The same for HOST:PORT."""
+        """Why a llumlet's HOST:PORT is not connected to; None if it may be."""
         try:
             return self.why_not(Address.parse(address).host)
         except ValueError as error:

@@ -27,5 +27,5 @@ class Forwarding:
         self._left.pop(request_id, None)
 
     def owner_of(self, request_id: str) -> Address | None:
-        """None for a request that has not left, or is forgotten."""
+        """The instance that a request went to; None for one that has not left, or is forgotten."""
         return self._left.get(request_id)

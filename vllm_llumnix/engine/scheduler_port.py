@@ -90,7 +90,7 @@ class SchedulerPort:
 
     @property
     def num_blocks(self) -> int:
-        """Of the KV cache. Block 0 is vLLM's null block."""
+        """Blocks of the KV cache. Block 0 is vLLM's null block."""
         return int(self.block_pool.num_gpu_blocks - 1)
 
     @property
@@ -241,7 +241,8 @@ class SchedulerPort:
         self._parked[request.request_id] = request
 
     def _queue_again(self, request: Request) -> None:
-        """Where it would be had it not left: a preempted one at the head, others in order of arrival or priority."""
+        """Puts a request where it would be had it not left: a preempted one at the head, others in order of arrival or
+        priority."""
         waiting = self.scheduler.waiting
         if request.status == RequestStatus.PREEMPTED:
             waiting.prepend_request(request)

@@ -25,11 +25,11 @@ from vllm_llumnix.engine.load import Snapshot
 WATCH_SECONDS = 0.1
 """Between two looks at what changes without an event: whether the loop still gets on."""
 _MOST = (1 << 31) - 1
-"""That the field holds."""
+"""The largest number that the field holds."""
 
 
 class StatusSource:
-    """Of one engine."""
+    """Makes statuses of one engine."""
 
     def __init__(
         self, context: EngineContext, departures: Departures, arrivals: Arrivals, adoptions: Adoptions

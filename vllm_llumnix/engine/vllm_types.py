@@ -96,7 +96,7 @@ class BlockPool(Protocol):
 
 
 class Blocks(Protocol):
-    """Those of one request, a row for each group of layers."""
+    """The blocks of one request, a row for each group of layers."""
 
     blocks: Sequence[Sequence[Block]]
 

@@ -31,7 +31,7 @@ class Copy(Protocol):
     """A copy that a device has been told of. `torch.cuda.Event` is one."""
 
     def synchronize(self) -> None:
-        """Until it is over. Raises what has become of the device instead."""
+        """Waits until it is over. Raises what has become of the device instead."""
 
 
 class Device(Protocol):

@@ -98,7 +98,7 @@ class MooncakeEngine:
 
 class Read:
     _under_way: ClassVar[set[Read]] = set()
-    """Their buffers must not be freed, whoever has forgotten them."""
+    """Batches under way: their buffers must not be freed, whoever has forgotten them."""
 
     def __init__(self, engine: Any, batch: Future[int], slot: Slot) -> None:
         self._engine = engine
@@ -114,7 +114,7 @@ class Read:
         return cancelled
 
     def poll(self) -> bool | None:
-        """None while it is under way; then whether all bytes have arrived."""
+        """Whether all bytes have arrived; None while they are under way."""
         if self._arrived is None and self._batch.done():
             if self._batch.cancelled() or self._batch.exception() is not None or self._batch.result() in _NO_BATCH:
                 self._arrived = False

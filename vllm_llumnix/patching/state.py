@@ -70,7 +70,7 @@ def holds(found: Installed) -> Held:
 
 @functools.cache
 def held() -> Held:
-    """Of this process's vLLM, compared once."""
+    """The comparison of this process's vLLM with the series, made once."""
     return holds(installed())
 
 

@@ -43,7 +43,8 @@ SETTINGS = (
     "enable_mixed_moe_lora_format",
     "enable_moe_shared_loras",
 )
-"""Not --max-loras and --max-cpu-loras, which say how many adapters there is room for."""
+"""Settings that decide the arithmetic. Not --max-loras and --max-cpu-loras, which say how many adapters there is room
+for."""
 
 T = TypeVar("T")
 Stamp = tuple[tuple[str, int, int, int], ...]

@@ -395,8 +395,9 @@ def _executor_faults(config: LlumletConfig, args: argparse.Namespace) -> Iterato
 
 
 def _cms_faults(config: LlumletConfig) -> list[str]:
-    """It goes out unasked, request ids in it: to this host, or to one that proves to be the one that is meant. A
-    Sentinel of this host may name a server elsewhere: it is of this host's operator, as a proxy would be."""
+    """Faults of where reports go. A report goes out unasked, request ids in it: to this host, or to one that proves to
+    be the one that is meant. A Sentinel of this host may name a server elsewhere: it is of this host's operator, as a
+    proxy would be."""
     if not config.cms:
         return []
     if problems := cms_faults(config.cms):

@@ -48,8 +48,8 @@ class Reach:
             return str(error)
 
     def why_not_relay(self, address: str) -> str | None:
-        """The same for the relay of an API server: tcp://IP:PORT, and its key. ZMQ knows other transports, and source
-        addresses."""
+        """Why the relay of an API server is not connected to: tcp://IP:PORT, and its key. ZMQ knows other transports,
+        and source addresses."""
         try:
             parsed = RelayAddress.parse(address)
         except ValueError as error:

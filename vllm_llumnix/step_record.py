@@ -144,7 +144,7 @@ class StepRecord:
             self._map[_LEAVING] = 1
 
     def try_out(self, request_id: str | None) -> None:
-        """This request is on trial here from now on; None: nobody is."""
+        """Notes that this request is on trial here from now on; None: nobody is."""
         self._map[_TRIAL : _TRIAL + NAME_BYTES] = NOBODY if request_id is None else name_of(request_id)
 
     def close(self) -> None:

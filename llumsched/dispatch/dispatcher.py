@@ -43,7 +43,7 @@ class NotPlacedKind(StrEnum):
     PROMPT_TOO_LONG = "prompt_too_long"
     """No instance that serves the model can hold the prompt."""
     WARMING = "warming"
-    """Not enough is known yet to choose."""
+    """A scheduler that does not know enough yet to choose."""
 
 
 class NotPlaced(Exception):

@@ -110,8 +110,8 @@ class Sample:
     used_share: float
     """Share of the KV blocks of all instances that is in use."""
     fragmented_share: float
-    """Of all blocks: what the heads of queues need, as far as the free blocks of the whole cluster would be enough for
-    them; free memory that is in the wrong place (Llumnix, OSDI'24)."""
+    """Share of all blocks: what the heads of queues need, as far as the free blocks of the whole cluster would be
+    enough for them; free memory that is in the wrong place (Llumnix, OSDI'24)."""
     loads: tuple[float, ...] = ()
     """Used share of each instance, if there are few."""
 
@@ -159,7 +159,8 @@ class Summary:
     moves_failed: int
     """Whose request stayed, or ended on the way."""
     move_p50_s: float
-    """From its beginning until its request's fate is known, of moves whose request changed place; so is the next."""
+    """Time from its beginning until its request's fate is known, of moves whose request changed place; so is the
+    next."""
     move_p99_s: float
     move_stall_p50_s: float
     move_stall_p99_s: float

@@ -55,8 +55,8 @@ class Departures:
     def begin(
         self, request: EngineRequest, destination: Arrivals, done: Callable[[OutgoingMove], None]
     ) -> OutgoingMove:
-        """Of a request that decodes or waits here. `done`: once its fate is known. Raises Refused(source_busy) when as
-        much is on its way as may be."""
+        """Begins the move of a request that decodes or waits here. `done`: once its fate is known. Raises
+        Refused(source_busy) when as much is on its way as may be."""
         number = MigrationId(f"{self.member.metadata.incarnation}/{next(self._numbers)}")
         self.slots.take(number, self.member.engine.num_tokens(request))
         move = self._moves[request] = OutgoingMove(self, request, destination, number, done)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the requests that have left this engine are now. Llumlet thread only."""
+"""The places where requests that have left this engine are now. Llumlet thread only."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class LoadCounters:
         self._received: set[str] = set()
         """Requests that are received and not queued yet."""
         self._exact: dict[str, _Entry] = {}
-        """Of those that a step may work on, the ones whose share it can change in other ways than by a new token."""
+        """Requests that a step may work on and whose share it can change in other ways than by a new token."""
         self._waiting: dict[str, int] = {}
         self._recent: deque[tuple[float, str]] = deque(maxlen=MAX_NAMES)
         self._num_preemptions = 0

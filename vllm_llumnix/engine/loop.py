@@ -336,7 +336,8 @@ class EngineLoop:
         return self._call(function, args, _at_once)
 
     def call_behind_outputs(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
-        """As `call`, but the result comes behind the outputs of all steps before: they have been posted to the llumlet.
+        """Does what `call` does, but the result comes behind the outputs of all steps before: they have been posted to
+        the llumlet.
 
         Outputs name a request, not which of its lives here they are of.
         """
@@ -345,7 +346,7 @@ class EngineLoop:
     def call_for_blocks(
         self, function: Callable[..., T], *args: Any, behind_outputs: bool = False
     ) -> asyncio.Future[T]:
-        """As `call`, of what takes blocks out of the pool to be written by others than the model.
+        """Does what `call` does, for what takes blocks out of the pool to be written by others than the model.
 
         With several batches in flight vLLM gives the blocks of a request back while a step still writes them: whoever
         gets them next through the model writes them behind that step. Movers do not wait for the model, so the result

@@ -42,7 +42,7 @@ class StatusSource:
         self._watching: asyncio.Task[None] | None = None
 
     def open(self) -> None:
-        """On the event loop that reads."""
+        """Begins, on the event loop that reads."""
         watch = self._watch(self._watched())
         self._watching = asyncio.get_running_loop().create_task(watch, name="llumnix-status")
 

@@ -132,7 +132,7 @@ class RequestQueue(Protocol):
     def __iter__(self) -> Iterator[Request]: ...
 
     def insert(self, index: int, request: Request) -> None:
-        """Of the first kind only."""
+        """Queues of the first kind only have it."""
 
     def add_request(self, request: Request) -> None: ...
 

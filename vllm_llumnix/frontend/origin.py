@@ -411,7 +411,7 @@ async def _watch(reference: weakref.ref[OriginShell]) -> None:
 
 
 def _end(relay: RelaySocket, watch: asyncio.Task[None], metrics: MoveMetrics, peers: Peers) -> None:
-    """From any thread. Again is nothing."""
+    """Ends it, from any thread; once more does nothing."""
     relay.close()
     loop = watch.get_loop()
     if not loop.is_closed():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the bytes of a KV block lie.
+"""The places of the bytes of a KV block.
 
 vLLM keeps the caches of all layers of a worker in one allocation. The page of layer `l` of a region
 for block `b` is

@@ -50,7 +50,7 @@ class Blocks(Protocol):
         """Blocks into the start of a row of bytes, in the order of `kernels`."""
 
     def scatter(self, block_ids: Sequence[int], buffer: torch.Tensor) -> None:
-        """And back."""
+        """Copies rows of bytes back into blocks."""
 
 
 class BlockMemory(Blocks, Protocol):

@@ -32,7 +32,7 @@ VARIABLES: Final = {
 PROTOCOL_VARIABLES: Final = {"tcp": "MC_FORCE_TCP", "rdma": "MC_FORCE_HCA"}
 """Mooncake takes RDMA where it finds a card and TCP elsewhere, whatever it is asked for, unless one of these is set."""
 IPV6_VARIABLE: Final = "MC_USE_IPV6"
-"""Without it Mooncake listens at IPv6 addresses and connects to none."""
+"""Variable without which Mooncake listens at IPv6 addresses and connects to none."""
 _NO_BATCH: Final = (0, -1, 2**64 - 1)
 
 

@@ -109,7 +109,7 @@ class StagingArea:
         content.numpy().fill(0)
 
     def at_work(self) -> contextlib.AbstractContextManager[None]:
-        """For whoever computes with the content of buffers."""
+        """A context for whoever computes with the content of buffers."""
         return contextlib.nullcontext()
 
     def _zeros(self, num_bytes: int) -> torch.Tensor:

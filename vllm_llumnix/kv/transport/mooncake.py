@@ -91,7 +91,7 @@ class MooncakeTransport:
                 self._area.give_back(slots)
 
     def _slots(self) -> Generator[int, None, list[Slot]]:
-        """Those of one pull, as soon as others have given so many back: for the most part pulls of this same thread,
+        """Buffers of one pull, as soon as others have given so many back: for the most part pulls of this same thread,
         which must have their turns."""
         while True:
             with contextlib.suppress(TransferFailed):

@@ -85,7 +85,7 @@ class Engine:
 
     def add(self, request: EngineRequest, now_ps: int) -> None:
         """Takes a request, which has been received, and waits for the next step."""
-        self._enqueue(request)
+        self._enqueue(request, in_front=request.has_begun)
         self._interrupt(now_ps)
 
     def _interrupt(self, now_ps: int) -> None:
@@ -424,7 +424,7 @@ class Engine:
         request.phase = Phase.FROZEN
 
     def unpark(self, request: EngineRequest) -> None:
-        self._enqueue(request, in_front=True)
+        self._enqueue(request, in_front=request.has_begun)
 
     def remove(self, request: EngineRequest) -> None:
         """Forgets a request that lives elsewhere, or that nobody wants any more."""

@@ -12,7 +12,7 @@ from llumsched.simulator.requests import EngineRequest
 
 
 class Queue:
-    """First come, first served; or by priority, then arrival."""
+    """First come, first served, wherever they came to first; or by priority, then arrival."""
 
     def __init__(self, *, by_priority: bool) -> None:
         self.num_to_decode = 0
@@ -49,7 +49,12 @@ class Queue:
         elif in_front:
             self._requests.appendleft(request)
         else:
-            self._requests.append(request)
+            later = 0
+            for other in reversed(self._requests):
+                if other.arrived_ps <= request.arrived_ps or other.has_begun:
+                    break
+                later += 1
+            self._requests.insert(len(self._requests) - later, request)
 
     def remove(self, request: EngineRequest) -> None:
         self._requests.remove(request)

@@ -65,6 +65,11 @@ class EngineRequest:
         return self.num_tokens - self.num_prompt >= self.max_tokens
 
     @property
+    def has_begun(self) -> bool:
+        """Elsewhere, or here before it was preempted: it goes on before anybody new begins."""
+        return self.preempted_ps is not None or self.num_output > 0
+
+    @property
     def order(self) -> tuple[int, int, str]:
         """Its place in the queue of an engine that heeds priorities."""
         return self.priority, self.arrived_ps, self.id

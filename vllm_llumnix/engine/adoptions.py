@@ -26,6 +26,7 @@ from vllm_llumnix.engine.grammars import GRAMMAR_SECONDS
 from vllm_llumnix.engine.memory import require_weights
 from vllm_llumnix.engine.request_state import Residence, residence_of
 from vllm_llumnix.engine.rescue import Rescues
+from vllm_llumnix.engine.turns import queue_in_turn
 from vllm_llumnix.request_wire import RequestState
 
 
@@ -105,6 +106,8 @@ class Adoptions:
         self.loop.load_adapter(request)
         request.status = RequestStatus.WAITING
         scheduler.add_request(request)
+        scheduler.waiting.remove_requests([request])  # from its end, where new ones go
+        queue_in_turn(scheduler, request)
         self.loop.wake_group()
 
     def _answer(self, attempt: _Attempt) -> AdoptResponse:

@@ -131,6 +131,10 @@ class RequestQueue(Protocol):
 
     def __iter__(self) -> Iterator[Request]: ...
 
+    def __reversed__(self) -> Iterator[Request]:
+        """Of the first kind only."""
+        ...
+
     def insert(self, index: int, request: Request) -> None:
         """Queues of the first kind only have it."""
 

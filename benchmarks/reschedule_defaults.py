@@ -29,7 +29,7 @@ from llumsched.testing import EngineModel, SimulatedCluster, SimulatedInstance, 
 from tests.support.progress import saying
 
 MODEL: Final = EngineModel(num_blocks=4096)
-"""Instances of 65,536 tokens; a step of 10 ms."""
+"""Of 65,536 tokens; a step of 10 ms."""
 JOINS_S: Final = 2.0
 NEAR: Final = 0.15
 FILLED: Final = 2 / 3

@@ -188,7 +188,7 @@ class Source(Machine[State, ev.SourceEvent, do.SourceEffect]):
         return not self.plan.force and self._stall_seconds(event) > self.plan.stall_budget_s
 
     def _stall_seconds(self, event: ev.Snapshot) -> float:
-        """Expected stall for what is left to copy, the partial block included."""
+        """For what is left, the partial block included."""
         return self._copy_seconds_of(max(0, event.frontier_blocks - self.copied_blocks) + 1)
 
     def _copy_seconds_of(self, num_blocks: int) -> float:

@@ -343,7 +343,7 @@ class _Run:
                 self._loop.at(now_ps + self._hop_ps, functools.partial(self._restart, client, address))
 
     def _abort(self, request: EngineRequest, member: Member, now_ps: int) -> None:
-        """Ends a request whose stream is gone, and with it whoever wanted it."""
+        """Its stream is gone, and with it whoever wanted it."""
         member.engine.advance(now_ps)
         member.engine.settle(now_ps)
         if request.is_moving:
@@ -415,7 +415,7 @@ class _Run:
 
 
 class _Watch:
-    """What one member says of its requests."""
+    """Of one member."""
 
     departures: Departures
 

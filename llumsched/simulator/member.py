@@ -28,7 +28,7 @@ _OK: Final = Health.OK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cadence:
-    """How often statuses are sent, and how long messages take. Seconds."""
+    """When statuses are sent, and how long messages take. Seconds."""
 
     hop_s: float = 0.0005
     """One way, between any two processes."""
@@ -86,7 +86,7 @@ class Member:
         self._push_waits = False
         self._told_after_ps = self._hop_ps
         self.num_statuses = 0
-        """Statuses that were made, and sent."""
+        """That were made, and sent."""
         self._push(loop.now_ps)
         # What was said so far is not late: it is what puts an instance into service.
         self._told_after_ps += round(cadence.late_s * PS)
@@ -100,18 +100,17 @@ class Member:
         self.changed(now_ps)
 
     def post(self, action: Action, now_ps: int) -> None:
-        """Does something between two steps: `Engine.post`."""
+        """Of `Engine`."""
         self.engine.advance(now_ps)
         self.engine.post(action, now_ps)
         self.changed(now_ps)
 
     def end(self) -> None:
-        """Ends the instance: nothing is computed or told any more."""
+        """It is gone: nothing is computed or told any more."""
         self.is_alive = False
 
     def changed(self, now_ps: int) -> None:
-        """Notes that the load has changed: it is told, now or as soon as the link allows, and the engine's next end is
-        waited for."""
+        """Its load has: it is told, now or as soon as the link allows, and the engine's next end is waited for."""
         end_ps = self.engine.end_ps
         if end_ps is not None and end_ps != self._wake_ps:
             self._wake_ps = end_ps

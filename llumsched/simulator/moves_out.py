@@ -26,7 +26,7 @@ from llumsched.simulator.requests import EngineRequest, Phase
 from llumsched.simulator.timers import Timers
 
 Owner = Callable[[str], Member | None]
-"""The instance that has a request, by the request's id."""
+"""By request id: the instance that has it."""
 
 _CALLS: Final = {
     do.SendReserve: Call.RESERVE,
@@ -55,8 +55,8 @@ class Departures:
     def begin(
         self, request: EngineRequest, destination: Arrivals, done: Callable[[OutgoingMove], None]
     ) -> OutgoingMove:
-        """Begins the move of a request that decodes or waits here. `done`: once its fate is known. Raises
-        Refused(source_busy) when as much is on its way as may be."""
+        """Of a request that decodes or waits here. `done`: once its fate is known. Raises Refused(source_busy) when as
+        much is on its way as may be."""
         number = MigrationId(f"{self.member.metadata.incarnation}/{next(self._numbers)}")
         self.slots.take(number, self.member.engine.num_tokens(request))
         move = self._moves[request] = OutgoingMove(self, request, destination, number, done)

@@ -70,7 +70,7 @@ def holds(found: Installed) -> Held:
 
 @functools.cache
 def held() -> Held:
-    """The comparison of this process's vLLM with the series, made once."""
+    """Of this process's vLLM, compared once."""
     return holds(installed())
 
 

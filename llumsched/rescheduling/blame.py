@@ -12,7 +12,7 @@ class Blame(enum.Enum):
     REQUEST = enum.auto()
     """The request's, or nobody's: another request, or the same one later, may well move."""
     PAIRING = enum.auto()
-    """This request will never go to this destination. Others will, and it may well go elsewhere."""
+    """The two together: this request will never go to this destination. Others will, and it may well go elsewhere."""
     DESTINATION = enum.auto()
     DESTINATION_BUSY = enum.auto()
     """The destination has all the moves it takes at a time."""

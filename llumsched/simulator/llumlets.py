@@ -31,7 +31,7 @@ from llumsched.simulator.requests import EngineRequest, Phase
 
 
 class Llumlet:
-    """Of one instance. `ended`: told of every move whose request's fate is known."""
+    """The llumlet of one instance. `ended`: told of every move whose request's fate is known."""
 
     def __init__(
         self, member: Member, departures: Departures, arrivals: Arrivals, ended: Callable[[OutgoingMove], None]

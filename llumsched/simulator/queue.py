@@ -19,9 +19,9 @@ class Queue:
         """Requests whose work does not end with their first token."""
         self.to_decode_tokens = 0
         self.prefill_tokens = 0
-        """Of which the KV cache is still to be computed."""
+        """Tokens of which the KV cache is still to be computed."""
         self.unallocated_tokens = 0
-        """Of which the blocks are still to be allocated."""
+        """Tokens of which the blocks are still to be allocated."""
         self._requests: deque[EngineRequest] | list[EngineRequest] = [] if by_priority else deque()
         self._shares: dict[EngineRequest, tuple[int, int, int, int]] = {}
 

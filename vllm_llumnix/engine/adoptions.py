@@ -37,7 +37,7 @@ class Adoptions:
         self.num_adopted = 0
         """Requests of lost owners that went on here."""
         self.num_rescued = 0
-        """Of these, the ones that brought their KV cache."""
+        """Requests among these that brought their KV cache."""
         self.context = context
         self.loop = context.loop
         self.relay = context.relay

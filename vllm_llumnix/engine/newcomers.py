@@ -10,7 +10,7 @@ from vllm_llumnix.engine.vllm_types import Request, Scheduler
 
 
 class Newcomers:
-    """Those of one scheduler."""
+    """The newcomers of one scheduler."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -21,7 +21,7 @@ class Newcomers:
         return len(self._waiting)
 
     def add(self, request: Request) -> None:
-        """It is the scheduler's now, at the head of its queue."""
+        """Takes one that is the scheduler's now, at the head of its queue."""
         self._waiting[request.request_id] = request
 
     def before_step(self) -> None:

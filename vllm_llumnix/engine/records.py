@@ -13,7 +13,7 @@ from llumlet.types import Mode, MovePhase, MoveProgress, reason_word, word
 NUM_KEPT = 4096
 """More than settle between two looks of an API server, which takes one every second."""
 STALL_PHASES = ("freezing", "committing", "withdrawing", "fencing")
-"""In which nobody computes tokens for the request."""
+"""Phases in which nobody computes tokens for the request."""
 
 
 class MoveRecords:

@@ -25,7 +25,7 @@ _COUNTS_FROZEN = __version_tuple__ >= (0, 33)
 
 
 class Reservations:
-    """Those at one scheduler. `load` and `newcomers` hear of requests that it is given."""
+    """The reservations at one scheduler. `load` and `newcomers` hear of requests that it is given."""
 
     def __init__(self, scheduler: Scheduler, load: LoadCounters, newcomers: Newcomers) -> None:
         self._scheduler = scheduler
@@ -193,8 +193,8 @@ class Reservations:
         return int(scheduler._inflight_prefill_reserved_blocks()) + following
 
     def _num_blocks_for(self, request: Request) -> int:
-        """For a whole request that is not here yet. Where no KV arrives, by the rule by which vLLM admits one: a window
-        needs no more than it spans."""
+        """Blocks for a whole request that is not here yet. Where no KV arrives, by the rule by which vLLM admits one: a
+        window needs no more than it spans."""
         positions = self._positions(request.num_tokens)
         if self._takes_kv:
             return -(-positions // self._block_size)

@@ -90,7 +90,7 @@ class SchedulerPort:
 
     @property
     def num_blocks(self) -> int:
-        """Of the KV cache. Block 0 is vLLM's null block."""
+        """Blocks of the KV cache. Block 0 is vLLM's null block."""
         return int(self.block_pool.num_gpu_blocks - 1)
 
     @property

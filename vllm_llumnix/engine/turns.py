@@ -10,9 +10,9 @@ from vllm_llumnix.engine.vllm_types import Request, Scheduler
 
 
 def queue_in_turn(scheduler: Scheduler, request: Request) -> None:
-    """It waits where it would had it been here all the time: who is in the middle of a stream goes before who has yet
-    to begin, and of two who begin the one that arrived first at its API server. Where vLLM orders by priority, it does
-    so here.
+    """Has a request wait where it would had it been here all the time: who is in the middle of a stream goes before who
+    has yet to begin, and of two who begin the one that arrived first at its API server. Where vLLM orders by priority,
+    it does so here.
 
     Raises nothing, and changes nobody else's order. The clocks of two hosts may differ: then so do turns, by as much.
     """

@@ -96,7 +96,7 @@ class BlockPool(Protocol):
 
 
 class Blocks(Protocol):
-    """Those of one request, a row for each group of layers."""
+    """The blocks of one request, a row for each group of layers."""
 
     blocks: Sequence[Sequence[Block]]
 
@@ -136,7 +136,7 @@ class RequestQueue(Protocol):
         ...
 
     def insert(self, index: int, request: Request) -> None:
-        """Of the first kind only."""
+        """Queues of the first kind only have it."""
 
     def add_request(self, request: Request) -> None: ...
 

@@ -74,20 +74,28 @@ class ModelledInstance:
     def changed(self, now_ps: int) -> None:
         """Its load is another: the end of a step may be so, too."""
         self.num_changes += 1
+        self.wait(now_ps)
+
+    def wait(self, now_ps: int) -> None:
+        """Until `next_wake`, whatever was waited for before."""
         wake_ps = self.next_wake(now_ps)
         if wake_ps is not None and wake_ps != self._wake_ps:
             self._wake_ps = wake_ps
-            self.clock.at(wake_ps, lambda now_ps: self._woken(wake_ps, now_ps))
+            self.clock.at(wake_ps, lambda now_ps: self._wake(wake_ps, now_ps))
+
+    def _wake(self, wake_ps: int, now_ps: int) -> None:
+        if wake_ps == self._wake_ps and self.is_alive:  # else it is another time by now
+            self._wake_ps = None
+            self.woken(now_ps)
 
     def next_wake(self, now_ps: int) -> int | None:
-        """When the engine has something to do, or somebody something to hear."""
+        """When the next thing happens by itself; None if nothing will."""
         return self.engine.end_ps
 
-    def _woken(self, wake_ps: int, now_ps: int) -> None:
-        if wake_ps == self._wake_ps and self.is_alive:  # else it ends at another time by now
-            self._wake_ps = None
-            self.engine.advance(now_ps)
-            self.changed(now_ps)
+    def woken(self, now_ps: int) -> None:
+        """Time to make steps."""
+        self.engine.advance(now_ps)
+        self.changed(now_ps)
 
     def status_at(self, now_ps: int) -> InstanceStatus:
         """Of a time that the engine has been advanced to."""

@@ -14,6 +14,7 @@ from llumlet.reporter import Reporter
 from llumlet.server import RunningServer, serve
 from llumlet.tasks import end
 from llumlet.types import Address, Health, InstanceMetadata, InstanceStatus
+from llumsched.simulator import PS
 from llumsched.simulator.clock import RealClock
 from llumsched.simulator.instance import ModelledInstance, described
 from llumsched.simulator.moves_out import MoveWatcher
@@ -25,6 +26,8 @@ from llumsched.testing.model import engine_model
 from llumsched.testing.requests import SimulatedRequest
 from llumsched.testing.world import World
 
+_TOKENS_PS: Final = PS // 10
+"""After which a change that is only tokens is reported, as production does."""
 _HUNG_S: Final = 2.0
 """Standstill in a step, after which an instance says that it hangs."""
 
@@ -80,6 +83,7 @@ class SimulatedInstance(ModelledInstance):
         self._hung_s: float | None = None
         """Since when."""
         self._times_slower = 1.0
+        self._reported_ps = 0
 
     @property
     def address(self) -> Address:
@@ -186,19 +190,32 @@ class SimulatedInstance(ModelledInstance):
         self.changed(self.clock.now_ps)
 
     def changed(self, now_ps: int) -> None:
-        """The load is another: the CMS is told, and clients of what has come for them."""
+        """Its load is another, and the CMS is told."""
         super().changed(now_ps)
+        self._reported_ps = now_ps
+        if self._reporter is not None:
+            self._reporter.changed()
+        self._tell_clients(now_ps)
+
+    def woken(self, now_ps: int) -> None:
+        """A step has ended. Of one that is like the next, clients have a token each; the CMS is told now and then."""
+        end_ps = self.engine.end_ps
+        self.engine.advance(now_ps)
+        if self.engine.end_ps != end_ps or now_ps - self._reported_ps >= _TOKENS_PS:
+            self.changed(now_ps)
+        else:
+            self._tell_clients(now_ps)
+            self.wait(now_ps)
+
+    def next_wake(self, now_ps: int) -> int | None:
+        return self.engine.next_end_after(now_ps)
+
+    def _tell_clients(self, now_ps: int) -> None:
         self.engine.settle(now_ps)
         for request in self.engine.requests:
             client = self._world.requests.get(request.id)
             if client is not None:
                 client.told(self.engine.num_tokens(request) - request.num_prompt)
-        if self._reporter is not None:
-            self._reporter.changed()
-
-    def next_wake(self, now_ps: int) -> int | None:
-        """Every step is of interest to clients, however many are alike."""
-        return self.engine.next_end_after(now_ps)
 
     def _described(self) -> InstanceMetadata:
         described = InstanceMetadata()

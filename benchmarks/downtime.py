@@ -74,7 +74,7 @@ class Sample:
     stall: Stall
     largest_gap: float
     arrivals: tuple[float, ...]
-    """Of the tokens around the move, in seconds from the arrival of the destination's first one."""
+    """Arrivals of the tokens around the move, in seconds from the arrival of the destination's first one."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -57,7 +57,7 @@ class Target:
     pid: int | None = None
 
     def cpu_seconds(self) -> float:
-        """Of all its processes so far."""
+        """CPU time of all its processes so far."""
         pids = [] if self.pid is None else [self.pid, *reaper.descendants(self.pid)]
         return sum(cpu_seconds(pid) for pid in pids)
 

@@ -32,7 +32,7 @@ from tests.support.report import add_json, print_json
 from tests.support.stats import quantile
 
 BAR_MB = 2000.0
-"""Of 10,000 streams of 8k tokens."""
+"""The most memory that 10,000 streams of 8k tokens may take."""
 _FIRST_EVENT_S = 120.0
 _LOOK_S = 0.5
 _SPARE_DESCRIPTORS = 200
@@ -48,7 +48,7 @@ class Held:
         self.num_bytes = 0
 
     async def open(self) -> None:
-        """Until its first event has come. Raises ConnectionError for an answer that is no stream."""
+        """Opens a stream and waits for its first event. Raises ConnectionError for an answer that is no stream."""
         self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 20)
         started_s = time.perf_counter()
         self._writer.write(self._request)
@@ -129,7 +129,8 @@ async def hold(args: argparse.Namespace, port: int, gateway: psutil.Process, say
 
 
 def raise_descriptors(num_streams: int) -> None:
-    """For this process and those that it starts. Raises OSError if the hard limit does not allow that."""
+    """Raises the limit of descriptors, for this process and those that it starts. Raises OSError if the hard limit does
+    not allow that."""
     wanted = 2 * num_streams + _SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= wanted:

@@ -81,7 +81,7 @@ class Case:
 
     @property
     def lanes(self) -> tuple[bool, ...]:
-        """Of each lane, whether both of its streams move at the same time."""
+        """Whether, for each lane, both of its streams move at the same time."""
         return (True,) * (self.at_once // 2) + (False,) * (self.at_once % 2)
 
     def as_json(self) -> dict[str, Any]:
@@ -287,7 +287,7 @@ async def window(present: Company, traffic: Traffic, seconds: float, *, moving: 
 
 
 def gaps_in(streams: Sequence[Stream], spans: Sequence[Span]) -> list[float]:
-    """Those that begin in one of the spans."""
+    """Gaps that begin in one of the spans."""
     return [
         after - before
         for stream in streams

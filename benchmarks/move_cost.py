@@ -72,7 +72,7 @@ _OURS = {
 }
 """Names that the product gives to its threads; the system keeps 15 bytes of them."""
 _LIBRARIES = ("ZMQbg", "grpc", "event_engine", "resolver-exec", "timer")
-"""With which the names of gRPC's and ZeroMQ's own threads begin."""
+"""Beginnings of the names of gRPC's and ZeroMQ's own threads begin."""
 _PROCESSES = {"EngineCore": "loops", "Worker": "models"}
 
 Times = Counter[str]
@@ -80,7 +80,7 @@ Times = Counter[str]
 
 
 def part_of(process: str, thread: str) -> str:
-    """To which part a thread belongs, by its name and its process's title."""
+    """The part to which a thread belongs, by its name and its process's title."""
     for name, part in _OURS.items():
         if thread.startswith(name):
             return part

@@ -85,7 +85,7 @@ class Mover:
 
     @property
     def pid(self) -> int:
-        """Of the child."""
+        """The child's process id."""
         assert self._process is not None
         return self._process.pid
 

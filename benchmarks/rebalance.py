@@ -46,7 +46,7 @@ TOKEN_IDS = range(100, 1000)
 END_SECONDS = 300.0
 PROBE_SECONDS = 12.0
 WARM_SECONDS = 3.0
-"""Of them, which do not count."""
+"""Seconds at the beginning that do not count."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,7 @@ def arrivals(rate: float, seconds: float, seed: int) -> list[Arrival]:
 
 @dataclasses.dataclass
 class Outcome:
-    """Of all runs of one case."""
+    """The outcome of all runs of one case."""
 
     ttft_ms: list[float] = dataclasses.field(default_factory=list)
     itl_ms: list[float] = dataclasses.field(default_factory=list)

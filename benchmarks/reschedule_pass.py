@@ -55,7 +55,7 @@ def _durations_ms(num_instances: int, passes: int, *, even: bool = False) -> lis
 def _pass(
     view: View, table: ClusterTable, policies: tuple[ReschedulingPolicy, ...], config: Config, history: History
 ) -> Plan:
-    """As `Rescheduler` makes it; nothing is begun, so that every pass finds the same."""
+    """One pass as `Rescheduler` makes it; nothing is begun, so that every pass finds the same."""
     now_s = time.monotonic()
     history.seen(view.values())
     history.forget_expired(now_s)

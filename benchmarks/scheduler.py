@@ -90,7 +90,7 @@ class Result:
     full_pass_cpu_ms: float
     peers_p99_ms: float
     scrape_cpu_ms: float
-    """Of /metrics, beside decisions."""
+    """CPU time of a scrape of /metrics, beside decisions."""
     scrape_hold_cpu_ms: float
     """The most that a decision had to wait for it."""
     status_to_view_p99_ms: float | None
@@ -209,7 +209,7 @@ def decide(instances: int, num_decisions: int, updates: float, num_dead: int, *,
 
 
 class _Times:
-    """Of the blocks that it is entered for."""
+    """Times of the blocks that it is entered for."""
 
     def __init__(self) -> None:
         self.wall_s: list[float] = []

@@ -28,7 +28,7 @@ from llumsched.simulator.workload import Arrival, assigned, clipped, made_up, pr
 
 _RESCHEDULING: Final = (rescheduling.Switches, ReschedulingConfig)
 MOVES: Final = "+moves"
-"""At the end of a setting's policy: with the rescheduler."""
+"""Suffix of a setting's policy: with the rescheduler."""
 NOTATION: Final = "[NAME=]POLICY[+moves [--rescheduling-…]]"
 SETTING_HELP: Final = (
     f"{', '.join(built_in_policies())}, or a .yaml file; +moves adds the rescheduler, whose flags may follow, all in "
@@ -41,7 +41,7 @@ class Load:
     """Requests, made up or of a trace; the same values make the same ones."""
 
     lengths: str | tuple[Lengths, Lengths] = "m-m"
-    """Of a made-up load: a name of `PAIRS`, or of prompts and of outputs."""
+    """Lengths of a made-up load: a name of `PAIRS`, or of prompts and of outputs."""
     num_requests: int = 10_000
     cv: float = 1.0
     """Variation of the time between two requests."""
@@ -53,7 +53,7 @@ class Load:
     urgent: float = 0.0
     """Share of the requests that go first."""
     models: Mapping[str, float] = field(default_factory=dict)
-    """Their weights; if there are none, requests are for any."""
+    """Models and their weights; if there are none, requests are for any."""
     seed: int = 0
 
     def arrivals(self, engine: EngineConfig) -> list[Arrival]:
@@ -88,13 +88,13 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Of the scheduler."""
+    """A setting of the scheduler."""
 
     name: str
     policy: str
-    """Of dispatch."""
+    """The policy of dispatch."""
     rescheduling: ReschedulingConfig | None = None
-    """None: nothing moves."""
+    """The rescheduler's settings. None: nothing moves."""
 
 
 def add_rescheduling(parser: argparse.ArgumentParser) -> None:
@@ -103,8 +103,8 @@ def add_rescheduling(parser: argparse.ArgumentParser) -> None:
 
 
 def read_setting(text: str, common: argparse.Namespace | None = None) -> Setting:
-    """Of `NOTATION`. `common`: flags of the rescheduler that hold where the setting does not say otherwise. Raises
-    ValueError that says everything that is wrong."""
+    """The setting that a text in `NOTATION` says. `common`: flags of the rescheduler that hold where the setting does
+    not say otherwise. Raises ValueError that says everything that is wrong."""
     words = shlex.split(text)
     if not words:
         raise ValueError("an empty setting")

@@ -67,7 +67,7 @@ NUM_BLOCKS = 700
 """Few: all of the cache's memory has been touched before its growth is measured."""
 REST_S = 15.0
 SETTLE_S = 90.0
-"""For the last doubts, leases and dead origins to be over."""
+"""Time for the last doubts, leases and dead origins to be over."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,7 +112,8 @@ class Soak:
         self.differences: list[str] = []
         self.longest_pause = 0.0
         self.sizes: dict[str, list[tuple[float, int, int]]] = defaultdict(list)
-        """Of the survivor's processes: when, how many bytes are resident, and how many of these in no other process."""
+        """Sizes of the survivor's processes: when, how many bytes are resident, and how many of these in no other
+        process."""
         self._ill: set[str] = set()
         ports = {name: free_port() for name in "abc"}
         self._specs = {
@@ -326,7 +327,7 @@ class Soak:
             await asyncio.sleep(SAMPLE_S)
 
     def rss_slopes(self) -> dict[str, float]:
-        """Of the survivor's processes, in MiB a minute over the last half."""
+        """Growth of the survivor's processes, in MiB a minute over the last half."""
         slopes = {}
         for title, points in self.sizes.items():
             seconds, sizes, _ = np.array(points[len(points) // 2 :]).T
@@ -334,7 +335,7 @@ class Soak:
         return slopes
 
     def sizes_by_minute(self) -> dict[str, dict[str, list[float]]]:
-        """Of the survivor's processes, in MiB: whether they grow in steps or all the time, and what grows."""
+        """Sizes of the survivor's processes, in MiB: whether they grow in steps or all the time, and what grows."""
         every = round(60 / SAMPLE_S)
         return {
             title: {
@@ -345,7 +346,7 @@ class Soak:
         }
 
     async def footprints(self) -> dict[str, Footprint]:
-        """Of every instance, once it is idle."""
+        """The footprint of every instance, once it is idle."""
         return {name: await self._footprint(server) for name, server in self.servers.items()}
 
     async def _footprint(self, server: Server) -> Footprint:
@@ -391,7 +392,8 @@ def _sockets(pid: int) -> Iterator[str]:
 
 
 def _threads(pid: int) -> Iterator[str]:
-    """But for those of pools that grow when more is asked at once than ever before: gRPC's, and the probes of peers."""
+    """Threads but for those of pools that grow when more is asked at once than ever before: gRPC's, and the probes of
+    peers."""
     for task in Path(f"/proc/{pid}/task").iterdir():
         name = (task / "comm").read_text().strip()
         if not name.startswith(("event_engine", PROBE_THREAD)):

@@ -82,7 +82,8 @@ def arrivals(batch: int) -> int:
 
 
 def churn(engine: Engine, batch: int) -> Callable[[], float]:
-    """As many requests as slots, of `CHURN_TOKENS` tokens; those that have ended are replaced before each step."""
+    """A load of as many requests as slots, of `CHURN_TOKENS` tokens; those that have ended are replaced before each
+    step."""
 
     def step() -> float:
         began = time.thread_time()

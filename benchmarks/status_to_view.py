@@ -46,12 +46,12 @@ class StatusToView:
     instances: int
     rate: float
     pushes_per_s: float
-    """That came; less than instances times rate if changes were coalesced."""
+    """Pushes that came; less than instances times rate if changes were coalesced."""
     p50_ms: float
     p99_ms: float
     max_ms: float
     cpu_us_per_push: float
-    """Of the process that holds the view."""
+    """CPU time of the process that holds the view."""
 
 
 class _Ages:
@@ -122,7 +122,7 @@ class _Source:
 
 
 async def _send(cms: str, instances: int, rate: float, requests: int) -> None:
-    """Until it is killed."""
+    """Sends until it is killed."""
     sources = [_Source(f"i-{index}", cms, requests) for index in range(instances)]
     runs = [asyncio.create_task(source.reporter.run()) for source in sources]
     begun, made = time.monotonic(), 0

@@ -104,7 +104,7 @@ class Offer(msgspec.Struct):
     capability: bytes
     raw_port: int
     raw_segment: str | None
-    """Where all of the memory is registered with Mooncake, as nobody should."""
+    """The segment in which all of the memory is registered with Mooncake, as nobody should."""
 
 
 def kv_memory(num_blocks: int, num_layers: int, page_bytes: int, seed: int) -> tuple[Bytes, BlockLayout]:

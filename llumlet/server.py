@@ -138,7 +138,7 @@ def new_server(
 
 
 def bind(server: aio.Server, host: str, port: int, credentials: Credentials) -> Address:
-    """Where `server` will listen. Raises OSError if the port cannot be had."""
+    """The address at which `server` will listen. Raises OSError if the port cannot be had."""
     wanted = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         return Address(host, credentials.listen(server, wanted))

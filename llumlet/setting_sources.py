@@ -48,7 +48,7 @@ class Reading:
         self.further = further
         """Words of the command line that are for somebody else."""
         self.given: dict[str, str] = {}
-        """Where each value was said, by flag: the flag itself, a variable, or a line of the file."""
+        """The place where each value was said, by flag: the flag itself, a variable, or a line of the file."""
         self._values: dict[type, dict[str, Any]] = {}
         self._unread: dict[type, set[str]] = {}
 

@@ -156,7 +156,7 @@ def parse_reason(text: str) -> Reason:
 
 
 class Address(NamedTuple):
-    """Where a llumlet listens."""
+    """The host and port at which a llumlet listens."""
 
     host: str
     port: int

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,20 @@ FORBIDDEN = {
     "llumsched": {"vllm", "torch", "vllm_llumnix"},
 }  # fmt: skip
 
+WITHIN_LLUMSCHED = {
+    "causes": set(),
+    "extensions": set(),
+    "contract": {"causes"},
+    "cluster": {"extensions"},
+    "cms": {"cluster"},
+    "policy": {"cluster", "extensions"},
+    "dispatch": {"causes", "cluster", "policy"},
+    "rescheduling": {"cluster", "cms", "extensions", "policy"},
+    "summary": {"cluster"},
+    "scheduler": {"cluster", "cms", "contract", "dispatch", "policy", "rescheduling", "summary", "tls"},
+    "gateway": {"causes", "contract", "descriptors", "tls"},
+}  # fmt: skip
+"""What of llumsched each of these may import; who else is there starts, shows or plays them."""
 
 CIRCLES = {
     frozenset(f"vllm_llumnix.patching.{name}" for name in ("contract", "installed", "release")),
@@ -54,6 +69,18 @@ def test_package_keeps_to_its_side(package: str) -> None:
         assert not wrong, f"{module.relative_to(ROOT)} imports {sorted(wrong)}"
 
 
+@pytest.mark.parametrize("package", WITHIN_LLUMSCHED)
+def test_the_scheduler_side_has_layers(package: str) -> None:
+    wrong = {
+        f"{module} imports {name}"
+        for module, names in product_imports().items()
+        if module.split(".")[:2] == ["llumsched", package]
+        for name in names
+        if name.startswith("llumsched.") and name.split(".")[1] not in WITHIN_LLUMSCHED[package] | {package}
+    }
+    assert not wrong
+
+
 @pytest.mark.parametrize("module", ["hooks", "switch"])
 def test_hooks_import_the_standard_library_only(module: str) -> None:
     tree = ast.parse((ROOT / f"vllm_llumnix/{module}.py").read_text())
@@ -62,6 +89,7 @@ def test_hooks_import_the_standard_library_only(module: str) -> None:
     assert top <= {"__future__", "os", "sys", "typing", "vllm_llumnix.switch"}
 
 
+@functools.cache
 def product_imports() -> dict[str, set[str]]:
     """Every module of the product, and the modules of the product that it imports, wherever in the file. A package is
     its `__init__`: who imports a module of it depends on that one alone."""

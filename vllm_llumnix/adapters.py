@@ -43,7 +43,8 @@ SETTINGS = (
     "enable_mixed_moe_lora_format",
     "enable_moe_shared_loras",
 )
-"""Not --max-loras and --max-cpu-loras, which say how many adapters there is room for."""
+"""Settings that decide the arithmetic. Not --max-loras and --max-cpu-loras, which say how many adapters there is room
+for."""
 
 T = TypeVar("T")
 Stamp = tuple[tuple[str, int, int, int], ...]
@@ -66,7 +67,8 @@ class _Known:
 
 
 class Adapters:
-    """On one event loop. `lora_config` is vLLM's, None without --enable-lora."""
+    """The LoRA adapters that a process was told of. On one event loop. `lora_config` is vLLM's, None without
+    --enable-lora."""
 
     def __init__(self, lora_config: Any) -> None:
         self.on_change: Callable[[], None] = lambda: None

@@ -239,7 +239,7 @@ class LlumletConfig(CredentialFiles):
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """Those to be used, in order of preference.
+        """Transports to be used, in order of preference.
 
         Mooncake lets everybody who reaches its ports read what is on its way: `auto` takes it only on a network that
         somebody has said to be isolated.
@@ -284,7 +284,7 @@ class LlumletConfig(CredentialFiles):
 
     @property
     def own_ids(self) -> tuple[str, ...]:
-        """Of our ranks, each of which is an instance."""
+        """Ids of our ranks, each of which is an instance."""
         return tuple(self.for_rank(rank).instance_id for rank in range(self.num_ranks))
 
     def to_json(self) -> str:
@@ -347,7 +347,8 @@ def config_from_args(args: argparse.Namespace, environ: Mapping[str, str] = os.e
 
 
 def _num_api_servers(args: argparse.Namespace) -> int:
-    """As many as vLLM will start: one for each local rank, unless somebody else balances the load between these."""
+    """API servers that vLLM will start: one for each local rank, unless somebody else balances the load between
+    these."""
     if (count := getattr(args, "api_server_count", None)) is not None:
         return int(count)
     alone = ("data_parallel_external_lb", "data_parallel_multi_port_external_lb")
@@ -394,8 +395,9 @@ def _executor_faults(config: LlumletConfig, args: argparse.Namespace) -> Iterato
 
 
 def _cms_faults(config: LlumletConfig) -> list[str]:
-    """It goes out unasked, request ids in it: to this host, or to one that proves to be the one that is meant. A
-    Sentinel of this host may name a server elsewhere: it is of this host's operator, as a proxy would be."""
+    """Faults of where reports go. A report goes out unasked, request ids in it: to this host, or to one that proves to
+    be the one that is meant. A Sentinel of this host may name a server elsewhere: it is of this host's operator, as a
+    proxy would be."""
     if not config.cms:
         return []
     if problems := cms_faults(config.cms):

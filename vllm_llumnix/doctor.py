@@ -60,7 +60,7 @@ def python() -> Check:
 
 
 def modules() -> Check:
-    """Only looked for: importing torch alone takes seconds."""
+    """Modules that are there, only looked for: importing torch alone takes seconds."""
     missing = [name for name in _MODULES if not _exists(name)]
     if missing:
         return Check("modules", f"missing: {', '.join(missing)}", "reinstall vllm-llumnix with its dependencies")
@@ -175,7 +175,7 @@ def local_between_gpus() -> Check:
 
 
 def _gpus() -> list[str]:
-    """Those that the driver shows, of which a container may see fewer."""
+    """GPUs that the driver shows, of which a container may see fewer."""
     try:
         return os.listdir("/proc/driver/nvidia/gpus")
     except OSError:

@@ -22,7 +22,7 @@ def reachable_host(host: str) -> str:
 
 
 def connect(where: str, timeout_s: float) -> socket.socket:
-    """To HOST:PORT, an IPv6 address in brackets. Raises OSError, or ValueError for what is no address."""
+    """A connection to HOST:PORT, an IPv6 address in brackets. Raises OSError, or ValueError for what is no address."""
     parts = urlsplit(f"//{where}")
     if parts.hostname is None or parts.port is None:
         raise ValueError(f"{where!r} is not HOST:PORT")
@@ -30,7 +30,7 @@ def connect(where: str, timeout_s: float) -> socket.socket:
 
 
 def host_of(where: str) -> str:
-    """Of HOST:PORT, without the brackets of an IPv6 address."""
+    """The host of HOST:PORT, without the brackets of an IPv6 address."""
     return urlsplit(f"//{where}").hostname or ""
 
 

@@ -41,15 +41,15 @@ class Reach:
         return f"{host} is not a loopback address, and instances can only prove who they are with TLS and a token"
 
     def why_not_llumlet(self, address: str) -> str | None:
-        """The same for HOST:PORT."""
+        """Why a llumlet's HOST:PORT is not connected to; None if it may be."""
         try:
             return self.why_not(Address.parse(address).host)
         except ValueError as error:
             return str(error)
 
     def why_not_relay(self, address: str) -> str | None:
-        """The same for the relay of an API server: tcp://IP:PORT, and its key. ZMQ knows other transports, and source
-        addresses."""
+        """Why the relay of an API server is not connected to: tcp://IP:PORT, and its key. ZMQ knows other transports,
+        and source addresses."""
         try:
             parsed = RelayAddress.parse(address)
         except ValueError as error:

@@ -11,7 +11,7 @@ _KEY_MARK: Final = "#"
 
 @dataclass(frozen=True, slots=True)
 class RelayAddress:
-    """Where an origin listens: `tcp://IP:PORT`, and `#` and 64 hexadecimal digits if it has a key."""
+    """The address at which an origin listens: `tcp://IP:PORT`, and `#` and 64 hexadecimal digits if it has a key."""
 
     endpoint: str
     key: bytes = b""

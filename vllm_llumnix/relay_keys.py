@@ -60,7 +60,7 @@ def connect(sock: zmq.Socket[Any], address: RelayAddress, credentials: Credentia
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """As libzmq wants them, in Z85."""
+    """Two keys as libzmq wants them, in Z85."""
 
     public: bytes = field(repr=False)
     secret: bytes = field(repr=False)

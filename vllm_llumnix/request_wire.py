@@ -42,7 +42,8 @@ def encode(state: RequestState) -> bytes:
 
 
 def encode_params(params: SamplingParams) -> msgspec.Raw:
-    """Without what only the prefill answers, and what is refused elsewhere: prompt logprobs, extra arguments."""
+    """Sampling parameters without what only the prefill answers, and what is refused elsewhere: prompt logprobs, extra
+    arguments."""
     params = params.clone()
     params.prompt_logprobs = None
     params.prompt_logprob_token_ids = None

@@ -53,7 +53,8 @@ _HEADER = struct.Struct("<8sII8sBB6x")
 """Magic, slots, requests that a slot has room for; then who is on trial, `scheduling`, `leaving`."""
 _TRIAL, _SCHEDULING, _LEAVING = 16, 24, 25
 _SLOT = struct.Struct("<dII")
-"""When it was given to the model (seconds of the machine's monotonic clock), number of requests, `under way`."""
+"""A batch: when it was given to the model (seconds of the machine's monotonic clock), number of requests, `under
+way`."""
 _UNDER_WAY = 12
 _GRAMMAR = struct.Struct("<8sB7x")
 """Whose it is, `under way`."""
@@ -63,7 +64,7 @@ NUM_GRAMMARS = 64
 
 
 class _Names(dict[str, bytes]):
-    """By request id, made when they are first needed."""
+    """Hashed names by request id, made when they are first needed."""
 
     def __missing__(self, request_id: str) -> bytes:
         name = self[request_id] = name_of(request_id)
@@ -82,12 +83,12 @@ class StepRecord:
         self._names = _Names()
         self._next = 0
         self._slots: dict[int, int] = {}
-        """By the address of the batch, which is alive until it has been processed."""
+        """Slots by the address of the batch, which is alive until it has been processed."""
         self._leaving = False
         first = _HEADER.size + self._num_slots * stride
         size = first + NUM_GRAMMARS * _GRAMMAR.size
         self._grammars = deque(range(first, size, _GRAMMAR.size))
-        """Offsets that are free. Any thread gives them back."""
+        """Offsets of places for grammars that are free. Any thread gives them back."""
         self._path, self._file, self._map = _create(incarnation, size)
         _HEADER.pack_into(self._map, 0, _MAGIC, self._num_slots, capacity, NOBODY, False, False)
 
@@ -143,7 +144,7 @@ class StepRecord:
             self._map[_LEAVING] = 1
 
     def try_out(self, request_id: str | None) -> None:
-        """This request is on trial here from now on; None: nobody is."""
+        """Notes that this request is on trial here from now on; None: nobody is."""
         self._map[_TRIAL : _TRIAL + NAME_BYTES] = NOBODY if request_id is None else name_of(request_id)
 
     def close(self) -> None:

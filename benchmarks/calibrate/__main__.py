@@ -79,11 +79,11 @@ class Size:
     settings: Sequence[Case]
     loads: Sequence[Load]
     seconds: float
-    """In which requests come, of each run."""
+    """Seconds of each run in which requests come."""
     repeats: int
     probe_rates: Sequence[float]
     probe_seconds: float
-    """At each rate."""
+    """Seconds of the probe at each rate."""
     unpaced: Sequence[int]
     """Clusters of engines as fast as they can."""
     unpaced_rates: Sequence[float] = (2.0, 5.0, 8.0)
@@ -103,7 +103,7 @@ QUICK: Final = Size(
 
 @dataclass(frozen=True)
 class RealRuns:
-    """Of one setting under one load."""
+    """Real runs of one setting under one load."""
 
     num_instances: int
     load: str
@@ -131,7 +131,7 @@ async def _play(
 
 
 def _compared(probed: Probed, real: RealRuns) -> Outcome:
-    """The same in the simulator."""
+    """Real runs beside the same in the simulator."""
     rescheduling = ReschedulingConfig() if real.case.rescheduling else None
     config = ClusterConfig(
         groups=[("", probed.hardware, real.num_instances)],

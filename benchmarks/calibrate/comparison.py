@@ -36,8 +36,8 @@ def tpot(times: Times) -> float:
 
 
 def errors(outcomes: Iterable[Outcome], of: Of) -> list[float]:
-    """Of each request: what the simulator says, relative to what was real, in every run of either. Above 0 it is too
-    slow."""
+    """The error for each request: what the simulator says, relative to what was real, in every run of either. Above 0
+    it is too slow."""
     return [
         error
         for one in outcomes
@@ -47,7 +47,8 @@ def errors(outcomes: Iterable[Outcome], of: Of) -> list[float]:
 
 
 def run_spread(outcomes: Iterable[Outcome], of: Of) -> list[float]:
-    """Of each request: one real run relative to another. No simulator can be nearer to the next run than that."""
+    """The spread for each request: one real run relative to another. No simulator can be nearer to the next run than
+    that."""
     return [
         error
         for one in outcomes
@@ -62,12 +63,12 @@ def _relative(played: Played, real: Played, of: Of) -> list[float]:
 
 
 def median_size(values: Iterable[float]) -> float:
-    """Of their absolute values."""
+    """The median of absolute values."""
     return median(map(abs, values))
 
 
 def quantile_error(outcome: Outcome, of: Of, share: float) -> float:
-    """Of the distribution over all requests and runs."""
+    """The error of a quantile of the distribution over all requests and runs."""
     real, simulated = (
         quantile((of(times) for played in world for times in played.requests), share)
         for world in (outcome.real, outcome.simulated)
@@ -76,7 +77,7 @@ def quantile_error(outcome: Outcome, of: Of, share: float) -> float:
 
 
 def quantile_spread(outcome: Outcome, of: Of, share: float) -> float:
-    """Its largest difference between two real runs, relative to the smaller one."""
+    """A quantile's largest difference between two real runs, relative to the smaller one."""
     found = [quantile(map(of, played.requests), share) for played in outcome.real]
     return max(found) / min(found) - 1
 
@@ -86,7 +87,7 @@ MEASURES: Final[Mapping[str, Callable[[Played], float]]] = {
     "TTFT p99": lambda played: quantile(map(ttft, played.requests), 0.99),
     "TPOT p99": lambda played: quantile(map(tpot, played.requests), 0.99),
 }
-"""By which settings are ranked; less is better."""
+"""Measures by which settings are ranked; less is better."""
 
 
 class Ranking(NamedTuple):
@@ -102,12 +103,12 @@ class Ranking(NamedTuple):
     num_told_apart: int
     """Pairs of settings whose real values differ by more than that."""
     wrong: list[tuple[str, str]]
-    """Those of them, better one first, that the simulator has the other way round."""
+    """Pairs among them, better one first, that the simulator has the other way round."""
 
 
 def rankings(outcomes: Sequence[Outcome]) -> list[Ranking]:
-    """Of all settings that were played with the same requests. A pair that real runs do not tell apart is a tie, which
-    no order contradicts. In either world a setting's value is the mean of its runs."""
+    """Rankings of all settings that were played with the same requests. A pair that real runs do not tell apart is a
+    tie, which no order contradicts. In either world a setting's value is the mean of its runs."""
     found = []
     cells = dict.fromkeys((one.num_instances, one.load) for one in outcomes)
     for (num_instances, load), (name, measure) in itertools.product(cells, MEASURES.items()):

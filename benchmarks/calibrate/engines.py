@@ -34,7 +34,7 @@ ENGINE: Final = EngineConfig(
 
 
 def name_of(number: int) -> str:
-    """As the simulator names its instances: round robin goes by these."""
+    """The name by which the simulator knows an instance: round robin goes by these."""
     return f"i{number:04}"
 
 
@@ -81,5 +81,5 @@ def measured(records: Sequence[StepRecord], since_s: float, until_s: float) -> I
 
 
 def loop_gap_s(records: Sequence[StepRecord]) -> list[float]:
-    """From the end of each step's model to the beginning of the next one that followed at once."""
+    """Time from the end of each step's model to the beginning of the next one that followed at once."""
     return [after.began_s - step.ended_s for step, after in itertools.pairwise(records) if after.follows]

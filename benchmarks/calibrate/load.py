@@ -16,7 +16,7 @@ from llumsched.simulator.workload import Arrival as SimulatedArrival
 from tests.support.client import Stream
 
 SEEDS: Final = range(5)
-"""Of the simulator: what is drawn in dispatch and rescheduling."""
+"""Seeds of the simulator: what is drawn in dispatch and rescheduling."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Lengths:
 LONG: Final = Lengths((350, 550), (50, 90))
 SHORT: Final = Lengths((128, 256), (16, 32))
 ANY: Final = Lengths((8, 800), (2, 120))
-"""Of the probe: beyond what is asked of it later."""
+"""Lengths of the probe: beyond what is asked of it later."""
 
 
 def skewed(rate: float, seconds: float, num_instances: int, seed: int) -> list[Arrival]:
@@ -66,7 +66,7 @@ def _poisson(rate: float, seconds: float, chance: random.Random) -> Iterator[flo
 
 
 class Times(NamedTuple):
-    """Of one request, in seconds, by its client's clock."""
+    """Times of one request, in seconds, by its client's clock."""
 
     ttft_s: float
     tpot_s: float
@@ -75,7 +75,7 @@ class Times(NamedTuple):
 
 
 def times_of(ttft_s: float, stream: Stream) -> Times:
-    """Of a request with several tokens."""
+    """Times of a request with several tokens."""
     rest_s = stream.times[-1] - stream.times[0]
     return Times(ttft_s, rest_s / (len(stream.times) - 1), ttft_s + rest_s)
 

@@ -163,7 +163,7 @@ async def _under_load(engines: Sequence[Server], rates: Sequence[float], seconds
 
 
 async def _moves(engines: Sequence[Server]) -> list[Move]:
-    """Of a request that is alone in two engines, to and fro."""
+    """Moves of a request that is alone in two engines, to and fro."""
     chance, found = random.Random(1), []
     async with Client(engines[0].base_url) as client:
         prompt = chance.choices(TOKEN_IDS, k=ANY.prompt[1])

@@ -34,7 +34,7 @@ class Faults:
         self._ill: set[str] = set()
 
     async def run(self, seconds: float) -> None:
-        """Until then; what is ill then is mended."""
+        """Makes faults until then; what is ill then is mended."""
         until_s = time.monotonic() + seconds
         most_ill = max(1, round(_MOST_ILL * len(self._cluster.fleet.ids)))
         async with asyncio.TaskGroup() as tasks:

@@ -23,7 +23,7 @@ _AGAIN_S = 0.1
 
 @dataclass(slots=True)
 class Verdicts:
-    """Of all requests of a run."""
+    """Verdicts on all requests of a run."""
 
     requests: int = 0
     failed: int = 0

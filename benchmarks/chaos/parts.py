@@ -52,14 +52,14 @@ class Part:
         self._number += 1
 
     async def kill(self) -> None:
-        """As a crash, and a restart."""
+        """Kills it as a crash does, and starts it again."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.command.pid, signal.SIGKILL)
         await asyncio.to_thread(self.command.stop)
         self._begin()
 
     async def replace(self) -> None:
-        """As a rolling update: out of the load balancer, its streams end, another one begins."""
+        """Replaces it as a rolling update does: out of the load balancer, its streams end, another one begins."""
         self.is_taken = False
         await asyncio.to_thread(self.command.stop, 90.0)
         self._begin()
@@ -110,7 +110,7 @@ class Redis:
             os.kill(self.command.pid, signal.SIGCONT)
 
     async def kill(self) -> None:
-        """It forgets everything."""
+        """Kills it, so that it forgets everything."""
         os.kill(self.command.pid, signal.SIGKILL)
         await asyncio.to_thread(self.command.stop)
         self._begin()
@@ -160,7 +160,7 @@ class Cluster:
     gateways: list[Part]
     fleet: FleetProcess
     sizes: dict[str, list[tuple[float, int, int]]] = field(default_factory=dict)
-    """By part that lived through it all: when, resident bytes, descriptors."""
+    """Sizes by part that lived through it all: when, resident bytes, descriptors."""
 
     def urls(self) -> list[str]:
         return [gateway.url for gateway in self.gateways if gateway.is_taken]
@@ -170,7 +170,7 @@ class Cluster:
             self.sizes.setdefault(f"{part.name}/{part.command.pid}", []).append((time.monotonic(), *part.size()))
 
     async def known(self) -> list[int]:
-        """By scheduler, instances that take requests."""
+        """Instances that take requests, by scheduler."""
         async with aiohttp.ClientSession() as session:
             found = []
             for scheduler in self.schedulers:

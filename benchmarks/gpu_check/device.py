@@ -61,7 +61,7 @@ def random_bytes(size: int, device: torch.device, seed: int) -> torch.Tensor:
 
 
 def gb_s(num_bytes: int, action: Callable[[], Any], device: torch.device) -> float:
-    """Of the median of some repetitions, each waited for."""
+    """Rate by the median of some repetitions, each waited for."""
     seconds = []
     for _ in range(TIMES):
         began = time.perf_counter()

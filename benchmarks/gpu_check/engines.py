@@ -35,11 +35,11 @@ LLUMLETS_OWN = 2
 _ERROR = re.compile(r"(?:^|\s)([\w.]*(?:Error|Exception): .*)$", re.MULTILINE)
 _RUNS = re.compile(r"this engine has (\S+) behind (\S+), steps in flight: (\d+)")
 START_TIMEOUT_S = 600.0
-"""With graphs, compiled for the first time."""
+"""Time for a start with graphs, compiled for the first time."""
 PATIENCE_S = 30.0
 KV_BYTES = 2 << 30
 GPU_SHARE = 0.3
-"""Of a GPU's memory for each of two engines on it."""
+"""Share of a GPU's memory for each of two engines on it."""
 SLOW_BYTES_PER_S = 400_000
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
 REPEATING: dict[str, Any] = {"structured_outputs": {"regex": "(abcd efgh ){200}"}}
@@ -314,7 +314,7 @@ class _Task:
 
 
 async def _may_move(server: Server, stream: Stream) -> None:
-    """Until its last move is over on either side. Raises RuntimeError."""
+    """Waits until its last move is over on either side. Raises RuntimeError."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         held = [info for info in await requests(server) if stream.is_engine_id(info.request_id)]

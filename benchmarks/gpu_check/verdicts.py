@@ -61,7 +61,7 @@ class Observed:
     unmoved: list[tuple[list[int], list[int]]] = dataclasses.field(default_factory=list)
     """The tokens of two runs of each request."""
     moved: list[list[int]] = dataclasses.field(default_factory=list)
-    """Those of one run each."""
+    """Token lists of one run each."""
     moves: list[Move] = dataclasses.field(default_factory=list)
     faults: list[str] = dataclasses.field(default_factory=list)
     """What the task itself found wrong."""
@@ -83,11 +83,11 @@ class Judgement(NamedTuple):
     why: list[str]
     """Everything that speaks against it."""
     tokens_only: bool = False
-    """It is wrong for nothing but tokens that differ."""
+    """Whether it is wrong for nothing but tokens that differ."""
 
 
 def judged(cell: Cell, seen: Observed) -> Judgement:
-    """Of one attempt."""
+    """The verdict on one attempt."""
     wanted, faults = cell.engines, list(seen.faults)
     for runs in seen.engines:
         if runs.runner_kind != wanted.runner:
@@ -118,8 +118,8 @@ def _common(one: list[int], other: list[int]) -> int:
 
 
 def numerics_of(task: Task, stand_in: bool) -> list[Numerics]:
-    """Those to try, in order. A prefix hit brings blocks that were computed in another batch: in bf16 nothing says that
-    they are the same."""
+    """Numerics to try, in order. A prefix hit brings blocks that were computed in another batch: in bf16 nothing says
+    that they are the same."""
     rungs = [it for it in NUMERICS if not (stand_in and it == "batch invariant")]
     return rungs[1:] if task == "prefix" else rungs
 
@@ -205,7 +205,7 @@ def row(cell: Cell, attempts: list[Part], obstacle: str | None) -> Part:
 
 
 def concluded(attempts: list[Part]) -> str:
-    """In words, what the attempts say together of the tokens."""
+    """A sentence of what the attempts say together of the tokens."""
     by_verdict = {attempt["verdict"]: attempt["numerics"] for attempt in reversed(attempts)}
     exact, apart = by_verdict.get("right"), by_verdict.get("undecided")
     differs = next((attempt["numerics"] for attempt in attempts if attempt.get("tokens_only")), None)

@@ -21,10 +21,10 @@ from llumsched.simulator.step_model import Hardware, load_hardware, pairs
 
 _INSTANCES: Final = 4
 _PREFILL_SHARE: Final = 0.3
-"""Of an instance's time."""
+"""Share of an instance's time that prefills take."""
 _DRAINS: Final = 10
 _LEAST_S: Final = 900.0
-"""That a run takes."""
+"""Time that a run takes at least."""
 
 
 def play(lab: Lab) -> None:
@@ -67,7 +67,7 @@ def play(lab: Lab) -> None:
 
 
 def _drains(seconds: float) -> list[Happening]:
-    """Of the last instance; half of the time it is there."""
+    """Drains of the last instance; half of the time it is there."""
     period_s = seconds / (_DRAINS + 1)
     return [
         Happening((number + half) * period_s, what, _INSTANCES - 1)

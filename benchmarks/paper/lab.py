@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where experiments are played: what one run is, and many of them with several seeds, in several processes."""
+"""The lab in which experiments are played: what one run is, and many of them with several seeds, in several
+processes."""
 
 from __future__ import annotations
 
@@ -103,7 +104,7 @@ class Played:
     run: Run
     seed: int
     numbers: Mapping[str, float]
-    """Of `Summary`, of the run's own measure, `cpu_s`, and the rate that it really had."""
+    """Numbers of `Summary`, of the run's own measure, `cpu_s`, and the rate that it really had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +128,12 @@ class Lab:
     num_seeds: int = 1
     jobs: int = 1
     most_requests: int | None = None
-    """Of a made-up load, whatever the experiment asks for."""
+    """Limit of a made-up load, whatever the experiment asks for."""
     seconds: float | None = None
-    """Of a trace; what the experiment thinks right if None."""
+    """Seconds of a trace; what the experiment thinks right if None."""
     traces: Path | None = None
     settings: Sequence[Setting] = ()
-    """In the place of those that the experiment compares."""
+    """Settings in the place of those that the experiment compares."""
     json_file: Path | None = None
 
     def requests(self, number: int) -> int:
@@ -147,7 +148,7 @@ class Lab:
         return self.settings or [read_setting(text) for text in texts]
 
     def trace(self, name: str) -> Path | None:
-        """None if there is none; people are told."""
+        """The trace by name. None if there is none; people are told."""
         path = self.traces / name if self.traces else None
         if path is None or not path.exists():
             print(f"{self.experiment}: left out, {name} is not in --traces DIR", file=sys.stderr, flush=True)
@@ -155,7 +156,7 @@ class Lab:
         return path
 
     def play(self, runs: Iterable[Run], *, is_told: bool = True) -> list[Outcome]:
-        """In their order. `is_told`: a line of JSON for each run and seed."""
+        """Results of runs in their order. `is_told`: a line of JSON for each run and seed."""
         listed = list(runs)
         jobs = [(one, seed) for one in listed for seed in range(self.num_seeds)]
         found: dict[int, list[Played]] = {}
@@ -210,7 +211,7 @@ class Lab:
 
 
 def _show(table: Table) -> None:
-    """For people; in a file, which has no width of its own, as Markdown."""
+    """Prints a table for people; in a file, which has no width of its own, as Markdown."""
     if sys.stderr.isatty():
         Console(stderr=True).print(table)
     else:

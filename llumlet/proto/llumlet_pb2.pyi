@@ -226,7 +226,7 @@ class MigrateEvent(_message.Message):
     def __init__(self, progress: _Optional[_Union[MoveProgress, _Mapping[str, object]]] = ..., summary: _Optional[_Union[MoveSummary, _Mapping[str, object]]] = ...) -> None: ...
 
 class MoveProgress(_message.Message):
-    __slots__ = ("migration_id", "request_id", "external_request_id", "phase", "reason", "detail", "mode", "rounds", "copied_bytes", "recomputed_tokens", "context_tokens", "hit_tokens", "epoch", "transport", "phase_ms", "tokens_alone")
+    __slots__ = ("migration_id", "request_id", "external_request_id", "phase", "reason", "detail", "mode", "rounds", "copied_bytes", "recomputed_tokens", "context_tokens", "hit_tokens", "epoch", "transport", "phase_ms", "tokens_alone", "trigger_policy")
     class PhaseMsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -250,6 +250,7 @@ class MoveProgress(_message.Message):
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     PHASE_MS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_ALONE_FIELD_NUMBER: _ClassVar[int]
+    TRIGGER_POLICY_FIELD_NUMBER: _ClassVar[int]
     migration_id: str
     request_id: str
     external_request_id: str
@@ -266,7 +267,8 @@ class MoveProgress(_message.Message):
     transport: str
     phase_ms: _containers.ScalarMap[str, float]
     tokens_alone: str
-    def __init__(self, migration_id: _Optional[str] = ..., request_id: _Optional[str] = ..., external_request_id: _Optional[str] = ..., phase: _Optional[_Union[MovePhase, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., detail: _Optional[str] = ..., mode: _Optional[_Union[Mode, str]] = ..., rounds: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping[str, object]]] = ..., transport: _Optional[str] = ..., phase_ms: _Optional[_Mapping[str, float]] = ..., tokens_alone: _Optional[str] = ...) -> None: ...
+    trigger_policy: str
+    def __init__(self, migration_id: _Optional[str] = ..., request_id: _Optional[str] = ..., external_request_id: _Optional[str] = ..., phase: _Optional[_Union[MovePhase, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., detail: _Optional[str] = ..., mode: _Optional[_Union[Mode, str]] = ..., rounds: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping[str, object]]] = ..., transport: _Optional[str] = ..., phase_ms: _Optional[_Mapping[str, float]] = ..., tokens_alone: _Optional[str] = ..., trigger_policy: _Optional[str] = ...) -> None: ...
 
 class MoveSummary(_message.Message):
     __slots__ = ("selected", "moved", "stayed", "gone", "lost", "total_ms", "recomputed")

@@ -74,7 +74,7 @@ class FormerLifeEnded(msgspec.Struct, frozen=True):
 
 
 class RequestBuilt(msgspec.Struct, frozen=True):
-    """It could be given to the scheduler."""
+    """The request could be given to the scheduler."""
 
 
 class CacheFetched(msgspec.Struct, frozen=True):
@@ -111,7 +111,7 @@ class MakeWay(msgspec.Struct, frozen=True):
 
 
 class BuildRequest(msgspec.Struct, frozen=True):
-    """And have it tried, if it is a suspect. Answered by RequestBuilt or AttemptFailed."""
+    """Has the request built, and tried if it is a suspect. Answered by RequestBuilt or AttemptFailed."""
 
 
 class FetchCache(msgspec.Struct, frozen=True):
@@ -119,7 +119,7 @@ class FetchCache(msgspec.Struct, frozen=True):
 
 
 class AddRequest(msgspec.Struct, frozen=True):
-    """To the scheduler, unless any life of it is there. Answered by RequestAdded or AttemptFailed."""
+    """Gives the request to the scheduler, unless any life of it is there. Answered by RequestAdded or AttemptFailed."""
 
     with_cache: bool
 

@@ -59,9 +59,9 @@ class ClaimRequested(msgspec.Struct, frozen=True, kw_only=True):
     present: Epoch | None = None
     """Under which it is here; None: nobody could take it from here."""
     has_cache: bool = False
-    """It runs and has output: the KV cache of all of its prompt is there."""
+    """Whether it runs and has output: the KV cache of all of its prompt is there."""
     claimed: bool = False
-    """By another claim in this step."""
+    """Whether another claim has it in this step."""
 
 
 class LoopWoke(msgspec.Struct, frozen=True):

@@ -99,7 +99,7 @@ class Destination(Machine[State, ev.DestinationEvent, do.DestinationEffect]):
 
     @property
     def over(self) -> bool:
-        """Nothing is known any more, or nothing ever was."""
+        """Whether nothing is known any more, or nothing ever was."""
         return self.state in (State.NEW, State.FORGOTTEN)
 
     def _deadline(self, state: State) -> float | None:

@@ -81,7 +81,8 @@ class SendClose(msgspec.Struct, frozen=True):
 
 
 class AskFence(msgspec.Struct, frozen=True):
-    """To the origin: has `epoch` started? Answered by FenceStarted, FenceRaised, OriginFinished or not at all."""
+    """Asks the origin whether `epoch` has started. Answered by FenceStarted, FenceRaised, OriginFinished or not at
+    all."""
 
     epoch: Epoch
 
@@ -120,7 +121,7 @@ class Release(msgspec.Struct, frozen=True):
 
 
 class Drop(msgspec.Struct, frozen=True):
-    """As Release, but where the request lives is not known: no forwarding entry."""
+    """Releases a request of which it is not known where it lives: no forwarding entry."""
 
 
 # Destination: the loop, the movers
@@ -205,7 +206,7 @@ class AnswerCommit(msgspec.Struct, frozen=True):
 
 
 class AnswerSettle(msgspec.Struct, frozen=True):
-    """To Withdraw, Cancel, Abort, Close and Query, as `call` says."""
+    """The answer to Withdraw, Cancel, Abort, Close and Query, as `call` says."""
 
     call: Call
     state: Settlement

@@ -238,7 +238,7 @@ class BlocksReserved(msgspec.Struct, frozen=True):
 
 
 class ReserveFailed(msgspec.Struct, frozen=True):
-    """Nothing is held."""
+    """The reservation failed: nothing is held."""
 
     reason: Reason
     detail: str = ""
@@ -271,7 +271,7 @@ class PullDone(msgspec.Struct, frozen=True):
 
 
 class PullFailed(msgspec.Struct, frozen=True):
-    """At least one mover failed; others may still write."""
+    """A copy failed at one mover or more; others may still write."""
 
     job: int
     reason: Reason
@@ -289,7 +289,8 @@ class Admitted(msgspec.Struct, frozen=True):
 
 
 class AdmitFailed(msgspec.Struct, frozen=True):
-    """It has not, and will not: refused by the loop, or taken back by `RevokeAdmit` in time. Still reserved."""
+    """The request was not admitted, and will not be: refused by the loop, or taken back by `RevokeAdmit` in time. Still
+    reserved."""
 
     reason: Reason
     detail: str = ""

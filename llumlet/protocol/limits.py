@@ -15,7 +15,7 @@ from llumlet.protocol.ids import MigrationId
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """None: no limit of that kind."""
+    """What one direction may have on its way. None: no limit of that kind."""
 
     max_requests: int | None = None
     max_tokens: int | None = None
@@ -51,12 +51,12 @@ class Slots:
 
     @property
     def available_requests(self) -> int | None:
-        """None: no limit."""
+        """Requests that may still come. None: no limit."""
         return None if self.limits.max_requests is None else max(0, self.limits.max_requests - self.num_requests)
 
     @property
     def available_tokens(self) -> int | None:
-        """None: no limit."""
+        """Tokens that may still come. None: no limit."""
         bound = self.limits.tokens(self.capacity_tokens)
         return None if bound is None else max(0, bound - self.num_tokens)
 

@@ -35,21 +35,23 @@ from llumlet.protocol.suspects import Judgement, ReadSteps, Suspects, steps_of
 
 
 class Send(msgspec.Struct, frozen=True):
-    """On the connection with this identity, at once or not at all: the peer's next message brings another answer."""
+    """A message for the connection with this identity, at once or not at all: the peer's next message brings another
+    answer."""
 
     identity: bytes
     message: wire.ToEngine
 
 
 class Deliver(msgspec.Struct, frozen=True):
-    """To the clients, in this order."""
+    """Outputs for the clients, in this order."""
 
     parts: list[Part]
     weight_version: str | None
 
 
 class Fail(msgspec.Struct, frozen=True):
-    """Nothing more comes of the stream: its client gets an error, with this explanation if there is one."""
+    """The end of a stream that nothing more comes of: its client gets an error, with this explanation if there is
+    one."""
 
     stream: Stream
     explanation: str = ""
@@ -85,7 +87,7 @@ class Surroundings:
     peers: Callable[[], Sequence[str]]
     """Addresses of llumlets that may take requests, beside those that are known to live."""
     room: Callable[[], Mapping[str, int]]
-    """Of some of them: tokens of KV cache that nothing is waiting for."""
+    """Room at some of them: tokens of KV cache that nothing is waiting for."""
     takes_aborts: Callable[[], bool]
     """Whether an engine that gives a request up, unasked, is one that is lost; not while it is told to abort all."""
 
@@ -102,7 +104,7 @@ class Origin:
         self.suspects = Suspects(lambda: len(self.targets(None)))
         self.placement = Placement()
         self.replays: dict[str, Replay] = {}
-        """By request; its stream may have ended meanwhile."""
+        """Replays by request; its stream may have ended meanwhile."""
         self.num_replayed = 0
         """Requests that went on elsewhere after their owner was lost."""
         self.home_dead = False
@@ -119,7 +121,7 @@ class Origin:
             self._dies,
         )
         self._timers: dict[tuple[str, str], float] = {}
-        """When a replay's timer fires, by request and name."""
+        """Times at which replays' timers fire, by request and name."""
         self._probing: set[str] = set()
         """Addresses of llumlets."""
         self._effects: list[OriginEffect] = []
@@ -134,7 +136,7 @@ class Origin:
 
     @property
     def due(self) -> float | None:
-        """When `tick` has to be called, if nothing happens before."""
+        """The time at which `tick` has to be called, if nothing happens before."""
         return min(self._timers.values(), default=None)
 
     @property

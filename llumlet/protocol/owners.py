@@ -34,18 +34,18 @@ class Owner:
     digest: str = ""
     """Engines with the same can go on with its requests."""
     last_heard: float = 0.0
-    """In seconds of this process's monotonic clock."""
+    """Its last sign of life, in seconds of this process's monotonic clock."""
     health: Health = Health.OK
-    """Of its loop, as of its last heartbeat."""
+    """The health of its loop, as of its last heartbeat."""
     hung_since: float = 0.0
-    """When it said first that it hangs."""
+    """The time at which it said first that it hangs."""
     dead: str = ""
     """How we know that the process is gone; it does not come back."""
     dead_since: float = 0.0
     parted: bool = False
-    """It has nothing of ours, has said so, and is silent until it has: that says nothing of how it is."""
+    """Whether it has nothing of ours, has said so, and is silent until it has: that says nothing of how it is."""
     last_steps: LastSteps | None = None
-    """Of a dead one, once somebody has asked."""
+    """The last steps of a dead one, once somebody has asked."""
 
     def died(self, how: str, now: float) -> None:
         if not self.dead:

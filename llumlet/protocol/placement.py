@@ -29,7 +29,7 @@ class Placement:
     def __init__(self) -> None:
         self._engines: dict[str, _Engine] = defaultdict(_Engine)
         self._visits: dict[str, _Visit] = {}
-        """By request: on its way, or waiting for a place."""
+        """Visits by request: on its way, or waiting for a place."""
         self._come: list[str] = []
 
     def choose(
@@ -63,11 +63,11 @@ class Placement:
         return self._engines[visit.address].shunned_at > visit.chosen_at
 
     def address_of(self, request_id: str) -> str:
-        """Where the request goes."""
+        """The llumlet to which the request goes."""
         return self._visits[request_id].address
 
     def shun(self, address: str, now: float) -> None:
-        """It is no good for any request at the moment."""
+        """Has an engine left alone that is no good for any request at the moment."""
         engine = self._engines[address]
         engine.shunned_at = now
         engine.shunned_until = now + SHUN_SECONDS
@@ -113,7 +113,7 @@ class _Engine:
     waiting: deque[str] = dataclasses.field(default_factory=deque)
     """Requests for which there is no place yet, the first comer first."""
     num_tokens_coming: int = 0
-    """Of both."""
+    """Tokens of both."""
     shunned_at: float = -math.inf
     shunned_until: float = -math.inf
     _sent: deque[tuple[float, int]] = dataclasses.field(default_factory=deque)

@@ -18,7 +18,7 @@ class Method(enum.StrEnum):
     BLOCKING = "blocking"
     """Frozen, copied, resumed."""
     RECOMPUTE = "recompute"
-    """Not copied: the destination computes it from the tokens."""
+    """Nothing is copied: the destination computes the cache from the tokens."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

@@ -40,7 +40,8 @@ from llumlet.protocol.wire import Health
 CALL_SECONDS = 5.0
 """How long nothing is heard of an engine that was asked, before another one is."""
 ATTEMPT_SECONDS = 25.0
-"""For the answer of one that is heard of: building the request, its grammar included, and a turn of its loop."""
+"""Time for the answer of an engine that is heard of: building the request, its grammar included, and a turn of its
+loop."""
 IDENTIFY_SECONDS = 1.0
 WATCH_SECONDS = 0.25
 REPLAY_SECONDS = 60.0
@@ -88,7 +89,7 @@ class Around:
     room: Callable[[], Mapping[str, int]]
     dies: Callable[[Stream, Owner, bool], bool]
     now: float = 0.0
-    """When the present event happened, in seconds of the origin's monotonic clock."""
+    """The time of the present event, in seconds of the origin's monotonic clock."""
 
 
 class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
@@ -107,14 +108,14 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
         self._asked: set[str] = set()
         self._address = ""
         self._give_up_at: float | None = None
-        """From when on it is given up, if nobody takes it."""
+        """The time from which on it is given up, if nobody takes it."""
         self._hopeless = False
         """Nobody would take it."""
         self._has_had_turn = False
         self._looked_for: Owner | None = None
         self._asked_at = 0.0
         self._epoch = HOME
-        """Of the present attempt."""
+        """The present attempt's epoch."""
 
     @property
     def over(self) -> bool:
@@ -182,7 +183,7 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
         return self._ask_turn(event)
 
     def _is_stranger(self, event: w.PlaceCame) -> bool:
-        """On trial, and where it goes it is not known who would be its death."""
+        """Whether it is on trial, and where it goes it is not known who would be its death."""
         owner = self._around.owners.at_llumlet(self._around.placement.address_of(self.stream.request_id))
         return self._trial_tokens > 0 and (owner is None or bool(owner.dead))
 

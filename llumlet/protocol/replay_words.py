@@ -22,11 +22,11 @@ class ReplayBegun(msgspec.Struct, frozen=True):
 
 
 class TurnCame(msgspec.Struct, frozen=True):
-    """It may be sent somewhere."""
+    """The request may be sent somewhere."""
 
 
 class PlaceCame(msgspec.Struct, frozen=True):
-    """It may go to the engine that was chosen."""
+    """The request may go to the engine that was chosen."""
 
 
 class Identified(msgspec.Struct, frozen=True):
@@ -44,7 +44,7 @@ class Adopted(msgspec.Struct, frozen=True):
 
 
 class AdoptRefused(msgspec.Struct, frozen=True):
-    """It has not, and will not under this attempt."""
+    """The engine has not taken it, and will not under this attempt."""
 
     reason: Reason
     detail: str = ""
@@ -144,7 +144,7 @@ class GiveUp(msgspec.Struct, frozen=True):
 
 
 class Level(enum.IntEnum):
-    """As in `logging`."""
+    """How grave a line is, as in `logging`."""
 
     INFO = 20
     WARNING = 30

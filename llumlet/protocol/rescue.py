@@ -21,7 +21,7 @@ import msgspec
 from llumlet.protocol.machine import Machine, install, rows
 
 CLAIM_SECONDS = 1.0
-"""For an answer of the holder's llumlet. A process whose interpreter is stuck does not answer at all."""
+"""Time for an answer of the holder's llumlet. A process whose interpreter is stuck does not answer at all."""
 PULL_SECONDS = 2.5
 
 
@@ -53,7 +53,7 @@ class ClaimGranted(msgspec.Struct, frozen=True):
 
 
 class ClaimFailed(msgspec.Struct, frozen=True):
-    """It was refused, or there was no answer in time."""
+    """The claim was refused, or there was no answer in time."""
 
     detail: str = ""
 
@@ -77,7 +77,7 @@ class CopyDone(msgspec.Struct, frozen=True):
 
 
 class CopyFailed(msgspec.Struct, frozen=True):
-    """It failed, or took too long. Movers may go on writing."""
+    """The copy failed, or took too long. Movers may go on writing."""
 
     detail: str = ""
 
@@ -145,7 +145,8 @@ RescueEffect = AskClaim | TakeRoom | CopyBlocks | StopCopy | EndClaim | FreeRoom
 
 
 class Rescue(Machine[State, RescueEvent, RescueEffect]):
-    """Of a request with `num_tokens` tokens, of which its client has received the output tokens `delivered`."""
+    """The fetching of a KV cache: of a request with `num_tokens` tokens, of which its client has received the output
+    tokens `delivered`."""
 
     def __init__(self, num_tokens: int, delivered: Sequence[int], block_size: int) -> None:
         super().__init__(State.NEW)
@@ -153,7 +154,7 @@ class Rescue(Machine[State, RescueEvent, RescueEffect]):
         self._delivered = list(delivered)
         self._block_size = block_size
         self.computed_tokens = 0
-        """Of how many tokens the KV cache is here, once it is fetched."""
+        """Number of tokens of which the KV cache is here, once it is fetched."""
         self.copied_bytes = 0
         self.detail = ""
         """Why the request comes without it."""

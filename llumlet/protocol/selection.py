@@ -23,7 +23,7 @@ from llumlet.protocol.ids import RequestId
 ALL = -1
 """Value of NUM_REQ: every request, waiting ones included, whatever the order says."""
 _MOST = 1 << 62
-"""In messages it has 64 bits."""
+"""The largest value: messages have 64 bits for it."""
 
 
 class Unit(enum.StrEnum):
@@ -128,7 +128,7 @@ def take(
 
 
 def in_order(candidates: Sequence[Candidate], order: Order) -> list[Candidate]:
-    """Those that the order looks at, in its sequence. Ties: first come, then the request id."""
+    """Requests that the order looks at, in its sequence. Ties: first come, then the request id."""
     waiting = sorted((c for c in candidates if not c.running), key=_by_queue)
     running = [c for c in candidates if c.running]
     match order:

@@ -192,7 +192,7 @@ class Source(Machine[State, ev.SourceEvent, do.SourceEffect]):
         return self._copy_seconds_of(max(0, event.frontier_blocks - self.copied_blocks) + 1)
 
     def _copy_seconds_of(self, num_blocks: int) -> float:
-        """At the rate measured so far; 0 while nothing was measured."""
+        """Expected time of a copy at the rate measured so far; 0 while nothing was measured."""
         if not self.copied_bytes:
             return 0.0
         return num_blocks * self.plan.bytes_per_block * self._copy_seconds / self.copied_bytes

@@ -30,10 +30,10 @@ class LastSteps:
     anybody: bool = False
     """Any request of the engine may have been worked on: it was choosing whom to take, or more is not known."""
     began: float = 0.0
-    """When the model was given the oldest batch under way, in seconds of the machine's monotonic clock."""
+    """The time at which the model was given the oldest batch under way, in seconds of the machine's monotonic clock."""
     on_trial: bytes = NOBODY
     leaving: bool = False
-    """It was on its way out: a drain, or a signal to end."""
+    """Whether it was on its way out: a drain, or a signal to end."""
 
     def had(self, request_id: str) -> bool:
         """Whether the request may be why the engine went no further."""
@@ -50,4 +50,4 @@ class LastSteps:
 
 
 UNKNOWN = LastSteps(anybody=True)
-"""Of an engine whose record cannot be read."""
+"""Steps of an engine whose record cannot be read."""

@@ -92,27 +92,27 @@ class Stream:
         self.never = never
         """Why the request can never be started again somewhere else; empty if it can."""
         self.owes_prompt_logprobs = owes_prompt_logprobs
-        """Its first output has to bring the log probabilities of its prompt, which only the engine has that computed
-        it."""
+        """Whether its first output has to bring the log probabilities of its prompt, which only the engine has that
+        computed it."""
         self.opened_at = 0.0
         self.num_home = 0
         """Tokens that have come from the home engine, in vLLM's own path."""
         self.delivered: list[int] = []
         """Tokens that have gone to vLLM's output queue."""
         self.weight_version: str | None = None
-        """Of the weights that the last of them are of, as their engine said."""
+        """The version of the weights that the last of them are of, as their engine said."""
         self.gate: Gate | None = None
         self.owner: Owner | None = None
         """Who runs the request, once it has moved; learnt from its outputs. None: the home engine, or unknown yet."""
         self.epoch = HOME
         """The owner's epoch."""
         self.confirmed_at = 0.0
-        """When the owner last said that it has the request; matters once the request has moved."""
+        """The time at which the owner last said that it has the request; matters once the request has moved."""
         self.gap_since: float | None = None
         """Since when later tokens wait for missing ones."""
         self.replaying = False
         self.deposed_at = 0.0
-        """When the replay began, or its turn came."""
+        """The time at which the replay began, or its turn came."""
         self.replays = 0
 
     @property
@@ -339,7 +339,7 @@ class Streams:
         return stream.epoch
 
     def give_up(self, stream: Stream) -> None:
-        """Nothing more comes of the stream."""
+        """Ends a stream of which nothing more comes."""
         self._streams.pop(stream.request_id, None)
         if stream.gate is not None:
             stream.gate.finish()

@@ -33,7 +33,7 @@ TRIAL_TOKENS = 4
 """More than are in flight between an engine's model and the client: a request that goes on from what its client has
 comes to the step that killed its engine within so many."""
 LONGER = 16
-"""By how much, each time."""
+"""Factor by which it grows each time."""
 MAX_TRIAL_TOKENS = 1024
 STUCK_SECONDS = 1.5
 """A silent engine whose step is older hangs in it; if it is younger, the engine gets on and was cut off."""
@@ -71,7 +71,7 @@ class Judgement(enum.Enum):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Case:
-    """Of one request, from the first death that it may have caused to its end."""
+    """What is held against one request, from the first death that it may have caused to its end."""
 
     request_id: str
     deaths: list[Owner] = dataclasses.field(default_factory=list)
@@ -80,11 +80,11 @@ class _Case:
     judgement: Judgement = Judgement.SUSPECT
     """After the last of them."""
     pending: bool = False
-    """It has to be tried, or is being tried."""
+    """Whether it has to be tried, or is being tried."""
     delivered: int = 0
     """Tokens that its client had when it became a suspect: how much speaks for it."""
     at: Owner | None = None
-    """Where it is tried."""
+    """The engine at which it is tried."""
     until: int = 0
     """Number of delivered tokens that ends the trial."""
 
@@ -95,7 +95,7 @@ class _Case:
 
 
 class Suspects:
-    """Of one API server process. `most` says how many trials may be under way: no more than engines."""
+    """The suspects of one API server process. `most` says how many trials may be under way: no more than engines."""
 
     def __init__(self, most: Callable[[], int]) -> None:
         self._most = most
@@ -183,7 +183,7 @@ class Suspects:
         return come
 
     def without_trial(self, addresses: list[str]) -> list[str]:
-        """Those of these llumlets at whose engines nobody is on trial from here; all of them, if there is none."""
+        """Those among these llumlets at whose engines nobody is on trial from here; all of them, if there is none."""
         taken = {case.at.llumlet for case in self._trying.values() if case.at is not None}
         return [address for address in addresses if address not in taken] or addresses
 
@@ -211,7 +211,7 @@ class Suspects:
             self.step_back(request_id)
 
     def step_back(self, request_id: str) -> None:
-        """It is not being tried any more: the next one is."""
+        """Ends a trial without a verdict: the next one's turn comes."""
         case = self._trying.pop(request_id, None)
         if case is not None:
             case.at = None

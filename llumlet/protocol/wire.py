@@ -23,7 +23,7 @@ ABORT = 2
 
 
 Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=512)]
-"""Of an engine, or its address: kept for as long as its API servers run."""
+"""The name of an engine, or its address: kept for as long as its API servers run."""
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -16,7 +16,7 @@ class Instance:
     status: InstanceStatus | None
     """The newest status; None until the first one has come: nothing is sent to such an instance."""
     received_s: float
-    """When the newest status (before it, the metadata) was received, by this process's monotonic clock."""
+    """The time at which the newest status (before it, the metadata) was received, by this process's monotonic clock."""
     late_s: float = 0.0
     """How long the newest status was on its way, as far as the clocks of both ends can tell; 0 if that is next to
     nothing, or nonsense."""

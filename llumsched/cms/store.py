@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a process of the scheduler side learns what the cluster is: one interface, three sources.
+"""The store from which a process of the scheduler side learns what the cluster is: one interface, three sources.
 
 listen://HOST:PORT    this process is the CMS: instances report to it (`embedded.py`)
 redis://HOST:PORT     a Redis to which instances report (`redis.py`), also behind Sentinels (`llumlet.redis_url`)

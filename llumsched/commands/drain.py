@@ -79,7 +79,7 @@ def prepare(reading: Reading) -> Drain:
     if both := set(instance.places) & set(destinations.places):
         reading.faults.append(f"--llumlet and --to name the same llumlet, {both.pop()}")
     places = instances.Places([*instance.places, *destinations.places], cms)
-    return Drain(places, options.timeout_s, reading.make(Output).json)
+    return Drain(places, options.timeout_s, reading.make_with_defaults(Output).json)
 
 
 def run(drain: Drain, credentials: Credentials) -> int:

@@ -46,7 +46,7 @@ SETTINGS: Final = (Question, AccessSettings, Output)
 
 
 def prepare(reading: Reading) -> tuple[Question, AccessSettings, bool]:
-    return reading.make(Question), reading.make(AccessSettings), reading.make(Output).json
+    return reading.make(Question), reading.make(AccessSettings), reading.make_with_defaults(Output).json
 
 
 def run(prepared: tuple[Question, AccessSettings, bool], _: Credentials) -> int:

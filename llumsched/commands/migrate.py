@@ -97,7 +97,7 @@ def prepare(reading: Reading) -> Migration:
     if options.stall_budget_ms is not None:
         request.stall_budget_ms = options.stall_budget_ms
     reading.check(selection.ask_for, chosen := reading.make(selection.Selection), reading.given, request)
-    return Migration(ends, request, chosen.request, options.timeout_s, reading.make(Output).json)
+    return Migration(ends, request, chosen.request, options.timeout_s, reading.make_with_defaults(Output).json)
 
 
 def run(migration: Migration, credentials: Credentials) -> int:

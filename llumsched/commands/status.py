@@ -45,7 +45,7 @@ SETTINGS: Final = (instances.Named, instances.Cms, Output)
 
 
 def prepare(reading: Reading) -> tuple[instances.Places, bool]:
-    return instances.named(reading), reading.make(Output).json
+    return instances.named(reading), reading.make_with_defaults(Output).json
 
 
 def run(prepared: tuple[instances.Places, bool], credentials: Credentials) -> int:

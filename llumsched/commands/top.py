@@ -64,7 +64,7 @@ def prepare(reading: Reading) -> Top:
     cms = cms_of(reading)
     if "--cms" not in reading.given:
         reading.faults.append("--cms HOST:PORT is missing")
-    top = Top(cms, reading.make(Options), reading.make(AccessSettings), reading.make(Output).json)
+    top = Top(cms, reading.make(Options), reading.make(AccessSettings), reading.make_with_defaults(Output).json)
     reading.check(_terminal_faults, top)
     return top
 

@@ -39,11 +39,11 @@ class NotPlacedKind(StrEnum):
     NO_AVAILABLE_ENDPOINT = "no_available_endpoint"
     NO_MATCH_INFER_TYPE = "no_match_infer_type"
     CMS_NOT_AVAILABLE = "cms_not_available"
-    """Nothing is known of any instance, and the store cannot be reached."""
+    """A cluster of which no instance is known, and the store cannot be reached."""
     PROMPT_TOO_LONG = "prompt_too_long"
     """No instance that serves the model can hold the prompt."""
     WARMING = "warming"
-    """Not enough is known yet to choose."""
+    """A scheduler that does not know enough yet to choose."""
 
 
 class NotPlaced(Exception):

@@ -41,13 +41,13 @@ class Backend:
         self.models: dict[str, dict[str, Any]] | None = None
         """The model cards by name; None until the instance has answered."""
         self.last_token_s = time.monotonic()
-        """When its engine core was last seen to work, on any connection."""
+        """The time at which its engine core was last seen to work, on any connection."""
         self.is_down = False
         """Whether it hangs, or did not answer when asked for its models."""
         self.is_stalled = False
         """Whether no token comes though its API server is well; ends with the next token."""
         self.answered_s = self.last_token_s
-        """When it told its models last."""
+        """The time at which it told its models last."""
         self._urls: dict[str, URL] = {}
 
     def url(self, path: str) -> URL:

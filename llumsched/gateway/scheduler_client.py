@@ -65,7 +65,7 @@ class NotScheduled(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerAnswer:
-    """Where one of the schedulers has placed a request."""
+    """The place at which one of the schedulers has placed a request."""
 
     scheduler: Address
     request: SchedulingRequest

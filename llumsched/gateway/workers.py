@@ -123,7 +123,7 @@ class Worker:
         self._num_short = 0
         """Lives in a row that were short."""
         self._due_s: float | None = None
-        """When the next one starts, if `process` is dead."""
+        """The time at which the next one starts, if `process` is dead."""
         self._begin()
 
     def _begin(self) -> None:

@@ -52,7 +52,8 @@ class Expression:
             return self._evaluate(values)
 
     def with_names(self, formulas: Mapping[str, Expression]) -> Expression:
-        """The same with other formulas in the place of their names. Raises ExpressionError if it becomes too long."""
+        """The expression with other formulas in the place of their names. Raises ExpressionError if it becomes too
+        long."""
         if not self.names & formulas.keys():
             return self
         tree = _Replacing(formulas).visit(ast.parse(self.text, mode="eval"))

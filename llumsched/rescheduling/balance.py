@@ -148,7 +148,7 @@ class _Balancing:
 
         In a full cluster hundreds have no room, for each of as many sources: those cost no more than a comparison.
         """
-        draft, ids = self.draft, self.draft.snapshot.ids
+        draft = self.draft
         lower = coldest[self.load[coldest] < self.load[source]]
         fits = draft.free_tokens[lower] >= self._mean_request(source).tokens
         if not fits.all():
@@ -156,10 +156,7 @@ class _Balancing:
         for destination in lower[fits].tolist():
             if destination == source or destination in draft.sources or destination in draft.chosen:
                 continue
-            reason = draft.history.obstacle(ids[source], ids[destination], draft.now_s)
-            if (source, destination) in draft.pairs:
-                reason = "move_open"
-            if reason:
+            if reason := draft.obstacle(source, destination):
                 draft.refused[reason] += 1
             else:
                 yield destination

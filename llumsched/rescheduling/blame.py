@@ -7,12 +7,14 @@ import enum
 from collections.abc import Mapping
 from typing import Final
 
+from llumlet.protocol.errors import Reason
+
 
 class Blame(enum.Enum):
     REQUEST = enum.auto()
     """The request's, or nobody's: another request, or the same one later, may well move."""
     PAIRING = enum.auto()
-    """This request will never go to this destination. Others will, and it may well go elsewhere."""
+    """The two together: this request will never go to this destination. Others will, and it may well go elsewhere."""
     DESTINATION = enum.auto()
     DESTINATION_BUSY = enum.auto()
     """The destination has all the moves it takes at a time."""
@@ -21,25 +23,25 @@ class Blame(enum.Enum):
 
 
 _BLAME: Final[Mapping[str, Blame]] = {
-    "destination_full": Blame.DESTINATION,
-    "destination_paused": Blame.DESTINATION,
-    "destination_needs_blocks": Blame.DESTINATION,
-    "shutting_down": Blame.DESTINATION,
-    "lease_expired": Blame.DESTINATION,
-    "destination_busy": Blame.DESTINATION_BUSY,
-    "request_too_long": Blame.PAIRING,
-    "incompatible_engine": Blame.LINK,
-    "other_weights": Blame.LINK,
-    "wrong_instance": Blame.LINK,
-    "peer_unreachable": Blame.LINK,
-    "transport_unavailable": Blame.LINK,
-    "transfer_failed": Blame.LINK,
-    "deadline": Blame.LINK,
-    "unauthenticated": Blame.LINK,
-    "address_refused": Blame.LINK,
+    Reason.DESTINATION_FULL: Blame.DESTINATION,
+    Reason.DESTINATION_PAUSED: Blame.DESTINATION,
+    Reason.DESTINATION_NEEDS_BLOCKS: Blame.DESTINATION,
+    Reason.SHUTTING_DOWN: Blame.DESTINATION,
+    Reason.LEASE_EXPIRED: Blame.DESTINATION,
+    Reason.DESTINATION_BUSY: Blame.DESTINATION_BUSY,
+    Reason.REQUEST_TOO_LONG: Blame.PAIRING,
+    Reason.INCOMPATIBLE_ENGINE: Blame.LINK,
+    Reason.OTHER_WEIGHTS: Blame.LINK,
+    Reason.WRONG_INSTANCE: Blame.LINK,
+    Reason.PEER_UNREACHABLE: Blame.LINK,
+    Reason.TRANSPORT_UNAVAILABLE: Blame.LINK,
+    Reason.TRANSFER_FAILED: Blame.LINK,
+    Reason.DEADLINE: Blame.LINK,
+    Reason.UNAUTHENTICATED: Blame.LINK,
+    Reason.ADDRESS_REFUSED: Blame.LINK,
 }
 
 
 def blame_for(reason: str) -> Blame:
-    """The blame by the lower-case name of a `llumlet.types.Reason`; unknown ones are nobody's fault."""
+    """The blame for a `Reason`, or for what a newer llumlet says in its place, which is nobody's."""
     return _BLAME.get(reason, Blame.REQUEST)

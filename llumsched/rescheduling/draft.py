@@ -41,6 +41,8 @@ class Draft:
     """Rows of instances that take: none of them gives anything."""
     chosen: set[int] = field(default_factory=set)
     """Ends of this pass's moves."""
+    taking: set[int] = field(default_factory=set)
+    """Destinations of this pass's moves."""
     refused: Counter[str] = field(default_factory=Counter)
     """Pairs and sources that the policy at work did not choose, by the reason why."""
 
@@ -109,7 +111,19 @@ class Draft:
     def room(self) -> int:
         return self.config.max_moves_per_pass - len(self.moves)
 
+    def obstacle(self, source: int, destination: int) -> str:
+        """Why the pair is to be left alone for a while; empty if it need not be."""
+        if (source, destination) in self.pairs:
+            return "move_open"
+        ids = self.snapshot.ids
+        return self.history.obstacle(ids[source], ids[destination], self.now_s)
+
     def choose(self, source: int, destination: int, move: Move, cargo: Cargo) -> None:
+        """Adds a move to the pass, and projects it. Raises ValueError for one that no pass may have, whoever chose it:
+        what pays, and whether the pair is to be left alone, selectors ask for themselves."""
+        if fault := self._fault(source, destination):
+            ids = self.snapshot.ids
+            raise ValueError(f"a move from {ids[source]} to {ids[destination]}: {fault}")
         self.projected.add(source, cargo.negative.weight)
         self.projected.add(destination, cargo.weight)
         self.free_tokens[destination] -= move.expected_tokens
@@ -120,3 +134,20 @@ class Draft:
         self.sources.add(source)
         self.destinations.add(destination)
         self.chosen |= {source, destination}
+        self.taking.add(destination)
+
+    def _fault(self, source: int, destination: int) -> str:
+        groups = self.snapshot["exchange_group"]
+        if self.room <= 0:
+            return "the pass has all the moves that it may have"
+        if source == destination:
+            return "they are the same"
+        if groups[source] != groups[destination]:
+            return "they cannot exchange requests"
+        if destination in self.sources:
+            return "the destination gives requests itself"
+        if source in self.taking:
+            return "the source takes requests in this pass"
+        if self.out_slots[source] < 1 or self.in_slots[destination] < 1:
+            return "one of them has as many moves as it may have"
+        return ""

@@ -22,6 +22,9 @@ from llumsched.rescheduling.draft import Draft
 from llumsched.rescheduling.moves import Move, Purpose, Selection
 from llumsched.rescheduling.pairs import Ends
 
+_HEEDED = frozenset({"move_open", "destination_avoided"})
+"""Obstacles that hold for a failover, too. Health goes before rest: only what refused or failed is left alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class RoundRobinPairs:
@@ -39,6 +42,9 @@ class RoundRobinPairs:
             if draft.history.source_avoided(snapshot.ids[source], draft.now_s):
                 draft.refused["source_avoided"] += 1
                 continue
+            if source in draft.taking:  # another policy holds it for well
+                draft.refused["takes_itself"] += 1
+                continue
             same = np.flatnonzero(destinations & (groups == groups[source])).tolist()
             if not same:
                 draft.refused["no_destination"] += 1
@@ -49,11 +55,9 @@ class RoundRobinPairs:
 
 
 def _permitted(draft: Draft, source: int, destination: int) -> bool:
-    """Whether a pair may be used. Health goes before rest: only what refused or failed is left alone."""
-    ids = draft.snapshot.ids
-    obstacle = draft.history.obstacle(ids[source], ids[destination], draft.now_s)
-    if obstacle == "destination_avoided" or (source, destination) in draft.pairs:
-        draft.refused[obstacle or "move_open"] += 1
+    """Whether a pair may be used."""
+    if (obstacle := draft.obstacle(source, destination)) in _HEEDED:
+        draft.refused[obstacle] += 1
         return False
     return destination not in draft.sources
 

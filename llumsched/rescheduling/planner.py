@@ -33,6 +33,8 @@ class PolicyResult:
     num_moves: int
     refused: Mapping[str, int]
     """Pairs and sources that were not chosen, by reason."""
+    error: Exception | None = None
+    """What a filter or selector raised. What it had chosen by then stays: each move is right by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +59,14 @@ def plan(
     for policy in sorted(policies, key=_turn):
         draft.refused = Counter()
         before = len(draft.moves)
-        num_sources, num_destinations = policy.selector.pair(draft, policy.name, ends_of(policy, snapshot, as_of_s))
+        num_sources = num_destinations = 0
+        error = None
+        try:
+            num_sources, num_destinations = policy.selector.pair(draft, policy.name, ends_of(policy, snapshot, as_of_s))
+        except Exception as raised:  # noqa: BLE001 - it may be anybody's, and other policies have their turn
+            error = raised
         num_moves = len(draft.moves) - before
-        results.append(PolicyResult(policy.name, num_sources, num_destinations, num_moves, dict(draft.refused)))
+        results.append(PolicyResult(policy.name, num_sources, num_destinations, num_moves, dict(draft.refused), error))
     return Plan(tuple(draft.moves), tuple(results))
 
 

@@ -119,6 +119,7 @@ class PassRecord:
                 "num_destinations": result.num_destinations,
                 "num_moves": result.num_moves,
                 "refused": dict(result.refused),
+                "error": "" if result.error is None else repr(result.error),
             }
             for result in self.results
         ]

@@ -121,10 +121,18 @@ class Rescheduler:
         term = self._lease.term if self._lease is not None else 0
         skipped = self._reason_to_skip(term)
         made = Plan((), ()) if skipped else self._plan(began_s)
+        self._log_broken(made)
         duration_ms = (self._clock() - began_s) * 1000
         numbers = self._executor.start(made.moves, term)
         self._counters.passed(duration_ms)
         return self._record(woken_by, duration_ms, made, numbers, skipped)
+
+    def _log_broken(self, made: Plan) -> None:
+        errors = {result.policy: result.error for result in made.results if result.error is not None}
+        for policy, error in errors.items():
+            logger.error("rescheduling policy %s failed", policy, exc_info=error)
+        if errors:
+            self._counters.broke()
 
     def _record(
         self, woken_by: str, duration_ms: float, made: Plan, moves: tuple[int, ...], skipped: str

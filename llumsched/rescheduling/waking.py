@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When not to wait for the interval: an instance comes, goes or falls sick, its load changes much, or a move ends."""
+"""What wakes the rescheduler before the interval is over: an instance comes, goes or falls sick, its load changes much,
+or a move ends."""
 
 from __future__ import annotations
 

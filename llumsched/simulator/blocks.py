@@ -22,11 +22,11 @@ class Holder(Protocol):
 
     id: str
     content: Sequence[Hashable] | None
-    """Of its prompt's full blocks, if any of it may be shared; each stands for all that is before it as well."""
+    """Names of its prompt's full blocks, if any of it may be shared; each stands for all that is before it as well."""
     num_blocks: int
-    """That it holds."""
+    """Number of blocks that it holds."""
     cached: list[Block]
-    """Of them, those of which the content is known to `SharedBlocks`."""
+    """Number of its blocks of which the content is known to `SharedBlocks`."""
 
 
 class Block:
@@ -55,11 +55,11 @@ class Blocks(Protocol):
         ...
 
     def fill(self, request: Holder, num_full: int) -> None:
-        """Of its prompt, so many blocks are full, or will be after the step."""
+        """Notes how many blocks of its prompt are full, or will be after the step."""
         ...
 
     def release(self, request: Holder, num_full: int) -> None:
-        """It holds no block any more. Its first `num_full` stay cached until they are evicted."""
+        """Takes all blocks from a request. Its first `num_full` stay cached until they are evicted."""
         ...
 
     def give_back(self, num_blocks: int) -> None:
@@ -73,7 +73,7 @@ class SharedBlocks:
         self._block_size = block_size
         self._caching = caching
         self._known: dict[Hashable, list[Block]] = {}
-        """By content, the oldest first: two requests may compute the same."""
+        """Blocks by content, the oldest first: two requests may compute the same."""
         self._evictable: OrderedDict[Block, None] = OrderedDict()
 
     def hit(self, request: Holder, num_tokens: int) -> tuple[int, int]:
@@ -152,9 +152,9 @@ class UniqueBlocks:
         self._num_cached = 0
         """Free blocks with content."""
         self._runs: deque[_Run] = deque()
-        """In the order in which they are evicted; those with nothing left are skipped."""
+        """Free cached blocks in the order in which they are evicted; those with nothing left are skipped."""
         self._left_by: dict[str, list[_Run]] = {}
-        """By request, in the order in which their content was computed."""
+        """Cached blocks by the request that left them, in the order in which their content was computed."""
 
     def hit(self, request: Holder, num_tokens: int) -> tuple[int, int]:
         runs = self._left_by.get(request.id)
@@ -166,7 +166,7 @@ class UniqueBlocks:
         return end, end
 
     def adopt(self, request: Holder, num_blocks: int) -> None:
-        """Of two blocks with the same content, the older one is taken."""
+        """Nothing to do: of two blocks with the same content, the older one is taken."""
         request.num_blocks = num_blocks
         self._num_cached -= num_blocks
         self.num_free -= num_blocks

@@ -92,8 +92,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Jump(selectors.BaseSelector):
-    """Where the loop would wait for its sockets. The one that it registers itself, to be woken by threads, is kept and
-    never looked at."""
+    """The selector of the loop: where that would wait for its sockets. The one that it registers itself, to be woken by
+    threads, is kept and never looked at."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop

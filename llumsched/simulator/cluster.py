@@ -35,7 +35,7 @@ from llumsched.simulator.step_model import Hardware
 from llumsched.simulator.workload import Arrival
 
 _MOST_RESTARTS: Final = 2
-"""As the gateway's `retry_max_count`."""
+"""Further tries of a request, as the gateway's `retry_max_count`."""
 _LOOK_PS: Final = PS // 10
 """Between two looks whether a drained instance is needed any more."""
 _COLLECT: Final = (50_000, 20, 10)
@@ -46,11 +46,12 @@ _MOST_SHOWN: Final = 64
 
 class What(StrEnum):
     FAIL = "fail"
-    """It dies without a word."""
+    """The instance dies without a word."""
     STOP = "stop"
-    """It takes nothing new, its requests move away, and it ends with the last stream that its API server holds."""
+    """The instance takes nothing new, its requests move away, and it ends with the last stream that its API server
+    holds."""
     START = "start"
-    """It is ordered now, and is there after its cold start."""
+    """The instance is ordered now, and is there after its cold start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Happening:
     at_s: float
     what: What
     number: int
-    """Of the instance."""
+    """The instance's number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +72,11 @@ class ClusterConfig:
     happenings: Sequence[Happening] = ()
     slo: Slo = field(default_factory=Slo)
     max_moves: int = 4
-    """In each direction of one instance at a time, …"""
+    """Moves in each direction of one instance at a time, …"""
     max_moves_share: float = 0.25
     """… and the share of its KV cache that their tokens may take; a longer request goes alone."""
     notice_s: float = 1.0
-    """Until the store notices that an instance is gone. Clients' connections break at once."""
+    """Time until the store notices that an instance is gone. Clients' connections break at once."""
     sample_s: float = 1.0
     seed: int = 0
 
@@ -100,8 +101,8 @@ def run(
     records: TextIO | None = None,
     progress: Callable[[float, int], None] = lambda at_s, num_ended: None,
 ) -> tuple[Summary, Metrics]:
-    """To the end of the last request. The same arguments give the same result. `progress` is called once a virtual
-    second with the time and how many requests have ended."""
+    """Plays a load to the end of its last request. The same arguments give the same result. `progress` is called once a
+    virtual second with the time and how many requests have ended."""
     random.seed(config.seed)
     loop = VirtualLoop()
     thresholds = gc.get_threshold()

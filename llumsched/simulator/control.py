@@ -37,13 +37,13 @@ from llumsched.simulator.clock import VirtualLoop
 
 _SCHEDULER: Final = Address("scheduler", 1)
 _EXPIRE_S: Final = 0.5
-"""As `llumsched.scheduler.process` has it."""
+"""Pause between two looks for expired accounts, as in `llumsched.scheduler.process`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ControlConfig:
     policy: str = "load-balance"
-    """Of dispatch: a built-in one's name, or the path of a `.yaml` file."""
+    """The policy of dispatch: a built-in one's name, or the path of a `.yaml` file."""
     rescheduling: ReschedulingConfig | None = field(default_factory=ReschedulingConfig)
     account: bool = True
     account_staleness_s: float = 10.0
@@ -93,7 +93,8 @@ class Control:
         await self._session.close()
 
     async def place(self, request_id: str, model: str, num_tokens: int, avoid: Collection[Address]) -> Placed | None:
-        """None if nobody takes it, after the gateway's wait. `avoid`: API servers that lost it."""
+        """A place for a request; None if nobody takes it, after the gateway's wait. `avoid`: API servers that lost
+        it."""
         excluded = [self._backends.at(address) for address in avoid]
         try:
             return await self.placement.place(Asked(request_id, model, num_tokens), excluded)
@@ -101,7 +102,7 @@ class Control:
             return None
 
     def lost(self, placed: Placed) -> None:
-        """It did not get there."""
+        """Says that a request did not get to its place."""
         self.placement.release(placed, completed=False)
 
     def appeared(self, metadata: InstanceMetadata) -> None:
@@ -167,4 +168,4 @@ _REFUSALS: Final[dict[NotPlacedKind, Callable[[str], Exception]]] = {
     NotPlacedKind.NO_MATCH_INFER_TYPE: NoEndpoint,
     NotPlacedKind.WARMING: SchedulerWarming,
 }
-"""As the scheduler's HTTP says them to its client."""
+"""Refusals as the scheduler's HTTP says them to its client."""

@@ -17,7 +17,7 @@ class Decodes:
     def __init__(self, block_size: int) -> None:
         self.ticks = 0
         self.late: list[EngineRequest] = []
-        """Those whose last token is older than the last step."""
+        """Requests whose last token is older than the last step."""
         self._block_size = block_size
         self._base: dict[EngineRequest, int] = {}
         self._base_tokens = 0
@@ -39,11 +39,11 @@ class Decodes:
 
     @property
     def num_tokens(self) -> int:
-        """Of all, prompt and output."""
+        """Tokens of all requests, prompt and output."""
         return self._base_tokens + len(self._base) * self.ticks
 
     def tokens_of(self, request: EngineRequest) -> int | None:
-        """None if it is not among them."""
+        """Tokens of one request; None if it is not among them."""
         base = self._base.get(request)
         return None if base is None else base + self.ticks
 
@@ -73,14 +73,14 @@ class Decodes:
             request.last_token_ps = last_end_ps
 
     def num_ticks_left(self) -> int:
-        """Until the first one has its last token."""
+        """Ticks until the first request has its last token."""
         ends = self._ends
         while not self._is_current(*ends[0]):
             heapq.heappop(ends)
         return ends[0][0] - self.ticks
 
     def ended(self, order: Sequence[EngineRequest]) -> list[EngineRequest]:
-        """Those that have their last token, in this order. They are still among the others."""
+        """Requests that have their last token, in this order. They are still among the others."""
         found: list[EngineRequest] = []
         while self._ends and self._ends[0][0] <= self.ticks:
             tick, number, request = heapq.heappop(self._ends)
@@ -97,7 +97,7 @@ class Decodes:
         return request.num_prompt + request.max_tokens - self._base[request]
 
     def blocks_needed(self, begin: int, num_steps: int) -> int:
-        """In so many steps from that tick on."""
+        """Blocks that they will take in so many steps from that tick on."""
         size, phases = self._block_size, self._phases
         if num_steps == 1:
             return phases[begin % size]

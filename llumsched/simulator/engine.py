@@ -34,16 +34,16 @@ class Engine:
         self.config = config
         self.blocks = blocks
         self.running: list[EngineRequest] = []
-        """In the order of their admission: the last one is preempted first."""
+        """The batch, in the order of admission: the last one is preempted first."""
         self.waiting = Queue(by_priority=config.by_priority)
         self.decodes = Decodes(config.block_size)
         self.num_reserved_slots = 0
-        """Of the batch, for requests on their way in."""
+        """Slots of the batch that are kept for requests on their way in."""
         self.num_steps = 0
-        """That were scheduled."""
+        """Steps that were scheduled."""
         self.num_preemptions = 0
         self.end_ps: int | None = None
-        """Of the span under way; None while no step is."""
+        """The end of the span under way; None while no step is."""
         self._step = step
         self._watcher = watcher
         self._one_by_one = one_by_one
@@ -73,7 +73,7 @@ class Engine:
             self._settle(min(self._span.num_ended(now_ps), self._span.length))
 
     def next_end_after(self, now_ps: int) -> int | None:
-        """When the step under way ends."""
+        """The time at which the step under way ends."""
         if self.end_ps is None:
             return None
         return self._span.end_of(min(self._span.num_ended(now_ps) + 1, self._span.length))
@@ -84,7 +84,7 @@ class Engine:
         self._interrupt(now_ps)
 
     def add(self, request: EngineRequest, now_ps: int) -> None:
-        """It has been received, and waits for the next step."""
+        """Takes a request, which has been received, and waits for the next step."""
         self._enqueue(request)
         self._interrupt(now_ps)
 
@@ -133,7 +133,7 @@ class Engine:
             span.num_supplied = supplied
 
     def _count_gaps(self, num_steps: int) -> None:
-        """Of so many steps from the first unsettled one on, before their ticks."""
+        """Counts the gaps of so many steps from the first unsettled one on, before their ticks."""
         span, begin, late = self._span, self._span.num_settled, self.decodes.late
         if late:
             for request in late:
@@ -148,7 +148,7 @@ class Engine:
             self._watcher.gaps(span.lasting(begin), span.growth_ps, num_steps, len(self.decodes))
 
     def _told(self, request: EngineRequest, now_ps: int) -> None:
-        """Its next token has come."""
+        """Notes that a request's next token has come."""
         if request.last_token_ps is not None:
             self._watcher.gap(now_ps - request.last_token_ps, 1)
             if request.has_moved:
@@ -243,7 +243,7 @@ class Engine:
         self._chunks.append((request, number))
 
     def _schedule_one_by_one(self, now_ps: int) -> bool:
-        """As vLLM does it. Decodes keep their own counts until the step's end."""
+        """Makes a batch request by request, as vLLM does. Decodes keep their own counts until the step's end."""
         for request in self.decodes.requests:
             self._leave(request)
         budget, size = self.config.max_num_batched_tokens, self.config.block_size
@@ -322,7 +322,8 @@ class Engine:
         return not self._chunks
 
     def blocks_needed(self, request: EngineRequest, hits: int, free_hits: int) -> int:
-        """To admit a waiting request: vLLM asks for room for all its tokens, whatever the first chunk is."""
+        """Blocks that have to be free to admit a waiting request: vLLM asks for room for all its tokens, whatever the
+        first chunk is."""
         return -(-request.num_tokens // self.config.block_size) - hits + free_hits
 
     def _start(self, now_ps: int, is_alike: bool) -> bool:
@@ -375,8 +376,8 @@ class Engine:
         return self.decodes.tokens_of(request) or request.num_tokens
 
     def apart(self) -> Iterator[tuple[EngineRequest, int]]:
-        """Those of the batch that are not among the decodes, and the tokens that the step under way computes of each:
-        they have counts of their own."""
+        """Requests of the batch that are not among the decodes, and the tokens that the step under way computes of
+        each: they have counts of their own."""
         if len(self.decodes) == len(self.running):
             return iter(())
         in_step = dict(self._chunks)
@@ -428,10 +429,10 @@ class Engine:
         request.phase = Phase.FROZEN
 
     def unpark(self, request: EngineRequest) -> None:
-        self._enqueue(request, in_front=True)
+        self._enqueue(request, in_front=request.preempted_ps is not None)
 
     def remove(self, request: EngineRequest) -> None:
-        """It lives elsewhere, or nobody wants it any more."""
+        """Forgets a request that lives elsewhere, or that nobody wants any more."""
         if request.phase is Phase.WAITING:
             self.waiting.remove(request)
         elif request in self.running:

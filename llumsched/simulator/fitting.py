@@ -59,7 +59,7 @@ class Coefficients(NamedTuple):
         return StepModel.of_seconds(*self)
 
     def errors(self, steps: Sequence[MeasuredStep]) -> list[float]:
-        """Of each step, relative to what was measured; above 0 the model is too slow."""
+        """The model's error for each step, relative to what was measured; above 0 the model is too slow."""
         counts, seconds = _table(steps)
         return [float(error) for error in counts @ np.asarray(self) / seconds - 1]
 

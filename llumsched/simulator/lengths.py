@@ -61,7 +61,7 @@ class Lengths:
 
 
 LONGEST: Final = 6144
-"""Of prompt and of output in Llumnix's evaluation: 6k."""
+"""The longest prompt, and the longest output, in Llumnix's evaluation: 6k."""
 
 LENGTHS: Final[dict[str, Lengths]] = {
     "sharegpt-in": Lengths(306, (4, 74, 348, 1484, 3388, LONGEST)),

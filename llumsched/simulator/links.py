@@ -38,7 +38,7 @@ class Network:
         self._clock = clock
         self._ends: dict[tuple[str, str], _End] = {}
         self.num_bytes = 0
-        """That arrived."""
+        """Bytes that arrived."""
 
     def transfer(self, source: str, destination: str, num_bytes: int, bytes_per_s: float, done: Action) -> Transfer:
         """Between two nodes; `done` is called when the last byte is there. `bytes_per_s`: of the nodes' links."""
@@ -52,7 +52,7 @@ class Network:
         return made
 
     def cancel(self, transfer: Transfer) -> None:
-        """Its bytes come no more. One that is done stays done."""
+        """Ends a transfer: its bytes come no more. One that is done stays done."""
         if transfer in transfer._ends[0].transfers:
             self._remove(transfer)
 

@@ -37,7 +37,7 @@ _ENDS: Final = frozenset({MovePhase.MOVED, MovePhase.STAYED, MovePhase.GONE, Mov
 
 
 class Llumlet:
-    """Of one instance. `ended`: told of every move whose request's fate is known."""
+    """The llumlet of one instance. `ended`: told of every move whose request's fate is known."""
 
     def __init__(
         self,

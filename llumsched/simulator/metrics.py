@@ -83,7 +83,7 @@ class RequestRecord:
     outcome: str
     """finished, refused (nobody took it), or lost (its instance died, and nobody took it over)."""
     instances: list[str]
-    """That had it, in turn."""
+    """Instances that had it, in turn."""
     ttft_s: float | None = None
     tpot_s: float | None = None
     """Mean time of a token after the first; None for a single one."""
@@ -96,7 +96,7 @@ class RequestRecord:
     """Between each preemption and the next token."""
     recomputed_tokens: int = 0
     cached_tokens: int = 0
-    """Of the prompt, that the prefix cache had."""
+    """Tokens of the prompt that the prefix cache had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +108,10 @@ class Sample:
     num_running: int
     num_waiting: int
     used_share: float
-    """Of the KV blocks of all instances."""
+    """Share of the KV blocks of all instances that is in use."""
     fragmented_share: float
-    """Of all blocks: what the heads of queues need, as far as the free blocks of the whole cluster would be enough for
-    them; free memory that is in the wrong place (Llumnix, OSDI'24)."""
+    """Share of all blocks: what the heads of queues need, as far as the free blocks of the whole cluster would be
+    enough for them; free memory that is in the wrong place (Llumnix, OSDI'24)."""
     loads: tuple[float, ...] = ()
     """Used share of each instance, if there are few."""
 
@@ -145,13 +145,13 @@ class Summary:
     gap_p999_s: float
     preemptions: int
     preempted_share: float
-    """Of the requests: preempted at least once."""
+    """Share of the requests: preempted at least once."""
     preemption_loss: float
     """Seconds, mean of all requests."""
     recompute_share: float
-    """Of all computed tokens: those that were computed again."""
+    """Share of all computed tokens: those that were computed again."""
     cached_share: float
-    """Of all prompts' tokens: those that the prefix cache had."""
+    """Share of all prompts' tokens: those that the prefix cache had."""
     fragmentation: float
     """Mean of the samples until the last arrival; so is the next."""
     kv_used: float
@@ -159,16 +159,17 @@ class Summary:
     moves_failed: int
     """Whose request stayed, or ended on the way."""
     move_p50_s: float
-    """From its beginning until its request's fate is known, of moves whose request changed place; so is the next."""
+    """Time from its beginning until its request's fate is known, of moves whose request changed place; so is the
+    next."""
     move_p99_s: float
     move_stall_p50_s: float
     move_stall_p99_s: float
     statuses: int
-    """That instances told of their load."""
+    """Statuses in which instances told of their load."""
     goodput: float
     """Requests a second that met the objectives, until the last arrival."""
     slo_attainment: float
-    """Of all requests."""
+    """Share of all requests that were within the SLO."""
     instance_s: float
     virtual_s: float
 

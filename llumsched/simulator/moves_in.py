@@ -34,7 +34,7 @@ class Offer:
 
     migration_id: MigrationId
     request: EngineRequest
-    """As it is at the source: read, never changed."""
+    """The request as it is at the source: read, never changed."""
     num_tokens: int
     holds_kv: bool
     source: ModelledInstance
@@ -43,7 +43,7 @@ class Offer:
 
 
 class Arrivals:
-    """Of one instance."""
+    """The moves into one instance."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class IncomingMove:
             self._arrivals.forget(self)
 
     def source_lost(self) -> None:
-        """Its memory is gone, and it will close nothing."""
+        """Notes that the source is lost: its memory is gone, and it will close nothing."""
         if self._admitted is not None:
             self.feed(on.CloseRequested())
         elif self._transfer is not None:
@@ -231,7 +231,7 @@ class IncomingMove:
 
 
 def copy_of(request: EngineRequest) -> EngineRequest:
-    """With what it went through, and without what an engine holds for it."""
+    """A request with what it went through, and without what an engine holds for it."""
     made = EngineRequest(
         request.id,
         request.num_prompt,

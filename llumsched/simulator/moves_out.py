@@ -41,7 +41,7 @@ _CALLS: Final = {
 
 
 class Departures:
-    """Of one instance."""
+    """The moves out of one instance."""
 
     def __init__(self, member: ModelledInstance, hop_ps: int, owner: Owner, limits: Limits) -> None:
         config = member.hardware.engine

@@ -12,16 +12,16 @@ from llumsched.simulator.requests import EngineRequest
 
 
 class Queue:
-    """First come, first served; or by priority, then arrival."""
+    """First come, first served, wherever they came to first; or by priority, then arrival."""
 
     def __init__(self, *, by_priority: bool) -> None:
         self.num_to_decode = 0
         """Requests whose work does not end with their first token."""
         self.to_decode_tokens = 0
         self.prefill_tokens = 0
-        """Of which the KV cache is still to be computed."""
+        """Tokens of which the KV cache is still to be computed."""
         self.unallocated_tokens = 0
-        """Of which the blocks are still to be allocated."""
+        """Tokens of which the blocks are still to be allocated."""
         self._requests: deque[EngineRequest] | list[EngineRequest] = [] if by_priority else deque()
         self._shares: dict[EngineRequest, tuple[int, int, int, int]] = {}
 
@@ -49,7 +49,12 @@ class Queue:
         elif in_front:
             self._requests.appendleft(request)
         else:
-            self._requests.append(request)
+            turn, place = request.turn, len(self._requests)
+            for other in reversed(self._requests):
+                if other.turn <= turn:
+                    break
+                place -= 1
+            self._requests.insert(place, request)
 
     def remove(self, request: EngineRequest) -> None:
         self._requests.remove(request)

@@ -14,7 +14,7 @@ from llumsched.simulator.blocks import Block
 class Phase(enum.Enum):
     WAITING = enum.auto()
     PREFILL = enum.auto()
-    """Of the prompt, or, after a preemption, of the output as well."""
+    """Its prompt is being computed, or, after a preemption, its output as well."""
     DECODE = enum.auto()
     FROZEN = enum.auto()
     """Holds its slot and its blocks, and is not scheduled."""
@@ -37,14 +37,14 @@ class EngineRequest:
     external_id: str = ""
     """By which its client knows it, if that is not `id`; several may have the same."""
     num_tokens: int = field(init=False)
-    """Of prompt and output."""
+    """Tokens of prompt and output."""
     num_computed: int = 0
     num_blocks: int = 0
     cached: list[Block] = field(default_factory=list)
     phase: Phase = Phase.WAITING
     is_moving: bool = False
     has_moved: bool = False
-    """It has come from another engine, and has had no token here yet."""
+    """Whether it has come from another engine, and has had no token here yet."""
     first_token_ps: int | None = None
     last_token_ps: int | None = None
     num_preemptions: int = 0
@@ -72,8 +72,13 @@ class EngineRequest:
         return self.num_tokens - self.num_prompt >= self.max_tokens
 
     @property
+    def turn(self) -> tuple[bool, int]:
+        """In a queue of first come, first served: who is in the middle of a stream goes before who has yet to begin."""
+        return self.preempted_ps is None and self.num_output == 0, self.arrived_ps
+
+    @property
     def order(self) -> tuple[int, int, str]:
-        """Of the queue of an engine that heeds priorities."""
+        """Its place in the queue of an engine that heeds priorities."""
         return self.priority, self.arrived_ps, self.id
 
 
@@ -85,7 +90,7 @@ class Watcher(Protocol):
         ...
 
     def gaps(self, first_ps: int, growth_ps: int, num_steps: int, count: int) -> None:
-        """In each of so many steps, each longer than the one before by `growth_ps`."""
+        """Gaps between tokens, in each of so many steps, each longer than the one before by `growth_ps`."""
         ...
 
     def stalled(self, request: EngineRequest, ps: int) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 class Span:
     began_ps: int
     first_ps: int
-    """That its first step lasts."""
+    """Time that its first step lasts."""
     growth_ps: int
     length: int
     """Steps; fewer, once something comes from outside."""
@@ -21,7 +21,7 @@ class Span:
     """Steps whose blocks have been taken."""
 
     def end_of(self, num_steps: int) -> int:
-        """When so many of its steps have ended."""
+        """The time at which so many of its steps have ended."""
         return self.began_ps + num_steps * self.first_ps + self.growth_ps * (num_steps * (num_steps - 1) // 2)
 
     def lasting(self, number: int) -> int:

@@ -44,7 +44,7 @@ class StepModel:
 
 
 def pairs(start: int, num_tokens: int) -> int:
-    """Of queries and keys, of a chunk that begins at position `start`."""
+    """Pairs of queries and keys of a chunk that begins at position `start`."""
     return num_tokens * start + num_tokens * (num_tokens + 1) // 2
 
 
@@ -53,7 +53,7 @@ class EngineConfig:
     """What decides vLLM's batches."""
 
     num_blocks: int
-    """Without vLLM's null block."""
+    """Blocks of the KV cache, without vLLM's null block."""
     block_size: int = 16
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
@@ -75,15 +75,15 @@ class Hardware:
     step: StepModel
     engine: EngineConfig
     bytes_per_token: int
-    """Of KV cache, over all layers and ranks."""
+    """Bytes of KV cache, over all layers and ranks."""
     link_bytes_per_s: float
-    """Of one node, in each direction; the moves of its instances share it."""
+    """Speed of one node's link, in each direction; the moves of its instances share it."""
     instances_per_node: int = 1
     cold_start_s: float = 60.0
     request_s: float = 0.0
-    """From a request's placement to its engine's queue, beyond the messages: what its API server needs for it."""
+    """Time from a request's placement to its engine's queue, beyond the messages: what its API server needs for it."""
     answer_s: float = 0.0
-    """From the end of a step to the client, beyond the message."""
+    """Time from the end of a step to the client, beyond the message."""
     sources: tuple[str, ...] = ()
 
 

@@ -35,7 +35,7 @@ class Arrival:
     is before it, too. Empty: like no other prompt."""
 
     def content(self, block_size: int) -> Sequence[Hashable] | None:
-        """Of each full block of the prompt; None if nothing of it is shared."""
+        """A name for the content of each full block of the prompt; None if nothing of it is shared."""
         if not self.prefix:
             return None
         per_part = _MOONCAKE_BLOCK // block_size
@@ -46,8 +46,8 @@ class Arrival:
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """In the order of time, beginning at 0. Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens) or Mooncake's JSON
-    lines (timestamp in ms, input_length, output_length, hash_ids). Raises ValueError, OSError."""
+    """Requests of a trace in the order of time, beginning at 0. Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens)
+    or Mooncake's JSON lines (timestamp in ms, input_length, output_length, hash_ids). Raises ValueError, OSError."""
     with path.open(newline="") as file:
         try:
             found = list(_mooncake(file) if path.suffix == ".jsonl" else _azure(file))
@@ -111,7 +111,8 @@ def made_up(
 
 
 def clipped(arrivals: Sequence[Arrival], most_tokens: int) -> list[Arrival]:
-    """Those that fit an engine, with shorter outputs where prompt and output together do not; others are left out."""
+    """Requests that fit an engine, with shorter outputs where prompt and output together do not; others are left
+    out."""
     return [
         replace(arrival, num_output=min(arrival.num_output, most_tokens - arrival.num_prompt))
         for arrival in arrivals
@@ -120,11 +121,11 @@ def clipped(arrivals: Sequence[Arrival], most_tokens: int) -> list[Arrival]:
 
 
 def prioritized(arrivals: Sequence[Arrival], share: float, draw: random.Random) -> list[Arrival]:
-    """That share goes first: its priority is smaller by one."""
+    """Requests of which a share goes first: its priority is smaller by one."""
     return [replace(one, priority=one.priority - (draw.random() < share)) for one in arrivals]
 
 
 def assigned(arrivals: Sequence[Arrival], models: dict[str, float], draw: random.Random) -> list[Arrival]:
-    """To models, by their weights."""
+    """Requests that are given to models by their weights."""
     names, weights = list(models), list(models.values())
     return [replace(arrival, model=draw.choices(names, weights)[0]) for arrival in arrivals]

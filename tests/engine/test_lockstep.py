@@ -105,6 +105,17 @@ def test_an_adoption_wakes_the_group(rig: Rig) -> None:
     assert rank.told_coordinator() == [7]
 
 
+def test_an_adopted_stream_does_not_queue_behind_new_requests(rig: Rig) -> None:
+    """Its client has waited for the loss to be noticed already."""
+    rank = Rank(rig)
+    streams = [rig.request(name) for name in "ab"]
+    new = rig.add("new")
+    for request in reversed(streams):
+        request.append_output_token_ids([7])
+        rank.adoptions.add_on_loop(request, None)
+    assert list(rig.scheduler.waiting) == [*streams, new]
+
+
 @pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
 def test_a_paused_group_sleeps_on(rig: Rig, state: PauseState) -> None:
     """What would run at once is refused; what only queues waits for the group to go on."""

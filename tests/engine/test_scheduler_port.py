@@ -410,9 +410,12 @@ def test_waiting_request_moves_without_blocks(rig: Rig, model_dir: Path) -> None
     frozen = freeze(rig)
     assert (frozen.computed_tokens, frozen.block_ids, frozen.num_tokens) == (0, [], 70)
     assert old not in list(rig.scheduler.waiting)
-    first = destination.add("first", first=30)
+    first, later = destination.request("first", first=30), destination.request("later", first=30)
+    first.arrival_time, later.arrival_time = new.arrival_time - 1, new.arrival_time + 1
+    for other in (first, later):
+        destination.scheduler.add_request(other)
     destination.port.reservations.admit(new, frozen.computed_tokens)
-    assert list(destination.scheduler.waiting) == [first, new], "it queues like a new request"
+    assert list(destination.scheduler.waiting) == [first, new, later], "it keeps its turn"
     rig.port.release(old)
     rig.port.unpin(frozen.pin)
     assert "a" not in rig.scheduler.requests

@@ -27,11 +27,19 @@ MOVED = MoveProgress(
     transport="tcp",
     rounds=2,
     copied_bytes=1000,
+    trigger_policy="neutral_load",
     phase_ms={"reserving": 5.0, "copying": 100.0, "freezing": 10.0, "committing": 30.0, "admit": 3.0},
 )
 STAYED = MoveProgress(
-    phase=MovePhase.STAYED, mode=Mode.BLOCKING, reason=Reason.DESTINATION_FULL, phase_ms={"reserving": 5.0}
+    phase=MovePhase.STAYED,
+    mode=Mode.BLOCKING,
+    reason=Reason.DESTINATION_FULL,
+    trigger_policy="manual",
+    phase_ms={"reserving": 5.0},
 )
+
+
+WHY_MOVED = {"outcome": "moved", "reason": "", "trigger_policy": "neutral_load"}
 
 
 class Engines:
@@ -78,10 +86,10 @@ async def test_by_outcome_and_way(counting: Counting) -> None:
     for _ in range(3):
         await counting.look()
     how = {"mode": "live", "transport": "tcp"}
-    assert counting.value("migrations_total", outcome="moved", reason="", **how) == 2
-    assert counting.value("migrations_total", engine=1, outcome="moved", reason="", **how) == 1
-    stayed = {"outcome": "stayed", "reason": "destination_full", "mode": "blocking", "transport": ""}
-    assert counting.value("migrations_total", **stayed) == 1
+    assert counting.value("migrations_total", **WHY_MOVED, **how) == 2
+    assert counting.value("migrations_total", engine=1, **WHY_MOVED, **how) == 1
+    why_stayed = {"outcome": "stayed", "reason": "destination_full", "trigger_policy": "manual"}
+    assert counting.value("migrations_total", **why_stayed, mode="blocking", transport="") == 1
     assert counting.value("migration_copied_bytes_total", **how) == 2000
     assert counting.value("migration_seconds_sum", outcome="moved") == pytest.approx(2 * 0.145)
     assert counting.value("migration_stall_seconds_sum", **how) == pytest.approx(2 * 0.04)
@@ -90,7 +98,7 @@ async def test_by_outcome_and_way(counting: Counting) -> None:
 
 
 async def test_what_comes_later_is_added(counting: Counting) -> None:
-    labels = {"outcome": "moved", "reason": "", "mode": "live", "transport": "tcp"}
+    labels = {**WHY_MOVED, "mode": "live", "transport": "tcp"}
     for expected in (1, 2, 3):
         counting.engines.records[ENGINE].add(MOVED)
         await counting.look()
@@ -100,7 +108,7 @@ async def test_what_comes_later_is_added(counting: Counting) -> None:
 
 @pytest.mark.parametrize("obstacle", [EngineDeadError(), TimeoutError()])
 async def test_an_engine_that_does_not_answer(counting: Counting, obstacle: Exception) -> None:
-    labels = {"engine": 1, "outcome": "moved", "reason": "", "mode": "live", "transport": "tcp"}
+    labels = {"engine": 1, **WHY_MOVED, "mode": "live", "transport": "tcp"}
     counting.engines.records[OTHER].add(MOVED)
     counting.engines.obstacle = obstacle
     await counting.look()
@@ -138,3 +146,12 @@ async def test_old_records_go(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept.since(4)[1] == found[-1:]
     assert kept.since(5) == (5, [])
     assert MoveRecords().since(0) == (0, [])
+
+
+async def test_names_of_policies_are_no_unbounded_number_of_series() -> None:
+    kept = MoveRecords()
+    for number in range(100):
+        kept.add(MoveProgress(trigger_policy=f"policy-{number}"))
+    kept.add(MoveProgress(trigger_policy="policy-0"))
+    told = [record["trigger_policy"] for _, records in [kept.since(0)] for record in records]
+    assert told == [*(f"policy-{number}" for number in range(64)), *["other"] * 36, "policy-0"]

@@ -299,6 +299,31 @@ async def test_the_own_engine_is_killed(
     await wait_idle(stage.haven)
 
 
+async def test_a_replayed_stream_goes_before_who_has_yet_to_begin(stage: Cast, expected: dict[str, Stream]) -> None:
+    """Its client has waited for the loss to be noticed. The other engine's batch is full, and others wait there."""
+    victim, haven = stage.victim(), stage.haven
+    async with Client(victim.base_url) as client, Client(haven.base_url) as there:
+        stream = await begin(client, "greedy")
+        await stream.wait_for(AT)
+        lengths = range(240, 240 + 12 * haven.spec.max_num_seqs, 12)
+        batch = [await there.complete(PROMPT, length, ignore_eos=True) for length in lengths]
+        await asyncio.gather(*(one.wait_for(1) for one in batch))
+        waiting = [asyncio.create_task(there.complete(PROMPT, 4, ignore_eos=True)) for _ in range(6)]
+        async with LlumletClient(str(haven.llumlet)) as llumlet:
+            status = await llumlet.get_instance_status()
+            while status.num_waiting_requests < len(waiting):
+                await asyncio.sleep(0.02)
+                status = await llumlet.get_instance_status()
+        engine_of(victim).kill()
+        assert (await stream.result()).token_ids == expected["greedy"].token_ids
+        others = [await (await one).result() for one in waiting]
+        await asyncio.gather(*(one.result() for one in batch))
+    began_again_s = stream.times[1 + max(range(len(stream.gaps)), key=stream.gaps.__getitem__)]
+    assert began_again_s < min(other.times[0] for other in others)
+    await ends(victim)
+    await wait_idle(stage.haven)
+
+
 @failure(
     "kill -9 of the source",
     "committed",

@@ -43,7 +43,7 @@ async def grown(server: Server, before: float, name: str, **labels: str) -> floa
 
 async def test_moves_by_outcome_and_way(engines: Engines, conserved: object) -> None:
     how = {"mode": "live", "transport": "local"}
-    moved = {**how, "outcome": "moved", "reason": "", "engine": "0"}
+    moved = {**how, "outcome": "moved", "reason": "", "engine": "0", "trigger_policy": "benchmark"}
     stayed = {"outcome": "stayed", "reason": "unknown_request", "mode": "live"}
     before = [
         sample(engines.a, name, **labels)

@@ -7,6 +7,7 @@ import itertools
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -19,10 +20,24 @@ from llumsched.simulator.step_model import EngineConfig, StepModel, load_hardwar
 from tests.engine.rig import BLOCK_SIZE, new_request, new_scheduler
 from tests.simulator.watchers import Silent
 from vllm_llumnix.engine.load import NOTHING, Place, share_of
+from vllm_llumnix.engine.turns import queue_in_turn
 
 STEP = StepModel(a=1000, b=7, c=1, d=5, e=1)
 NUM_REQUESTS = 60
 _tokens = itertools.count(1000)
+
+
+class Coming(NamedTuple):
+    """A request that arrives; `is_moved`, from another engine, where it came so many steps ago, and made so many tokens
+    of its output."""
+
+    name: str
+    prompt: list[int]
+    num_output: int
+    priority: int
+    is_moved: bool = False
+    num_steps_ago: int = 0
+    num_made: int = 0
 
 
 class Both:
@@ -45,19 +60,28 @@ class Both:
         self.now_ps = 0
         self.num_compared = 0
 
-    def step(self, arriving: list[tuple[str, list[int], int, int]]) -> bool:
-        """Of each that arrives: id, prompt, output tokens, priority. False when both are idle."""
+    def step(self, arriving: list[Coming]) -> bool:
+        """False when both are idle."""
         requests = []
-        for number, (name, prompt, num_output, priority) in enumerate(arriving):
-            arrived_ps = self.num_compared * 1000 + number
-            theirs = new_request(name, prompt, num_output, block_hasher=self._hasher, priority=priority)
+        for number, coming in enumerate(arriving):
+            prompt = coming.prompt
+            arrived_ps = (self.num_compared - coming.num_steps_ago) * 1000 + number
+            theirs = new_request(
+                coming.name, prompt, coming.num_output, block_hasher=self._hasher, priority=coming.priority
+            )
             theirs.arrival_time = float(arrived_ps)
+            theirs.append_output_token_ids([next(_tokens) for _ in range(coming.num_made)])
             self.vllm.add_request(theirs)
+            if coming.is_moved:
+                self.vllm.waiting.remove_requests([theirs])
+                queue_in_turn(self.vllm, theirs)
             content = [tuple(prompt[: index + BLOCK_SIZE]) for index in range(0, len(prompt), BLOCK_SIZE)]
             content = content[: len(prompt) // BLOCK_SIZE]
-            requests.append(
-                EngineRequest(name, len(prompt), num_output, priority, content=content, arrived_ps=arrived_ps)
+            ours = EngineRequest(
+                coming.name, len(prompt), coming.num_output, coming.priority, content=content, arrived_ps=arrived_ps
             )
+            ours.num_tokens += coming.num_made
+            requests.append(ours)
         end_ps = self.engine.next_end_after(self.now_ps)
         if requests:
             self.engine.post(lambda now_ps: [self.engine.add(one, now_ps) for one in requests], self.now_ps)
@@ -135,7 +159,7 @@ def unshared(draw: random.Random) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("kind", ["shared", "unique", "uncached", "priority"])
+@pytest.mark.parametrize("kind", ["shared", "unique", "uncached", "priority", "moved"])
 def test_batches_and_preemptions_are_vllms(model_dir: Path, kind: str, seed: int) -> None:
     draw = random.Random(f"{kind} {seed}")
     config = EngineConfig(
@@ -146,7 +170,8 @@ def test_batches_and_preemptions_are_vllms(model_dir: Path, kind: str, seed: int
     both = Both(model_dir, config, shares_prefixes=kind in ("shared", "priority"))
     stock = documents(draw)
     most = config.num_blocks * BLOCK_SIZE
-    arriving, num_come = [], 0
+    arriving: list[Coming] = []
+    num_come = 0
     for number in range(NUM_REQUESTS):
         prompt = unshared(draw)
         if kind in ("shared", "priority") and draw.random() < 0.8:
@@ -154,7 +179,11 @@ def test_batches_and_preemptions_are_vllms(model_dir: Path, kind: str, seed: int
             prompt += unshared(draw)[: draw.randint(1, 60)]
         prompt = prompt[: most * 3 // 4]
         num_output = min(draw.choice([1, 3, 40, 400]), most - len(prompt))
-        arriving.append((f"r{number:03}", prompt, num_output, draw.randint(0, 2)))
+        coming = Coming(f"r{number:03}", prompt, num_output, draw.randint(0, 2))
+        if kind == "moved" and draw.random() < 0.5:
+            num_made = draw.choice([0, min(num_output - 1, 7)])
+            coming = coming._replace(is_moved=True, num_steps_ago=draw.randint(0, 300), num_made=num_made)
+        arriving.append(coming)
     while True:
         come = []
         while num_come < NUM_REQUESTS and draw.random() < 0.2:

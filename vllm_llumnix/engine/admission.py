@@ -13,7 +13,7 @@ from vllm_llumnix.engine.vllm_types import Request
 
 
 class Admission:
-    """Of one request: the loop begins it, or it is revoked, whichever comes first."""
+    """The admission of one request: the loop begins it, or it is revoked, whichever comes first."""
 
     def __init__(self, context: EngineContext) -> None:
         self._loop = context.loop

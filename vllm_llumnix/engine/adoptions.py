@@ -26,6 +26,7 @@ from vllm_llumnix.engine.grammars import GRAMMAR_SECONDS
 from vllm_llumnix.engine.memory import require_weights
 from vllm_llumnix.engine.request_state import Residence, residence_of
 from vllm_llumnix.engine.rescue import Rescues
+from vllm_llumnix.engine.turns import queue_in_turn
 from vllm_llumnix.request_wire import RequestState
 
 
@@ -36,7 +37,7 @@ class Adoptions:
         self.num_adopted = 0
         """Requests of lost owners that went on here."""
         self.num_rescued = 0
-        """Of these, the ones that brought their KV cache."""
+        """Requests among these that brought their KV cache."""
         self.context = context
         self.loop = context.loop
         self.relay = context.relay
@@ -105,6 +106,8 @@ class Adoptions:
         self.loop.load_adapter(request)
         request.status = RequestStatus.WAITING
         scheduler.add_request(request)
+        scheduler.waiting.remove_requests([request])  # from its end, where new ones go
+        queue_in_turn(scheduler, request)
         self.loop.wake_group()
 
     def _answer(self, attempt: _Attempt) -> AdoptResponse:

@@ -65,7 +65,7 @@ class Arrivals:
         return sum(move.blocks.count for move in list(self._unsettled.values()) if move.machine.state is State.DRAINING)
 
     def _look(self, move: IncomingMove) -> None:
-        """Its machine has had an event."""
+        """Looks at a move whose machine has had an event."""
         machine, migration_id = move.machine, move.migration_id
         if machine.settlement is not Settlement.PENDING:
             if machine.state is not State.DRAINING:

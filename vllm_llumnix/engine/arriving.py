@@ -30,7 +30,7 @@ class ArrivingBlocks:
 
     @property
     def count(self) -> int:
-        """Those that are held here. Any thread."""
+        """Number of blocks that are held here. Any thread."""
         return len(self.block_ids)
 
     def come_from(self, source_memory: bytes) -> None:
@@ -81,7 +81,7 @@ class ArrivingBlocks:
         await self._context.movers.stop(self._job(job))
 
     def shed(self) -> None:
-        """Nothing of it is needed any more."""
+        """Lets go of everything: nothing of it is needed any more."""
         self._memory = None
         self.block_ids, self._at_source = [], {}
 

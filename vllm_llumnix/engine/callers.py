@@ -14,7 +14,7 @@ from llumlet.types import SettleResponse
 
 
 class Callers:
-    """Those who wait, by what they have asked for: the same call twice gets one answer."""
+    """Callers who wait, by what they have asked for: the same call twice gets one answer."""
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, list[asyncio.Future[Any]]] = {}

@@ -68,7 +68,7 @@ class Claims:
         self._waiting: list[_Held] = []
         """Made in the present step; the loop knows nothing of them yet."""
         self._claims: dict[str, _Held] = {}
-        """By id, from `take` to `end`. Llumlet thread."""
+        """Claims by id, from `take` to `end`. Llumlet thread."""
         self._numbers = itertools.count(1)
 
     # Loop thread

@@ -47,5 +47,5 @@ class EngineContext:
         return str(self.engine.get_weight_version())
 
     def offered_memory(self, capability: bytes) -> bytes:
-        """Where the KV cache of this engine's workers lies, for a peer that will have blocks granted."""
+        """The place where the KV cache of this engine's workers lies, for a peer that will have blocks granted."""
         return self.movers.offer(self.identity.digest, capability, self.weight_version)

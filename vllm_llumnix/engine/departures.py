@@ -35,10 +35,11 @@ class Departures:
         self.slots = Slots(limits, port.capacity_tokens, Reason.SOURCE_BUSY)
 
     def begin(
-        self, request: Request, residence: Residence, to: Target, plan: Plan, way: Way, report: Report
+        self, request: Request, residence: Residence, to: Target, plan: Plan, way: Way, report: Report, policy: str
     ) -> OutgoingMove:
-        """Raises Refused(source_busy) when as much is on its way as may be."""
+        """Begins a move that `policy` asks for. Raises Refused(source_busy) when as much is on its way as may be."""
         move = OutgoingMove(self._context, request, residence, to, plan, way, report, self.deadline_s, self._ended)
+        move.progress.trigger_policy = policy
         self.slots.take(move.migration_id, request.num_tokens)
         self.moves[request.request_id] = move
         self._loop.port.load.touch()

@@ -49,7 +49,7 @@ FOR_GOOD = frozenset(
 
 
 class Drain:
-    """Of one engine. Once begun, it ends with the process."""
+    """The drain of one engine. Once begun, it ends with the process."""
 
     def __init__(self, context: EngineContext, migrations: Migrations) -> None:
         self._context = context
@@ -58,20 +58,20 @@ class Drain:
         self._began: float | None = None
         self._addresses: list[str] = []
         self._named = False
-        """By an operator: no others are sought."""
+        """Destinations named by an operator: no others are sought."""
         self._seconds = 0.0
         self._destinations: dict[str, Target] = {}
         self._given: Counter[str] = Counter()
         """Requests by the destination that has them, or is about to."""
         self._num_moved = 0
         self._num_recomputed = 0
-        """Of them, with their tokens alone."""
+        """Requests among them that went with their tokens alone."""
         self._stayed: Counter[str] = Counter()
         """Refused attempts by reason."""
         self._not_before: dict[tuple[str, str], float] = {}
-        """When a request may be offered to a destination again."""
+        """The time at which a request may be offered to a destination again."""
         self._num_streams: dict[int, int] = {}
-        """By API server."""
+        """Number of streams by API server."""
         self._num_cut: dict[int, int] = {}
         """Streams that an API server ended early; it has drained."""
         self._tasks = Tasks()
@@ -129,7 +129,7 @@ class Drain:
 
     @property
     def ended(self) -> bool:
-        """None of the API servers that have begun to drain still does."""
+        """Whether none of the API servers that have begun to drain still does."""
         return bool(self._num_cut) and self._num_cut.keys() == self._num_streams.keys()
 
     @property
@@ -172,7 +172,7 @@ class Drain:
             await asyncio.sleep(TURN_SECONDS)
 
     async def _find(self, address: Address) -> None:
-        """Until the instance there says who it is."""
+        """Asks until the instance there says who it is."""
         while True:
             try:
                 client = self._context.peers.at(address)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the requests that have left this engine are now. Llumlet thread only."""
+"""The places where requests that have left this engine are now. Llumlet thread only."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ class Forwarding:
         self._left.pop(request_id, None)
 
     def owner_of(self, request_id: str) -> Address | None:
-        """None for a request that has not left, or is forgotten."""
+        """The instance that a request went to; None for one that has not left, or is forgotten."""
         return self._left.get(request_id)

@@ -22,7 +22,7 @@ from vllm_llumnix.engine.vllm_types import Request
 from vllm_llumnix.step_record import StepRecord
 
 GRAMMAR_SECONDS = 20.0
-"""For one grammar, its place in the line included."""
+"""Time for one grammar, its place in the line included."""
 PER_SOURCE = max(1, (os.cpu_count() or 1) // 4)
 """Grammars of one source that are compiled at a time: half of vLLM's threads for it, which are half of the cores."""
 
@@ -35,12 +35,12 @@ class Grammars:
         self._manager = manager
         self._record = record
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        """By source, for as long as somebody has a turn or waits for one."""
+        """Turns by source, for as long as somebody has a turn or waits for one."""
         self._wrap_init()
 
     @property
     def tokenizer(self) -> Any:
-        """None if the engine has none; then no request has a grammar."""
+        """The engine's tokenizer; None if it has none; then no request has a grammar."""
         return getattr(self._manager, "tokenizer", None)
 
     async def compile(self, request: Request, source: str, *, patience_s: float) -> None:

@@ -35,7 +35,7 @@ A = TypeVar("A")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Target:
-    """Where a request goes: the peer's llumlet."""
+    """The peer's llumlet to which a request goes."""
 
     instance: str
     address: Address

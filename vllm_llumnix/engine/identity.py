@@ -33,7 +33,7 @@ class EngineIdentity:
         return self.unsupported or self.kv_unsupported
 
     def stop_carrying_kv(self, reason: str) -> None:
-        """From now on requests leave and come with their tokens alone, for the first reason given.
+        """Has requests leave and come with their tokens alone, for the first reason given.
 
         Moves that are on their way end as their copies do. Llumlet thread.
         """

@@ -99,7 +99,7 @@ class IncomingMove(Shell[Destination]):
         self._shed()
 
     def _shed(self) -> None:
-        """Of a move that is settled, answers are kept for long: the request's tokens and blocks must not be."""
+        """Drops what is large of a settled move, the request's tokens and blocks: its answers are kept for long."""
         if self.machine.state in (State.COMMITTED, State.BARRED) and not self._tasks:
             self.request = self._offer = None
             self.blocks.shed()

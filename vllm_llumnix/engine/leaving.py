@@ -40,7 +40,7 @@ class LeavingRequest(Leaving):
         self.num_known_tokens = 0
         """Output tokens that the destination has been told of. From the first state on, the llumlet's thread counts."""
         self.queued = False
-        """It had computed nothing when it was first looked at."""
+        """Whether it had computed nothing when it was first looked at."""
         self._with_kv = True
         self._pins: list[Pin] = []
 
@@ -85,14 +85,14 @@ class LeavingRequest(Leaving):
         self._loop.thread.post(self._on_end, kind)
 
     def unfreeze(self, client_index: int) -> None:
-        """It goes on here, and its outputs go to that client."""
+        """Has it go on here, with its outputs for that client."""
         self._loop.unwatch(self.request.request_id)
         if not self.request.is_finished():
             self.request.client_index = client_index
             self._port.unfreeze(self.request)
 
     def release(self) -> None:
-        """It is somebody else's now."""
+        """Forgets it: it is somebody else's now."""
         self._loop.unwatch(self.request.request_id)
         self._port.release(self.request)
 

@@ -29,7 +29,7 @@ class Output(Protocol):
 
 
 class Place(enum.Enum):
-    """Where a request is."""
+    """What the scheduler does with a request at the moment."""
 
     WAITING = enum.auto()
     LOADING = enum.auto()
@@ -73,7 +73,7 @@ class Hit(NamedTuple):
 
     cached_tokens: int = 0
     shared_tokens: int = 0
-    """Of them, those in blocks that others hold. The rest is in blocks that count as free."""
+    """Tokens among them in blocks that others hold. The rest is in blocks that count as free."""
 
 
 NO_HIT = Hit()

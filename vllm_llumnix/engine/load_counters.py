@@ -31,7 +31,8 @@ from vllm_llumnix.engine.vllm_types import Request
 RECENT_SECONDS = 10.0
 """How long the id of a request that has arrived is shown, whatever has become of it."""
 MAX_NAMES = 2000
-"""In each of the two lists: a scheduler needs to see a name once, and thousands do not arrive between two reports."""
+"""Names in each of the two lists: a scheduler needs to see a name once, and thousands do not arrive between two
+reports."""
 MAX_NAME_CHARACTERS = 128
 """Clients choose names; both lists must fit a report (`llumsched.cms.validation`), of any characters."""
 TOKENS_SECONDS = 0.1
@@ -86,7 +87,7 @@ class LoadCounters:
         # Held for microseconds: never while the scheduler or the model works.
         self._lock = threading.Lock()
         self._sums = NOTHING
-        """But for those that only decode."""
+        """Sums over all requests but those that only decode."""
         self._num_decodes = 0
         self._decode_tokens = 0
         self._before: Load | None = None
@@ -94,9 +95,9 @@ class LoadCounters:
         be taken off with their request that have not been added yet."""
         self._entries: dict[str, _Entry] = {}
         self._received: set[str] = set()
-        """Not queued yet."""
+        """Requests that are received and not queued yet."""
         self._exact: dict[str, _Entry] = {}
-        """Of those that a step may work on, the ones whose share it can change in other ways than by a new token."""
+        """Requests that a step may work on and whose share it can change in other ways than by a new token."""
         self._waiting: dict[str, int] = {}
         self._recent: deque[tuple[float, str]] = deque(maxlen=MAX_NAMES)
         self._num_preemptions = 0
@@ -164,7 +165,7 @@ class LoadCounters:
         self._tell()
 
     def strangers_among(self, request_ids: Iterable[str]) -> list[str]:
-        """Those of which nothing has been told."""
+        """Requests among them of which nothing has been told."""
         return [request_id for request_id in request_ids if request_id not in self._entries]
 
     def scheduled(self, started: Collection[str], step: Collection[str]) -> None:
@@ -179,7 +180,8 @@ class LoadCounters:
             self._tell()
 
     def computing(self) -> Collection[str]:
-        """To be handed to `computed`, for the same step. Between the two, requests may leave and be queued."""
+        """What a step computes, to be handed to `computed`, for the same step. Between the two, requests may leave and
+        be queued."""
         with self._lock:
             self._before = self._load()
             self._some_left = False

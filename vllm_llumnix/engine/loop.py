@@ -123,7 +123,7 @@ class EngineLoop:
         self._leaving: dict[str, Leaving] = {}
         self._aborted: deque[str] = deque(maxlen=4096)
         self._outputs: list[tuple[int, EngineCoreOutputs]] = []
-        """Of the step that is being made: what goes out behind the outputs of all steps before."""
+        """Outputs of the step that is being made: what goes out behind the outputs of all steps before."""
         self._behind_outputs: deque[Callable[[], None]] = deque()
 
     @property
@@ -233,7 +233,7 @@ class EngineLoop:
         return any(leaving.freezing for leaving in self._leaving.values())
 
     def _audit(self) -> None:
-        """Nothing runs and nothing moves: every block must be free."""
+        """Audits the pool where nothing runs and nothing moves: every block must be free."""
         self._audit_due = False
         for fault in self.port.audit_idle():
             logger.error("llumlet: KV blocks are not conserved: %s", fault)
@@ -323,7 +323,8 @@ class EngineLoop:
     # Any thread
 
     def note_aborted(self, request_ids: list[str]) -> None:
-        """These requests are about to be ended from outside: should they vanish, they were aborted, not finished."""
+        """Notes requests that are about to be ended from outside: should they vanish, they were aborted, not
+        finished."""
         self._aborted.extend(request_ids)
 
     def audit_when_idle(self) -> None:
@@ -335,7 +336,8 @@ class EngineLoop:
         return self._call(function, args, _at_once)
 
     def call_behind_outputs(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
-        """As `call`, but the result comes behind the outputs of all steps before: they have been posted to the llumlet.
+        """Does what `call` does, but the result comes behind the outputs of all steps before: they have been posted to
+        the llumlet.
 
         Outputs name a request, not which of its lives here they are of.
         """
@@ -344,7 +346,7 @@ class EngineLoop:
     def call_for_blocks(
         self, function: Callable[..., T], *args: Any, behind_outputs: bool = False
     ) -> asyncio.Future[T]:
-        """As `call`, of what takes blocks out of the pool to be written by others than the model.
+        """Does what `call` does, for what takes blocks out of the pool to be written by others than the model.
 
         With several batches in flight vLLM gives the blocks of a request back while a step still writes them: whoever
         gets them next through the model writes them behind that step. Movers do not wait for the model, so the result

@@ -124,7 +124,7 @@ class Movers:
         return sum(memory.layout.bytes_per_block for memory in self._memories)
 
     def offer(self, digest: str, capability: bytes = b"", weight_version: str = "") -> bytes:
-        """Where the KV cache of all ranks lies, for `decode_memory`. See `SourceMemory`."""
+        """The place where the KV cache of all ranks lies, for `decode_memory`. See `SourceMemory`."""
         return msgspec.msgpack.encode(SourceMemory(digest, self._memories, capability, weight_version))
 
     def next_job(self) -> int:

@@ -20,7 +20,7 @@ _MACHINE_ID = Path("/etc/machine-id")
 
 
 def node_id() -> str:
-    """The same for all engines of a machine, in containers too; another one on every other machine.
+    """A name that is the same for all engines of a machine, in containers too; another one on every other machine.
 
     The kernel's number of its boot: a machine id is often that of the container's image.
     """

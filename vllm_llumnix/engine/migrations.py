@@ -41,7 +41,7 @@ class Migrations:
             try:
                 moves.append(self.begin(request_id, to, asked, report))
             except MigrationError as error:
-                refused.append(_stayed(request_id, asked.method or Mode.LIVE, error))
+                refused.append(_stayed(request_id, asked, error))
         for stayed in refused:
             self._departures.records.add(stayed)
             report(stayed)
@@ -95,7 +95,7 @@ class Migrations:
             force=asked.force,
             round_s=config.lease_seconds,
         )
-        return self._departures.begin(request, residence, to, plan, way, report)
+        return self._departures.begin(request, residence, to, plan, way, report, asked.trigger_policy)
 
     @property
     def num_moving(self) -> int:
@@ -126,11 +126,12 @@ class Migrations:
         return self._listing.select(asked)
 
 
-def _stayed(request_id: str, mode: Mode, error: MigrationError) -> MoveProgress:
+def _stayed(request_id: str, asked: MigrateRequest, error: MigrationError) -> MoveProgress:
     return MoveProgress(
         request_id=request_id,
         phase=MovePhase.STAYED,
         reason=reason_number(error.reason),
         detail=error.detail,
-        mode=mode,
+        mode=asked.method or Mode.LIVE,
+        trigger_policy=asked.trigger_policy,
     )

@@ -22,7 +22,7 @@ Report = Callable[[MoveProgress], None]
 
 
 class MoveReport:
-    """Of one move: `progress` is what is known now, in milliseconds for each phase."""
+    """The report of one move: `progress` is what is known now, in milliseconds for each phase."""
 
     def __init__(self, migration_id: str, leaving: LeavingRequest, way: Way, report: Report) -> None:
         self._report = report
@@ -51,11 +51,11 @@ class MoveReport:
         self._tell()
 
     def leaves_kv(self, why: str) -> None:
-        """It goes with its tokens alone, `why` says why."""
+        """Notes that it goes with its tokens alone; `why` says why."""
         self.progress.mode, self.progress.tokens_alone = Mode.RECOMPUTE, why
 
     def freezes(self, frozen: FrozenRequest) -> None:
-        """It may have no KV cache to leave, after all."""
+        """Notes its stop. It may have no KV cache to leave, after all."""
         self.progress.context_tokens = frozen.num_tokens
         if not frozen.computed_tokens:
             self.progress.mode = Mode.RECOMPUTE if frozen.request.num_output_tokens else Mode.WAITING

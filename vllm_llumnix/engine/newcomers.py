@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import RequestStatus
 
+from vllm_llumnix.engine.turns import protect
 from vllm_llumnix.engine.vllm_types import Request, Scheduler
 
 
 class Newcomers:
-    """Those of one scheduler."""
+    """The newcomers of one scheduler."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -21,7 +21,7 @@ class Newcomers:
         return len(self._waiting)
 
     def add(self, request: Request) -> None:
-        """It is the scheduler's now, at the head of its queue."""
+        """Takes one that is the scheduler's now, at the head of its queue."""
         self._waiting[request.request_id] = request
 
     def before_step(self) -> None:
@@ -58,11 +58,3 @@ class Newcomers:
             threshold, self._scheduler.adaptive_long_prefill_threshold = self._stock_threshold
             self._scheduler.scheduler_config.long_prefill_token_threshold = threshold
             self._stock_threshold = None
-
-
-def protect(scheduler: Scheduler, request: Request) -> None:
-    """First come, first served preempts the last of `running`: go to the front. Priorities are left alone."""
-    running = scheduler.running
-    if scheduler.policy != SchedulingPolicy.PRIORITY and request in running:
-        running.remove(request)
-        running.insert(0, request)

@@ -41,7 +41,8 @@ class OriginCalls:
         return on.FenceStarted() if answer.raised is None else on.FenceRaised(answer.raised)
 
     def client_index(self, epoch: Epoch | None) -> int:
-        """With which the request goes on here; under a raised epoch its outputs go through the relay from now on."""
+        """The client index with which the request goes on here; under a raised epoch its outputs go through the relay
+        from now on."""
         if epoch is None or not self._origin:
             return int(self._request.client_index)
         residence = self._residence

@@ -290,7 +290,7 @@ class OutgoingMove(Shell[Source]):
         self._call(self.leaving.unpin)
 
     async def _close(self) -> None:
-        """Only once the request is out of our scheduler can it come back."""
+        """Closes the hand-over at the destination. Only once the request is out of our scheduler can it come back."""
         assert self._released is not None
         await self._released
         await self._calls.close()

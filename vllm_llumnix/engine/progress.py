@@ -40,7 +40,7 @@ a machine that has become slower says so with every step, and the limit follows 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Batch:
     scheduled: Any
-    """Of which the address is the key: it must live as long."""
+    """The batch, of which the address is the key: it must live as long."""
     tokens: int
     began: float
     disturbed: bool = False
@@ -58,9 +58,9 @@ class Progress:
         self._busy_with = ""
         self._in_flight: dict[int, _Batch] = {}
         self._returned_at = 0.0
-        """When the model had done its last batch, and could begin the next."""
+        """The time at which the model had done its last batch, and could begin the next."""
         self._tokens = 0
-        """Of the largest batch in flight."""
+        """Tokens of the largest batch in flight."""
         self._step_seconds = 0.0
         self._seconds_per_token = FIRST_SECONDS_PER_TOKEN
 

@@ -39,12 +39,13 @@ ORIGIN_SECONDS = 30.0
 """An origin that has answered no heartbeat of so many seconds is dead. Time in which the engine itself was stopped does
 not count: it has sent none."""
 LINGER_MS = 1000
-"""For the last message to an origin."""
+"""Time for the last message to an origin."""
 QUEUED_MESSAGES = 100_000
 IDLE_SECONDS = 60.0
 """How long an origin is kept of which nothing is here: its next request need not connect again."""
 MAX_ORIGINS = 256
-"""Of requests of others, at a time: each is a socket, and a peer can name as many as it likes. Idle ones make way."""
+"""Origins of others' requests at a time: each is a socket, and a peer can name as many as it likes. Idle ones make
+way."""
 
 
 class OriginUnreachable(Exception):
@@ -70,7 +71,7 @@ class Relay:
         self._origins: dict[str, _Origin] = {}
         self._by_index: dict[int, _Origin] = {}
         self._indices = itertools.count()
-        """None is used again: outputs for a dead origin may still be on their way."""
+        """Client indices, of which none is used again: outputs for a dead origin may still be on their way."""
         self._guests: dict[str, tuple[Residence, _Origin]] = {}
         self._questions: dict[tuple[str, int], asyncio.Future[wire.FenceAnswer]] = {}
         self._numbers = itertools.count(1)
@@ -106,7 +107,7 @@ class Relay:
             self._guests.pop(request_id, None)
 
     def residence_of(self, request_id: str) -> Residence | None:
-        """Of a request that reports by relay."""
+        """The residence of a request that reports by relay."""
         guest = self._guests.get(request_id)
         return guest[0] if guest else None
 
@@ -177,12 +178,13 @@ class Relay:
         return origin
 
     def _idle_origins(self) -> list[_Origin]:
-        """Of others, those with no request here and no question open."""
+        """Origins of others with no request here and no question open."""
         used = {origin.address for _, origin in self._guests.values()}.union(address for address, _ in self._questions)
         return [origin for origin in self._origins.values() if not origin.is_own and origin.address not in used]
 
     def _part(self, origin: _Origin) -> None:
-        """Nothing of it is here. Late outputs of requests that have ended may be: nobody waits for them."""
+        """Parts from an origin of which nothing is here. Late outputs of requests that have ended may be: nobody waits
+        for them."""
         origin.send(wire.Parting(self._hello.instance, self._hello.incarnation))
         self._forget(origin, linger_ms=LINGER_MS)
 
@@ -256,13 +258,13 @@ class _Origin:
         self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
         connect(self._socket, RelayAddress.parse(address), credentials)
         self.is_own = False
-        """Of the engine's own front-end."""
+        """Whether it is the engine's own front-end."""
         self.claimed: dict[str, Epoch] = {}
         """What the last heartbeat named: under which epoch a request is unknown that an answer says is."""
         self.num_unanswered = 0
         """Heartbeats since its last answer to one."""
         self.used_at = time.monotonic()
-        """When something of it was here last."""
+        """The time at which something of it was here last."""
         self._task = asyncio.create_task(self._read(), name=f"llumnix-relay-{address}")
         self._dropping = False
 

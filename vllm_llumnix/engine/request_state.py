@@ -48,7 +48,7 @@ class Residence:
     last_hop: int = 0
     handover_open: bool = False
     admitting: bool = False
-    """Its admission may still be revoked: the origin does not hear yet that the request is here."""
+    """Whether its admission may still be revoked: the origin does not hear yet that the request is here."""
     repeat: list[int] = dataclasses.field(default_factory=list)
     """Last tokens before `base`, sent again with the first output from here: the former owner's last outputs may have
     died with it, and the origin's gate cuts off what it has. Not possible with logprobs, which do not travel."""

@@ -17,6 +17,7 @@ from llumlet.protocol.errors import Reason, Refused
 from vllm_llumnix.engine.load_counters import LoadCounters
 from vllm_llumnix.engine.newcomers import Newcomers
 from vllm_llumnix.engine.portability import sees_all_tokens
+from vllm_llumnix.engine.turns import queue_in_turn
 from vllm_llumnix.engine.vllm_types import KVCacheManager, Request, Scheduler
 
 _COUNTS_FROZEN = __version_tuple__ >= (0, 33)
@@ -24,7 +25,7 @@ _COUNTS_FROZEN = __version_tuple__ >= (0, 33)
 
 
 class Reservations:
-    """Those at one scheduler. `load` and `newcomers` hear of requests that it is given."""
+    """The reservations at one scheduler. `load` and `newcomers` hear of requests that it is given."""
 
     def __init__(self, scheduler: Scheduler, load: LoadCounters, newcomers: Newcomers) -> None:
         self._scheduler = scheduler
@@ -122,8 +123,8 @@ class Reservations:
     def admit(self, request: Request, computed_tokens: int) -> None:
         """Hand the request to the scheduler; `computed_tokens` of its KV are in place.
 
-        It goes to the head, since its client is in the middle of a stream or its prefill has begun; without KV and
-        output it queues like a new request.
+        With KV it goes to the head: its client is in the middle of a stream, or its prefill has begun. Without, it
+        takes its turn (`queue_in_turn`).
 
         Raises Refused, with the reservation unchanged, when the engine cannot take it now.
         """
@@ -146,10 +147,7 @@ class Reservations:
             scheduler.kv_holding_waiting.prepend_request(request)
         else:
             self._manager.free(request)
-            if request.num_output_tokens:
-                scheduler.waiting.prepend_request(request)
-            else:
-                scheduler.waiting.add_request(request)
+            queue_in_turn(scheduler, request)
         self._load.queued(request)
         if computed_tokens == request.num_tokens - 1:
             self._newcomers.add(request)
@@ -195,8 +193,8 @@ class Reservations:
         return int(scheduler._inflight_prefill_reserved_blocks()) + following
 
     def _num_blocks_for(self, request: Request) -> int:
-        """For a whole request that is not here yet. Where no KV arrives, by the rule by which vLLM admits one: a window
-        needs no more than it spans."""
+        """Blocks for a whole request that is not here yet. Where no KV arrives, by the rule by which vLLM admits one: a
+        window needs no more than it spans."""
         positions = self._positions(request.num_tokens)
         if self._takes_kv:
             return -(-positions // self._block_size)

@@ -21,15 +21,15 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import RequestStatus
 
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.ledger import audit
 from vllm_llumnix.engine.load_events import counters_of
-from vllm_llumnix.engine.newcomers import Newcomers, protect
+from vllm_llumnix.engine.newcomers import Newcomers
 from vllm_llumnix.engine.request_state import why_not_now
 from vllm_llumnix.engine.reservations import Reservations, adapters_of, block_ids
+from vllm_llumnix.engine.turns import protect, queue_in_turn
 from vllm_llumnix.engine.vllm_types import Block, Request, Scheduler
 
 _NEVER = 1 << 60
@@ -90,7 +90,7 @@ class SchedulerPort:
 
     @property
     def num_blocks(self) -> int:
-        """Of the KV cache. Block 0 is vLLM's null block."""
+        """Blocks of the KV cache. Block 0 is vLLM's null block."""
         return int(self.block_pool.num_gpu_blocks - 1)
 
     @property
@@ -171,7 +171,7 @@ class SchedulerPort:
         request.next_decode_eligible_step = self._eligible.pop(request.request_id, request.next_decode_eligible_step)
         self._frozen.pop(request.request_id, None)
         if self._parked.pop(request.request_id, None) is not None:
-            self._queue_again(request)
+            queue_in_turn(self.scheduler, request)
 
     def forget(self, request: Request) -> None:
         """vLLM has finished a frozen request by itself."""
@@ -239,17 +239,6 @@ class SchedulerPort:
         self.scheduler.waiting.remove_requests([request])
         self.scheduler.deferred_waiting.discard(request)
         self._parked[request.request_id] = request
-
-    def _queue_again(self, request: Request) -> None:
-        """Where it would be had it not left: a preempted one at the head, others in order of arrival or priority."""
-        waiting = self.scheduler.waiting
-        if request.status == RequestStatus.PREEMPTED:
-            waiting.prepend_request(request)
-        elif self.scheduler.policy == SchedulingPolicy.PRIORITY:
-            waiting.add_request(request)
-        else:
-            later = (at for at, other in enumerate(waiting) if other.arrival_time > request.arrival_time)
-            waiting.insert(next(later, len(waiting)), request)
 
     def _blocks(self, request: Request) -> Sequence[Block]:
         return self.kv_cache_manager.get_blocks(request.request_id).blocks[0]

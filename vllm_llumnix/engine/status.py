@@ -25,11 +25,11 @@ from vllm_llumnix.engine.load import Snapshot
 WATCH_SECONDS = 0.1
 """Between two looks at what changes without an event: whether the loop still gets on."""
 _MOST = (1 << 31) - 1
-"""That the field holds."""
+"""The largest number that the field holds."""
 
 
 class StatusSource:
-    """Of one engine."""
+    """Makes statuses of one engine."""
 
     def __init__(
         self, context: EngineContext, departures: Departures, arrivals: Arrivals, adoptions: Adoptions
@@ -42,7 +42,7 @@ class StatusSource:
         self._watching: asyncio.Task[None] | None = None
 
     def open(self) -> None:
-        """On the event loop that reads."""
+        """Begins, on the event loop that reads."""
         watch = self._watch(self._watched())
         self._watching = asyncio.get_running_loop().create_task(watch, name="llumnix-status")
 

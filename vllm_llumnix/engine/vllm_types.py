@@ -96,7 +96,7 @@ class BlockPool(Protocol):
 
 
 class Blocks(Protocol):
-    """Those of one request, a row for each group of layers."""
+    """The blocks of one request, a row for each group of layers."""
 
     blocks: Sequence[Sequence[Block]]
 
@@ -131,8 +131,12 @@ class RequestQueue(Protocol):
 
     def __iter__(self) -> Iterator[Request]: ...
 
-    def insert(self, index: int, request: Request) -> None:
+    def __reversed__(self) -> Iterator[Request]:
         """Of the first kind only."""
+        ...
+
+    def insert(self, index: int, request: Request) -> None:
+        """Queues of the first kind only have it."""
 
     def add_request(self, request: Request) -> None: ...
 

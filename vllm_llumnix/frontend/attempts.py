@@ -17,7 +17,7 @@ from llumlet.attempts import ATTEMPT_HEADER, deaths_before
 _HEADER: Final = ATTEMPT_HEADER.lower().encode()
 
 num_deaths: ContextVar[int] = ContextVar("num_deaths", default=0)
-"""Of the request that is being served."""
+"""Instances that died with the request that is being served."""
 
 Message = MutableMapping[str, Any]
 App = Callable[[Message, Any, Any], Awaitable[None]]

@@ -74,7 +74,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
 
     @property
     def relay_address(self) -> str | None:
-        """Where engines report our requests that moved; None until the event loop runs."""
+        """The address at which engines report our requests that moved; None until the event loop runs."""
         return self.origin.relay.address if self.origin.relay is not None else None
 
     def _ensure_output_queue_task(self) -> None:

@@ -28,7 +28,7 @@ logger = logging.getLogger("vllm.llumnix")
 POLL_SECONDS = 0.25
 REPORT_SECONDS = 1.0
 LINGER_SECONDS = 0.75
-"""For what is queued to reach clients and operators before everything ends."""
+"""Time for what is queued to reach clients and operators before everything ends."""
 CALL_SECONDS = 2.0
 """An engine that takes longer hangs, or computes a long step."""
 

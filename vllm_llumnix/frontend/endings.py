@@ -19,7 +19,7 @@ from vllm_llumnix.frontend.seams import SEAMS
 MAX_ENDINGS = 1024
 
 _endings: OrderedDict[str, str] = OrderedDict()
-"""By the request's external id, the oldest first; until it is said."""
+"""Reasons by the request's external id, the oldest first; until it is said."""
 
 
 def explain(external_id: str, reason: str) -> None:
@@ -40,7 +40,7 @@ def _take(request_id: str) -> str | None:
 
 @functools.cache
 def _wrap() -> None:
-    """Only in a process in which it is needed."""
+    """Wraps vLLM's function, only in a process in which that is needed."""
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 
     stock = GenerateBaseServing._raise_if_error

@@ -33,6 +33,6 @@ class AnswerLive:
 
 
 def _path(scope: Message) -> str:
-    """Without what `--root-path` put before it."""
+    """The request's path, without what `--root-path` put before it."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))

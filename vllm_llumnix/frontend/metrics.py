@@ -41,7 +41,7 @@ def families() -> _Families:
         Counter(
             "llumlet_migrations",
             "Moves out of this engine that have settled.",
-            (*where, "outcome", "reason", "mode", "transport"),
+            (*where, "outcome", "reason", "mode", "transport", "trigger_policy"),
         ),
         Counter(
             "llumlet_migration_copied_bytes", "Bytes of KV cache that moves have copied.", (*where, "mode", "transport")
@@ -110,7 +110,8 @@ class MoveMetrics:
         here = {"model_name": self._model_name, "engine": str(engine)}
         how = {"mode": record["mode"], "transport": record["transport"]}
         known, moved = families(), record["outcome"] == "moved"
-        known.moves.labels(**here, **how, outcome=record["outcome"], reason=record["reason"]).inc()
+        why = {"outcome": record["outcome"], "reason": record["reason"], "trigger_policy": record["trigger_policy"]}
+        known.moves.labels(**here, **how, **why).inc()
         known.copied_bytes.labels(**here, **how).inc(record["copied_bytes"])
         known.seconds.labels(**here, outcome=record["outcome"]).observe(record["seconds"])
         if moved:

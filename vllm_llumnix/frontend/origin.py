@@ -319,7 +319,8 @@ class OriginShell:
         self.peers.keep_fresh()
 
     def _homes_are_dead(self) -> bool:
-        """For an API server among several, whose engines belong to their parent process: nobody else tells it."""
+        """Whether the own engines are dead, for an API server among several, whose engines belong to their parent
+        process: nobody else tells it."""
         if self.client.resources.engine_manager is not None:
             return False
         homes = [self.core.own_engine(self._instance_of(engine)) for engine in self.client.core_engines]
@@ -410,7 +411,7 @@ async def _watch(reference: weakref.ref[OriginShell]) -> None:
 
 
 def _end(relay: RelaySocket, watch: asyncio.Task[None], metrics: MoveMetrics, peers: Peers) -> None:
-    """From any thread. Again is nothing."""
+    """Ends it, from any thread; once more does nothing."""
     relay.close()
     loop = watch.get_loop()
     if not loop.is_closed():

@@ -29,7 +29,7 @@ REFRESH_SECONDS = 5.0
 
 
 class Peers:
-    """Of one API server process, on its event loop. `own_ids` are those of its own engines."""
+    """The peers of one API server process, on its event loop. `own_ids` are those of its own engines."""
 
     def __init__(
         self, named: Sequence[str], cms: str, own_ids: Sequence[str], credentials: Credentials, reach: Reach
@@ -40,10 +40,11 @@ class Peers:
         self._credentials = credentials
         self._reach = reach
         self._digest = ""
-        """Of our engines, by the last answer."""
+        """The compatibility digest of our engines, by the last answer."""
         self._known: tuple[str, ...] = ()
         self.room: dict[str, int] = {}
-        """Of those that the CMS knows: tokens of KV cache that nothing is waiting for, by address of the llumlet."""
+        """Room at those that the CMS knows: tokens of KV cache that nothing is waiting for, by address of the
+        llumlet."""
         self._asking: asyncio.Task[None] | None = None
         self.problem = ""
         """Why the CMS did not answer when it was last asked."""
@@ -55,7 +56,7 @@ class Peers:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Of their llumlets, named ones first, then the freest first."""
+        """Addresses of their llumlets, named ones first, then the freest first."""
         return tuple(dict.fromkeys(self._named + self._known))
 
     def keep_fresh(self) -> None:

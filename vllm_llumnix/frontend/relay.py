@@ -80,7 +80,7 @@ class RelaySocket:
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
             self.address = str(RelayAddress(_bind(self._socket, host), keys.public if keys else b""))
-            """For engines."""
+            """The address for engines."""
         except BaseException:
             self._close()
             raise

@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 MAX_CONNECTIONS = 256
 """A further one takes the place of the one that has been idle for longest."""
 HANDSHAKE_SECONDS = 5.0
-"""For the certificates, and for the first request."""
+"""Time for the certificates, and for the first request."""
 IDLE_SECONDS = 600.0
-"""After which a connection without requests is closed."""
+"""Time after which a connection without requests is closed."""
 STAGED_SECONDS = 30.0
-"""The same, while buffers that others wait for are kept for it."""
+"""Time after which it is closed while buffers that others wait for are kept for it."""
 STALL_SECONDS = 10.0
 """How long a peer may take nothing while it is sent something, and how long for a request once it has begun."""
 GRANT_SECONDS = 1.0

@@ -36,7 +36,7 @@ class Stage:
         self._readings: defaultdict[Slot, contextlib.ExitStack] = defaultdict(contextlib.ExitStack)
         self._private = area.private()
         self._sealed_with = area.seal, new_key()
-        """In the pull that is under way."""
+        """The seal of the pull that is under way."""
         self._sealer = sealer(*self._sealed_with)
 
     @property

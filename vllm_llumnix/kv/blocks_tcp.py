@@ -75,7 +75,7 @@ class Span:
         return received
 
     def close(self) -> None:
-        """Nothing is under way between two calls."""
+        """Does nothing: nothing is under way between two calls."""
 
 
 def send_from(connection: socket.socket, *buffers: memoryview, more: bool = True) -> int:

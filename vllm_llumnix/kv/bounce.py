@@ -31,7 +31,7 @@ class Copy(Protocol):
     """A copy that a device has been told of. `torch.cuda.Event` is one."""
 
     def synchronize(self) -> None:
-        """Until it is over. Raises what has become of the device instead."""
+        """Waits until it is over. Raises what has become of the device instead."""
 
 
 class Device(Protocol):
@@ -50,7 +50,7 @@ class Device(Protocol):
         """Blocks into all of a buffer, in the order of `kernels`. If it raises, nothing is copied any more."""
 
     def begin_scatter(self, block_ids: Sequence[int], buffer: torch.Tensor) -> Copy:
-        """And back."""
+        """Begins the way back."""
 
 
 class _UnderWay(NamedTuple):
@@ -63,7 +63,8 @@ class Bounced:
     """Implements `memory.Transfer`: one thread sends all of the blocks, or receives them."""
 
     def __init__(self, device: Device, block_ids: Sequence[int], layers_outermost: bool) -> None:
-        """Nothing is copied before the first call. Raises ValueError for what the device does not have."""
+        """Prepares the copies: nothing is copied before the first call. Raises ValueError for what the device does not
+        have."""
         layout = device.layout
         if layers_outermost:
             raise ValueError("blocks of a GPU travel block by block")

@@ -93,7 +93,7 @@ def mapped(shared: CudaShare, device: torch.device) -> torch.Tensor:
 
 
 def _device_of(gpu: str) -> torch.device:
-    """By the GPU's own name: the numbers of processes differ with what they see."""
+    """The device by the GPU's own name: the numbers of processes differ with what they see."""
     for index in range(torch.cuda.device_count()):
         if str(torch.cuda.get_device_properties(index).uuid) == gpu:
             return torch.device("cuda", index)

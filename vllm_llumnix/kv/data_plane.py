@@ -55,7 +55,7 @@ class _Mooncake(NamedTuple):
 
 
 class DataPlane:
-    """That of one worker, running from here on. `unavailable` says why none of its blocks can be moved, if so.
+    """The data plane of one worker, running from here on. `unavailable`: why none of its blocks can be moved, if so.
 
     Raises OSError, ValueError, `zmq.ZMQError` if an endpoint cannot be had, TransportUnavailable without a transport
     that is required.
@@ -66,7 +66,7 @@ class DataPlane:
         device = str(worker.device.type)
         self.layout, self.unavailable = _layout_or_reason(worker.model_runner, device)
         self.choice: kernels.Choice | None = None
-        """Of the backend that copies blocks."""
+        """The choice of the backend that copies blocks."""
         self.missing: dict[str, str] = {}
         """Why a transport that is wanted is not there, by its name."""
         self._nonce = NoncePage()

@@ -41,7 +41,7 @@ class Grants:
         """Why."""
 
     def allow(self, capability: bytes, blocks: Sequence[int]) -> None:
-        """These blocks, and those granted before. While suspended, nothing: what is in them goes."""
+        """Grants these blocks, beside those granted before. While suspended, nothing: what is in them goes."""
         with self._changed:
             if self._suspended is not None:
                 return

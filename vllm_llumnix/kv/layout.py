@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the bytes of a KV block lie.
+"""The places of the bytes of a KV block.
 
 vLLM keeps the caches of all layers of a worker in one allocation. The page of layer `l` of a region
 for block `b` is
@@ -197,7 +197,7 @@ def _addresses(layout: BlockLayout, ids: Ids, layers_outermost: bool) -> Words:
 
 @functools.lru_cache(maxsize=64)
 def _layer_addresses(layout: BlockLayout) -> tuple[Ids, ...]:
-    """For each region, where the pages of block 0 lie."""
+    """The places where the pages of block 0 lie, for each region."""
     return tuple(
         np.arange(region.num_layers, dtype=np.int64) * region.layer_stride + (layout.base + region.offset)
         for region in layout.regions

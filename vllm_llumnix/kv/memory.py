@@ -23,10 +23,10 @@ from vllm_llumnix.kv.bounce import Bounced, Copy
 from vllm_llumnix.kv.layout import BlockLayout
 
 SCRATCH_BYTES: Final = 1 << 20
-"""Of a GPU's blocks that cross at a time; one block at least. What is said to the GPU for each is a few dozen
+"""Bytes of a GPU's blocks that cross at a time; one block at least. What is said to the GPU for each is a few dozen
 microseconds, and a connection's share of a pull, 4 MiB at least, should be several of them."""
 NUM_LANES: Final = 2
-"""In each direction: blocks are collected for one while another's cross."""
+"""Lanes in each direction: blocks are collected for one while another's cross."""
 
 
 class Transfer(Protocol):
@@ -50,11 +50,12 @@ class Blocks(Protocol):
         """Blocks into the start of a row of bytes, in the order of `kernels`."""
 
     def scatter(self, block_ids: Sequence[int], buffer: torch.Tensor) -> None:
-        """And back."""
+        """Copies rows of bytes back into blocks."""
 
 
 class BlockMemory(Blocks, Protocol):
-    """To and from rows of bytes in main memory, and sockets. `storage` is all of it, a row of bytes where it lies."""
+    """The memory of all blocks, copied to and from rows of bytes in main memory, and sockets. `storage` is all of it, a
+    row of bytes where it lies."""
 
     storage: torch.Tensor
 
@@ -63,7 +64,8 @@ class BlockMemory(Blocks, Protocol):
         """The order in which blocks are received with the least effort."""
 
     def transfer(self, block_ids: Sequence[int], layers_outermost: bool) -> Transfer:
-        """To be sent from here, or received. Raises ValueError for blocks that the layout does not have."""
+        """A transfer of blocks, to be sent from here, or received. Raises ValueError for blocks that the layout does
+        not have."""
 
 
 class HostMemory:

@@ -238,7 +238,7 @@ class StageRequest(msgspec.Struct, frozen=True, tag="stage"):
 
 
 class StageAnswer(msgspec.Struct, frozen=True):
-    """Where the bytes lie, for Mooncake, and what their seal is."""
+    """The place where the bytes lie, for Mooncake, and what their seal is."""
 
     error: str | None = None
     address: _Address = 0

@@ -32,7 +32,7 @@ VARIABLES: Final = {
 PROTOCOL_VARIABLES: Final = {"tcp": "MC_FORCE_TCP", "rdma": "MC_FORCE_HCA"}
 """Mooncake takes RDMA where it finds a card and TCP elsewhere, whatever it is asked for, unless one of these is set."""
 IPV6_VARIABLE: Final = "MC_USE_IPV6"
-"""Without it Mooncake listens at IPv6 addresses and connects to none."""
+"""Variable without which Mooncake listens at IPv6 addresses and connects to none."""
 _NO_BATCH: Final = (0, -1, 2**64 - 1)
 
 
@@ -98,7 +98,7 @@ class MooncakeEngine:
 
 class Read:
     _under_way: ClassVar[set[Read]] = set()
-    """Their buffers must not be freed, whoever has forgotten them."""
+    """Batches under way: their buffers must not be freed, whoever has forgotten them."""
 
     def __init__(self, engine: Any, batch: Future[int], slot: Slot) -> None:
         self._engine = engine
@@ -114,7 +114,7 @@ class Read:
         return cancelled
 
     def poll(self) -> bool | None:
-        """None while it is under way; then whether all bytes have arrived."""
+        """Whether all bytes have arrived; None while they are under way."""
         if self._arrived is None and self._batch.done():
             if self._batch.cancelled() or self._batch.exception() is not None or self._batch.result() in _NO_BATCH:
                 self._arrived = False

@@ -74,7 +74,7 @@ PROBE_THREAD = "llumnix-probe"
 TIDY_SECONDS = 5.0
 """How long something may be held of a peer that has gone. A GPU's memory is free only when nobody maps it."""
 SILENCE_SECONDS = 0.02
-"""For how long other pulls go before one that has just waited in vain for its peer, for a few milliseconds."""
+"""Time for which other pulls go before one that has just waited in vain for its peer, for a few milliseconds."""
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ class _Job:
     started: float = 0.0
     bytes: int = 0
     waits_until: float = 0.0
-    """Its peer sends nothing at the moment."""
+    """The time until which it waits, as its peer sends nothing at the moment."""
 
     def rank(self, now: float) -> tuple[bool, bool, int]:
         """The lowest goes on: final ones first, then in order of arrival; nobody waits for another's silent peer."""
@@ -316,7 +316,7 @@ class Mover:
             self._answer(identity, _probe(probe, transport))
 
     def _probe_aside(self, identity: bytes, probe: Probe, transport: Transport) -> None:
-        """In a thread of its own."""
+        """Probes a peer in a thread of its own."""
         try:
             report = _probe(probe, transport)
         except Exception as error:
@@ -380,7 +380,7 @@ class Mover:
             self._report(key, str(error))
 
     def _pace(self, link: str, limit: Limit) -> Pace:
-        """The same for all pulls over one link with one limit. Raises ValueError for a limit that is none."""
+        """The pace, the same for all pulls over one link with one limit. Raises ValueError for a limit that is none."""
         pace = self._paces.get((link, limit))
         if pace is None:
             pace = self._paces[link, limit] = Pace(limit)

@@ -29,7 +29,7 @@ MEASURED_BYTES = 16 << 20
 MEASURED_FOR_SECONDS = 60.0
 """How long a measurement counts."""
 MEASURED_CHUNKS = 4
-"""Of how many chunks a pull that measures consists at least, so that a small one has more than a first."""
+"""Chunks of which a pull that measures consists at least, so that a small one has more than a first."""
 
 
 class Pace:
@@ -43,7 +43,7 @@ class Pace:
             raise ValueError(f"a limit of {share} of the link")
         self.clock = clock
         self.bytes_per_s = rate if rate is not None and math.isfinite(rate) else None
-        """None: as fast as can be, because nothing is limited, or measured."""
+        """The limit. None: as fast as can be, because nothing is limited, or measured."""
         self._share = share
         self._free_at = 0.0
         self._measured_until = -math.inf

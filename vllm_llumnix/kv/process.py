@@ -45,7 +45,8 @@ def pid_namespace() -> str:
 
 
 def start_time(pid: int, thread: int | None = None) -> int | None:
-    """When the process, or that thread of it, was started, in clock ticks since boot; None if there is none."""
+    """The time at which the process, or that thread of it, was started, in clock ticks since boot; None if there is
+    none."""
     directory = Path("/proc", str(pid), *(() if thread is None else ("task", str(thread))))
     try:
         stat = (directory / "stat").read_bytes()
@@ -124,11 +125,11 @@ class NoncePage:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._page))
 
     def offer(self, layout: BlockLayout, cuda: CudaShare | None) -> None:
-        """From now on peers may read `layout`, and nothing else."""
+        """Lets peers from now on read `layout`, and nothing else."""
         self._page[:OFFER_BYTES] = offer_of(self.value, layout, cuda)
 
     def revoke(self) -> None:
-        """From now on readers find that this memory is no longer what they were told."""
+        """Has readers find from now on that this memory is no longer what they were told."""
         self._page[:OFFER_BYTES] = bytes(OFFER_BYTES)
 
 

@@ -78,7 +78,7 @@ class Multilinear(Sealer):
 
 
 def _hashed(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Of each row; 64-bit integers wrap around."""
+    """A hash of each row; 64-bit integers wrap around."""
     return ((words * keys[1:]).sum(-1) + keys[0]) >> 32
 
 

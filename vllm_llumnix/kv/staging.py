@@ -26,9 +26,10 @@ SLOT_BYTES: Final = 4 << 20
 """What is said and waited for between buffers takes as long as 1 MiB: `benchmarks/transport.py` moved 0.95 GB/s in
 buffers of 512 KiB, 1.4 of 2 MiB, 1.8 of 4 MiB, over loopback."""
 AREA_BYTES: Final = 512 << 20
-"""At most, unless it is for the least number of pulls. What is not used is touched by RDMA only, which pins it."""
+"""Bytes of the area at most, unless it is for the least number of pulls. What is not used is touched by RDMA only,
+which pins it."""
 GPU_AREA_BYTES: Final = 64 << 20
-"""The same on a GPU, of which vLLM leaves a tenth."""
+"""Bytes of an area on a GPU, of which vLLM leaves a tenth."""
 MIN_PULLS: Final = 2
 NUM_PULLS: Final = 4
 """An engine's default."""
@@ -43,9 +44,8 @@ class Slot:
 
 
 class StagingArea:
-    """In main memory. Thread-safe. `slot_bytes` hold a block at least; there are buffers for `num_pulls` at a time, or
-    for as many as `area_bytes` hold: further ones wait.
-    """
+    """Buffers in main memory. Thread-safe. `slot_bytes` hold a block at least; there are buffers for `num_pulls` at a
+    time, or for as many as `area_bytes` hold: further ones wait."""
 
     seal: SealKind = "gmac"
     """What bytes here are best sealed with."""
@@ -109,7 +109,7 @@ class StagingArea:
         content.numpy().fill(0)
 
     def at_work(self) -> contextlib.AbstractContextManager[None]:
-        """For whoever computes with the content of buffers."""
+        """A context for whoever computes with the content of buffers."""
         return contextlib.nullcontext()
 
     def _zeros(self, num_bytes: int) -> torch.Tensor:
@@ -124,7 +124,7 @@ class StagingArea:
 
 
 class GpuStagingArea(StagingArea):
-    """On the GPU, where a network card reads and writes it (GPUDirect RDMA): nothing goes through main memory.
+    """Buffers on the GPU, where a network card reads and writes it (GPUDirect RDMA): nothing goes through main memory.
 
     Unproven: it has not run on one. A card's writes that a kernel does not see yet would break the seal, no more.
     """

@@ -161,7 +161,8 @@ def available() -> list[str]:
 
 
 def directory_of(version: str) -> Path:
-    """Where the series for a vLLM version is, or would be; a local part of the version ("+cpu") does not count."""
+    """The directory in which the series for a vLLM version is, or would be; a local part of the version ("+cpu") does
+    not count."""
     return root() / f"v{version.partition('+')[0]}"
 
 

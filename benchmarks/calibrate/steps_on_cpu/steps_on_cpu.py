@@ -64,7 +64,7 @@ class Device:
     LAUNCH_S = 0.006
     WEIGHTS_S = 0.030
     KV_S = 2e-6
-    """Of each token in the cache that is read."""
+    """Seconds for each token in the cache that is read."""
     TOKEN_S = 0.000216
     PAIR_S = 8.4e-9
     TILE = 16
@@ -89,7 +89,7 @@ def _up(number: int, multiple: int) -> int:
 
 
 def batch_of(scheduled: Any) -> Batch:
-    """Of vLLM's SchedulerOutput."""
+    """The batch of vLLM's SchedulerOutput."""
     computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
     cached = scheduled.scheduled_cached_reqs
     computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

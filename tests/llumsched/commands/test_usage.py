@@ -11,6 +11,7 @@ import pytest
 from llumlet.types import MigrationReqPolicy, MigrationType
 from llumsched.cli import main, prepare
 from llumsched.commands import COMMANDS, load
+from llumsched.commands.arguments import Output
 
 ENDS = ["--from", "127.0.0.1:1", "--to", "127.0.0.1:2"]
 
@@ -40,6 +41,21 @@ def test_everything_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) ->
         "--value 'x' is not a number",
         "--to HOST:PORT is missing",
         "--from 'nowhere' is not HOST:PORT",
+    ]
+
+
+WITH_JSON = [name for name in COMMANDS if Output in load(name).SETTINGS]
+
+
+@pytest.mark.parametrize("command", WITH_JSON)
+def test_a_variable_that_cannot_be_read_hides_no_other_fault(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    variable = f"LLUMNIX_{command.upper()}_JSON"
+    monkeypatch.setenv(variable, "maybe")
+    assert faults(capsys, command, "--bogus")[:2] == [
+        "unknown argument '--bogus'",
+        f"{variable} 'maybe' is neither true nor false",
     ]
 
 

@@ -8,6 +8,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -16,6 +17,7 @@ from llumlet.types import Reason
 from llumsched.cluster.view import View
 from llumsched.cms.embedded import EmbeddedStore
 from llumsched.rescheduling.config import Config
+from llumsched.rescheduling.moves import Purpose
 from llumsched.rescheduling.records import Outcome
 from llumsched.rescheduling.rescheduler import Rescheduler
 from llumsched.testing import SimulatedCluster, SimulatedInstance, SimulatedRequest, engine_model
@@ -182,6 +184,20 @@ async def test_a_pass_that_breaks_does_not_end_the_loop(caplog: pytest.LogCaptur
     last = rescheduler.records.passes[-1]
     assert (last.number, last.skipped) == (len(rescheduler.records.passes), "it failed: RuntimeError('of the test')")
     assert last.woken_by == "interval"
+
+
+async def test_a_policy_that_breaks_is_told_apart(caplog: pytest.LogCaptureFixture) -> None:
+    registry = CollectorRegistry()
+    rescheduler = Rescheduler(View(), Config(), registry=registry)
+    selector = SimpleNamespace(name="broken", purpose=Purpose.BALANCE, pair=lambda *_: 1 / 0)
+    first, *rest = rescheduler._policies
+    rescheduler._policies = (replace(first, selector=selector), *rest)
+    record = rescheduler.run_pass()
+    assert [one["error"] for one in record.to_dict()["policies"]].count("ZeroDivisionError('division by zero')") == 1
+    assert f"rescheduling policy {first.name} failed" in caplog.text
+    assert registry.get_sample_value("scheduler_rescheduling_broken_passes_total") == 1
+    assert not record.skipped
+    await rescheduler.close()
 
 
 @pytest.mark.parametrize(("asked", "told"), [(0, []), (1, [3]), (2, [2, 3]), (100, [1, 2, 3])])

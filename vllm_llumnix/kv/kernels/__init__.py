@@ -47,9 +47,9 @@ logger = logging.getLogger(__name__)
 Backend: TypeAlias = Literal["auto", "torch", "cpp", "cuda", "triton"]
 
 NUM_THREADS = 1
-"""On a CPU the copy shares the cores with the model."""
+"""Threads of a copy on a CPU, where it shares the cores with the model."""
 MAX_SMS = 8
-"""Of a GPU's hundred and more: the others stay with decoding."""
+"""Multiprocessors of a GPU's hundred and more: the others stay with decoding."""
 
 _PREFERRED: dict[str, tuple[Backend, ...]] = {"cpu": ("cpp", "torch"), "cuda": ("cuda", "triton", "torch")}
 

@@ -138,7 +138,7 @@ def _pages_are_disjoint(layout: BlockLayout) -> bool:
 
 
 def _extent(region: TensorRegion) -> int:
-    """From the first byte of a block's first layer to the last one of its last."""
+    """The bytes from the first byte of a block's first layer to the last one of its last."""
     return (region.num_layers - 1) * region.layer_stride + region.page_bytes
 
 

@@ -29,7 +29,8 @@ ANSWER_SECONDS: Final = 1.0
 
 
 class Connections:
-    """Those of one transport; a connection is lent to one pull at a time, and one that a pull leaves is closed.
+    """The connections of one transport; a connection is lent to one pull at a time, and one that a pull leaves is
+    closed.
 
     Thread-safe: the mover's pulls take connections, and so do the threads that probe.
     """
@@ -56,7 +57,7 @@ class Connections:
         return connection
 
     def keep(self, peer: PeerMemory, connection: socket.socket) -> None:
-        """For the next pull; nothing is under way on it."""
+        """Keeps a connection for the next pull; nothing is under way on it."""
         with self._lock:
             self.idle[connection] = peer
             if len(self.idle) > MAX_IDLE:

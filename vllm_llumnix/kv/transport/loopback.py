@@ -41,10 +41,10 @@ class LoopbackTransport:
         _require_self(peer)
 
     def tidy(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: nothing is kept."""
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: nothing is kept."""
 
 
 def _require_self(peer: PeerMemory) -> None:

@@ -91,7 +91,7 @@ class MooncakeTransport:
                 self._area.give_back(slots)
 
     def _slots(self) -> Generator[int, None, list[Slot]]:
-        """Those of one pull, as soon as others have given so many back: for the most part pulls of this same thread,
+        """Buffers of one pull, as soon as others have given so many back: for the most part pulls of this same thread,
         which must have their turns."""
         while True:
             with contextlib.suppress(TransferFailed):
@@ -114,7 +114,7 @@ class MooncakeTransport:
 
 
 class _ReadFailed(TransferFailed):
-    """It is Mooncake that did not bring what the source has staged."""
+    """A read by Mooncake that did not bring what the source has staged."""
 
 
 class _Reading:
@@ -145,7 +145,7 @@ class _Reading:
         self._answered = 0
         self._finished = 0
         self._since = time.monotonic()
-        """When something came last."""
+        """The time at which something came last."""
         self._connection: socket.socket | None = transport.connections.take(pull.peer)
 
     def run(self) -> Iterator[int]:
@@ -171,7 +171,7 @@ class _Reading:
 
     @property
     def is_stuck(self) -> bool:
-        """It is Mooncake's turn, and has been for long."""
+        """Whether it is Mooncake's turn, and has been for long."""
         return bool(self._reads) and time.monotonic() - self._since > STUCK_SECONDS
 
     def leave(self) -> None:

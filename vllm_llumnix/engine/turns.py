@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose turn it is at a scheduler to which requests come in the middle of their lives. Loop thread only."""
+
+from __future__ import annotations
+
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.request import RequestStatus
+
+from vllm_llumnix.engine.vllm_types import Request, Scheduler
+
+
+def queue_in_turn(scheduler: Scheduler, request: Request) -> None:
+    """Has a request wait where it would had it been here all the time: who is in the middle of a stream goes before who
+    has yet to begin, and of two who begin the one that arrived first at its API server. Where vLLM orders by priority,
+    it does so here.
+
+    Raises nothing, and changes nobody else's order. The clocks of two hosts may differ: then so do turns, by as much.
+    """
+    waiting = scheduler.waiting
+    if scheduler.policy == SchedulingPolicy.PRIORITY:
+        waiting.add_request(request)
+        return
+    if request.status == RequestStatus.PREEMPTED:
+        waiting.prepend_request(request)
+        return
+    turn, place = _turn(request), len(waiting)
+    for other in reversed(waiting):
+        if _turn(other) <= turn:
+            break
+        place -= 1
+    waiting.insert(place, request)
+
+
+def protect(scheduler: Scheduler, request: Request) -> None:
+    """First come, first served preempts the last of `running`: go to the front. Priorities are left alone."""
+    running = scheduler.running
+    if scheduler.policy != SchedulingPolicy.PRIORITY and request in running:
+        running.remove(request)
+        running.insert(0, request)
+
+
+def _turn(request: Request) -> tuple[bool, float]:
+    has_begun = request.status == RequestStatus.PREEMPTED or request.num_output_tokens > 0
+    return not has_begun, request.arrival_time

@@ -62,7 +62,7 @@ class ModelledInstance:
         self.changed(now_ps)
 
     def post(self, action: Action, now_ps: int) -> None:
-        """Of `Engine`."""
+        """Have the engine do something between two steps (`Engine.post`)."""
         self.engine.advance(now_ps)
         self.engine.post(action, now_ps)
         self.changed(now_ps)
@@ -77,7 +77,7 @@ class ModelledInstance:
         self.wait(now_ps)
 
     def wait(self, now_ps: int) -> None:
-        """Until `next_wake`, whatever was waited for before."""
+        """Nothing happens until `next_wake`, whatever was waited for before."""
         wake_ps = self.next_wake(now_ps)
         if wake_ps is not None and wake_ps != self._wake_ps:
             self._wake_ps = wake_ps
@@ -93,12 +93,12 @@ class ModelledInstance:
         return self.engine.end_ps
 
     def woken(self, now_ps: int) -> None:
-        """Time to make steps."""
+        """It is `next_wake`: the engine makes its steps."""
         self.engine.advance(now_ps)
         self.changed(now_ps)
 
     def status_at(self, now_ps: int) -> InstanceStatus:
-        """Of a time that the engine has been advanced to."""
+        """Its status at a time that the engine has been advanced to."""
         engine = self.engine
         engine.settle(now_ps)
         while self._arrivals and self._arrivals[0][0] < now_ps - _RECENT_PS:

@@ -15,9 +15,9 @@ class World:
     def __init__(self) -> None:
         self.network = Network(RealClock())
         self.llumlets: dict[str, Llumlet] = {}
-        """By instance id: of one that has ended, until its next life."""
+        """Llumlets by instance id; that of an instance that has ended is there until its next life."""
         self.requests: dict[str, SimulatedRequest] = {}
-        """By the engines' id, those that have not ended."""
+        """Requests that have not ended, by their ids in engines."""
 
     def at(self, address: str) -> Llumlet | None:
         for llumlet in self.llumlets.values():

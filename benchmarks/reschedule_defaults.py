@@ -25,10 +25,10 @@ from llumsched.cms.embedded import EmbeddedStore
 from llumsched.rescheduling.config import Config, LoadTarget
 from llumsched.rescheduling.moves import Selection
 from llumsched.rescheduling.rescheduler import Rescheduler
-from llumsched.testing import EngineModel, SimulatedCluster, SimulatedInstance, SimulatedRequest
+from llumsched.testing import SimulatedCluster, SimulatedInstance, SimulatedRequest, engine_model
 from tests.support.progress import saying
 
-MODEL: Final = EngineModel(num_blocks=4096)
+MODEL: Final = engine_model(num_blocks=4096)
 """Of 65,536 tokens; a step of 10 ms."""
 JOINS_S: Final = 2.0
 NEAR: Final = 0.15
@@ -102,7 +102,7 @@ async def _watch(cluster: SimulatedCluster, requests: list[SimulatedRequest], re
 
 
 def _usage(one: SimulatedInstance) -> float:
-    return 1 - one.engine.free_blocks / one.engine.model.num_blocks
+    return 1 - one.engine.blocks.num_free / one.engine.config.num_blocks
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import uvloop
 
-from llumsched.testing import EngineModel, SimulatedCluster, SimulatedInstance
+from llumsched.testing import SimulatedCluster, SimulatedInstance, engine_model
 
 STEP_S: Final = 0.05
 _TIMES_SLOWER: Final = 50.0
@@ -75,7 +75,7 @@ class _Fleet:
         engines = [instance.engine for instance in self._cluster.instances.values()]
         return {
             "requests": sum(len(engine.requests) for engine in engines),
-            "blocks": sum(engine.model.num_blocks - engine.free_blocks for engine in engines),
+            "blocks": sum(engine.config.num_blocks - engine.blocks.num_free for engine in engines),
         }
 
 
@@ -83,7 +83,7 @@ async def _run(size: int, cms: str) -> None:
     loop = asyncio.get_running_loop()
     orders = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
-    model = EngineModel(step_s=STEP_S)
+    model = engine_model(step_s=STEP_S)
     async with SimulatedCluster(size, cms, prefix="i-", model=model, api=True) as cluster:
         fleet = _Fleet(cluster)
         print(json.dumps(sorted(cluster.instances)), flush=True)

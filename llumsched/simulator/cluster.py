@@ -17,19 +17,19 @@ from enum import StrEnum
 from typing import Final, TextIO
 
 from llumlet.credentials import Credentials
-from llumlet.protocol.events import Gone
 from llumlet.protocol.limits import Limits
 from llumlet.types import Address
 from llumsched.gateway.placement import Placed
 from llumsched.simulator import PS
 from llumsched.simulator.clock import VirtualLoop
 from llumsched.simulator.control import Control, ControlConfig
+from llumsched.simulator.instance import ModelledInstance
 from llumsched.simulator.links import Network
 from llumsched.simulator.llumlets import Connection, Llumlet
 from llumsched.simulator.member import Cadence, Member
 from llumsched.simulator.metrics import Metrics, RequestRecord, Sample, Slo, Summary
 from llumsched.simulator.moves_in import Arrivals, copy_of
-from llumsched.simulator.moves_out import Departures, OutgoingMove
+from llumsched.simulator.moves_out import Departures, MoveWatcher, OutgoingMove
 from llumsched.simulator.requests import EngineRequest
 from llumsched.simulator.step_model import Hardware
 from llumsched.simulator.workload import Arrival
@@ -86,7 +86,7 @@ class _Client:
     arrival: Arrival
     id: str
     request: EngineRequest | None = None
-    member: Member | None = None
+    member: ModelledInstance | None = None
     origin: Member | None = None
     """Whose API server holds the stream, wherever the request runs."""
     instances: list[str] = field(default_factory=list)
@@ -285,7 +285,7 @@ class _Run:
         watch.departures = departures
         llumlet = Llumlet(member, departures, arrivals, self._move_ended)
         self._members[number] = member
-        self._by_address[Address(member.metadata.ip, member.metadata.api_server_port)] = member
+        self._by_address[member.api_server] = member
         self._llumlets[member.llumlet] = self._by_id[member.id] = llumlet
         self._control.appeared(member.metadata)
 
@@ -332,34 +332,25 @@ class _Run:
             llumlet.arrivals.lost(member)
         notice_ps = round(self._config.notice_s * PS)
         self._loop.at(now_ps + notice_ps, lambda _: self._control.left(member.id, in_order=False))
-        address = Address(member.metadata.ip, member.metadata.api_server_port)
         for name, client in list(self._clients.items()):
             here, request = client.member, client.request
             if here is not None and request is not None and member in (here, client.origin):
                 del self._clients[name]
                 if here is not member:
-                    self._abort(request, here, now_ps)
+                    self._by_id[here.id].abort(request, now_ps)
                 request.num_tokens = here.engine.num_tokens(request)
-                self._loop.at(now_ps + self._hop_ps, functools.partial(self._restart, client, address))
-
-    def _abort(self, request: EngineRequest, member: Member, now_ps: int) -> None:
-        """Its stream is gone, and with it whoever wanted it."""
-        member.engine.advance(now_ps)
-        member.engine.settle(now_ps)
-        if request.is_moving:
-            self._by_id[member.id].departures.gone(request, Gone.ABORTED)
-        member.post(lambda _: member.engine.remove(request), now_ps)
+                self._loop.at(now_ps + self._hop_ps, functools.partial(self._restart, client, member.api_server))
 
     def _connect(self, address: Address, credentials: Credentials) -> Connection:
         return Connection(address, self._llumlets, self._by_id, self._hop_s)
 
     # Moves
 
-    def _owner(self, request_id: str) -> Member | None:
+    def _owner(self, request_id: str) -> ModelledInstance | None:
         client = self._clients.get(request_id)
         return client.member if client is not None else None
 
-    def _owned(self, request: EngineRequest, member: Member) -> None:
+    def _owned(self, request: EngineRequest, member: ModelledInstance) -> None:
         client = self._clients.get(request.id)
         if client is None:  # its origin has died meanwhile
             member.engine.remove(request)
@@ -414,10 +405,8 @@ class _Run:
         self._loop.at(now_ps + round(self._config.sample_s * PS), self._sample)
 
 
-class _Watch:
+class _Watch(MoveWatcher):
     """Of one member."""
-
-    departures: Departures
 
     def __init__(self, run: _Run) -> None:
         self.gap = run.metrics.gaps.gap
@@ -427,11 +416,6 @@ class _Watch:
     def stalled(self, request: EngineRequest, ps: int) -> None:
         self._run.metrics.move_stalls_s.append(ps / PS)
 
-    def preempted(self, request: EngineRequest, now_ps: int) -> None:
-        if request.is_moving:
-            self.departures.gone(request, Gone.PREEMPTED)
-
     def finished(self, request: EngineRequest, now_ps: int) -> None:
-        if request.is_moving:
-            self.departures.gone(request, Gone.FINISHED)
+        super().finished(request, now_ps)
         self._run.finished(request, now_ps)

@@ -367,6 +367,11 @@ class Engine:
 
     # Reading, after `settle`
 
+    @property
+    def requests(self) -> list[EngineRequest]:
+        """Running ones first, as production lists them."""
+        return [*self.running, *self.waiting]
+
     def num_tokens(self, request: EngineRequest) -> int:
         return self.decodes.tokens_of(request) or request.num_tokens
 

@@ -11,7 +11,7 @@ import functools
 from dataclasses import dataclass, field
 
 from llumsched.simulator import PS
-from llumsched.simulator.clock import Action, VirtualLoop
+from llumsched.simulator.clock import Action, Clock
 
 
 @dataclass(slots=True, eq=False)
@@ -34,15 +34,15 @@ class Transfer:
 
 
 class Network:
-    def __init__(self, loop: VirtualLoop) -> None:
-        self._loop = loop
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._ends: dict[tuple[str, str], _End] = {}
         self.num_bytes = 0
         """Bytes that arrived."""
 
     def transfer(self, source: str, destination: str, num_bytes: int, bytes_per_s: float, done: Action) -> Transfer:
         """Between two nodes; `done` is called when the last byte is there. `bytes_per_s`: of the nodes' links."""
-        now_ps = self._loop.now_ps
+        now_ps = self._clock.now_ps
         kinds = [(source, "within")] if source == destination else [(source, "out"), (destination, "in")]
         ends = tuple(self._ends.setdefault(kind, _End(bytes_per_s)) for kind in kinds)
         made = Transfer(num_bytes, done, now_ps, ends, float(num_bytes), _since_ps=now_ps)
@@ -63,17 +63,17 @@ class Network:
         self._share(transfer._ends)
 
     def _share(self, ends: tuple[_End, ...]) -> None:
-        now_ps = self._loop.now_ps
+        now_ps = self._clock.now_ps
         for transfer in dict.fromkeys(one for end in ends for one in end.transfers):
             rate = min(end.bytes_per_s / len(end.transfers) for end in transfer._ends)
             if rate != transfer._rate:
                 transfer._left -= transfer._rate * (now_ps - transfer._since_ps) / PS
                 transfer._rate, transfer._since_ps = rate, now_ps
                 transfer._done_ps = now_ps + max(round(transfer._left / rate * PS), 0)
-                self._loop.at(transfer._done_ps, functools.partial(self._arrived, transfer))
+                self._clock.at(transfer._done_ps, functools.partial(self._arrived, transfer, transfer._done_ps))
 
-    def _arrived(self, transfer: Transfer, now_ps: int) -> None:
-        if transfer._done_ps == now_ps:  # else its speed has changed meanwhile, or it was cancelled
+    def _arrived(self, transfer: Transfer, done_ps: int, now_ps: int) -> None:
+        if transfer._done_ps == done_ps:  # else its speed has changed meanwhile, or it was cancelled
             self._remove(transfer)
             self.num_bytes += transfer.num_bytes
             transfer.done(now_ps)

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rescheduler asks of an instance: its requests, and to move some of them. The calls are those of
-`llumlet.client`, and so are their messages; nothing is sent."""
+"""What is asked of an instance: its requests, and to move or abort some of them. The messages are those of
+`llumlet.client`; `Connection` is one to a rescheduler, over which nothing is sent."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Final
 
-from llumlet.bridge import PHASES, reason_number, rule_of
+from llumlet.bridge import MODES, PHASES, reason_number, rule_of
 from llumlet.errors import LlumletUnreachable
 from llumlet.protocol.errors import Refused
+from llumlet.protocol.events import Gone
 from llumlet.protocol.ids import RequestId
 from llumlet.protocol.selection import Candidate, select
 from llumlet.types import (
@@ -22,19 +25,26 @@ from llumlet.types import (
     MoveSummary,
     Reason,
     RequestInfo,
+    word,
 )
 from llumsched.simulator import PS
-from llumsched.simulator.member import Member
+from llumsched.simulator.instance import ModelledInstance
 from llumsched.simulator.moves_in import Arrivals
 from llumsched.simulator.moves_out import Departures, OutgoingMove
 from llumsched.simulator.requests import EngineRequest, Phase
+
+_ENDS: Final = frozenset({MovePhase.MOVED, MovePhase.STAYED, MovePhase.GONE, MovePhase.LOST})
 
 
 class Llumlet:
     """The llumlet of one instance. `ended`: told of every move whose request's fate is known."""
 
     def __init__(
-        self, member: Member, departures: Departures, arrivals: Arrivals, ended: Callable[[OutgoingMove], None]
+        self,
+        member: ModelledInstance,
+        departures: Departures,
+        arrivals: Arrivals,
+        ended: Callable[[OutgoingMove], None],
     ) -> None:
         self.member = member
         self.departures = departures
@@ -42,102 +52,93 @@ class Llumlet:
         self._ended = ended
 
     def list_requests(self) -> ListRequestsResponse:
-        """Running ones first, as production lists them."""
-        engine = self.member.engine
-        now_ps = self.member.loop.now_ps
-        engine.advance(now_ps)
-        engine.settle(now_ps)
         return ListRequestsResponse(
             instance_id=self.member.id,
             incarnation=self.member.metadata.incarnation,
-            requests=[self._info(request) for request in (*engine.running, *engine.waiting)],
+            requests=[self._info(request) for request in self._requests()],
         )
 
+    def _requests(self) -> list[EngineRequest]:
+        """All that are here, as they are now."""
+        engine, now_ps = self.member.engine, self.member.clock.now_ps
+        engine.advance(now_ps)
+        engine.settle(now_ps)
+        return engine.requests
+
     def _info(self, request: EngineRequest) -> RequestInfo:
-        reason = _why_not(request)
+        reason, engine = _why_not(request), self.member.engine
+        num_tokens = engine.num_tokens(request)
+        num_computed = num_tokens - 1 if request.phase is Phase.DECODE else request.num_computed
         return RequestInfo(
             request_id=request.id,
-            external_request_id=request.id,
+            external_request_id=request.name,
             phase=_phase(request),
             prompt_tokens=request.num_prompt,
-            output_tokens=self.member.engine.num_tokens(request) - request.num_prompt,
+            output_tokens=num_tokens - request.num_prompt,
+            computed_tokens=num_computed,
+            num_blocks=-(-num_computed // engine.config.block_size),
             movable=reason == Reason.REASON_NONE,
             reason=reason,
         )
 
     def migrate(self, request: MigrateRequest, destination: Arrivals, report: Callable[[MigrateEvent], None]) -> None:
-        """The chosen requests go, as far as slots allow; the summary is reported when the fate of all is known."""
-        chosen = self._chosen(request)
-        summary = MoveSummary(selected=len(chosen))
-        num_open = len(chosen)
+        """The chosen requests go, as far as slots allow. All that becomes of them is reported, and the summary when the
+        fate of each is known."""
+        here = {one.id: one for one in self._requests()}
+        chosen = list(dict.fromkeys(request.request_ids)) or self._selected(request)
+        ends: Counter[str] = Counter()
 
-        def settled(request: EngineRequest, progress: MoveProgress) -> None:
-            nonlocal num_open
-            num_open -= 1
-            match progress.phase:
-                case MovePhase.MOVED:
-                    summary.moved += 1
-                case MovePhase.STAYED:
-                    summary.stayed += 1
-                case MovePhase.GONE:
-                    summary.gone += 1
-                case MovePhase.LOST:
-                    summary.lost += 1
+        def told(progress: MoveProgress) -> None:
             report(MigrateEvent(progress=progress))
-            if not num_open:
-                report(MigrateEvent(summary=summary))
+            if progress.phase in _ENDS:
+                ends[word(MovePhase, progress.phase)] += 1
+                if ends.total() == len(chosen):
+                    report(MigrateEvent(summary=MoveSummary(selected=len(chosen), **ends)))
 
-        def done(move: OutgoingMove) -> None:
-            outcome = move.machine.outcome
-            assert outcome is not None
-            self._ended(move)
-            settled(
-                move.request,
-                MoveProgress(
-                    request_id=move.request.id,
-                    external_request_id=move.request.id,
-                    phase=PHASES[outcome.state],
-                    reason=reason_number(outcome.reason),
-                    context_tokens=move.num_tokens,
-                    copied_bytes=move.machine.copied_bytes,
-                    phase_ms={"copying": move.copying_ps / (PS / 1000)},
-                ),
-            )
+        def went_on(move: OutgoingMove) -> None:
+            if move.machine.settled:
+                self._ended(move)
+            told(_progress(move))
 
         if not chosen:
-            report(MigrateEvent(summary=summary))
-        for one in chosen:
-            reason = _why_not(one)
-            if reason == Reason.REASON_NONE:
+            report(MigrateEvent(summary=MoveSummary()))
+        for name in chosen:
+            one = here.get(name)
+            reason = _why_not(one) if one is not None else Reason.UNKNOWN_REQUEST
+            if one is not None and reason == Reason.REASON_NONE:
                 try:
-                    self.departures.begin(one, destination, done)
+                    self.departures.begin(one, destination, went_on)
                     continue
                 except Refused as refused:
                     reason = reason_number(refused.reason)
-            settled(one, MoveProgress(request_id=one.id, phase=MovePhase.STAYED, reason=reason))
+            told(MoveProgress(request_id=name, phase=MovePhase.STAYED, reason=reason))
 
-    def _chosen(self, request: MigrateRequest) -> list[EngineRequest]:
+    def _selected(self, request: MigrateRequest) -> list[str]:
+        """By the rule, best first. The batch is not in the order of arrival: newcomers are put at its head."""
         engine = self.member.engine
-        now_ps = self.member.loop.now_ps
-        engine.advance(now_ps)
-        engine.settle(now_ps)
-        here = {one.id: one for one in (*engine.running, *engine.waiting)}
-        if request.request_ids:
-            return [here[name] for name in request.request_ids if name in here]
-        waiting = set(engine.waiting)
+        running = sorted(engine.running, key=lambda one: one.arrived_ps)
         candidates = [
             Candidate(
                 RequestId(one.id),
-                running=one not in waiting,
+                running=is_running,
                 position=position,
                 num_tokens=engine.num_tokens(one),
                 movable=_why_not(one) == Reason.REASON_NONE,
             )
-            for position, one in enumerate(here.values())
+            for is_running, queue in ((True, running), (False, engine.waiting))
+            for position, one in enumerate(queue)
         ]
-        rule = rule_of(request)
-        chosen = select(candidates, rule, engine.config.num_blocks * engine.config.block_size)
-        return [here[name] for name in chosen]
+        capacity = engine.config.num_blocks * engine.config.block_size
+        return [str(name) for name in select(candidates, rule_of(request), capacity)]
+
+    def abort(self, request: EngineRequest, now_ps: int) -> None:
+        """Its client does not want it any more."""
+        engine = self.member.engine
+        engine.advance(now_ps)
+        engine.settle(now_ps)
+        if request.is_moving:
+            self.departures.gone(request, Gone.ABORTED)
+        self.member.post(lambda _: engine.remove(request), now_ps)
 
 
 class Connection:
@@ -193,3 +194,20 @@ def _why_not(request: EngineRequest) -> Reason:
     if request.phase is Phase.PREFILL:
         return Reason.PREFILL_RUNNING
     return Reason.ALREADY_MIGRATING if request.is_moving else Reason.REASON_NONE
+
+
+def _progress(move: OutgoingMove) -> MoveProgress:
+    machine, outcome = move.machine, move.machine.outcome
+    return MoveProgress(
+        migration_id=move.migration_id,
+        request_id=move.request.id,
+        external_request_id=move.request.name,
+        phase=PHASES[machine.state],
+        reason=reason_number(outcome.reason if outcome is not None else None),
+        detail=outcome.detail if outcome is not None else "",
+        mode=MODES[machine.plan.method],
+        rounds=machine.rounds,
+        context_tokens=move.num_tokens,
+        copied_bytes=machine.copied_bytes,
+        phase_ms={"copying": move.copying_ps / (PS / 1000)},
+    )

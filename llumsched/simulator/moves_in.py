@@ -20,8 +20,8 @@ from llumlet.protocol.ids import MigrationId
 from llumlet.protocol.limits import Limits, Slots
 from llumlet.protocol.plan import Terms
 from llumsched.simulator import PS
+from llumsched.simulator.instance import ModelledInstance
 from llumsched.simulator.links import Network, Transfer
-from llumsched.simulator.member import Member
 from llumsched.simulator.requests import EngineRequest
 from llumsched.simulator.timers import Timers
 
@@ -37,7 +37,7 @@ class Offer:
     """The request as it is at the source: read, never changed."""
     num_tokens: int
     holds_kv: bool
-    source: Member
+    source: ModelledInstance
     answer: Callable[[do.Effect], None]
     """Takes an answer at once; the way back is the answerer's."""
 
@@ -47,10 +47,10 @@ class Arrivals:
 
     def __init__(
         self,
-        member: Member,
+        member: ModelledInstance,
         network: Network,
         hop_ps: int,
-        owned: Callable[[EngineRequest, Member], None],
+        owned: Callable[[EngineRequest, ModelledInstance], None],
         limits: Limits,
     ) -> None:
         """`owned`: called with what has arrived."""
@@ -84,7 +84,7 @@ class Arrivals:
         elif isinstance(event, on.CommitRequested):
             answer(do.AnswerCommit(Settlement.UNKNOWN))
 
-    def lost(self, source: Member) -> None:
+    def lost(self, source: ModelledInstance) -> None:
         """An instance is gone from which requests may be coming."""
         for move in list(self._moves.values()):
             if move.offer.source is source:
@@ -104,8 +104,8 @@ class IncomingMove:
         self.machine = Destination(arrivals.terms)
         self._arrivals = arrivals
         self._member = arrivals.member
-        self._loop = arrivals.member.loop
-        self._timers = Timers(self._loop, lambda name: self.feed(on.TimerFired(name)))
+        self._clock = arrivals.member.clock
+        self._timers = Timers(self._clock, lambda name: self.feed(on.TimerFired(name)))
         self._lease_end_ps = 0
         self._num_blocks = 0
         self._job = 0
@@ -140,7 +140,7 @@ class IncomingMove:
         match effect:
             case do.SetTimer(name, seconds):
                 if name == LEASE:
-                    self._lease_end_ps = self._loop.now_ps + round(seconds * PS)
+                    self._lease_end_ps = self._clock.now_ps + round(seconds * PS)
                 if name not in _DESTINATION_RECORDS:
                     self._timers.set(name, seconds)
             case do.ClearTimer(name):
@@ -154,7 +154,7 @@ class IncomingMove:
             case do.StopPull(job):
                 if self._transfer is not None:
                     self._arrivals.network.cancel(self._transfer)
-                self._loop.at(self._loop.now_ps, lambda _: self.feed(on.PullQuiesced(job)))
+                self._clock.at(self._clock.now_ps, lambda _: self.feed(on.PullQuiesced(job)))
             case do.Admit(_, _, computed_tokens):
                 self._post(lambda now_ps: self._admit(computed_tokens, now_ps))
             case do.RevokeAdmit():
@@ -166,10 +166,10 @@ class IncomingMove:
                     self._post(lambda _: self._member.engine.remove(admitted))
             case _:
                 hop_ps = self._arrivals.hop_ps
-                self._loop.at(self._loop.now_ps + hop_ps, lambda _: self.offer.answer(effect))
+                self._clock.at(self._clock.now_ps + hop_ps, lambda _: self.offer.answer(effect))
 
     def _post(self, action: Callable[[int], None]) -> None:
-        self._member.post(action, self._loop.now_ps)
+        self._member.post(action, self._clock.now_ps)
 
     def _blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self._arrivals.terms.block_size)
@@ -194,18 +194,19 @@ class IncomingMove:
         self._job = job
         source, hardware = self.offer.source, self._member.hardware
         if not source.is_alive:
-            self._loop.at(self._loop.now_ps, lambda _: self.feed(on.PullFailed(job, Reason.TRANSFER_FAILED)))
+            self._clock.at(self._clock.now_ps, lambda _: self.feed(on.PullFailed(job, Reason.TRANSFER_FAILED)))
             return
         num_bytes = num_blocks * self._arrivals.terms.block_size * hardware.bytes_per_token
-        began_ps = self._loop.now_ps
+        began_ps = self._clock.now_ps
 
-        def done(now_ps: int) -> None:
+        def done(_: int) -> None:
             self._transfer = None
+            now_ps = self._clock.now_ps  # not the network's: this instance may be one whose time stands still
             seconds = (now_ps - began_ps) / PS
             self.feed(on.PullDone(job, num_bytes, seconds, lease_valid=now_ps <= self._lease_end_ps))
 
         self._transfer = self._arrivals.network.transfer(
-            source.node, self._member.node, num_bytes, hardware.link_bytes_per_s, done
+            source.metadata.node_id, self._member.metadata.node_id, num_bytes, hardware.link_bytes_per_s, done
         )
 
     def _admit(self, computed_tokens: int, now_ps: int) -> None:
@@ -232,7 +233,13 @@ class IncomingMove:
 def copy_of(request: EngineRequest) -> EngineRequest:
     """A request with what it went through, and without what an engine holds for it."""
     made = EngineRequest(
-        request.id, request.num_prompt, request.max_tokens, request.priority, request.content, request.arrived_ps
+        request.id,
+        request.num_prompt,
+        request.max_tokens,
+        request.priority,
+        request.content,
+        request.arrived_ps,
+        request.external_id,
     )
     made.num_tokens = request.num_tokens
     made.first_token_ps, made.last_token_ps = request.first_token_ps, request.last_token_ps

@@ -18,14 +18,14 @@ from llumlet.protocol.events import Call, Gone, Settlement
 from llumlet.protocol.ids import Epoch, MigrationId
 from llumlet.protocol.limits import Limits, Slots
 from llumlet.protocol.plan import Method, Plan
-from llumlet.protocol.source import Source, State
+from llumlet.protocol.source import SETTLED, Source, State
 from llumsched.simulator import PS
-from llumsched.simulator.member import Member
+from llumsched.simulator.instance import ModelledInstance
 from llumsched.simulator.moves_in import Arrivals, Offer
 from llumsched.simulator.requests import EngineRequest, Phase
 from llumsched.simulator.timers import Timers
 
-Owner = Callable[[str], Member | None]
+Owner = Callable[[str], ModelledInstance | None]
 """By request id: the instance that has it."""
 
 _CALLS: Final = {
@@ -43,7 +43,7 @@ _CALLS: Final = {
 class Departures:
     """The moves out of one instance."""
 
-    def __init__(self, member: Member, hop_ps: int, owner: Owner, limits: Limits) -> None:
+    def __init__(self, member: ModelledInstance, hop_ps: int, owner: Owner, limits: Limits) -> None:
         config = member.hardware.engine
         self.slots = Slots(limits, config.num_blocks * config.block_size, Reason.SOURCE_BUSY)
         self.member = member
@@ -53,17 +53,17 @@ class Departures:
         self._moves: dict[EngineRequest, OutgoingMove] = {}
 
     def begin(
-        self, request: EngineRequest, destination: Arrivals, done: Callable[[OutgoingMove], None]
+        self, request: EngineRequest, destination: Arrivals, told: Callable[[OutgoingMove], None]
     ) -> OutgoingMove:
-        """Of a request that decodes or waits here. `done`: once its fate is known. Raises Refused(source_busy) when as
-        much is on its way as may be."""
+        """Of a request that decodes or waits here. `told`: with every state of its machine, of which the one that
+        settles it is the last. Raises Refused(source_busy) when as much is on its way as may be."""
         number = MigrationId(f"{self.member.metadata.incarnation}/{next(self._numbers)}")
         self.slots.take(number, self.member.engine.num_tokens(request))
-        move = self._moves[request] = OutgoingMove(self, request, destination, number, done)
+        move = self._moves[request] = OutgoingMove(self, request, destination, number, told)
         request.is_moving = True
         self.member.leaving[request] = None
         move.feed(on.Start())
-        self.member.changed(self.member.loop.now_ps)
+        self.member.changed(self.member.clock.now_ps)
         return move
 
     def gone(self, request: EngineRequest, kind: Gone) -> None:
@@ -72,7 +72,7 @@ class Departures:
         if move is not None:
             move.feed(on.RequestGone(kind))
 
-    def lost(self, destination: Member) -> None:
+    def lost(self, destination: ModelledInstance) -> None:
         for move in list(self._moves.values()):
             move.destination_lost(destination)
 
@@ -82,7 +82,21 @@ class Departures:
         self.member.leaving.pop(move.request, None)
         # One that has left is here until the loop gets to it, and cannot leave again.
         move.request.is_moving = move.machine.state is not State.STAYED
-        self.member.changed(self.member.loop.now_ps)
+        self.member.changed(self.member.clock.now_ps)
+
+
+class MoveWatcher:
+    """The part of a `Watcher` that tells moves of what befalls their requests."""
+
+    departures: Departures
+
+    def preempted(self, request: EngineRequest, now_ps: int) -> None:
+        if request.is_moving:
+            self.departures.gone(request, Gone.PREEMPTED)
+
+    def finished(self, request: EngineRequest, now_ps: int) -> None:
+        if request.is_moving:
+            self.departures.gone(request, Gone.FINISHED)
 
 
 class OutgoingMove:
@@ -92,7 +106,7 @@ class OutgoingMove:
         request: EngineRequest,
         destination: Arrivals,
         migration_id: MigrationId,
-        done: Callable[[OutgoingMove], None],
+        told: Callable[[OutgoingMove], None],
     ) -> None:
         member = departures.member
         method = Method.RECOMPUTE if request.phase is Phase.WAITING else Method.LIVE
@@ -106,32 +120,34 @@ class OutgoingMove:
                 stall_budget_s=member.metadata.stall_budget_ms / 1e3,
             )
         )
-        self.began_ps = member.loop.now_ps
+        self.began_ps = member.clock.now_ps
         self.copying_ps = 0
         """While blocks were on their way."""
         self._round_began_ps = 0
         self._departures = departures
         self._member = member
-        self._loop = member.loop
+        self._clock = member.clock
         self._destination = destination
         self.migration_id = migration_id
-        self._done = done
-        self._is_done = False
+        self._told = told
+        self._last_told: State | None = None
         self._awaited: Call | None = None
         """The call that has no answer yet."""
-        self._timers = Timers(self._loop, lambda name: self.feed(on.TimerFired(name)))
+        self._timers = Timers(self._clock, lambda name: self.feed(on.TimerFired(name)))
 
     def feed(self, event: on.SourceEvent) -> None:
         if not self._member.is_alive:
             return
         for effect in self.machine.on(event):
             self._perform(effect)
-        if self.machine.settled and not self._is_done:
-            self._is_done = True
-            self._departures.settled(self)
-            self._done(self)
+        state = self.machine.state
+        if state is not self._last_told and self._last_told not in SETTLED:
+            self._last_told = state
+            if self.machine.settled:
+                self._departures.settled(self)
+            self._told(self)
 
-    def destination_lost(self, member: Member) -> None:
+    def destination_lost(self, member: ModelledInstance) -> None:
         """A connection breaks."""
         if self._destination.member is member and (call := self._awaited) is not None:
             self._awaited = None
@@ -145,15 +161,15 @@ class OutgoingMove:
                 self._timers.clear(name)
             case do.SendReserve():
                 # The loop tells what the request is like; the destination is asked after that.
-                self._member.post(lambda _: self._ask(effect), self._loop.now_ps)
+                self._member.post(lambda _: self._ask(effect), self._clock.now_ps)
             case do.TakeSnapshot(_):
-                self._member.post(self._snapshot, self._loop.now_ps)
+                self._member.post(self._snapshot, self._clock.now_ps)
             case do.Freeze():
-                self._member.post(self._freeze, self._loop.now_ps)
+                self._member.post(self._freeze, self._clock.now_ps)
             case do.Unfreeze():
-                self._member.post(self._unfreeze, self._loop.now_ps)
+                self._member.post(self._unfreeze, self._clock.now_ps)
             case do.Release() | do.Drop():
-                self._member.post(self._remove, self._loop.now_ps)
+                self._member.post(self._remove, self._clock.now_ps)
             case do.Unpin():
                 pass
             case do.AskFence(epoch):
@@ -212,7 +228,7 @@ class OutgoingMove:
         if call in (Call.RESERVE, Call.ROUND, Call.COMMIT, Call.WITHDRAW):
             self._awaited = call
         if call in (Call.ROUND, Call.COMMIT):
-            self._round_began_ps = self._loop.now_ps
+            self._round_began_ps = self._clock.now_ps
         self._later(lambda: self._deliver(call, event))
 
     def _deliver(self, call: Call, event: on.DestinationEvent) -> None:
@@ -255,7 +271,7 @@ class OutgoingMove:
             if not isinstance(event, on.Unsettled):
                 self._awaited = None
             if isinstance(event, on.RoundDone | on.Committed):
-                self.copying_ps += self._loop.now_ps - self._round_began_ps
+                self.copying_ps += self._clock.now_ps - self._round_began_ps
             self.feed(event)
 
     def _event(self, effect: do.Effect) -> on.SourceEvent | None:
@@ -290,8 +306,8 @@ class OutgoingMove:
             self.feed(on.FenceRaised(Epoch(epoch.term + 1)))
 
     def _later(self, action: Callable[[], None], num_hops: int = 1) -> None:
-        self._loop.at(self._loop.now_ps + num_hops * self._departures.hop_ps, lambda _: action())
+        self._clock.at(self._clock.now_ps + num_hops * self._departures.hop_ps, lambda _: action())
 
     @property
     def seconds(self) -> float:
-        return (self._loop.now_ps - self.began_ps) / PS
+        return (self._clock.now_ps - self.began_ps) / PS

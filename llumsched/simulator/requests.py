@@ -34,6 +34,8 @@ class EngineRequest:
     """Smaller goes first, in engines that heed it."""
     content: Sequence[Hashable] | None = None
     arrived_ps: int = 0
+    external_id: str = ""
+    """By which its client knows it, if that is not `id`; several may have the same."""
     num_tokens: int = field(init=False)
     """Tokens of prompt and output."""
     num_computed: int = 0
@@ -55,6 +57,11 @@ class EngineRequest:
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_prompt
+
+    @property
+    def name(self) -> str:
+        """As statuses and clients have it."""
+        return self.external_id or self.id
 
     @property
     def num_output(self) -> int:

@@ -6,18 +6,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from llumsched.simulator import PS
-from llumsched.simulator.clock import VirtualLoop
+from llumsched.simulator.clock import Clock
 
 
 class Timers:
-    def __init__(self, loop: VirtualLoop, fire: Callable[[str], None]) -> None:
-        self._loop = loop
+    def __init__(self, clock: Clock, fire: Callable[[str], None]) -> None:
+        self._clock = clock
         self._fire = fire
         self._due_ps: dict[str, int] = {}
 
     def set(self, name: str, seconds: float) -> None:
-        due_ps = self._due_ps[name] = self._loop.now_ps + round(seconds * PS)
-        self._loop.at(due_ps, lambda now_ps: self._run_out(name, now_ps))
+        due_ps = self._due_ps[name] = self._clock.now_ps + round(seconds * PS)
+        self._clock.at(due_ps, lambda _: self._run_out(name, due_ps))
 
     def clear(self, name: str) -> None:
         self._due_ps.pop(name, None)
@@ -25,7 +25,7 @@ class Timers:
     def close(self) -> None:
         self._due_ps.clear()
 
-    def _run_out(self, name: str, now_ps: int) -> None:
-        if self._due_ps.get(name) == now_ps:
+    def _run_out(self, name: str, due_ps: int) -> None:
+        if self._due_ps.get(name) == due_ps:  # else it was set anew, or cleared
             del self._due_ps[name]
             self._fire(name)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A cluster without engines: instances that speak the real protocols and only pretend to compute.
 
-`SimulatedInstance` serves the gRPC service of a llumlet, reports to a CMS with the real `Reporter`, and runs a model of
-an engine (`engine.py`): steps that take time, a KV cache that fills, a queue, preemptions. For tests and benchmarks of
-the scheduler side; nothing that is measured with it says anything about a real engine.
+`SimulatedInstance` serves the gRPC service of a llumlet and an OpenAI API, and reports to a CMS with the real
+`Reporter`. Behind that is an instance of `llumsched.simulator` on a real clock: vLLM's scheduler over a step model, and
+the migration protocol's own machines. For tests and benchmarks of the scheduler side; nothing that is measured with it
+says anything about a real engine, unless `model` is that of one (`llumsched.simulator.step_model.load_hardware`).
 """
 
 from llumsched.testing.cluster import SimulatedCluster
-from llumsched.testing.engine import EngineModel, SimulatedEngine, SimulatedRequest
 from llumsched.testing.instance import SimulatedInstance
+from llumsched.testing.model import engine_model
+from llumsched.testing.requests import SimulatedRequest
 
-__all__ = ["EngineModel", "SimulatedCluster", "SimulatedEngine", "SimulatedInstance", "SimulatedRequest"]
+__all__ = ["SimulatedCluster", "SimulatedInstance", "SimulatedRequest", "engine_model"]

@@ -8,17 +8,16 @@ a text goes on the same way from token ids and from words, wherever.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 import uuid
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from aiohttp import web
 
 from llumlet.types import Address
-from llumsched.testing.engine import VOCABULARY, SimulatedRequest
+from llumsched.testing.answers import Answer
+from llumsched.testing.requests import VOCABULARY, SimulatedRequest
 
 Submit = Callable[[Sequence[int], int, str], SimulatedRequest]
 """Starts a request, by prompt, most tokens, the client's id. Raises ValueError for what does not fit."""
@@ -92,97 +91,47 @@ class SimulatedApi:
             return _error(503, "the instance is being drained")
         try:
             body = await request.json()
-            chat = request.path.endswith("/chat/completions")
-            text = " ".join(str(message["content"]) for message in body["messages"]) if chat else body["prompt"]
+            is_chat = request.path.endswith("/chat/completions")
+            text = " ".join(str(message["content"]) for message in body["messages"]) if is_chat else body["prompt"]
             most = int(body.get("max_completion_tokens") or body.get("max_tokens") or 16)
             client_id = request.headers.get("X-Request-Id") or body.get("request_id") or uuid.uuid4().hex
             submitted = self._submit(token_ids_of(text), most, client_id)
         except (ValueError, KeyError, TypeError) as error:
             return _error(400, f"{type(error).__name__}: {error}")
-        answer = _Answer(submitted, self._model, chat, bool(body.get("return_token_ids")))
+        answer = Answer(body, is_chat=is_chat, request_id=client_id, model=self._model, prompt=submitted.prompt)
         try:
-            if body.get("stream"):
-                with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-                return await self._stream(request, submitted, answer, with_usage)
-            if await submitted.done() == "error":
+            if answer.is_streamed:
+                return await self._stream(request, submitted, answer)
+            reason = await submitted.done()
+            if reason == "error":
                 _break(request)
-            return web.json_response(answer.whole())
+            return web.json_response(answer.whole(submitted.output, _text(submitted.output), reason))
         finally:
             # The client has left, or the connection broke.
             if not submitted.finished:
                 self._abort(submitted)
 
-    async def _stream(
-        self, request: web.Request, submitted: SimulatedRequest, answer: _Answer, with_usage: bool
-    ) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, submitted: SimulatedRequest, answer: Answer) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        count = 0
+        for event in answer.opening():
+            await response.write(event)
+        num_sent = 0
         async for token in submitted.tokens():
-            count += 1
-            last = submitted.finished and count == len(submitted.output)
-            await response.write(_event(answer.chunk(token, first=count == 1, last=last)))
+            is_last = submitted.finished and num_sent + 1 == len(submitted.output)
+            reason = submitted.finish_reason if is_last else None
+            await response.write(answer.chunk([token], _text([token]), num_sent, reason))
+            num_sent += 1
         if submitted.finish_reason == "error":
             _break(request)
-        if with_usage:
-            await response.write(_event(answer.base() | {"choices": [], "usage": answer.usage()}))
-        await response.write(b"data: [DONE]\n\n")
+        for event in answer.closing(num_sent):
+            await response.write(event)
         await response.write_eof()
         return response
 
 
-class _Answer:
-    """The JSON of one request."""
-
-    def __init__(self, submitted: SimulatedRequest, model: str, chat: bool, with_ids: bool) -> None:
-        self._submitted = submitted
-        self._model = model
-        self._chat = chat
-        self._with_ids = with_ids
-        self._created = int(time.time())
-
-    def base(self) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self._chat else "text_completion"
-        prefix = "chatcmpl-" if self._chat else "cmpl-"
-        return {
-            "id": prefix + self._submitted.external_id,
-            "object": kind,
-            "created": self._created,
-            "model": self._model,
-        }
-
-    def chunk(self, token: int, *, first: bool, last: bool) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": 0, "finish_reason": self._submitted.finish_reason if last else None}
-        choice |= {"delta": {"content": f" {token}"}} if self._chat else {"text": f" {token}"}
-        document = self.base()
-        if self._with_ids:
-            choice["token_ids"] = [token]
-            prompt = list(self._submitted.prompt) if first else None
-            (document if self._chat else choice)["prompt_token_ids"] = prompt
-        return document | {"choices": [choice]}
-
-    def whole(self) -> dict[str, Any]:
-        output = self._submitted.output
-        text = _text(output)
-        choice: dict[str, Any] = {"index": 0, "finish_reason": self._submitted.finish_reason}
-        choice |= {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
-        document = self.base() | ({"object": "chat.completion"} if self._chat else {})
-        if self._with_ids:
-            choice["token_ids"] = list(output)
-            (document if self._chat else choice)["prompt_token_ids"] = list(self._submitted.prompt)
-        return document | {"choices": [choice], "usage": self.usage()}
-
-    def usage(self) -> dict[str, int]:
-        prompt, output = len(self._submitted.prompt), len(self._submitted.output)
-        return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
-
-
 def _text(tokens: Sequence[int]) -> str:
     return "".join(f" {token}" for token in tokens)
-
-
-def _event(document: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(document).encode() + b"\n\n"
 
 
 def _error(status: int, message: str) -> web.Response:

@@ -8,8 +8,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from llumlet.credentials import NONE, Credentials
-from llumsched.testing.engine import EngineModel
+from llumsched.simulator.step_model import Hardware
 from llumsched.testing.instance import SimulatedInstance
+from llumsched.testing.world import World
 
 
 class SimulatedCluster:
@@ -22,12 +23,12 @@ class SimulatedCluster:
         cms: str = "",
         *,
         prefix: str = "sim-",
-        model: EngineModel | None = None,
+        model: Hardware | None = None,
         credentials: Credentials = NONE,
         **metadata_fields: Any,
     ) -> None:
         self.instances: dict[str, SimulatedInstance] = {}
-        self._new: dict[str, Any] = {"model": model, "credentials": credentials, **metadata_fields}
+        self._new: dict[str, Any] = {"model": model, "credentials": credentials, "world": World(), **metadata_fields}
         self._cms = cms
         self._size = size
         self._prefix = prefix

@@ -51,8 +51,9 @@ class Both:
             scheduling_policy="priority" if config.by_priority else "fcfs",
         )  # fmt: skip
         hardware = replace(load_hardware("a10-llama-7b"), engine=config, step=STEP)
+        self.loop = VirtualLoop()
         self.member = Member(
-            VirtualLoop(), 0, hardware, Cadence(), Silent(), lambda status: None,
+            self.loop, 0, hardware, Cadence(), Silent(), lambda status: None,
             model="", shares_prefixes=shares_prefixes, max_moves=4,
         )  # fmt: skip
         self.engine = self.member.engine
@@ -102,11 +103,11 @@ class Both:
         return True
 
     def close(self) -> None:
-        self.member.loop.close()
+        self.loop.close()
 
     def _compare_status(self) -> None:
         """With what production counts of vLLM's scheduler."""
-        load, status = NOTHING, self.member.status(self.now_ps)
+        load, status = NOTHING, self.member.status_at(self.now_ps)
         for place, requests in ((Place.RUNNING, self.vllm.running), (Place.WAITING, self.vllm.waiting)):
             for one in requests:
                 load = load.plus(share_of(place, one))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An OpenAI API server without a model, as its own process: for measurements and tests of what stands before engines.
+"""An OpenAI API server without an engine, as its own process: for measurements and tests of what stands before engines.
 
     python -m tests.support.mock_api --port 9001 --model mock --tokens 32 --interval-ms 0
 
-It writes what vLLM writes, byte by byte where that matters: event form, key order, `return_token_ids`, usage, ids from
-`X-Request-Id`. A token is a number; the next one is a function of the one before it and of its position, so that an
+Unlike `llumsched.testing.api`, it writes an answer once, says it as often as it is asked for, at any speed, and breaks
+off at any byte. A token is a number; the next one is a function of the one before it and of its position, so that an
 answer continued from `prompt + delivered` equals an answer in one piece. Its text is that of `bytes_of`: characters of
 several bytes, of which some take three tokens.
 """
@@ -16,15 +16,15 @@ import asyncio
 import functools
 import json
 import sys
-import time
 import uuid
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import uvloop
 from aiohttp import web
+
+from llumsched.testing.answers import Answer
 
 _WORDS = ("the", "a", "é", "日本", "🙂", "of", 'qu"ote', "back\\slash", "new\nline", "ß")
 VOCABULARY = 1000
@@ -118,7 +118,7 @@ class Mock:
     """It is the engine core that hangs, and the API server does what it can without."""
     waiting: list[str] = field(default_factory=list)
     """Ids of the requests that this one got while its core hung."""
-    written: dict[tuple[str, bytes], _Answer] = field(default_factory=dict)
+    written: dict[tuple[str, bytes], _Written] = field(default_factory=dict)
     """Answers are written once per body: an engine's work is not what is measured."""
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -155,7 +155,7 @@ class Mock:
         if answer is None:
             if len(self.written) > _MOST_WRITTEN:
                 self.written.clear()
-            answer = _Answer(json.loads(content), "chat" in request.path, self.num_tokens, self.tokens_per_event)
+            answer = _Written(json.loads(content), "chat" in request.path, self.num_tokens, self.tokens_per_event)
             self.written[request.path, content] = answer
         request_id = request.headers.get("X-Request-Id") or uuid.uuid4().hex
         self.answering.add(request_id)
@@ -172,7 +172,7 @@ class Mock:
         finally:
             self.answering.discard(request_id)
 
-    async def _stream(self, request: web.BaseRequest, answer: _Answer, request_id: bytes) -> web.StreamResponse:
+    async def _stream(self, request: web.BaseRequest, answer: _Written, request_id: bytes) -> web.StreamResponse:
         response = web.StreamResponse(headers=_STREAM_HEADERS)
         await response.prepare(request)
         num_sent = 0
@@ -206,17 +206,16 @@ def _port(request: web.BaseRequest) -> int:
     return port
 
 
-class _Answer:
+class _Written:
+    """All that is to be said to one request, whose id is still to be filled in."""
+
     def __init__(self, document: dict[str, Any], is_chat: bool, num_tokens: int, tokens_per_event: int) -> None:
-        self.is_chat = is_chat
-        self.is_streamed = bool(document.get("stream"))
-        self.id = ("chatcmpl-" if is_chat else "cmpl-") + _ID.decode()
         self.max_tokens = document.get("max_completion_tokens") or document.get("max_tokens") or num_tokens
-        self._document = document
         self._prompt = prompt_tokens(document)
-        self._created = int(time.time())
-        self._wants_ids = document.get("return_token_ids") in (True, "true")  # as lenient as pydantic
-        self._options = document.get("stream_options") or {}
+        self._answer = Answer(
+            document, is_chat=is_chat, request_id=_ID.decode(), model=document.get("model"), prompt=self._prompt
+        )
+        self.is_streamed = self._answer.is_streamed
         self._tokens_per_event = tokens_per_event
 
     def _tokens(self) -> list[int]:
@@ -225,60 +224,21 @@ class _Answer:
             tokens.append(next_token(tokens))
         return tokens[len(self._prompt) :]
 
-    def _usage(self, num_tokens: int) -> dict[str, Any]:
-        num_prompt = len(self._prompt)
-        usage = {"prompt_tokens": num_prompt, "total_tokens": num_prompt + num_tokens}
-        return {"usage": usage | {"completion_tokens": num_tokens}}
-
     @functools.cached_property
     def in_one_piece(self) -> bytes:
         tokens = self._tokens()
         text = "".join(map(Detokenizer(self._prompt).step, tokens))
-        content = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
-        choice = {"index": 0, **content, "finish_reason": "length"}
-        head = {"id": self.id, "object": "chat.completion" if self.is_chat else "text_completion"}
-        head |= {"created": self._created, "model": self._document.get("model")}
-        return json.dumps(head | {"choices": [choice]} | self._usage(len(tokens))).encode()
+        return json.dumps(self._answer.whole(tokens, text, "length")).encode()
 
     @functools.cached_property
     def events(self) -> list[bytes]:
-        return [event.encode() for event in self._events()]
-
-    def _events(self) -> Iterator[str]:
-        head = {
-            "id": self.id,
-            "object": "chat.completion.chunk" if self.is_chat else "text_completion",
-            "created": self._created,
-            "model": self._document.get("model"),
-        }
-        continuous = self._options.get("continuous_usage_stats")
-        prompt = {"prompt_token_ids": self._prompt if self._wants_ids else None}
-        if self.is_chat:
-            role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-            yield _event(head | {"choices": [role]} | prompt | (self._usage(0) if continuous else {}))
-        tokens = self._tokens()
-        detokenizer = Detokenizer(self._prompt)
+        tokens, detokenizer = self._tokens(), Detokenizer(self._prompt)
+        chunks = []
         for start in range(0, len(tokens), self._tokens_per_event):
             new = tokens[start : start + self._tokens_per_event]
-            number = start + len(new)
-            is_last = number == len(tokens)
-            text = "".join(map(detokenizer.step, new))
-            content = {"delta": {"content": text}} if self.is_chat else {"text": text}
-            choice = {"index": 0, **content, "logprobs": None, "finish_reason": "length" if is_last else None}
-            if not self.is_chat or is_last:
-                choice["stop_reason"] = None
-            if not self.is_chat:
-                choice["prompt_token_ids"] = None if start else prompt["prompt_token_ids"]
-            choice["token_ids"] = new if self._wants_ids else None
-            yield _event(head | {"choices": [choice]} | (self._usage(number) if continuous else {}))
-        if self._options.get("include_usage"):
-            yield _event(head | {"choices": []} | self._usage(len(tokens)))
-        yield "data: [DONE]\n\n"
-
-
-def _event(document: dict[str, Any]) -> str:
-    """As pydantic writes JSON: no spaces, no escapes that need not be."""
-    return f"data: {json.dumps(document, ensure_ascii=False, separators=(',', ':'))}\n\n"
+            reason = "length" if start + len(new) == len(tokens) else None
+            chunks.append(self._answer.chunk(new, "".join(map(detokenizer.step, new)), start, reason))
+        return [*self._answer.opening(), *chunks, *self._answer.closing(len(tokens))]
 
 
 async def _serve(args: argparse.Namespace) -> None:

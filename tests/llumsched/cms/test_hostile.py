@@ -221,7 +221,7 @@ async def test_a_flood_is_slowed_and_disturbs_nobody(
         await until(lambda: taken.number > 80)
         await cluster[0].submit(30, 4).done()
         await until(
-            lambda: (seen := store.view["sim-0"].status) is not None and seen.update_id == cluster[0].engine.update_id
+            lambda: (seen := store.view["sim-0"].status) is not None and seen.update_id == cluster[0].num_changes
         )
         number, seconds = taken.number, time.monotonic() - began_s
     await end(*flooding)

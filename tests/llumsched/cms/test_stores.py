@@ -73,7 +73,7 @@ async def reported(store: Store, instance: SimulatedInstance) -> None:
         lambda: (
             instance.id in store.view
             and (status := store.view[instance.id].status) is not None
-            and (status.incarnation, status.update_id) == (instance.incarnation, instance.engine.update_id)
+            and (status.incarnation, status.update_id) == (instance.incarnation, instance.num_changes)
         )
     )
 
@@ -147,7 +147,7 @@ async def test_the_old_life_changes_nothing_any_more(source: Source) -> None:
             for _ in range(20):
                 ghost.changed()
                 await asyncio.sleep(0.05)
-                new.engine.note_change()
+                new.tell()
                 changes += source.store.view["sim-0"].metadata.incarnation != new.incarnation
         finally:
             await end(haunting)

@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from llumsched.cli import main
 from llumsched.cms.embedded import EmbeddedStore
-from llumsched.testing import EngineModel, SimulatedCluster
+from llumsched.testing import SimulatedCluster, engine_model
 from tests.llumlet.fake_agent import until
 from tests.llumsched.conftest import Llumnix
 from tests.support.redis_server import RedisServer
@@ -18,7 +18,7 @@ from tests.support.redis_server import RedisServer
 
 @pytest_asyncio.fixture
 async def cluster(store: EmbeddedStore) -> AsyncIterator[SimulatedCluster]:
-    async with SimulatedCluster(2, str(store.address), model=EngineModel(step_s=0.05)) as running:
+    async with SimulatedCluster(2, str(store.address), model=engine_model(step_s=0.05)) as running:
         await until(lambda: len(store.view) == 2)
         yield running
 

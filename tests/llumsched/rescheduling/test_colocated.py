@@ -9,7 +9,7 @@ import pytest
 from llumsched.policy.document import Mode, load_policy
 from llumsched.rescheduling.config import Config
 from llumsched.scheduler.process import SchedulerConfig, serve
-from llumsched.testing import EngineModel, SimulatedCluster
+from llumsched.testing import SimulatedCluster, engine_model
 from tests.llumlet.fake_agent import until
 
 
@@ -19,7 +19,7 @@ async def test_it_balances_what_reports_to_the_scheduler() -> None:
     config = SchedulerConfig(policy, "127.0.0.1", 0, "listen://127.0.0.1:0", rescheduling=Config())
     running = await serve(config)
     try:
-        async with SimulatedCluster(3, str(running.store.address), model=EngineModel(speed=0.05)) as cluster:
+        async with SimulatedCluster(3, str(running.store.address), model=engine_model(speed=0.05)) as cluster:
             for number in range(15):
                 cluster[0].submit(200 + number, 1000)
             await until(lambda: all(len(one.engine.requests) > 2 for one in cluster.instances.values()))

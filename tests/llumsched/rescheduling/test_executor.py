@@ -20,12 +20,12 @@ from llumsched.rescheduling.executor import Executor
 from llumsched.rescheduling.history import History
 from llumsched.rescheduling.moves import Move, Purpose, Selection
 from llumsched.rescheduling.records import MoveRecord, Outcome, Records
-from llumsched.testing import EngineModel, SimulatedCluster, SimulatedRequest
+from llumsched.testing import SimulatedCluster, SimulatedRequest, engine_model
 from tests.llumlet.fake_agent import until
 
 pytestmark = pytest.mark.asyncio
 
-SLOW = EngineModel(speed=0.2, num_blocks=2048)
+MODEL = engine_model(num_blocks=2048)
 """Requests outlive the test."""
 
 
@@ -61,7 +61,7 @@ class World:
 
 @pytest_asyncio.fixture
 async def world() -> AsyncIterator[World]:
-    async with SimulatedCluster(3, model=SLOW) as cluster:
+    async with SimulatedCluster(3, model=MODEL) as cluster:
         world = World(cluster)
         yield world
         await world.executor.close()
@@ -74,9 +74,9 @@ def move(
     return replace(Move("neutral_load", Purpose.BALANCE, source, destination, selection, 100.0), **more)
 
 
-async def decoding(world: World, *lengths: int) -> list[SimulatedRequest]:
+async def decoding(world: World, *lengths: int, external_id: str = "") -> list[SimulatedRequest]:
     """Requests of these lengths on sim-0, all past their prefill."""
-    requests = [world.cluster[0].submit(length, 500) for length in lengths]
+    requests = [world.cluster[0].submit(length, 5000, external_id=external_id) for length in lengths]
     await until(lambda: all(request.output for request in requests))
     world.refresh()
     return requests
@@ -116,9 +116,7 @@ async def test_requests_that_came_lately_stay(world: World) -> None:
 
 async def test_choices_of_one_request_move_on_their_own(world: World) -> None:
     """vLLM gives all of them the client's id."""
-    parts = await decoding(world, 30, 60)
-    for part in parts:
-        part.external_id = "client"
+    parts = await decoding(world, 30, 60, external_id="client")
     [record] = await world.run(move())
     assert record.num_moved == 2
     assert record.moved_tokens >= 90

@@ -25,7 +25,7 @@ from llumsched.rescheduling.leadership import _TERM_KEY as TERM_KEY
 from llumsched.rescheduling.leadership import LEASE_S, Lease
 from llumsched.rescheduling.planner import Plan
 from llumsched.rescheduling.rescheduler import Rescheduler
-from llumsched.testing import EngineModel, SimulatedCluster
+from llumsched.testing import SimulatedCluster, engine_model
 from tests.llumlet.fake_agent import until
 from tests.support.redis_server import RedisServer, SentinelGroup
 
@@ -153,7 +153,7 @@ async def test_servers_with_the_same_memory_give_no_term_twice(redis: RedisServe
 async def test_a_leader_whose_orders_are_refused_gets_a_higher_term(redis: RedisServer) -> None:
     """The former one led by the fast clock of a server that is gone, and nobody who is left has heard of it."""
     config = Config(policies=("neutral_load",), interval_ms=100)
-    async with SimulatedCluster(2, redis.url, model=EngineModel(speed=0.05)) as cluster:
+    async with SimulatedCluster(2, redis.url, model=engine_model(speed=0.05)) as cluster:
         async with LlumletClient(str(cluster[0].address)) as client:
             await order(client, cluster[1].address, microseconds() + 3_000_000)
         running = await process.serve(redis.url, config)
@@ -176,7 +176,7 @@ async def order(client: LlumletClient, destination: Address, term: int) -> int:
 
 async def test_of_two_reschedulers_one_moves_and_the_other_takes_over(redis: RedisServer) -> None:
     config = Config(policies=("neutral_load",), interval_ms=100)
-    async with SimulatedCluster(2, redis.url, model=EngineModel(speed=0.05)) as cluster:
+    async with SimulatedCluster(2, redis.url, model=engine_model(speed=0.05)) as cluster:
         running = [await process.serve(redis.url, config) for _ in range(2)]
         for number in range(12):
             cluster[0].submit(200 + number, 1000)
@@ -196,7 +196,7 @@ async def test_a_pass_during_which_the_lease_runs_out_gives_no_orders_of_nobody(
     lease = await started(redis, "one")
     await until(lambda: lease.term > 0)
     term = lease.term
-    async with SimulatedCluster(2, model=EngineModel(speed=0.05)) as cluster:
+    async with SimulatedCluster(2, model=engine_model(speed=0.05)) as cluster:
         view = View()
         for instance in cluster.instances.values():
             for number in range(12 if instance is cluster[0] else 0):

@@ -20,13 +20,13 @@ from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.moves import Purpose
 from llumsched.rescheduling.records import Outcome
 from llumsched.rescheduling.rescheduler import Rescheduler
-from llumsched.testing import EngineModel, SimulatedCluster, SimulatedInstance
+from llumsched.testing import SimulatedCluster, SimulatedInstance, SimulatedRequest, engine_model
 from tests.llumlet.fake_agent import until
 from tests.llumsched.rescheduling.cluster import instance
 
 pytestmark = pytest.mark.asyncio
 
-MODEL = EngineModel(speed=0.1, num_blocks=1024)
+MODEL = engine_model(speed=0.1, num_blocks=1024)
 """Of 16,384 tokens; a request decodes for longer than a test lasts."""
 
 
@@ -50,22 +50,23 @@ async def rescheduling(view: View, config: Config | None = None) -> AsyncIterato
 
 
 def used(one: SimulatedInstance) -> float:
-    return 1 - one.engine.free_blocks / MODEL.num_blocks
+    return 1 - one.engine.blocks.num_free / one.engine.config.num_blocks
 
 
-async def load(one: SimulatedInstance, num_requests: int, length: int = 300) -> None:
+async def load(one: SimulatedInstance, num_requests: int, length: int = 300) -> list[SimulatedRequest]:
     requests = [one.submit(length + 7 * number, 1000) for number in range(num_requests)]
     await until(lambda: all(request.output for request in requests))
+    return requests
 
 
 async def test_defaults_even_out_a_skewed_cluster(store: EmbeddedStore) -> None:
     async with cluster_of(store, 4) as cluster:
-        await load(cluster[0], 24)
+        requests = await load(cluster[0], 24)
         assert used(cluster[0]) > 0.5
         async with rescheduling(store.view) as rescheduler:
             await until(lambda: max(map(used, cluster.instances.values())) < 0.25)
         assert all(used(one) > 0.05 for one in cluster.instances.values())
-        hops = [len(request.moved_through) for request in cluster[0].requests.values()]
+        hops = [len(request.moved_through) for request in requests]
         assert max(hops) == 1, "nobody moves twice"
         assert [dict(record.refusals) for record in rescheduler.records.moves if record.refusals] == []
         assert sum(one.engine.num_preemptions for one in cluster.instances.values()) == 0
@@ -82,8 +83,8 @@ async def test_a_new_empty_instance_fills(store: EmbeddedStore) -> None:
 async def test_an_instance_that_closes_is_emptied_over_all_others(store: EmbeddedStore) -> None:
     async with cluster_of(store, 4) as cluster, rescheduling(store.view) as rescheduler:
         await load(cluster[0], 8, 40)
-        cluster[0].agent.schedulable = False
-        cluster[0].engine.note_change()
+        cluster[0].is_schedulable = False
+        cluster[0].tell()
         await until(lambda: not cluster[0].engine.requests)
         assert all(one.engine.requests for one in list(cluster.instances.values())[1:])
         assert {record.move.policy for record in rescheduler.records.moves if record.num_moved} >= {"neutral_failover"}

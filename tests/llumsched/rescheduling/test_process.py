@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from llumsched.testing import EngineModel, SimulatedCluster
+from llumsched.testing import SimulatedCluster, engine_model
 from tests.llumlet.fake_agent import until
 from tests.support.cms import cms_of
 
@@ -32,7 +32,7 @@ async def test_it_balances_and_says_so(cms: str) -> None:
     command = [sys.executable, "-m", "llumsched.cli", "rescheduler", "--standalone-rescheduling-mode"]
     command += ["--cms", cms, "--port", "0"]
     environ = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}
-    async with SimulatedCluster(2, cms, model=EngineModel(speed=0.05)) as cluster:
+    async with SimulatedCluster(2, cms, model=engine_model(speed=0.05)) as cluster:
         process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, env=environ)
         assert process.stderr is not None
         try:

@@ -18,12 +18,12 @@ from llumsched.cms.patience import PATIENCE
 from llumsched.policy.document import Mode, Overrides, load_policy
 from llumsched.rescheduling.config import Config
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
-from llumsched.testing import EngineModel, SimulatedCluster
+from llumsched.testing import SimulatedCluster, engine_model
 from tests.llumlet.fake_agent import until
 from tests.llumsched import cases
 from tests.support.redis_server import RedisServer
 
-SLOW = EngineModel(speed=0.05)
+SLOW = engine_model(speed=0.05)
 STALENESS_S = 600.0
 """Longer than the test: what moves is moved because of the crash, not because of the silence after it."""
 
@@ -58,7 +58,7 @@ async def test_the_node_of_a_crashed_instance_is_emptied_and_gets_nothing(schedu
         running = neighbour.submit(100, 2000)
         await until(lambda: bool(running.num_tokens > 102))
         await cluster.instances["a"].kill()
-        await until(lambda: running in other.engine.requests)
+        await until(lambda: running.owner == other.id)
         url = f"http://127.0.0.1:{scheduler.port}"
         async with http.post(f"{url}/debug/schedule", json={"model": "", "prompt_num_tokens": 5}) as answer:
             (stage,) = (await answer.json())["stages"]

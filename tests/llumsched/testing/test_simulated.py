@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import aiohttp
 import pytest
 
 from llumlet.client import LlumletClient
-from llumlet.errors import LlumletError, LlumletUnreachable
+from llumlet.errors import LlumletUnreachable
 from llumlet.types import (
     AbortRequest,
     DrainRequest,
@@ -22,14 +23,14 @@ from llumlet.types import (
     Reason,
     RequestInfo,
 )
-from llumsched.testing import EngineModel, SimulatedCluster, SimulatedInstance
+from llumsched.testing import SimulatedCluster, SimulatedInstance, engine_model
 from llumsched.testing.api import token_ids_of
-from llumsched.testing.engine import next_token
+from llumsched.testing.requests import next_token
 from tests.llumlet.fake_agent import until
 
 pytestmark = pytest.mark.asyncio
-FAST = EngineModel(step_s=0.004, decode_s=0, prefill_s=0)
-SLOW = EngineModel(step_s=0.05, decode_s=0, prefill_s=0)
+FAST = engine_model(step_s=0.004, decode_s=0, prefill_s=0)
+SLOW = engine_model(step_s=0.05, decode_s=0, prefill_s=0)
 
 
 def expected(prompt: list[int], count: int) -> list[int]:
@@ -58,13 +59,13 @@ async def test_requests_run_and_free_what_they_took() -> None:
         for request in requests:
             assert await request.done() == "length"
             assert request.output == expected(list(request.prompt), 12)
-        assert instance.engine.free_blocks == FAST.num_blocks
+        assert instance.engine.blocks.num_free == FAST.engine.num_blocks
         assert instance.status.num_running_requests == instance.status.num_used_gpu_tokens == 0
         assert len(instance.status.recent_waiting_requests) == 3
 
 
 async def test_a_full_cache_makes_requests_wait_and_give_way() -> None:
-    model = EngineModel(num_blocks=10, block_size=4, step_s=0.004)
+    model = engine_model(num_blocks=10, block_size=4, step_s=0.004)
     async with SimulatedCluster(1, model=model) as cluster:
         instance = cluster[0]
         requests = [instance.submit([index] * 12, 20) for index in range(1, 4)]
@@ -73,13 +74,13 @@ async def test_a_full_cache_makes_requests_wait_and_give_way() -> None:
         for request in requests:
             await request.done()
             assert request.output == expected(list(request.prompt), 20)
-        assert instance.engine.free_blocks == 10
+        assert instance.engine.blocks.num_free == 10
         with pytest.raises(ValueError, match="do not fit"):
             instance.submit(30, 20)
 
 
 async def test_a_long_prompt_is_computed_in_chunks() -> None:
-    model = EngineModel(max_num_batched_tokens=10, step_s=0.02)
+    model = engine_model(max_num_batched_tokens=10, max_num_seqs=10, step_s=0.02)
     async with SimulatedCluster(1, model=model) as cluster:
         cluster[0].submit(2000, 2)
         await until(lambda: 0 < cluster[0].status.num_uncomputed_tokens_scheduler_running_prefills < 1990)
@@ -96,7 +97,7 @@ async def test_requests_move_with_what_they_have_said() -> None:
         rule = {"migration_type": "NUM_REQ", "migration_req_policy": "SR", "num_reqs": 2}
         summary, events = await move(source, destination, **rule)
         assert (summary.selected, summary.moved) == (2, 2)
-        assert {event.progress.phase for event in events} >= {MovePhase.SELECTED, MovePhase.COPYING, MovePhase.MOVED}
+        assert {event.progress.phase for event in events} >= {MovePhase.RESERVING, MovePhase.COPYING, MovePhase.MOVED}
         assert destination.status.num_running_requests == 2
         assert (source.status.num_migrate_out_reqs, destination.status.num_migrate_in_reqs) == (0, 0)
         counts = [len(request.output) for request in requests]
@@ -106,7 +107,8 @@ async def test_requests_move_with_what_they_have_said() -> None:
         async with LlumletClient(source.address) as here, LlumletClient(destination.address) as there:
             for client in (here, there):
                 await client.abort(AbortRequest(request_ids=[request.request_id for request in requests]))
-        assert source.engine.free_blocks == destination.engine.free_blocks == SLOW.num_blocks
+        for one in (source, destination):
+            await until(lambda one=one: one.engine.blocks.num_free == SLOW.engine.num_blocks)  # type: ignore[misc]
 
 
 async def test_a_refused_move_changes_nothing() -> None:
@@ -122,9 +124,11 @@ async def test_a_refused_move_changes_nothing() -> None:
         count = len(request.output)
         await until(lambda: len(request.output) > count)
         assert request.owner == source.id
-        with pytest.raises(LlumletError) as caught:
-            await move(source, destination, request_ids=["nobody"])
-        assert caught.value.reason == Reason.UNKNOWN_REQUEST
+        summary, events = await move(source, destination, request_ids=["nobody"])
+        assert (summary.selected, summary.stayed) == (1, 1)
+        assert events[-1].progress.reason == Reason.UNKNOWN_REQUEST
+        await until(lambda: not destination.coming)
+        assert destination.engine.blocks.num_free == SLOW.engine.num_blocks
 
 
 async def test_an_instance_that_hangs_says_so() -> None:
@@ -138,6 +142,18 @@ async def test_an_instance_that_hangs_says_so() -> None:
         assert len(request.output) == count
         cluster[0].resume()
         await until(lambda: len(request.output) > count)
+
+
+async def test_an_instance_that_is_slow_makes_its_steps_all_the_same() -> None:
+    async with SimulatedCluster(1, model=FAST) as cluster:
+        request = cluster[0].submit(40, 4000)
+        await until(lambda: request.output)
+        cluster[0].slow_down(50)
+        count, began_s = len(request.output), time.monotonic()
+        await until(lambda: len(request.output) > count + 2)
+        assert time.monotonic() - began_s > 0.3
+        cluster[0].slow_down(1)
+        await until(lambda: len(request.output) > count + 50, seconds=5.0)
 
 
 async def test_an_instance_that_dies_takes_its_requests_with_it() -> None:
@@ -199,10 +215,10 @@ async def test_its_api_refuses_and_notices_who_leaves() -> None:
             await answer.content.readline()
             assert instance.status.num_running_requests == 1
         await until(lambda: instance.status.num_running_requests == 0)
-        instance.agent.schedulable = False
+        instance.is_schedulable = False
         async with session.post(f"{base}/v1/completions", json={"prompt": "a"}) as answer:
             assert answer.status == 503
-        instance.agent.schedulable = True
+        instance.is_schedulable = True
         async with session.post(f"{base}/v1/chat/completions", json=body) as answer:
             await answer.content.readline()
             await instance.kill()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated instance moves the requests that an engine would move: benchmarks of the rescheduler count on it."""
+"""A modelled instance moves the requests that an engine would move: benchmarks of the rescheduler count on it."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,10 +13,11 @@ from llumlet.protocol import selection
 from llumlet.protocol.ids import RequestId
 from llumlet.protocol.selection import ALL, Order, Rule, Unit
 from llumlet.types import MigrateRequest, MigrationReqPolicy, MigrationType
-from llumsched.testing.engine import EngineModel, SimulatedRequest
-from llumsched.testing.selection import select
+from llumsched.simulator.llumlets import Llumlet
+from llumsched.simulator.requests import EngineRequest, Phase
+from llumsched.simulator.step_model import EngineConfig
 
-BLOCKS = EngineModel(num_blocks=100, block_size=4)
+CONFIG = EngineConfig(num_blocks=100, block_size=4)
 LENGTHS = st.lists(st.integers(1, 200), max_size=5)
 RULES = st.one_of(
     st.builds(Rule, st.just(Unit.NUM_REQ), st.sampled_from(Order), st.one_of(st.just(ALL), st.integers(1, 8))),
@@ -24,8 +26,10 @@ RULES = st.one_of(
 )
 
 
-def simulated(name: str, length: int, order: int) -> SimulatedRequest:
-    return SimulatedRequest(name, [1] * length, 10, num_computed=length, arrival_order=float(order))
+def arrived(phase: Phase, lengths: list[int]) -> list[EngineRequest]:
+    """In the order of their arrival."""
+    name = phase.name.lower()
+    return [EngineRequest(f"{name}-{at}", length, 10, arrived_ps=at, phase=phase) for at, length in enumerate(lengths)]
 
 
 def asked(rule: Rule) -> MigrateRequest:
@@ -40,12 +44,17 @@ def asked(rule: Rule) -> MigrateRequest:
 
 @given(waiting=LENGTHS, running=LENGTHS, rule=RULES)
 def test_it_selects_as_engines_do(waiting: list[int], running: list[int], rule: Rule) -> None:
-    queued = [simulated(f"w{at}", length, at) for at, length in enumerate(waiting)]
-    decoding = [simulated(f"r{at}", length, at) for at, length in enumerate(running)]
-    engine = SimpleNamespace(waiting=queued, running=decoding, requests=queued + decoding, model=BLOCKS)
+    queued, decoding = arrived(Phase.WAITING, waiting), arrived(Phase.DECODE, running)
     candidates = [
-        selection.Candidate(RequestId(each.request_id), each in decoding, int(each.arrival_order), each.num_tokens)
+        selection.Candidate(RequestId(each.id), each in decoding, each.arrived_ps, each.num_tokens)
         for each in queued + decoding
     ]
-    expected = selection.select(candidates, rule, BLOCKS.num_blocks * BLOCKS.block_size)
-    assert [each.request_id for each in select(engine, asked(rule))] == expected
+    engine: Any = SimpleNamespace(
+        waiting=queued,
+        running=decoding[::-1],  # as if each had come by a move
+        num_tokens=lambda each: each.num_tokens,
+        config=CONFIG,
+    )
+    nobody: Any = None
+    llumlet = Llumlet(SimpleNamespace(engine=engine), nobody, nobody, nobody)  # type: ignore[arg-type]
+    assert llumlet._selected(asked(rule)) == selection.select(candidates, rule, CONFIG.num_blocks * CONFIG.block_size)

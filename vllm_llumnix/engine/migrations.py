@@ -63,7 +63,7 @@ class Migrations:
         here, wanted = self._context.address, asked.request
         wanted.dst_engine_id = self._context.identity.instance
         wanted.dst_engine_ip, wanted.dst_engine_port = here.host, here.port
-        client = self._context.peers.at(Address.parse(asked.src_address))
+        client = self._context.peers.at(asked.src_address)
         summary = MoveSummary()
         try:
             async for event in client.migrate(wanted):

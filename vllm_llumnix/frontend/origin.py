@@ -33,6 +33,7 @@ from vllm_llumnix.frontend.drain import drain
 from vllm_llumnix.frontend.metrics import MoveMetrics, Report
 from vllm_llumnix.frontend.peers import Peers
 from vllm_llumnix.frontend.relay import Complaints, Receive, RelaySocket
+from vllm_llumnix.peer_clients import PeerClients
 from vllm_llumnix.relay_convert import check, engine_output_from, sliced
 from vllm_llumnix.relay_keys import OriginKeys
 
@@ -90,7 +91,13 @@ class OriginShell:
             )
         )
         self._keys = OriginKeys(self.credentials) if self.credentials.tokens else None
-        self._calls = Calls(self.credentials, lambda: self.ensure_relay().address, self.adapters, self._answered)
+        self._calls = Calls(
+            PeerClients(self.credentials, settings.reaches),
+            self.credentials,
+            lambda: self.ensure_relay().address,
+            self.adapters,
+            self._answered,
+        )
         self._metrics = MoveMetrics(vllm_config.model_config.served_model_name, _settled_moves_of(self))
         self._num_pauses = 0
         self._has_drained = False

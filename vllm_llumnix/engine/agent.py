@@ -95,7 +95,7 @@ async def open_llumlet(
         movers=Movers(movers, config.transports, *limits, on_lost=identity.stop_carrying_kv),
         relay=Relay(
             hello,
-            lambda origin, requests: agent.aborts.release(origin, requests),
+            lambda origin, requests: agent.aborts.dismiss(origin, requests),
             lambda: loop.progress.health,
             credentials,
         ),

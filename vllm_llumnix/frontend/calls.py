@@ -15,14 +15,13 @@ from llumlet.protocol import replay_words as words
 from llumlet.protocol.errors import Refused
 from llumlet.tasks import Tasks
 from llumlet.types import AbortRequest, AdoptRequest
+from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.frontend.deaths import is_gone
 from vllm_llumnix.peer_clients import PeerClients
 from vllm_llumnix.request_wire import RequestState, encode, encode_params
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
-
-    from vllm_llumnix.adapters import Adapters
 
 logger = logging.getLogger("vllm.llumnix")
 

@@ -18,7 +18,7 @@ from llumlet.types import AbortRequest, AdoptRequest
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.frontend.deaths import is_gone
 from vllm_llumnix.peer_clients import PeerClients
-from vllm_llumnix.request_wire import RequestState, encode, encode_params
+from vllm_llumnix.request_wire import RequestState, encode, state_from
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
@@ -148,22 +148,11 @@ def _failure(error: LlumletCallFailed) -> words.AdoptRefused | words.AnswerLost:
 
 def state_of(request: EngineCoreRequest, delivered: list[int], origin: str, lora_digest: str | None) -> RequestState:
     """The request as an engine needs it that goes on after `delivered`."""
-    params = request.sampling_params
-    assert params is not None
-    return RequestState(
-        request_id=request.request_id,
+    return state_from(
+        request,
         external_request_id=request.external_req_id or request.request_id,
         origin=origin,
-        prompt_token_ids=list(request.prompt_token_ids or ()),
         output_token_ids=list(delivered),
-        sampling_params=encode_params(params),
-        arrival_time=request.arrival_time,
-        priority=request.priority,
-        lora_name=request.lora_request.lora_name if request.lora_request else None,
         lora_digest=lora_digest,
-        cache_salt=request.cache_salt,
-        trace_headers=dict(request.trace_headers) if request.trace_headers else None,
-        session_id=request.session_id,
-        structured_backend=params.structured_outputs._backend if params.structured_outputs else None,
         reasoning_ended=request.reasoning_ended,
     )

@@ -13,7 +13,6 @@ import contextlib
 import functools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final, NamedTuple, Self, TypeVar, cast
 
 import grpc
@@ -85,12 +84,7 @@ class LlumletClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     # --- Llumlet ---

@@ -23,6 +23,7 @@ from llumlet.protocol import wire
 from llumlet.protocol.origin import Deliver, Fail, Origin, OriginEffect, Probe, Send, Surroundings
 from llumlet.protocol.owners import Owner
 from llumlet.protocol.streams import Part, Stream
+from llumlet.tasks import post
 from vllm_llumnix import step_record
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.config import LlumletConfig, drain_limit
@@ -341,8 +342,7 @@ class OriginShell:
             self.client.shutdown()
             return
         logger.error("llumlet: the engine has died; its requests go on elsewhere if they can")
-        with contextlib.suppress(RuntimeError):  # closed between the question and the call
-            loop.call_soon_threadsafe(self.bury_home)
+        post(loop, self.bury_home)
 
     def bury_home(self) -> None:
         self.core.home_died(time.monotonic())
@@ -419,9 +419,5 @@ async def _watch(reference: weakref.ref[OriginShell]) -> None:
 def _end(relay: RelaySocket, watch: asyncio.Task[None], metrics: MoveMetrics, peers: Peers) -> None:
     """From any thread. Again is nothing."""
     relay.close()
-    loop = watch.get_loop()
-    if not loop.is_closed():
-        with contextlib.suppress(RuntimeError):  # closed between the question and the call
-            loop.call_soon_threadsafe(watch.cancel)
-            loop.call_soon_threadsafe(metrics.cancel)
-            loop.call_soon_threadsafe(peers.cancel)
+    for stop in (watch.cancel, metrics.cancel, peers.cancel):
+        post(watch.get_loop(), stop)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from prometheus_client import REGISTRY
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import FinishReason
 
@@ -145,14 +146,20 @@ async def test_each_attempt_has_an_epoch_of_its_own(
     assert await tokens_of(client, 1) == [20]
 
 
+def num_replays() -> float:
+    return REGISTRY.get_sample_value("llumlet_replays_total", {"model_name": "model"}) or 0.0
+
+
 async def test_a_destination_that_is_never_heard_of(
     client: Any, engine: FakeEngine, home: FakePeer, rescue: FakePeer, rescuer: FakeAgent
 ) -> None:
     """The source says whom it handed the request to; nobody listens there."""
     await start(client, engine, 10, 11)
+    before = num_replays()
     await home.send(wire.HandedOver("r", FIRST_HOP, "gone", "1", "127.0.0.1:3"))
     epoch, state = await adoption(rescuer)
     assert (epoch, state.output_token_ids) == (RAISED, [10, 11])
+    await until(lambda: num_replays() == before + 1)
 
 
 async def test_a_request_sent_after_a_hang_was_reported(

@@ -321,6 +321,7 @@ class OriginShell:
             self._metrics.look(client.core_engines)
         core.look(time.monotonic())
         self.carry_out()
+        self._metrics.count_replays(core.num_replayed)
         if core.home_dead and not (len(core.streams) or core.is_busy) and client._finalizer.alive:
             logger.warning("llumlet: the engine is dead and the last stream has ended; shutting down")
             asyncio.get_running_loop().run_in_executor(None, client.shutdown)

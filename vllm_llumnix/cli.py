@@ -181,7 +181,7 @@ def _contract(args: argparse.Namespace) -> ExitCode:
 def _seams(args: argparse.Namespace) -> ExitCode:
     if args.release is not None:
         release = open_release(args.release)
-        missing = absent(ALL, lambda path: release.text_or_nothing(path).encode())
+        missing = absent(ALL, release.text_or_nothing)
     else:
         found = examine(find_vllm())
         if found.root is None:
@@ -208,7 +208,7 @@ def _rebase(args: argparse.Namespace) -> ExitCode:
         _print_json(asdict(report) | {"written": report.written and str(report.written)})
     else:
         print("\n".join(rebase.describe(report, source)))
-        for row in absent(ALL, lambda path: release.text_or_nothing(path).encode()):
+        for row in absent(ALL, release.text_or_nothing):
             print(f"missing: {row.name} ({row.path}), {row.kind} at run time: {row.why}")
     return ExitCode.OK if report.written else ExitCode.PROBLEM
 

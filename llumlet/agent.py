@@ -17,104 +17,76 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from llumlet.types import (
-    AbortMigrateInRequest,
-    AbortMigrateInResponse,
-    AbortRequest,
-    AbortResponse,
-    AdoptRequest,
-    AdoptResponse,
-    ClaimRequest,
-    ClaimResponse,
-    CommitRequest,
-    CommitResponse,
-    CopyRoundRequest,
-    CopyRoundResponse,
-    DrainProgress,
-    DrainRequest,
-    EndClaimRequest,
-    EndClaimResponse,
-    InstanceMetadata,
-    InstanceStatus,
-    ListRequestsResponse,
-    MigrateInRequest,
-    MigrateRequest,
-    MoveProgress,
-    MoveSummary,
-    ReserveRequest,
-    ReserveResponse,
-    SettleRequest,
-    SettleResponse,
-)
+from llumlet import types
 
-Report = Callable[[MoveProgress], None]
+Report = Callable[[types.MoveProgress], None]
 """Passes one event on to the caller, if it is still there. Never blocks or raises; called on the
 event loop with a message that is not changed afterwards."""
 
 
-DrainReport = Callable[[DrainProgress], None]
+DrainReport = Callable[[types.DrainProgress], None]
 """Passes the progress of a drain on, under the same conditions as a `Report`."""
 
 
 class Operator(Protocol):
     """Service `llumlet.Llumlet`: what schedulers and people ask for."""
 
-    async def migrate(self, request: MigrateRequest, report: Report) -> MoveSummary:
+    async def migrate(self, request: types.MigrateRequest, report: Report) -> types.MoveSummary:
         """Returns when every selected request is settled. Selecting none is no error."""
         ...
 
-    async def migrate_in(self, request: MigrateInRequest, report: Report) -> MoveSummary:
+    async def migrate_in(self, request: types.MigrateInRequest, report: Report) -> types.MoveSummary:
         """Ask the source to move requests here; pass on what it reports."""
         ...
 
-    async def drain(self, request: DrainRequest, report: DrainReport) -> DrainProgress:
+    async def drain(self, request: types.DrainRequest, report: DrainReport) -> types.DrainProgress:
         """Empty the instance and end it. Returns the last progress, right before the end."""
         ...
 
-    async def abort(self, request: AbortRequest) -> AbortResponse: ...
+    async def abort(self, request: types.AbortRequest) -> types.AbortResponse: ...
 
-    async def abort_migrate_in(self, request: AbortMigrateInRequest) -> AbortMigrateInResponse: ...
+    async def abort_migrate_in(self, request: types.AbortMigrateInRequest) -> types.AbortMigrateInResponse: ...
 
-    async def get_instance_status(self) -> InstanceStatus: ...
+    async def get_instance_status(self) -> types.InstanceStatus: ...
 
-    async def get_instance_metadata(self) -> InstanceMetadata: ...
+    async def get_instance_metadata(self) -> types.InstanceMetadata: ...
 
-    async def list_requests(self) -> ListRequestsResponse: ...
+    async def list_requests(self) -> types.ListRequestsResponse: ...
 
 
 class Destination(Protocol):
     """Service `llumlet.Peer`: what the source of a move asks of us, idempotent; and `adopt`, an origin's call."""
 
-    async def reserve(self, request: ReserveRequest) -> ReserveResponse: ...
+    async def reserve(self, request: types.ReserveRequest) -> types.ReserveResponse: ...
 
-    async def copy_round(self, request: CopyRoundRequest) -> CopyRoundResponse: ...
+    async def copy_round(self, request: types.CopyRoundRequest) -> types.CopyRoundResponse: ...
 
-    async def commit(self, request: CommitRequest) -> CommitResponse:
+    async def commit(self, request: types.CommitRequest) -> types.CommitResponse:
         """Returns COMMITTED or BARRED. An error leaves the source in doubt: it will withdraw."""
         ...
 
-    async def withdraw(self, request: SettleRequest) -> SettleResponse: ...
+    async def withdraw(self, request: types.SettleRequest) -> types.SettleResponse: ...
 
-    async def cancel(self, request: SettleRequest) -> SettleResponse: ...
+    async def cancel(self, request: types.SettleRequest) -> types.SettleResponse: ...
 
-    async def abort_handover(self, request: SettleRequest) -> SettleResponse: ...
+    async def abort_handover(self, request: types.SettleRequest) -> types.SettleResponse: ...
 
-    async def close_handover(self, request: SettleRequest) -> SettleResponse: ...
+    async def close_handover(self, request: types.SettleRequest) -> types.SettleResponse: ...
 
-    async def query(self, request: SettleRequest) -> SettleResponse: ...
+    async def query(self, request: types.SettleRequest) -> types.SettleResponse: ...
 
-    async def adopt(self, request: AdoptRequest, given_up: asyncio.Event) -> AdoptResponse:
+    async def adopt(self, request: types.AdoptRequest, given_up: asyncio.Event) -> types.AdoptResponse:
         """Start a request again whose owner is lost. Returns when the engine has it; not idempotent.
 
         `given_up` is set when the caller does not wait any more: it asks somebody else then, so nothing should begin.
         """
         ...
 
-    async def claim(self, request: ClaimRequest) -> ClaimResponse:
+    async def claim(self, request: types.ClaimRequest) -> types.ClaimResponse:
         """Give up a request that the caller goes on with, and keep its blocks for it to read. Not idempotent."""
         ...
 
-    async def end_claim(self, request: EndClaimRequest) -> EndClaimResponse: ...
+    async def end_claim(self, request: types.EndClaimRequest) -> types.EndClaimResponse: ...
 
 
 class Agent(Operator, Destination, Protocol):

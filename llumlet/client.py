@@ -13,50 +13,17 @@ import contextlib
 import functools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final, NamedTuple, Self, TypeVar, cast
 
 import grpc
 from grpc import aio
 
+from llumlet import types
 from llumlet.credentials import NONE, Credentials
 from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable, NotALlumlet
 from llumlet.proto.llumlet_pb2_grpc import LlumletStub, PeerStub
 from llumlet.status_codes import REASON_METADATA
-from llumlet.types import (
-    AbortMigrateInRequest,
-    AbortMigrateInResponse,
-    AbortRequest,
-    AbortResponse,
-    Address,
-    AdoptRequest,
-    AdoptResponse,
-    ClaimRequest,
-    ClaimResponse,
-    CommitRequest,
-    CommitResponse,
-    CopyRoundRequest,
-    CopyRoundResponse,
-    DrainProgress,
-    DrainRequest,
-    EndClaimRequest,
-    EndClaimResponse,
-    GetInstanceMetadataRequest,
-    GetInstanceStatusRequest,
-    InstanceMetadata,
-    InstanceStatus,
-    ListRequestsRequest,
-    ListRequestsResponse,
-    MigrateEvent,
-    MigrateInRequest,
-    MigrateRequest,
-    Reason,
-    ReserveRequest,
-    ReserveResponse,
-    SettleRequest,
-    SettleResponse,
-    parse_reason,
-)
+from llumlet.types import Address
 
 T = TypeVar("T")
 E = TypeVar("E")
@@ -117,85 +84,92 @@ class LlumletClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     # --- Llumlet ---
 
     def migrate(
-        self, request: MigrateRequest, *, deadline_s: float | None = None
-    ) -> AsyncGenerator[MigrateEvent, None]:
+        self, request: types.MigrateRequest, *, deadline_s: float | None = None
+    ) -> AsyncGenerator[types.MigrateEvent, None]:
         """Events as they come, the summary last. Leaving the iteration leaves the moves running."""
         return self._events(lambda: self._llumlet.Migrate, request, deadline_s or self._deadlines.move)
 
     def migrate_in(
-        self, request: MigrateInRequest, *, deadline_s: float | None = None
-    ) -> AsyncGenerator[MigrateEvent, None]:
+        self, request: types.MigrateInRequest, *, deadline_s: float | None = None
+    ) -> AsyncGenerator[types.MigrateEvent, None]:
         return self._events(lambda: self._llumlet.MigrateIn, request, deadline_s or self._deadlines.move)
 
-    def drain(self, request: DrainRequest, *, deadline_s: float | None = None) -> AsyncGenerator[DrainProgress, None]:
+    def drain(
+        self, request: types.DrainRequest, *, deadline_s: float | None = None
+    ) -> AsyncGenerator[types.DrainProgress, None]:
         """Progress as it comes, `done` last. Leaving the iteration leaves the drain running."""
         return self._events(lambda: self._llumlet.Drain, request, deadline_s or self._deadlines.move)
 
-    async def abort(self, request: AbortRequest, *, deadline_s: float | None = None) -> AbortResponse:
+    async def abort(self, request: types.AbortRequest, *, deadline_s: float | None = None) -> types.AbortResponse:
         return await self._answer(self._llumlet.Abort, request, deadline_s or self._deadlines.act)
 
     async def abort_migrate_in(
-        self, request: AbortMigrateInRequest, *, deadline_s: float | None = None
-    ) -> AbortMigrateInResponse:
+        self, request: types.AbortMigrateInRequest, *, deadline_s: float | None = None
+    ) -> types.AbortMigrateInResponse:
         return await self._answer(self._llumlet.AbortMigrateIn, request, deadline_s or self._deadlines.act)
 
-    async def get_instance_status(self, *, deadline_s: float | None = None) -> InstanceStatus:
+    async def get_instance_status(self, *, deadline_s: float | None = None) -> types.InstanceStatus:
         return await self._answer(
-            self._llumlet.GetInstanceStatus, GetInstanceStatusRequest(), deadline_s or self._deadlines.read
+            self._llumlet.GetInstanceStatus, types.GetInstanceStatusRequest(), deadline_s or self._deadlines.read
         )
 
-    async def get_instance_metadata(self, *, deadline_s: float | None = None) -> InstanceMetadata:
+    async def get_instance_metadata(self, *, deadline_s: float | None = None) -> types.InstanceMetadata:
         return await self._answer(
-            self._llumlet.GetInstanceMetadata, GetInstanceMetadataRequest(), deadline_s or self._deadlines.read
+            self._llumlet.GetInstanceMetadata, types.GetInstanceMetadataRequest(), deadline_s or self._deadlines.read
         )
 
-    async def list_requests(self, *, deadline_s: float | None = None) -> ListRequestsResponse:
-        return await self._answer(self._llumlet.ListRequests, ListRequestsRequest(), deadline_s or self._deadlines.read)
+    async def list_requests(self, *, deadline_s: float | None = None) -> types.ListRequestsResponse:
+        return await self._answer(
+            self._llumlet.ListRequests, types.ListRequestsRequest(), deadline_s or self._deadlines.read
+        )
 
     # --- Peer ---
 
-    async def reserve(self, request: ReserveRequest, *, deadline_s: float | None = None) -> ReserveResponse:
+    async def reserve(self, request: types.ReserveRequest, *, deadline_s: float | None = None) -> types.ReserveResponse:
         return await self._answer(self._peer.Reserve, request, deadline_s or self._deadlines.reserve)
 
-    async def copy_round(self, request: CopyRoundRequest, *, deadline_s: float | None = None) -> CopyRoundResponse:
+    async def copy_round(
+        self, request: types.CopyRoundRequest, *, deadline_s: float | None = None
+    ) -> types.CopyRoundResponse:
         return await self._answer(self._peer.CopyRound, request, deadline_s or self._deadlines.copy)
 
-    async def commit(self, request: CommitRequest, *, deadline_s: float | None = None) -> CommitResponse:
+    async def commit(self, request: types.CommitRequest, *, deadline_s: float | None = None) -> types.CommitResponse:
         return await self._answer(self._peer.Commit, request, deadline_s or self._deadlines.copy)
 
-    async def withdraw(self, request: SettleRequest, *, deadline_s: float | None = None) -> SettleResponse:
+    async def withdraw(self, request: types.SettleRequest, *, deadline_s: float | None = None) -> types.SettleResponse:
         return await self._answer(self._peer.Withdraw, request, deadline_s or self._deadlines.settle)
 
-    async def cancel(self, request: SettleRequest, *, deadline_s: float | None = None) -> SettleResponse:
+    async def cancel(self, request: types.SettleRequest, *, deadline_s: float | None = None) -> types.SettleResponse:
         return await self._answer(self._peer.Cancel, request, deadline_s or self._deadlines.settle)
 
-    async def abort_handover(self, request: SettleRequest, *, deadline_s: float | None = None) -> SettleResponse:
+    async def abort_handover(
+        self, request: types.SettleRequest, *, deadline_s: float | None = None
+    ) -> types.SettleResponse:
         return await self._answer(self._peer.Abort, request, deadline_s or self._deadlines.settle)
 
-    async def close_handover(self, request: SettleRequest, *, deadline_s: float | None = None) -> SettleResponse:
+    async def close_handover(
+        self, request: types.SettleRequest, *, deadline_s: float | None = None
+    ) -> types.SettleResponse:
         return await self._answer(self._peer.Close, request, deadline_s or self._deadlines.settle)
 
-    async def query(self, request: SettleRequest, *, deadline_s: float | None = None) -> SettleResponse:
+    async def query(self, request: types.SettleRequest, *, deadline_s: float | None = None) -> types.SettleResponse:
         return await self._answer(self._peer.Query, request, deadline_s or self._deadlines.settle)
 
-    async def adopt(self, request: AdoptRequest, *, deadline_s: float | None = None) -> AdoptResponse:
+    async def adopt(self, request: types.AdoptRequest, *, deadline_s: float | None = None) -> types.AdoptResponse:
         return await self._answer(self._peer.Adopt, request, deadline_s or self._deadlines.reserve)
 
-    async def claim(self, request: ClaimRequest, *, deadline_s: float | None = None) -> ClaimResponse:
+    async def claim(self, request: types.ClaimRequest, *, deadline_s: float | None = None) -> types.ClaimResponse:
         return await self._answer(self._peer.Claim, request, deadline_s or self._deadlines.settle)
 
-    async def end_claim(self, request: EndClaimRequest, *, deadline_s: float | None = None) -> EndClaimResponse:
+    async def end_claim(
+        self, request: types.EndClaimRequest, *, deadline_s: float | None = None
+    ) -> types.EndClaimResponse:
         return await self._answer(self._peer.EndClaim, request, deadline_s or self._deadlines.settle)
 
     # --- answers ---
@@ -270,10 +244,10 @@ def failure_of(error: aio.AioRpcError, address: str) -> LlumletCallFailed:
     reason = next((str(value) for key, value in metadata if key == REASON_METADATA), None)
     if reason:
         try:
-            return LlumletError(parse_reason(reason), details, address)
+            return LlumletError(types.parse_reason(reason), details, address)
         except ValueError:
             unknown = f"{details} (reason {reason!r}, unknown to this version)"
-            return LlumletError(Reason.INTERNAL, unknown, address)
+            return LlumletError(types.Reason.INTERNAL, unknown, address)
     match error.code():
         case grpc.StatusCode.UNIMPLEMENTED:
             return NotALlumlet(address, f"the gRPC server there is not a llumlet ({details})")

@@ -8,7 +8,7 @@ import ssl
 from dataclasses import dataclass
 from typing import Final
 
-from llumlet.kinds import Kind
+from llumlet.kinds import Faulty, Kind
 from llumlet.secret_files import read_file
 from llumlet.settings import Group
 from llumlet.tokens import MIN_TOKEN_CHARACTERS
@@ -18,12 +18,8 @@ _TLS: Final = ("tls_cert", "tls_key", "tls_ca")
 _credentials = Group("credentials", "As the instances have them; the token may be an operator's.", "--llumlet-")
 
 
-class CredentialsError(ValueError):
-    """Credentials that cannot be used; `faults` holds every fault found, a sentence each. Never their contents."""
-
-    def __init__(self, faults: list[str]) -> None:
-        super().__init__("; ".join(faults))
-        self.faults = faults
+class CredentialsError(Faulty):
+    """Credentials that cannot be used. The faults never tell their contents."""
 
 
 @dataclass(frozen=True, slots=True)

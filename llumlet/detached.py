@@ -14,6 +14,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from llumlet.errors import LlumletError
+from llumlet.tasks import cancel
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -48,10 +49,7 @@ class DetachedCalls:
         """Give the calls `grace_s` seconds to end, then cancel them."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=grace_s)
-        for task in list(self._tasks):
-            task.cancel()
-        if self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(*self._tasks)
 
 
 def _log_failure(task: asyncio.Task[Any]) -> None:

@@ -24,7 +24,7 @@ _UNITS: Final = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class Faulty(ValueError):
-    """A text with several things wrong."""
+    """What may be wrong in several ways; `faults` holds every fault found, a sentence each."""
 
     def __init__(self, faults: list[str]) -> None:
         super().__init__("; ".join(faults))

@@ -25,7 +25,7 @@ from llumlet.credentials import NONE, Credentials
 from llumlet.redis_url import split_stores
 from llumlet.report_links import Link, LinkLost
 from llumlet.stores import open_link
-from llumlet.tasks import end
+from llumlet.tasks import end, post
 from llumlet.types import InstanceMetadata, InstanceStatus
 
 logger = logging.getLogger(__name__)
@@ -71,18 +71,12 @@ class Reporter:
     def changed(self) -> None:
         """Says that the load has changed. Any thread may; O(1), and nearly nothing while a change waits already."""
         if self._loop is not None and self._mark():
-            self._soon(self._wake)
+            post(self._loop, self._wake)
 
     def metadata_changed(self) -> None:
         """Says that the metadata has changed: an adapter was loaded, say. Any thread may."""
         if self._loop is not None:
-            self._soon(self._describe)
-
-    def _soon(self, function: Callable[[], None]) -> None:
-        assert self._loop is not None
-        # It may have been closed: the instance ends.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(function)
+            post(self._loop, self._describe)
 
     def _mark(self) -> bool:
         """Whether nobody else has woken the loop yet."""

@@ -15,47 +15,13 @@ from typing import Any, NoReturn, TypeVar
 from google.protobuf.message import Message
 from grpc import aio
 
-from llumlet import validation
+from llumlet import types, validation
 from llumlet.agent import Agent, Destination, Operator, Report
 from llumlet.detached import DetachedCalls
 from llumlet.errors import LlumletError
 from llumlet.proto import llumlet_pb2_grpc
 from llumlet.status_codes import REASON_METADATA
 from llumlet.terms import Terms
-from llumlet.types import (
-    AbortMigrateInRequest,
-    AbortMigrateInResponse,
-    AbortRequest,
-    AbortResponse,
-    AdoptRequest,
-    AdoptResponse,
-    ClaimRequest,
-    ClaimResponse,
-    CommitRequest,
-    CommitResponse,
-    CopyRoundRequest,
-    CopyRoundResponse,
-    DrainProgress,
-    DrainRequest,
-    EndClaimRequest,
-    EndClaimResponse,
-    GetInstanceMetadataRequest,
-    GetInstanceStatusRequest,
-    InstanceMetadata,
-    InstanceStatus,
-    ListRequestsRequest,
-    ListRequestsResponse,
-    MigrateEvent,
-    MigrateInRequest,
-    MigrateRequest,
-    MoveProgress,
-    MoveSummary,
-    Reason,
-    ReserveRequest,
-    ReserveResponse,
-    SettleRequest,
-    SettleResponse,
-)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -122,43 +88,49 @@ class LlumletServicer(_Calls, llumlet_pb2_grpc.LlumletServicer):
         self._agent = agent
         self._terms = Terms()
 
-    async def Migrate(self, request: MigrateRequest, context: Context) -> None:
+    async def Migrate(self, request: types.MigrateRequest, context: Context) -> None:
         faults = validation.migrate_faults(request)
         await self._stream(
             context, "Migrate", faults, lambda report: self._migrate(request, report), _progress, _summary
         )
 
-    async def _migrate(self, request: MigrateRequest, report: Report) -> MoveSummary:
+    async def _migrate(self, request: types.MigrateRequest, report: Report) -> types.MoveSummary:
         self._terms.check(request.leader_term)
         return await self._agent.migrate(request, report)
 
-    async def MigrateIn(self, request: MigrateInRequest, context: Context) -> None:
+    async def MigrateIn(self, request: types.MigrateInRequest, context: Context) -> None:
         faults = validation.migrate_in_faults(request)
         await self._stream(
             context, "MigrateIn", faults, lambda report: self._agent.migrate_in(request, report), _progress, _summary
         )
 
-    async def Drain(self, request: DrainRequest, context: Context) -> None:
+    async def Drain(self, request: types.DrainRequest, context: Context) -> None:
         faults = validation.drain_faults(request)
         await self._stream(
             context, "Drain", faults, lambda report: self._agent.drain(request, report), _itself, _itself
         )
 
-    async def Abort(self, request: AbortRequest, context: Context) -> AbortResponse:
+    async def Abort(self, request: types.AbortRequest, context: Context) -> types.AbortResponse:
         faults = validation.abort_faults(request)
         return await self._answer(context, "Abort", faults, lambda: self._agent.abort(request))
 
-    async def AbortMigrateIn(self, request: AbortMigrateInRequest, context: Context) -> AbortMigrateInResponse:
+    async def AbortMigrateIn(
+        self, request: types.AbortMigrateInRequest, context: Context
+    ) -> types.AbortMigrateInResponse:
         faults = validation.abort_migrate_in_faults(request)
         return await self._answer(context, "AbortMigrateIn", faults, lambda: self._agent.abort_migrate_in(request))
 
-    async def GetInstanceStatus(self, request: GetInstanceStatusRequest, context: Context) -> InstanceStatus:
+    async def GetInstanceStatus(
+        self, request: types.GetInstanceStatusRequest, context: Context
+    ) -> types.InstanceStatus:
         return await self._answer(context, "GetInstanceStatus", [], self._agent.get_instance_status)
 
-    async def GetInstanceMetadata(self, request: GetInstanceMetadataRequest, context: Context) -> InstanceMetadata:
+    async def GetInstanceMetadata(
+        self, request: types.GetInstanceMetadataRequest, context: Context
+    ) -> types.InstanceMetadata:
         return await self._answer(context, "GetInstanceMetadata", [], self._agent.get_instance_metadata)
 
-    async def ListRequests(self, request: ListRequestsRequest, context: Context) -> ListRequestsResponse:
+    async def ListRequests(self, request: types.ListRequestsRequest, context: Context) -> types.ListRequestsResponse:
         return await self._answer(context, "ListRequests", [], self._agent.list_requests)
 
 
@@ -167,34 +139,34 @@ class PeerServicer(_Calls, llumlet_pb2_grpc.PeerServicer):
         super().__init__(calls)
         self._agent = agent
 
-    async def Reserve(self, request: ReserveRequest, context: Context) -> ReserveResponse:
+    async def Reserve(self, request: types.ReserveRequest, context: Context) -> types.ReserveResponse:
         faults = validation.reserve_faults(request)
         return await self._answer(context, "Reserve", faults, lambda: self._agent.reserve(request))
 
-    async def CopyRound(self, request: CopyRoundRequest, context: Context) -> CopyRoundResponse:
+    async def CopyRound(self, request: types.CopyRoundRequest, context: Context) -> types.CopyRoundResponse:
         faults = validation.copy_round_faults(request)
         return await self._answer(context, "CopyRound", faults, lambda: self._agent.copy_round(request))
 
-    async def Commit(self, request: CommitRequest, context: Context) -> CommitResponse:
+    async def Commit(self, request: types.CommitRequest, context: Context) -> types.CommitResponse:
         faults = validation.commit_faults(request)
         return await self._answer(context, "Commit", faults, lambda: self._agent.commit(request))
 
-    async def Withdraw(self, request: SettleRequest, context: Context) -> SettleResponse:
+    async def Withdraw(self, request: types.SettleRequest, context: Context) -> types.SettleResponse:
         return await self._settle(context, "Withdraw", request, self._agent.withdraw)
 
-    async def Cancel(self, request: SettleRequest, context: Context) -> SettleResponse:
+    async def Cancel(self, request: types.SettleRequest, context: Context) -> types.SettleResponse:
         return await self._settle(context, "Cancel", request, self._agent.cancel)
 
-    async def Abort(self, request: SettleRequest, context: Context) -> SettleResponse:
+    async def Abort(self, request: types.SettleRequest, context: Context) -> types.SettleResponse:
         return await self._settle(context, "Peer.Abort", request, self._agent.abort_handover)
 
-    async def Close(self, request: SettleRequest, context: Context) -> SettleResponse:
+    async def Close(self, request: types.SettleRequest, context: Context) -> types.SettleResponse:
         return await self._settle(context, "Close", request, self._agent.close_handover)
 
-    async def Query(self, request: SettleRequest, context: Context) -> SettleResponse:
+    async def Query(self, request: types.SettleRequest, context: Context) -> types.SettleResponse:
         return await self._settle(context, "Query", request, self._agent.query)
 
-    async def Adopt(self, request: AdoptRequest, context: Context) -> AdoptResponse:
+    async def Adopt(self, request: types.AdoptRequest, context: Context) -> types.AdoptResponse:
         faults = validation.adopt_faults(request)
         given_up = asyncio.Event()
         try:
@@ -203,11 +175,11 @@ class PeerServicer(_Calls, llumlet_pb2_grpc.PeerServicer):
             given_up.set()
             raise
 
-    async def Claim(self, request: ClaimRequest, context: Context) -> ClaimResponse:
+    async def Claim(self, request: types.ClaimRequest, context: Context) -> types.ClaimResponse:
         faults = validation.claim_faults(request)
         return await self._answer(context, "Claim", faults, lambda: self._agent.claim(request))
 
-    async def EndClaim(self, request: EndClaimRequest, context: Context) -> EndClaimResponse:
+    async def EndClaim(self, request: types.EndClaimRequest, context: Context) -> types.EndClaimResponse:
         faults = validation.end_claim_faults(request)
         return await self._answer(context, "EndClaim", faults, lambda: self._agent.end_claim(request))
 
@@ -215,9 +187,9 @@ class PeerServicer(_Calls, llumlet_pb2_grpc.PeerServicer):
         self,
         context: Context,
         name: str,
-        request: SettleRequest,
-        call: Callable[[SettleRequest], Coroutine[Any, Any, SettleResponse]],
-    ) -> SettleResponse:
+        request: types.SettleRequest,
+        call: Callable[[types.SettleRequest], Coroutine[Any, Any, types.SettleResponse]],
+    ) -> types.SettleResponse:
         return await self._answer(context, name, validation.settle_faults(request), lambda: call(request))
 
 
@@ -229,26 +201,26 @@ def add_services(agent: Agent, server: aio.Server) -> DetachedCalls:
     return calls
 
 
-def _progress(progress: MoveProgress) -> MigrateEvent:
-    return MigrateEvent(progress=progress)
+def _progress(progress: types.MoveProgress) -> types.MigrateEvent:
+    return types.MigrateEvent(progress=progress)
 
 
-def _summary(summary: MoveSummary) -> MigrateEvent:
-    return MigrateEvent(summary=summary)
+def _summary(summary: types.MoveSummary) -> types.MigrateEvent:
+    return types.MigrateEvent(summary=summary)
 
 
-def _itself(progress: DrainProgress) -> DrainProgress:
+def _itself(progress: types.DrainProgress) -> types.DrainProgress:
     return progress
 
 
 def _invalid(faults: list[str]) -> LlumletError:
-    return LlumletError(Reason.INVALID_REQUEST, "; ".join(faults))
+    return LlumletError(types.Reason.INVALID_REQUEST, "; ".join(faults))
 
 
 async def _outcome(context: Context, task: asyncio.Task[T]) -> T:  # noqa: RET503 - `refuse` never returns
     """The result of a `task` that is done; what it raised instead ends the call."""
     if task.cancelled():
-        await refuse(context, LlumletError(Reason.SHUTTING_DOWN, "the llumlet is shutting down"))
+        await refuse(context, LlumletError(types.Reason.SHUTTING_DOWN, "the llumlet is shutting down"))
     match task.exception():
         case None:
             return task.result()
@@ -258,7 +230,7 @@ async def _outcome(context: Context, task: asyncio.Task[T]) -> T:  # noqa: RET50
             # The only place where an unforeseen exception of the agent may end.
             logger.error("%s failed", task.get_name(), exc_info=error)
             detail = f"{type(error).__name__}: {error} (the instance's log has the traceback)"
-            await refuse(context, LlumletError(Reason.INTERNAL, detail))
+            await refuse(context, LlumletError(types.Reason.INTERNAL, detail))
 
 
 async def refuse(context: Context, error: LlumletError) -> NoReturn:

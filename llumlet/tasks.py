@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks that go on whatever happens, tasks that run by themselves, and the end of tasks that call libraries."""
+"""Tasks that go on whatever happens, tasks that run by themselves, the end of tasks, and calls from other threads."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, NoReturn
@@ -25,9 +26,23 @@ async def keep_running(name: str, run: Callable[[], Awaitable[None]]) -> NoRetur
         await asyncio.sleep(_RESTART_S)
 
 
+def post(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object) -> None:
+    """Call `function` soon on `loop`, or never if that is closed, as another thread may do at any moment. Any thread;
+    never blocks."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function, *args)
+
+
+async def cancel(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel `tasks`, and wait until they have ended, which may take them a while; what they raised is dropped."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def end(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel `tasks` until they are done; what they raised is dropped. Once is not always enough: a client library may
-    take the cancellation for an error of its connection, and its caller would go on."""
+    """As `cancel`, again and again. Once is not always enough: a client library may take the cancellation for an error
+    of its connection, and its caller would go on."""
     pending = {task for task in tasks if not task.done()}
     while pending:
         for task in pending:

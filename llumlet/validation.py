@@ -11,40 +11,23 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from llumlet import types
 from llumlet.protocol.selection import Unit, value_fault
-from llumlet.types import (
-    AbortMigrateInRequest,
-    AbortRequest,
-    Address,
-    AdoptRequest,
-    ClaimRequest,
-    CommitRequest,
-    CopyRoundRequest,
-    DrainRequest,
-    EndClaimRequest,
-    Handover,
-    MigrateInRequest,
-    MigrateRequest,
-    MigrationReqPolicy,
-    MigrationType,
-    Mode,
-    ReserveRequest,
-    SettleRequest,
-)
+from llumlet.types import Address
 
 MAX_ID_CHARACTERS = 64 << 10
 """Length limit of an id: a client names its request in an HTTP header, which may be about as long."""
 MAX_BLOCK_ID = 2**31 - 1
 
 _VALUE_FIELD = {
-    MigrationType.NUM_REQ: "num_reqs",
-    MigrationType.TOKEN: "num_tokens",
-    MigrationType.RATIO: "kv_cache_usage_ratio",
+    types.MigrationType.NUM_REQ: "num_reqs",
+    types.MigrationType.TOKEN: "num_tokens",
+    types.MigrationType.RATIO: "kv_cache_usage_ratio",
 }
-_METHODS = {Mode.MODE_UNSPECIFIED, Mode.LIVE, Mode.BLOCKING, Mode.RECOMPUTE}
+_METHODS = {types.Mode.MODE_UNSPECIFIED, types.Mode.LIVE, types.Mode.BLOCKING, types.Mode.RECOMPUTE}
 
 
-def migrate_faults(request: MigrateRequest) -> list[str]:
+def migrate_faults(request: types.MigrateRequest) -> list[str]:
     faults = []
     if not request.dst_engine_id:
         faults.append("dst_engine_id is empty")
@@ -55,56 +38,44 @@ def migrate_faults(request: MigrateRequest) -> list[str]:
     return faults + _selection_faults(request)
 
 
-def drain_faults(request: DrainRequest) -> list[str]:
-    faults = []
-    for destination in request.destinations:
-        try:
-            Address.parse(destination)
-        except ValueError as error:
-            faults.append(f"destinations: {error}")
+def drain_faults(request: types.DrainRequest) -> list[str]:
+    faults = [fault for destination in request.destinations for fault in _address_faults("destinations", destination)]
     if not (math.isfinite(request.timeout_s) and request.timeout_s >= 0):
         faults.append(f"timeout_s {request.timeout_s} is not a time in seconds")
     return faults
 
 
-def migrate_in_faults(request: MigrateInRequest) -> list[str]:
-    faults = []
-    try:
-        Address.parse(request.src_address)
-    except ValueError as error:
-        faults.append(f"src_address: {error}")
+def migrate_in_faults(request: types.MigrateInRequest) -> list[str]:
+    faults = _address_faults("src_address", request.src_address)
     if not request.HasField("request"):
         return [*faults, "request is missing"]
     return faults + [f"request.{fault}" for fault in _selection_faults(request.request)]
 
 
-def abort_faults(request: AbortRequest) -> list[str]:
+def abort_faults(request: types.AbortRequest) -> list[str]:
     return _id_faults("request_ids", request.request_ids, required=True)
 
 
-def abort_migrate_in_faults(request: AbortMigrateInRequest) -> list[str]:
+def abort_migrate_in_faults(request: types.AbortMigrateInRequest) -> list[str]:
     if not request.migration_ids and not request.request_ids:
         return ["neither migration_ids nor request_ids are given"]
     return _id_faults("migration_ids", request.migration_ids) + _id_faults("request_ids", request.request_ids)
 
 
-def reserve_faults(request: ReserveRequest) -> list[str]:
+def reserve_faults(request: types.ReserveRequest) -> list[str]:
     faults = _handover_faults(request.handover, reserved=False)
     for field in ("src_engine_id", "dst_engine_id", "request_state"):
         if not getattr(request, field):
             faults.append(f"{field} is empty")
     for field in ("src_engine_id", "dst_engine_id", "src_address"):
         faults += _length_faults(field, getattr(request, field))
-    try:
-        Address.parse(request.src_address)
-    except ValueError as error:
-        faults.append(f"src_address: {error}")
-    if request.method not in _METHODS | {Mode.WAITING}:
+    faults += _address_faults("src_address", request.src_address)
+    if request.method not in _METHODS | {types.Mode.WAITING}:
         faults.append(f"method {request.method} is not a way to move a request")
     return faults
 
 
-def copy_round_faults(request: CopyRoundRequest) -> list[str]:
+def copy_round_faults(request: types.CopyRoundRequest) -> list[str]:
     faults = _handover_faults(request.handover)
     if request.from_block > request.to_block:
         faults.append(f"blocks [{request.from_block}, {request.to_block}) run backwards")
@@ -114,14 +85,14 @@ def copy_round_faults(request: CopyRoundRequest) -> list[str]:
     return faults + _block_id_faults(request.block_ids)
 
 
-def commit_faults(request: CommitRequest) -> list[str]:
+def commit_faults(request: types.CommitRequest) -> list[str]:
     faults = _handover_faults(request.handover)
     if (request.epoch.term, request.epoch.hop) <= (0, 0):
         faults.append("epoch must be above 0.0, at which a request is born")
     return faults + _block_id_faults(request.block_ids)
 
 
-def adopt_faults(request: AdoptRequest) -> list[str]:
+def adopt_faults(request: types.AdoptRequest) -> list[str]:
     faults = []
     if not request.request_state:
         faults.append("request_state is empty")
@@ -129,30 +100,27 @@ def adopt_faults(request: AdoptRequest) -> list[str]:
         faults.append("epoch must have a term above 0, which only an origin raises")
     if request.HasField("holder"):
         faults += _name_faults("holder", request.holder, ["instance_id", "incarnation"])
-        try:
-            Address.parse(request.holder.address)
-        except ValueError as error:
-            faults.append(f"holder.address: {error}")
+        faults += _address_faults("holder.address", request.holder.address)
     return faults
 
 
-def claim_faults(request: ClaimRequest) -> list[str]:
+def claim_faults(request: types.ClaimRequest) -> list[str]:
     faults = _name_faults("", request, ["request_id", "incarnation"])
     if request.epoch.term == 0:
         faults.append("epoch must have a term above 0: only a request that its origin took away can be claimed")
     return faults
 
 
-def end_claim_faults(request: EndClaimRequest) -> list[str]:
+def end_claim_faults(request: types.EndClaimRequest) -> list[str]:
     return _name_faults("", request, ["claim_id"])
 
 
-def settle_faults(request: SettleRequest) -> list[str]:
+def settle_faults(request: types.SettleRequest) -> list[str]:
     # A reservation whose answer never came is settled without knowing the destination's life.
     return _handover_faults(request.handover, reserved=False)
 
 
-def _selection_faults(request: MigrateRequest) -> list[str]:
+def _selection_faults(request: types.MigrateRequest) -> list[str]:
     faults = [] if request.src_engine_id else ["src_engine_id is empty"]
     faults += _id_faults("request_ids", request.request_ids)
     value = request.WhichOneof("value")
@@ -170,18 +138,18 @@ def _selection_faults(request: MigrateRequest) -> list[str]:
     return faults
 
 
-def _rule_faults(request: MigrateRequest, value: str | None) -> list[str]:
+def _rule_faults(request: types.MigrateRequest, value: str | None) -> list[str]:
     faults = []
-    if request.migration_req_policy not in MigrationReqPolicy.values()[1:]:
-        known = ", ".join(MigrationReqPolicy.keys()[1:])
+    if request.migration_req_policy not in types.MigrationReqPolicy.values()[1:]:
+        known = ", ".join(types.MigrationReqPolicy.keys()[1:])
         faults.append(f"migration_req_policy {request.migration_req_policy} is not one of {known}")
     field = _VALUE_FIELD.get(request.migration_type)
     if field is None:
-        known = ", ".join(MigrationType.keys()[1:])
+        known = ", ".join(types.MigrationType.keys()[1:])
         faults.append(f"migration_type {request.migration_type} is not one of {known}")
     elif value != field:
-        faults.append(f"{MigrationType.Name(request.migration_type)} needs {field}, not {value or 'nothing'}")
-    elif fault := value_fault(Unit(MigrationType.Name(request.migration_type)), getattr(request, field)):
+        faults.append(f"{types.MigrationType.Name(request.migration_type)} needs {field}, not {value or 'nothing'}")
+    elif fault := value_fault(Unit(types.MigrationType.Name(request.migration_type)), getattr(request, field)):
         faults.append(f"{field} {fault}")
     return faults
 
@@ -199,7 +167,7 @@ def _block_id_faults(block_ids: Sequence[int]) -> list[str]:
     return [f"block id {max(block_ids)} is too large"] if block_ids and max(block_ids) > MAX_BLOCK_ID else []
 
 
-def _handover_faults(handover: Handover, *, reserved: bool = True) -> list[str]:
+def _handover_faults(handover: types.Handover, *, reserved: bool = True) -> list[str]:
     fields = ["migration_id", "request_id", "src_incarnation"]
     if reserved:
         fields.append("dst_incarnation")
@@ -211,6 +179,14 @@ def _name_faults(where: str, message: object, fields: Iterable[str]) -> list[str
     names = {f"{where}.{field}".removeprefix("."): getattr(message, field) for field in fields}
     faults = [f"{field} is empty" for field, text in names.items() if not text]
     return faults + [fault for field, text in names.items() for fault in _length_faults(field, text)]
+
+
+def _address_faults(field: str, text: str) -> list[str]:
+    try:
+        Address.parse(text)
+    except ValueError as error:
+        return [f"{field}: {error}"]
+    return []
 
 
 def _length_faults(field: str, text: str) -> list[str]:

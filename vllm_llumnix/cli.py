@@ -18,11 +18,11 @@ from rich.table import Table
 from vllm_llumnix import __version__, doctor
 from vllm_llumnix.errors import PatchError
 from vllm_llumnix.patching import contract, disk, rebase
+from vllm_llumnix.patching.contract import Kept
 from vllm_llumnix.patching.installed import FileState, Installed, examine, find_vllm
-from vllm_llumnix.patching.release import Release, installed_release, open_release, reader_of
+from vllm_llumnix.patching.release import Release, open_release, reader_of
 from vllm_llumnix.patching.seam import absent
 from vllm_llumnix.patching.series import Patch, Series, available, directory_of, load, root
-from vllm_llumnix.patching.state import Held, holds
 from vllm_llumnix.seams import ALL
 
 _EPILOG = """exit codes:
@@ -114,20 +114,20 @@ def _add(
 
 def _check(args: argparse.Namespace) -> ExitCode:
     found = _found(args)
-    held = None
+    kept = None
     if found.problem is None and found.series is not None and found.root is not None:
         # The hashes say that the files are right; this says it of the series.
         for path in found.series.files:
             found.patched(path, (found.root / path).read_bytes())
-        held = holds(found)
+        kept = found.kept()
     if args.json:
-        _print_json(_as_json(found, held))
+        _print_json(_as_json(found, kept))
     else:
         console = Console(highlight=False)
         if found.files:
             console.print(_files_table(found))
-        console.print(_verdict(found, held), soft_wrap=True, markup=False)
-    return ExitCode.PROBLEM if found.problem or (held and held.problem) else ExitCode.OK
+        console.print(_verdict(found, kept), soft_wrap=True, markup=False)
+    return ExitCode.PROBLEM if found.problem or (kept and kept.problem) else ExitCode.OK
 
 
 def _show(args: argparse.Namespace) -> ExitCode:
@@ -162,7 +162,7 @@ def _export(args: argparse.Namespace) -> ExitCode:
 
 def _contract(args: argparse.Namespace) -> ExitCode:
     found = _found(args)
-    release = installed_release(found)
+    release = found.as_released()
     assert found.series is not None
     assert found.root is not None
     directory = directory_of(found.series.version)
@@ -181,7 +181,7 @@ def _contract(args: argparse.Namespace) -> ExitCode:
 def _seams(args: argparse.Namespace) -> ExitCode:
     if args.release is not None:
         release = open_release(args.release)
-        missing = absent(ALL, lambda path: release.text_or_nothing(path).encode())
+        missing = absent(ALL, release.text_or_nothing)
     else:
         found = examine(find_vllm())
         if found.root is None:
@@ -208,7 +208,7 @@ def _rebase(args: argparse.Namespace) -> ExitCode:
         _print_json(asdict(report) | {"written": report.written and str(report.written)})
     else:
         print("\n".join(rebase.describe(report, source)))
-        for row in absent(ALL, lambda path: release.text_or_nothing(path).encode()):
+        for row in absent(ALL, release.text_or_nothing):
             print(f"missing: {row.name} ({row.path}), {row.kind} at run time: {row.why}")
     return ExitCode.OK if report.written else ExitCode.PROBLEM
 
@@ -220,7 +220,7 @@ def _before(args: argparse.Namespace, source: Path) -> Release | None:
     found = examine(find_vllm())
     if found.problem is not None or found.series is None or found.series.version != contract.load(source).version:
         return None
-    return installed_release(found)
+    return found.as_released()
 
 
 def _report(args: argparse.Namespace, paths: list[str], verb: str, nothing: str) -> ExitCode:
@@ -251,8 +251,8 @@ def _named(series: Series, name: str) -> Patch:
     raise PatchError(f"there is no patch {name!r} for vLLM {series.version}: see `vllm-llumnix patch show`")
 
 
-def _verdict(found: Installed, held: Held | None) -> str:
-    problem = found.problem or (held and held.problem)
+def _verdict(found: Installed, kept: Kept | None) -> str:
+    problem = found.problem or (kept and kept.problem)
     if problem or found.series is None:
         return f"vLLM {found.version or '-'}: not usable with --enable-llumlet. {problem}"
     how = "patched on disk" if found.on_disk else "patched in memory when it is imported"
@@ -260,7 +260,7 @@ def _verdict(found: Installed, held: Held | None) -> str:
         how = f"patched, adapted: {', '.join(sorted(found.adapted))}; only with --llumlet-adapt"
     count = f"{len(found.series.patches)} patches in {len(found.files)} files"
     verdict = f"vLLM {found.version}: {count} fit without fuzz, series {found.digest}; {how}"
-    return "\n".join([verdict, *(f"warning: {one}" for one in held.differences)] if held else [verdict])
+    return "\n".join([verdict, *(f"warning: {one}" for one in kept.differences)] if kept else [verdict])
 
 
 def _files_table(found: Installed) -> Table:
@@ -282,7 +282,7 @@ def _patches_table(series: Series) -> Table:
     return table
 
 
-def _as_json(found: Installed, held: Held | None) -> dict[str, Any]:
+def _as_json(found: Installed, kept: Kept | None) -> dict[str, Any]:
     return {
         "version": found.version,
         "root": None if found.root is None else str(found.root),
@@ -290,8 +290,8 @@ def _as_json(found: Installed, held: Held | None) -> dict[str, Any]:
         "series": found.series.version if found.series is not None else None,
         "files": found.files,
         "on_disk": found.on_disk,
-        "differences": [asdict(one) for one in held.differences] if held else [],
-        "problem": found.problem or (held and held.problem),
+        "differences": [asdict(one) for one in kept.differences] if kept else [],
+        "problem": found.problem or (kept and kept.problem),
     }
 
 

@@ -17,12 +17,13 @@ import re
 import socket
 import uuid
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
 from llumlet import kinds, setting_sources, settings
 from llumlet.credential_files import CredentialFiles, CredentialsError
+from llumlet.credentials import Credentials
 from llumlet.kinds import MARK, Kind
 from llumlet.protocol.infer_type import InferType
 from llumlet.redis_url import REDIS_SCHEMES, RedisUrl, split_stores
@@ -32,11 +33,8 @@ from llumlet.settings import Group
 from vllm_llumnix.errors import ConfigError
 from vllm_llumnix.hosts import address_of_interface, reachable_host
 from vllm_llumnix.kv.settings import UNLIMITED, Limit, MooncakeSettings, WorkerSettings
+from vllm_llumnix.reach import Reach
 from vllm_llumnix.switch import CONFIG_VARIABLE
-
-if TYPE_CHECKING:
-    from llumlet.credentials import Credentials
-    from vllm_llumnix.reach import Reach
 
 INSTANCE_TYPES = tuple(map(str, InferType))
 TRANSPORTS = ("auto", "local", "tcp", "mooncake")
@@ -233,8 +231,6 @@ class LlumletConfig(CredentialFiles):
 
     def credentials(self) -> Credentials:
         """Read anew by each process: the contents are not handed down. Raises CredentialsError."""
-        from llumlet.credentials import Credentials
-
         return Credentials.load(self)
 
     @property
@@ -278,8 +274,6 @@ class LlumletConfig(CredentialFiles):
     @property
     def reaches(self) -> Reach:
         """What addresses in messages are worth: see `Reach`."""
-        from vllm_llumnix.reach import Reach
-
         return Reach(anywhere=self.authenticated or self.insecure, keys=bool(self.token_file))
 
     @property
@@ -414,8 +408,6 @@ def _cms_faults(config: LlumletConfig) -> list[str]:
 
 
 def _mooncake_faults(config: LlumletConfig, reading: Reading) -> Iterator[str]:
-    from vllm_llumnix.reach import Reach
-
     if config.transport not in ("auto", "mooncake"):
         if given := [reading.given[flag] for flag in _OF_MOONCAKE if flag in reading.given]:
             yield f"{', '.join(given)} needs --llumlet-transport auto or mooncake"

@@ -18,7 +18,6 @@ from vllm_llumnix.kv.mooncake import why_not_installed
 from vllm_llumnix.patching.installed import examine, find_vllm
 from vllm_llumnix.patching.release import reader_of
 from vllm_llumnix.patching.seam import absent
-from vllm_llumnix.patching.state import holds
 from vllm_llumnix.seams import ALL
 
 _MODULES = ("grpc", "grpc_health", "grpc_reflection", "google.protobuf", "msgspec", "numpy", "zmq", "torch")
@@ -89,10 +88,10 @@ def functions(*, adapt: bool = False) -> Check:
     found = examine(find_vllm(), adapt=adapt)
     if found.problem or found.series is None:
         return Check(name, "unknown: no patch series fits")
-    held = holds(found)
-    if held.differences or held.problem:
-        differing = "; ".join(map(str, held.differences)) or "unknown"
-        return Check(name, f"not as in {found.series.version}: {differing}", held.problem or "")
+    kept = found.kept()
+    if kept.differences or kept.problem:
+        differing = "; ".join(map(str, kept.differences)) or "unknown"
+        return Check(name, f"not as in {found.series.version}: {differing}", kept.problem or "")
     return Check(name, f"as in {found.series.version}")
 
 

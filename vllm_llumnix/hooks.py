@@ -43,17 +43,17 @@ def resolve_args(args: argparse.Namespace) -> None:
 
     from vllm_llumnix import config
     from vllm_llumnix.errors import ConfigError
-    from vllm_llumnix.patching import importer
+    from vllm_llumnix.patching import state
 
     if getattr(args, "llumlet_resolved", False):
         return
     try:
         resolved = config.config_from_args(args)
         if resolved is not None:
-            state = importer.state()
-            if state.problem:
-                raise ConfigError([f"--enable-llumlet: {state.problem}"])
-            for remark in state.remarks:
+            patched = state.current()
+            if patched.problem:
+                raise ConfigError([f"--enable-llumlet: {patched.problem}"])
+            for remark in patched.remarks:
                 logging.getLogger("vllm.llumnix").warning("llumlet: %s", remark)
     except ConfigError as error:
         print("vllm: error:", "\n  ".join(error.faults), file=sys.stderr)
@@ -107,9 +107,9 @@ def ends_with_engine(engine_manager: Any) -> bool:
 def ready_digest() -> str | None:
     if not enabled():
         return None
-    from vllm_llumnix.patching import importer
+    from vllm_llumnix.patching import state
 
-    return importer.state().digest
+    return state.current().digest
 
 
 def attach_engine(engine: Any) -> EngineLoop | None:

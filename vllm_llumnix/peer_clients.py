@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections to other llumlets: every call that this process makes to one begins here."""
+"""Connections to other llumlets: every call that this process makes to one begins here, but for `frontend.deaths`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ MAX_CLIENTS = 256
 
 
 class PeerClients:
-    """A client for each llumlet, kept from one call to the next. On the event loop that is running when it is made."""
+    """A client for each llumlet, kept from one call to the next. On one event loop, which need not run yet."""
 
     def __init__(self, credentials: Credentials, reach: Reach) -> None:
         self._credentials = credentials
         self._reach = reach
         self._clients: OrderedDict[Address, LlumletClient] = OrderedDict()
 
-    def at(self, address: Address) -> LlumletClient:
-        """The client of the llumlet at `address`. Raises LlumletError(address_refused) if it is not to be called."""
+    def at(self, address: str | Address) -> LlumletClient:
+        """The client of the llumlet at `address` (HOST:PORT). Raises LlumletError(address_refused) if it is not to be
+        called, ValueError for an address that is none."""
+        address = address if isinstance(address, Address) else Address.parse(address)
         client = self._clients.get(address)
         if client is None:
             if (problem := self._reach.why_not(address.host)) is not None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from vllm.sampling_params import SamplingParams
 
@@ -31,6 +33,25 @@ class RequestState(msgspec.Struct, frozen=True):
     structured_backend: str | None = None
     reasoning_ended: bool | None = None
     num_preemptions: int = 0
+
+
+def state_from(request: Any, **rest: Any) -> RequestState:
+    """The state of vLLM's `Request` or `EngineCoreRequest`: what both say alike, and `rest`, the fields for which only
+    the caller knows where to look."""
+    params, adapter = request.sampling_params, request.lora_request
+    return RequestState(
+        request_id=request.request_id,
+        prompt_token_ids=list(request.prompt_token_ids or ()),
+        sampling_params=encode_params(params),
+        arrival_time=request.arrival_time,
+        priority=request.priority,
+        lora_name=adapter.lora_name if adapter else None,
+        cache_salt=request.cache_salt,
+        trace_headers=dict(request.trace_headers) if request.trace_headers else None,
+        session_id=request.session_id,
+        structured_backend=params.structured_outputs._backend if params.structured_outputs else None,
+        **rest,
+    )
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -129,7 +129,7 @@ class FreeCache(msgspec.Struct, frozen=True):
 
 
 class AnswerAdopt(msgspec.Struct, frozen=True):
-    with_cache: bool
+    """The request is this engine's now."""
 
 
 class RefuseAdopt(msgspec.Struct, frozen=True):
@@ -204,7 +204,7 @@ class Adoption(Machine[State, AdoptionEvent, AdoptionEffect]):
         return [AddRequest(with_cache=True)]
 
     def _answer(self, event: RequestAdded) -> list[AdoptionEffect]:
-        return [AnswerAdopt(self._has_cache)]
+        return [AnswerAdopt()]
 
     def _free(self) -> list[AdoptionEffect]:
         return [FreeCache()] if self._has_cache else []

@@ -262,7 +262,7 @@ class Destination(Machine[State, ev.DestinationEvent, do.DestinationEffect]):
                 open_calls = [do.AnswerCommit(Settlement.BARRED, reason, detail)]
         return [*open_calls, *self._clear_lease()]
 
-    def _release(self) -> list[Effect]:
+    def _let_go(self) -> list[Effect]:
         """What lets go of the blocks, now or as soon as what is under way has ended."""
         if self.state is State.RESERVED:
             return [do.FreeReservation()]
@@ -271,7 +271,7 @@ class Destination(Machine[State, ev.DestinationEvent, do.DestinationEffect]):
         return []
 
     def _failed(self, event: ev.PullFailed | ev.CancelRequested | ev.Revoked) -> list[Effect]:
-        return [*self._release(), *self._bar(event.reason, event.detail)]
+        return [*self._let_go(), *self._bar(event.reason, event.detail)]
 
     def _not_reserved(self, event: ev.ReserveFailed) -> list[Effect]:
         return self._bar(event.reason, event.detail)
@@ -286,10 +286,10 @@ class Destination(Machine[State, ev.DestinationEvent, do.DestinationEffect]):
         return [*self._bar(Reason.LEASE_EXPIRED, "the copy ended after its lease"), do.FreeReservation()]
 
     def _lease_ran_out(self, event: ev.TimerFired) -> list[Effect]:
-        return [*self._release(), *self._bar(Reason.LEASE_EXPIRED, f"while {self.state}")]
+        return [*self._let_go(), *self._bar(Reason.LEASE_EXPIRED, f"while {self.state}")]
 
     def _bad_commit(self, event: ev.CommitRequested) -> list[Effect]:
-        bar = [*self._release(), *self._bar(Reason.INVALID_REQUEST, f"{event} while {self.state}")]
+        bar = [*self._let_go(), *self._bar(Reason.INVALID_REQUEST, f"{event} while {self.state}")]
         return [*bar, do.AnswerCommit(Settlement.BARRED, self.reason, self.detail)]
 
     def _withdraw(self, event: ev.WithdrawRequested) -> list[Effect]:
@@ -302,7 +302,7 @@ class Destination(Machine[State, ev.DestinationEvent, do.DestinationEffect]):
         return self._bar_for(Call.ABORT, Reason.REQUEST_ABORTED, "")
 
     def _bar_for(self, call: Call, reason: Reason, detail: str) -> list[Effect]:
-        return [*self._release(), *self._bar(reason, detail), do.AnswerSettle(call, Settlement.BARRED, reason)]
+        return [*self._let_go(), *self._bar(reason, detail), do.AnswerSettle(call, Settlement.BARRED, reason)]
 
     def _revoke_late(self, event: ev.TimerFired) -> list[Effect]:
         return [do.RevokeAdmit()]

@@ -68,12 +68,12 @@ SCRIPT: tuple[tuple[str, ev.Event], ...] = (
     ("D", ev.ReserveRequested()),
     ("D", ev.BlocksReserved(hit_blocks=2, num_blocks=10)),
     ("S", ev.Reserved(hit_blocks=2, lease_s=30.0, incarnation="D1")),
-    ("S", ev.Snapshot(frontier_blocks=9, num_tokens=310)),
+    ("S", ev.BlocksPinned(frontier_blocks=9, num_tokens=310)),
     ("D", ev.RoundRequested(round=1, from_block=2, to_block=9, num_tokens=310)),
     ("D", ev.Grown(num_blocks=12)),
     ("D", ev.PullDone(job=1, num_bytes=7 << 20, seconds=0.01)),
     ("S", ev.RoundDone(round=1, num_bytes=7 << 20, seconds=0.01)),
-    ("S", ev.Snapshot(frontier_blocks=10, num_tokens=322)),
+    ("S", ev.BlocksPinned(frontier_blocks=10, num_tokens=322)),
     ("S", ev.Frozen(num_tokens=323, computed_tokens=322, num_blocks=11, base=123)),
     ("D", ev.CommitRequested(epoch=Epoch(0, 1), base=123, computed_tokens=322, from_block=9, num_blocks=11)),
     ("D", ev.PullDone(job=2, num_bytes=2 << 20, seconds=0.003)),
@@ -109,7 +109,7 @@ def _arrow(effect: do.Effect) -> list[str]:
             return ["S->>D: Reserve"]
         case do.AnswerReserve(hit_blocks=hits, lease_s=lease):
             return [f"D-->>S: {hits} blocks hit, lease {lease:.0f} s"]
-        case do.TakeSnapshot(from_block=start):
+        case do.PinBlocks(from_block=start):
             return [f"S->>S: pin the final blocks from {start} on"]
         case do.SendRound(round=number, from_block=start, to_block=end):
             return [f"S->>D: Round {number}: blocks [{start}, {end})"]

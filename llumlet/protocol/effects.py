@@ -90,14 +90,14 @@ class AskFence(msgspec.Struct, frozen=True):
 # Source: the loop
 
 
-class TakeSnapshot(msgspec.Struct, frozen=True):
-    """Pin the final full blocks from `from_block` on. Answered by Snapshot or SnapshotFailed."""
+class PinBlocks(msgspec.Struct, frozen=True):
+    """Pin the final full blocks from `from_block` on. Answered by BlocksPinned or PinFailed."""
 
     from_block: int
 
 
 class Freeze(msgspec.Struct, frozen=True):
-    """Stop scheduling the request, let a step in flight drain, pin all blocks. Answered by Frozen or SnapshotFailed."""
+    """Stop scheduling the request, let a step in flight drain, pin all blocks. Answered by Frozen or PinFailed."""
 
 
 class Unfreeze(msgspec.Struct, frozen=True):
@@ -110,7 +110,7 @@ class Unfreeze(msgspec.Struct, frozen=True):
 
 
 class Unpin(msgspec.Struct, frozen=True):
-    """Give every pin of this migration back, also of a snapshot or freeze that is still under way."""
+    """Give every pin of this migration back, also one that is still under way."""
 
 
 class Release(msgspec.Struct, frozen=True):
@@ -225,7 +225,7 @@ SourceEffect = (
     | SendAbort
     | SendClose
     | AskFence
-    | TakeSnapshot
+    | PinBlocks
     | Freeze
     | Unfreeze
     | Unpin

@@ -70,15 +70,15 @@ class Start(msgspec.Struct, frozen=True):
     """Begin."""
 
 
-class Snapshot(msgspec.Struct, frozen=True):
-    """`TakeSnapshot` was carried out: full blocks `[from_block, frontier_blocks)` hold final KV and are pinned."""
+class BlocksPinned(msgspec.Struct, frozen=True):
+    """`PinBlocks` was carried out: full blocks `[from_block, frontier_blocks)` hold final KV and are pinned."""
 
     frontier_blocks: int
     num_tokens: int
 
 
-class SnapshotFailed(msgspec.Struct, frozen=True):
-    """`TakeSnapshot` or `Freeze` could not be carried out; nothing was pinned or frozen."""
+class PinFailed(msgspec.Struct, frozen=True):
+    """`PinBlocks` or `Freeze` could not be carried out; nothing was pinned or frozen."""
 
     reason: Reason
     detail: str = ""
@@ -305,8 +305,8 @@ class Revoked(msgspec.Struct, frozen=True):
 
 SourceEvent = (
     Start
-    | Snapshot
-    | SnapshotFailed
+    | BlocksPinned
+    | PinFailed
     | Frozen
     | RequestGone
     | Reserved

@@ -65,7 +65,7 @@ class Delivery:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """`stale`: answer the sender with Release. `overflow`: the buffer is full and nothing was taken."""
+    """`stale`: answer the sender with Dismissal. `overflow`: the buffer is full and nothing was taken."""
 
     deliver: tuple[Delivery, ...] = ()
     stale: bool = False

@@ -10,9 +10,6 @@ import msgspec
 RequestId = NewType("RequestId", str)
 """vLLM's internal request id: the client's id plus eight random characters. The same on every engine."""
 
-InstanceId = NewType("InstanceId", str)
-"""One engine (an EngineCore process and its workers), unique in the cluster."""
-
 MigrationId = NewType("MigrationId", str)
 """One attempt to move one request, chosen by the source."""
 

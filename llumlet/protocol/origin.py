@@ -159,7 +159,7 @@ class Origin:
             if stream.owner is not None:
                 unwanted.setdefault(stream.owner, []).append((stream.request_id, stream.epoch))
         for owner, requests in unwanted.items():
-            self._release(owner, requests)
+            self._dismiss_all(owner, requests)
         return closed
 
     def cut(self, now: float) -> None:
@@ -191,7 +191,7 @@ class Origin:
                 taken = self.streams.take_batch(message, owner, self._gave_up, now)
                 self._deliver(taken.delivered, message.weight_version)
                 if taken.unwanted:
-                    self._effects.append(Send(identity, wire.Release(list(taken.unwanted.items()))))
+                    self._effects.append(Send(identity, wire.Dismissal(list(taken.unwanted.items()))))
             case wire.Heartbeat():
                 owner = self.owners.heard(identity, message.instance, message.incarnation, now)
                 owner.says(message.health)
@@ -335,12 +335,12 @@ class Origin:
 
     def _dismiss(self, stream: Stream, owner: Owner) -> None:
         """Tell an owner that may wake up, or live, that its epoch counts no more."""
-        self._release(owner, [(stream.request_id, stream.epoch)])
+        self._dismiss_all(owner, [(stream.request_id, stream.epoch)])
 
-    def _release(self, owner: Owner, requests: list[tuple[str, Epoch]]) -> None:
+    def _dismiss_all(self, owner: Owner, requests: list[tuple[str, Epoch]]) -> None:
         """One that has not been heard of yet is told when it is."""
         if owner.identity:
-            self._effects.append(Send(owner.identity, wire.Release(requests)))
+            self._effects.append(Send(owner.identity, wire.Dismissal(requests)))
 
     def _give_up(self, stream: Stream, why: str, explanation: str = "") -> None:
         self._effects.append(words.Log(why, words.Level.ERROR))

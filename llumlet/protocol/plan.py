@@ -36,7 +36,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     max_rounds: int = 16
     reserve_s: float = 10.0
     loop_s: float = 10.0
-    """The own loop's time for a snapshot, and for the freeze."""
+    """The own loop's time to pin blocks, and to freeze."""
     round_s: float = 30.0
     """More than the destination's lease is of no use: bytes that come later do not count."""
     commit_s: float = 2.5

@@ -20,10 +20,10 @@ Doubt is resolved by exactly one of three facts, asked for in this order:
 
 "Unknown migration" from D is not a no: the life of D that we spoke to may have committed, emitted and died.
 
-Rounds. While the request decodes, S takes snapshots (blocks whose KV is final, pinned) and has D copy them. A round
-counts when D reports it while the pin is held; then the pin goes back. Rounds end when at most one full block is left,
-or when a round leaves as much as it copied; what is left then must fit the stall budget. From Freeze to the settlement
-every block is pinned, because neither preemption nor an abort at S may take the bytes from under D's last pull.
+Rounds. While the request decodes, S pins the blocks whose KV is final and has D copy them. A round counts when D
+reports it while the pin is held; then the pin goes back. Rounds end when at most one full block is left, or when a
+round leaves as much as it copied; what is left then must fit the stall budget. From Freeze to the settlement every
+block is pinned, because neither preemption nor an abort at S may take the bytes from under D's last pull.
 
 The client waits meanwhile, so S is not patient after Commit. Only a last copy that may take long (a blocking move's is
 the whole request) gets more time, and only while D says, asked every `commit_s`, that it has not decided: a D that is
@@ -161,33 +161,33 @@ class Source(Machine[State, ev.SourceEvent, do.SourceEffect]):
         self._lease_s = event.lease_s
         lease = do.SetTimer(LEASE, event.lease_s)
         if self.plan.method is Method.LIVE:
-            return [lease, *self._snapshot()]
+            return [lease, *self._pin()]
         return [lease, *self._freeze()]
 
-    def _snapshot(self) -> list[Effect]:
+    def _pin(self) -> list[Effect]:
         self._pinned = True
-        return [do.TakeSnapshot(self.copied_blocks)]
+        return [do.PinBlocks(self.copied_blocks)]
 
     def _freeze(self) -> list[Effect]:
         unpin = self._unpin()
         self._pinned = True
         return [*unpin, do.Freeze()]
 
-    def _round_pays(self, event: ev.Snapshot) -> bool:
+    def _round_pays(self, event: ev.BlocksPinned) -> bool:
         """Another round: it is more than a block, fewer than the last round copied, and not one too many."""
         left = event.frontier_blocks - self.copied_blocks
         shrinks = self.rounds == 0 or left < self._round_blocks
         return left > 1 and shrinks and self.rounds < self.plan.max_rounds
 
-    def _send_round(self, event: ev.Snapshot) -> list[Effect]:
+    def _send_round(self, event: ev.BlocksPinned) -> list[Effect]:
         self.rounds += 1
         self._round_blocks = event.frontier_blocks - self.copied_blocks
         return [do.SendRound(self.rounds, self.copied_blocks, event.frontier_blocks, event.num_tokens)]
 
-    def _stall_too_long(self, event: ev.Snapshot) -> bool:
+    def _stall_too_long(self, event: ev.BlocksPinned) -> bool:
         return not self.plan.force and self._stall_seconds(event) > self.plan.stall_budget_s
 
-    def _stall_seconds(self, event: ev.Snapshot) -> float:
+    def _stall_seconds(self, event: ev.BlocksPinned) -> float:
         """For what is left, the partial block included."""
         return self._copy_seconds_of(max(0, event.frontier_blocks - self.copied_blocks) + 1)
 
@@ -197,12 +197,12 @@ class Source(Machine[State, ev.SourceEvent, do.SourceEffect]):
             return 0.0
         return num_blocks * self.plan.bytes_per_block * self._copy_seconds / self.copied_bytes
 
-    def _stay_for_stall(self, event: ev.Snapshot) -> list[Effect]:
+    def _stay_for_stall(self, event: ev.BlocksPinned) -> list[Effect]:
         milliseconds = 1000 * self._stall_seconds(event)
         reason = Reason.TOO_MANY_ROUNDS if self.rounds >= self.plan.max_rounds else Reason.STALL_BUDGET
         return self._call_off(reason, f"the last copy would take {milliseconds:.0f} ms")
 
-    def _freeze_after(self, event: ev.Snapshot) -> list[Effect]:
+    def _freeze_after(self, event: ev.BlocksPinned) -> list[Effect]:
         return self._freeze()
 
     def _same_round(self, event: ev.RoundDone | ev.RoundFailed) -> bool:
@@ -212,7 +212,7 @@ class Source(Machine[State, ev.SourceEvent, do.SourceEffect]):
         self.copied_blocks += self._round_blocks
         self.copied_bytes += event.num_bytes
         self._copy_seconds += event.seconds
-        return [*self._unpin(), do.SetTimer(LEASE, self._lease_s), *self._snapshot()]
+        return [*self._unpin(), do.SetTimer(LEASE, self._lease_s), *self._pin()]
 
     def _commit(self, event: ev.Frozen) -> list[Effect]:
         epoch = self.plan.epoch_next
@@ -233,7 +233,7 @@ class Source(Machine[State, ev.SourceEvent, do.SourceEffect]):
         thaw = [do.Unfreeze()] if self.state is State.FREEZING else []
         return [*thaw, *self._unpin(), *told, *self._clear(LEASE)]
 
-    def _failed(self, event: ev.SnapshotFailed | ev.RoundFailed | ev.CancelRequested) -> list[Effect]:
+    def _failed(self, event: ev.PinFailed | ev.RoundFailed | ev.CancelRequested) -> list[Effect]:
         return self._call_off(event.reason, event.detail)
 
     def _refused(self, event: ev.ReserveRefused) -> list[Effect]:
@@ -301,7 +301,7 @@ class Source(Machine[State, ev.SourceEvent, do.SourceEffect]):
         return event.epoch > self.plan.epoch_next
 
     def _resume_under(self, event: ev.FenceRaised) -> list[Effect]:
-        # If D committed, it runs under a barred epoch: tell it, rather than let the origin's Release do so later.
+        # If D committed, it runs under a barred epoch: tell it, rather than let the origin's Dismissal do so later.
         return [do.Unfreeze(event.epoch), do.SendAbort(), *self._clear(ASK), *self._linger()]
 
     def _unwanted(self, event: ev.OriginFinished) -> list[Effect]:
@@ -326,7 +326,7 @@ class Source(Machine[State, ev.SourceEvent, do.SourceEffect]):
     def _unpin_now(self, event: object) -> list[Effect]:
         return [*self._unpin(), *self._clear(LEASE)]
 
-    def _unpin_late(self, event: ev.Snapshot | ev.Frozen) -> list[Effect]:
+    def _unpin_late(self, event: ev.BlocksPinned | ev.Frozen) -> list[Effect]:
         # The loop had begun when the machine settled. While it lingers, the pins stay with the others.
         return [] if self._pinned else [do.Unpin()]
 
@@ -381,12 +381,12 @@ install(
         rows(_P.RESERVING, ev.Reserved, _P.PINNING, Source._begin, when=Source._is_live),
         rows(_P.RESERVING, ev.Reserved, _P.FREEZING, Source._begin),
         rows(_P.RESERVING, ev.ReserveRefused, _P.STAYED, Source._refused),
-        rows(_P.PINNING, ev.Snapshot, _P.COPYING, Source._send_round, when=Source._round_pays),
-        rows(_P.PINNING, ev.Snapshot, _P.STAYED, Source._stay_for_stall, when=Source._stall_too_long),
-        rows(_P.PINNING, ev.Snapshot, _P.FREEZING, Source._freeze_after),
+        rows(_P.PINNING, ev.BlocksPinned, _P.COPYING, Source._send_round, when=Source._round_pays),
+        rows(_P.PINNING, ev.BlocksPinned, _P.STAYED, Source._stay_for_stall, when=Source._stall_too_long),
+        rows(_P.PINNING, ev.BlocksPinned, _P.FREEZING, Source._freeze_after),
         rows(_P.COPYING, ev.RoundDone, _P.PINNING, Source._count_round, when=Source._same_round),
         rows(_P.COPYING, ev.RoundFailed, _P.STAYED, Source._failed, when=Source._same_round),
-        rows((_P.PINNING, _P.FREEZING), ev.SnapshotFailed, _P.STAYED, Source._failed),
+        rows((_P.PINNING, _P.FREEZING), ev.PinFailed, _P.STAYED, Source._failed),
         rows(_P.FREEZING, ev.Frozen, _P.COMMITTING, Source._commit),
         # … and keeps it if anything fails
         rows(_P.RESERVING, ev.PeerUnreachable, _P.STAYED, Source._unreachable, when=_unheard(Call.RESERVE)),
@@ -419,7 +419,7 @@ install(
         rows(SETTLED, ev.TimerFired, None, Source._unpin_now, when=_lease_over),
         rows(SETTLED, ev.Committed, None, Source._unpin_now, when=Source._same_life),
         rows(SETTLED, ev.Barred, None, Source._unpin_now, when=Source._same_life),
-        rows(SETTLED, ev.Snapshot, None, Source._unpin_late, late=True),
+        rows(SETTLED, ev.BlocksPinned, None, Source._unpin_late, late=True),
         rows(SETTLED, ev.Frozen, None, Source._unpin_late, late=True),
         # What crossed with a change of state
         rows(State, ev.TimerFired, None, late=True),
@@ -434,7 +434,7 @@ install(
         rows((_P.PINNING, _P.COPYING, _P.FREEZING), ev.ReserveRefused, None, late=True),
         rows((_P.PINNING, _P.COPYING, _P.FREEZING), ev.RoundDone, None, late=True),
         rows((_P.PINNING, _P.COPYING, _P.FREEZING), ev.RoundFailed, None, late=True),
-        rows(SETTLED, ev.SnapshotFailed, None, late=True),
+        rows(SETTLED, ev.PinFailed, None, late=True),
         rows(SETTLED, ev.RequestGone, None, late=True),
     ],
 )

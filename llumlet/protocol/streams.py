@@ -12,7 +12,7 @@ Each stream keeps what was delivered of its request: should its owner be lost, t
 Whoever calls enqueues what is released before anything else happens, so that the gate's order is the queue's order.
 
 No record is kept of streams that have ended. A request this process does not know has ended or never was here, and
-either way the answer is the same: nobody wants its outputs (Release), and nobody waits for it ("finished" to a fence).
+either way the answer is the same: nobody wants its outputs (Dismissal), nobody waits for it ("finished" to a fence).
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Part:
 
 @dataclasses.dataclass(slots=True)
 class Taken:
-    """`delivered` goes to vLLM, in this order; `unwanted` back to the sender as a Release."""
+    """`delivered` goes to vLLM, in this order; `unwanted` back to the sender as a Dismissal."""
 
     delivered: list[Part] = dataclasses.field(default_factory=list)
     unwanted: dict[str, Epoch] = dataclasses.field(default_factory=dict)

@@ -2,7 +2,7 @@
 """Messages between an engine and the origin API server of a request that moved (the relay), as msgpack.
 
 Engine to origin: `Hello`, `TokenBatch`, `Heartbeat`, `HandedOver`, `FenceQuestion`, `Parting`. Origin to engine:
-`Release`, `FenceAnswer`, `HeartbeatAck`. Structs of our own, not vLLM's: decoding them can neither unpickle anything
+`Dismissal`, `FenceAnswer`, `HeartbeatAck`. Structs of our own, not vLLM's: decoding them can neither unpickle anything
 nor set fields of a vLLM object that a peer has no business to set.
 """
 
@@ -117,7 +117,7 @@ class Parting(msgspec.Struct, frozen=True, tag="parting"):
     incarnation: Name
 
 
-class Release(msgspec.Struct, frozen=True, tag="release"):
+class Dismissal(msgspec.Struct, frozen=True, tag="release"):
     """The origin does not want these requests from this sender: they are finished, aborted or owned elsewhere."""
 
     requests: list[tuple[str, Epoch]]
@@ -141,7 +141,7 @@ class HeartbeatAck(msgspec.Struct, frozen=True, tag="heartbeat_ack"):
 
 
 ToOrigin = Hello | TokenBatch | Heartbeat | HandedOver | FenceQuestion | Parting
-ToEngine = Release | FenceAnswer | HeartbeatAck
+ToEngine = Dismissal | FenceAnswer | HeartbeatAck
 
 _encoder = msgspec.msgpack.Encoder()
 _to_origin: msgspec.msgpack.Decoder[ToOrigin] = msgspec.msgpack.Decoder(ToOrigin)

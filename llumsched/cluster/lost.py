@@ -8,10 +8,9 @@ long as a reader cares (`--instance-staleness-seconds`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from llumsched.cluster.instance import Instance
+from llumsched.cluster.instance import Instance
 
 _MOST: Final = 10_000
 

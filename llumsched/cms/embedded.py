@@ -20,6 +20,7 @@ from llumlet.credentials import NONE, Credentials
 from llumlet.proto.llumlet_pb2_grpc import CmsServicer, add_CmsServicer_to_server
 from llumlet.report_links import EOF
 from llumlet.server import bind, new_server
+from llumlet.tasks import cancel
 from llumlet.types import (
     Address,
     InstanceMetadata,
@@ -97,8 +98,7 @@ class EmbeddedStore:
 
     async def close(self) -> None:
         if self._sweeper is not None:
-            self._sweeper.cancel()
-            await asyncio.gather(self._sweeper, return_exceptions=True)
+            await cancel(self._sweeper)
         if self._server is not None:
             await self._server.stop(_STOP_S)
             self._server = None

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Final, Self
 
 from llumlet.types import InstanceState, ViewChange
@@ -34,9 +33,7 @@ class Watcher:
         self._stop = self._view.observe(self)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._stop()
 
     def appeared(self, instance: Instance) -> None:

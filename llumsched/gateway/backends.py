@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
+from llumlet.tasks import cancel
 from llumlet.types import Address
 from llumsched import descriptors
 from llumsched.causes import Cause
@@ -171,10 +172,7 @@ class Backends:
         await asyncio.shield(self._asked)
 
     async def close(self) -> None:
-        tasks = [*self._dying.values(), *([self._asked] if self._asked is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*self._dying.values(), *([self._asked] if self._asked is not None else []))
 
     async def _refresh(self) -> None:
         places = asyncio.Semaphore(_ASKED_AT_ONCE)

@@ -154,7 +154,6 @@ PATHS: Final[Mapping[str, Path]] = {
 }  # fmt: skip
 """All paths, as vLLM 0.32 writes them; `/v1/audio/speech` is vllm-omni's."""
 
-INFERENCE_PATHS: Final = frozenset(path for path, one in PATHS.items() if one.kind is Kind.CONTINUED)
 _NAME: Final = re.compile(r"(?!\.\.?$)[A-Za-z0-9._:@=-]{1,256}", re.ASCII)
 """A name in a path: no character that is another one in a URL, and no step. What matches is passed on as it is."""
 _TEMPLATES: Final = tuple(

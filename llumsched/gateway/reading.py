@@ -16,6 +16,7 @@ from typing import Final, cast
 
 import msgspec
 
+from llumlet.tasks import cancel
 from llumsched.gateway import frames
 from llumsched.gateway.frames import CLOCK_PER_CPU, Answer, Job, Settings
 
@@ -126,8 +127,7 @@ class Readers:
 
     async def close(self) -> None:
         if self._starting is not None:
-            self._starting.cancel()
-            await asyncio.gather(self._starting, return_exceptions=True)
+            await cancel(self._starting)
         await self._end()
 
     async def _start_again(self) -> None:

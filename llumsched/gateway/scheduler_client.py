@@ -20,6 +20,7 @@ from typing import Final
 
 import aiohttp
 
+from llumlet.tasks import cancel
 from llumlet.types import Address
 from llumsched.contract import Complaining, Instances, LLMInstance, Placing, Report, SchedulingRequest, decode, encode
 from llumsched.gateway.config import Config
@@ -207,9 +208,7 @@ class SchedulerClient:
         """Waits for what is to be released, for a few seconds."""
         if self._abandoned:
             _, late = await asyncio.wait(self._abandoned, timeout=_CLIENT_TIMEOUT_S)
-            for asking in late:
-                asking.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+            await cancel(*late)
         await asyncio.gather(*(scheduler.close() for scheduler in self._in_turn))
 
 
@@ -257,8 +256,7 @@ class _Scheduler:
     async def close(self) -> None:
         if self._telling is not None:
             await asyncio.wait([self._telling], timeout=_CLIENT_TIMEOUT_S)
-            self._telling.cancel()
-            await asyncio.gather(self._telling, return_exceptions=True)
+            await cancel(self._telling)
 
     def _tell(self) -> None:
         if self._telling is None or self._telling.done():

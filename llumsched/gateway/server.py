@@ -16,7 +16,7 @@ from typing import Final, Self
 import msgspec
 from aiohttp import web
 
-from llumlet.tasks import keep_running
+from llumlet.tasks import cancel, keep_running
 from llumsched import tls
 from llumsched.gateway.access_log import AccessLogger
 from llumsched.gateway.admission import Admission
@@ -136,9 +136,7 @@ class Gateway:
         with suppress(TimeoutError):
             await asyncio.wait_for(self.exchanges.idle.wait(), self.config.shutdown_timeout_s)
         await self._server.shutdown(1.0)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(*self._tasks)
         await self.placement.close()
         await self.backends.close()
         self.upstream.close()

@@ -23,6 +23,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from llumlet.tasks import cancel
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.clients import Clients
 from llumsched.gateway.config import Config
@@ -60,10 +61,7 @@ class Watch:
                 self._clients.look(now_s)
                 self._upstream.sweep()
         finally:
-            probes = [*self._health_probes.values(), *self._engine_probes.values(), *self._trials.values()]
-            for probe in probes:
-                probe.cancel()
-            await asyncio.gather(*probes, return_exceptions=True)
+            await cancel(*self._health_probes.values(), *self._engine_probes.values(), *self._trials.values())
 
     def _forgive(self, late_s: float, now_s: float) -> None:
         """Pardons `late_s` seconds in which nobody could be heard."""

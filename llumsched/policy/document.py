@@ -58,15 +58,12 @@ class Policy:
 
 def load_policy(name: str, mode: Mode, overrides: Overrides | None = None) -> Policy:
     """A built-in policy by name, or that of a file by its path, which ends in `.yaml`. Raises PolicyError."""
-    return _policy(read_policy(name), name, mode, overrides or Overrides())
+    return parse_policy(read_policy(name), name, mode, overrides or Overrides())
 
 
 def parse_policy(text: str, source: str, mode: Mode, overrides: Overrides) -> Policy:
     """The policy of a text. Raises PolicyError."""
-    return _policy(parse_yaml(text, source), source, mode, overrides)
-
-
-def _policy(document: Any, source: str, mode: Mode, overrides: Overrides) -> Policy:
+    document = parse_yaml(text, source)
     reader = _DispatchReader(source, document, mode, overrides)
     policy, faults = reader.policy(), reader.faults
     other_mode = Mode.LITE if mode is Mode.FULL else Mode.FULL

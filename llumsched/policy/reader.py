@@ -24,6 +24,7 @@ from typing import Any, Final
 
 import yaml
 
+from llumlet.kinds import Faulty
 from llumsched.cluster.providers import all_request_providers
 from llumsched.cluster.providers.in_flight import InFlight
 from llumsched.cluster.providers.metadata import MetadataColumns
@@ -37,12 +38,8 @@ from llumsched.policy.parts import Maker, all_filters, all_selectors, switch
 SECTIONS: Final = frozenset({"name", "define", "full", "lite", "rescheduling"})
 
 
-class PolicyError(ValueError):
-    """A policy that cannot be used. `faults` says everything wrong with it, a sentence each."""
-
-    def __init__(self, faults: list[str]) -> None:
-        super().__init__("; ".join(faults))
-        self.faults = faults
+class PolicyError(Faulty):
+    """A policy that cannot be used."""
 
 
 def is_own_file(name: str) -> bool:
@@ -59,18 +56,17 @@ def built_in_policies(section: str = "full") -> list[str]:
     )
 
 
-def read_policy(name: str, section: str = "full") -> Any:
-    """The document of a built-in policy by name, or of a file by its path: it ends in `.yaml`. Raises PolicyError."""
+def read_policy(name: str, section: str = "full") -> str:
+    """The text of a built-in policy by name, or of a file by its path: it ends in `.yaml`. Raises PolicyError."""
     if is_own_file(name):
         try:
-            text = Path(name).read_text()
+            return Path(name).read_text()
         except (OSError, UnicodeError) as error:
             raise PolicyError([f"policy {name}: cannot be read: {error}"]) from error
-    elif name in (known := built_in_policies(section)):
-        text = (_directory() / f"{name}.yaml").read_text()
-    else:
+    if name not in (known := built_in_policies(section)):
         raise PolicyError([f"unknown policy {name!r}; known: {', '.join(known)}, or a .yaml file"])
-    return parse_yaml(text, name)
+    text: str = (_directory() / f"{name}.yaml").read_text()
+    return text
 
 
 def parse_yaml(text: str, source: str) -> Any:

@@ -20,6 +20,7 @@ from typing import Final, Protocol
 from llumlet.client import LlumletClient
 from llumlet.credentials import NONE, Credentials
 from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
+from llumlet.tasks import cancel
 from llumlet.types import (
     Address,
     ListRequestsResponse,
@@ -121,10 +122,7 @@ class Executor:
 
     async def close(self) -> None:
         """Leaves the calls; what the llumlets have begun goes on."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*self._tasks)
         for source in self._sources.values():
             await source.client.close()
         self._sources.clear()

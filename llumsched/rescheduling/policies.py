@@ -26,7 +26,7 @@ from llumsched.policy import filters as f
 from llumsched.policy.metrics import Metric
 from llumsched.policy.parts import Maker, number
 from llumsched.policy.pipeline import Filters
-from llumsched.policy.reader import PolicyError, Reader, is_own_file, read_policy
+from llumsched.policy.reader import PolicyError, Reader, is_own_file, parse_yaml, read_policy
 from llumsched.rescheduling.balance import MetricBalancePairs
 from llumsched.rescheduling.config import Config, Scope
 from llumsched.rescheduling.failover import RoundRobinPairs
@@ -61,7 +61,8 @@ def load_policies(config: Config) -> tuple[ReschedulingPolicy, ...]:
 
 def load_rescheduling_policy(name: str, config: Config) -> ReschedulingPolicy:
     """A built-in policy by name, or that of a file by its path, which ends in `.yaml`. Raises PolicyError."""
-    reader = _ReschedulingReader(name, read_policy(name, "rescheduling"), None if is_own_file(name) else config)
+    document = parse_yaml(read_policy(name, "rescheduling"), name)
+    reader = _ReschedulingReader(name, document, None if is_own_file(name) else config)
     policy = reader.policy()
     if policy is None or reader.faults:
         raise PolicyError(reader.faults)

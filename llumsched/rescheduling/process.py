@@ -11,6 +11,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from llumlet.credentials import NONE, Credentials
+from llumlet.tasks import cancel
 from llumsched.cms.store import Store, open_store
 from llumsched.rescheduling import http
 from llumsched.rescheduling.config import Config
@@ -54,7 +55,7 @@ async def serve(
         rescheduler = Rescheduler(store.view, config, credentials, registry, lease=lease)
         stack.push_async_callback(rescheduler.close)
         loop = asyncio.create_task(rescheduler.run(), name="rescheduler")
-        stack.push_async_callback(_end, loop)
+        stack.push_async_callback(cancel, loop)
         bound = 0
         if port is not None:
             runner = web.AppRunner(http.standalone(store.view, rescheduler.records, registry), access_log=None)
@@ -64,8 +65,3 @@ async def serve(
             bound = runner.addresses[0][1]
         return Running(rescheduler, store, bound, loop, stack.pop_all())
     raise AssertionError("unreachable")
-
-
-async def _end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)

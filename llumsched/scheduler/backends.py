@@ -18,6 +18,7 @@ import aiohttp
 import msgspec
 
 from llumlet.protocol.infer_type import InferType
+from llumlet.tasks import cancel
 from llumlet.types import Address, InstanceMetadata, InstanceStatus
 from llumsched.cluster.view import View
 from llumsched.contract import decode
@@ -84,9 +85,7 @@ class StaticEngines:
         self._tasks = [asyncio.create_task(self._keep_asking(self._session, backend)) for backend in self._backends]
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(*self._tasks)
         if self._session is not None:
             await self._session.close()
 

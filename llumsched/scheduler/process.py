@@ -19,7 +19,7 @@ from llumlet.credentials import NONE, Credentials
 from llumlet.kinds import MARK, SWITCH, Faulty, Kind
 from llumlet.protocol.infer_type import InferType
 from llumlet.settings import Group
-from llumlet.tasks import keep_running
+from llumlet.tasks import cancel, keep_running
 from llumlet.types import Address
 from llumsched.cluster.providers import all_request_providers
 from llumsched.cluster.providers.account import Account
@@ -169,7 +169,7 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
             providers=all_request_providers(),
         )
         stack.callback(dispatcher.close)
-        _keep(stack, asyncio.create_task(keep_running("expiry", partial(_expire, ledger))))
+        stack.push_async_callback(cancel, asyncio.create_task(keep_running("expiry", partial(_expire, ledger))))
         rescheduler = await _reschedule(stack, config, store.view, dispatcher.table, registry)
         app = Api(dispatcher, registry).application()
         events.add_routes(app, store.view, rescheduler)
@@ -200,7 +200,7 @@ async def _reschedule(
         await lease.start()
     rescheduler = Rescheduler(view, config.rescheduling, config.credentials, registry, table=table, lease=lease)
     stack.push_async_callback(rescheduler.close)
-    _keep(stack, asyncio.create_task(rescheduler.run()))
+    stack.push_async_callback(cancel, asyncio.create_task(rescheduler.run()))
     return rescheduler
 
 
@@ -219,11 +219,3 @@ async def _expire(ledger: Ledger) -> None:
     while True:
         await asyncio.sleep(_EXPIRE_S)
         ledger.expire()
-
-
-def _keep(stack: AsyncExitStack, task: asyncio.Task[None]) -> None:
-    async def stop() -> None:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    stack.push_async_callback(stop)

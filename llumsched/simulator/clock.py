@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from contextvars import Context
 from typing import Any, Protocol, TypeVarTuple, Unpack
 
+from llumlet.tasks import cancel
 from llumsched.simulator import PS
 
 _Ts = TypeVarTuple("_Ts")
@@ -68,10 +69,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def abandon(self) -> None:
         """What is in the heap does not happen, and every task is cancelled and ends. For a run that has failed."""
         self._events.clear()
-        tasks = asyncio.all_tasks(self)
-        for task in tasks:
-            task.cancel()
-        self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self.run_until_complete(cancel(*asyncio.all_tasks(self)))
         self.run_until_complete(self.shutdown_asyncgens())
 
     def _jump(self, timeout_s: float | None) -> None:

@@ -16,6 +16,7 @@ from typing import Final
 
 import aiohttp
 
+from llumlet.tasks import cancel
 from llumlet.types import Address, InstanceMetadata, InstanceStatus
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.request import Request
@@ -84,9 +85,7 @@ class Control:
         self.placement = Scheduled(config.gateway, self._backends, _InProcess(self.dispatcher), clock)
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(*self._tasks)
         if self.rescheduler is not None:
             await self.rescheduler.close()
         self.dispatcher.close()

@@ -162,8 +162,8 @@ class OutgoingMove:
             case do.SendReserve():
                 # The loop tells what the request is like; the destination is asked after that.
                 self._member.post(lambda _: self._ask(effect), self._clock.now_ps)
-            case do.TakeSnapshot(_):
-                self._member.post(self._snapshot, self._clock.now_ps)
+            case do.PinBlocks(_):
+                self._member.post(self._pin, self._clock.now_ps)
             case do.Freeze():
                 self._member.post(self._freeze, self._clock.now_ps)
             case do.Unfreeze():
@@ -184,12 +184,12 @@ class OutgoingMove:
             self.num_tokens = self._member.engine.num_tokens(self.request)
             self._send(effect)
 
-    def _snapshot(self, now_ps: int) -> None:
+    def _pin(self, now_ps: int) -> None:
         if self.machine.settled:
             return
         self.num_tokens = self._member.engine.num_tokens(self.request)
         size = self._member.hardware.engine.block_size
-        self.feed(on.Snapshot((self.num_tokens - 1) // size, self.num_tokens))
+        self.feed(on.BlocksPinned((self.num_tokens - 1) // size, self.num_tokens))
 
     def _freeze(self, now_ps: int) -> None:
         if self.machine.settled:
@@ -203,7 +203,7 @@ class OutgoingMove:
             computed = request.num_computed
         else:
             # It waited when the move began, and runs by now.
-            self.feed(on.SnapshotFailed(Reason.PREFILL_RUNNING))
+            self.feed(on.PinFailed(Reason.PREFILL_RUNNING))
             return
         self.num_tokens = request.num_tokens
         num_blocks = -(-computed // engine.config.block_size)

@@ -8,12 +8,12 @@ import contextlib
 import json
 import time
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Final, Self
 
 import aiohttp
 
 from llumlet.credentials import NONE, Credentials
+from llumlet.tasks import cancel
 from llumlet.types import Address
 from llumsched.cms.store import open_store
 from llumsched.scheduler_access import IN_CLEAR, Access
@@ -73,12 +73,9 @@ class Source:
             self._task = asyncio.create_task(self._poll(self._scheduler), name="top")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await cancel(self._task)
         await self._store.close()
 
     async def first(self, timeout_s: float) -> None:

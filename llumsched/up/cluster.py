@@ -26,6 +26,7 @@ from typing import Any
 
 import aiohttp
 
+from llumlet.tasks import cancel
 from llumsched.exit_codes import ExitCode
 from llumsched.up.component import READY_CALL_S, READY_POLL_S, Component, ComponentDied, ComponentSpec, describe
 from llumsched.up.screen import Screen
@@ -202,9 +203,7 @@ async def _race(*works: Coroutine[Any, Any, object]) -> None:
         for task in done:
             task.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
 
 
 async def _together(works: Iterable[Coroutine[Any, Any, object]]) -> None:

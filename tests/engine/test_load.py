@@ -51,7 +51,7 @@ def recount(load: LoadCounters, requests: list[tuple[Place, Request]], moving: f
     sums = NOTHING
     for place, request in requests:
         name = request.request_id
-        sums = sums.plus(share_of(place, request, load.hit_of(name), moving=name in moving))
+        sums = sums.plus(share_of(place, request, load._entries[name].hit, moving=name in moving))
     return sums
 
 

@@ -80,17 +80,17 @@ async def origin() -> AsyncIterator[Origin]:
 
 
 @pytest.fixture
-def released() -> asyncio.Queue[tuple[str, list[tuple[str, Epoch]]]]:
+def dismissed() -> asyncio.Queue[tuple[str, list[tuple[str, Epoch]]]]:
     return asyncio.Queue()
 
 
 @pytest_asyncio.fixture
-async def relay(released: asyncio.Queue[Any]) -> AsyncIterator[Relay]:
-    def release(origin: str, requests: list[tuple[str, Epoch]]) -> None:
+async def relay(dismissed: asyncio.Queue[Any]) -> AsyncIterator[Relay]:
+    def dismiss(origin: str, requests: list[tuple[str, Epoch]]) -> None:
         if requests:
-            released.put_nowait((origin, requests))
+            dismissed.put_nowait((origin, requests))
 
-    relay = Relay(HELLO, release, lambda: wire.Health.OK, NONE)
+    relay = Relay(HELLO, dismiss, lambda: wire.Health.OK, NONE)
     yield relay
     await relay.close()
 
@@ -102,10 +102,10 @@ def guest(relay: Relay, origin: Origin, request_id: str = "r") -> int:
 
 
 async def test_a_dead_origin_is_forgotten_with_its_requests(
-    relay: Relay, released: asyncio.Queue[Any], origin: Origin
+    relay: Relay, dismissed: asyncio.Queue[Any], origin: Origin
 ) -> None:
     index = guest(relay, origin)
-    assert await asyncio.wait_for(released.get(), SECONDS) == (origin.address, [("r", EPOCH)])
+    assert await asyncio.wait_for(dismissed.get(), SECONDS) == (origin.address, [("r", EPOCH)])
     relay.send(index, EngineCoreOutputs(outputs=[EngineCoreOutput("r", [1])]))
     assert not relay._by_index
     assert relay.residence_of("r") is None
@@ -117,25 +117,25 @@ async def test_a_dead_origin_is_forgotten_with_its_requests(
     assert [output.request_id for output in batch.outputs] == ["s"]
 
 
-async def test_a_stopped_engine_buries_nobody(relay: Relay, released: asyncio.Queue[Any], origin: Origin) -> None:
+async def test_a_stopped_engine_buries_nobody(relay: Relay, dismissed: asyncio.Queue[Any], origin: Origin) -> None:
     answering = asyncio.create_task(origin.answers())
     guest(relay, origin)
     await asyncio.sleep(ORIGIN_SECONDS)
     time.sleep(2 * ORIGIN_SECONDS)  # noqa: ASYNC251 - what a stopped process does
     await asyncio.sleep(ORIGIN_SECONDS)
-    assert released.empty()
+    assert dismissed.empty()
     assert relay.residence_of("r") is not None
     answering.cancel()
 
 
 async def test_the_engine_keeps_to_its_own_front_end(
-    relay: Relay, released: asyncio.Queue[Any], origin: Origin
+    relay: Relay, dismissed: asyncio.Queue[Any], origin: Origin
 ) -> None:
     """Whose silence ends none of its requests either, such as one that went away and came home."""
     relay.meet(origin.address)
     guest(relay, origin)
     await asyncio.sleep(2 * ORIGIN_SECONDS)
-    assert released.empty()
+    assert dismissed.empty()
     assert relay.residence_of("r") is not None
     assert await origin.receives(wire.Heartbeat)
 

@@ -83,7 +83,7 @@ async def test_abort_of_a_moved_request_settles_the_counters(
     await tokens_of(dp_client, 1)
     await dp_client.abort_requests_async(["r"])
     assert await rank_engines[1].aborted() == ["r"]
-    assert await peer.answer() == wire.Release([("r", Epoch(0, 1))])
+    assert await peer.answer() == wire.Dismissal([("r", Epoch(0, 1))])
     assert in_flight(dp_client) == [0, 0]
 
 

@@ -131,7 +131,7 @@ async def test_two_api_servers_are_independent(
     assert await tokens_of(client, 2) == [10, 11]
     assert await tokens_of(other, 1) == [20]
     await other.abort_requests_async(["same id"])
-    assert await other_peer.answer() == wire.Release([("same id", Epoch(0, 1))])
+    assert await other_peer.answer() == wire.Dismissal([("same id", Epoch(0, 1))])
     await peer.tokens(relayed("same id", 2, 12, base=1))
     assert await tokens_of(client, 1) == [12]
     close_client(other)

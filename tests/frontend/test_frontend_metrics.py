@@ -118,6 +118,14 @@ async def test_an_engine_that_does_not_answer(counting: Counting, obstacle: Exce
     assert counting.value("migrations_total", **labels) == 1  # type: ignore[arg-type]
 
 
+async def test_replays_are_of_the_process(counting: Counting) -> None:
+    """An origin says how many there have been; a second one in the process begins with none."""
+    for origin, num_replayed in ((counting.metrics, 2), (counting.metrics, 2), (counting.metrics, 5)):
+        origin.count_replays(num_replayed)
+    MoveMetrics(counting.model, counting.engines.report).count_replays(1)
+    assert REGISTRY.get_sample_value("llumlet_replays_total", {"model_name": counting.model}) == 6
+
+
 async def test_one_question_at_a_time(counting: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = asyncio.Event()
 

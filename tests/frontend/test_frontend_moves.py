@@ -133,14 +133,14 @@ async def test_a_stale_owner_is_told(client: Any, engine: FakeEngine, new_peer: 
     assert await tokens_of(client, 2) == [10, 11]
     await b.tokens(relayed("other", 0, 50), relayed("r", 1, 99, epoch=Epoch(0, 1)))
     assert await tokens_of(client, 1) == [50]
-    assert await b.answer() == wire.Release([("r", Epoch(0, 1))])
+    assert await b.answer() == wire.Dismissal([("r", Epoch(0, 1))])
     await c.tokens(relayed("r", 2, 12, epoch=Epoch(0, 2), base=1))
     assert await tokens_of(client, 1) == [12]
 
 
 async def test_outputs_of_unknown_requests_are_released(client: Any, peer: FakePeer) -> None:
     await peer.tokens(relayed("nobody", 5, 1, epoch=Epoch(0, 4), base=5), relayed("none", 0, 1))
-    assert await peer.answer() == wire.Release([("nobody", Epoch(0, 4)), ("none", Epoch(0, 1))])
+    assert await peer.answer() == wire.Dismissal([("nobody", Epoch(0, 4)), ("none", Epoch(0, 1))])
     assert client.outputs_queue.empty()
 
 
@@ -166,7 +166,7 @@ async def test_tokens_that_stay_lost_end_the_stream_with_an_error(
     assert outputs.finished_requests == {"r"}
     assert client.origin.complaints.counts["overflow"] == 1
     await peer.tokens(relayed("r", 1, 10, base=1))
-    assert await peer.answer() == wire.Release([("r", Epoch(0, 1))])
+    assert await peer.answer() == wire.Dismissal([("r", Epoch(0, 1))])
 
 
 # Fences
@@ -194,12 +194,12 @@ async def test_fence_raises_the_term_and_bars_the_destination(
     assert (answer.started, answer.raised, answer.delivered) == (False, Epoch(1, 0), 1)
     assert await source.fence("r", Epoch(0, 1)) == answer
     await destination.tokens(relayed("r", 1, 99, epoch=Epoch(0, 1), base=1))
-    assert await destination.answer() == wire.Release([("r", Epoch(0, 1))])
+    assert await destination.answer() == wire.Dismissal([("r", Epoch(0, 1))])
     await source.tokens(relayed("r", 2, 12, epoch=Epoch(1, 0), base=2))
     await engine.send(output("r", 11))
     assert await tokens_of(client, 2) == [11, 12]
     await client.abort_requests_async(["r"])
-    assert await source.answer() == wire.Release([("r", Epoch(1, 0))])
+    assert await source.answer() == wire.Dismissal([("r", Epoch(1, 0))])
 
 
 async def test_fence_about_a_request_that_nobody_waits_for(client: Any, engine: FakeEngine, peer: FakePeer) -> None:
@@ -216,7 +216,7 @@ async def test_a_raised_epochs_owner_is_reached_before_its_first_token(
     await start(client, engine, "r")
     await peer.fence("r", Epoch(0, 1))
     await client.abort_requests_async(["r"])
-    assert await peer.answer() == wire.Release([("r", Epoch(1, 0))])
+    assert await peer.answer() == wire.Dismissal([("r", Epoch(1, 0))])
 
 
 # Aborts
@@ -234,7 +234,7 @@ async def test_abort_before_the_owner_is_known(client: Any, engine: FakeEngine, 
     await client.abort_requests_async(["r"])
     assert await engine.aborted() == ["r"], "the home engine sends it on"
     await peer.tokens(relayed("r", 0, 10))
-    assert await peer.answer() == wire.Release([("r", Epoch(0, 1))])
+    assert await peer.answer() == wire.Dismissal([("r", Epoch(0, 1))])
     assert client.outputs_queue.empty()
 
 
@@ -247,10 +247,10 @@ async def test_abort_reaches_the_owner(client: Any, engine: FakeEngine, new_peer
     await tokens_of(client, 1)
     await client.abort_requests_async(["r", "s"])
     assert await engine.aborted() == ["r", "s"]
-    assert await c.answer() == wire.Release([("r", Epoch(0, 2))])
-    assert await b.answer() == wire.Release([("s", Epoch(0, 1))])
+    assert await c.answer() == wire.Dismissal([("r", Epoch(0, 2))])
+    assert await b.answer() == wire.Dismissal([("s", Epoch(0, 1))])
     await c.tokens(relayed("r", 2, 12, epoch=Epoch(0, 2), base=1))
-    assert await c.answer() == wire.Release([("r", Epoch(0, 2))]), "each late output is answered"
+    assert await c.answer() == wire.Dismissal([("r", Epoch(0, 2))]), "each late output is answered"
     assert client.outputs_queue.empty()
 
 
@@ -264,7 +264,7 @@ async def test_a_former_owners_late_token_does_not_make_it_the_owner(
     await b.tokens(relayed("r", 0, 10, epoch=Epoch(0, 1)))
     assert await tokens_of(client, 2) == [10, 11]
     await client.abort_requests_async(["r"])
-    assert await c.answer() == wire.Release([("r", Epoch(0, 2))])
+    assert await c.answer() == wire.Dismissal([("r", Epoch(0, 2))])
 
 
 async def test_abort_follows_an_owner_that_reconnected(client: Any, engine: FakeEngine, new_peer: NewPeer) -> None:
@@ -276,7 +276,7 @@ async def test_abort_follows_an_owner_that_reconnected(client: Any, engine: Fake
     again = new_peer("b")
     assert await again.heartbeat("r") == []
     await client.abort_requests_async(["r"])
-    assert await again.answer() == wire.Release([("r", Epoch(0, 1))])
+    assert await again.answer() == wire.Dismissal([("r", Epoch(0, 1))])
 
 
 # What keeps to vLLM's own ways

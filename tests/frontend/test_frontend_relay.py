@@ -29,7 +29,7 @@ from vllm_llumnix.frontend.relay import Complaints, RelaySocket
         [b"\x00" * 100],
         [msgspec.msgpack.encode({"type": "tokens", "outputs": 3})],
         [msgspec.msgpack.encode({"type": "utility"})],
-        [wire.encode(wire.Release([("r", Epoch(0, 1))]))],
+        [wire.encode(wire.Dismissal([("r", Epoch(0, 1))]))],
         [wire.encode(wire.Heartbeat("i", "1", wire.Health.OK, [])), b"more"],
         [wire.encode(wire.Heartbeat("i", "1", wire.Health.OK, []))[:-1]],
     ],

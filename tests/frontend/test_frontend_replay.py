@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from prometheus_client import REGISTRY
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import FinishReason
 
@@ -95,7 +96,7 @@ async def test_a_hung_engine_loses_its_stream_to_another(
     assert state.origin == client.relay_address
     assert b"seed" in bytes(state.sampling_params)
     assert rescuer.asked("adopt")[0].holder.address == home.llumlet, "the KV cache may still be there"
-    assert await home.answer() == wire.Release([("r", Epoch(0, 0))]), "who wakes up learns that it counts no more"
+    assert await home.answer() == wire.Dismissal([("r", Epoch(0, 0))]), "who wakes up learns that it counts no more"
     # The late tokens of the old owner are nobody's.
     await engine.send(output("r", 12))
     await rescue.tokens(relayed("r", 2, 20, epoch=RAISED, base=2))
@@ -118,14 +119,14 @@ async def test_a_request_that_makes_every_engine_hang_does_not_wander(
     await start(client, engine, 10)
     await home.heartbeat(health=Health.HUNG)
     await adoption(rescuer)
-    assert await home.answer() == wire.Release([("r", Epoch(0, 0))])
+    assert await home.answer() == wire.Dismissal([("r", Epoch(0, 0))])
     for _ in range(3):
         await rescue.heartbeat("r", epoch=RAISED, health=Health.HUNG)
         await asyncio.sleep(0.2)
     assert len(rescuer.asked("adopt")) == 1
     await home.heartbeat()
     await asyncio.sleep(0.7)
-    assert await rescue.answer() == wire.Release([("r", RAISED)])
+    assert await rescue.answer() == wire.Dismissal([("r", RAISED)])
 
 
 async def test_each_attempt_has_an_epoch_of_its_own(
@@ -140,9 +141,13 @@ async def test_each_attempt_has_an_epoch_of_its_own(
     epoch, _ = await adoption(rescuer, 2)
     assert epoch == Epoch(2, 0)
     await rescue.tokens(relayed("r", 1, 66, epoch=Epoch(1, 0), base=1))
-    assert await rescue.answer() == wire.Release([("r", Epoch(1, 0))])
+    assert await rescue.answer() == wire.Dismissal([("r", Epoch(1, 0))])
     await rescue.tokens(relayed("r", 1, 20, epoch=epoch, base=1))
     assert await tokens_of(client, 1) == [20]
+
+
+def num_replays() -> float:
+    return REGISTRY.get_sample_value("llumlet_replays_total", {"model_name": "model"}) or 0.0
 
 
 async def test_a_destination_that_is_never_heard_of(
@@ -150,9 +155,11 @@ async def test_a_destination_that_is_never_heard_of(
 ) -> None:
     """The source says whom it handed the request to; nobody listens there."""
     await start(client, engine, 10, 11)
+    before = num_replays()
     await home.send(wire.HandedOver("r", FIRST_HOP, "gone", "1", "127.0.0.1:3"))
     epoch, state = await adoption(rescuer)
     assert (epoch, state.output_token_ids) == (RAISED, [10, 11])
+    await until(lambda: num_replays() == before + 1)
 
 
 async def test_a_request_sent_after_a_hang_was_reported(
@@ -319,7 +326,7 @@ async def test_an_engine_that_hung_takes_its_request_back(
     await start(client, engine, 10)
     await home.heartbeat(health=Health.HUNG)
     await until(lambda: client.origin.core.is_busy)
-    assert await home.answer() == wire.Release([("r", Epoch(0, 0))])
+    assert await home.answer() == wire.Dismissal([("r", Epoch(0, 0))])
     assert rescuer.asked("adopt") == []
     await home.heartbeat()
     epoch, state = await adoption(rescuer)
@@ -394,7 +401,7 @@ async def test_who_is_not_waited_for_is_told(
     rescuer.delays.clear()
     if sign == "hang":
         await rescue.heartbeat("r", epoch=epoch, health=Health.HUNG)
-    assert await rescue.answer() == wire.Release([("r", epoch)])
+    assert await rescue.answer() == wire.Dismissal([("r", epoch)])
     await until(given_up.is_set)
     await rescue.send(wire.Heartbeat("rescuer", "1", Health.OK, []))
     later, _ = await adoption(rescuer, 2)

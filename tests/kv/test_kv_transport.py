@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kv.fakes import Memory, SourceProcess, describe, pull_of, source_process, until
+from tests.kv.loopback import LoopbackTransport
 from vllm_llumnix.errors import TransferFailed, TransportUnavailable
 from vllm_llumnix.kv import process
 from vllm_llumnix.kv.layout import pair_pieces
@@ -27,7 +28,6 @@ from vllm_llumnix.kv.process import NoncePage, PinnedProcess, allow_readers, des
 from vllm_llumnix.kv.transport import local
 from vllm_llumnix.kv.transport.base import Transport
 from vllm_llumnix.kv.transport.local import LocalTransport, read_pieces
-from vllm_llumnix.kv.transport.loopback import LoopbackTransport
 
 CHUNK = 1 << 20
 

@@ -19,10 +19,10 @@ import inspect, json, multiprocessing, sys
 
 def look(answers):
     import vllm.entrypoints.cli.main as main
-    from vllm_llumnix.patching import importer, series
-    state = importer.state()
+    from vllm_llumnix.patching import importer, series, state
+    now = state.current()
     answers.put({
-        "problem": state.problem, "digest": state.digest, "applied": sorted(state.applied),
+        "problem": now.problem, "digest": now.digest, "applied": sorted(now.applied),
         "patched": "version=vllm.__version__" in inspect.getsource(main.main),
         "package": inspect.getfile(importer), "series": str(series.root()),
     })

@@ -14,7 +14,7 @@ from vllm_llumnix.patching import contract
 from vllm_llumnix.patching import series as series_module
 from vllm_llumnix.patching.disk import original
 from vllm_llumnix.patching.installed import examine, find_vllm
-from vllm_llumnix.patching.release import Release, installed_release, open_release
+from vllm_llumnix.patching.release import Release, open_release
 from vllm_llumnix.patching.series import HEADER_FIELDS, Series, available, load, sha256, unified_diff
 
 DATA = Path(__file__).parent / "data"
@@ -67,7 +67,7 @@ def release(series: Series, tmp_path: Path, request: pytest.FixtureRequest) -> R
     found = examine(find_vllm())
     if found.version is None or found.version.partition("+")[0] != series.version:
         pytest.skip(f"vLLM {series.version} is not installed")
-    return installed_release(found)
+    return found.as_released()
 
 
 MINI_BEFORE = {

@@ -25,7 +25,8 @@ def use_series():
     series.root = lambda: Path({patches!r})
 use_series()
 def state():
-    now = importer.state()
+    from vllm_llumnix.patching.state import current
+    now = current()
     return {{"version": now.version, "digest": now.digest, "applied": sorted(now.applied), "problem": now.problem,
         "remarks": now.remarks}}
 """

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.patching.conftest import MINI_AFTER, Miniature
-from vllm_llumnix.patching.installed import FileState, examine, version_of
+from vllm_llumnix.patching.installed import FileState, examine
+from vllm_llumnix.patching.release import version_of
 from vllm_llumnix.patching.series import sha256
 
 

@@ -19,7 +19,7 @@ from vllm_llumnix.errors import PatchError
 from vllm_llumnix.patching import contract
 from vllm_llumnix.patching.installed import examine, find_vllm
 from vllm_llumnix.patching.rebase import rebase
-from vllm_llumnix.patching.release import Release, installed_release, open_release
+from vllm_llumnix.patching.release import Release, open_release
 from vllm_llumnix.patching.series import Series, directory_of
 
 Output = pytest.CaptureFixture[str]
@@ -41,7 +41,7 @@ def before() -> Release:
     found = examine(find_vllm())
     if found.series is None or found.series.version != "0.32.0":
         pytest.skip("vLLM 0.32.0 is not installed")
-    return installed_release(found)
+    return found.as_released()
 
 
 def contents(directory: Path) -> dict[str, str]:

@@ -17,7 +17,7 @@ import pytest
 
 from vllm_llumnix import hooks
 from vllm_llumnix.errors import PatchError
-from vllm_llumnix.patching import importer
+from vllm_llumnix.patching import state
 
 pytest.importorskip("vllm")
 torch = pytest.importorskip("torch")
@@ -50,17 +50,17 @@ def test_this_environment_is_patched() -> None:
     import vllm.v1.engine.core
     import vllm.v1.engine.core_client
 
-    state = importer.state()
-    assert state.problem is None
-    assert {"vllm.v1.engine", "vllm.v1.engine.core", "vllm.v1.engine.core_client"} <= state.applied
-    assert vllm.v1.engine.core.__llumnix_digest__ == state.digest
+    patched = state.current()
+    assert patched.problem is None
+    assert {"vllm.v1.engine", "vllm.v1.engine.core", "vllm.v1.engine.core_client"} <= patched.applied
+    assert vllm.v1.engine.core.__llumnix_digest__ == patched.digest
 
 
 def test_children_are_patched() -> None:
     """The way in which vLLM starts its engine process: a fresh interpreter."""
     code = "import vllm.v1.engine as e; print(e.__llumnix_digest__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split()[-1] == importer.state().digest
+    assert done.stdout.split()[-1] == state.current().digest
 
 
 def test_flags() -> None:
@@ -109,7 +109,7 @@ def test_new_fields_are_last_and_optional() -> None:
 
 def test_digest_of_another_series_is_refused(llumlet_on: None) -> None:
     own = hooks.ready_digest()
-    assert own == importer.state().digest
+    assert own == state.current().digest
     hooks.check_ready(ready_response(patch_digest=own))
     for other in ("0123456789abcdef", None):
         with pytest.raises(PatchError, match=f"the engine process runs patch series {other}, this process {own}"):
@@ -212,8 +212,8 @@ def test_remarks_are_warnings_at_the_start(
     llumlet_off: None, monkeypatch: pytest.MonkeyPatch, llumlet_log: pytest.LogCaptureFixture
 ) -> None:
     remark = "Scheduler.schedule differs"
-    now = dataclasses.replace(importer.state(), remarks=(remark,))
-    monkeypatch.setattr(importer, "state", lambda: now)
+    now = dataclasses.replace(state.current(), remarks=(remark,))
+    monkeypatch.setattr(state, "current", lambda: now)
     args = argparse.Namespace(enable_llumlet=True, llumlet_instance_id="a", middleware=[])
     monkeypatch.setenv(hooks.CONFIG_VARIABLE, "")  # `resolve_args` sets it for the children: taken back at the end
     hooks.resolve_args(args)

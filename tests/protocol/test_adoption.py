@@ -41,7 +41,7 @@ def building(may_fetch: bool = False) -> Adoption:
 def test_a_request_without_its_cache() -> None:
     machine = building()
     assert fed(machine, adoption.RequestBuilt()) == [adoption.AddRequest(with_cache=False)]
-    assert fed(machine, adoption.RequestAdded()) == [adoption.AnswerAdopt(with_cache=False)]
+    assert fed(machine, adoption.RequestAdded()) == [adoption.AnswerAdopt()]
 
 
 @pytest.mark.parametrize(("outcome", "with_cache"), [(adoption.CacheFetched(), True), (adoption.CacheLost(), False)])
@@ -49,7 +49,7 @@ def test_a_request_whose_cache_may_be_fetched(outcome: adoption.AdoptionEvent, w
     machine = building(may_fetch=True)
     assert fed(machine, adoption.RequestBuilt()) == [adoption.FetchCache()]
     assert fed(machine, outcome) == [adoption.AddRequest(with_cache)]
-    assert fed(machine, adoption.RequestAdded()) == [adoption.AnswerAdopt(with_cache)]
+    assert fed(machine, adoption.RequestAdded()) == [adoption.AnswerAdopt()]
 
 
 def test_a_former_life_is_ended_and_the_attempt_refused() -> None:
@@ -74,7 +74,7 @@ def test_what_was_called_off_does_not_reach_the_scheduler_and_leaves_nothing() -
 def test_who_is_being_added_is_ended_in_the_scheduler() -> None:
     machine = building()
     assert fed(machine, adoption.RequestBuilt(), adoption.CalledOff()) == []
-    assert fed(machine, adoption.RequestAdded()) == [adoption.AnswerAdopt(with_cache=False)]
+    assert fed(machine, adoption.RequestAdded()) == [adoption.AnswerAdopt()]
 
 
 def test_what_was_fetched_is_given_back_when_the_scheduler_does_not_take_it() -> None:

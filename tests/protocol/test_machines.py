@@ -70,7 +70,7 @@ def source_in(state: source.State) -> Source:
     way = {
         source.State.RESERVING: ev.Start(),
         source.State.PINNING: ev.Reserved(0, 30.0, "D1"),
-        source.State.COPYING: ev.Snapshot(9, 300),
+        source.State.COPYING: ev.BlocksPinned(9, 300),
         source.State.FREEZING: ev.RoundDone(1, 900, 0.001),
         source.State.COMMITTING: ev.Frozen(310, 309, 10, 100),
         source.State.WITHDRAWING: ev.CancelRequested(),
@@ -81,7 +81,7 @@ def source_in(state: source.State) -> Source:
             break
         machine.on(event)
         if reached is source.State.FREEZING:
-            machine.on(ev.Snapshot(9, 301))
+            machine.on(ev.BlocksPinned(9, 301))
     assert machine.state is state
     return machine
 
@@ -181,7 +181,7 @@ def test_every_event_and_effect_belongs_to_an_alphabet(module: Any) -> None:
         (source.State.PLANNED, ev.Reserved(0, 30.0, "D1")),
         (source.State.RESERVING, ev.Committed("D1")),
         (source.State.PINNING, ev.Frozen(1, 1, 1, 1)),
-        (source.State.COPYING, ev.Snapshot(3, 100)),
+        (source.State.COPYING, ev.BlocksPinned(3, 100)),
         (source.State.COMMITTING, ev.FenceRaised(Epoch(1, 0))),
     ],
 )
@@ -232,7 +232,7 @@ def test_own_loop_that_does_not_answer_is_told_apart_from_the_peer() -> None:
 def committing(method: Method, round_seconds: float = 0.0, **plan: object) -> Source:
     """With ten blocks left to copy. A live one has copied ten in so many seconds."""
     machine = make_source(method, force=True, max_rounds=1, **plan)
-    live = (ev.Snapshot(10, 330), ev.RoundDone(1, 1000, round_seconds), ev.Snapshot(19, 650))
+    live = (ev.BlocksPinned(10, 330), ev.RoundDone(1, 1000, round_seconds), ev.BlocksPinned(19, 650))
     before = (ev.Start(), ev.Reserved(0, 30.0, "D1"), *(live if method is Method.LIVE else ()))
     num_blocks = 20 if method is Method.LIVE else 10
     for event in (*before, ev.Frozen(32 * num_blocks, 32 * num_blocks - 1, num_blocks, 100)):
@@ -287,10 +287,10 @@ def test_gone_before_commit_gives_everything_back(state: source.State, kind: Gon
     assert machine.over
 
 
-def test_snapshot_that_comes_after_the_end_is_unpinned() -> None:
+def test_a_pin_that_comes_after_the_end_is_unpinned() -> None:
     machine = source_in(source.State.PINNING)
     machine.on(ev.CancelRequested())
-    assert machine.on(ev.Snapshot(9, 300)) == [do.Unpin()]
+    assert machine.on(ev.BlocksPinned(9, 300)) == [do.Unpin()]
     machine = source_in(source.State.FREEZING)
     assert machine.on(ev.CancelRequested())[:2] == [do.Unfreeze(), do.Unpin()]
     assert machine.on(ev.Frozen(310, 309, 10, 100)) == [do.Unpin()]
@@ -300,9 +300,9 @@ def test_stall_is_estimated_from_the_rate_that_was_measured() -> None:
     """10 blocks in 1 s: 3 full blocks and the partial one take 0.4 s."""
     for budget, state in ((0.39, source.State.STAYED), (0.41, source.State.FREEZING)):
         machine = make_source(stall_budget_s=budget, max_rounds=1)
-        for event in (ev.Start(), ev.Reserved(0, 30.0, "D1"), ev.Snapshot(10, 330), ev.RoundDone(1, 1000, 1.0)):
+        for event in (ev.Start(), ev.Reserved(0, 30.0, "D1"), ev.BlocksPinned(10, 330), ev.RoundDone(1, 1000, 1.0)):
             machine.on(event)
-        machine.on(ev.Snapshot(13, 420))
+        machine.on(ev.BlocksPinned(13, 420))
         assert machine.state is state
         if machine.outcome:
             assert machine.outcome.reason is Reason.TOO_MANY_ROUNDS
@@ -323,7 +323,7 @@ def test_a_destination_that_takes_tokens_alone() -> None:
 
 def test_short_request_needs_no_round() -> None:
     machine = make_source()
-    for event in (ev.Start(), ev.Reserved(0, 30.0, "D1"), ev.Snapshot(1, 40)):
+    for event in (ev.Start(), ev.Reserved(0, 30.0, "D1"), ev.BlocksPinned(1, 40)):
         machine.on(event)
     assert machine.state is source.State.FREEZING
     assert machine.on(ev.Frozen(41, 40, 2, 5))[0] == do.SendCommit(Epoch(0, 1), 5, 40, 0, 2)
@@ -336,9 +336,9 @@ def test_rounds_go_on_while_they_shrink_and_no_longer() -> None:
     frontier = 0
     for number, added in enumerate((100, 20, 5, 2), start=1):
         frontier += added
-        assert do.SendRound(number, frontier - added, frontier, 1) in machine.on(ev.Snapshot(frontier, 1))
+        assert do.SendRound(number, frontier - added, frontier, 1) in machine.on(ev.BlocksPinned(frontier, 1))
         machine.on(ev.RoundDone(number, 100 * added, 0.0001 * added))
-    machine.on(ev.Snapshot(frontier + 2, 1))
+    machine.on(ev.BlocksPinned(frontier + 2, 1))
     assert machine.state is source.State.FREEZING
     assert machine.copied_blocks == 127
 

@@ -50,7 +50,7 @@ MUTANTS: dict[str, tuple[type[World], str]] = {
     "pins dropped at the fence": (with_source(mutants.NoLinger), "06e_pins_outlast_the_fence"),
     "early free at the destination": (with_destination(mutants.EarlyFree), "07_abandoned_pull_drains"),
     "resume on unknown": (with_source(mutants.ResumeOnUnknown), "05h_handed_on_and_forgotten"),
-    "resume on timeout": (with_source(mutants.ResumeOnTimeout), "11_stale_sender_is_released"),
+    "resume on timeout": (with_source(mutants.ResumeOnTimeout), "11_stale_sender_is_dismissed"),
 }
 
 

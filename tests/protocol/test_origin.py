@@ -139,7 +139,7 @@ def test_each_attempt_has_an_epoch_of_its_own() -> None:
     assert {first.address, second.address} == {"B", "C"}
     assert (first.epoch, second.epoch) == (RAISED, Epoch(2, 0))
     stale = bench.tokens(first.address, "r", 0, 66)
-    assert Send(f"{first.address}1".encode(), wire.Release([("r", RAISED)])) in stale
+    assert Send(f"{first.address}1".encode(), wire.Dismissal([("r", RAISED)])) in stale
     # The lost one is not asked, and nobody else is left: all are asked again in a moment.
     bench.answer(second, words.AdoptRefused(Reason.DESTINATION_FULL))
     assert bench.state() is State.RESTING
@@ -172,7 +172,7 @@ def test_who_is_silent_is_called_off_and_who_is_at_it_is_waited_for() -> None:
     assert words.AskWhetherGone("r", asked.attempt, "B") in effects
     assert bench.answer(asked, words.Adopted("B", "1")) == [], "its answer comes too late"
     dismissed = bench.answer(asked, words.GoneKnown(gone=False))
-    assert Send(b"B1", wire.Release([("r", RAISED)])) in dismissed
+    assert Send(b"B1", wire.Dismissal([("r", RAISED)])) in dismissed
 
 
 def test_an_engine_that_gives_the_request_up_before_it_has_answered() -> None:

@@ -119,7 +119,7 @@ class Client:
 
 @dataclasses.dataclass
 class Message:
-    """`kind` is what a transcript calls it: `reserve`, `reserve answer`, `out`, `fence`, `release` …"""
+    """`kind` is what a transcript calls it: `reserve`, `reserve answer`, `out`, `fence`, `dismissal` …"""
 
     number: int
     sender: str
@@ -490,8 +490,8 @@ class World:
                 command("close", lambda: call(Call.CLOSE))
             case do.AskFence(epoch=epoch):
                 self._send(engine.name, "O", "fence", epoch, out.move, out.request)
-            case do.TakeSnapshot(from_block=from_block):
-                command("snapshot", lambda: self._snapshot(engine, out, from_block))
+            case do.PinBlocks(from_block=from_block):
+                command("pin", lambda: self._pin(engine, out, from_block))
             case do.Freeze():
                 command("freeze", lambda: self._freeze(engine, out))
             case do.Unfreeze(epoch=epoch):
@@ -511,20 +511,20 @@ class World:
             case _:
                 raise AssertionError(effect)
 
-    def _snapshot(self, engine: Engine, out: Outgoing, from_block: int) -> None:
+    def _pin(self, engine: Engine, out: Outgoing, from_block: int) -> None:
         request = engine.requests.get(out.request)
         if request is None or request.computed == 0:
-            self._tell_source(engine, out.move, ev.SnapshotFailed(Reason.NOT_STARTED))
+            self._tell_source(engine, out.move, ev.PinFailed(Reason.NOT_STARTED))
             return
         frontier = request.computed // BLOCK_SIZE
         engine.ledger.hold(BlockOwner.PIN, out.move, request.blocks[from_block:frontier])
         out.block_ids = list(request.blocks)
-        self._tell_source(engine, out.move, ev.Snapshot(frontier, len(request.tokens)))
+        self._tell_source(engine, out.move, ev.BlocksPinned(frontier, len(request.tokens)))
 
     def _freeze(self, engine: Engine, out: Outgoing) -> None:
         request = engine.requests.get(out.request)
         if request is None or request.computed == 0:
-            self._tell_source(engine, out.move, ev.SnapshotFailed(Reason.NOT_STARTED))
+            self._tell_source(engine, out.move, ev.PinFailed(Reason.NOT_STARTED))
             return
         request.frozen = True
         blocks = request.blocks[: -(-request.computed // BLOCK_SIZE)]
@@ -709,14 +709,14 @@ class World:
         else:
             self.note(f"O: {message} {_span(arrival)}: nothing new, or too early")
         if verdict.stale and message.sender in self.engines:
-            self._send("O", message.sender, "release", arrival.epoch, request=message.request)
+            self._send("O", message.sender, "dismissal", arrival.epoch, request=message.request)
 
     def _at_engine(self, engine: Engine, message: Message) -> None:
         move = message.move
         match message.kind:
             case "abort" if message.sender == "O":
                 engine.commands.append(("abort", lambda: self._abort(engine, message.request)))
-            case "release":
+            case "dismissal":
                 engine.commands.append(("abort", lambda: self._abort(engine, message.request, message.body)))
             case "fence answer":
                 decision = message.body

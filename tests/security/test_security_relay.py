@@ -278,7 +278,7 @@ async def test_origins_end_only_their_own_requests(context: zmq.asyncio.Context)
     assert isinstance(asked, wire.FenceQuestion)
     lie = wire.FenceAnswer(asked.question, "r", started=True, finished=False, raised=None, delivered=0)
     await origins[1].send_multipart([identities[1], wire.encode(lie)])
-    await origins[1].send_multipart([identities[1], wire.encode(wire.Release([("r", epoch)]))])
+    await origins[1].send_multipart([identities[1], wire.encode(wire.Dismissal([("r", epoch)]))])
     await until(lambda: bool(released))
     assert released == [(addresses[1], [("r", epoch)])]
     assert not question.done()

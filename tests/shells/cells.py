@@ -327,5 +327,5 @@ CELLS: list[Cell] = [
     *_told("FenceAnswer", "fenced", "stayed"),
     *_told("FenceQuestion", "fenced_late", "moved"),
     *_told("FenceAnswer", "fenced_late", "moved"),
-    *_told("Release", "left", "moved"),
+    *_told("Dismissal", "left", "moved"),
 ]

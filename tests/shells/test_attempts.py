@@ -80,7 +80,7 @@ async def test_attempts_one_after_the_other(model_dir: Path) -> list[str]:
         stream = await cluster.stream("A")
         await stream.reaches(5)
         taken, calls = recorded_requests(cluster["B"]), recorded(cluster, "Adopt")
-        cluster.network.arm("Release", Kind.DROPPED, times=10)
+        cluster.network.arm("Dismissal", Kind.DROPPED, times=10)
         cluster.network.arm("HeartbeatAck", Kind.DROPPED, times=10)
         with mock.patch.object(replay, "ATTEMPT_SECONDS", ATTEMPT_SECONDS), replays_only_at(cluster, stream, "B"):
             with building_slowly(cluster["B"]):

@@ -31,14 +31,14 @@ LATE_SECONDS = 0.05
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("released", [False, True], ids=["running", "released"])
-async def test_outputs_that_are_still_on_their_way(released: bool, asynchronous: bool, model_dir: Path) -> None:
+@pytest.mark.parametrize("dismissed", [False, True], ids=["running", "dismissed"])
+async def test_outputs_that_are_still_on_their_way(dismissed: bool, asynchronous: bool, model_dir: Path) -> None:
     """The former owner is to start the request again while it has not yet sent what it had produced before."""
     async with cluster_of(model_dir, asynchronous=asynchronous) as cluster:
         stream = await company(cluster)
         assert await moves(cluster, stream) == "moved"
-        if not released:
-            cluster.network.arm("Release", Kind.DROPPED)
+        if not dismissed:
+            cluster.network.arm("Dismissal", Kind.DROPPED)
         with replays_only_at(cluster, stream, "B"):
             lost = cluster.network.arm("TokenBatch", Kind.DROPPED, sender="B")
             await until(lambda: lost.hits > 0, lambda: "nothing was lost")
@@ -121,7 +121,7 @@ async def test_a_reservation_that_comes_after_its_move_was_called_off(model_dir:
         assert not await cluster.verdict(stream)
 
 
-@pytest.mark.parametrize("look", ["snapshot", "freeze"])
+@pytest.mark.parametrize("look", ["pin", "freeze"])
 async def test_a_request_that_ends_before_it_is_looked_at_is_gone(
     look: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

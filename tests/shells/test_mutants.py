@@ -135,9 +135,9 @@ def lost_tail(patch: Patch) -> None:
 
 
 def never_told(patch: Patch) -> None:
-    """No engine hears that its request's client has left: aborts are not sent on, and Release is not obeyed."""
+    """No engine hears that its request's client has left: aborts are not sent on, and Dismissal is not obeyed."""
     patch.setattr(Aborts, "forward", lambda *_: None)
-    patch.setattr(Aborts, "release", lambda *_: None)
+    patch.setattr(Aborts, "dismiss", lambda *_: None)
 
 
 def replay_from_before(patch: Patch) -> None:

@@ -84,7 +84,7 @@ class Cluster(Serving):
         if message.kind in MESSAGES:
             self._heard(engine, message)
             return
-        if message.sender == ORIGIN and message.kind in ("abort", "release"):
+        if message.sender == ORIGIN and message.kind in ("abort", "dismissal"):
             self._call_off_attempts(engine, message.request, message.body)
         super()._at_engine(engine, message)
 

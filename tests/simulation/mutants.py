@@ -79,8 +79,8 @@ class SameTerm(Gate):
 class EarlyFree(Destination):
     """Finding 7: blocks of an abandoned pull are given back at once."""
 
-    def _release(self) -> list[Effect]:
-        stop = super()._release()
+    def _let_go(self) -> list[Effect]:
+        stop = super()._let_go()
         return [*stop, do.FreeReservation()] if stop else []
 
 

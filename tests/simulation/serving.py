@@ -273,12 +273,12 @@ class Serving(Adopting):
 
     def _tell_engine(self, name: str, message: wire.ToEngine, epochs: dict[str, Epoch]) -> None:
         match message:
-            case wire.Release():
+            case wire.Dismissal():
                 for request_id, epoch in message.requests:
-                    self._send(ORIGIN, name, "release", epoch, request=request_id)
+                    self._send(ORIGIN, name, "dismissal", epoch, request=request_id)
             case wire.HeartbeatAck():
                 for request_id in message.unknown:
-                    self._send(ORIGIN, name, "release", epochs[request_id], request=request_id)
+                    self._send(ORIGIN, name, "dismissal", epochs[request_id], request=request_id)
             case wire.FenceAnswer():
                 move = self._questions.pop(message.question)
                 self._send(ORIGIN, name, "fence answer", message, move, message.request_id)

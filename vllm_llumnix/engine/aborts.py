@@ -53,7 +53,7 @@ class Aborts:
         for owner, ids in by_owner.items():
             self._tasks.spawn(self._abort_at(owner, ids))
 
-    def release(self, origin: str, requests: list[tuple[str, Epoch]]) -> None:
+    def dismiss(self, origin: str, requests: list[tuple[str, Epoch]]) -> None:
         """`origin` wants nothing more of these requests under these epochs. Those of others are not its to end."""
         stale = [request_id for request_id, epoch in requests if self._belongs(request_id, origin, epoch)]
         if stale:

@@ -15,6 +15,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutputs
 
 import llumlet.server
+from llumlet import types
 from llumlet.agent import DrainReport, Report
 from llumlet.bridge import epoch_of, reason_number
 from llumlet.errors import LlumletError
@@ -24,27 +25,7 @@ from llumlet.protocol.errors import MigrationError, Reason, Refused
 from llumlet.reporter import Reporter
 from llumlet.server import RunningServer
 from llumlet.tasks import Tasks
-from llumlet.types import (
-    AbortMigrateInRequest,
-    AbortMigrateInResponse,
-    AbortRequest,
-    AbortResponse,
-    Address,
-    AdoptRequest,
-    AdoptResponse,
-    ClaimRequest,
-    ClaimResponse,
-    DrainProgress,
-    DrainRequest,
-    EndClaimRequest,
-    EndClaimResponse,
-    InstanceMetadata,
-    InstanceStatus,
-    ListRequestsResponse,
-    MigrateInRequest,
-    MigrateRequest,
-    MoveSummary,
-)
+from llumlet.types import Address
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.config import LlumletConfig, drain_limit
 from vllm_llumnix.engine.aborts import Aborts
@@ -95,7 +76,7 @@ async def open_llumlet(
         movers=Movers(movers, config.transports, *limits, on_lost=identity.stop_carrying_kv),
         relay=Relay(
             hello,
-            lambda origin, requests: agent.aborts.release(origin, requests),
+            lambda origin, requests: agent.aborts.dismiss(origin, requests),
             lambda: loop.progress.health,
             credentials,
         ),
@@ -166,15 +147,15 @@ class LlumletAgent:
 
     # What operators ask for
 
-    async def migrate(self, request: MigrateRequest, report: Report) -> MoveSummary:
+    async def migrate(self, request: types.MigrateRequest, report: Report) -> types.MoveSummary:
         with _refusals():
             return await self.migrations.migrate(request, report)
 
-    async def migrate_in(self, request: MigrateInRequest, report: Report) -> MoveSummary:
+    async def migrate_in(self, request: types.MigrateInRequest, report: Report) -> types.MoveSummary:
         with _refusals():
             return await self.migrations.migrate_in(request, report)
 
-    async def drain(self, request: DrainRequest, report: DrainReport) -> DrainProgress:
+    async def drain(self, request: types.DrainRequest, report: DrainReport) -> types.DrainProgress:
         with _refusals():
             self.drains.check(request)
         if not self.drains.asked:
@@ -191,20 +172,20 @@ class LlumletAgent:
             await asyncio.sleep(REPORT_SECONDS)
         return self.drains.progress()
 
-    async def abort(self, request: AbortRequest) -> AbortResponse:
+    async def abort(self, request: types.AbortRequest) -> types.AbortResponse:
         return await self.aborts.abort(request)
 
-    async def abort_migrate_in(self, request: AbortMigrateInRequest) -> AbortMigrateInResponse:
+    async def abort_migrate_in(self, request: types.AbortMigrateInRequest) -> types.AbortMigrateInResponse:
         return await self.arrivals.call_off(request)
 
-    async def get_instance_status(self) -> InstanceStatus:
+    async def get_instance_status(self) -> types.InstanceStatus:
         """Whatever the loop is doing: `health` says whether it does anything."""
         return self.status.now()
 
-    async def get_instance_metadata(self) -> InstanceMetadata:
+    async def get_instance_metadata(self) -> types.InstanceMetadata:
         return metadata_of(self.context)
 
-    async def list_requests(self) -> ListRequestsResponse:
+    async def list_requests(self) -> types.ListRequestsResponse:
         loop, arriving = self.context.loop, self.arrivals.pending()
         if loop.progress.health is wire.Health.HUNG:
             # It stands still, and somebody wants to see what it holds.
@@ -213,13 +194,13 @@ class LlumletAgent:
 
     # What origins ask for
 
-    async def adopt(self, request: AdoptRequest, given_up: asyncio.Event) -> AdoptResponse:
+    async def adopt(self, request: types.AdoptRequest, given_up: asyncio.Event) -> types.AdoptResponse:
         with _refusals():
             return await self.adoptions.adopt(request, given_up)
 
     # What engines ask for that go on with our requests
 
-    async def claim(self, request: ClaimRequest) -> ClaimResponse:
+    async def claim(self, request: types.ClaimRequest) -> types.ClaimResponse:
         identity = self.context.identity
         with _refusals():
             if request.incarnation != identity.incarnation:
@@ -230,7 +211,7 @@ class LlumletAgent:
         self.context.relay.farewell(request.request_id)
         grant = Grant(self.context.movers)
         self._tasks.spawn(_grant_for_claim(grant, claimed.block_ids))
-        return ClaimResponse(
+        return types.ClaimResponse(
             claim_id=claimed.claim_id,
             source_memory=self.context.offered_memory(grant.capability),
             computed_tokens=claimed.computed_tokens,
@@ -238,8 +219,8 @@ class LlumletAgent:
             output_token_ids=claimed.output_token_ids,
         )
 
-    async def end_claim(self, request: EndClaimRequest) -> EndClaimResponse:
-        return EndClaimResponse(intact=self.claims.end(request.claim_id))
+    async def end_claim(self, request: types.EndClaimRequest) -> types.EndClaimResponse:
+        return types.EndClaimResponse(intact=self.claims.end(request.claim_id))
 
     # What the engine's threads say
 

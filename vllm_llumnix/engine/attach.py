@@ -30,7 +30,7 @@ from vllm_llumnix.engine.vllm_types import Engine, Executor
 from vllm_llumnix.errors import ConfigError, PatchError
 from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.seams import SEAMS as KV_SEAMS
-from vllm_llumnix.kv.worker import KV_TAG, start_mover
+from vllm_llumnix.kv.worker import before_kv_goes, start_mover
 from vllm_llumnix.patching import state
 from vllm_llumnix.step_record import StepRecord
 from vllm_llumnix.switch import CONFIG_VARIABLE
@@ -106,17 +106,7 @@ def _stop_with(engine: Engine, thread: LlumletThread, record: StepRecord) -> Non
 
 def _watch_sleep(executor: Executor, port: SchedulerPort) -> None:
     """Requests on their way here must not go on with blocks that lost their content. See also `kv.worker`."""
-    stock_sleep, stock_discard = executor.sleep, executor.discard
-
-    def sleep(level: int = 1) -> None:
-        port.reservations.empty()
-        stock_sleep(level)
-
-    def discard(tags: tuple[str, ...]) -> None:
-        if KV_TAG in tags:
-            port.reservations.empty()
-        stock_discard(tags)
-
+    sleep, discard = before_kv_goes(executor, port.reservations.empty)
     SEAMS.wrap(executor, "Executor.sleep", sleep)
     SEAMS.wrap(executor, "Executor.discard", discard)
 

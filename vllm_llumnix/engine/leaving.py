@@ -55,7 +55,7 @@ class LeavingRequest(Leaving):
         self.queued = not self.request.num_computed_tokens
         return state_of(self.request, self.residence)
 
-    def snapshot(self, from_block: int) -> Frontier:
+    def pin(self, from_block: int) -> Frontier:
         """Raises Refused, see `SchedulerPort.frontier`."""
         frontier = self._port.frontier(self.request, from_block, self.num_known_tokens)
         self._pins.append(frontier.pin)

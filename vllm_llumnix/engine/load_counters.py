@@ -255,10 +255,6 @@ class LoadCounters:
                 num_free_blocks=self._num_free_blocks,
             )
 
-    def hit_of(self, request_id: str) -> Hit:
-        """What the prefix cache held of a request when it began to wait."""
-        return self._entries[request_id].hit
-
     # With the lock
 
     def _enter(self, request: Request) -> _Entry:

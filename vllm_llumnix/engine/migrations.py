@@ -11,15 +11,22 @@ from llumlet.bridge import reason_number
 from llumlet.errors import LlumletCallFailed, LlumletError
 from llumlet.protocol.errors import MigrationError, Reason, Refused
 from llumlet.protocol.plan import Plan
-from llumlet.types import Address, MigrateInRequest, MigrateRequest, Mode, MovePhase, MoveProgress, MoveSummary
+from llumlet.types import (
+    OUTCOMES,
+    Address,
+    MigrateInRequest,
+    MigrateRequest,
+    Mode,
+    MovePhase,
+    MoveProgress,
+    MoveSummary,
+)
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.departures import Departures
 from vllm_llumnix.engine.handover_calls import Target
 from vllm_llumnix.engine.listing import Listing
 from vllm_llumnix.engine.outgoing import OutgoingMove
 from vllm_llumnix.engine.request_state import residence_of
-
-_OUTCOMES = (MovePhase.MOVED, MovePhase.STAYED, MovePhase.GONE, MovePhase.LOST)
 
 
 class Migrations:
@@ -46,7 +53,7 @@ class Migrations:
             self._departures.records.add(stayed)
             report(stayed)
         outcomes = await asyncio.gather(*(move.done for move in moves))
-        count = {phase: sum(1 for outcome in outcomes if outcome.phase == phase) for phase in _OUTCOMES}
+        count = {phase: sum(1 for outcome in outcomes if outcome.phase == phase) for phase in OUTCOMES}
         return MoveSummary(
             selected=len(outcomes) + len(refused),
             moved=count[MovePhase.MOVED],
@@ -63,7 +70,7 @@ class Migrations:
         here, wanted = self._context.address, asked.request
         wanted.dst_engine_id = self._context.identity.instance
         wanted.dst_engine_ip, wanted.dst_engine_port = here.host, here.port
-        client = self._context.peers.at(Address.parse(asked.src_address))
+        client = self._context.peers.at(asked.src_address)
         summary = MoveSummary()
         try:
             async for event in client.migrate(wanted):

@@ -130,8 +130,8 @@ class OutgoingMove(Shell[Source]):
         match effect:
             case do.SendReserve():
                 spawn(self._reserve(call(leaving.first_state)))
-            case do.TakeSnapshot(from_block=from_block):
-                spawn(self._snapshot(call(leaving.snapshot, from_block)))
+            case do.PinBlocks(from_block=from_block):
+                spawn(self._pin(call(leaving.pin, from_block)))
             case do.SendRound():
                 spawn(self._round(effect))
             case do.Freeze():
@@ -198,24 +198,24 @@ class OutgoingMove(Shell[Source]):
                 self._report.leaves_kv(answer.tokens_alone)
             self.feed(on.Reserved(answer.hit_blocks, answer.lease_s, answer.dst_incarnation))
 
-    async def _snapshot(self, taken: asyncio.Future[Frontier]) -> None:
+    async def _pin(self, pinned: asyncio.Future[Frontier]) -> None:
         try:
-            self._frontier = frontier = await taken
+            self._frontier = frontier = await pinned
         except MigrationError as error:
-            self._not_taken(error)
+            self._not_pinned(error)
             return
-        self.feed(on.Snapshot(frontier.frontier_blocks, frontier.num_tokens))
+        self.feed(on.BlocksPinned(frontier.frontier_blocks, frontier.num_tokens))
 
     async def _freeze(self, frozen: asyncio.Future[None]) -> None:
         try:
             await frozen
         except MigrationError as error:
-            self._not_taken(error)
+            self._not_pinned(error)
 
-    def _not_taken(self, error: MigrationError) -> None:
+    def _not_pinned(self, error: MigrationError) -> None:
         # That the request has ended, and how, is what the loop's watch over it says in the same turn.
         if error.reason is not Reason.REQUEST_FINISHED:
-            self.feed(on.SnapshotFailed(error.reason, error.detail))
+            self.feed(on.PinFailed(error.reason, error.detail))
 
     def _frozen_now(self, frozen: FrozenRequest) -> None:
         self._frozen = frozen

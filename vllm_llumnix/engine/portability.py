@@ -15,13 +15,11 @@ import pkgutil
 from collections.abc import Callable, Iterable
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_llumnix.engine.request_state import residence_of
 from vllm_llumnix.engine.vllm_types import Engine, Request
-
-if TYPE_CHECKING:
-    from vllm_llumnix.kv.messages import MoverInfo
+from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.process import boot_id
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "portability.md"

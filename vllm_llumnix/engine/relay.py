@@ -58,14 +58,14 @@ class Relay:
     def __init__(
         self,
         hello: wire.Hello,
-        on_release: Callable[[str, list[tuple[str, Epoch]]], None],
+        on_dismissal: Callable[[str, list[tuple[str, Epoch]]], None],
         health: Callable[[], wire.Health],
         credentials: Credentials,
     ) -> None:
-        """`on_release` is told which origin wants nothing more of which requests."""
+        """`on_dismissal` is told which origin wants nothing more of which requests."""
         self._hello = hello
         self._credentials = credentials
-        self._on_release = on_release
+        self._on_dismissal = on_dismissal
         self._health = health
         self._context = zmq.asyncio.Context()
         self._origins: dict[str, _Origin] = {}
@@ -194,8 +194,8 @@ class Relay:
 
     def _receive(self, address: str, message: wire.ToEngine) -> None:
         match message:
-            case wire.Release():
-                self._on_release(address, message.requests)
+            case wire.Dismissal():
+                self._on_dismissal(address, message.requests)
             case wire.FenceAnswer():
                 question = self._questions.get((address, message.question))
                 if question is not None and not question.done():
@@ -204,7 +204,7 @@ class Relay:
                 origin = self._origins[address]
                 origin.num_unanswered = 0
                 claimed = origin.claimed
-                self._on_release(address, [(one, claimed[one]) for one in message.unknown if one in claimed])
+                self._on_dismissal(address, [(one, claimed[one]) for one in message.unknown if one in claimed])
 
     async def _beat(self) -> None:
         while True:
@@ -233,7 +233,7 @@ class Relay:
         if requests:
             logger.warning("the API server at %s is gone; ending %d of its requests", origin.address, len(requests))
         self._forget(origin)
-        self._on_release(origin.address, requests)
+        self._on_dismissal(origin.address, requests)
         for request_id, _ in requests:
             self.farewell(request_id)
 

@@ -24,7 +24,7 @@ from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.ids import HOME, Epoch
 from llumlet.protocol.wire import MALFORMED
 from vllm_llumnix.engine.vllm_types import Request
-from vllm_llumnix.request_wire import RequestState, encode_params
+from vllm_llumnix.request_wire import RequestState, state_from
 
 _MOVABLE = frozenset({RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.RUNNING})
 """Queued with nothing missing but room, or in the batch; prefill and decode are treated alike."""
@@ -87,22 +87,12 @@ def residence_from(request: EngineCoreRequest) -> Residence:
 
 def state_of(request: Request, residence: Residence) -> RequestState:
     """The request as it is now, without the digest of its adapter. Loop thread only."""
-    params = request.sampling_params
     structured = request.structured_output_request
-    return RequestState(
-        request_id=request.request_id,
+    return state_from(
+        request,
         external_request_id=residence.external_request_id,
         origin=residence.origin or "",
-        prompt_token_ids=list(request.prompt_token_ids or ()),
         output_token_ids=list(request.output_token_ids),
-        sampling_params=encode_params(params),
-        arrival_time=request.arrival_time,
-        priority=request.priority,
-        lora_name=request.lora_request.lora_name if request.lora_request else None,
-        cache_salt=request.cache_salt,
-        trace_headers=dict(request.trace_headers) if request.trace_headers else None,
-        session_id=request.session_id,
-        structured_backend=params.structured_outputs._backend if params.structured_outputs else None,
         reasoning_ended=structured.reasoning_ended if structured else residence.reasoning_ended,
         num_preemptions=request.num_preemptions,
     )

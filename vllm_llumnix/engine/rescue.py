@@ -14,7 +14,7 @@ from llumlet.protocol import rescue as on
 from llumlet.protocol.errors import MigrationError
 from llumlet.protocol.ids import Epoch
 from llumlet.tasks import Tasks
-from llumlet.types import Address, ClaimRequest, ClaimResponse, EndClaimRequest, Holder
+from llumlet.types import ClaimRequest, ClaimResponse, EndClaimRequest, Holder
 from vllm_llumnix.engine.context import EngineContext
 from vllm_llumnix.engine.memory import SourceMemory, decode_memory
 from vllm_llumnix.errors import TransportError
@@ -139,7 +139,7 @@ class _Fetching:
             return on.CopyFailed(str(error))
 
     def _client(self) -> LlumletClient:
-        return self._context.peers.at(Address.parse(self._holder.address))
+        return self._context.peers.at(self._holder.address)
 
     async def _end(self, seconds: float) -> on.RescueEvent:
         asked = EndClaimRequest(claim_id=self._claim.claim_id)

@@ -8,28 +8,22 @@ itself has its own request taken for a suspect: nobody else's.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
-from typing import Any, Final
+from typing import Final
 
 from llumlet.attempts import ATTEMPT_HEADER, deaths_before
+from vllm_llumnix.frontend.asgi import Message, Middleware, Receive, Send
 
 _HEADER: Final = ATTEMPT_HEADER.lower().encode()
 
 num_deaths: ContextVar[int] = ContextVar("num_deaths", default=0)
 """Instances that died with the request that is being served."""
 
-Message = MutableMapping[str, Any]
-App = Callable[[Message, Any, Any], Awaitable[None]]
 
+class ReadAttempt(Middleware):
+    """Sets `num_deaths`."""
 
-class ReadAttempt:
-    """ASGI middleware, given to vLLM with its own `--middleware`."""
-
-    def __init__(self, app: App) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             value = next((value for name, value in scope["headers"] if name == _HEADER), b"")
             num_deaths.set(deaths_before(value.decode("latin-1")))

@@ -9,20 +9,19 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from llumlet.bridge import epoch_message, reason_of
-from llumlet.client import LlumletClient
 from llumlet.credentials import Credentials
 from llumlet.errors import LlumletCallFailed, LlumletError, LlumletUnreachable
 from llumlet.protocol import replay_words as words
 from llumlet.protocol.errors import Refused
 from llumlet.tasks import Tasks
 from llumlet.types import AbortRequest, AdoptRequest
+from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.frontend.deaths import is_gone
-from vllm_llumnix.request_wire import RequestState, encode, encode_params
+from vllm_llumnix.peer_clients import PeerClients
+from vllm_llumnix.request_wire import RequestState, encode, state_from
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
-
-    from vllm_llumnix.adapters import Adapters
 
 logger = logging.getLogger("vllm.llumnix")
 
@@ -34,13 +33,18 @@ class Calls:
     """Calls under way, of one API server process. On its event loop."""
 
     def __init__(
-        self, credentials: Credentials, relay_address: Callable[[], str], adapters: Adapters, answered: Answered
+        self,
+        clients: PeerClients,
+        credentials: Credentials,
+        relay_address: Callable[[], str],
+        adapters: Adapters,
+        answered: Answered,
     ) -> None:
+        self._clients = clients
         self._credentials = credentials
         self._relay_address = relay_address
         self._adapters = adapters
         self._answered = answered
-        self._clients: dict[str, LlumletClient] = {}
         self._attempts: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._others = Tasks()
 
@@ -90,7 +94,7 @@ class Calls:
 
     async def _identify(self, effect: words.Identify) -> words.ReplayEvent:
         try:
-            found = await self._client(effect.address).get_instance_metadata(deadline_s=effect.seconds)
+            found = await self._clients.at(effect.address).get_instance_metadata(deadline_s=effect.seconds)
         except LlumletCallFailed as error:
             return _failure(error)
         return words.Identified(found.instance_id, found.incarnation)
@@ -110,7 +114,7 @@ class Calls:
             if holder is not None:
                 asked.holder.instance_id, asked.holder.incarnation = holder.instance, holder.incarnation
                 asked.holder.address = holder.llumlet
-            answer = await self._client(effect.address).adopt(asked, deadline_s=effect.seconds)
+            answer = await self._clients.at(effect.address).adopt(asked, deadline_s=effect.seconds)
         except Refused as error:
             return words.NotSent(str(error))
         except LlumletCallFailed as error:
@@ -129,16 +133,10 @@ class Calls:
 
     async def _abort(self, effect: words.AbortAt) -> None:
         try:
-            await self._client(effect.address).abort(AbortRequest(request_ids=[effect.request_id]))
+            await self._clients.at(effect.address).abort(AbortRequest(request_ids=[effect.request_id]))
         except LlumletCallFailed as error:
             # Its next heartbeat is answered that nobody waits for the request.
             logger.info("llumlet: request %s is not wanted any more: %s", effect.request_id, error)
-
-    def _client(self, address: str) -> LlumletClient:
-        client = self._clients.get(address)
-        if client is None:
-            client = self._clients[address] = LlumletClient(address, credentials=self._credentials)
-        return client
 
 
 def _failure(error: LlumletCallFailed) -> words.AdoptRefused | words.AnswerLost:
@@ -150,22 +148,11 @@ def _failure(error: LlumletCallFailed) -> words.AdoptRefused | words.AnswerLost:
 
 def state_of(request: EngineCoreRequest, delivered: list[int], origin: str, lora_digest: str | None) -> RequestState:
     """The request as an engine needs it that goes on after `delivered`."""
-    params = request.sampling_params
-    assert params is not None
-    return RequestState(
-        request_id=request.request_id,
+    return state_from(
+        request,
         external_request_id=request.external_req_id or request.request_id,
         origin=origin,
-        prompt_token_ids=list(request.prompt_token_ids or ()),
         output_token_ids=list(delivered),
-        sampling_params=encode_params(params),
-        arrival_time=request.arrival_time,
-        priority=request.priority,
-        lora_name=request.lora_request.lora_name if request.lora_request else None,
         lora_digest=lora_digest,
-        cache_salt=request.cache_salt,
-        trace_headers=dict(request.trace_headers) if request.trace_headers else None,
-        session_id=request.session_id,
-        structured_backend=params.structured_outputs._backend if params.structured_outputs else None,
         reasoning_ended=request.reasoning_ended,
     )

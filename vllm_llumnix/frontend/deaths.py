@@ -18,7 +18,8 @@ async def is_gone(address: str, credentials: Credentials) -> bool:
     """Whether nobody listens any more where a silent engine's llumlet did: then it need not be waited for.
 
     A process that ends gives up its connections one by one, and the port on which it listens is one of them. So one
-    that breaks a connection off is asked again for a while.
+    that breaks a connection off is asked again for a while, and each time by a new connection: one that is kept says
+    nothing of the port.
     """
     deadline = time.monotonic() + GONE_SECONDS
     while (left := deadline - time.monotonic()) > 0:

@@ -16,11 +16,11 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Protocol
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from vllm_llumnix.frontend.asgi import Message, Middleware, Receive, Send, respond
 from vllm_llumnix.frontend.peers import Peers
 
 logger = logging.getLogger("vllm.llumnix")
@@ -35,11 +35,6 @@ CALL_SECONDS = 2.0
 refusing = threading.Event()
 """Set when this process takes no new requests."""
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
-
 _TEXT = "This instance is shutting down and takes no new requests. Please retry on a different instance."
 _BODY = json.dumps(
     {"error": {"message": _TEXT, "type": "ServiceUnavailableError", "param": None, "code": 503}}
@@ -49,11 +44,8 @@ _HEALTH = frozenset({"/health", "/ping"})
 _ENDING = frozenset({"cancel", "abort_requests"})
 
 
-class RefuseNew:
-    """ASGI middleware, given to vLLM with its own `--middleware`: 503 for new work and health checks in a drain."""
-
-    def __init__(self, app: App) -> None:
-        self._app = app
+class RefuseNew(Middleware):
+    """503 for new work and health checks in a drain."""
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if not refusing.is_set() or not _is_new_work(scope):
@@ -61,8 +53,7 @@ class RefuseNew:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1013, "reason": _TEXT})
         else:
-            await send({"type": "http.response.start", "status": 503, "headers": _HEADERS})
-            await send({"type": "http.response.body", "body": _BODY})
+            await respond(send, 503, _HEADERS, _BODY)
 
 
 def _is_new_work(scope: Message) -> bool:

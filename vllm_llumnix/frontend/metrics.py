@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Migration metrics on vLLM's own `/metrics`: what became of the moves out of the engines of this API server."""
+"""Migration metrics on vLLM's own `/metrics`: what became of the moves out of the engines of this API server, and how
+many requests it started again elsewhere."""
 
 from __future__ import annotations
 
@@ -31,6 +32,7 @@ class _Families(NamedTuple):
     seconds: Histogram
     stall_seconds: Histogram
     rounds: Histogram
+    replays: Counter
 
 
 @functools.cache
@@ -64,6 +66,7 @@ def families() -> _Families:
             (*where, "mode"),
             buckets=ROUNDS,
         ),
+        Counter("llumlet_replays", "Requests that went on at another engine after theirs was lost.", ("model_name",)),
     )
 
 
@@ -74,6 +77,7 @@ class MoveMetrics:
         self._model_name = model_name
         self._report = report
         self._counted: dict[bytes, int] = {}
+        self._num_replayed = 0
         self._not_before = 0.0
         self._asking: asyncio.Task[None] | None = None
         families()
@@ -86,6 +90,11 @@ class MoveMetrics:
         self._not_before = loop.time() + PERIOD_SECONDS
         self._asking = loop.create_task(self._ask(list(engines)), name="llumnix-metrics")
         self._asking.add_done_callback(self._asked)
+
+    def count_replays(self, num_replayed: int) -> None:
+        """`num_replayed`: since this process began."""
+        families().replays.labels(self._model_name).inc(num_replayed - self._num_replayed)
+        self._num_replayed = num_replayed
 
     def cancel(self) -> None:
         if self._asking is not None:

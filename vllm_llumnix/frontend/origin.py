@@ -23,6 +23,7 @@ from llumlet.protocol import wire
 from llumlet.protocol.origin import Deliver, Fail, Origin, OriginEffect, Probe, Send, Surroundings
 from llumlet.protocol.owners import Owner
 from llumlet.protocol.streams import Part, Stream
+from llumlet.tasks import post
 from vllm_llumnix import step_record
 from vllm_llumnix.adapters import Adapters
 from vllm_llumnix.config import LlumletConfig, drain_limit
@@ -33,6 +34,7 @@ from vllm_llumnix.frontend.drain import drain
 from vllm_llumnix.frontend.metrics import MoveMetrics, Report
 from vllm_llumnix.frontend.peers import Peers
 from vllm_llumnix.frontend.relay import Complaints, Receive, RelaySocket
+from vllm_llumnix.peer_clients import PeerClients
 from vllm_llumnix.relay_convert import check, engine_output_from, sliced
 from vllm_llumnix.relay_keys import OriginKeys
 
@@ -90,7 +92,13 @@ class OriginShell:
             )
         )
         self._keys = OriginKeys(self.credentials) if self.credentials.tokens else None
-        self._calls = Calls(self.credentials, lambda: self.ensure_relay().address, self.adapters, self._answered)
+        self._calls = Calls(
+            PeerClients(self.credentials, settings.reaches),
+            self.credentials,
+            lambda: self.ensure_relay().address,
+            self.adapters,
+            self._answered,
+        )
         self._metrics = MoveMetrics(vllm_config.model_config.served_model_name, _settled_moves_of(self))
         self._num_pauses = 0
         self._has_drained = False
@@ -313,6 +321,7 @@ class OriginShell:
             self._metrics.look(client.core_engines)
         core.look(time.monotonic())
         self.carry_out()
+        self._metrics.count_replays(core.num_replayed)
         if core.home_dead and not (len(core.streams) or core.is_busy) and client._finalizer.alive:
             logger.warning("llumlet: the engine is dead and the last stream has ended; shutting down")
             asyncio.get_running_loop().run_in_executor(None, client.shutdown)
@@ -335,8 +344,7 @@ class OriginShell:
             self.client.shutdown()
             return
         logger.error("llumlet: the engine has died; its requests go on elsewhere if they can")
-        with contextlib.suppress(RuntimeError):  # closed between the question and the call
-            loop.call_soon_threadsafe(self.bury_home)
+        post(loop, self.bury_home)
 
     def bury_home(self) -> None:
         self.core.home_died(time.monotonic())
@@ -413,9 +421,5 @@ async def _watch(reference: weakref.ref[OriginShell]) -> None:
 def _end(relay: RelaySocket, watch: asyncio.Task[None], metrics: MoveMetrics, peers: Peers) -> None:
     """Ends it, from any thread; once more does nothing."""
     relay.close()
-    loop = watch.get_loop()
-    if not loop.is_closed():
-        with contextlib.suppress(RuntimeError):  # closed between the question and the call
-            loop.call_soon_threadsafe(watch.cancel)
-            loop.call_soon_threadsafe(metrics.cancel)
-            loop.call_soon_threadsafe(peers.cancel)
+    for stop in (watch.cancel, metrics.cancel, peers.cancel):
+        post(watch.get_loop(), stop)

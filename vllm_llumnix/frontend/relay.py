@@ -12,7 +12,6 @@ another one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import logging
 import socket
@@ -24,6 +23,7 @@ import zmq
 import zmq.asyncio
 
 from llumlet.protocol import wire
+from llumlet.tasks import post
 from vllm_llumnix.frontend.key_check import KeyCheck
 from vllm_llumnix.hosts import reachable_host
 from vllm_llumnix.relay_address import RelayAddress
@@ -111,8 +111,7 @@ class RelaySocket:
         if loop is None or loop.is_closed() or _is_running_here(loop):
             self._close()
         else:
-            with contextlib.suppress(RuntimeError):  # closed between the question and the call
-                loop.call_soon_threadsafe(self._close)
+            post(loop, self._close)
 
     def _close(self) -> None:
         for task in self._tasks:

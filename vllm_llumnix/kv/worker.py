@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ from vllm_llumnix.kv.vllm_cache import caches_of
 
 logger = logging.getLogger(__name__)
 
-KV_TAG = "kv_cache"
+_KV_TAG = "kv_cache"
 """What vLLM's sleep mode calls the KV memory."""
 
 
@@ -72,22 +73,31 @@ def stop_mover(worker: Any) -> None:
         running.close()
 
 
-def _watch_sleep(worker: Any) -> None:
-    """While vLLM's sleep mode has taken the KV memory away nobody touches it: on a GPU that would end the worker."""
-    stock_sleep, stock_discard, stock_wake_up = worker.sleep, worker.discard, worker.wake_up
+def before_kv_goes(owner: Any, call: Callable[[], None]) -> tuple[Callable[..., None], Callable[..., None]]:
+    """What takes the place of vLLM's `sleep` and `discard` of an executor or a worker: they `call` first, if the KV
+    memory loses its content."""
+    stock_sleep, stock_discard = owner.sleep, owner.discard
 
     def sleep(level: int = 1) -> None:
-        _suspend()
+        call()
         stock_sleep(level)
 
     def discard(tags: tuple[str, ...]) -> None:
-        if KV_TAG in tags:
-            _suspend()
+        if _KV_TAG in tags:
+            call()
         stock_discard(tags)
+
+    return sleep, discard
+
+
+def _watch_sleep(worker: Any) -> None:
+    """While vLLM's sleep mode has taken the KV memory away nobody touches it: on a GPU that would end the worker."""
+    stock_wake_up = worker.wake_up
+    sleep, discard = before_kv_goes(worker, _suspend)
 
     def wake_up(tags: list[str] | None = None) -> None:
         stock_wake_up(tags)
-        if tags is None or KV_TAG in tags:
+        if tags is None or _KV_TAG in tags:
             _resume()
 
     SEAMS.wrap(worker, "Worker.sleep", sleep)

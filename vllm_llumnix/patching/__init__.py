@@ -4,11 +4,12 @@
     diff.py       unified diffs: parsed, and applied without fuzz or offset, or by their text
     series.py     one series, `patches/v<version>/{BASE,series,*.patch,CONTRACT}`, and its digest
     relied_on.py  the functions of vLLM that the engine side counts on
-    contract.py   the hashes of these in one release
+    release.py    the files of one release: of a wheel, or a directory
+    contract.py   the hashes of these functions in one release
     installed.py  the installed vLLM compared with every series
-    importer.py   the series applied in memory while vLLM's modules are imported; loader.py, state.py: its parts
+    importer.py   the series applied in memory while vLLM's modules are imported; loader.py: its part
+    state.py      whether that was so in this process
     disk.py       the series applied to, and taken from, files on disk
-    release.py    the files of a wheel, a directory or an installation
     rebase.py     a series and its contract written again for another release, and what there is to read in that
     docs.py       `docs/patches.md` from the headers of the patches
 

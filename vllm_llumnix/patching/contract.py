@@ -19,14 +19,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_llumnix.errors import PatchError
+from vllm_llumnix.patching.release import Release
 from vllm_llumnix.patching.relied_on import RELIED_ON, Reliance
-from vllm_llumnix.patching.series import Base, listed, sha256
-
-if TYPE_CHECKING:
-    from vllm_llumnix.patching.release import Release
+from vllm_llumnix.patching.series import Base, Series, directory_of, listed, sha256
 
 FILE = "CONTRACT"
 _FILE_LINE = re.compile(r"([0-9a-f]{64})  (\S+)")
@@ -121,6 +119,24 @@ def refusal(differences: list[Difference], contract: Contract) -> str | None:
         f"vllm-llumnix relies on what these functions do in vLLM {contract.version}: {'; '.join(grave)}: install vLLM "
         f"{contract.version} as released, or read what has changed and take it into the contract, see docs/upgrading.md"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """How files keep a contract: what differs, and why they are not to be used for it."""
+
+    differences: tuple[Difference, ...]
+    problem: str | None
+
+
+def kept(series: Series, root: Path) -> Kept:
+    """How the files below `root`, the directory of the package, keep the contract of `series`."""
+    try:
+        signed = load(directory_of(series.version))
+        differences = compare(signed, root, series.files)
+    except PatchError as error:
+        return Kept((), str(error))
+    return Kept(tuple(differences), refusal(differences, signed))
 
 
 def of(release: Release, version: str = "") -> str:

@@ -5,7 +5,7 @@
 finder to `sys.meta_path` and imports nothing that the interpreter has not imported itself. The series is read when the
 first module of vLLM is imported. If all its files fit (`installed.py`), the listed modules are compiled from their
 patched text; no bytecode is written, and tracebacks and `inspect` show the patched text. If one does not, vLLM is
-imported as it is: some patches need others. `state` says what is wrong: only `--enable-llumlet` is refused for that.
+imported as it is: some patches need others. `state.py` says what is wrong: only `--enable-llumlet` is refused for that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # typing itself is not imported: each start of Python would p
 
     from vllm_llumnix.patching.installed import Installed
     from vllm_llumnix.patching.loader import PatchedLoader
-    from vllm_llumnix.patching.state import PatchState
 
 
 FLAG = "--enable-llumlet"
@@ -112,10 +111,3 @@ def finder() -> PatchFinder | None:
         if isinstance(found, PatchFinder):
             return found
     return None
-
-
-def state() -> PatchState:
-    """What is patched in this process, and what stands against it. Imports nothing of vLLM."""
-    from vllm_llumnix.patching.state import current
-
-    return current()

@@ -12,18 +12,19 @@ import functools
 import hashlib
 import importlib.util
 import os
-import re
 import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
 from vllm_llumnix.errors import PatchError
-from vllm_llumnix.patching.series import Base, Series, available, directory_of, load, load_base, sha256
+from vllm_llumnix.patching import contract
+from vllm_llumnix.patching.contract import Kept
+from vllm_llumnix.patching.release import Release, version_of
+from vllm_llumnix.patching.series import Base, Series, available, load, load_base, sha256
 from vllm_llumnix.switch import CONFIG_VARIABLE
 
 ADAPT = "--llumlet-adapt"
-_VERSION = re.compile(r"""^(?:__version__ = )?(?:version|__version__) = ['"]([^'"]+)['"]""", re.MULTILINE)
 
 
 class FileState(StrEnum):
@@ -88,6 +89,26 @@ class Installed:
             return None
         return text if sha256(text) == self.adapted[path] else None
 
+    def kept(self) -> Kept:
+        """How the files keep the contract of the series, of which there is one, and no problem with it."""
+        assert self.series is not None
+        assert self.root is not None
+        return contract.kept(self.series, self.root)
+
+    def as_released(self) -> Release:
+        """The files without the patches that are in them. Raises PatchError if there is no vLLM."""
+        root, series = self.root, self.series
+        if root is None or self.version is None or series is None:
+            raise PatchError(self.problem or "there is no vLLM")
+
+        def read(path: str) -> bytes:
+            data = (root / path).read_bytes()
+            if self.files.get(path) is FileState.PATCHED:
+                return series.revert(path, data.decode()).encode()
+            return data
+
+        return Release(self.version, read)
+
 
 def find_vllm() -> Path | None:
     """The directory of the package `vllm`, or None."""
@@ -98,20 +119,6 @@ def find_vllm() -> Path | None:
     if spec is None or spec.origin is None:
         return None
     return Path(spec.origin).parent
-
-
-def version_of(package: Path) -> str | None:
-    """vLLM's version as its build wrote it down. The name of the distribution differs between builds."""
-    try:
-        return find_version((package / "_version.py").read_text())
-    except FileNotFoundError:
-        return None
-
-
-def find_version(text: str) -> str | None:
-    """The version in the text of `_version.py`."""
-    match = _VERSION.search(text)
-    return match[1] if match else None
 
 
 def examine(package: Path | None, *, adapt: bool = False) -> Installed:
@@ -169,7 +176,7 @@ def _adapt(root: Path, version: str, candidates: list[tuple[str, dict[str, FileS
                 adapted[path] = sha256(series.adapt(path, (root / path).read_bytes().decode()))
             except (PatchError, OSError, ValueError) as error:
                 faults.append(f"{root / path} is missing" if isinstance(error, OSError) else str(error))
-        problem = "; ".join(faults) if faults else _broken_contract(series, root)
+        problem = "; ".join(faults) if faults else contract.kept(series, root).problem
         if problem is None:
             states = {path: FileState.ADAPTED if path in adapted else state for path, state in files.items()}
             return Installed(root, version, series, states, None, adapted)
@@ -178,13 +185,6 @@ def _adapt(root: Path, version: str, candidates: list[tuple[str, dict[str, FileS
     nearest, files = candidates[0]
     problem = f"vLLM {version} cannot be adapted to ({'; '.join(problems)}): {advice}"
     return Installed(root, version, load(nearest), files, problem)
-
-
-def _broken_contract(series: Series, root: Path) -> str | None:
-    from vllm_llumnix.patching import contract
-
-    signed = contract.load(directory_of(series.version))
-    return contract.refusal(contract.compare(signed, root, series.files), signed)
 
 
 def _problem(root: Path, version: str, nearest: str, files: dict[str, FileState]) -> str:

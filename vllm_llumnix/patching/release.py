@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python files of one vLLM, as released: from a wheel, from an unpacked one, or from what is installed."""
+"""The Python files of one vLLM, as released: from a wheel, or from an unpacked one."""
 
 from __future__ import annotations
 
+import re
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_llumnix.errors import PatchError
-from vllm_llumnix.patching.installed import FileState, Installed, find_version, version_of
+
+_VERSION = re.compile(r"""^(?:__version__ = )?(?:version|__version__) = ['"]([^'"]+)['"]""", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ def open_release(where: Path) -> Release:
         return Release(version, lambda path: (root / path).read_bytes())
     try:
         wheel = zipfile.ZipFile(where)
-        version = find_version(wheel.read("vllm/_version.py").decode())
+        version = _find_version(wheel.read("vllm/_version.py").decode())
     except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise PatchError(f"{where} is neither a directory nor a wheel of vLLM: {error}") from error
     if version is None:
@@ -64,16 +66,15 @@ def open_release(where: Path) -> Release:
     return Release(version, wheel.read)
 
 
-def installed_release(found: Installed) -> Release:
-    """What was examined, without the patches that are in it. Raises PatchError if there is no vLLM."""
-    root, series = found.root, found.series
-    if root is None or found.version is None or series is None:
-        raise PatchError(found.problem or "there is no vLLM")
+def version_of(package: Path) -> str | None:
+    """vLLM's version as its build wrote it down. The name of the distribution differs between builds."""
+    try:
+        return _find_version((package / "_version.py").read_text())
+    except FileNotFoundError:
+        return None
 
-    def read(path: str) -> bytes:
-        data = (root / path).read_bytes()
-        if found.files.get(path) is FileState.PATCHED:
-            return series.revert(path, data.decode()).encode()
-        return data
 
-    return Release(found.version, read)
+def _find_version(text: str) -> str | None:
+    """The version in the text of `_version.py`."""
+    match = _VERSION.search(text)
+    return match[1] if match else None

@@ -96,8 +96,8 @@ def _complaint(missing: list[Seam]) -> str:
     )
 
 
-def absent(rows: Iterable[Seam], read: Callable[[str], bytes]) -> list[Seam]:
-    """The rows whose attribute is not in the source of its class. `read` gives a file's content, b"" if there is none.
+def absent(rows: Iterable[Seam], read: Callable[[str], bytes | str]) -> list[Seam]:
+    """The rows whose attribute is not in the source of its class. `read` gives a file's content, or nothing.
 
     Without importing vLLM: methods, attributes of the class, and what its methods set on `self`.
     """
@@ -111,7 +111,7 @@ def absent(rows: Iterable[Seam], read: Callable[[str], bytes]) -> list[Seam]:
     return missing
 
 
-def _attributes(data: bytes) -> dict[str, set[str]]:
+def _attributes(data: bytes | str) -> dict[str, set[str]]:
     try:
         tree = ast.parse(data)
     except (SyntaxError, ValueError):

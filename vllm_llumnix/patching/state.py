@@ -7,12 +7,11 @@ import functools
 import sys
 from dataclasses import dataclass
 
-from vllm_llumnix.errors import PatchError
-from vllm_llumnix.patching import contract, importer
-from vllm_llumnix.patching.contract import Difference
+from vllm_llumnix.patching import importer
+from vllm_llumnix.patching.contract import Kept
 from vllm_llumnix.patching.installed import Installed, installed
 from vllm_llumnix.patching.loader import MARK
-from vllm_llumnix.patching.series import directory_of, module_name
+from vllm_llumnix.patching.series import module_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class PatchState:
 
 
 def current() -> PatchState:
-    """The state of this process now."""
+    """What is patched in this process, and what stands against it. Imports nothing of vLLM."""
     found = installed()
     if found.series is None:
         return PatchState(found.version, None, frozenset(), found.problem)
@@ -42,36 +41,16 @@ def current() -> PatchState:
         found.problem
         or (finder and finder.problem)
         or _not_patched(found, finder is not None, imported.keys() - applied)
-        or held().problem
+        or _kept().problem
     )
     digest = None if problem else found.digest
     return PatchState(found.version, digest, frozenset(applied), problem, _remarks(found))
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """How the installed vLLM keeps the contract of its series."""
-
-    differences: tuple[Difference, ...]
-    problem: str | None
-
-
-def holds(found: Installed) -> Held:
-    """Compare; `found` has a series and no problem."""
-    assert found.series is not None
-    assert found.root is not None
-    try:
-        signed = contract.load(directory_of(found.series.version))
-        differences = contract.compare(signed, found.root, found.series.files)
-    except PatchError as error:
-        return Held((), str(error))
-    return Held(tuple(differences), contract.refusal(differences, signed))
-
-
 @functools.cache
-def held() -> Held:
-    """Of this process's vLLM, compared once."""
-    return holds(installed())
+def _kept() -> Kept:
+    """How this process's vLLM, which a series fits, keeps its contract: compared once."""
+    return installed().kept()
 
 
 def _remarks(found: Installed) -> tuple[str, ...]:
@@ -81,7 +60,7 @@ def _remarks(found: Installed) -> tuple[str, ...]:
     if found.adapted:
         files = ", ".join(sorted(found.adapted))
         remarks.append(f"patched, adapted: in vLLM {found.version} not as released in {found.series.version}: {files}")
-    remarks += [f"{one} from vLLM {found.series.version}, on which the llumlet relies" for one in held().differences]
+    remarks += [f"{one} from vLLM {found.series.version}, on which the llumlet relies" for one in _kept().differences]
     return tuple(remarks)
 
 

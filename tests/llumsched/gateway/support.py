@@ -16,7 +16,7 @@ from aiohttp import web
 
 from llumlet.types import Address
 from llumsched.gateway.config import AccessLog, Config
-from llumsched.gateway.paths import INFERENCE_PATHS
+from llumsched.gateway.paths import PATHS, Kind
 from llumsched.gateway.server import Gateway
 from tests.support.mock_api import Mock
 
@@ -106,7 +106,8 @@ class Scripted(Mock):
     script: list[bytes] = field(default_factory=list)
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        if request.path not in INFERENCE_PATHS:
+        path = PATHS.get(request.path)
+        if path is None or path.kind is not Kind.CONTINUED:
             return await super().answer(request)
         await request.read()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

@@ -26,7 +26,7 @@ from llumsched.gateway import estimate
 from llumsched.gateway.backends import Backend
 from llumsched.gateway.endpoints import Endpoint
 from llumsched.gateway.forms import model_of
-from llumsched.gateway.paths import INFERENCE_PATHS, PATHS, Kind, Style, find
+from llumsched.gateway.paths import PATHS, Kind, Style, find
 from llumsched.gateway.server import _OWN
 from llumsched.gateway.stored import StoredResponses
 from llumsched.gateway.upstream import Access
@@ -74,7 +74,8 @@ def test_the_table_has_every_route_of_the_installed_vllm() -> None:
 
 def test_the_gateway_answers_what_the_table_says_is_its_own() -> None:
     assert {path for path, one in PATHS.items() if one.kind is Kind.OWN} == _OWN.keys()
-    assert {"/v1/completions", "/v1/chat/completions"} == INFERENCE_PATHS
+    continued = {path for path, one in PATHS.items() if one.kind is Kind.CONTINUED}
+    assert continued == {"/v1/completions", "/v1/chat/completions"}
 
 
 @pytest.mark.parametrize("name", ["..", ".", "a/b", "a b", "a%2fb", "", "x" * 257, "é", "a?b", "a\r\nb", "a\n"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copy within one process. For tests, and the plain twin of `local`: one `memmove` a piece."""
+"""The plain twin of `local`: a copy within one process, one `memmove` a piece."""
 
 from __future__ import annotations
 

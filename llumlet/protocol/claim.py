@@ -57,7 +57,7 @@ class ClaimRequested(msgspec.Struct, frozen=True, kw_only=True):
     problem: tuple[Reason, str] | None = None
     """What the request itself has against being taken at this moment."""
     present: Epoch | None = None
-    """Under which it is here; None: nobody could take it from here."""
+    """The epoch under which it is here; None: nobody could take it from here."""
     has_cache: bool = False
     """Whether it runs and has output: the KV cache of all of its prompt is there."""
     claimed: bool = False

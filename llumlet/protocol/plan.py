@@ -26,9 +26,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     method: Method
     epoch_next: Epoch
-    """Under which the destination will own the request: the present one's `next_hop()`."""
+    """The epoch under which the destination will own the request: the present one's `next_hop()`."""
     bytes_per_block: int
-    """Over all layers and ranks."""
+    """Bytes of one block, over all layers and ranks."""
     stall_budget_s: float = 0.2
     """How long the last copy may hold the stream up."""
     force: bool = False

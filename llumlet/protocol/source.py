@@ -104,7 +104,7 @@ class Source(Machine[State, ev.SourceEvent, do.SourceEffect]):
         self._lease_s = 0.0
         self._pinned = False
         self._heard = True
-        """Since Commit, or since the destination was last asked whether it has decided."""
+        """Whether the destination has said anything since Commit, or since it was last asked whether it has decided."""
         self._reprieves = 0
         """How often Commit's deadline may still be put off."""
         self._reason: Reason | None = None

@@ -78,7 +78,7 @@ class _Case:
     num_before: int = 0
     """Deaths that a gateway has seen, before the request came here."""
     judgement: Judgement = Judgement.SUSPECT
-    """After the last of them."""
+    """What the last death makes of it."""
     pending: bool = False
     """Whether it has to be tried, or is being tried."""
     delivered: int = 0

@@ -43,7 +43,8 @@ class Trials:
         self._open: _Trial | None = None
 
     def open(self, request: Tried, num_tokens: int) -> None:
-        """Before the request is given to the scheduler. Raises Refused(destination_busy) if another one is on trial."""
+        """Begins a trial, before the request is given to the scheduler. Raises Refused(destination_busy) if another
+        one is on trial."""
         if self._open is not None and not self._open.is_over:
             raise Refused(Reason.DESTINATION_BUSY, "another request is on trial here")
         self._open = _Trial(request, request.num_output_tokens + num_tokens)

@@ -88,7 +88,7 @@ class _Client:
     request: EngineRequest | None = None
     member: ModelledInstance | None = None
     origin: Member | None = None
-    """Whose API server holds the stream, wherever the request runs."""
+    """The instance whose API server holds the stream, wherever the request runs."""
     instances: list[str] = field(default_factory=list)
     num_moves: int = 0
     num_restarts: int = 0

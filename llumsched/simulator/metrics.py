@@ -90,10 +90,10 @@ class RequestRecord:
     e2e_s: float | None = None
     num_moves: int = 0
     num_restarts: int = 0
-    """After the death of an instance."""
+    """Times that it began again after the death of an instance."""
     num_preemptions: int = 0
     preemption_loss_s: float = 0.0
-    """Between each preemption and the next token."""
+    """Seconds between each preemption and the next token."""
     recomputed_tokens: int = 0
     cached_tokens: int = 0
     """Tokens of the prompt that the prefix cache had."""
@@ -157,7 +157,7 @@ class Summary:
     kv_used: float
     moves: int
     moves_failed: int
-    """Whose request stayed, or ended on the way."""
+    """Moves whose request stayed, or ended on the way."""
     move_p50_s: float
     """Time from its beginning until its request's fate is known, of moves whose request changed place; so is the
     next."""

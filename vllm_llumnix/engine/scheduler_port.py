@@ -201,7 +201,7 @@ class SchedulerPort:
             finished_of_client[request.client_index].discard(request.request_id)
 
     def pin_all(self, request: Request) -> Pin:
-        """Pin every block that the request holds."""
+        """Keeps the bytes of all its blocks until `unpin`, whatever vLLM does with the request."""
         return self._pin(self._blocks(request))
 
     def unpin(self, pin: Pin) -> None:

@@ -18,6 +18,8 @@ from llumlet.loopback import is_loopback
 from llumlet.settings import Group
 from llumlet.types import Address
 from llumsched.gateway.config import MOST_WORKERS
+from llumsched.policy.document import Mode, load_policy
+from llumsched.policy.reader import PolicyError, built_in_policies
 from llumsched.up import device
 from llumsched.up.cluster import ClusterPlan
 from llumsched.up.component import ComponentSpec
@@ -67,7 +69,7 @@ class UpConfig:
     )
     cms_port: int = _cluster.setting(CMS_PORT, kinds.port(), "to which the engines report; 0: any free one")
     scheduling_policy: str = _cluster.setting(
-        "load-balance", kinds.text("NAME"), "how the scheduler sends requests to engines"
+        "load-balance", kinds.text("NAME"), f"{', '.join(built_in_policies())}, or a .yaml file"
     )
     enable_rescheduling: bool = _cluster.setting(True, MARK, "move running requests from hot engines to cold ones")
     gateway_workers: int = _cluster.setting(
@@ -107,6 +109,14 @@ def _port_faults(config: UpConfig) -> Iterator[str]:
         flags_of.setdefault(port, flag)
 
 
+def _policy_faults(config: UpConfig) -> list[str]:
+    try:
+        load_policy(config.scheduling_policy, Mode.FULL)
+    except PolicyError as error:
+        return error.faults
+    return []
+
+
 def _engine_faults(config: UpConfig) -> Iterator[str]:
     for argument in config.engine_args:
         flag = argument.partition("=")[0]
@@ -134,7 +144,7 @@ def _gpu_faults(config: UpConfig) -> Iterator[str]:
         )
 
 
-CHECKS: Final = (_host_faults, _port_faults, _engine_faults, _model_faults, _gpu_faults)
+CHECKS: Final = (_host_faults, _port_faults, _policy_faults, _engine_faults, _model_faults, _gpu_faults)
 """Checks that say what would keep the cluster from starting, a sentence each."""
 
 

@@ -103,6 +103,7 @@ def test_all_faults_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         command = ["up", "/no/such", "--engines", "0", "--port", str(port), "--cms-port", "7", "--scheduler-port", "7"]
+        command += ["--scheduling-policy", "nonsense"]
         code = cli.main([*command, "--drain-seconds", "x", "--llumlet-token-file", "t", "--", "--llumlet-cms=a:1"])
     assert code == 2
     said = capsys.readouterr().err
@@ -110,6 +111,7 @@ def test_all_faults_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         "--engines must be from 1 to 256",
         f"--port {port} of 127.0.0.1 is taken",
         "--cms-port and --scheduler-port are both 7",
+        "unknown policy 'nonsense'; known: load-balance, ",
         "--drain-seconds 'x' is not a duration",
         "credentials are for several hosts",
         "--llumlet-cms cannot be given for the engines",

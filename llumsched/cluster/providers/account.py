@@ -3,8 +3,8 @@
 
 A request is in the account of its instance from its dispatch until the first of:
 
-    the instance's status names it (waiting, or recent: it arrived, whatever became of it since): its load is counted
-    there from now on, by the same status, so that it is never counted twice nor missed;
+    the instance's status names it as its gateway does (waiting, or recent: it arrived, whatever became of it since):
+    its load is counted there from now on, by the same status, so that it is never counted twice nor missed;
     it is released: the gateway says that it did not get there, or that it is over;
     it is dispatched again by the same gateway, under the same id and for the same stage: a retry, which replaces the
     placement;
@@ -23,7 +23,7 @@ Everything is O(1) per request; a status costs as much as it names requests, and
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Final
 
@@ -32,6 +32,7 @@ from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.in_flight import Counters, InFlight, counters_of
 
 _NAME_CHARACTERS: Final = 128
+"""Characters of a request's name in a status at most: engines have the id of its gateway, and cut off the rest."""
 _MOST_OVERDUE: Final = 100_000
 
 
@@ -119,7 +120,7 @@ class Account:
         if not named:
             return
         for record in list(on_their_way.values()):
-            if any(name in named for name in _names(record.request_id)):
+            if record.request_id[:_NAME_CHARACTERS] in named:
                 self._drop(record)
 
     def left(self, instance: Instance) -> None:
@@ -138,12 +139,3 @@ class Account:
         if not of_instance:
             del self._of_instance[record.instance_id]
         self.in_flight.subtract(record.instance_id, record.counters)
-
-
-def _names(request_id: str) -> Iterator[str]:
-    """Names under which vLLM's API server passes on the request that a gateway sent as `request_id`. Of several prompts
-    or samples the first stands for all. An engine reports the beginning of a long one."""
-    request_id = request_id[:_NAME_CHARACTERS]
-    for name in (request_id, f"chatcmpl-{request_id}", f"cmpl-{request_id}-0", f"cmpl-{request_id}"):
-        yield name
-        yield f"0_{name}"

@@ -19,7 +19,6 @@ from tests.llumsched import cases
 STALE_S = 10.0
 IDS = st.sampled_from(["a", "b", "c"])
 REQUESTS = st.sampled_from([f"r{n}" for n in range(6)])
-FORMS = st.sampled_from(["{}", "chatcmpl-{}", "cmpl-{}-0", "0_chatcmpl-{}"])
 TYPES = st.sampled_from(list(InferType))
 
 
@@ -58,12 +57,10 @@ class Engines(RuleBasedStateMachine):
         self.account.dispatched(request_id, instance_id, infer_type, tokens)
         self.on_their_way[request_id, infer_type] = instance_id, tokens, self.now
 
-    @rule(
-        request_id=REQUESTS, instance_id=IDS, form=st.sampled_from(["{}", "chatcmpl-{}", "cmpl-{}-0", "0_chatcmpl-{}"])
-    )
-    def arrive(self, request_id: str, instance_id: str, form: str) -> None:
+    @rule(request_id=REQUESTS, instance_id=IDS)
+    def arrive(self, request_id: str, instance_id: str) -> None:
         """Also of requests that moved here, or were never dispatched."""
-        self.at_engine[instance_id].add(form.format(request_id))
+        self.at_engine[instance_id].add(request_id)
 
     @rule(instance_id=IDS, waiting=st.booleans(), late=st.booleans())
     def report(self, instance_id: str, waiting: bool, late: bool) -> None:
@@ -77,8 +74,7 @@ class Engines(RuleBasedStateMachine):
         taken = self.view.put_status(cases.status(instance_id, self.updates, incarnation=str(life), **fields))
         assert taken == (not late)
         if taken:
-            bare = {name.removeprefix("0_").removeprefix("chatcmpl-").removeprefix("cmpl-")[:2] for name in names}
-            self._forget(lambda request_id, place: place == instance_id and request_id in bare)
+            self._forget(lambda request_id, place: place == instance_id and request_id in names)
 
     @rule(request_id=REQUESTS, instance_ids=st.sets(IDS))
     def release(self, request_id: str, instance_ids: set[str]) -> None:

@@ -104,7 +104,7 @@ async def test_a_young_scheduler_does_not_choose_yet() -> None:
 
 async def test_what_is_on_its_way_counts(client: Client) -> None:
     assert [await client.schedule(f"r{n}", prompt_num_tokens=10) for n in range(4)] == ["a", "b", "c", "a"]
-    cases.put(client.running.view, "b", 2, recent_waiting_requests=["chatcmpl-r1"])
+    cases.put(client.running.view, "b", 2, recent_waiting_requests=["r1"])
     assert await client.schedule("r4", prompt_num_tokens=10) == "b"
 
 
@@ -150,9 +150,7 @@ async def test_the_id_of_a_gateway_that_says_what_it_tried_may_come_again(client
     assert placed == ["a", "a", "b"]
     counters = client.running.dispatcher.ledger.in_flight.counters
     assert {key: value.num_requests for key, value in counters.items()} == {"a": 1, "b": 1}
-    cases.put(
-        client.running.view, "a", 2, recent_waiting_requests=["cmpl-session-0"], api_server_port=8097, node_id="a"
-    )
+    cases.put(client.running.view, "a", 2, recent_waiting_requests=["session"], api_server_port=8097, node_id="a")
     assert set(client.running.dispatcher.ledger.in_flight.counters) == {"b"}
 
 

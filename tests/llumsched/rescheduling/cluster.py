@@ -8,11 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llumlet.types import InstanceMetadata, InstanceStatus
+from llumlet.types import InstanceMetadata, InstanceStatus, RequestInfo
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.in_flight import InFlight
 from llumsched.cluster.snapshot import Snapshot
 from llumsched.cluster.table import standard_table
+from llumsched.rescheduling.choice import choose
 from llumsched.rescheduling.config import SHORTEST_AS_NEEDED, Config, LoadTarget
 from llumsched.rescheduling.history import History
 from llumsched.rescheduling.moves import Move
@@ -84,8 +85,8 @@ def pairs(made: Plan) -> list[tuple[str, str]]:
 
 @dataclass
 class Cluster:
-    """Requests by instance; a plan is obeyed within one pass, as the llumlets would: whole requests, within the budget,
-    and nothing that was moved lately."""
+    """Requests by instance, in the order in which they came; a plan is obeyed within one pass, by the executor's own
+    choice of requests."""
 
     lengths: dict[str, list[int]]
     config: Config = field(default_factory=lambda: balancing(selection=SHORTEST_AS_NEEDED))
@@ -141,16 +142,12 @@ class Cluster:
 
     def obey(self, move: Move) -> None:
         here = self.requests[move.source]
+        listed = [
+            RequestInfo(request_id=str(one), prompt_tokens=here[one], phase=RequestInfo.DECODE, movable=True)
+            for one in sorted(here)
+        ]
         cooling = self.history.cooling_requests(move.source, self.now_s)
-        free = sorted(((length, one) for one, length in here.items() if str(one) not in cooling))
-        budget, taken = move.selection.value, []
-        for length, one in free:
-            if length <= budget:
-                budget -= length
-                taken.append(one)
-        if not taken and free and move.limit_tokens is not None and free[0][0] < move.limit_tokens:
-            taken = [free[0][1]]
-        for one in taken:
+        for one in (int(info.request_id) for info in choose(listed, move, CAPACITY, cooling)):
             self.requests[move.destination][one] = here.pop(one)
             self.history.moved(move.destination, str(one), self.now_s)
             self.trips.append((self.now_s, move.source, move.destination, one))

@@ -33,13 +33,9 @@ cells = st.fixed_dictionaries(
         "num_waiting_requests": st.integers(0, 3),
     }
 )
+AMOUNTS = ((Unit.TOKEN, 1024), (Unit.NUM_REQ, 2), (Unit.RATIO, 0.1))
 selections = st.sampled_from(
-    [
-        SHORTEST_AS_NEEDED,
-        Selection(Unit.TOKEN, Order.SR, 1024),
-        Selection(Unit.NUM_REQ, Order.LCR, 2),
-        Selection(Unit.RATIO, Order.FCWSR, 0.1),
-    ]
+    [SHORTEST_AS_NEEDED, *(Selection(unit, order, value) for unit, value in AMOUNTS for order in Order)]
 )
 
 
@@ -74,9 +70,10 @@ def test_every_plan_keeps_the_rules(rows: list[dict[str, Any]], selection: Selec
 @settings(**DEADLINE)
 @given(
     st.lists(st.lists(st.integers(1, 20_000), max_size=8), min_size=2, max_size=6),
-    st.sampled_from([Order.SR, Order.SR, Order.SR]),
+    st.sampled_from([order for order in Order if order is not Order.FCW]),
 )
 def test_every_move_lowers_the_imbalance_and_it_comes_to_rest(lengths: list[list[int]], order: Order) -> None:
+    """As much as needed, in all orders that look at what runs: FCW cannot be asked for so."""
     fitting = {f"i{number}": _fitting(each) for number, each in enumerate(lengths)}
     cluster = Cluster(fitting, balancing(selection=Selection(Unit.TOKEN, order, 0.0), max_moves_per_pass=1))
     quiet = 0

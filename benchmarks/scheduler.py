@@ -40,7 +40,6 @@ from llumlet.types import InstanceMetadata, InstanceStatus, PeersRequest
 from llumsched.causes import Cause
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.providers.in_flight import InFlight
-from llumsched.cluster.request import Request
 from llumsched.cluster.table import Table as ClusterTable
 from llumsched.cluster.table import standard_table
 from llumsched.cluster.view import View
@@ -49,6 +48,7 @@ from llumsched.dispatch.complaints import Complaint
 from llumsched.dispatch.dispatcher import Dispatcher
 from llumsched.policy.document import Mode, load_policy
 from llumsched.policy.selectors import Draw
+from llumsched.request import Request
 from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.rescheduling.history import History
 from llumsched.rescheduling.planner import plan

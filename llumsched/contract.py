@@ -1,29 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The JSON between gateways and schedulers, field for field that of Llumnix.
 
-What is not known is ignored; what is known must have the right type and size. Additions: `excluded_endpoints`, with
-which a second try names who failed the first, and `dp_rank_local`, the rank among those of its API server, unless it is
-the only one there.
+What is not known is ignored; what is known must have the right type and size. Additions: `priority` and whatever else
+`Request` has, `excluded_endpoints`, with which a second try names who failed the first, and `dp_rank_local`, the rank
+among those of its API server, unless it is the only one there.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
+from msgspec.structs import replace
 
 from llumlet.protocol.infer_type import InferType
 from llumlet.types import Address
 from llumsched.causes import Cause
+from llumsched.request import Count, Name, Request
 
 MAX_BODY_BYTES = 16 << 20
 """Limit of one call. The token ids of a prompt of a million take half of it."""
 
-Name = Annotated[str, Meta(max_length=1024)]
 RequestId = Annotated[str, Meta(min_length=1, max_length=1024)]
 """An id that is not empty: requests without one would all be the same, each a retry of the one before."""
-Count = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 T = TypeVar("T")
 
@@ -53,14 +53,14 @@ class LLMInstance(Struct):
     dp_rank_local: int | UnsetType = UNSET
 
 
-class SchedulingRequest(Struct, omit_defaults=True):
+class SchedulingRequest(Request, frozen=True, kw_only=True):
+    """A request, and who asks for which places. The answer is the same with its `scheduling_result`."""
+
     id: RequestId
-    model: Name = ""
     gateway_id: Name = ""
     scheduling_mode: Literal["neutral", "pd_batch", "pd_staged"] = field(default_factory=lambda: "neutral")
     """The mode; always written, so no plain default."""
     scheduling_stage: Literal["", "prefill", "decode"] = ""
-    prompt_num_tokens: Count = 0
     prompt_token_ids: Raw | UnsetType = UNSET
     """Token ids, which are echoed, and counted if `prompt_num_tokens` is missing."""
     scheduling_result: Annotated[list[LLMInstance], Meta(max_length=16)] | None = None
@@ -78,14 +78,15 @@ class SchedulingRequest(Struct, omit_defaults=True):
             raise ValueError("scheduling_mode pd_staged needs a scheduling_stage, prefill or decode")
         return (InferType(self.scheduling_stage),)
 
-    def count_tokens(self) -> int:
-        """Tokens of the prompt. Raises ValueError for token ids that are none."""
+    def counted(self) -> Self:
+        """The same with the number of the prompt's tokens. Raises ValueError for token ids that are none."""
         if self.prompt_num_tokens or isinstance(self.prompt_token_ids, UnsetType):
-            return self.prompt_num_tokens
+            return self
         try:
-            return len(msgspec.json.decode(self.prompt_token_ids, type=list[Count] | None) or ())
+            token_ids = msgspec.json.decode(self.prompt_token_ids, type=list[Count] | None)
         except msgspec.MsgspecError as error:
             raise ValueError(f"prompt_token_ids: {error}") from error
+        return replace(self, prompt_num_tokens=len(token_ids or ()))
 
 
 class Placing(Struct):
@@ -94,7 +95,7 @@ class Placing(Struct):
     scheduling_result: list[LLMInstance] = []
 
 
-class Question(SchedulingRequest):
+class Question(SchedulingRequest, frozen=True):
     """A question where a request would go: one in particular, or any such."""
 
     id: Name = ""

@@ -1,22 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a request before it is placed."""
+"""What a placement may depend on of a request, the same from the gateway that reads its body to the policy that names
+it: `gateway.body` makes it, `contract` sends it to the scheduler, `policy` has its numbers as columns."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Annotated, Final
+
+from msgspec import Meta, Struct
+
+Name = Annotated[str, Meta(max_length=1024)]
+Count = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+Priority = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A request that asks for a place. Whatever a later policy needs of one (a prefix, a priority, a deadline) becomes
-    a field here; providers and filters are given all of it."""
+class Request(Struct, frozen=True, omit_defaults=True):
+    """A request that asks for a place. Whatever else a policy needs of one (a deadline, say) becomes a field here, is
+    read in `gateway.body`, and, if it is a number, stands in `REQUEST_COLUMNS`; providers and filters are given all."""
 
-    id: str = ""
-    model: str = ""
+    id: Name = ""
+    model: Name = ""
     """The model's name; empty: any."""
-    prompt_num_tokens: int = 0
+    prompt_num_tokens: Count = 0
     """Tokens of the prompt; 0 when they were not counted."""
-    avoid: frozenset[str] = frozenset()
-    """Ids of instances that had it and failed it; taken again only if nobody else is there."""
-    tells_tries: bool = False
-    """Whether `avoid` names all: the id need not be remembered, and may be a session's that comes again and again."""
+    priority: Priority = 0
+    """What its body says: lower ones come first. It is for policies to heed; the built-in ones do not."""
+
+
+REQUEST_COLUMNS: Final = ("prompt_num_tokens", "priority")
+"""Fields of a request that formulas may name."""

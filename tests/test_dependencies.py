@@ -25,15 +25,16 @@ FORBIDDEN = {
 WITHIN_LLUMSCHED = {
     "causes": set(),
     "extensions": set(),
-    "contract": {"causes"},
-    "cluster": {"extensions"},
+    "request": set(),
+    "contract": {"causes", "request"},
+    "cluster": {"extensions", "request"},
     "cms": {"cluster"},
-    "policy": {"cluster", "extensions"},
-    "dispatch": {"causes", "cluster", "policy"},
+    "policy": {"cluster", "extensions", "request"},
+    "dispatch": {"causes", "cluster", "policy", "request"},
     "rescheduling": {"cluster", "cms", "extensions", "policy"},
     "summary": {"cluster"},
     "scheduler": {"cluster", "cms", "contract", "dispatch", "policy", "rescheduling", "summary", "tls"},
-    "gateway": {"causes", "contract", "descriptors", "tls"},
+    "gateway": {"causes", "contract", "descriptors", "request", "tls"},
 }  # fmt: skip
 """What of llumsched each of these may import; who else is there starts, shows or plays them."""
 

@@ -37,6 +37,9 @@ class Question:
     )
     model: str = OPTIONS.setting("", kinds.text("MODEL"), "model that the request asks for; default: any")
     prompt_num_tokens: int = OPTIONS.setting(0, kinds.integer(at_least=0), "length of its prompt")
+    priority: int = OPTIONS.setting(
+        0, kinds.integer(), "its priority, for policies that heed it; lower ones come first"
+    )
     scheduling_mode: str = OPTIONS.setting(
         "neutral", kinds.one_of(_MODES), "on one instance, or prefill and decode on two"
     )
@@ -55,6 +58,7 @@ def run(prepared: tuple[Question, AccessSettings, bool], _: Credentials) -> int:
         "id": "",
         "model": question.model,
         "prompt_num_tokens": question.prompt_num_tokens,
+        "priority": question.priority,
         "scheduling_mode": question.scheduling_mode,
     }
     try:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
@@ -14,7 +14,6 @@ from llumlet.protocol.infer_type import InferType
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers import RequestProvider
 from llumsched.cluster.providers.in_flight import InFlight
-from llumsched.cluster.request import Request
 from llumsched.cluster.snapshot import Snapshot
 from llumsched.cluster.table import standard_table
 from llumsched.cluster.view import Observer, View
@@ -26,6 +25,7 @@ from llumsched.policy.candidates import Candidates, Context
 from llumsched.policy.document import Policy
 from llumsched.policy.pipeline import Decision
 from llumsched.policy.selectors import Draw
+from llumsched.request import Request
 
 _REMEMBER_S = 10.0
 _MOST_REMEMBERED = 100_000
@@ -111,12 +111,20 @@ class Dispatcher:
             stop()
 
     def schedule(
-        self, request: Request, stages: tuple[InferType, ...] = (InferType.NEUTRAL,), gateway_id: str = ""
+        self,
+        request: Request,
+        stages: tuple[InferType, ...] = (InferType.NEUTRAL,),
+        gateway_id: str = "",
+        tried: frozenset[str] | None = None,
     ) -> list[Assignment]:
-        """An instance for each stage, or, if one of them finds none, for none. Raises NotPlaced."""
+        """An instance for each stage, or, if one of them finds none, for none. Raises NotPlaced.
+
+        `tried`: ids of all instances that had the request and failed it; None: its gateway does not tell, and it is
+        known by its id. That of a gateway that tells may be a session's, which comes again and again.
+        """
         if warming := self._warming:
             raise NotPlaced(NotPlacedKind.WARMING, warming)
-        decisions = self.decide(request, stages, gateway_id)
+        decisions = self.decide(request, stages, gateway_id, tried)
         placements = []
         for stage, decision in decisions.items():
             if decision.row is None:
@@ -126,18 +134,26 @@ class Dispatcher:
             self.ledger.dispatched(
                 request.id, placed.instance.id, placed.infer_type, request.prompt_num_tokens, gateway_id
             )
-            self._remember(request, placed, gateway_id)
+            self._last[placed.infer_type, request.model] = placed.instance.id
+            if request.id and tried is None:
+                self._remember(request, placed, gateway_id)
+        self._forget()
         return placements
 
     def decide(
-        self, request: Request, stages: tuple[InferType, ...] = (InferType.NEUTRAL,), gateway_id: str = ""
+        self,
+        request: Request,
+        stages: tuple[InferType, ...] = (InferType.NEUTRAL,),
+        gateway_id: str = "",
+        tried: frozenset[str] | None = None,
     ) -> Mapping[InferType, Decision]:
         """The decisions that `schedule` would make now. Changes nothing. Raises NotPlaced for what no run can tell."""
         if not self.view and not self.view.connected:
             raise NotPlaced(NotPlacedKind.CMS_NOT_AVAILABLE, "cms not available")
         context = Context(
             self._clock() - self.view.age_s,
-            self._with_earlier_tries(request, gateway_id),
+            request,
+            self._earlier_tries(request, gateway_id) if tried is None else tried,
             self.complaints.of(gateway_id),
             self._lost_columns(),
         )
@@ -173,13 +189,9 @@ class Dispatcher:
         """Takes back a request that did not get there, or is over there. Idempotent."""
         self.ledger.released(request_id, instance_ids, gateway_id)
 
-    def _with_earlier_tries(self, request: Request, gateway_id: str) -> Request:
-        if not request.id or request.tells_tries:
-            return request
-        now_s, (until_s, tried) = self._clock(), self._placed.get((gateway_id, request.id), (0.0, frozenset()))
-        if until_s <= now_s:
-            return request
-        return replace(request, avoid=request.avoid | tried)
+    def _earlier_tries(self, request: Request, gateway_id: str) -> frozenset[str]:
+        until_s, tried = self._placed.get((gateway_id, request.id), (0.0, frozenset()))
+        return tried if until_s > self._clock() else frozenset()
 
     def _lost_columns(self) -> Snapshot | None:
         lost = self.view.lost.within(self._staleness_s)
@@ -188,14 +200,14 @@ class Dispatcher:
         return self._lost[1]
 
     def _remember(self, request: Request, placed: Assignment, gateway_id: str) -> None:
-        self._last[placed.infer_type, request.model] = placed.instance.id
+        tried = self._earlier_tries(request, gateway_id) | {placed.instance.id}
+        self._placed[gateway_id, request.id] = (self._clock() + _REMEMBER_S, tried)
+        self._placed.move_to_end((gateway_id, request.id))
+
+    def _forget(self) -> None:
         while len(self._last) > _MOST_REMEMBERED:
             self._last.popitem(last=False)
         now_s = self._clock()
-        if request.id and not request.tells_tries:
-            until_s, tried = self._placed.pop((gateway_id, request.id), (0.0, frozenset()))
-            tried = tried if until_s > now_s else frozenset()
-            self._placed[gateway_id, request.id] = (now_s + _REMEMBER_S, tried | {placed.instance.id})
         while self._placed and (len(self._placed) > _MOST_REMEMBERED or next(iter(self._placed.values()))[0] <= now_s):
             self._placed.popitem(last=False)
 

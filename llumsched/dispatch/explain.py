@@ -38,7 +38,7 @@ def explain(decision: Decision) -> dict[str, Any]:
         "metrics": [
             {"name": metric.name, "better": "less" if metric.less_is_better else "more"} for metric in stage.metrics
         ],
-        "avoided": sorted(candidates.context.request.avoid),
+        "avoided": sorted(candidates.context.avoid),
         "instances": instances,
     }
 

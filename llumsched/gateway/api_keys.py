@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Any, Final
+from typing import Final
 
 from aiohttp import web
 
@@ -96,16 +96,10 @@ class Tenant:
         finally:
             self._num_requests -= 1
 
-    def check_priority(self, asked: Any) -> None:
-        """Checks the priority that a request's body asks for: engines read "-1" as -1. Raises PriorityRefused."""
+    def check_priority(self, asked: int) -> None:
+        """Checks the priority that a request's body asks for. Raises PriorityRefused."""
         best = self.allowance.best_priority
-        if best is None:
-            return
-        try:
-            priority = 0 if asked is None else int(asked)
-        except (TypeError, ValueError, OverflowError):
-            raise PriorityRefused("`priority` is no number.") from None
-        if priority < best:
+        if best is not None and asked < best:
             raise PriorityRefused(f"This key's requests have a `priority` of {best} or more (lower ones come first).")
 
     @contextmanager

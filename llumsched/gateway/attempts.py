@@ -24,10 +24,11 @@ from llumsched.gateway.body import Content
 from llumsched.gateway.connection import Connection
 from llumsched.gateway.continuable import CannotContinue
 from llumsched.gateway.errors import GatewayError, StreamLost
-from llumsched.gateway.placement import Asked, Placed
+from llumsched.gateway.placement import Placed
 from llumsched.gateway.services import Received, Services
 from llumsched.gateway.tried import Tried
 from llumsched.gateway.upstream import Call, response_headers
+from llumsched.request import Request
 
 CLIENT_GONE: Final = 499
 
@@ -203,8 +204,7 @@ class Attempts(ABC):
         started_s = time.monotonic()
         suffix = f"-r{self._tried.num_placed}" if self._tried.num_placed else ""
         try:
-            asked = Asked(self._own_id + suffix, self._body.model, self._num_prompt_tokens)
-            placed = await self._choose(asked)
+            placed = await self._choose(self._body.request(self._own_id + suffix, self._num_prompt_tokens))
         finally:
             self._record.schedule_s += time.monotonic() - started_s
         self._record.instance = str(placed.backend)
@@ -213,7 +213,7 @@ class Attempts(ABC):
         self._tried.num_placed += 1
         return placed
 
-    async def _choose(self, asked: Asked) -> Placed:
+    async def _choose(self, asked: Request) -> Placed:
         on_trial = self._services.trials.instances if self._case.deaths else ()
         return await self._services.placement.place(asked, self._tried.excluded, on_trial)
 

@@ -10,6 +10,7 @@ import msgspec
 
 from llumsched.gateway.errors import InvalidRequest
 from llumsched.gateway.forms import model_of
+from llumsched.request import Priority, Request
 
 _MOST_MODEL_CHARACTERS = 256
 """Limit of a model's name: names end up in answers, logs and metrics."""
@@ -18,7 +19,8 @@ _MOST_MODEL_CHARACTERS = 256
 class Head(msgspec.Struct):
     """What is read of a body to send it on its way; everything else is only checked to be JSON.
 
-    Types are the engine's to check: what it takes leniently, or refuses, is not decided here.
+    Types are the engine's to check, but for what schedulers are told: what it takes leniently, or refuses, is not
+    decided here.
     """
 
     model: Any = None
@@ -30,13 +32,14 @@ class Head(msgspec.Struct):
     tools: Any = None
     include_reasoning: Any = None
     previous_response_id: Any = None
-    priority: Any = None
+    priority: Priority | None = None
 
 
 Content = tuple[bytes | bytearray | memoryview, ...]
 """A request to an engine, in parts: bodies are long, and nobody keeps a second copy for what is added to one."""
 
-_HEAD = msgspec.json.Decoder(Head)
+_HEAD = msgspec.json.Decoder(Head, strict=False)
+"""Not strict, as engines are not: "-1" is a number."""
 _DOCUMENT = msgspec.json.Decoder(dict[str, Any])
 
 _T = TypeVar("_T")
@@ -80,6 +83,10 @@ class Body:
     @property
     def model(self) -> str:
         return self.head.model or ""
+
+    def request(self, request_id: str, prompt_num_tokens: int) -> Request:
+        """What schedulers are told of it. `request_id`: the name under which engines get it."""
+        return Request(request_id, self.model, prompt_num_tokens, self.head.priority or 0)
 
     @property
     def is_streamed(self) -> bool:

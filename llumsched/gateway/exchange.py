@@ -70,7 +70,7 @@ class Exchanges:
             tenant = request.get(TENANT)
             if tenant:
                 record.key = tenant.name
-                tenant.check_priority(body.head.priority)
+                tenant.check_priority(body.head.priority or 0)
             num_tokens = 0
             if not self._config.is_local or (tenant and tenant.allowance.tokens_in_flight):
                 num_tokens = await self._count(body, found)

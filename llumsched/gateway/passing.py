@@ -22,9 +22,10 @@ from llumsched.gateway.backends import Backend
 from llumsched.gateway.connection import Connection
 from llumsched.gateway.errors import GatewayError, NoInstance, StreamLost
 from llumsched.gateway.paths import Kind, Path, Work
-from llumsched.gateway.placement import Asked, Placed
+from llumsched.gateway.placement import Placed
 from llumsched.gateway.services import Received, Services
 from llumsched.gateway.upstream import Call
+from llumsched.request import Request
 
 _FAILURE: Final = re.compile(rb'^(?:data:\s*\{\s*"error":|event:\s*error\b)', re.MULTILINE)
 """An engine's own error, in any of the forms."""
@@ -57,7 +58,7 @@ class Passing(Attempts):
         """The last events of a stream that the client got."""
         self._usage = (0, 0)
 
-    async def _choose(self, asked: Asked) -> Placed:
+    async def _choose(self, asked: Request) -> Placed:
         if self._owner is not None and self._owner not in self._tried.excluded:
             return Placed(asked, self._owner)
         if self._path.kind is Kind.STICKY:

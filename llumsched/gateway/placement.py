@@ -11,20 +11,12 @@ from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.errors import NoInstance, UnknownModel
 from llumsched.gateway.outliers import Ejection
 from llumsched.gateway.scheduler_client import SchedulerAnswer
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What a placement may depend on."""
-
-    id: str
-    model: str
-    num_prompt_tokens: int = 0
+from llumsched.request import Request
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    asked: Asked
+    asked: Request
     backend: Backend
     answer: SchedulerAnswer | None = None
     """The scheduler's answer, for /release and /report; None if another has placed it."""
@@ -41,7 +33,7 @@ class Placement(Protocol):
     """Requests for which no instance was free when they asked first."""
 
     async def place(
-        self, asked: Asked, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()
+        self, asked: Request, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()
     ) -> Placed:
         """A place at none of `excluded`, and at one of `shunned` only if there is no other. Raises UnknownModel,
         NoInstance after a bounded wait, or Overloaded if too many wait already."""
@@ -82,7 +74,7 @@ class RoundRobin:
         self.num_waiting = 0
 
     async def place(
-        self, asked: Asked, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()
+        self, asked: Request, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()
     ) -> Placed:
         backend = self._backends.next_for(asked.model, excluded, shunned)
         if backend is None and not excluded:

@@ -17,7 +17,7 @@ import resource
 import signal
 import socket
 import sys
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _MOST_TOLD_CHARACTERS: Final = 256
 """Characters told of a field of the head that is of no known size."""
-_MOST_TOLD_BITS: Final = 63
+_TOLD_NUMBERS: Final = range(-(1 << 63), 1 << 64)
 _ENDED: Final = Answer(is_last=True)
 
 
@@ -135,8 +135,8 @@ def _read(content: bytearray) -> Answer:
 def _short(head: Head) -> Head:
     """The head, in which what may be of any size, or is too large for msgpack, is only told to be there."""
 
-    def told(value: object) -> object:
-        if isinstance(value, list | dict) or (isinstance(value, int) and value.bit_length() > _MOST_TOLD_BITS):
+    def told(value: Any) -> Any:
+        if isinstance(value, list | dict) or (isinstance(value, int) and value not in _TOLD_NUMBERS):
             return "…" if value else value
         return value[:_MOST_TOLD_CHARACTERS] if isinstance(value, str) else value
 

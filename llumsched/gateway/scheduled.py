@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Literal, Protocol
 
 from msgspec import UnsetType
+from msgspec.structs import asdict
 
 from llumlet.protocol.infer_type import InferType
 from llumlet.types import Address
@@ -20,7 +21,7 @@ from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.config import Config
 from llumsched.gateway.errors import NoInstance, Overloaded, UnknownModel
 from llumsched.gateway.outliers import Ejection
-from llumsched.gateway.placement import Asked, Placed, RoundRobin
+from llumsched.gateway.placement import Placed, RoundRobin
 from llumsched.gateway.scheduler_client import (
     NoEndpoint,
     NotScheduled,
@@ -28,6 +29,7 @@ from llumsched.gateway.scheduler_client import (
     SchedulerAway,
     SchedulerWarming,
 )
+from llumsched.request import Request
 
 COMPLAINT_TTL_S = 15.0
 """Time after which a scheduler forgets what a gateway complained of."""
@@ -69,7 +71,7 @@ class Scheduled:
         """Reports that go soon, by request."""
 
     async def place(
-        self, asked: Asked, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()
+        self, asked: Request, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()
     ) -> Placed:
         started_s = self._clock()
         try:
@@ -86,7 +88,7 @@ class Scheduled:
 
     async def _wait_for_place(
         self,
-        asked: Asked,
+        asked: Request,
         excluded: Collection[Backend],
         shunned: Collection[Backend],
         started_s: float,
@@ -104,7 +106,7 @@ class Scheduled:
         raise NoInstance(f"No instance takes requests now: {reason}", retry_after_s=interval_s)
 
     async def _place(
-        self, asked: Asked, excluded: Collection[Backend], shunned: Collection[Backend], started_s: float
+        self, asked: Request, excluded: Collection[Backend], shunned: Collection[Backend], started_s: float
     ) -> Placed:
         """A place, by whoever can tell one. Raises NoEndpoint, UnknownModel, NoInstance."""
         named = {*excluded, *shunned}
@@ -127,26 +129,24 @@ class Scheduled:
         self.release(placed, completed=False)
         return await self._without_scheduler(asked, excluded, shunned)
 
-    async def _scheduled(self, asked: Asked, excluded: Collection[Backend], started_s: float) -> Placed:
+    async def _scheduled(self, asked: Request, excluded: Collection[Backend], started_s: float) -> Placed:
         """A place by the scheduler, elsewhere than at `excluded` if it knows of one."""
         answer = await self._client.schedule(
             SchedulingRequest(
-                asked.id,
-                asked.model,
-                self.gateway_id,
-                prompt_num_tokens=asked.num_prompt_tokens,
+                **asdict(asked),
+                gateway_id=self.gateway_id,
                 excluded_endpoints=[str(backend.address) for backend in excluded],
             )
         )
         return self._placed(asked, answer, self._clock() - started_s)
 
     async def _without_scheduler(
-        self, asked: Asked, excluded: Collection[Backend], shunned: Collection[Backend]
+        self, asked: Request, excluded: Collection[Backend], shunned: Collection[Backend]
     ) -> Placed:
         placed = await self._fallback.place(asked, excluded, shunned)
         return Placed(asked, placed.backend, is_fallback=True)
 
-    def _placed(self, asked: Asked, answer: SchedulerAnswer, took_s: float) -> Placed:
+    def _placed(self, asked: Request, answer: SchedulerAnswer, took_s: float) -> Placed:
         result = answer.result
         chosen = next((instance for instance in result if instance.infer_type == InferType.NEUTRAL), result[0])
         backend = self._backends.at(chosen.endpoint.address)
@@ -167,7 +167,7 @@ class Scheduled:
             return
         if not self._begun:
             asyncio.get_running_loop().call_later(_PREFILL_REPORT_S, self._report_begun)
-        report = self._report(placed.asked, placed.answer, placed.asked.num_prompt_tokens, "prefill_done")
+        report = self._report(placed.asked, placed.answer, placed.asked.prompt_num_tokens, "prefill_done")
         self._begun[placed.asked.id] = (placed.answer.scheduler, report)
 
     def report_running(self, running: Iterable[tuple[Placed, int]]) -> None:
@@ -181,7 +181,7 @@ class Scheduled:
         )
 
     def _report(
-        self, asked: Asked, answer: SchedulerAnswer, num_tokens: int, kind: Literal["state_update", "prefill_done"]
+        self, asked: Request, answer: SchedulerAnswer, num_tokens: int, kind: Literal["state_update", "prefill_done"]
     ) -> Report:
         instance = answer.result[0]
         return Report(

@@ -190,7 +190,9 @@ class SchedulerClient:
         """Tells in the background, in order, three times at most. Reports of the request not sent yet are void."""
         request = placed.request
         self._schedulers[placed.scheduler].release(
-            SchedulingRequest(request.id, request.model, request.gateway_id, scheduling_result=placed.result)
+            SchedulingRequest(
+                id=request.id, model=request.model, gateway_id=request.gateway_id, scheduling_result=placed.result
+            )
         )
 
     def report(self, scheduler: Address, reports: Iterable[Report]) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 
 from llumsched.cluster.columns import Cluster, Columns, Mask, UnknownColumn, Values
 from llumsched.cluster.providers import RequestProvider
-from llumsched.cluster.request import Request
 from llumsched.policy.metrics import Metric
+from llumsched.request import REQUEST_COLUMNS, Request
 
-OF_DECISION: Final = ("prompt_num_tokens", "age_s")
+OF_DECISION: Final = (*REQUEST_COLUMNS, "age_s")
 """Columns that every decision has beside those of the cluster: the request's, and seconds since an instance's last
 report."""
 
@@ -27,6 +27,8 @@ class Context:
     """The time by the view's clock; while its store is lost, the time at which it was: instances do not grow stale
     because the store does not tell of them."""
     request: Request = field(default_factory=Request)
+    avoid: frozenset[str] = frozenset()
+    """Ids of instances that had the request and failed it; taken again only if nobody else is there."""
     complaints: Mapping[str, str] = field(default_factory=dict)
     """Complaints of the gateway that asks, by instance id: why not."""
     lost: Columns | None = None
@@ -56,8 +58,8 @@ class Candidates:
         return self._columns[name]
 
     def _of_decision(self, name: str) -> dict[str, Values]:
-        if name == "prompt_num_tokens":
-            return {name: np.full(len(self), float(self.context.request.prompt_num_tokens))}
+        if name in REQUEST_COLUMNS:
+            return {name: np.full(len(self), float(getattr(self.context.request, name)))}
         if name == "age_s":
             return {name: self.context.now_s - self.cluster["received_s"]}
         for provider in self._providers:

@@ -139,7 +139,7 @@ class RetryFilter:
     marks_failed: ClassVar[bool] = False
 
     def refuse(self, candidates: Candidates) -> Mask:
-        return candidates.among(candidates.context.request.avoid)
+        return candidates.among(candidates.context.avoid)
 
     def reason(self, candidates: Candidates, row: int) -> str:
         return "had this request before"

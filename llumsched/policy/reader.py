@@ -10,8 +10,9 @@
     full: …           # dispatch: `document`
     rescheduling: …   # `llumsched.rescheduling.policies`
 
-A formula may name the columns of the cluster, `prompt_num_tokens`, `age_s`, those of request providers, and metrics
-that are known or were defined before. All faults of a file are reported at once, with the names that are known.
+A formula may name the columns of the cluster, those of the request (`prompt_num_tokens`, `priority`), `age_s`, those
+of request providers, and metrics that are known or were defined before. All faults of a file are reported at once, with
+the names that are known.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ GET  /keepalive        WebSocket, lite mode: while it stands the gateway lives
 GET  /healthz          200: it runs
 GET  /ready            200, or 503 and why no instance would take a request now
 GET  /metrics          Prometheus
-POST /debug/schedule   what `/schedule` would do, and why; GET with `model` and `prompt_num_tokens` does as well
+POST /debug/schedule   what `/schedule` would do, and why; GET with `model`, `prompt_num_tokens` and so on does as well
 GET  /instances        the instances that are known, as `scheduling_result` names them
 GET  /debug/view       everything that is known of them
 """
@@ -30,6 +30,7 @@ import msgspec
 from aiohttp import WSMsgType, web
 from google.protobuf.json_format import MessageToDict
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
@@ -37,7 +38,6 @@ from llumlet.types import Address
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.lrs import RealtimeState, Update
 from llumsched.cluster.providers.metadata import type_of
-from llumsched.cluster.request import Request
 from llumsched.contract import (
     MAX_BODY_BYTES,
     Complaining,
@@ -97,19 +97,16 @@ class Api:
 
     async def schedule(self, http: web.Request) -> web.Response:
         asked = decode(await http.read(), SchedulingRequest)
-        request, stages = self._request(asked), asked.stages
+        request, stages = asked.counted(), asked.stages
         began_s = time.perf_counter()
         try:
-            placements = self._dispatcher.schedule(request, stages, asked.gateway_id)
+            placements = self._dispatcher.schedule(request, stages, asked.gateway_id, self._tried(asked))
         except NotPlaced as error:
             self._metrics.refused(error.kind)
             return web.Response(status=_STATUS.get(error.kind, 400), text=str(error))
         self._metrics.placed(placements, time.perf_counter() - began_s)
-        asked.scheduling_result = [
-            self._named(placed.instance, placed.infer_type, asked.model) for placed in placements
-        ]
-        asked.excluded_endpoints = UNSET
-        return _json(asked)
+        result = [self._named(placed.instance, placed.infer_type, asked.model) for placed in placements]
+        return _json(replace(asked, scheduling_result=result, excluded_endpoints=UNSET))
 
     async def release(self, http: web.Request) -> web.Response:
         body = await http.read()
@@ -191,17 +188,9 @@ class Api:
         if http.method == "POST":
             asked = decode(await http.read(), Question)
         else:
-            text = http.query.get("prompt_num_tokens", "0")
-            if not text.isascii() or not text.isdigit():
-                raise ValueError(f"prompt_num_tokens {text[:32]!r} is not a number")
-            asked = msgspec.convert(
-                {"model": http.query.get("model", ""), "prompt_num_tokens": int(text),
-                 "scheduling_mode": http.query.get("scheduling_mode", "neutral"),
-                 "scheduling_stage": http.query.get("scheduling_stage", "")},
-                Question,
-            )  # fmt: skip
+            asked = msgspec.convert(dict(http.query), Question, strict=False)
         try:
-            decisions = self._dispatcher.decide(self._request(asked), asked.stages, asked.gateway_id)
+            decisions = self._dispatcher.decide(asked.counted(), asked.stages, asked.gateway_id, self._tried(asked))
         except NotPlaced as error:
             return web.Response(status=_STATUS.get(error.kind, 400), text=str(error))
         policy = self._dispatcher.policy
@@ -272,13 +261,12 @@ class Api:
             return True
         return len(self._dispatcher.complaints.ids_at(instance.api_server)) < 2
 
-    def _request(self, asked: SchedulingRequest) -> Request:
-        ids_at = self._dispatcher.complaints.ids_at
+    def _tried(self, asked: SchedulingRequest) -> frozenset[str] | None:
+        """Ids of the instances that failed it, if its gateway says."""
         excluded = asked.excluded_endpoints
         if isinstance(excluded, UnsetType):
-            return Request(asked.id, asked.model, asked.count_tokens())
-        avoid = frozenset().union(*map(ids_at, _addresses(excluded)))
-        return Request(asked.id, asked.model, asked.count_tokens(), avoid, tells_tries=True)
+            return None
+        return frozenset().union(*map(self._dispatcher.complaints.ids_at, _addresses(excluded)))
 
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

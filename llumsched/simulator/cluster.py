@@ -20,6 +20,7 @@ from llumlet.credentials import Credentials
 from llumlet.protocol.limits import Limits
 from llumlet.types import Address
 from llumsched.gateway.placement import Placed
+from llumsched.request import Request
 from llumsched.simulator import PS
 from llumsched.simulator.clock import VirtualLoop
 from llumsched.simulator.control import Control, ControlConfig
@@ -192,7 +193,8 @@ class _Run:
         arrival, request = client.arrival, client.request
         num_tokens = arrival.num_prompt if request is None else request.num_tokens
         name = f"{client.id}-r{client.num_restarts}" if client.num_restarts else client.id
-        placed = await self._control.place(name, arrival.model, num_tokens, client.avoid)
+        asked = Request(name, arrival.model, num_tokens, arrival.priority)
+        placed = await self._control.place(asked, client.avoid)
         if placed is None:
             self._ended(client, "refused" if request is None else "lost")
             return

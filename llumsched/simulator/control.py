@@ -19,7 +19,6 @@ import aiohttp
 from llumlet.tasks import cancel
 from llumlet.types import Address, InstanceMetadata, InstanceStatus
 from llumsched.cluster.providers.account import Account
-from llumsched.cluster.request import Request
 from llumsched.cluster.view import View
 from llumsched.contract import Complaining, Endpoint, LLMInstance, Report, SchedulingRequest
 from llumsched.dispatch.dispatcher import Dispatcher, NotPlaced, NotPlacedKind
@@ -27,10 +26,11 @@ from llumsched.gateway.backends import Backends
 from llumsched.gateway.config import Config as GatewayConfig
 from llumsched.gateway.errors import GatewayError, UnknownModel
 from llumsched.gateway.outliers import Limits
-from llumsched.gateway.placement import Asked, Placed
+from llumsched.gateway.placement import Placed
 from llumsched.gateway.scheduled import Scheduled
 from llumsched.gateway.scheduler_client import NoEndpoint, NotScheduled, SchedulerAnswer, SchedulerWarming
 from llumsched.policy.document import Mode, load_policy
+from llumsched.request import Request
 from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.rescheduling.executor import Connect
 from llumsched.rescheduling.rescheduler import SHARE, Rescheduler
@@ -91,12 +91,12 @@ class Control:
         self.dispatcher.close()
         await self._session.close()
 
-    async def place(self, request_id: str, model: str, num_tokens: int, avoid: Collection[Address]) -> Placed | None:
+    async def place(self, request: Request, avoid: Collection[Address]) -> Placed | None:
         """A place for a request; None if nobody takes it, after the gateway's wait. `avoid`: API servers that lost
         it."""
         excluded = [self._backends.at(address) for address in avoid]
         try:
-            return await self.placement.place(Asked(request_id, model, num_tokens), excluded)
+            return await self.placement.place(request, excluded)
         except GatewayError:
             return None
 
@@ -130,10 +130,9 @@ class _InProcess:
 
     async def schedule(self, request: SchedulingRequest) -> SchedulerAnswer:
         ids_at, excluded = self._dispatcher.complaints.ids_at, request.excluded_endpoints or ()
-        avoid = frozenset(name for text in excluded for name in ids_at(Address.parse(text)))
-        asked = Request(request.id, request.model, request.prompt_num_tokens, avoid, tells_tries=True)
+        tried = frozenset(name for text in excluded for name in ids_at(Address.parse(text)))
         try:
-            (placed,) = self._dispatcher.schedule(asked, gateway_id=request.gateway_id)
+            (placed,) = self._dispatcher.schedule(request, gateway_id=request.gateway_id, tried=tried)
         except NotPlaced as error:
             raise _REFUSALS.get(error.kind, NotScheduled)(str(error)) from None
         metadata = placed.instance.metadata

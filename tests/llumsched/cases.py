@@ -10,10 +10,10 @@ from typing import Any
 from llumlet.types import InstanceMetadata, InstanceStatus
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.in_flight import Counters, InFlight
-from llumsched.cluster.request import Request
 from llumsched.cluster.table import Table, standard_table
 from llumsched.cluster.view import View
 from llumsched.policy.candidates import Candidates, Context
+from llumsched.request import Request
 
 FIELDS = {field.name for field in InstanceMetadata.DESCRIPTOR.fields}
 
@@ -64,11 +64,12 @@ def candidates(
     *instances: Instance,
     now_s: float = 0.0,
     sent: Mapping[str, Counters] | None = None,
+    avoid: frozenset[str] = frozenset(),
     complaints: Mapping[str, str] | None = None,
     **request: Any,
 ) -> Candidates:
     """`request`: its fields."""
-    return Candidates(table(*instances, sent=sent), Context(now_s, Request(**request), complaints or {}))
+    return Candidates(table(*instances, sent=sent), Context(now_s, Request(**request), avoid, complaints or {}))
 
 
 def put(view: View, instance_id: str, update_id: int = 1, **fields: Any) -> None:

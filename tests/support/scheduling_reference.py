@@ -13,10 +13,10 @@ from llumlet.types import NOT_WELL, Health, InstanceStatus, word
 from llumsched.cluster.domains import FailoverDomain
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.in_flight import NONE_IN_FLIGHT, Counters
-from llumsched.cluster.request import Request
 from llumsched.policy import filters as f
 from llumsched.policy.pipeline import Stage
 from llumsched.policy.selectors import Draw, MetricBasedSelector
+from llumsched.request import Request
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ METRICS: dict[str, Callable[[Load], float]] = {
 class Situation:
     now_s: float
     request: Request = field(default_factory=Request)
+    avoid: frozenset[str] = frozenset()
     complaints: dict[str, str] = field(default_factory=dict)
     lost: tuple[Instance, ...] = ()
 
@@ -100,7 +101,7 @@ def refusal(one: f.Filter, load: Load, seen: Situation) -> str | None:
                 return None
             return f"a prompt of {request.prompt_num_tokens} tokens does not fit: {min(limits) - 1} at most"
         case f.RetryFilter():
-            return "had this request before" if instance.id in request.avoid else None
+            return "had this request before" if instance.id in seen.avoid else None
         case f.BreakerFilter():
             return seen.complaints.get(instance.id)
         case f.SchedulabilityFilter():

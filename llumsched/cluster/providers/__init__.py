@@ -14,8 +14,8 @@ from typing import Protocol, runtime_checkable
 
 from llumsched.cluster.columns import Cluster, Values
 from llumsched.cluster.instance import Instance
-from llumsched.cluster.request import Request
 from llumsched.extensions import load_values
+from llumsched.request import Request
 
 ENTRY_POINTS = "llumnix.providers"
 

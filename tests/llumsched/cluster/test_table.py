@@ -16,7 +16,6 @@ from llumlet.protocol.infer_type import InferType
 from llumsched.cluster import columns
 from llumsched.cluster.columns import Cluster, UnknownColumn, Values
 from llumsched.cluster.providers.in_flight import InFlight, counters_of
-from llumsched.cluster.request import Request
 from llumsched.cluster.table import Table, standard_table
 from llumsched.cluster.view import View
 from llumsched.dispatch.explain import explain
@@ -26,6 +25,7 @@ from llumsched.policy.expression import Expression
 from llumsched.policy.metrics import METRICS, Metric
 from llumsched.policy.pipeline import Filters, Stage, run
 from llumsched.policy.selectors import Draw, MetricBasedSelector
+from llumsched.request import Request
 from tests.llumsched import cases
 from tests.support import scheduling_reference as reference
 
@@ -111,8 +111,8 @@ def test_the_table_decides_as_plain_python(
     for name, formula in reference.METRICS.items():
         measured = dict(zip((one.id for one in table.instances), METRICS[name].values(table), strict=True))
         assert measured == pytest.approx({load.instance.id: formula(load) for load in loads})
-    request = Request("r", "m", tokens, avoid)
-    compare(stage, table, loads, reference.Situation(now, request, {"i1": "slow"}, lost), Draws(last, seed))
+    request = Request("r", "m", tokens)
+    compare(stage, table, loads, reference.Situation(now, request, avoid, {"i1": "slow"}, lost), Draws(last, seed))
 
 
 class Draws:
@@ -126,7 +126,7 @@ class Draws:
 
 
 def compare(stage: Stage, table: Table, loads: list[reference.Load], seen: reference.Situation, draws: Draws) -> None:
-    context = Context(seen.now_s, seen.request, seen.complaints, table.measured(seen.lost))
+    context = Context(seen.now_s, seen.request, seen.avoid, seen.complaints, table.measured(seen.lost))
     told = explain(run(stage, Candidates(table, context), draws.new()))
     chosen, fallback = reference.choice(stage, loads, seen, draws.new())
     assert (told["chosen"], told["fallback"]) == (chosen, fallback)

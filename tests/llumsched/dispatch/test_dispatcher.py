@@ -10,10 +10,10 @@ import pytest
 
 from llumlet.protocol.infer_type import InferType
 from llumsched.cluster.providers.account import Account
-from llumsched.cluster.request import Request
 from llumsched.cluster.view import View
 from llumsched.dispatch.dispatcher import Dispatcher, NotPlaced, NotPlacedKind
 from llumsched.policy.document import Mode, Overrides, Policy, load_policy, parse_policy
+from llumsched.request import Request
 from tests.llumsched import cases
 
 PREFILL_ONLY = """

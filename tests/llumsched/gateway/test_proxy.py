@@ -99,7 +99,7 @@ async def test_models_are_merged_and_an_unknown_one_is_refused() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b'"x"', b"nonsense", b'{"model": 3}', b'{"a": "\xff"}', b"{}x", DEEP],
+    [b"", b"{", b"[]", b'"x"', b"nonsense", b'{"model": 3}', b'{"priority": 0.5}', b'{"a": "\xff"}', b"{}x", DEEP],
     ids=lambda content: repr(content[:20]),
 )
 async def test_malformed_json_is_refused_here(content: bytes) -> None:

@@ -215,15 +215,18 @@ async def test_a_large_body_is_read_as_a_small_one_is() -> None:
     filler = "x" * (1 << 20)
     async with _counter({}) as counter:
         document = {"model": "mock", "stream": True, "prompt": filler, "tools": [{}] * 9, "echo": {}, "n": 2**70}
+        document["priority"] = -(2**63)
         body = await counter.read(bytearray(json.dumps(document).encode()))
         assert (body.model, body.is_streamed, body.head.echo) == ("mock", True, {})
         assert body.head.tools
+        assert body.head.priority == -(2**63)
         assert body.head.n not in (None, 1)
         assert (await counter.count(body)) == len(filler) // 4
         for wrong, why in (
             (b'{"a": "%b}', "JSON object"),
             (b'{"a": "\xff%b"}', "not UTF-8"),
             (b'{"model": "%b"}', "256"),
+            (b'{"a": "%b", "priority": 9223372036854775808}', "<= 9223372036854775807 - at `\\$.priority`"),
         ):
             with pytest.raises(InvalidRequest, match=why):
                 await counter.read(wrong % filler.encode())

@@ -136,6 +136,30 @@ async def test_the_scheduler_is_told_the_same_id_as_the_engine() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("said", "told"), [({}, 0), ({"priority": None}, 0), ({"priority": -3}, -3), ({"priority": "7"}, 7)]
+)
+async def test_the_scheduler_is_told_the_priority_and_the_engine_as_the_client_wrote_it(
+    said: dict[str, Any], told: int
+) -> None:
+    async with scheduled() as (it, scheduler):
+        assert (await it.post(COMPLETIONS, BODY | said)).status == 200
+        (asked,) = scheduler.of("/schedule")
+        assert asked.get("priority", 0) == told
+        (seen,) = it.engines.seen or []
+        assert json.loads(seen["content"]).items() >= said.items()
+
+
+@pytest.mark.asyncio
+async def test_a_priority_that_is_no_whole_number_is_refused_before_anybody_is_asked() -> None:
+    async with scheduled() as (it, scheduler):
+        for wrong in (0.5, "first", [0], 2**63):
+            reply = await it.post(COMPLETIONS, BODY | {"priority": wrong})
+            assert (reply.status, "`$.priority`" in reply.json["error"]["message"]) == (400, True)
+        assert not scheduler.of("/schedule")
+
+
+@pytest.mark.asyncio
 async def test_a_body_that_cannot_be_counted_is_counted_by_length_and_for_the_engine_to_refuse() -> None:
     async with scheduled() as (it, scheduler):
         body = b'{"model": "mock", "prompt": "x", "max_tokens": 1, "temperature": 1e999}'
@@ -239,8 +263,8 @@ async def test_what_a_scheduler_is_told_does_not_overtake_what_was_told_before()
 
         def release(request_id: str) -> dict[str, Any]:
             result = [LLMInstance("i", Endpoint("10.0.0.1", 8000))]
-            client.release(SchedulerAnswer(address, SchedulingRequest(request_id), result))
-            return dict(to_builtins(SchedulingRequest(request_id, scheduling_result=result)))
+            client.release(SchedulerAnswer(address, SchedulingRequest(id=request_id), result))
+            return dict(to_builtins(SchedulingRequest(id=request_id, scheduling_result=result)))
 
         first = report("a", 5)
         await until(lambda: scheduler.calls)
@@ -273,9 +297,9 @@ async def test_ends_are_told_together_and_none_is_left_out_in_silence(
         await until(lambda: scheduler.calls)
         ended = [str(number) for number in range(1000)]
         for request_id in ended:
-            client.release(SchedulerAnswer(address, SchedulingRequest(request_id, prompt_num_tokens=9), []))
+            client.release(SchedulerAnswer(address, SchedulingRequest(id=request_id, prompt_num_tokens=9), []))
         monkeypatch.setattr("llumsched.gateway.scheduler_client._MOST_RELEASES", len(ended))
-        client.release(SchedulerAnswer(address, SchedulingRequest("one too many"), []))
+        client.release(SchedulerAnswer(address, SchedulingRequest(id="one too many"), []))
         may_be_told.set()
         await until(lambda: len(scheduler.of("/release")) == len(ended))
         await client.close()

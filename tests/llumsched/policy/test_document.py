@@ -331,6 +331,21 @@ def test_a_file_defines_metrics_by_formulas_and_filters_by_conditions() -> None:
     assert run(stage, full, Draw(random.Random(0))).fallback
 
 
+def test_a_file_heeds_what_the_request_says_of_itself() -> None:
+    text = """
+define:
+  filters:
+    reserveFilter: {refuse: priority >= 0 and num_used_gpu_tokens > 5000, said: kept for the urgent}
+full: {neutral: {metrics: [num_requests], filters: [reserveFilter], selector: {metricBasedSelector: {}}}}
+"""
+    stage = parse_policy(text, "test", Mode.FULL, Overrides()).stages[InferType.NEUTRAL]
+    full = cases.instance("a", num_used_gpu_tokens=9_000)
+    rows = [
+        run(stage, cases.candidates(full, priority=priority), Draw(random.Random(0))).row for priority in (-1, 0, 5)
+    ]
+    assert rows == [0, None, None]
+
+
 @pytest.mark.parametrize(
     ("define", "said"),
     [

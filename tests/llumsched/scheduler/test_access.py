@@ -35,7 +35,7 @@ GATEWAY, NEXT, READER, OPERATOR = (name * 8 for name in ("gate", "next", "read",
 HASHED = "sha256:" + hashlib.sha256(NEXT.encode()).hexdigest()
 TOKENS = {"gateway": [GATEWAY, HASHED], "reader": [READER], "operator": [OPERATOR]}
 ASKED = {"id": "r", "model": "m", "gateway_id": "g"}
-REQUEST = SchedulingRequest("r", "m", "g")
+REQUEST = SchedulingRequest(id="r", model="m", gateway_id="g")
 CONFIG = SchedulerConfig(load_policy("load-balance", Mode.FULL), port=0, cms="listen://127.0.0.1:0", warms_up_s=0.0)
 
 Write = Callable[[Any], str]

@@ -14,10 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from llumlet.tasks import end
 from llumsched.cluster.providers.account import Account
-from llumsched.cluster.request import Request
 from llumsched.cluster.view import View
 from llumsched.dispatch.dispatcher import Dispatcher
 from llumsched.policy.document import Mode, load_policy
+from llumsched.request import Request
 from llumsched.scheduler.gauges import AT_ONCE, Gauge, exposition
 from llumsched.scheduler.metrics import SchedulerMetrics
 from tests.llumsched import cases

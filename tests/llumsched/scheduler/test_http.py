@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -184,6 +185,7 @@ async def test_a_prompt_that_fits_nowhere(client: Client) -> None:
         ("/schedule", {"id": ""}, "bad JSON: Expected `str` of length >= 1 - at `$.id`"),
         ("/report", [{"id": "", "instance_id": "a"}], "bad JSON: Expected `str` of length >= 1 - at `$[0].id`"),
         ("/schedule", {"id": "r", "prompt_num_tokens": -1}, "bad JSON: Expected `int` >= 0"),
+        ("/schedule", {"id": "r", "priority": 2**63}, "bad JSON: Expected `int` <= 9223372036854775807"),
         ("/schedule", {"id": "r", "scheduling_mode": "x"}, "bad JSON: Invalid enum value 'x'"),
         ("/schedule", {"id": "r", "scheduling_mode": "pd_staged"}, "needs a scheduling_stage"),
         ("/schedule", {"id": "r", "prompt_token_ids": ["x"]}, "prompt_token_ids: Expected `int`, got `str`"),
@@ -225,6 +227,27 @@ async def test_why(client: Client) -> None:
     assert not client.running.dispatcher.ledger.in_flight.counters
     status, text = await client.get("/debug/schedule?model=m&prompt_num_tokens=5")
     assert json.loads(text)["stages"][0]["chosen"] == "b"
+
+
+async def test_what_a_policy_s_file_says_of_priorities_decides(tmp_path: Path) -> None:
+    file = tmp_path / "urgent.yaml"
+    file.write_text("""
+define: {filters: {reserveFilter: {refuse: priority >= 0 and num_used_gpu_tokens > 5000, said: kept for the urgent}}}
+full: {neutral: {metrics: [num_requests], filters: [reserveFilter], selector: {metricBasedSelector: {}}}}
+""")
+    async with AsyncExitStack() as stack:
+        policy = load_policy(str(file), Mode.FULL)
+        running = await serve(SchedulerConfig(policy, "127.0.0.1", 0, "listen://127.0.0.1:0", warms_up_s=0.0))
+        stack.push_async_callback(running.close)
+        client = Client(running, await stack.enter_async_context(aiohttp.ClientSession()))
+        cases.put(running.view, "a", num_used_gpu_tokens=9_000)
+        assert await client.schedule("r", priority=-1) == "a"
+        assert await client.post("/schedule", {"id": "s", "model": "m"}) == (429, "no available endpoint")
+        (stage,) = json.loads((await client.get("/debug/schedule?model=m&priority=3"))[1])["stages"]
+        (refusal,) = stage["instances"][0]["refused_by"]
+        assert refusal["reason"].startswith("kept for the urgent (")
+        wrong = await client.get("/debug/schedule?priority=soon")
+        assert wrong == (400, "Expected `int`, got `str` - at `$.priority`")
 
 
 async def test_pages_for_people_and_machines(client: Client) -> None:

@@ -11,11 +11,11 @@ import pytest
 import pytest_asyncio
 
 from llumsched.cluster.domains import FailoverDomain
-from llumsched.cluster.request import Request
 from llumsched.cluster.view import View
 from llumsched.cms.intake import SWEEP_S, Intake
 from llumsched.cms.patience import PATIENCE
 from llumsched.policy.document import Mode, Overrides, load_policy
+from llumsched.request import Request
 from llumsched.rescheduling.config import Config
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
 from llumsched.testing import SimulatedCluster, engine_model

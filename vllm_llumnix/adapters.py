@@ -70,7 +70,7 @@ class Adapters:
     """The LoRA adapters that a process was told of. On one event loop. `lora_config` is vLLM's, None without
     --enable-lora."""
 
-    def __init__(self, lora_config: Any) -> None:
+    def __init__(self, lora_config: object | None) -> None:
         self.on_change: Callable[[], None] = lambda: None
         """Called when `names` has become another one."""
         self._settings = settings_of(lora_config)
@@ -148,7 +148,7 @@ class Adapters:
         return asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
 
-def settings_of(lora_config: Any) -> list[str]:
+def settings_of(lora_config: object | None) -> list[str]:
     """The settings of --enable-lora that change the last bits of what an adapter adds, or which layers it adds to."""
     return [str(getattr(lora_config, name, None)) for name in SETTINGS]
 

@@ -17,7 +17,7 @@ import re
 import socket
 import uuid
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -35,6 +35,9 @@ from vllm_llumnix.hosts import address_of_interface, reachable_host
 from vllm_llumnix.kv.settings import UNLIMITED, Limit, MooncakeSettings, WorkerSettings
 from vllm_llumnix.reach import Reach
 from vllm_llumnix.switch import CONFIG_VARIABLE
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 INSTANCE_TYPES = tuple(map(str, InferType))
 TRANSPORTS = ("auto", "local", "tcp", "mooncake")
@@ -352,7 +355,7 @@ def _num_api_servers(args: argparse.Namespace) -> int:
     return local or int(getattr(args, "data_parallel_size", 1))
 
 
-def drain_limit(vllm_config: Any) -> float | None:
+def drain_limit(vllm_config: VllmConfig) -> float | None:
     """How long a drain may take at most, in seconds; None: as long as it is asked to.
 
     The parent of several API servers ends what is left when `--shutdown-timeout` is over.

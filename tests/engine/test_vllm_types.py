@@ -3,28 +3,22 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
+from vllm.config import LoRAConfig
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
 from vllm.v1.engine import core
 from vllm.v1.executor.abstract import Executor
 
 from tests.engine.rig import Rig
+from tests.support.protocols import missing, protocols_of
 from vllm_llumnix.engine import vllm_types
 
 OURS = {"llumlet_residence"}
 OF_ONE_KIND = {"insert"}
 """Of queues that are in order of arrival."""
-_OF_PROTOCOLS = {"_abc_impl", "_is_protocol", "_is_runtime_protocol"}
-
-
-def members(protocol: type) -> set[str]:
-    defined = {name for name in vars(protocol) if not name.startswith("__")}
-    return (defined | set(protocol.__annotations__)) - _OF_PROTOCOLS - OURS
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -38,6 +32,7 @@ def test_the_scheduler_and_what_hangs_on_it(model_dir: Path, asynchronous: bool)
     found: dict[type, Any] = {
         vllm_types.Scheduler: scheduler,
         vllm_types.SchedulerConfig: scheduler.scheduler_config,
+        vllm_types.LoRAConfig: LoRAConfig,
         vllm_types.KVCacheManager: manager,
         vllm_types.BlockPool: manager.block_pool,
         vllm_types.FreeBlocks: manager.block_pool.free_block_queue,
@@ -46,24 +41,22 @@ def test_the_scheduler_and_what_hangs_on_it(model_dir: Path, asynchronous: bool)
         vllm_types.RequestQueue: scheduler.waiting,
         vllm_types.Request: request,
     }
-    missing = {
-        f"{protocol.__name__}.{name}"
-        for protocol, instance in found.items()
-        for name in members(protocol)
-        if not hasattr(instance, name)
-    }
-    assert not missing
+    assert not set().union(*(missing(protocol, instance, OURS) for protocol, instance in found.items()))
+    assert protocols_of(vllm_types) == found.keys() | {vllm_types.Engine, vllm_types.Executor}
 
 
 @pytest.mark.parametrize("kind", [FCFSRequestQueue, PriorityRequestQueue])
 def test_queues_of_both_kinds(kind: type) -> None:
-    wanted = members(vllm_types.RequestQueue) - (OF_ONE_KIND if kind is PriorityRequestQueue else set())
-    assert not {name for name in wanted if not hasattr(kind, name)}
+    assert not missing(vllm_types.RequestQueue, kind, OF_ONE_KIND if kind is PriorityRequestQueue else ())
 
 
 def test_the_engine_and_its_executor() -> None:
-    source = "".join(map(inspect.getsource, (core.EngineCore, core.EngineCoreProc, core.DPEngineCoreProc)))
-    names = members(vllm_types.Engine)
-    assert not {name for name in names if not re.search(rf"\b(self\.|def ){name}\b", source)}
-    assert not {name for name in members(vllm_types.Executor) if not hasattr(Executor, name)}
-    assert "scheduler" in names
+    assert not missing(vllm_types.Engine, core.DPEngineCoreProc)
+    assert not missing(vllm_types.Executor, Executor)
+
+
+def test_what_is_missing_is_found() -> None:
+    class Asked(vllm_types.Executor, Protocol):
+        no_such: int
+
+    assert missing(Asked, Executor) == {"Asked.no_such"}

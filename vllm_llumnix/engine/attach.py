@@ -30,7 +30,8 @@ from vllm_llumnix.engine.vllm_types import Engine, Executor
 from vllm_llumnix.errors import ConfigError, PatchError
 from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.seams import SEAMS as KV_SEAMS
-from vllm_llumnix.kv.worker import before_kv_goes, start_mover
+from vllm_llumnix.kv.vllm_types import Worker, WorkerWrapper
+from vllm_llumnix.kv.worker import before_kv_goes, start_mover, worker_of
 from vllm_llumnix.patching import state
 from vllm_llumnix.step_record import StepRecord
 from vllm_llumnix.switch import CONFIG_VARIABLE
@@ -146,10 +147,10 @@ def _check_workers(engine: Engine) -> None:
         raise PatchError(problems[0])
 
 
-def _examine_worker(worker: Any) -> tuple[str | None, str | None]:
+def _examine_worker(called: Worker | WorkerWrapper) -> tuple[str | None, str | None]:
     """Runs in the worker: the digest of its series, and what stands against it."""
     try:
-        KV_SEAMS.require({"Worker": getattr(worker, "worker", worker)})
+        KV_SEAMS.require({"Worker": worker_of(called)})
     except PatchError as error:
         return state.current().digest, str(error)
     return state.current().digest, None
@@ -169,13 +170,13 @@ def what_copies(movers: list[MoverInfo]) -> str:
     return ", ".join(copied_by) + (f" (not by {'; '.join(reasons)})" if reasons else "")
 
 
-def _runner_of_worker(worker: Any) -> str:
+def _runner_of_worker(called: Worker | WorkerWrapper) -> str:
     """Runs in the worker."""
-    runner = type(getattr(worker, "worker", worker).model_runner)
+    runner = type(worker_of(called).model_runner)
     return f"{runner.__module__}.{runner.__qualname__}"
 
 
-def _compile_logprobs(worker: Any) -> None:
+def _compile_logprobs(called: Worker | WorkerWrapper) -> None:
     """Runs in the worker: have vLLM's kernel for log probabilities compiled now.
 
     vLLM compiles it when the first request asks for them, for seconds: measured 11 s on two cores. A request that moves
@@ -184,6 +185,7 @@ def _compile_logprobs(worker: Any) -> None:
     import torch
     from vllm.v1.sample.sampler import Sampler
 
+    worker = worker_of(called)
     try:
         with torch.inference_mode():
             logprobs = torch.zeros(2, worker.vllm_config.model_config.get_vocab_size(), device=worker.device)

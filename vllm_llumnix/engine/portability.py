@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from vllm_llumnix.engine.request_state import residence_of
 from vllm_llumnix.engine.vllm_types import Engine, Request
 from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.process import boot_id
+from vllm_llumnix.kv.vllm_types import KVCacheGroup
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "portability.md"
 
@@ -198,11 +199,11 @@ REFUSED_REQUESTS = (
 )
 
 
-def _kv_cache_groups(engine: Engine) -> Any:
+def _kv_cache_groups(engine: Engine) -> Sequence[KVCacheGroup]:
     return engine.scheduler.kv_cache_config.kv_cache_groups
 
 
-def sees_all_tokens(group: Any) -> bool:
+def sees_all_tokens(group: KVCacheGroup) -> bool:
     """Whether every layer of a KV cache group attends to everything before: then block n holds tokens of block n."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 

@@ -20,6 +20,8 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType
 from vllm.v1.request import RequestStatus
 
+from vllm_llumnix.kv.vllm_types import KVCacheConfig
+
 
 class Request(Protocol):
     """`vllm.v1.request.Request`. Counts are of tokens, but for `num_preemptions`."""
@@ -151,6 +153,10 @@ class SchedulerConfig(Protocol):
     long_prefill_token_threshold: int
 
 
+class LoRAConfig(Protocol):
+    max_loras: int
+
+
 class Scheduler(Protocol):
     """`running` are the requests of the batch; `kv_holding_waiting` those that wait with their KV cache in place."""
 
@@ -164,8 +170,8 @@ class Scheduler(Protocol):
     pause_state: PauseState
     policy: SchedulingPolicy
     scheduler_config: SchedulerConfig
-    lora_config: Any
-    kv_cache_config: Any
+    lora_config: LoRAConfig | None
+    kv_cache_config: KVCacheConfig
     kv_cache_manager: KVCacheManager
     connector: object | None
     block_size: int

@@ -32,16 +32,17 @@ from vllm_llumnix.errors import ConfigError
 from vllm_llumnix.frontend import attempts
 from vllm_llumnix.frontend.origin import OriginShell
 from vllm_llumnix.frontend.seams import SEAMS
+from vllm_llumnix.frontend.vllm_types import Client, VllmConfig
 from vllm_llumnix.switch import CONFIG_VARIABLE
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine import EngineCoreRequest, PauseMode
-    from vllm.v1.engine.core_client import AsyncMPClient as _Client
+    from vllm.v1.engine.core_client import AsyncMPClient as _Client  # mypy reads nothing of vLLM: its methods are Any
 else:
     _Client = object
 
-OutputHook = Callable[[Any, EngineCoreOutputs], Awaitable[None]]
+OutputHook = Callable[[Client, EngineCoreOutputs], Awaitable[None]]
 
 
 @functools.cache
@@ -63,7 +64,7 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
 
     _stock_hook: OutputHook | None = None
 
-    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         settings = config.current()
         if settings is None:
             raise ConfigError([f"{CONFIG_VARIABLE} is not set"])

@@ -22,6 +22,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_llumnix.frontend.asgi import Message, Middleware, Receive, Send, respond
 from vllm_llumnix.frontend.peers import Peers
+from vllm_llumnix.frontend.vllm_types import Client
 
 logger = logging.getLogger("vllm.llumnix")
 
@@ -85,8 +86,7 @@ class Standing:
 class Drained(Protocol):
     """What a drain is of: who holds the streams that are waited for."""
 
-    client: Any
-    """vLLM's engine client."""
+    client: Client
     peers: Peers
 
     @property

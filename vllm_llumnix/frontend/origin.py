@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 import weakref
@@ -34,13 +35,13 @@ from vllm_llumnix.frontend.drain import drain
 from vllm_llumnix.frontend.metrics import MoveMetrics, Report
 from vllm_llumnix.frontend.peers import Peers
 from vllm_llumnix.frontend.relay import Complaints, Receive, RelaySocket
+from vllm_llumnix.frontend.vllm_types import BalancingClient, Client, VllmConfig
 from vllm_llumnix.peer_clients import PeerClients
 from vllm_llumnix.relay_convert import check, engine_output_from, sliced
 from vllm_llumnix.relay_keys import OriginKeys
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
-    from vllm.v1.engine.core_client import AsyncMPClient
 
 logger = logging.getLogger("vllm.llumnix")
 
@@ -70,7 +71,7 @@ class ClientStream(Stream):
 class OriginShell:
     """What vLLM's `client` has an origin for, and with. Made before vLLM has constructed the rest of the client."""
 
-    def __init__(self, client: AsyncMPClient, vllm_config: Any, settings: LlumletConfig) -> None:
+    def __init__(self, client: Client, vllm_config: VllmConfig, settings: LlumletConfig) -> None:
         self.client = client
         self.settings = settings
         self.credentials = settings.credentials()
@@ -186,29 +187,32 @@ class OriginShell:
         self.carry_out()
         return [_ours(stream) for stream in closed]
 
+    @functools.cached_property
+    def _balancing(self) -> BalancingClient | None:
+        """The client, if it spreads requests over engines; asked for at each step, and known once vLLM has made it."""
+        return self.client if isinstance(self.client, BalancingClient) else None
+
     def unroutable(self, streams: list[ClientStream]) -> dict[bytes, list[str]]:
         """Aborts that vLLM's data-parallel client would drop, by home engine.
 
         It finds the engine in `reqs_in_flight`, and a request that left its engine may be there no more; but the home
         engine is where an abort is sent on from.
         """
-        in_flight = getattr(self.client, "reqs_in_flight", None)
         by_engine: dict[bytes, list[str]] = {}
-        if in_flight is not None and not self.client.resources.engine_dead:
+        if self._balancing is not None and not self.client.resources.engine_dead:
             for stream in streams:
-                if stream.engine is not None and stream.request_id not in in_flight:
+                if stream.engine is not None and stream.request_id not in self._balancing.reqs_in_flight:
                     by_engine.setdefault(stream.engine, []).append(stream.request_id)
         return by_engine
 
     def settle(self, streams: list[ClientStream]) -> None:
         """Do what vLLM's data-parallel client does when the home engine reports requests finished; again is nothing."""
-        in_flight = getattr(self.client, "reqs_in_flight", None)
-        if in_flight is None:
+        if self._balancing is None:
             return
         for stream in streams:
-            engine = in_flight.pop(stream.request_id, None)
+            engine = self._balancing.reqs_in_flight.pop(stream.request_id, None)
             if engine is not None:
-                self.client.engine_inflight[engine] -= 1
+                self._balancing.engine_inflight[engine] -= 1
 
     def _instance_of(self, engine: bytes) -> str:
         return str(self.settings.for_rank(int.from_bytes(engine, "little")).instance_id)

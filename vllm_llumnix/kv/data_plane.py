@@ -13,7 +13,7 @@ import ssl
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -39,6 +39,7 @@ from vllm_llumnix.kv.transport.local_cuda import LocalCudaTransport
 from vllm_llumnix.kv.transport.mooncake import MooncakeTransport
 from vllm_llumnix.kv.transport.tcp import TcpTransport
 from vllm_llumnix.kv.vllm_cache import layout_of, storage_of
+from vllm_llumnix.kv.vllm_types import ModelRunner, Worker
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -61,7 +62,7 @@ class DataPlane:
     that is required.
     """
 
-    def __init__(self, worker: Any, settings: WorkerSettings) -> None:
+    def __init__(self, worker: Worker, settings: WorkerSettings) -> None:
         self._settings = settings
         device = str(worker.device.type)
         self.layout, self.unavailable = _layout_or_reason(worker.model_runner, device)
@@ -237,7 +238,7 @@ def _unbound_cpus() -> set[int]:
     return os.sched_getaffinity(os.getppid()) | os.sched_getaffinity(0)
 
 
-def _layout_or_reason(model_runner: Any, device: str) -> tuple[BlockLayout, str | None]:
+def _layout_or_reason(model_runner: ModelRunner, device: str) -> tuple[BlockLayout, str | None]:
     nothing = BlockLayout(base=0, storage_bytes=0, num_blocks=0, regions=(), layout="")
     if device not in ("cpu", "cuda"):
         return nothing, f"the KV cache lies on a {device} device, which no transport reads"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import zlib
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ logger = logging.getLogger(__name__)
 SAMPLED_BYTES = 4096
 
 
-def fingerprint(model: Any) -> str:
+def fingerprint(model: torch.nn.Module) -> str:
     """Eight hex digits that tell models of different weights apart.
 
     Made of the names, shapes and types of all parameters, and of up to 4 KiB of each. Equal for
@@ -37,7 +36,7 @@ def fingerprint(model: Any) -> str:
     return f"{digest:08x}"
 
 
-def _scattered_experts(model: Any) -> set[int]:
+def _scattered_experts(model: torch.nn.Module) -> set[int]:
     """The ids of parameters of experts that do not lie where they lie in a peer of the same model and settings."""
     scattered = set[int]()
     for module in model.modules():
@@ -48,7 +47,7 @@ def _scattered_experts(model: Any) -> set[int]:
     return scattered
 
 
-def _sampled(parameter: Any) -> bytes:
+def _sampled(parameter: torch.Tensor) -> bytes:
     """Evenly spaced elements of a tensor, whatever its strides and device."""
     count = min(parameter.numel(), max(1, SAMPLED_BYTES // parameter.element_size()))
     if count == 0:

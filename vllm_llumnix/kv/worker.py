@@ -19,6 +19,7 @@ from vllm_llumnix.kv.messages import MoverInfo
 from vllm_llumnix.kv.seams import SEAMS
 from vllm_llumnix.kv.settings import WorkerSettings
 from vllm_llumnix.kv.vllm_cache import caches_of
+from vllm_llumnix.kv.vllm_types import SchedulerOutput, Sleeper, Worker, WorkerWrapper
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,12 @@ _KV_TAG = "kv_cache"
 _running: DataPlane | None = None
 
 
-def start_mover(worker: Any, packed_settings: bytes) -> bytes:
+def worker_of(called: Worker | WorkerWrapper) -> Worker:
+    """The worker of a call through `collective_rpc`, which gives its wrapper."""
+    return called.worker if isinstance(called, WorkerWrapper) else called
+
+
+def start_mover(called: Worker | WorkerWrapper, packed_settings: bytes) -> bytes:
     """Start this worker's mover, in place of an earlier one; returns msgpack of `MoverInfo`.
 
     packed_settings: msgpack of `WorkerSettings`. A cache whose blocks cannot be carried is no error: the description
@@ -37,8 +43,8 @@ def start_mover(worker: Any, packed_settings: bytes) -> bytes:
     """
     global _running
     settings = msgspec.msgpack.decode(packed_settings, type=WorkerSettings)
-    worker = getattr(worker, "worker", worker)
-    stop_mover(worker)
+    worker = worker_of(called)
+    stop_mover(called)
     device = str(worker.device.type)
     if device == "cpu":
         _permit_amx()
@@ -65,7 +71,7 @@ def start_mover(worker: Any, packed_settings: bytes) -> bytes:
     )
 
 
-def stop_mover(worker: Any) -> None:
+def stop_mover(called: Worker | WorkerWrapper) -> None:
     """End the mover, if one runs, for shutdown. Peers that still read will fail."""
     global _running
     if _running is not None:
@@ -73,7 +79,7 @@ def stop_mover(worker: Any) -> None:
         running.close()
 
 
-def before_kv_goes(owner: Any, call: Callable[[], None]) -> tuple[Callable[..., None], Callable[..., None]]:
+def before_kv_goes(owner: Sleeper, call: Callable[[], None]) -> tuple[Callable[..., None], Callable[..., None]]:
     """What takes the place of vLLM's `sleep` and `discard` of an executor or a worker: they `call` first, if the KV
     memory loses its content."""
     stock_sleep, stock_discard = owner.sleep, owner.discard
@@ -90,7 +96,7 @@ def before_kv_goes(owner: Any, call: Callable[[], None]) -> tuple[Callable[..., 
     return sleep, discard
 
 
-def _watch_sleep(worker: Any) -> None:
+def _watch_sleep(worker: Worker) -> None:
     """While vLLM's sleep mode has taken the KV memory away nobody touches it: on a GPU that would end the worker."""
     stock_wake_up = worker.wake_up
     sleep, discard = before_kv_goes(worker, _suspend)
@@ -105,13 +111,13 @@ def _watch_sleep(worker: Any) -> None:
     SEAMS.wrap(worker, "Worker.wake_up", wake_up)
 
 
-def _watch_captures(worker: Any) -> None:
+def _watch_captures(worker: Worker) -> None:
     """While CUDA graphs are captured nobody else touches the GPU: what another thread allocates or asks of it voids the
     graph. That is over when movers start, but comes again when elastic expert parallelism changes the number of ranks.
     """
     stock = worker.compile_or_warm_up_model
 
-    def compile_or_warm_up_model(*args: Any, **kwargs: Any) -> Any:
+    def compile_or_warm_up_model(*args: Any, **kwargs: Any) -> object:
         mover = _running.mover if _running is not None else None
         if mover is None or mover.suspended:
             return stock(*args, **kwargs)
@@ -134,11 +140,11 @@ def _resume() -> None:
         _running.mover.resume()
 
 
-def _arm(worker: Any) -> None:
+def _arm(worker: Worker) -> None:
     """Let a test make the model hang, or the worker die of a marked request in its first step."""
     execute = worker.execute_model
 
-    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def execute_model(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> object:
         faults.hit("worker.model")
         faults.hit_tokens("worker.request", (new.prompt_token_ids for new in scheduler_output.scheduled_new_reqs))
         return execute(scheduler_output, *args, **kwargs)
@@ -152,11 +158,11 @@ def _permit_amx() -> None:
         logger.warning("the kernel does not permit AMX tiles; vLLM's CPU kernels may crash")
 
 
-def _isa(worker: Any, device: str) -> str:
+def _isa(worker: Worker, device: str) -> str:
     """How the attention kernels pack the inside of a page."""
     if device == "cpu":
         layers = worker.vllm_config.compilation_config.static_forward_context.values()
-        return "+".join(sorted({layer.isa for layer in layers if getattr(layer, "isa", None)})) or "none"
+        return "+".join(sorted({isa for layer in layers if (isa := getattr(layer, "isa", None))})) or "none"
     if device == "cuda":
         return "cuda-{}.{}".format(*torch.cuda.get_device_capability(worker.device))
     return device

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read, called and set in vLLM's engine client, as far as types go.
+
+vLLM's own classes satisfy these (`tests/frontend/test_frontend_vllm_types.py`). What is set at run time is in `seams`,
+and what is overridden in `client`, which inherits from vLLM's class.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import MutableMapping
+from typing import Any, Protocol, runtime_checkable
+
+import zmq.asyncio
+from vllm.v1.engine import EngineCoreOutputs
+
+
+class ModelConfig(Protocol):
+    served_model_name: str
+    """The first of them."""
+
+    def get_vocab_size(self) -> int: ...
+
+
+class ParallelConfig(Protocol):
+    _api_process_count: int
+
+
+class VllmConfig(Protocol):
+    model_config: ModelConfig
+    parallel_config: ParallelConfig
+    lora_config: object | None
+    shutdown_timeout: int
+    """Seconds."""
+
+
+class EngineManager(Protocol):
+    """Of the engines' processes, in the process that started them."""
+
+    def monitor_engine_liveness(self) -> None:
+        """Returns when one has ended."""
+
+
+class Resources(Protocol):
+    """What a client closes at its end; it outlives the client."""
+
+    engine_dead: bool
+    engine_manager: EngineManager | None
+
+    def validate_alive(self, frames: list[Any]) -> None: ...
+
+
+class Client(Protocol):
+    """`vllm.v1.engine.core_client.AsyncMPClient`. Engines are named by their rank, two bytes, the lower one first."""
+
+    vllm_config: VllmConfig
+    ctx: zmq.asyncio.Context
+    resources: Resources
+    client_index: int
+    """Number of this API server."""
+    core_engine: bytes
+    core_engines: list[bytes]
+    outputs_queue: asyncio.Queue[EngineCoreOutputs | Exception]
+    _finalizer: weakref.finalize[..., Any]
+    """Alive until the client is shut down."""
+
+    async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
+        """What the engine's method returns, decoded of msgpack."""
+
+    def shutdown(self, timeout: float | None = None) -> None: ...
+
+
+@runtime_checkable
+class BalancingClient(Protocol):
+    """`DPLBAsyncMPClient`, which spreads requests over the data-parallel engines behind it, and knows where each is."""
+
+    reqs_in_flight: MutableMapping[str, bytes]
+    engine_inflight: MutableMapping[bytes, int]

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read, called and wrapped in a vLLM worker, as far as types go; nothing of vLLM is imported.
+
+vLLM's own classes satisfy these (`tests/kv/test_kv_vllm_types.py`). What is wrapped at run time is in `seams`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+
+class KVCacheSpec(Protocol):
+    """The form of the cache of a layer, or, with `UniformSpecs`, of all layers of a group."""
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one block, of one layer."""
+        ...
+
+
+class AttentionSpec(KVCacheSpec, Protocol):
+    """That of a layer with keys and values for each token."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def kv_quant_mode(self) -> enum.Enum: ...
+
+
+class UniformSpecs(KVCacheSpec, Protocol):
+    """Those of layers that differ and have one block table nevertheless."""
+
+    @property
+    def kv_cache_specs(self) -> Mapping[str, KVCacheSpec]:
+        """By the layer's name."""
+        ...
+
+
+class KVCacheGroup(Protocol):
+    """Layers with one block table."""
+
+    layer_names: list[str]
+    kv_cache_spec: KVCacheSpec
+    enable_kv_transfer: bool
+
+
+class KVCacheTensor(Protocol):
+    """The place of layers of one shape in the memory. Offset and strides are in bytes."""
+
+    layers: list[str]
+    offset: int
+    layer_stride: int
+    block_stride: int
+    host_resident: bool
+
+
+class KVCacheConfig(Protocol):
+    num_blocks: int
+    kv_cache_layout: str | None
+    kv_cache_tensors: Sequence[KVCacheTensor]
+    kv_cache_groups: Sequence[KVCacheGroup]
+
+
+class ModelRunner(Protocol):
+    """`GPUModelRunner` of either version, and what is derived from it for CPUs. `kv_caches` are views of the memory."""
+
+    model: torch.nn.Module
+    kv_cache_config: KVCacheConfig
+    kv_caches: list[torch.Tensor]
+
+
+class CompilationConfig(Protocol):
+    static_forward_context: Mapping[str, object]
+    """Layers by name. Those with attention on a CPU have `isa`."""
+
+
+class ModelConfig(Protocol):
+    def get_vocab_size(self) -> int: ...
+
+
+class VllmConfig(Protocol):
+    compilation_config: CompilationConfig
+    model_config: ModelConfig
+
+
+class NewRequest(Protocol):
+    prompt_token_ids: list[int] | None
+
+
+class SchedulerOutput(Protocol):
+    """A batch, as a worker gets it."""
+
+    scheduled_new_reqs: Sequence[NewRequest]
+
+
+class Sleeper(Protocol):
+    """A worker, or an executor, in vLLM's sleep mode."""
+
+    def sleep(self, level: int = 1) -> None: ...
+
+    def discard(self, tags: tuple[str, ...]) -> None: ...
+
+
+class Worker(Sleeper, Protocol):
+    """`vllm.v1.worker.gpu_worker.Worker`, and what is derived from it for CPUs."""
+
+    rank: int
+    device: torch.device
+    vllm_config: VllmConfig
+    model_runner: ModelRunner
+
+    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> object: ...
+
+    def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> object: ...
+
+    def wake_up(self, tags: list[str] | None = None) -> None: ...
+
+
+@runtime_checkable
+class WorkerWrapper(Protocol):
+    """The worker as `collective_rpc` gives it to a function: what is set on this would not be seen by the worker."""
+
+    worker: Worker

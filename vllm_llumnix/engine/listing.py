@@ -65,8 +65,6 @@ class Listing:
         return [str(request_id) for request_id in select(candidates, rule_of(asked), self._port.capacity_tokens)]
 
     def _candidates(self, asked: Mode) -> list[Candidate]:
-        # `running` is not in order of arrival: newcomers are put at its head.
-        running = sorted(self._scheduler.running, key=lambda request: request.arrival_time)
         waiting = list(self._scheduler.waiting)
         return [
             Candidate(
@@ -76,16 +74,20 @@ class Listing:
                 num_tokens=request.num_tokens,
                 movable=request.request_id not in self._departures.moves and self.why_not(request, asked) is None,
             )
-            for is_running, queue in ((True, running), (False, waiting))
+            for is_running, queue in ((True, self._running()), (False, waiting))
             for position, request in enumerate(queue)
         ]
+
+    def _running(self) -> list[Request]:
+        """Who came first is first, for every rule's order: vLLM's list has newcomers of ours at its head."""
+        return sorted(self._scheduler.running, key=lambda request: request.arrival_time)
 
     # Loop thread
 
     def requests(self, arriving: list[IncomingMove]) -> ListRequestsResponse:
         response = ListRequestsResponse(instance_id=self._identity.instance, incarnation=self._identity.incarnation)
         scheduler = self._scheduler
-        queued = [*scheduler.running, *scheduler.kv_holding_waiting, *scheduler.waiting]
+        queued = [*self._running(), *scheduler.kv_holding_waiting, *scheduler.waiting]
         rest = [request for request in scheduler.requests.values() if request not in queued]
         for request in [*queued, *rest]:
             response.requests.append(self._info(request))

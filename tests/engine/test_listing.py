@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the llumlet lists, and what a rule takes of it: the rescheduler chooses from the list by the same rules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llumlet.protocol.selection import Order, Unit
+from llumlet.types import MigrateRequest, MigrationReqPolicy, MigrationType
+from llumsched.rescheduling.choice import choose
+from llumsched.rescheduling.moves import Move, Purpose, Selection
+from tests.engine.loop import new_loop
+from vllm_llumnix.engine.identity import EngineIdentity
+from vllm_llumnix.engine.listing import Listing
+
+
+@pytest.mark.parametrize(("order", "first"), [(Order.FCR, "early"), (Order.LCR, "late")])
+def test_who_has_moved_here_is_listed_by_its_arrival_as_a_rule_takes_it(
+    model_dir: Path, order: Order, first: str
+) -> None:
+    loop = new_loop(model_dir)
+    for name in ("early", "late"):
+        loop.rig.add(name)
+    loop.turns(4)
+    loop.rig.scheduler.running.reverse()  # as when the later one has come from another engine
+    identity = EngineIdentity("a", "life", "digest", None, None, "cpu", False, False)
+    context: Any = SimpleNamespace(identity=identity, engine=loop, loop=loop.kvconn)
+    departures: Any = SimpleNamespace(moves={})
+    listing = Listing(context, departures)
+    rule = MigrateRequest(
+        migration_type=MigrationType.NUM_REQ, migration_req_policy=MigrationReqPolicy.Value(order), num_reqs=1
+    )
+    assert listing.select(rule) == [first]
+    move = Move("policy", Purpose.BALANCE, "a", "b", Selection(Unit.NUM_REQ, order, 1), 1.0)
+    assert [one.request_id for one in choose(listing.requests([]).requests, move, 1000, ())] == [first]

@@ -33,9 +33,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from llumlet.protocol.steps import NAME_BYTES, NOBODY, LastSteps, name_of
+
+if TYPE_CHECKING:
+    from vllm_llumnix.kv.vllm_types import SchedulerOutput
 
 logger = logging.getLogger("vllm.llumnix")
 
@@ -96,8 +99,8 @@ class StepRecord:
         """The loop begins to choose whom to give to its model: until `begin` or `idle` it can be anybody's fault."""
         self._map[_SCHEDULING] = 1
 
-    def begin(self, scheduled: Any) -> None:
-        """The model is about to be given `scheduled`, vLLM's SchedulerOutput, as in `end`."""
+    def begin(self, scheduled: SchedulerOutput) -> None:
+        """The model is about to be given `scheduled`, as in `end`."""
         index = self._next
         self._next = (index + 1) % self._num_slots
         self._slots[id(scheduled)] = index
@@ -112,7 +115,7 @@ class StepRecord:
         _SLOT.pack_into(self._map, offset, time.monotonic(), len(ids), True)
         self._map[_SCHEDULING] = 0
 
-    def end(self, scheduled: Any) -> None:
+    def end(self, scheduled: SchedulerOutput) -> None:
         """The batch has been processed."""
         index = self._slots.pop(id(scheduled), None)
         if index is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from vllm.config import CompilationConfig, ModelConfig, VllmConfig
 from vllm.v1 import kv_cache_interface as interface
-from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -40,6 +40,7 @@ FOUND = [
     (ours.ModelConfig, ModelConfig),
     (ours.SchedulerOutput, SchedulerOutput),
     (ours.NewRequest, NewRequestData),
+    (ours.KnownRequests, CachedRequestData),
 ]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType
 from vllm.v1.request import RequestStatus
 
 from llumlet.protocol.ids import gateway_id
@@ -21,6 +21,7 @@ from vllm_llumnix.engine.progress import Progress
 from vllm_llumnix.engine.request_state import residence_of
 from vllm_llumnix.engine.seams import SEAMS
 from vllm_llumnix.engine.vllm_types import Engine, Request, Scheduler
+from vllm_llumnix.kv.vllm_types import SchedulerOutput
 
 logger = logging.getLogger("vllm.llumnix")
 
@@ -108,7 +109,7 @@ def _follow_transfers(scheduler: Scheduler, load: LoadCounters) -> None:
 def _follow_steps(scheduler: Scheduler, load: LoadCounters) -> None:
     stock_schedule, update = scheduler.schedule, scheduler.update_from_output
 
-    def schedule(*args: Any, **kwargs: Any) -> Any:
+    def schedule(*args: Any, **kwargs: Any) -> SchedulerOutput:
         output = stock_schedule(*args, **kwargs)
         started = [new.req_id for new in output.scheduled_new_reqs]
         started += output.scheduled_cached_reqs.resumed_req_ids
@@ -119,7 +120,9 @@ def _follow_steps(scheduler: Scheduler, load: LoadCounters) -> None:
         load.scheduled(started, output.num_scheduled_tokens)
         return output
 
-    def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
+    def update_from_output(
+        scheduler_output: SchedulerOutput, model_runner_output: object
+    ) -> dict[int, EngineCoreOutputs]:
         exact = load.computing()
         outputs = update(scheduler_output, model_runner_output)
         load.computed([some.outputs for some in outputs.values()], scheduler_output.num_scheduled_tokens, exact)

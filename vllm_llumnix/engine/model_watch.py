@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.v1.engine import EngineCoreOutputs
+
 from vllm_llumnix import faults
 from vllm_llumnix.engine.claims import Claims
 from vllm_llumnix.engine.loop import EngineLoop
 from vllm_llumnix.engine.seams import SEAMS
+from vllm_llumnix.kv.vllm_types import SchedulerOutput
 
 
 def watch_model(loop: EngineLoop, claims: Claims) -> None:
@@ -21,7 +24,7 @@ def watch_model(loop: EngineLoop, claims: Claims) -> None:
     execute, update = engine.model_executor.execute_model, scheduler.update_from_output
     process_aborts, step = engine._process_aborts_queue, engine.step_fn
 
-    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def execute_model(scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> object:
         progress.execute(scheduler_output, scheduler_output.total_num_scheduled_tokens)
         record.begin(scheduler_output)
         claims.model_begins()
@@ -36,7 +39,9 @@ def watch_model(loop: EngineLoop, claims: Claims) -> None:
         claims.model_ended()
         process_aborts()
 
-    def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
+    def update_from_output(
+        scheduler_output: SchedulerOutput, model_runner_output: object
+    ) -> dict[int, EngineCoreOutputs]:
         progress.returned(scheduler_output)
         outputs = update(scheduler_output, model_runner_output)
         record.end(scheduler_output)

@@ -19,9 +19,9 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from llumlet.protocol.wire import Health
+from vllm_llumnix.kv.vllm_types import SchedulerOutput
 
 PATIENCE_SECONDS = 1.5
 PATIENCE_FACTOR = 8.0
@@ -39,7 +39,7 @@ a machine that has become slower says so with every step, and the limit follows 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Batch:
-    scheduled: Any
+    scheduled: SchedulerOutput
     """The batch, of which the address is the key: it must live as long."""
     tokens: int
     began: float
@@ -71,14 +71,14 @@ class Progress:
         self._moved_at = self._clock()
         self._asleep = False
 
-    def execute(self, scheduled: Any, num_tokens: int) -> None:
-        """The model is given a batch of `num_tokens` tokens: `scheduled`, vLLM's SchedulerOutput, as in `returned`.
+    def execute(self, scheduled: SchedulerOutput, num_tokens: int) -> None:
+        """The model is given a batch of `num_tokens` tokens: `scheduled`, as in `returned`.
         Others may be in flight; it gets to this one when they have returned."""
         now = self._moved_at = self._clock()
         self._in_flight[id(scheduled)] = _Batch(scheduled, num_tokens, now)
         self._tokens = max(self._tokens, num_tokens)
 
-    def returned(self, scheduled: Any) -> None:
+    def returned(self, scheduled: SchedulerOutput) -> None:
         """The model has returned what it made of the batch."""
         now = self._moved_at = self._clock()
         batch = self._in_flight.pop(id(scheduled), None)

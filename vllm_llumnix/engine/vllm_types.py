@@ -20,7 +20,7 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType
 from vllm.v1.request import RequestStatus
 
-from vllm_llumnix.kv.vllm_types import KVCacheConfig
+from vllm_llumnix.kv.vllm_types import KVCacheConfig, SchedulerOutput
 
 
 class Request(Protocol):
@@ -184,9 +184,11 @@ class Scheduler(Protocol):
     adaptive_long_prefill_threshold: bool
     use_v2_model_runner: bool
 
-    def schedule(self, *args: Any, **kwargs: Any) -> Any: ...
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput: ...
 
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]: ...
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: object
+    ) -> dict[int, EngineCoreOutputs]: ...
 
     def add_request(self, request: Request) -> None: ...
 
@@ -215,7 +217,7 @@ class Executor(Protocol):
     def collective_rpc(self, method: Any, *, args: tuple[Any, ...] = ()) -> list[Any]:
         """What `method` returns on each worker, by rank."""
 
-    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any: ...
+    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> object: ...
 
     def add_lora(self, lora_request: LoRARequest) -> bool: ...
 

@@ -7,7 +7,7 @@ vLLM's own classes satisfy these (`tests/kv/test_kv_vllm_types.py`). What is wra
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -89,13 +89,27 @@ class VllmConfig(Protocol):
 
 
 class NewRequest(Protocol):
+    """One that the workers do not know yet."""
+
+    req_id: str
     prompt_token_ids: list[int] | None
 
 
+class KnownRequests(Protocol):
+    """Those that the workers know already."""
+
+    resumed_req_ids: Collection[str]
+    """Ids of those that had been preempted."""
+
+
 class SchedulerOutput(Protocol):
-    """A batch, as a worker gets it."""
+    """A batch, as the scheduler makes it and the workers get it."""
 
     scheduled_new_reqs: Sequence[NewRequest]
+    scheduled_cached_reqs: KnownRequests
+    num_scheduled_tokens: dict[str, int]
+    """Tokens to be computed, by request."""
+    total_num_scheduled_tokens: int
 
 
 class Sleeper(Protocol):

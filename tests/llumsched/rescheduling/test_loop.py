@@ -81,11 +81,12 @@ async def test_a_new_empty_instance_fills(store: EmbeddedStore) -> None:
 
 
 async def test_an_instance_that_closes_is_emptied_over_all_others(store: EmbeddedStore) -> None:
-    async with cluster_of(store, 4) as cluster, rescheduling(store.view) as rescheduler:
+    async with cluster_of(store, 4) as cluster:
         await load(cluster[0], 8, 40)
         cluster[0].is_schedulable = False
         cluster[0].tell()
-        await until(lambda: not cluster[0].engine.requests)
+        async with rescheduling(store.view) as rescheduler:
+            await until(lambda: not cluster[0].engine.requests)
         assert all(one.engine.requests for one in list(cluster.instances.values())[1:])
         assert {record.move.policy for record in rescheduler.records.moves if record.num_moved} >= {"neutral_failover"}
 

@@ -7,8 +7,14 @@ lengths. The rescheduler is the same for all.
 
 from __future__ import annotations
 
+import itertools
+from typing import Final
+
 from benchmarks.paper.lab import RANDOM, RANDOM_MOVES, Lab, Run
 from benchmarks.simulated import MOVES, Load
+
+_RATES: Final = (6.7, 8.2)
+"""Requests a second. The second is the knee (`serving`)."""
 
 
 def play(lab: Lab) -> None:
@@ -17,11 +23,11 @@ def play(lab: Lab) -> None:
     )
     outcomes = lab.play(
         Run(
-            labels={"setting": setting.name},
-            load=Load(lengths="m-m", rate=6.7, num_requests=lab.requests(10_000)),
+            labels={"rate": rate, "setting": setting.name},
+            load=Load(lengths="m-m", rate=rate, num_requests=lab.requests(10_000)),
             setting=setting,
         )
-        for setting in settings
+        for rate, setting in itertools.product(lab.cells(*_RATES), settings)
     )
     lab.table(
         outcomes,

@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from benchmarks.paper.lab import INFAAS, Lab, Outcome, Run
+from benchmarks.paper.lab import INFAAS, INFAAS_MEMORY, Lab, Outcome, Run
 from benchmarks.simulated import Load, Setting
 
 _RATES: Final = {"m-m": 9.0, "l-l": 2.6}
@@ -31,7 +31,7 @@ _AS_GOOD: Final = 1.05
 
 
 def play(lab: Lab) -> None:
-    settings = lab.compared("round-robin", INFAAS, "load-balance", "load-balance+moves")
+    settings = lab.compared("round-robin", INFAAS_MEMORY, INFAAS, "load-balance", "load-balance+moves")
     lab.rows(
         ("load", "16 instances of", "TTFT p99", "TPOT p99", "as good", "instances", "TTFT p99", "TPOT p99", "saved, %"),
         [row for load in _RATES for row in _compared(lab, load, settings)],

@@ -21,6 +21,8 @@ from llumsched.simulator.metrics import Metrics, RequestRecord, quantile
 from llumsched.simulator.step_model import load_hardware
 
 _URGENT: Final = 0.1
+_LOADS: Final = ((7.4, 2), (10.0, 2), (7.4, 8))
+"""Requests a second, and the variation of the time between two: the second is more than the cluster bears."""
 _KINDS: Final = ("urgent", "other")
 _COLUMNS: Final[dict[str, str]] = {
     "ttft_mean_s": "TTFT mean",
@@ -39,13 +41,13 @@ def play(lab: Lab) -> None:
     settings = lab.compared("load-balance", "load-balance+moves")
     outcomes = lab.play(
         Run(
-            labels={"cv": cv, "setting": setting.name, "priorities": by_priority},
-            load=Load(lengths="m-m", rate=7.4, num_requests=lab.requests(10_000), cv=cv, urgent=_URGENT),
+            labels={"rate": rate, "cv": cv, "setting": setting.name, "priorities": by_priority},
+            load=Load(lengths="m-m", rate=rate, num_requests=lab.requests(10_000), cv=cv, urgent=_URGENT),
             setting=setting,
             hardware=replace(hardware, engine=replace(hardware.engine, by_priority=by_priority)),
             measure=_measure,
         )
-        for cv, setting, by_priority in itertools.product(lab.cells(2, 8), settings, (False, True))
+        for (rate, cv), setting, by_priority in itertools.product(lab.cells(*_LOADS), settings, (False, True))
     )
     lab.rows(
         (*outcomes[0].run.labels, "requests", *_COLUMNS.values()),

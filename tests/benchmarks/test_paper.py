@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from benchmarks.paper import __main__ as paper
-from benchmarks.paper import cost, day, scale
+from benchmarks.paper import blind, cost, day, scale
 from benchmarks.paper.lab import INFAAS, PACKING, RANDOM, RANDOM_MOVES
 from benchmarks.paper.prefixes import TRACE
 from benchmarks.simulated import read_setting
+from llumsched.simulator.metrics import RequestRecord
 
 Rows = list[dict[str, Any]]
 Play = Callable[..., tuple[Rows, str]]
@@ -174,6 +175,15 @@ def test_moves_mend_what_random_dispatch_does(play: Play) -> None:
     assert len(rates) == 2
     for rate in rates:
         assert took_s[rate, "random+moves"] < took_s[rate, "random"]
+
+
+def test_prompts_behind_are_those_of_the_same_instance_and_second() -> None:
+    sent = [("a", 0.0, "i0", 10), ("b", 0.5, "i1", 20), ("c", 0.9, "i0", 30), ("d", 1.5, "i0", 40)]
+    records = [
+        RequestRecord(name, at_s, "", 0, num_prompt, 5, "finished", [instance, "i9"])
+        for name, at_s, instance, num_prompt in reversed(sent)
+    ]
+    assert blind.prompts_behind(records) == {"a": 30, "b": 0, "c": 40, "d": 0}
 
 
 def test_a_setting_has_a_name_and_flags_of_its_own() -> None:

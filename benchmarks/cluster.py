@@ -113,6 +113,11 @@ def _parser() -> argparse.ArgumentParser:
     load.add_argument(
         "--cv", type=float, default=1.0, help="variation of the time between two; 1 is Poisson, else Gamma"
     )
+    load.add_argument(
+        "--valley", type=float, default=1.0, metavar="SHARE",
+        help="of --rate, to which that of a made-up load goes down, and up again; it begins there",
+    )  # fmt: skip
+    load.add_argument("--period", type=float, default=3600.0, metavar="SECONDS", help="from one valley to the next")
     load.add_argument("--seconds", type=float, help="cut a trace after so long")
     load.add_argument("--urgent", type=float, default=0.0, metavar="SHARE", help="of requests that go first")
     load.add_argument("--seed", type=int, default=0)
@@ -161,6 +166,8 @@ def _load(args: argparse.Namespace) -> Load:
         lengths=args.lengths,
         num_requests=args.requests,
         cv=args.cv,
+        valley=args.valley,
+        period_s=args.period,
         trace=args.trace,
         seconds=args.seconds,
         rate=args.rate,

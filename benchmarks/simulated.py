@@ -24,7 +24,7 @@ from llumsched.rescheduling import arguments as rescheduling
 from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.simulator.lengths import LENGTHS, PAIRS, Lengths
 from llumsched.simulator.step_model import EngineConfig
-from llumsched.simulator.workload import Arrival, assigned, clipped, made_up, prioritized, read_trace, scaled
+from llumsched.simulator.workload import Arrival, assigned, clipped, made_up, prioritized, read_trace, scaled, waved
 
 _RESCHEDULING: Final = (rescheduling.Switches, ReschedulingConfig)
 MOVES: Final = "+moves"
@@ -45,6 +45,10 @@ class Load:
     num_requests: int = 10_000
     cv: float = 1.0
     """Variation of the time between two requests."""
+    valley: float = 1.0
+    """The least rate of a made-up load, as a share of `rate`, which is then the greatest; it begins with the least."""
+    period_s: float = 3600.0
+    """From one valley to the next."""
     trace: Path | None = None
     seconds: float | None = None
     """After which a trace is cut."""
@@ -83,7 +87,7 @@ class Load:
         if isinstance(lengths, str):
             prompts, outputs = PAIRS[lengths]
             lengths = LENGTHS[prompts], LENGTHS[outputs]
-        return made_up(self.rate, self.num_requests, lengths, draw, cv=self.cv)
+        return waved(made_up(self.rate, self.num_requests, lengths, draw, cv=self.cv), self.valley, self.period_s)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,12 +18,17 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.paper import (
+    blind,
     bursts,
     contexts,
+    cost,
+    day,
     fragmentation,
+    hindsight,
     links,
     motivation,
     prefixes,
+    priorities,
     scale,
     serving,
     staleness,
@@ -42,6 +47,11 @@ EXPERIMENTS: Final[dict[str, Callable[[Lab], None]]] = {
     "links": links.play,
     "scale": scale.play,
     "bursts": bursts.play,
+    "cost": cost.play,
+    "priorities": priorities.play,
+    "blind": blind.play,
+    "day": day.play,
+    "hindsight": hindsight.play,
 }
 
 

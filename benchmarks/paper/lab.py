@@ -44,6 +44,8 @@ INFAAS_MOVES: Final = _own(f"infaas{MOVES}")
 INFAAS_MEMORY: Final = _own("infaas-memory")
 PACKING: Final = _own("packing")
 PACKING_MOVES: Final = _own(f"packing{MOVES}")
+RANDOM: Final = _own("random")
+RANDOM_MOVES: Final = _own(f"random{MOVES}")
 """Settings of the paper's baselines, and what moves make of them."""
 QUICK_REQUESTS: Final = 1_500
 _WIDTH: Final = 200
@@ -65,6 +67,8 @@ class Run:
     cadence: Cadence = field(default_factory=Cadence)
     has_account: bool = True
     """Whether the scheduler counts what is on its way to instances."""
+    has_hindsight: bool = False
+    """Whether `Metrics.regrets` is measured."""
     happenings: Sequence[Happening] = ()
     measure: Measure | None = None
 
@@ -77,7 +81,12 @@ class Run:
         setting = self.setting
         config = ClusterConfig(
             groups=[("", self.hardware, self.instances)],
-            control=ControlConfig(policy=setting.policy, rescheduling=setting.rescheduling, account=self.has_account),
+            control=ControlConfig(
+                policy=setting.policy,
+                rescheduling=setting.rescheduling,
+                account=self.has_account,
+                has_hindsight=self.has_hindsight,
+            ),
             cadence=self.cadence,
             happenings=self.happenings,
             seed=seed,
@@ -117,6 +126,10 @@ class Outcome:
     def __getitem__(self, name: str) -> float:
         """The mean over the seeds."""
         return statistics.fmean(one.numbers[name] for one in self.played)
+
+    def geometric(self, name: str) -> float:
+        """The geometric mean over the seeds, for what differs between them by factors."""
+        return statistics.geometric_mean(one.numbers[name] for one in self.played)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,12 +214,16 @@ class Lab:
 
     def table(self, outcomes: Sequence[Outcome], columns: Mapping[str, str]) -> None:
         """A row for each run: its labels, and means over the seeds of `columns`, titles by name."""
-        if not outcomes:
-            return
+        if outcomes:
+            titles = (*outcomes[0].run.labels, *columns.values())
+            self.rows(titles, ((*one.run.labels.values(), *(one[name] for name in columns)) for one in outcomes))
+
+    def rows(self, titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        """What an experiment found, where it is not a row for each run."""
         seeds = f"; means of {self.num_seeds} seeds" if self.num_seeds > 1 else ""
-        table = Table(*outcomes[0].run.labels, *columns.values(), title=f"{self.experiment}{seeds}")
-        for outcome in outcomes:
-            table.add_row(*map(_shown, (*outcome.run.labels.values(), *(outcome[name] for name in columns))))
+        table = Table(*titles, title=f"{self.experiment}{seeds}")
+        for row in rows:
+            table.add_row(*map(_shown, row))
         _show(table)
 
 
@@ -232,3 +249,8 @@ def _play(one: Run, seed: int) -> Played:
 def ratio(one: float, other: float) -> float:
     """One by the other; 1 where both are nothing."""
     return one / other if other else (float("inf") if one else 1.0)
+
+
+def mean(values: Sequence[float]) -> float:
+    """0 if there are none."""
+    return statistics.fmean(values) if values else 0.0

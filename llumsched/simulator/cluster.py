@@ -11,14 +11,14 @@ import asyncio
 import functools
 import gc
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, TextIO
 
 from llumlet.credentials import Credentials
 from llumlet.protocol.limits import Limits
-from llumlet.types import Address
+from llumlet.types import Address, InstanceStatus
 from llumsched.gateway.placement import Placed
 from llumsched.request import Request
 from llumsched.simulator import PS
@@ -151,7 +151,7 @@ class _Run:
 
     async def run(self) -> tuple[Summary, Metrics]:
         loop, config = self._loop, self._config
-        self._control = Control(loop, config.control, len(self._kinds), self._connect)
+        self._control = Control(loop, config.control, len(self._kinds), self._connect, self._statuses)
         try:
             for number in range(len(self._kinds)):
                 self._start(number)
@@ -163,6 +163,8 @@ class _Run:
                 await self._over.wait()
         finally:
             await self._control.close()
+        if self._control.hindsight is not None:
+            self.metrics.regrets = self._control.hindsight.regrets
         virtual_s = loop.time()
         for member in list(self._members.values()):
             self._end(member)
@@ -346,6 +348,12 @@ class _Run:
     def _connect(self, address: Address, credentials: Credentials) -> Connection:
         return Connection(address, self._llumlets, self._by_id, self._hop_s)
 
+    def _statuses(self) -> Iterator[InstanceStatus]:
+        now_ps = self._loop.now_ps
+        for member in self._members.values():
+            member.engine.advance(now_ps)
+            yield member.status_at(now_ps)
+
     # Moves
 
     def _owner(self, request_id: str) -> ModelledInstance | None:
@@ -376,6 +384,8 @@ class _Run:
         loads: list[float] = []
         for member in self._members.values():
             engine = member.engine
+            engine.advance(now_ps)
+            engine.settle(now_ps)
             total += engine.config.num_blocks
             free += engine.blocks.num_free
             running += len(engine.running)

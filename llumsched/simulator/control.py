@@ -35,6 +35,7 @@ from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.rescheduling.executor import Connect
 from llumsched.rescheduling.rescheduler import SHARE, Rescheduler
 from llumsched.simulator.clock import VirtualLoop
+from llumsched.simulator.hindsight import Hindsight
 
 _SCHEDULER: Final = Address("scheduler", 1)
 _EXPIRE_S: Final = 0.5
@@ -48,6 +49,9 @@ class ControlConfig:
     rescheduling: ReschedulingConfig | None = field(default_factory=ReschedulingConfig)
     account: bool = True
     account_staleness_s: float = 10.0
+    has_hindsight: bool = False
+    """Whether each decision is compared with what it would have been on statuses of that moment. Nothing else depends
+    on it, but that these count as statuses, too."""
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     pass_s: float = 0.0003
     """A rescheduling pass takes so long, …"""
@@ -60,13 +64,24 @@ class Control:
     """Made and used on the loop; ended with `close`. `random` of the standard library is what production draws from:
     seed it before."""
 
-    def __init__(self, loop: VirtualLoop, config: ControlConfig, num_instances: int, connect: Connect) -> None:
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        config: ControlConfig,
+        num_instances: int,
+        connect: Connect,
+        statuses: Callable[[], Iterable[InstanceStatus]],
+    ) -> None:
+        """`statuses`: of all instances, as they are now; asked for with hindsight only."""
         clock = loop.time
         self.view = View(clock, wall_clock=clock)
         policy = load_policy(config.policy, Mode.FULL)
         staleness_s = config.account_staleness_s if config.account else 0.0
         self._account = Account(clock, staleness_s, is_blind=lambda: False)
         self.dispatcher = Dispatcher(self.view, policy, self._account, clock, random.Random(random.random()))
+        self.hindsight: Hindsight | None = None
+        if config.has_hindsight:
+            self.hindsight = Hindsight(policy, clock, config.account_staleness_s, statuses)
         self.rescheduler: Rescheduler | None = None
         self._tasks = [loop.create_task(self._expire())]
         if config.rescheduling is not None:
@@ -82,7 +97,7 @@ class Control:
             self._tasks.append(loop.create_task(self.rescheduler.run()))
         self._session = aiohttp.ClientSession()  # of which nobody asks anything
         self._backends = Backends((), self._session, Limits(config.gateway.max_ejected), {})
-        self.placement = Scheduled(config.gateway, self._backends, _InProcess(self.dispatcher), clock)
+        self.placement = Scheduled(config.gateway, self._backends, _InProcess(self.dispatcher, self.hindsight), clock)
 
     async def close(self) -> None:
         await cancel(*self._tasks)
@@ -106,6 +121,8 @@ class Control:
 
     def appeared(self, metadata: InstanceMetadata) -> None:
         self.view.put_metadata(metadata)
+        if self.hindsight is not None:
+            self.hindsight.appeared(metadata)
 
     def told(self, status: InstanceStatus) -> None:
         self.view.put_status(status)
@@ -115,6 +132,8 @@ class Control:
             self.view.remove(instance_id)
         else:
             self.view.lose(instance_id)
+        if self.hindsight is not None:
+            self.hindsight.left(instance_id)
 
     async def _expire(self) -> None:
         while True:
@@ -125,8 +144,8 @@ class Control:
 class _InProcess:
     """`gateway.scheduled.Scheduler`, without HTTP: what `scheduler.api` does with a request."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, dispatcher: Dispatcher, hindsight: Hindsight | None) -> None:
+        self._dispatcher, self._hindsight = dispatcher, hindsight
 
     async def schedule(self, request: SchedulingRequest) -> SchedulerAnswer:
         ids_at, excluded = self._dispatcher.complaints.ids_at, request.excluded_endpoints or ()
@@ -136,13 +155,18 @@ class _InProcess:
         except NotPlaced as error:
             raise _REFUSALS.get(error.kind, NotScheduled)(str(error)) from None
         metadata = placed.instance.metadata
+        if self._hindsight is not None:
+            self._hindsight.placed(request, tried, metadata.instance_id)
         endpoint = Endpoint(metadata.ip, metadata.api_server_port)
         chosen = LLMInstance(metadata.instance_id, endpoint, request.model, placed.infer_type)
         return SchedulerAnswer(_SCHEDULER, request, [chosen])
 
     def release(self, placed: SchedulerAnswer) -> None:
         request = placed.request
-        self._dispatcher.release(request.id, {instance.id for instance in placed.result}, request.gateway_id)
+        ids = {instance.id for instance in placed.result}
+        self._dispatcher.release(request.id, ids, request.gateway_id)
+        if self._hindsight is not None:
+            self._hindsight.released(request.id, ids)
 
     async def instances(self) -> list[Address]:
         return [instance.api_server for instance in self._dispatcher.view.values()]

@@ -17,6 +17,7 @@ from typing import Any, Final, TextIO
 import numpy as np
 
 from llumsched.simulator import PS
+from llumsched.simulator.hindsight import Regret
 
 _LEAST_PS: Final = 1000_000
 """A microsecond. What is shorter counts as that."""
@@ -190,6 +191,8 @@ class Metrics:
         self.move_stalls_s, self.move_s = array("d"), array("d")
         self.num_moves_failed = self.num_statuses = 0
         self.ttft_s, self.tpot_s, self.e2e_s = array("d"), array("d"), array("d")
+        self.regrets: Sequence[Regret] = ()
+        """Of each decision of dispatch, if there was hindsight."""
         self.num_refused = self.num_lost = 0
         self._slo = slo
         self._records = records

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import random
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,10 +16,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from llumsched.simulator.lengths import Lengths
 
 _MOONCAKE_BLOCK: Final = 512
 _LEAST_S: Final = 1e-6
+_HALVINGS: Final = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,24 @@ def made_up(
         now_s += max(draw.gammavariate(shape, 1 / (rate * shape)), _LEAST_S)
         found.append(Arrival(now_s, prompts.draw(draw), outputs.draw(draw)))
     return found
+
+
+def waved(arrivals: Sequence[Arrival], valley: float, period_s: float) -> list[Arrival]:
+    """The same requests, later: where they came at a constant rate, it is a wave now, once in `period_s` between that
+    rate and its share `valley`, from 0 to 1, with which it begins. Raises ValueError."""
+    if not 0 <= valley <= 1 or period_s <= 0:
+        raise ValueError(f"no wave: down to {valley} of the rate in {period_s} s")
+    mean, swing = (1 + valley) / 2, (1 - valley) / 2
+    due_s = np.array([arrival.at_s for arrival in arrivals])
+    # At t, mean * t - reach * sin(turn * t) of the constant rate's time has passed. That grows with t: it is halved.
+    turn = 2 * math.pi / period_s
+    reach = swing / turn
+    low, high = due_s, (due_s + reach) / mean
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        is_early = mean * middle - reach * np.sin(turn * middle) < due_s
+        low, high = np.where(is_early, middle, low), np.where(is_early, high, middle)
+    return [replace(arrival, at_s=at_s) for arrival, at_s in zip(arrivals, high.tolist(), strict=True)]
 
 
 def clipped(arrivals: Sequence[Arrival], most_tokens: int) -> list[Arrival]:

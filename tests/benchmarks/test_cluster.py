@@ -44,6 +44,16 @@ def test_settings_are_compared_on_the_same_requests(
     assert (tmp_path / "plots" / "distributions.png").exists()
 
 
+def test_a_wave_has_fewer_requests_a_second_than_its_peak(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    play(
+        monkeypatch, "--rate", "6", "--requests", "180", "--valley", "0.2", "--period", "50",
+        "--settings", "load-balance",
+    )  # fmt: skip
+    assert json.loads(capsys.readouterr().out)["rate"] == pytest.approx(0.6 * 6, rel=0.2)
+
+
 def test_a_trace_is_cut_and_scaled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,6 +75,7 @@ def test_a_trace_is_cut_and_scaled(
     [
         ["--lengths", "m-m"],
         ["--trace", "/nowhere"],
+        ["--rate", "1", "--valley", "1.5"],
         ["--rate", "1", "--hardware", "abacus"],
         ["--rate", "1", "--rescheduling-interval-ms", "x"],
     ],

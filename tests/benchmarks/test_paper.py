@@ -5,6 +5,7 @@ size."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import Any
 import pytest
 
 from benchmarks.paper import __main__ as paper
-from benchmarks.paper import scale
-from benchmarks.paper.lab import INFAAS, PACKING
+from benchmarks.paper import blind, cost, day, scale
+from benchmarks.paper.lab import INFAAS, PACKING, RANDOM, RANDOM_MOVES
 from benchmarks.paper.prefixes import TRACE
 from benchmarks.simulated import read_setting
+from llumsched.simulator.metrics import RequestRecord
 
 Rows = list[dict[str, Any]]
 Play = Callable[..., tuple[Rows, str]]
@@ -111,6 +113,77 @@ def test_late_statuses_need_an_account(play: Play) -> None:
     late_s = max(late_s for late_s, _ in ttft_p99_s)
     assert ttft_p99_s[late_s, False] > 1.5 * ttft_p99_s[late_s, True]
     assert ttft_p99_s[late_s, True] < 1.5 * ttft_p99_s[0.0, True]
+
+
+def test_the_fewest_are_found_in_few_tries() -> None:
+    tried: list[int] = []
+
+    def is_enough(size: int) -> bool:
+        tried.append(size)
+        return size >= 13
+
+    assert cost.fewest(range(9, 21), is_enough) == 13
+    assert len(tried) <= 4
+    assert cost.fewest(range(9, 13), is_enough) is None
+
+
+def test_fewer_instances_do_what_packed_ones_do(play: Play) -> None:
+    rows, said = play("cost", "--requests", "150", "--seeds", "2", "--settings", PACKING, "load-balance")
+    tails_s = {
+        (row["setting"], row["size"], row["seed"]): row["ttft_p99_s"] for row in rows if row["rate"] == 9.0
+    }  # fmt: skip
+    (told,) = [line.strip(" |\n").split("|") for line in said.splitlines() if line.startswith("| 9 ")]
+    size, saved = int(told[5].split()[0]), float(told[8])
+    assert size < 16
+    assert saved == pytest.approx(100 * (1 - size / 16), rel=0.01)
+
+    def tail_s(setting: str, size: int) -> float:
+        return math.sqrt(tails_s[setting, size, 0] * tails_s[setting, size, 1])
+
+    assert tail_s("load-balance", size) <= 1.05 * tail_s("packing", 16)
+    assert float(told[6]) == pytest.approx(tail_s("load-balance", size), rel=0.01)
+
+
+def test_who_is_urgent_waits_less_where_engines_heed_it(play: Play) -> None:
+    rows, said = play("priorities", "--quick", "--requests", "1000", "--settings", PACKING)
+    found = {row["priorities"]: row for row in rows if row["cv"] == 8}
+    assert found[True]["urgent_ttft_p99_s"] < 0.5 * found[False]["urgent_ttft_p99_s"]
+    assert found[True]["other_ttft_mean_s"] > found[False]["other_ttft_mean_s"]
+    assert "1.2 to 1.5" in said
+
+
+def test_a_day_has_a_valley_and_a_peak(play: Play) -> None:
+    (row,), _ = play("day", "--quick", "--settings", "load-balance")
+    rates, used = ([row[f"{part}_{name}"] for part in ("valley", "slope", "peak")] for name in ("rate", "kv_used"))
+    assert rates == pytest.approx([3.3, 5.3, 7.3], rel=0.1)
+    assert used[0] < used[1] < used[2]
+
+
+@pytest.mark.parametrize(
+    ("at_s", "part"),
+    [(0, "valley"), (15, "valley"), (18, "slope"), (35, "peak"), (65, "peak"), (70, "slope"), (84, "valley")],
+)
+def test_the_parts_of_a_day(at_s: float, part: str) -> None:
+    assert day.part_of(at_s, 100.0) == part
+    assert day.part_of(at_s + 300.0, 100.0) == part
+
+
+def test_moves_mend_what_random_dispatch_does(play: Play) -> None:
+    rows, _ = play("blind", "--quick", "--requests", "600", "--settings", RANDOM, RANDOM_MOVES)
+    took_s = {(row["rate"], row["setting"]): row["e2e_mean_s"] for row in rows}
+    rates = {rate for rate, _ in took_s}
+    assert len(rates) == 2
+    for rate in rates:
+        assert took_s[rate, "random+moves"] < took_s[rate, "random"]
+
+
+def test_prompts_behind_are_those_of_the_same_instance_and_second() -> None:
+    sent = [("a", 0.0, "i0", 10), ("b", 0.5, "i1", 20), ("c", 0.9, "i0", 30), ("d", 1.5, "i0", 40)]
+    records = [
+        RequestRecord(name, at_s, "", 0, num_prompt, 5, "finished", [instance, "i9"])
+        for name, at_s, instance, num_prompt in reversed(sent)
+    ]
+    assert blind.prompts_behind(records) == {"a": 30, "b": 0, "c": 40, "d": 0}
 
 
 def test_a_setting_has_a_name_and_flags_of_its_own() -> None:

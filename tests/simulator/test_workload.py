@@ -19,6 +19,7 @@ from llumsched.simulator.workload import (
     prioritized,
     read_trace,
     scaled,
+    waved,
 )
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -98,6 +99,41 @@ def test_arrivals_have_their_rate_and_variation(cv: float) -> None:
     gaps = [b.at_s - a.at_s for a, b in itertools.pairwise(found)]
     assert statistics.mean(gaps) == pytest.approx(1 / 8, rel=0.1)
     assert statistics.stdev(gaps) / statistics.mean(gaps) == pytest.approx(cv, rel=0.1)
+
+
+def test_a_wave_begins_in_its_valley_and_keeps_the_requests() -> None:
+    flat = made_up(8.0, 40_000, (LENGTHS["short"], LENGTHS["short"]), random.Random(5))
+    found = waved(flat, 0.25, 1000.0)
+    assert [(one.num_prompt, one.num_output) for one in found] == [(one.num_prompt, one.num_output) for one in flat]
+    assert all(a.at_s < b.at_s for a, b in itertools.pairwise(found))
+
+    def rate(begin_s: float, end_s: float) -> float:
+        return sum(begin_s <= one.at_s < end_s for one in found) / (end_s - begin_s)
+
+    for period in (0.0, 1000.0, 3000.0):
+        assert rate(period, period + 50) == pytest.approx(2, rel=0.2)
+        assert rate(period + 475, period + 525) == pytest.approx(8, rel=0.2)
+    assert rate(0, 4000) == pytest.approx(8 * (1 + 0.25) / 2, rel=0.05)
+
+
+def test_bursts_are_bursts_on_a_wave() -> None:
+    lengths = LENGTHS["short"], LENGTHS["short"]
+    gaps = [
+        b.at_s - a.at_s
+        for a, b in itertools.pairwise(waved(made_up(8.0, 40_000, lengths, random.Random(5), cv=4.0), 0.9, 500.0))
+    ]
+    assert statistics.stdev(gaps) / statistics.mean(gaps) == pytest.approx(4, rel=0.1)
+
+
+def test_without_a_valley_there_is_no_wave() -> None:
+    flat = made_up(8.0, 100, (LENGTHS["short"], LENGTHS["short"]), random.Random(5))
+    assert waved(flat, 1.0, 50.0) == flat
+
+
+@pytest.mark.parametrize(("valley", "period_s"), [(-0.1, 10.0), (1.1, 10.0), (0.5, 0.0)])
+def test_what_is_no_wave_is_refused(valley: float, period_s: float) -> None:
+    with pytest.raises(ValueError, match="no wave"):
+        waved([Arrival(1.0, 10, 10)], valley, period_s)
 
 
 def test_the_same_seed_makes_the_same_load() -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 
 from llumsched.simulator.blocks import Blocks
 from llumsched.simulator.decodes import Decodes
-from llumsched.simulator.queue import Queue
+from llumsched.simulator.queue import Queue, QueuePlace
 from llumsched.simulator.requests import EngineRequest, Phase, Watcher
 from llumsched.simulator.span import Span
 from llumsched.simulator.step_model import EngineConfig, StepModel, pairs
@@ -83,9 +83,9 @@ class Engine:
         self._posted.append(action)
         self._interrupt(now_ps)
 
-    def add(self, request: EngineRequest, now_ps: int) -> None:
+    def add(self, request: EngineRequest, now_ps: int, place: QueuePlace = QueuePlace.IN_TURN) -> None:
         """Takes a request, which has been received, and waits for the next step."""
-        self._enqueue(request)
+        self._enqueue(request, place)
         self._interrupt(now_ps)
 
     def _interrupt(self, now_ps: int) -> None:
@@ -296,7 +296,7 @@ class Engine:
         if request.preempted_ps is None:
             request.preempted_ps = now_ps
         self.num_preemptions += 1
-        self._enqueue(request, in_front=True)
+        self._enqueue(request, QueuePlace.FIRST)
         self._watcher.preempted(request, now_ps)
 
     def _schedule_waiting(self, budget: int) -> bool:
@@ -356,14 +356,14 @@ class Engine:
             request.id: number for request, number in self._chunks
         }
 
-    def _enqueue(self, request: EngineRequest, *, in_front: bool = False) -> None:
+    def _enqueue(self, request: EngineRequest, place: QueuePlace = QueuePlace.IN_TURN) -> None:
         request.phase = Phase.WAITING
         hits, free_hits = self.blocks.hit(request, request.num_tokens - 1)
         shared = hits - free_hits
         if request.num_preemptions:  # others take the rest first
             hits = shared
         size = self.config.block_size
-        self.waiting.push(request, hits * size, shared * size, in_front=in_front)
+        self.waiting.push(request, hits * size, shared * size, place)
 
     # Reading, after `settle`
 
@@ -429,7 +429,7 @@ class Engine:
         request.phase = Phase.FROZEN
 
     def unpark(self, request: EngineRequest) -> None:
-        self._enqueue(request, in_front=request.preempted_ps is not None)
+        self._enqueue(request, QueuePlace.IN_TURN if request.preempted_ps is None else QueuePlace.FIRST)
 
     def remove(self, request: EngineRequest) -> None:
         """Forgets a request that lives elsewhere, or that nobody wants any more."""

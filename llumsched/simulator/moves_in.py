@@ -22,6 +22,7 @@ from llumlet.protocol.plan import Terms
 from llumsched.simulator import PS
 from llumsched.simulator.instance import ModelledInstance
 from llumsched.simulator.links import Network, Transfer
+from llumsched.simulator.queue import QueuePlace
 from llumsched.simulator.requests import EngineRequest
 from llumsched.simulator.timers import Timers
 
@@ -219,7 +220,7 @@ class IncomingMove:
             here.num_computed = computed_tokens
             self._member.engine.admit(here, self._num_blocks)
         else:
-            self._member.engine.add(here, now_ps)
+            self._member.engine.add(here, now_ps, QueuePlace.LAST if here.num_output else QueuePlace.IN_TURN)
         self._arrivals.owned(here, self._member)
         self.feed(on.Admitted())
 

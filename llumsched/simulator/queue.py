@@ -3,12 +3,21 @@
 
 from __future__ import annotations
 
+import enum
 from bisect import insort
 from collections import deque
 from collections.abc import Iterator
 from operator import attrgetter
 
 from llumsched.simulator.requests import EngineRequest
+
+
+class QueuePlace(enum.Enum):
+    """Where a request is put, where priorities do not say it."""
+
+    FIRST = enum.auto()
+    IN_TURN = enum.auto()
+    LAST = enum.auto()
 
 
 class Queue:
@@ -35,9 +44,14 @@ class Queue:
     def head(self) -> EngineRequest:
         return self._requests[0]
 
-    def push(self, request: EngineRequest, num_cached: int, num_shared: int, *, in_front: bool = False) -> None:
-        """`num_cached`: tokens that the prefix cache holds now; `num_shared`: of them, in blocks that others hold.
-        `in_front` means nothing where priorities count."""
+    def push(
+        self,
+        request: EngineRequest,
+        num_cached: int,
+        num_shared: int,
+        place: QueuePlace = QueuePlace.IN_TURN,
+    ) -> None:
+        """`num_cached`: tokens that the prefix cache holds now; `num_shared`: of them, in blocks that others hold."""
         uncomputed = request.num_tokens - num_cached
         decodes = int((request.max_tokens > 1 or uncomputed == 1) and not request.is_moving)
         uncomputed = uncomputed if uncomputed > 1 else 0
@@ -46,15 +60,17 @@ class Queue:
         self._add(share, 1)
         if isinstance(self._requests, list):
             insort(self._requests, request, key=attrgetter("order"))
-        elif in_front:
+        elif place is QueuePlace.FIRST:
             self._requests.appendleft(request)
+        elif place is QueuePlace.LAST:
+            self._requests.append(request)
         else:
-            turn, place = request.turn, len(self._requests)
+            turn, index = request.turn, len(self._requests)
             for other in reversed(self._requests):
                 if other.turn <= turn:
                     break
-                place -= 1
-            self._requests.insert(place, request)
+                index -= 1
+            self._requests.insert(index, request)
 
     def remove(self, request: EngineRequest) -> None:
         self._requests.remove(request)

@@ -50,6 +50,16 @@ def test_a_stream_goes_on_before_others_begin(rig: Rig) -> None:
     assert names(rig) == "yxab"
 
 
+def test_who_was_preempted_elsewhere_and_waited_there_goes_last(rig: Rig) -> None:
+    """It is long, and found no room: first here, and without room again, it would hold up who has some."""
+    for name, at in (("a", 1.0), ("b", 2.0)):
+        rig.scheduler.add_request(arrived(rig, name, at))
+    coming = arrived(rig, "x", 0.5, num_output=3)
+    rig.port.reservations.make(coming, use_prefix_cache=True, queued=True)
+    rig.port.reservations.admit(coming, 0)
+    assert names(rig) == "abx"
+
+
 def test_nobody_new_goes_before_who_was_preempted(rig: Rig) -> None:
     """vLLM puts it at the head, whatever its age."""
     preempted = rig.add("p")

@@ -15,11 +15,13 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from llumsched.simulator.clock import VirtualLoop
 from llumsched.simulator.member import Cadence, Member
+from llumsched.simulator.queue import QueuePlace
 from llumsched.simulator.requests import EngineRequest
 from llumsched.simulator.step_model import EngineConfig, StepModel, load_hardware
 from tests.engine.rig import BLOCK_SIZE, new_request, new_scheduler
 from tests.simulator.watchers import Silent
 from vllm_llumnix.engine.load import NOTHING, Place, share_of
+from vllm_llumnix.engine.scheduler_port import SchedulerPort
 from vllm_llumnix.engine.turns import queue_in_turn
 
 STEP = StepModel(a=1000, b=7, c=1, d=5, e=1)
@@ -29,7 +31,7 @@ _tokens = itertools.count(1000)
 
 class Coming(NamedTuple):
     """A request that arrives; `is_moved`, from another engine, where it came so many steps ago, and made so many tokens
-    of its output."""
+    of its output. `waited`: for room, there; else that engine is lost."""
 
     name: str
     prompt: list[int]
@@ -38,6 +40,7 @@ class Coming(NamedTuple):
     is_moved: bool = False
     num_steps_ago: int = 0
     num_made: int = 0
+    waited: bool = False
 
 
 class Both:
@@ -50,6 +53,7 @@ class Both:
             max_num_batched_tokens=config.max_num_batched_tokens, enable_prefix_caching=config.prefix_caching,
             scheduling_policy="priority" if config.by_priority else "fcfs",
         )  # fmt: skip
+        self._port = SchedulerPort(self.vllm)
         hardware = replace(load_hardware("a10-llama-7b"), engine=config, step=STEP)
         self.loop = VirtualLoop()
         self.member = Member(
@@ -71,8 +75,12 @@ class Both:
             )
             theirs.arrival_time = float(arrived_ps)
             theirs.append_output_token_ids([next(_tokens) for _ in range(coming.num_made)])
-            self.vllm.add_request(theirs)
-            if coming.is_moved:
+            if coming.waited:
+                self._port.reservations.make(theirs, use_prefix_cache=True, queued=True)
+                self._port.reservations.admit(theirs, 0)
+            else:
+                self.vllm.add_request(theirs)
+            if coming.is_moved and not coming.waited:
                 self.vllm.waiting.remove_requests([theirs])
                 queue_in_turn(self.vllm, theirs)
             content = [tuple(prompt[: index + BLOCK_SIZE]) for index in range(0, len(prompt), BLOCK_SIZE)]
@@ -81,10 +89,12 @@ class Both:
                 coming.name, len(prompt), coming.num_output, coming.priority, content=content, arrived_ps=arrived_ps
             )
             ours.num_tokens += coming.num_made
-            requests.append(ours)
+            requests.append((ours, QueuePlace.LAST if coming.waited and coming.num_made else QueuePlace.IN_TURN))
         end_ps = self.engine.next_end_after(self.now_ps)
         if requests:
-            self.engine.post(lambda now_ps: [self.engine.add(one, now_ps) for one in requests], self.now_ps)
+            self.engine.post(
+                lambda now_ps: [self.engine.add(one, now_ps, place) for one, place in requests], self.now_ps
+            )
         if end_ps is not None:
             self.now_ps = end_ps
             self.engine.advance(end_ps)
@@ -182,7 +192,9 @@ def test_batches_and_preemptions_are_vllms(model_dir: Path, kind: str, seed: int
         coming = Coming(f"r{number:03}", prompt, num_output, draw.randint(0, 2))
         if kind == "moved" and draw.random() < 0.5:
             num_made = draw.choice([0, min(num_output - 1, 7)])
-            coming = coming._replace(is_moved=True, num_steps_ago=draw.randint(0, 300), num_made=num_made)
+            coming = coming._replace(
+                is_moved=True, num_steps_ago=draw.randint(0, 300), num_made=num_made, waited=draw.random() < 0.5
+            )
         arriving.append(coming)
     while True:
         come = []

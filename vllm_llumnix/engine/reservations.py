@@ -39,6 +39,8 @@ class Reservations:
         self._reserved: dict[str, Request] = {}
         self._emptied: set[str] = set()
         """Reservations whose blocks have lost their content."""
+        self._queued: set[str] = set()
+        """Reservations for requests that wait at their source."""
         self._with_slot: set[str] = set()
         if scheduler.lora_config is not None:
             # The scheduler's alone: workers in this process read vLLM's.
@@ -70,6 +72,7 @@ class Reservations:
         if queued:
             self._check_capacity(request)
             self._reserved[request.request_id] = request
+            self._queued.add(request.request_id)
             return 0, []
         self._check_slot(request)
         if not self._takes_kv:
@@ -124,7 +127,8 @@ class Reservations:
         """Hand the request to the scheduler; `computed_tokens` of its KV are in place.
 
         With KV it goes to the head: its client is in the middle of a stream, or its prefill has begun. Without, it
-        takes its turn (`queue_in_turn`).
+        takes its turn (`queue_in_turn`); but one that was preempted, and waited there for room, goes to the end. It is
+        long, and where it came first and did not fit, either, everybody behind it would wait (docs/experiments.md).
 
         Raises Refused, with the reservation unchanged, when the engine cannot take it now.
         """
@@ -147,7 +151,11 @@ class Reservations:
             scheduler.kv_holding_waiting.prepend_request(request)
         else:
             self._manager.free(request)
-            queue_in_turn(scheduler, request)
+            if request.request_id in self._queued and request.num_output_tokens:
+                scheduler.waiting.add_request(request)
+            else:
+                queue_in_turn(scheduler, request)
+        self._queued.discard(request.request_id)
         self._load.queued(request)
         if computed_tokens == request.num_tokens - 1:
             self._newcomers.add(request)
@@ -156,6 +164,7 @@ class Reservations:
         """Give a reservation back. No mover may still write its blocks."""
         if self._reserved.pop(request.request_id, None) is not None:
             self._emptied.discard(request.request_id)
+            self._queued.discard(request.request_id)
             self._manager.free(request)
             self._give_slot_back(request)
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from llumlet.bridge import rule_of
 from llumlet.protocol import selection
 from llumlet.protocol.ids import RequestId
 from llumlet.protocol.selection import ALL, Order, Rule, Unit
@@ -42,6 +43,7 @@ def asked(rule: Rule) -> MigrateRequest:
     return request
 
 
+@example(waiting=[], running=[1] * 4, rule=Rule(Unit.RATIO, Order.LCR, 0.01))
 @given(waiting=LENGTHS, running=LENGTHS, rule=RULES)
 def test_it_selects_as_engines_do(waiting: list[int], running: list[int], rule: Rule) -> None:
     queued, decoding = arrived(Phase.WAITING, waiting), arrived(Phase.DECODE, running)
@@ -57,4 +59,6 @@ def test_it_selects_as_engines_do(waiting: list[int], running: list[int], rule: 
     )
     nobody: Any = None
     llumlet = Llumlet(SimpleNamespace(engine=engine), nobody, nobody, nobody)  # type: ignore[arg-type]
-    assert llumlet._selected(asked(rule)) == selection.select(candidates, rule, CONFIG.num_blocks * CONFIG.block_size)
+    heard = rule_of(asked(rule))  # a ratio is a float of 32 bits on its way
+    expected = selection.select(candidates, heard, CONFIG.num_blocks * CONFIG.block_size)
+    assert llumlet._selected(asked(rule)) == expected

@@ -9,32 +9,18 @@ loads of both instances at that moment are compared. Requests go by the first de
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 
-from benchmarks.paper.lab import INFAAS, Lab, Run, mean
-from benchmarks.simulated import Load
-from llumsched.simulator.member import Cadence
+from benchmarks.paper.lab import INFAAS, Lab, mean
+from benchmarks.paper.staleness import runs
 from llumsched.simulator.metrics import Metrics, RequestRecord, quantile
 
 
 def play(lab: Lab) -> None:
     settings = lab.compared(INFAAS, "load-balance")
     lates = lab.cells(0.0, 0.2, 1.0, 5.0)
-    outcomes = lab.play(
-        Run(
-            labels={"setting": setting.name, "late_s": late_s, "account": has_account},
-            load=Load(lengths="m-m", rate=6.7, num_requests=lab.requests(10_000)),
-            setting=setting,
-            cadence=Cadence(late_s=late_s),
-            has_account=has_account,
-            has_hindsight=True,
-            measure=_measure,
-        )
-        for setting, late_s, has_account in itertools.product(settings, lates, (True, False))
-    )
     lab.table(
-        outcomes,
+        lab.play(runs(lab, settings, lates, has_hindsight=True, measure=_measure)),
         {
             "misled_share": "misled",
             "regret_prefill_tokens": "of those: prompt tokens ahead",

@@ -128,10 +128,10 @@ class Rescheduler:
         return self._record(woken_by, duration_ms, made, numbers, skipped)
 
     def _log_broken(self, made: Plan) -> None:
-        errors = {result.policy: result.error for result in made.results if result.error is not None}
-        for policy, error in errors.items():
-            logger.error("rescheduling policy %s failed", policy, exc_info=error)
-        if errors:
+        broken = [result for result in made.results if result.error is not None]
+        for result in broken:
+            logger.error("rescheduling policy %s failed", result.policy, exc_info=result.error)
+        if broken:
             self._counters.broke()
 
     def _record(

@@ -421,9 +421,13 @@ class _Watch(MoveWatcher):
     """Of one member."""
 
     def __init__(self, run: _Run) -> None:
-        self.gap = run.metrics.gaps.gap
-        self.gaps = run.metrics.gaps.gaps
         self._run = run
+
+    def gap(self, ps: int, count: int) -> None:
+        self._run.metrics.gaps.gap(ps, count)
+
+    def gaps(self, first_ps: int, growth_ps: int, num_steps: int, count: int) -> None:
+        self._run.metrics.gaps.gaps(first_ps, growth_ps, num_steps, count)
 
     def stalled(self, request: EngineRequest, ps: int) -> None:
         self._run.metrics.move_stalls_s.append(ps / PS)

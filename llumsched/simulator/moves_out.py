@@ -22,7 +22,7 @@ from llumlet.protocol.source import SETTLED, Source, State
 from llumsched.simulator import PS
 from llumsched.simulator.instance import ModelledInstance
 from llumsched.simulator.moves_in import Arrivals, Offer
-from llumsched.simulator.requests import EngineRequest, Phase
+from llumsched.simulator.requests import EngineRequest, Phase, Watcher
 from llumsched.simulator.timers import Timers
 
 Owner = Callable[[str], ModelledInstance | None]
@@ -85,7 +85,7 @@ class Departures:
         self.member.changed(self.member.clock.now_ps)
 
 
-class MoveWatcher:
+class MoveWatcher(Watcher):
     """The part of a `Watcher` that tells moves of what befalls their requests."""
 
     departures: Departures

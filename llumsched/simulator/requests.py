@@ -6,7 +6,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from llumsched.simulator.blocks import Block
 
@@ -82,21 +81,20 @@ class EngineRequest:
         return self.priority, self.arrived_ps, self.id
 
 
-class Watcher(Protocol):
-    """Told of what happens in an engine, at the step's end."""
+class Watcher:
+    """Told of what happens in an engine, at the step's end. A subclass says what it wants to hear."""
 
     def gap(self, ps: int, count: int) -> None:
         """`count` requests got a token, so long after their last."""
-        ...
 
     def gaps(self, first_ps: int, growth_ps: int, num_steps: int, count: int) -> None:
-        """Gaps between tokens, in each of so many steps, each longer than the one before by `growth_ps`."""
-        ...
+        """In each of so many steps, each longer than the one before by `growth_ps`, `count` requests got a token."""
 
     def stalled(self, request: EngineRequest, ps: int) -> None:
-        """The first token here of a request that has moved, so long after its last one there."""
-        ...
+        """A request that has moved has its first token here, so long after its last one there."""
 
-    def preempted(self, request: EngineRequest, now_ps: int) -> None: ...
+    def preempted(self, request: EngineRequest, now_ps: int) -> None:
+        """A request has lost its place in the batch, and its blocks."""
 
-    def finished(self, request: EngineRequest, now_ps: int) -> None: ...
+    def finished(self, request: EngineRequest, now_ps: int) -> None:
+        """A request has its last token."""

@@ -250,15 +250,6 @@ class _Watcher(MoveWatcher):
     def __init__(self, world: World) -> None:
         self._world = world
 
-    def gap(self, ps: int, count: int) -> None:
-        pass
-
-    def gaps(self, first_ps: int, growth_ps: int, num_steps: int, count: int) -> None:
-        pass
-
-    def stalled(self, request: EngineRequest, ps: int) -> None:
-        pass
-
     def finished(self, request: EngineRequest, now_ps: int) -> None:
         super().finished(request, now_ps)
         self._world.finished(request)

@@ -27,10 +27,9 @@ from llumsched.simulator.member import Cadence, Member
 from llumsched.simulator.metrics import Metrics, Summary
 from llumsched.simulator.moves_in import Arrivals
 from llumsched.simulator.moves_out import Departures
-from llumsched.simulator.requests import EngineRequest
+from llumsched.simulator.requests import EngineRequest, Watcher
 from llumsched.simulator.step_model import Hardware, load_hardware
 from llumsched.simulator.workload import Arrival, assigned, clipped, made_up
-from tests.simulator.watchers import Silent
 
 A10 = load_hardware("a10-llama-7b")
 MEDIUM = LENGTHS["medium"], LENGTHS["medium"]
@@ -164,7 +163,7 @@ def test_the_destination_is_asked_between_two_steps_of_the_source() -> None:
     loop, hop_ps = VirtualLoop(), 1_000_000
     source, destination = (
         Member(
-            loop, number, A10, Cadence(), Silent(), lambda status: None,
+            loop, number, A10, Cadence(), Watcher(), lambda status: None,
             model="", shares_prefixes=False, max_moves=1,
         )
         for number in range(2)

@@ -16,10 +16,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from llumsched.simulator.clock import VirtualLoop
 from llumsched.simulator.member import Cadence, Member
 from llumsched.simulator.queue import QueuePlace
-from llumsched.simulator.requests import EngineRequest
+from llumsched.simulator.requests import EngineRequest, Watcher
 from llumsched.simulator.step_model import EngineConfig, StepModel, load_hardware
 from tests.engine.rig import BLOCK_SIZE, new_request, new_scheduler
-from tests.simulator.watchers import Silent
 from vllm_llumnix.engine.load import NOTHING, Place, share_of
 from vllm_llumnix.engine.scheduler_port import SchedulerPort
 from vllm_llumnix.engine.turns import queue_in_turn
@@ -57,7 +56,7 @@ class Both:
         hardware = replace(load_hardware("a10-llama-7b"), engine=config, step=STEP)
         self.loop = VirtualLoop()
         self.member = Member(
-            self.loop, 0, hardware, Cadence(), Silent(), lambda status: None,
+            self.loop, 0, hardware, Cadence(), Watcher(), lambda status: None,
             model="", shares_prefixes=shares_prefixes, max_moves=4,
         )  # fmt: skip
         self.engine = self.member.engine

@@ -5,27 +5,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from llumsched.simulator.requests import EngineRequest
+from llumsched.simulator.requests import EngineRequest, Watcher
 
 
-class Silent:
-    def gap(self, ps: int, count: int) -> None:
-        pass
-
-    def gaps(self, first_ps: int, growth_ps: int, num_steps: int, count: int) -> None:
-        pass
-
-    def stalled(self, request: EngineRequest, ps: int) -> None:
-        pass
-
-    def preempted(self, request: EngineRequest, now_ps: int) -> None:
-        pass
-
-    def finished(self, request: EngineRequest, now_ps: int) -> None:
-        pass
-
-
-class Noting(Silent):
+class Noting(Watcher):
     """Everything that happened, in order, and how often each gap between two tokens occurred."""
 
     def __init__(self) -> None:

@@ -15,7 +15,9 @@ NUM_KEPT = 4096
 STALL_PHASES = ("freezing", "committing", "withdrawing", "fencing")
 """Phases in which nobody computes tokens for the request."""
 _MAX_POLICIES = 64
-"""Names of policies that are told apart: each is a time series, and whoever asks for a move chooses the name."""
+_MAX_CHARACTERS = 128
+"""Names of policies that are told apart, and the length of one: each is a time series, and whoever asks for a move
+chooses the name."""
 OTHER_POLICY = "other"
 
 
@@ -44,7 +46,7 @@ class MoveRecords:
             self._records.append((next(self._numbers), record))
 
     def _policy(self, name: str) -> str:
-        if len(self._policies) < _MAX_POLICIES:
+        if len(self._policies) < _MAX_POLICIES and len(name) <= _MAX_CHARACTERS:
             self._policies.add(name)
         return name if name in self._policies else OTHER_POLICY
 

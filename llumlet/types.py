@@ -59,6 +59,7 @@ from llumlet.proto.llumlet_pb2 import (
     ReserveResponse,
     SettleRequest,
     SettleResponse,
+    StepSample,
     ViewChange,
     WatchRequest,
 )
@@ -116,6 +117,7 @@ __all__ = [
     "ReserveResponse",
     "SettleRequest",
     "SettleResponse",
+    "StepSample",
     "ViewChange",
     "WatchRequest",
     "parse_reason",

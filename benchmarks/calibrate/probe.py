@@ -22,9 +22,9 @@ from benchmarks.calibrate.load import ANY, LONG, SHORT, ramp
 from benchmarks.calibrate.real import Cluster
 from benchmarks.rebalance import TOKEN_IDS, Case, play
 from llumlet.client import LlumletClient
-from llumsched.simulator.fitting import Coefficients, MeasuredStep, fit
+from llumsched.latency.fitting import Coefficients, MeasuredStep, fit
 from llumsched.simulator.member import Cadence
-from llumsched.simulator.step_model import Hardware
+from llumsched.simulator.step_model import Hardware, StepModel
 from tests.support.client import Client
 from tests.support.harness import Server
 from tests.support.moves import Move, move_stream
@@ -93,7 +93,7 @@ async def probe(cluster: Cluster, rates: Sequence[float], seconds: float, say: S
         moves = await _moves(cluster.engines)
     hardware = Hardware(
         name=name,
-        step=coefficients.step,
+        step=StepModel.of_seconds(*coefficients),
         engine=ENGINE,
         bytes_per_token=MODEL.kv_bytes_per_token,
         link_bytes_per_s=_speed(moves),

@@ -162,9 +162,9 @@ class Table:
                 self._serving.pop(model, None)
 
 
-def standard_table(in_flight: Provider) -> Table:
-    """A table of what instances report and are, and what was sent to them."""
-    return Table([StatusColumns(), MetadataColumns(), in_flight])
+def standard_table(in_flight: Provider, *others: Provider) -> Table:
+    """A table of what instances report and are, what was sent to them, and what others know of them."""
+    return Table([StatusColumns(), MetadataColumns(), in_flight, *others])
 
 
 def _owners(providers: Sequence[Provider]) -> Iterator[_Owner]:

@@ -14,6 +14,7 @@ from llumlet.protocol.infer_type import InferType
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers import RequestProvider
 from llumsched.cluster.providers.in_flight import InFlight
+from llumsched.cluster.providers.step_models import StepModels
 from llumsched.cluster.snapshot import Snapshot
 from llumsched.cluster.table import standard_table
 from llumsched.cluster.view import Observer, View
@@ -92,7 +93,8 @@ class Dispatcher:
         columns beside those of the table, asked for each request."""
         self.view, self.policy, self.ledger = view, policy, ledger
         self._staleness_s = policy.staleness_s
-        self.table = standard_table(ledger.in_flight)
+        self.step_models = StepModels(clock)
+        self.table = standard_table(ledger.in_flight, self.step_models)
         self._providers = providers
         self._lost: tuple[tuple[Instance, ...], Snapshot | None] = (), None
         """Lost instances, and their columns."""
@@ -103,8 +105,9 @@ class Dispatcher:
         """Instances that a gateway's request went to lately: a second try goes elsewhere, if there is an elsewhere."""
         self.complaints = Complaints(clock)
         self.warmth = Warmth(clock, warms_up_s)
-        observers = [one for one in providers if isinstance(one, Observer)]
-        self._stop = [view.observe(one) for one in (ledger, *observers, self.table, self.complaints, self.warmth)]
+        observers: list[Observer] = [one for one in providers if isinstance(one, Observer)]
+        observers = [ledger, self.step_models, *observers, self.table, self.complaints, self.warmth]
+        self._stop = [view.observe(one) for one in observers]
 
     def close(self) -> None:
         for stop in self._stop:

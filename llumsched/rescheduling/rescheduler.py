@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from llumlet.credentials import NONE, Credentials
 from llumlet.redis_url import REDIS_SCHEMES
 from llumsched.cluster.providers.in_flight import InFlight
+from llumsched.cluster.providers.step_models import StepModels
 from llumsched.cluster.table import Table, standard_table
 from llumsched.cluster.view import View
 from llumsched.rescheduling.config import Config
@@ -74,8 +75,12 @@ class Rescheduler:
         self.records = Records()
         self._view = view
         self._policies = load_policies(config)
-        self._table = standard_table(InFlight()) if table is None else table
-        self._unobserve = view.observe(self._table) if table is None else lambda: None
+        self._unobserve: list[Callable[[], None]] = []
+        if table is None:
+            step_models = StepModels(clock)
+            table = standard_table(InFlight(), step_models)
+            self._unobserve = [view.observe(step_models), view.observe(table)]
+        self._table = table
         self._clock = clock
         self._lease = lease
         self._history = History(config)
@@ -111,7 +116,8 @@ class Rescheduler:
 
     async def close(self) -> None:
         """Leaves the calls under way, after `run` was cancelled. What the llumlets have begun goes on."""
-        self._unobserve()
+        for stop in self._unobserve:
+            stop()
         await self._executor.close()
 
     def run_pass(self, woken_by: str = "call") -> PassRecord:

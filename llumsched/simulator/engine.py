@@ -22,7 +22,8 @@ from llumsched.simulator.decodes import Decodes
 from llumsched.simulator.queue import Queue, QueuePlace
 from llumsched.simulator.requests import EngineRequest, Phase, Watcher
 from llumsched.simulator.span import Span
-from llumsched.simulator.step_model import EngineConfig, StepModel, pairs
+from llumsched.simulator.step_model import EngineConfig, StepModel
+from llumsched.simulator.step_times import Batch, StepTimes, batch_of
 
 
 class Engine:
@@ -42,6 +43,8 @@ class Engine:
         self.num_steps = 0
         """Steps that were scheduled."""
         self.num_preemptions = 0
+        self.batch = Batch()
+        """What the step under way computes, or the first of its span."""
         self.end_ps: int | None = None
         """The end of the span under way; None while no step is."""
         self._step = step
@@ -51,6 +54,7 @@ class Engine:
         self._is_between = False
         """One step has ended, and the next is being scheduled."""
 
+        self.step_times = StepTimes()
         self._span = Span(0, 1, 0, 0)
         """The one under way, or the last."""
         self._chunks: list[tuple[EngineRequest, int]] = []
@@ -78,6 +82,10 @@ class Engine:
             return None
         return self._span.end_of(min(self._span.num_ended(now_ps) + 1, self._span.length))
 
+    def step_age_ps(self, now_ps: int) -> int:
+        """Time since the step under way began; 0 if none is."""
+        return 0 if self.end_ps is None else self._span.age(now_ps)
+
     def post(self, action: Callable[[int], None], now_ps: int) -> None:
         """Call `action` with the time when no step is under way, before the next is scheduled; now, if none is."""
         self._posted.append(action)
@@ -104,6 +112,7 @@ class Engine:
 
     def _complete(self, now_ps: int) -> None:
         self._settle(self._span.length)
+        self.step_times.ended(self.batch, self.num_steps, now_ps, self._span.first_ps)
         self._last_end_ps = now_ps
         chunks, self._chunks = self._chunks, []
         for request in self.decodes.ended(self.running):
@@ -121,6 +130,8 @@ class Engine:
         span, decodes = self._span, self.decodes
         number = num_steps - span.num_settled
         if number > 0:
+            lasted_ps = span.end_of(num_steps) - span.end_of(span.num_settled)
+            self.step_times.decoded(self.batch, len(decodes), span.num_settled, number, lasted_ps)
             if decodes:
                 self._count_gaps(number)
                 decodes.ticks += number
@@ -328,24 +339,16 @@ class Engine:
 
     def _start(self, now_ps: int, is_alike: bool) -> bool:
         """The step has been scheduled: when will it end, and how many like it follow? False if it is empty."""
-        num_decodes, decode_kv = len(self.decodes), self.decodes.num_tokens
-        num_prefilled = num_pairs = growth = 0
-        for request, number in self._chunks:
-            if number == 1:
-                num_decodes += 1
-                decode_kv += request.num_computed
-            else:
-                num_prefilled += number
-                num_pairs += pairs(request.num_computed - number, number)
-        if not num_decodes and not num_prefilled:
+        self.batch = batch_of(len(self.decodes), self.decodes.num_tokens, self._chunks)
+        if not self.batch.num_decodes and not self.batch.prefill_tokens:
             return False
-        length = 1
+        length, growth = 1, 0
         if is_alike and self.decodes:
             most = self.decodes.num_ticks_left() - 1
             length += self.decodes.num_steps_with(self.blocks.num_free, self.decodes.ticks + 1, most)
             growth = self._step.e * len(self.decodes)
         self.num_steps += 1
-        first_ps = self._step.duration(num_prefilled, num_pairs, num_decodes, decode_kv)
+        first_ps = self._step.duration(*self.batch)
         self._span = Span(now_ps, first_ps, growth, length)
         self.end_ps = self._span.end_of(length)
         return True

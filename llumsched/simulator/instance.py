@@ -13,7 +13,7 @@ from llumsched.simulator.blocks import Blocks, SharedBlocks, UniqueBlocks
 from llumsched.simulator.clock import Action, Clock
 from llumsched.simulator.engine import Engine
 from llumsched.simulator.requests import EngineRequest, Watcher
-from llumsched.simulator.step_model import Hardware
+from llumsched.simulator.step_model import Hardware, pairs
 
 _RECENT_PS: Final = 10 * PS
 """How long an arrival is named in the status (`vllm_llumnix.engine.load`)."""
@@ -103,7 +103,7 @@ class ModelledInstance:
         engine.settle(now_ps)
         while self._arrivals and self._arrivals[0][0] < now_ps - _RECENT_PS:
             self._arrivals.popleft()
-        prefill_tokens = unallocated = 0
+        prefill_tokens = prefill_pairs = unallocated = 0
         num_to_decode, to_decode_tokens = len(engine.decodes), engine.decodes.num_tokens
         for request, in_step in engine.apart():
             left = request.num_tokens - request.num_computed
@@ -114,6 +114,7 @@ class ModelledInstance:
             if uncomputed > 1:
                 unallocated += left
                 prefill_tokens += uncomputed
+                prefill_pairs += pairs(request.num_tokens - uncomputed, uncomputed)
         out_tokens = 0
         for request in self.leaving:
             num_tokens = engine.num_tokens(request)
@@ -123,7 +124,7 @@ class ModelledInstance:
                 to_decode_tokens -= num_tokens
         waiting = engine.waiting
         total = engine.config.num_blocks * engine.config.block_size
-        return InstanceStatus(
+        status = InstanceStatus(
             instance_id=self.id,
             incarnation=self.metadata.incarnation,
             schedulable=self.is_schedulable,
@@ -152,9 +153,13 @@ class ModelledInstance:
             num_migrate_out_reqs=len(self.leaving),
             num_migrate_out_tokens=out_tokens,
             num_preemptions=engine.num_preemptions,
+            num_uncomputed_pairs=waiting.prefill_pairs + prefill_pairs,
+            loop_age_ms=engine.step_age_ps(now_ps) / 1e9,
             profiling_id=-1,
             health=_OK,
         )
+        engine.step_times.tell(status)
+        return status
 
 
 def described(hardware: Hardware, *, max_moves: int, **fields: Any) -> InstanceMetadata:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from llumsched.simulator.requests import EngineRequest
+from llumsched.simulator.step_model import pairs
 
 
 class QueuePlace(enum.Enum):
@@ -31,8 +32,10 @@ class Queue:
         """Tokens of which the KV cache is still to be computed."""
         self.unallocated_tokens = 0
         """Tokens of which the blocks are still to be allocated."""
+        self.prefill_pairs = 0
+        """Pairs of a query and a key in the prefills."""
         self._requests: deque[EngineRequest] | list[EngineRequest] = [] if by_priority else deque()
-        self._shares: dict[EngineRequest, tuple[int, int, int, int]] = {}
+        self._shares: dict[EngineRequest, tuple[int, int, int, int, int]] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -55,7 +58,8 @@ class Queue:
         uncomputed = request.num_tokens - num_cached
         decodes = int((request.max_tokens > 1 or uncomputed == 1) and not request.is_moving)
         uncomputed = uncomputed if uncomputed > 1 else 0
-        share = decodes, request.num_tokens * decodes, uncomputed, request.num_tokens - num_shared
+        work = pairs(request.num_tokens - uncomputed, uncomputed)
+        share = decodes, request.num_tokens * decodes, uncomputed, request.num_tokens - num_shared, work
         self._shares[request] = share
         self._add(share, 1)
         if isinstance(self._requests, list):
@@ -76,8 +80,9 @@ class Queue:
         self._requests.remove(request)
         self._add(self._shares.pop(request), -1)
 
-    def _add(self, share: tuple[int, int, int, int], sign: int) -> None:
+    def _add(self, share: tuple[int, int, int, int, int], sign: int) -> None:
         self.num_to_decode += sign * share[0]
         self.to_decode_tokens += sign * share[1]
         self.prefill_tokens += sign * share[2]
         self.unallocated_tokens += sign * share[3]
+        self.prefill_pairs += sign * share[4]

@@ -28,6 +28,10 @@ class Span:
         """How long the step after so many others lasts."""
         return self.first_ps + self.growth_ps * number
 
+    def age(self, now_ps: int) -> int:
+        """Time since the step under way began."""
+        return now_ps - self.end_of(min(self.num_ended(now_ps), self.length - 1))
+
     def num_ended(self, now_ps: int) -> int:
         """The greatest number, however long the span is, with `end_of(number) <= now_ps`."""
         passed, growth = now_ps - self.began_ps, self.growth_ps

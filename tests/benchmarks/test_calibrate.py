@@ -29,9 +29,9 @@ from benchmarks.calibrate.comparison import (
 from benchmarks.calibrate.engines import measured
 from benchmarks.calibrate.load import LONG, SHORT, Counts, Played, Times, ramp, simulated, skewed
 from benchmarks.calibrate.steps_on_cpu.steps_on_cpu import Batch, Device, StepRecord, batch_of
+from llumsched.latency.fitting import MeasuredStep
 from llumsched.simulator.cluster import ClusterConfig
 from llumsched.simulator.control import ControlConfig
-from llumsched.simulator.fitting import MeasuredStep
 from llumsched.simulator.step_model import load_hardware
 
 NOTHING = Counts(0, 0, 0)

@@ -20,9 +20,11 @@ from llumlet.protocol.limits import Limits, Slots
 from llumlet.types import Health, InstanceReport
 from llumsched.cms.validation import MAX_LIST, MAX_REPORT_BYTES
 from tests.engine.rig import BLOCK_SIZE, Rig
+from tests.engine.test_step_times import batch
 from vllm_llumnix.engine.load_counters import MAX_NAMES
 from vllm_llumnix.engine.metadata import node_id, unit_id
 from vllm_llumnix.engine.status import StatusSource
+from vllm_llumnix.engine.step_times import StepTimes
 
 
 @pytest.fixture
@@ -35,7 +37,9 @@ def source(rig: Rig) -> StatusSource:
     """Of an engine of which all but the scheduler is made up."""
     capacity = rig.port.capacity_tokens
     progress = SimpleNamespace(health=wire.Health.OK, stalled_seconds=0.0, busy_with="")
-    loop = SimpleNamespace(port=rig.port, progress=progress, steps=7, takes_requests=True)
+    loop = SimpleNamespace(
+        port=rig.port, progress=progress, steps=7, takes_requests=True, step_times=StepTimes(lambda: 0.0)
+    )
     identity = SimpleNamespace(instance="a", incarnation="1", kv_unsupported=None)
     context: Any = SimpleNamespace(identity=identity, loop=loop)
     departures: Any = SimpleNamespace(moves={}, slots=Slots(Limits(max_requests=4), capacity, Reason.SOURCE_BUSY))
@@ -93,11 +97,23 @@ def test_a_loaded_engine(rig: Rig, source: StatusSource) -> None:
     assert list(status.waiting_requests) == ["r4"]
     assert status.num_uncomputed_tokens_all_waiting_prefills == 70
     assert status.num_unallocated_tokens_all_waiting_requests == 70
+    assert status.num_uncomputed_pairs == 70 * 71 // 2
     assert status.scheduler_running_to_decode_tokens_num == 4 * 70 + sum(
         request.num_output_tokens for request in rig.scheduler.running
     )
     assert status.num_used_gpu_tokens == 4 * 3 * BLOCK_SIZE
     assert status.num_free_blocks == rig.free_blocks
+
+
+def test_steps_are_part_of_it(rig: Rig, source: StatusSource) -> None:
+    times = source._loop.step_times
+    for seconds in (0.04, None, 0.03):
+        times.took(batch(a=(0, 16), b=(50, 1)), seconds, 1, 51)
+    status = source.now()
+    assert [sample.number for sample in status.steps] == [1], "the other came within a tenth of a second"
+    assert (status.profiling_id, status.step_duration, status.num_scheduled_prefill_tokens) == (1, 40.0, 16)
+    assert (status.num_decode_steps, status.decode_steps_requests, status.decode_steps_kv) == (2, 2, 102)
+    assert status.decode_steps_s == pytest.approx(0.07)
 
 
 def test_moves_are_part_of_it(rig: Rig, source: StatusSource) -> None:

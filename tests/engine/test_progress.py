@@ -145,6 +145,54 @@ def test_what_a_batch_took_beside_a_call_is_not_believed(progress: Progress, clo
     assert limit(progress, 8000) == pytest.approx(PATIENCE_FACTOR * 4, rel=0.01)
 
 
+def test_a_step_lasts_from_the_end_of_the_one_before_if_the_loop_went_straight_on(
+    progress: Progress, clock: Clock
+) -> None:
+    """What scheduling takes is part of it; being idle is not."""
+
+    def step(before: float, tokens: int = 8) -> float | None:
+        progress.step()
+        clock.now += before
+        progress.execute("batch", tokens)
+        clock.now += 0.04
+        return progress.returned("batch")
+
+    assert step(0.002) == pytest.approx(0.04), "the first: since when the loop was at it is not known"
+    assert step(0.002) == pytest.approx(0.042)
+    progress.sleep()
+    assert step(5.0) == pytest.approx(0.04)
+    progress.step()  # a turn in which nothing could be scheduled
+    clock.now += 5.0
+    assert step(0.002) == pytest.approx(0.04)
+    assert step(0.002, tokens=0) is None
+    assert step(0.002) == pytest.approx(0.04)
+    with progress.busy("add_lora"):
+        clock.now += 5.0
+    assert step(0.002) == pytest.approx(0.04)
+    progress.execute("beside", 8)
+    with progress.busy("add_lora"):
+        clock.now += 5.0
+    assert progress.returned("beside") is None
+    assert progress.returned("never given") is None
+    assert step(0.002) == pytest.approx(0.042)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_however_many_are_in_flight_steps_take_all_of_the_time(depth: int, progress: Progress, clock: Clock) -> None:
+    pipeline = Pipeline(progress, clock, depth)
+    for number in range(50):
+        pipeline.turn(DECODE if number % 5 else PREFILL)
+    began = clock.now
+    pipeline.lasted.clear()
+    for number in range(100):
+        pipeline.turn(DECODE if number % 5 else PREFILL)
+    lasted = [seconds for seconds in pipeline.lasted if seconds is not None]
+    assert len(lasted) == 100
+    assert sum(lasted) == pytest.approx(clock.now - began)
+    assert min(lasted) == pytest.approx(SECONDS[DECODE], abs=0.002)
+    assert max(lasted) == pytest.approx(SECONDS[PREFILL], abs=0.01)
+
+
 PREFILL, DECODE = 2000, 8
 SECONDS = {PREFILL: 4.0, DECODE: 0.05}
 """What the model takes for a batch."""
@@ -161,6 +209,7 @@ class Pipeline:
         self.in_flight: list[tuple[object, float]] = []
         self.waits: list[tuple[float, float]] = []
         """How long the loop waited, and how long it might have before it were suspect."""
+        self.lasted: list[float | None] = []
 
     def turn(self, tokens: int) -> None:
         self.progress.step()
@@ -173,7 +222,7 @@ class Pipeline:
             batch, done_at = self.in_flight.pop(0)
             self.waits.append((done_at - self.clock.now, self.progress.limit_seconds))
             self.clock.now = max(self.clock.now, done_at) + 0.001
-            self.progress.returned(batch)
+            self.lasted.append(self.progress.returned(batch))
 
 
 @pytest.mark.parametrize(("depth", "stages"), [(1, 1), (2, 1), (2, 2), (3, 2), (5, 4)])

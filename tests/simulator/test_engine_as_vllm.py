@@ -7,12 +7,13 @@ import itertools
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 
+from llumlet.types import StepSample
 from llumsched.simulator.clock import VirtualLoop
 from llumsched.simulator.member import Cadence, Member
 from llumsched.simulator.queue import QueuePlace
@@ -21,6 +22,7 @@ from llumsched.simulator.step_model import EngineConfig, StepModel, load_hardwar
 from tests.engine.rig import BLOCK_SIZE, new_request, new_scheduler
 from vllm_llumnix.engine.load import NOTHING, Place, share_of
 from vllm_llumnix.engine.scheduler_port import SchedulerPort
+from vllm_llumnix.engine.step_times import sample_of
 from vllm_llumnix.engine.turns import queue_in_turn
 
 STEP = StepModel(a=1000, b=7, c=1, d=5, e=1)
@@ -62,6 +64,7 @@ class Both:
         self.engine = self.member.engine
         self.now_ps = 0
         self.num_compared = 0
+        self._output: Any = None
 
     def step(self, arriving: list[Coming]) -> bool:
         """False when both are idle."""
@@ -102,6 +105,7 @@ class Both:
             assert self.engine.end_ps is None
             return False
         assert self.engine.scheduled() == scheduled
+        assert StepSample(**self.engine.batch._asdict()) == sample_of(self._output)
         assert self.engine.blocks.num_free == self.vllm.kv_cache_manager.block_pool.get_num_free_blocks()
         assert [one.id for one in self.engine.running] == [one.request_id for one in self.vllm.running]
         assert [one.id for one in self.engine.waiting] == [one.request_id for one in self.vllm.waiting]
@@ -131,12 +135,13 @@ class Both:
             assert status.scheduler_waiting_to_decode_tokens_num == load.waiting_to_decode_tokens
             assert status.num_uncomputed_tokens_all_waiting_prefills == load.waiting_prefill_tokens
             assert status.num_unallocated_tokens_all_waiting_requests == load.waiting_unallocated_tokens
+            assert status.num_uncomputed_pairs == load.prefill_pairs
 
     def _schedule(self) -> dict[str, int] | None:
         """The next step of vLLM's that computes something, and what comes of it."""
         while self.vllm.has_unfinished_requests():
             output = self.vllm.schedule()
-            ids = list(output.num_scheduled_tokens)
+            ids, self._output = list(output.num_scheduled_tokens), output
             self._sample = lambda output=output, ids=ids: self.vllm.update_from_output(
                 output,
                 ModelRunnerOutput(

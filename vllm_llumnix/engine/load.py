@@ -57,6 +57,8 @@ class Load(NamedTuple):
     running_prefill_tokens: int = 0
     running_unallocated_tokens: int = 0
     """Prefill tokens that no step has been given yet: their blocks are still to be allocated."""
+    prefill_pairs: int = 0
+    """Pairs of a query and a key of all prefill tokens, waiting and running: for each, the tokens up to it."""
 
     def plus(self, other: Load) -> Load:
         return Load._make(map(operator.add, self, other))
@@ -103,7 +105,8 @@ def share_of(place: Place, request: Countable, hit: Hit = NO_HIT, *, moving: boo
     final_tokens = request.num_computed_tokens - request.num_in_flight_tokens
     decodes = int(request.max_tokens > 1 and not moving)
     if place is Place.WAITING:
-        uncomputed = num_tokens - max(final_tokens, hit.cached_tokens)
+        computed = max(final_tokens, hit.cached_tokens)
+        uncomputed = num_tokens - computed
         decodes |= int(uncomputed == 1 and not moving)
         return Load(
             num_waiting=1,
@@ -111,6 +114,7 @@ def share_of(place: Place, request: Countable, hit: Hit = NO_HIT, *, moving: boo
             waiting_to_decode_tokens=num_tokens * decodes,
             waiting_prefill_tokens=uncomputed if uncomputed > 1 else 0,
             waiting_unallocated_tokens=num_tokens - max(final_tokens, hit.shared_tokens),
+            prefill_pairs=_pairs(computed, num_tokens),
         )
     uncomputed = num_tokens - final_tokens
     return Load(
@@ -119,4 +123,10 @@ def share_of(place: Place, request: Countable, hit: Hit = NO_HIT, *, moving: boo
         running_to_decode_tokens=num_tokens * decodes,
         running_prefill_tokens=uncomputed if uncomputed > 1 else 0,
         running_unallocated_tokens=max(0, num_tokens - request.num_computed_tokens) if uncomputed > 1 else 0,
+        prefill_pairs=_pairs(final_tokens, num_tokens),
     )
+
+
+def _pairs(begin: int, end: int) -> int:
+    """Pairs of the prefill tokens from position `begin` to `end`; a single one is a decode."""
+    return (end * (end + 1) - begin * (begin + 1)) // 2 if end - begin > 1 else 0

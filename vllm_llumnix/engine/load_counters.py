@@ -233,6 +233,11 @@ class LoadCounters:
                 self._version += 1
             self._tell()
 
+    @property
+    def decodes(self) -> tuple[int, int]:
+        """Requests that run and only decode, and their tokens."""
+        return self._num_decodes, self._decode_tokens
+
     # Any thread
 
     def touch(self) -> None:

@@ -34,6 +34,7 @@ from vllm_llumnix import faults
 from vllm_llumnix.engine.progress import Progress
 from vllm_llumnix.engine.request_state import residence_from, settle_in
 from vllm_llumnix.engine.scheduler_port import SchedulerPort
+from vllm_llumnix.engine.step_times import StepTimes
 from vllm_llumnix.engine.thread import LlumletThread
 from vllm_llumnix.engine.vllm_types import Engine, Request
 from vllm_llumnix.step_record import StepRecord
@@ -108,6 +109,7 @@ class EngineLoop:
         self.thread = thread
         self.steps = 0
         self.progress = progress or Progress()
+        self.step_times = StepTimes()
         self.record = record
         self.trials = Trials(record.try_out)
         self.draining = False

@@ -15,12 +15,12 @@ from vllm_llumnix.kv.vllm_types import SchedulerOutput
 
 
 def watch_model(loop: EngineLoop, claims: Claims) -> None:
-    """Have the loop's progress, the record of its steps and the claims on its requests follow the model. Called once.
+    """Have what is known of the loop's steps, and the claims on its requests, follow the model. Called once.
 
     Steps, executors and the scheduler's methods are attributes; so this needs no patch.
     """
     engine, scheduler, progress = loop.engine, loop.port.scheduler, loop.progress
-    record, marked = loop.record, faults.armed("loop.request")
+    load, record, step_times, marked = loop.port.load, loop.record, loop.step_times, faults.armed("loop.request")
     execute, update = engine.model_executor.execute_model, scheduler.update_from_output
     process_aborts, step = engine._process_aborts_queue, engine.step_fn
 
@@ -42,7 +42,7 @@ def watch_model(loop: EngineLoop, claims: Claims) -> None:
     def update_from_output(
         scheduler_output: SchedulerOutput, model_runner_output: object
     ) -> dict[int, EngineCoreOutputs]:
-        progress.returned(scheduler_output)
+        step_times.took(scheduler_output, progress.returned(scheduler_output), *load.decodes)
         outputs = update(scheduler_output, model_runner_output)
         record.end(scheduler_output)
         return outputs

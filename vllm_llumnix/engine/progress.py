@@ -11,6 +11,10 @@ few attribute writes each. A hang is told from a long step by what the step was 
 
 What a call of the engine's utilities takes (loading an adapter, writing a profile, new weights) nobody can expect.
 While one runs, the engine is busy with it, and it does not hang before `utility_seconds` are over.
+
+Of the same notes is how long each step took as its requests see it (`returned`): to the end of a step from that of the
+one before, what the scheduler and the loop did between them included; whether or not the two overlapped, as they do
+under asynchronous scheduling.
 """
 
 from __future__ import annotations
@@ -59,6 +63,10 @@ class Progress:
         self._in_flight: dict[int, _Batch] = {}
         self._returned_at = 0.0
         """The time at which the model had done its last batch, and could begin the next."""
+        self._in_a_row = False
+        """Since then the loop has done nothing but prepare the next step."""
+        self._turn_is_empty = False
+        """The turn under way has given the model nothing, and waits for nothing of it."""
         self._tokens = 0
         """Tokens of the largest batch in flight."""
         self._step_seconds = 0.0
@@ -70,29 +78,39 @@ class Progress:
         """The loop begins a turn: whatever it was doing is done."""
         self._moved_at = self._clock()
         self._asleep = False
+        if self._turn_is_empty:
+            self._in_a_row = False
+        self._turn_is_empty = not self._in_flight
 
     def execute(self, scheduled: SchedulerOutput, num_tokens: int) -> None:
         """The model is given a batch of `num_tokens` tokens: `scheduled`, as in `returned`.
         Others may be in flight; it gets to this one when they have returned."""
         now = self._moved_at = self._clock()
+        self._turn_is_empty = False
         self._in_flight[id(scheduled)] = _Batch(scheduled, num_tokens, now)
         self._tokens = max(self._tokens, num_tokens)
 
-    def returned(self, scheduled: SchedulerOutput) -> None:
-        """The model has returned what it made of the batch."""
+    def returned(self, scheduled: SchedulerOutput) -> float | None:
+        """The model has returned what it made of the batch. Seconds since it returned the batch before, if the loop
+        went straight on; else since it was given this one. None if that says nothing of how long such a step takes."""
         now = self._moved_at = self._clock()
         batch = self._in_flight.pop(id(scheduled), None)
         if batch is None:
-            return
+            return None
+        step_seconds = None
         if batch.tokens and not batch.disturbed:
             seconds = now - max(batch.began, self._returned_at)
             self._learn(batch.tokens, min(seconds, self._longest_believed(batch.tokens)))
+            step_seconds = now - self._returned_at if self._in_a_row else seconds
         self._returned_at = now
+        self._in_a_row = batch.tokens > 0
         self._tokens = max((other.tokens for other in self._in_flight.values()), default=0)
+        return step_seconds
 
     def sleep(self) -> None:
         """There is no work; the next step comes when there is."""
         self._asleep = True
+        self._in_a_row = False
 
     @contextlib.contextmanager
     def busy(self, method: str) -> Iterator[None]:
@@ -105,6 +123,7 @@ class Progress:
         finally:
             self._busy_with = ""
             self._moved_at = self._clock()
+            self._in_a_row = False
             for batch in self._in_flight.values():
                 batch.disturbed = True
 

@@ -72,6 +72,7 @@ class StatusSource:
         )
         self._add_load(status, snapshot)
         self._add_moves(status)
+        self._add_steps(status)
         return status
 
     async def _watch(self, told: object) -> None:
@@ -107,6 +108,7 @@ class StatusSource:
         status.num_uncomputed_tokens_scheduler_running_prefills = load.running_prefill_tokens
         status.num_unallocated_tokens_scheduler_running_prefills = load.running_unallocated_tokens
         status.num_tokens_loading_requests = load.loading_tokens
+        status.num_uncomputed_pairs = load.prefill_pairs
         # vLLM's connectors keep no queue of their own.
         status.num_uncomputed_tokens_all_waiting_prefills = load.waiting_prefill_tokens
         status.num_unallocated_tokens_all_waiting_requests = load.waiting_unallocated_tokens
@@ -114,6 +116,17 @@ class StatusSource:
         status.num_total_blocks, status.num_free_blocks = total, free
         status.num_total_gpu_tokens = total * port.block_size
         status.num_used_gpu_tokens = (total - free) * port.block_size
+
+    def _add_steps(self, status: InstanceStatus) -> None:
+        times = self._loop.step_times
+        decodes = times.decodes
+        status.num_decode_steps, status.decode_steps_s = decodes.number, decodes.seconds
+        status.decode_steps_requests, status.decode_steps_kv = decodes.requests, decodes.kv
+        if samples := times.samples:
+            status.steps.extend(samples)
+            latest = samples[-1]
+            status.profiling_id, status.step_duration = latest.number, latest.seconds * 1e3
+            status.num_scheduled_prefill_tokens = latest.prefill_tokens
 
     def _add_moves(self, status: InstanceStatus) -> None:
         capacity = self._loop.port.capacity_tokens

@@ -93,11 +93,15 @@ class NewRequest(Protocol):
 
     req_id: str
     prompt_token_ids: list[int] | None
+    num_computed_tokens: int
 
 
 class KnownRequests(Protocol):
     """Those that the workers know already."""
 
+    req_ids: list[str]
+    num_computed_tokens: list[int]
+    """Of each, before the step."""
     resumed_req_ids: Collection[str]
     """Ids of those that had been preempted."""
 
@@ -109,6 +113,8 @@ class SchedulerOutput(Protocol):
     scheduled_cached_reqs: KnownRequests
     num_scheduled_tokens: dict[str, int]
     """Tokens to be computed, by request."""
+    scheduled_spec_decode_tokens: dict[str, list[int]]
+    """Drafts among them."""
     total_num_scheduled_tokens: int
 
 

@@ -21,6 +21,8 @@ class Counters(NamedTuple):
     num_prefill_requests: int = 0
     num_decode_requests: int = 0
     num_uncomputed_prefill_tokens: int = 0
+    num_uncomputed_prefill_pairs: int = 0
+    """Pairs of a query and a key: for each of these tokens, the tokens up to it."""
     num_decode_tokens: int = 0
     num_tokens: int = 0
 
@@ -43,6 +45,7 @@ def counters_of(infer_type: InferType, num_tokens: int, *, prefilled: bool = Fal
         num_prefill_requests=int(is_prefill),
         num_decode_requests=int(is_decode),
         num_uncomputed_prefill_tokens=num_tokens * is_prefill,
+        num_uncomputed_prefill_pairs=num_tokens * (num_tokens + 1) // 2 * is_prefill,
         num_decode_tokens=num_tokens * is_decode,
         num_tokens=num_tokens,
     )

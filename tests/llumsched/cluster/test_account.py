@@ -119,9 +119,9 @@ TestEngines.settings = settings(
 @pytest.mark.parametrize(
     ("infer_type", "counters"),
     [
-        (InferType.NEUTRAL, Counters(1, 1, 1, 7, 7, 7)),
-        (InferType.PREFILL, Counters(1, 1, 0, 7, 0, 7)),
-        (InferType.DECODE, Counters(1, 0, 1, 0, 7, 7)),
+        (InferType.NEUTRAL, Counters(1, 1, 1, 7, 28, 7, 7)),
+        (InferType.PREFILL, Counters(1, 1, 0, 7, 28, 0, 7)),
+        (InferType.DECODE, Counters(1, 0, 1, 0, 0, 7, 7)),
     ],
 )
 def test_one_request_is_one_request(infer_type: InferType, counters: Counters) -> None:

@@ -60,9 +60,9 @@ def lite() -> Iterator[Lite]:
 
 def test_from_dispatch_to_release(lite: Lite) -> None:
     lite.send()
-    assert lite.state.in_flight.of("a") == Counters(1, 1, 1, 100, 100, 100)
+    assert lite.state.in_flight.of("a") == Counters(1, 1, 1, 100, 5050, 100, 100)
     assert lite.report(101, done=True) is None
-    assert lite.state.in_flight.of("a") == Counters(1, 0, 1, 0, 101, 101)
+    assert lite.state.in_flight.of("a") == Counters(1, 0, 1, 0, 0, 101, 101)
     assert lite.report(90) is None
     assert lite.tokens() == 101
     for _ in range(2):

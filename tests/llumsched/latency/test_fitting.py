@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from llumsched.simulator.fitting import FEWEST_STEPS, Coefficients, MeasuredStep, fit
-from llumsched.simulator.step_model import pairs
+from llumsched.latency.fitting import FEWEST_STEPS, Coefficients, MeasuredStep, fit
+from llumsched.simulator.step_model import StepModel, pairs
 
 TRUE = Coefficients(a=0.03, b=2e-4, c=8e-9, d=1.5e-4, e=2e-6)
 
@@ -32,7 +32,9 @@ def steps(
 
 def test_the_numbers_come_out_as_they_went_in() -> None:
     assert fit(steps(TRUE)) == pytest.approx(TRUE, rel=1e-6)
-    assert fit(steps(TRUE)).step.duration(100, 5050, 3, 600) == pytest.approx(51_690_400_000, rel=1e-6)
+    assert StepModel.of_seconds(*fit(steps(TRUE))).duration(100, 5050, 3, 600) == pytest.approx(
+        51_690_400_000, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The five numbers of a step model from steps that were measured.
 
-    seconds ~ a + b · prefill tokens + c · Σ pairs + d · decodes + e · Σ decode KV        (`step_model`)
+    seconds ~ a + b · prefill tokens + c · Σ pairs + d · decodes + e · Σ decode KV
+
+A chunk of p prompt tokens that begins at position s has p · s + p · (p + 1) / 2 pairs of a query and a key. A request
+of which one token is computed is a decode; its decode KV is all its tokens, that one included.
 
 Least squares of the *relative* error, so that a decode of 20 ms counts as much as a prefill of a second, under the
 condition that no number is negative. With five numbers that is exact and short: the best solution is the plain least
@@ -17,8 +20,6 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from llumsched.simulator.step_model import StepModel
-
 FEWEST_STEPS: Final = 50
 FEWEST_OF_A_KIND: Final = 10
 """Steps that compute something of what a number stands for: prefills, decodes."""
@@ -31,7 +32,7 @@ _TERMS: Final = {
     "e": "tokens in the KV cache of decodes",
 }
 
-_Array = npt.NDArray[np.float64]
+Array = npt.NDArray[np.float64]
 
 
 class MeasuredStep(NamedTuple):
@@ -53,10 +54,6 @@ class Coefficients(NamedTuple):
     c: float
     d: float
     e: float
-
-    @property
-    def step(self) -> StepModel:
-        return StepModel.of_seconds(*self)
 
     def errors(self, steps: Sequence[MeasuredStep]) -> list[float]:
         """The model's error for each step, relative to what was measured; above 0 the model is too slow."""
@@ -80,24 +77,29 @@ def fit(steps: Sequence[MeasuredStep]) -> Coefficients:
     condition = np.linalg.cond(scaled)
     if condition > _MOST_ALIKE:
         raise ValueError(f"the steps are too much alike to tell the five numbers apart (condition {condition:.1e})")
-    return Coefficients(*(float(value) for value in _not_negative(scaled) / lengths))
+    return Coefficients(*(float(value) for value in not_negative(scaled.T @ scaled, scaled.sum(axis=0)) / lengths))
 
 
-def _table(steps: Sequence[MeasuredStep]) -> tuple[_Array, _Array]:
+def _table(steps: Sequence[MeasuredStep]) -> tuple[Array, Array]:
     """A row for each step: 1 and its four counts; and the seconds that it took."""
     rows = np.asarray(steps, dtype=np.float64).reshape(-1, 5)
     return np.hstack([np.ones((len(rows), 1)), rows[:, :4]]), rows[:, 4]
 
 
-def _not_negative(table: _Array) -> _Array:
-    """x that makes every row of `table @ x` as near to 1 as can be, the first of its numbers above 0, none below."""
-    wanted, number = np.ones(len(table)), table.shape[1]
+def not_negative(squares: Array, sums: Array) -> Array:
+    """x that brings `table @ x` as near to `wanted` as can be, the first of its numbers above 0, none below.
+    `squares`: `table.T @ table`, to which something may have been added to make it regular; `sums`: `table.T @ wanted`.
+    Columns of the table are about as long as each other."""
+    number = len(sums)
     best, least = np.zeros(number), np.inf
     for size in range(number):
         for others in itertools.combinations(range(1, number), size):
             columns = [0, *others]
-            found = np.linalg.lstsq(table[:, columns], wanted, rcond=None)[0]
-            error = float(np.sum((table[:, columns] @ found - wanted) ** 2))
+            try:
+                found = np.linalg.solve(squares[np.ix_(columns, columns)], sums[columns])
+            except np.linalg.LinAlgError:  # two of them say the same
+                continue
+            error = -float(found @ sums[columns])  # and wanted @ wanted, for all of them
             if found[0] > 0 and found.min() >= 0 and error < least:
                 best, least = np.zeros(number), error
                 best[columns] = found

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a request would wait for its first token, and for each one after it, by the step model of each instance.
+
+What an instance does until then is stepped through in closed form, for all instances at a time. With base = a + d ·
+decodes + e · decode KV, a step that computes x prefill tokens takes base + b · x + c · pairs; prefills get what decodes
+leave of `max_num_batched_tokens`, first come, first served.
+
+TTFT. The status says what there was to compute when the step under way had run for `loop_age_ms`; since then `age_s`
+have passed. So it is known which step is under way now and when it ends. What is left then of the prefills, what was
+sent since, and the request itself take ceil(tokens / budget) steps. It is the time in the engine: not the way there,
+nor what the API server needs; and that of a request for which there is room: it does not wait for others to end.
+
+TPOT. base with the request in it, times `step_stretch`, for what prefills take of the time between two tokens.
+
+The names, and that less is better, are those of Llumnix, whose `predicted_ttft` and `predicted_tpot` interpolate in a
+grid of measured values instead, and are infinite outside it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from llumsched.cluster.columns import Columns, UnknownColumn, Values
+
+_MS: Final = 1e3
+_FEW_TOKENS: Final = 2048.0
+"""Of a batch, for an instance that does not say."""
+
+
+def predicted_ttft(columns: Columns) -> Values:
+    """Milliseconds to the first token of the request; of an empty one, if there is none."""
+    num_decodes, decode_kv = columns["scheduler_running_to_decode_requests_num"], _decode_kv(columns)
+    base_s = _base_s(columns, num_decodes, decode_kv)
+    batch = columns["max_num_batched_tokens"]
+    budget = np.maximum(np.where(batch > 0, batch, _FEW_TOKENS) - num_decodes, 1.0)
+
+    # The steps of what was there: full ones, one with the rest, and then such as only decode.
+    waiting = columns["num_uncomputed_tokens_all_waiting_prefills"]
+    known = waiting + columns["num_uncomputed_tokens_scheduler_running_prefills"]
+    pairs_each = columns["num_uncomputed_pairs"] / np.maximum(known, 1.0)
+    token_s = columns["step_prefill_token_s"] + columns["step_pair_s"] * pairs_each
+    full_s = base_s + token_s * budget
+    all_full_s = np.floor(known / budget) * full_s
+    remainder = known % budget
+    known_s = all_full_s + np.where(remainder > 0, base_s + token_s * remainder, 0.0)
+
+    # The one that is under way now, and when it ends.
+    elapsed_s = np.maximum(_or_zero(columns, "age_s"), 0.0) + columns["loop_age_ms"] / _MS
+    is_full, prefills = elapsed_s < all_full_s, elapsed_s < known_s
+    number = np.floor(elapsed_s / full_s) + 1.0
+    decoding_s = elapsed_s - known_s
+    rest_s = np.where(is_full, number * full_s - elapsed_s, known_s - elapsed_s)
+    rest_s = np.where(prefills, rest_s, (np.floor(decoding_s / base_s) + 1.0) * base_s - decoding_s)
+    rest_s = np.where((num_decodes == 0) & (known == 0), 0.0, rest_s)
+    left = np.where(is_full, known - number * budget, 0.0)
+
+    # From there on. Those before it decode one after the other: on average, half of them.
+    sent, own = columns["sent_uncomputed_prefill_tokens"], _or_zero(columns, "prompt_num_tokens")
+    joining = (columns["num_waiting_requests"] + columns["sent_prefill_requests"]) / 2.0
+    steps = np.maximum(np.ceil((left + sent + own) / np.maximum(budget - joining, 1.0)), 1.0)
+    step_s = _base_s(columns, num_decodes + joining, decode_kv + (waiting + sent) / 2.0)
+    own_pairs = columns["sent_uncomputed_prefill_pairs"] + own * (own + 1.0) / 2.0
+    own_s = columns["step_prefill_token_s"] * (sent + own) + columns["step_pair_s"] * own_pairs
+    seconds: Values = rest_s + steps * step_s + token_s * left + own_s
+    return seconds * _MS
+
+
+def predicted_tpot(columns: Columns) -> Values:
+    """Milliseconds between two tokens, with the request, if there is one, among those that decode."""
+    own = _or_zero(columns, "prompt_num_tokens")
+    num_decodes = (
+        columns["scheduler_running_to_decode_requests_num"]
+        + columns["scheduler_waiting_to_decode_requests_num"]
+        + columns["sent_decode_requests"]
+        + (own > 0)
+    )
+    decode_kv = (
+        columns["scheduler_running_to_decode_tokens_num"]
+        + columns["scheduler_waiting_to_decode_tokens_num"]
+        + columns["sent_decode_tokens"]
+        + own
+    )
+    return _base_s(columns, num_decodes, decode_kv) * columns["step_stretch"] * _MS
+
+
+def _base_s(columns: Columns, num_decodes: Values, decode_kv: Values) -> Values:
+    """Seconds of a step without prefills."""
+    return columns["step_s"] + columns["step_decode_s"] * num_decodes + columns["step_decode_token_s"] * decode_kv
+
+
+def _decode_kv(columns: Columns) -> Values:
+    """Tokens in the KV cache of what decodes now: those that prefills have still to compute are not among them."""
+    tokens = (
+        columns["scheduler_running_to_decode_tokens_num"] - columns["num_uncomputed_tokens_scheduler_running_prefills"]
+    )
+    return np.maximum(tokens, 0.0)
+
+
+def _or_zero(columns: Columns, name: str) -> Values:
+    """A column that only decisions about a request have."""
+    try:
+        return columns[name]
+    except UnknownColumn:
+        return np.zeros(len(columns))

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Columns of step models: learnt from statuses, shared by instances of one kind, and never written for nothing."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+
+from llumlet.types import StepSample
+from llumsched.cluster.providers.in_flight import InFlight
+from llumsched.cluster.providers.step_models import HALF_LIFE_S, REFIT_S, StepModels
+from llumsched.cluster.table import Table, standard_table
+from llumsched.cluster.view import View
+from llumsched.latency.fitting import MeasuredStep
+from tests.llumsched import cases
+from tests.llumsched.latency.test_fitting import TRUE, steps
+
+MEASURED = steps(TRUE, 2000, noise=0.02)
+
+
+class World:
+    """A view with a table; statuses come by hand."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.view = View(lambda: self.now_s, wall_clock=lambda: self.now_s)
+        self.models = StepModels(lambda: self.now_s)
+        self.table: Table = standard_table(InFlight(), self.models)
+        self.view.observe(self.models)
+        self.view.observe(self.table)
+        self._updates = 0
+
+    def appear(self, instance_id: str, **fields: Any) -> None:
+        self.view.put_metadata(cases.metadata(instance_id, **fields))
+
+    def tell(self, instance_id: str, *measured: tuple[int, MeasuredStep], **fields: Any) -> None:
+        """A status with these steps, by number."""
+        self._updates += 1
+        samples = [StepSample(number=number, **step._asdict()) for number, step in measured]
+        fields = {"incarnation": self.view[instance_id].metadata.incarnation} | fields
+        status = cases.status(instance_id, self._updates, timestamp_ms=int(self.now_s * 1e3), steps=samples, **fields)
+        assert self.view.put_status(status)
+
+    def column(self, name: str, instance_id: str) -> float:
+        return float(self.table[name][self.table.index[instance_id]])
+
+    def learn(self, instance_id: str, measured: list[MeasuredStep], first: int = 1) -> None:
+        for number in range(0, len(measured), 4):
+            self.now_s += 0.2
+            chunk = measured[number : number + 4]
+            self.tell(instance_id, *((first + number + index, step) for index, step in enumerate(chunk)))
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_before_anything_is_known_nothing_is_said(world: World) -> None:
+    world.appear("a")
+    world.tell("a")
+    assert math.isnan(world.column("step_s", "a"))
+    assert world.column("step_stretch", "a") == 1.0
+
+
+def test_what_one_shows_is_known_of_all_of_its_kind(world: World) -> None:
+    world.appear("a", model="m1")
+    world.appear("b", model="m1")
+    world.appear("c", model="m2")
+    for name in "abc":
+        world.tell(name)
+    world.learn("a", MEASURED[:200])
+    for name in "ab":
+        assert world.column("step_s", name) == pytest.approx(TRUE.a, rel=0.1)
+        assert world.column("step_prefill_token_s", name) == pytest.approx(TRUE.b, rel=0.1)
+    assert math.isnan(world.column("step_s", "c"))
+    world.appear("d", model="m1")
+    world.tell("d")
+    assert world.column("step_s", "d") == pytest.approx(TRUE.a, rel=0.1)
+
+
+def test_each_step_counts_once_though_several_statuses_tell_of_it(world: World) -> None:
+    world.appear("a")
+    for number in range(40):
+        world.now_s += 0.01
+        world.tell("a", *((index, MEASURED[index]) for index in range(max(number - 3, 0), number + 1) if index))
+    fit = next(iter(world.models._fits.values()))
+    assert fit.online._num_added == 39
+
+
+def test_a_new_life_begins_to_count_anew(world: World) -> None:
+    world.appear("a")
+    world.learn("a", MEASURED[:40], first=1000)
+    world.appear("a", incarnation="second")
+    world.tell("a", *enumerate(MEASURED[40:44], 1))
+    fit = next(iter(world.models._fits.values()))
+    assert fit.online._num_added == 44
+    assert fit.members == {"a"}
+
+
+def test_an_instance_that_changes_its_kind(world: World) -> None:
+    world.appear("a", model="m1")
+    world.learn("a", MEASURED[:40])
+    world.appear("a", model="m2")
+    world.now_s += 1
+    world.tell("a")
+    assert math.isnan(world.column("step_s", "a"))
+
+
+def test_fits_are_made_now_and_then_and_rows_written_when_something_changes(world: World) -> None:
+    world.appear("a")
+    world.appear("b")
+    world.tell("b")
+    told: list[str] = []
+    world.models.on_change(told.append)
+    refits, refit = [], None
+    world.learn("a", MEASURED[:8])
+    fit = next(iter(world.models._fits.values())).online
+    refit = fit.refit
+    fit.refit = lambda: refits.append(world.now_s) or refit()  # type: ignore[method-assign, func-returns-value]
+    assert sorted(set(told)) == ["a", "b"]
+    world.learn("a", MEASURED[8:1200], first=9)
+    assert min(after - before for before, after in itertools.pairwise(refits)) >= REFIT_S - 1e-6
+    assert len(refits) == pytest.approx(1192 / 4 * 0.2 / REFIT_S, rel=0.2)
+    told.clear()
+    world.learn("a", MEASURED[1200:], first=1201)
+    assert len(told) <= 2 * 3, "a model that stays as it is, within 2 %, is not told"
+
+
+@pytest.mark.parametrize("stretch", [1.0, 1.5])
+def test_stretch_is_what_steps_took_over_what_their_decodes_would_have(world: World, stretch: float) -> None:
+    world.appear("a")
+    world.learn("a", MEASURED[:400])
+    number = requests = kv = 0
+    seconds = 0.0
+    for _ in range(40):
+        world.now_s += 0.5
+        number, requests, kv = number + 10, requests + 80, kv + 80_000
+        seconds += 10 * stretch * (TRUE.a + 8 * TRUE.d + 8000 * TRUE.e)
+        sums = {"num_decode_steps": number, "decode_steps_requests": requests, "decode_steps_kv": kv}
+        world.tell("a", decode_steps_s=seconds, **sums)
+    assert world.column("step_stretch", "a") == pytest.approx(stretch, rel=0.03)
+    # Then nothing is in the way any more.
+    for _ in range(int(5 * HALF_LIFE_S)):
+        world.now_s += 1.0
+        number, requests, kv = number + 20, requests + 160, kv + 160_000
+        seconds += 20 * (TRUE.a + 8 * TRUE.d + 8000 * TRUE.e)
+        sums = {"num_decode_steps": number, "decode_steps_requests": requests, "decode_steps_kv": kv}
+        world.tell("a", decode_steps_s=seconds, **sums)
+    assert world.column("step_stretch", "a") == pytest.approx(1.0, rel=0.04)
+
+
+def test_who_leaves_is_forgotten(world: World) -> None:
+    world.appear("a")
+    world.learn("a", MEASURED[:40])
+    world.view.remove("a")
+    assert not world.models._recent
+    assert all(not fit.members for fit in world.models._fits.values())

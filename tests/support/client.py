@@ -239,7 +239,8 @@ class Client:
             "return_token_ids": True,
             **body,
         }
-        stream = Stream(request_id=uuid.uuid4().hex, kind=kind, started_at=time.monotonic())
+        request_id = body.get("request_id") or uuid.uuid4().hex
+        stream = Stream(request_id=request_id, kind=kind, started_at=time.monotonic())
         headers = {"X-Request-Id": stream.request_id}
         if not body["stream"]:
             del body["stream_options"]

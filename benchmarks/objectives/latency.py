@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How near do predictions come to what clients of real engines then see?
+
+Two real engines, each step as long as a device's (`benchmarks.calibrate.steps_on_cpu`), tell a dispatcher of this
+process their status; requests go straight to the engine that it chooses. Before each decision it is noted what
+`predicted_ttft` and `predicted_tpot` say of the engine that is then taken, by what was learnt until then: nothing of
+the request itself. A warm-up on idle engines gives what is added for the way: the API server, and back to the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from benchmarks.calibrate.engines import ENGINE, spec
+from benchmarks.calibrate.load import ANY, Lengths
+from benchmarks.objectives.outcome import Outcome
+from benchmarks.rebalance import TOKEN_IDS
+from llumsched.cluster.providers.account import Account
+from llumsched.cms.embedded import EmbeddedStore
+from llumsched.dispatch.dispatcher import Dispatcher
+from llumsched.policy.candidates import Candidates, Context
+from llumsched.policy.document import Mode, load_policy
+from llumsched.policy.metrics import METRICS
+from llumsched.request import Request
+from llumsched.up.ports import free_port
+from tests.support.client import Client
+from tests.support.harness import Fleet
+from tests.support.progress import Say
+from tests.support.stats import median, quantile
+
+NUM_ENGINES: Final = 2
+TARGET: Final = 0.05
+_OUTPUTS: Final = Lengths(ANY.prompt, (24, 120))
+"""Prompts as the probe of the calibration has them, and outputs that are long enough to have a TPOT."""
+
+
+@dataclass(frozen=True)
+class Load:
+    name: str
+    rate: float
+    """Requests a second for each engine."""
+    seconds: float
+    has_target: bool = False
+
+
+IDLE: Final = Load("idle", 0.2, 40.0)
+LOADS: Final = (
+    Load("moderate", 0.6, 60.0, has_target=True),
+    Load("busy", 1.0, 60.0),
+    Load("near saturation", 1.4, 40.0),
+)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One request: milliseconds as predicted, and as its client saw them."""
+
+    ttft_ms: tuple[float, float]
+    tpot_ms: tuple[float, float]
+
+
+class _World:
+    def __init__(self, store: EmbeddedStore) -> None:
+        clock = time.monotonic
+        self._account = Account(clock, 10.0)
+        self._clock = clock
+        self.dispatcher = Dispatcher(store.view, load_policy("load-balance", Mode.FULL), self._account, clock)
+        self._number = 0
+
+    async def serve(self, num_prompt: int, num_output: int, chance: random.Random) -> Seen:
+        """Sends one request to where it belongs, and waits for its end."""
+        self._number += 1
+        prompt = chance.choices(TOKEN_IDS, k=num_prompt)
+        request = Request(id=f"r{self._number}", prompt_num_tokens=num_prompt)
+        table = self.dispatcher.table
+        columns = Candidates(table, Context(self._clock(), request))
+        said = {name: METRICS[name].values(columns).copy() for name in ("predicted_ttft", "predicted_tpot")}
+        rows = dict(table.index)
+        (placed,) = self.dispatcher.schedule(request)
+        row, address = rows[placed.instance.id], placed.instance.api_server
+        began_s = time.monotonic()
+        async with Client(f"http://{address}") as client:
+            stream = await client.complete(prompt, num_output, request_id=request.id, ignore_eos=True)
+            await stream.result()
+        ttft_ms = (stream.times[0] - began_s) * 1e3
+        tpot_ms = (stream.times[-1] - stream.times[0]) / (len(stream.times) - 1) * 1e3
+        return Seen((float(said["predicted_ttft"][row]), ttft_ms), (float(said["predicted_tpot"][row]), tpot_ms))
+
+
+async def play(world: _World, load: Load, seed: int) -> list[Seen]:
+    chance = random.Random(seed)
+    tasks = []
+    begin_s = at_s = time.monotonic()
+    while (at_s := at_s + chance.expovariate(load.rate * NUM_ENGINES)) < begin_s + load.seconds:
+        await asyncio.sleep(at_s - time.monotonic())
+        tasks.append(asyncio.create_task(world.serve(*_OUTPUTS.draw(chance), chance)))
+    return list(await asyncio.gather(*tasks))
+
+
+async def measure(logs: Path, loads: Sequence[Load], overlap: float, seed: int, say: Say) -> list[Outcome]:
+    port = free_port()
+    store, fleet = EmbeddedStore(port=port), Fleet(logs)
+    await store.start()
+    try:
+        say(f"latency: starting {NUM_ENGINES} engines")
+        specs = [spec(number, [f"127.0.0.1:{port}"], logs, overlap) for number in range(NUM_ENGINES)]
+        await asyncio.to_thread(fleet.start, *specs)
+        world = _World(store)
+        say("latency: warm-up on idle engines")
+        warm = await play(world, IDLE, seed)
+        way_ms = median(came - said for said, came in (one.ttft_ms for one in warm[len(warm) // 2 :]))
+        found = []
+        for number, load in enumerate(loads, start=1):
+            say(f"latency: {load.name}, {load.rate} requests a second for each engine, {load.seconds:.0f} s")
+            seen = await play(world, load, seed + number)
+            found += _outcomes(load, seen, way_ms)
+        return found
+    finally:
+        await store.close()
+        await asyncio.to_thread(fleet.close)
+
+
+def _outcomes(load: Load, seen: Sequence[Seen], way_ms: float) -> list[Outcome]:
+    found = []
+    for name, pairs in (
+        ("TTFT", [(said + way_ms, came) for said, came in (one.ttft_ms for one in seen)]),
+        ("TPOT", [one.tpot_ms for one in seen]),
+    ):
+        errors = [said / came - 1 for said, came in pairs]
+        sizes = [abs(error) for error in errors]
+        # What somebody who knows no more than the load's median would say.
+        usual = median(came for _, came in pairs)
+        blind = median(abs(usual / came - 1) for _, came in pairs)
+        found.append(
+            Outcome(
+                case=f"latency: {name}, {load.name}",
+                figure="median error",
+                baseline=blind,
+                ours=median(sizes),
+                target=TARGET if load.has_target else None,
+                more={"p90": quantile(sizes, 0.9), "bias": median(errors), "requests": len(pairs),
+                      "median_ms": usual, "way_ms": way_ms, "kv_tokens": ENGINE.num_blocks * ENGINE.block_size},
+            )
+        )  # fmt: skip
+    return found

@@ -79,6 +79,7 @@ def test_life_of_a_request(rig: Rig) -> None:
         waiting_to_decode_tokens=600,
         waiting_prefill_tokens=600,
         waiting_unallocated_tokens=600,
+        prefill_pairs=600 * 601 // 2,
     )
     assert rig.begin().num_scheduled_tokens == {"a": 256}
     # Of the step in flight nothing is computed yet; its blocks are there.
@@ -88,10 +89,12 @@ def test_life_of_a_request(rig: Rig) -> None:
         running_to_decode_tokens=600,
         running_prefill_tokens=600,
         running_unallocated_tokens=344,
+        prefill_pairs=600 * 601 // 2,
     )
     assert assert_right(rig) == running
     rig.drain_one()
-    assert assert_right(rig) == running._replace(running_prefill_tokens=344)
+    left = running._replace(running_prefill_tokens=344, prefill_pairs=(600 * 601 - 256 * 257) // 2)
+    assert assert_right(rig) == left
     seen = []
     while rig.scheduler.requests:
         rig.turn()

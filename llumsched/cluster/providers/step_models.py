@@ -22,7 +22,7 @@ from llumsched.latency.online import OnlineFit, StepModel
 
 REFIT_S: Final = 2.0
 """Between two fits of one kind, while steps come; the first comes as soon as it can."""
-HALF_LIFE_S: Final = 3.0
+HALF_LIFE_S: Final = 10.0
 """Of what `step_stretch` remembers."""
 _LEAST_STRETCH: Final = 0.5
 _MOST_STRETCH: Final = 20.0

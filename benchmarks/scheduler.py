@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
+import numpy as np
 import uvloop
 from prometheus_client import CollectorRegistry
 from rich.console import Console
@@ -36,7 +37,7 @@ from rich.table import Table
 
 from benchmarks import status_to_view
 from llumlet.protocol.infer_type import InferType
-from llumlet.types import InstanceMetadata, InstanceStatus, PeersRequest
+from llumlet.types import InstanceMetadata, InstanceStatus, PeersRequest, StepSample
 from llumsched.causes import Cause
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.providers.in_flight import InFlight
@@ -46,7 +47,9 @@ from llumsched.cluster.view import View
 from llumsched.cms.peers import PeerLists
 from llumsched.dispatch.complaints import Complaint
 from llumsched.dispatch.dispatcher import Dispatcher
+from llumsched.policy.candidates import Candidates, Context
 from llumsched.policy.document import Mode, load_policy
+from llumsched.policy.metrics import METRICS
 from llumsched.policy.selectors import Draw
 from llumsched.request import Request
 from llumsched.rescheduling.config import Config as ReschedulingConfig
@@ -68,6 +71,7 @@ _PEERS_EVERY_S = 5.0
 _RATE_ASSUMED = 5000
 """Decisions a second, to spread the questions for peers over decisions."""
 _SCRAPES = 9
+_PREDICTIONS = 300
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,6 +93,9 @@ class Result:
     """p99, over instances with a few long requests each, and no room."""
     full_pass_cpu_ms: float
     peers_p99_ms: float
+    prediction_ms: float
+    """Median, of TTFT and TPOT of one request at all instances."""
+    prediction_cpu_ms: float
     scrape_cpu_ms: float
     """CPU time of a scrape of /metrics, beside decisions."""
     scrape_hold_cpu_ms: float
@@ -104,7 +111,7 @@ class _Cluster:
         self.view = View()
         self._is_full = is_full
         self._random = random.Random(_SEED)
-        self._update_id = 0
+        self._update_id = self._num_steps = 0
         self._arrived: dict[str, deque[str]] = {}
         for index in range(instances):
             name = f"instance-{index:04d}"
@@ -116,6 +123,7 @@ class _Cluster:
                     node_id=f"node-{index // 8}", max_model_len=32_768, served_models=["m"], data_parallel_size=1,
                     block_size=16, bytes_per_block=1 << 20, num_total_blocks=1 << 16, compatibility_digest="same",
                     max_migrations_in=4, max_migrations_out=4, transports=["tcp"], llumlet_port=7000,
+                    max_num_batched_tokens=2048,
                 )
             )  # fmt: skip
         self.names = list(self._arrived)
@@ -140,6 +148,21 @@ class _Cluster:
             num_available_migrate_in_tokens=1 << 20, num_available_migrate_out_tokens=1 << 20,
             scheduler_running_to_decode_requests_num=running, scheduler_running_to_decode_tokens_num=used,
             num_uncomputed_tokens_all_waiting_prefills=int(6000 * draw()),
+            steps=[self._step() for _ in range(4)], num_decode_steps=self._num_steps,
+            decode_steps_requests=100 * self._num_steps, decode_steps_kv=100_000 * self._num_steps,
+            decode_steps_s=0.05 * self._num_steps,
+        )  # fmt: skip
+
+    def _step(self) -> StepSample:
+        """A fresh one each time, every fourth of them with a prefill."""
+        self._num_steps += 1
+        draw, prefill = self._random.random, 0 if self._num_steps % 4 else self._random.randrange(2, 2048)
+        num_decodes = int(200 * draw())
+        kv, pairs = int(2000 * draw()) * num_decodes, prefill * prefill // 2
+        seconds = 0.03 + 2e-4 * prefill + 8e-9 * pairs + 1.5e-4 * num_decodes + 2e-6 * kv
+        return StepSample(
+            number=self._num_steps, prefill_tokens=prefill, pairs=pairs, num_decodes=num_decodes, decode_kv=kv,
+            seconds=seconds * (0.9 + 0.2 * draw()),
         )  # fmt: skip
 
     def any_status(self) -> InstanceStatus:
@@ -188,6 +211,7 @@ def decide(instances: int, num_decisions: int, updates: float, num_dead: int, *,
     full_view.observe(full_table)
     full = _passes(full_view, full_table)
     passes = _passes(cluster.view, dispatcher.table)
+    predictions = _predictions(dispatcher)
     scrape_s, hold_s = asyncio.run(_scrape(dispatcher))
     return {
         "decision_p50_ms": quantile(decisions.wall_s, 0.5) * 1e3,
@@ -203,6 +227,8 @@ def decide(instances: int, num_decisions: int, updates: float, num_dead: int, *,
         "full_pass_ms": quantile(full.wall_s, 0.99) * 1e3,
         "full_pass_cpu_ms": quantile(full.cpu_s, 0.99) * 1e3,
         "peers_p99_ms": quantile(questions.wall_s, 0.99) * 1e3,
+        "prediction_ms": quantile(predictions.wall_s, 0.5) * 1e3,
+        "prediction_cpu_ms": quantile(predictions.cpu_s, 0.5) * 1e3,
         "scrape_cpu_ms": scrape_s * 1e3,
         "scrape_hold_cpu_ms": hold_s * 1e3,
     }
@@ -246,6 +272,17 @@ def _passes(view: View, table: ClusterTable) -> _Times:
         plan(table.snapshot(), policies, history, config, now_s)
 
     return _timed(one, _PASSES)
+
+
+def _predictions(dispatcher: Dispatcher) -> _Times:
+    context = Context(time.monotonic(), Request("r", "m", 1000))
+
+    def one() -> None:
+        columns = Candidates(dispatcher.table, context)
+        for name in ("predicted_ttft", "predicted_tpot"):
+            assert np.isfinite(METRICS[name].values(columns)).all()
+
+    return _timed(one, _PREDICTIONS)
 
 
 async def _scrape(dispatcher: Dispatcher) -> tuple[float, float]:
@@ -334,6 +371,13 @@ def main() -> None:
             f"{result.full_pass_cpu_ms:.3f} ms",
             "10 ms",
             times(result.full_pass_ms),
+        ),
+        (
+            "predictions of TTFT and TPOT, all instances",
+            f"{result.prediction_ms:.3f} ms",
+            f"{result.prediction_cpu_ms:.3f} ms",
+            "0.2 ms",
+            "",
         ),
         (
             "scrape of /metrics; its part that a decision waits for",

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Final, NamedTuple
 
-import numpy as np
-
-from llumlet.types import InstanceMetadata, InstanceStatus
+from llumlet.types import InstanceMetadata, InstanceStatus, StepSample
 from llumsched.cluster.instance import Instance
 from llumsched.latency.fitting import Coefficients, MeasuredStep
 from llumsched.latency.online import OnlineFit, StepModel
@@ -24,6 +23,8 @@ REFIT_S: Final = 2.0
 """Between two fits of one kind, while steps come; the first comes as soon as it can."""
 HALF_LIFE_S: Final = 10.0
 """Of what `step_stretch` remembers."""
+_MOST_UNSEEN: Final = 128
+"""Steps of one kind between two fits: a thousand instances tell of twenty thousand a second."""
 _LEAST_STRETCH: Final = 0.5
 _MOST_STRETCH: Final = 20.0
 _UNKNOWN: Final = Coefficients(*[math.nan] * 5)
@@ -51,19 +52,35 @@ class _Fit:
     members: set[str] = field(default_factory=set)
 
 
+class _Sums(NamedTuple):
+    """Steps with decodes, these decodes, the tokens in their KV cache, and the seconds that the steps took."""
+
+    steps: float = 0.0
+    decodes: float = 0.0
+    decode_kv: float = 0.0
+    seconds: float = 0.0
+
+
+_sums_of: Final = attrgetter("num_decode_steps", "decode_steps_requests", "decode_steps_kv", "decode_steps_s")
+
+
 @dataclass(slots=True)
 class _Recent:
-    """Steps with decodes of one instance, weighted by how long they are ago."""
+    """What one instance told last."""
 
-    status: InstanceStatus
-    last_number: int
+    metadata: InstanceMetadata
+    fit: _Fit
+    told: _Sums
+    """Since its start, and the time at which it said so."""
+    told_ms: int
+    last_number: int = 0
     """Of the steps that were learnt from."""
-    sums: np.ndarray[tuple[int], np.dtype[np.float64]]
-    """Steps, their decodes, the tokens in these decodes' KV cache, and the seconds that they took."""
+    sums: _Sums = _Sums()
+    """Those of late count more: by half for each `HALF_LIFE_S` less."""
 
 
 class StepModels:
-    """A provider that observes a view. `clock` in seconds, monotonic; `priors`: what profiles say."""
+    """A provider that observes a view. `clock` in seconds, monotonic."""
 
     columns: Final[Sequence[str]] = (
         "step_s",
@@ -84,6 +101,9 @@ class StepModels:
 
     def model_of(self, instance: Instance) -> StepModel | None:
         """What is known of the steps of an instance and its like."""
+        recent = self._recent.get(instance.id)
+        if recent is not None and recent.metadata is instance.metadata:
+            return recent.fit.online.model
         fit = self._fits.get(kind_of(instance.metadata))
         return None if fit is None else fit.online.model
 
@@ -107,23 +127,30 @@ class StepModels:
         status = instance.status
         if status is None:
             return
-        fit = self._fit_of(instance)
-        if instance.id not in fit.members:  # its metadata became another
-            self._leave(instance.id)
-            fit.members.add(instance.id)
         recent = self._recent.get(instance.id)
-        if recent is None:
-            recent = self._recent[instance.id] = _Recent(status, 0, np.zeros(4))
-        for sample in status.steps:
-            if sample.number > recent.last_number:
-                recent.last_number = sample.number
-                fit.online.add(_step_of(sample))
+        if recent is None or recent.metadata is not instance.metadata:
+            recent = self._recent[instance.id] = self._begun(instance, status, recent)
+        online = recent.fit.online
+        if online.num_unseen < _MOST_UNSEEN:
+            for sample in status.steps:
+                if sample.number > recent.last_number:
+                    recent.last_number = sample.number
+                    online.add(_step_of(sample))
         _note(recent, status)
-        self._refit(fit)
+        self._refit(recent.fit)
 
     def left(self, instance: Instance) -> None:
         self._leave(instance.id)
         self._recent.pop(instance.id, None)
+
+    def _begun(self, instance: Instance, status: InstanceStatus, before: _Recent | None) -> _Recent:
+        """The record of an instance that is new, or told something else of itself."""
+        fit = self._fit_of(instance)
+        self._leave(instance.id)
+        fit.members.add(instance.id)
+        if before is None:
+            return _Recent(instance.metadata, fit, _Sums._make(_sums_of(status)), status.timestamp_ms)
+        return replace(before, metadata=instance.metadata, fit=fit)
 
     def _fit_of(self, instance: Instance) -> _Fit:
         kind = kind_of(instance.metadata)
@@ -148,27 +175,31 @@ class StepModels:
 
     def _stretch(self, instance: Instance, coefficients: Coefficients) -> float:
         recent = self._recent.get(instance.id)
-        if recent is None or recent.sums[0] < 1 or math.isnan(coefficients.a):
+        if recent is None or recent.sums.steps < 1 or math.isnan(coefficients.a):
             return 1.0
-        steps, decodes, decode_kv, seconds = recent.sums
-        alone_s = coefficients.a * steps + coefficients.d * decodes + coefficients.e * decode_kv
-        return min(max(float(seconds) / float(alone_s), _LEAST_STRETCH), _MOST_STRETCH)
+        sums = recent.sums
+        alone_s = coefficients.a * sums.steps + coefficients.d * sums.decodes + coefficients.e * sums.decode_kv
+        return min(max(sums.seconds / alone_s, _LEAST_STRETCH), _MOST_STRETCH)
 
 
-def _step_of(sample: object) -> MeasuredStep:
-    return MeasuredStep(*(getattr(sample, name) for name in MeasuredStep._fields))
+_counts_of: Final = attrgetter(*MeasuredStep._fields)
+
+
+def _step_of(sample: StepSample) -> MeasuredStep:
+    return MeasuredStep._make(_counts_of(sample))
 
 
 def _note(recent: _Recent, status: InstanceStatus) -> None:
     """Adds the steps between the last status and this one; what came before weighs less, by the time between them."""
-    before, recent.status = recent.status, status
-    if status.num_decode_steps <= before.num_decode_steps:
+    then, now = recent.told, _Sums._make(_sums_of(status))
+    if now.steps <= then.steps:
         return
-    passed_s = max(status.timestamp_ms - before.timestamp_ms, 0) / 1000
-    recent.sums *= 0.5 ** (passed_s / HALF_LIFE_S)
-    recent.sums += (
-        status.num_decode_steps - before.num_decode_steps,
-        status.decode_steps_requests - before.decode_steps_requests,
-        status.decode_steps_kv - before.decode_steps_kv,
-        status.decode_steps_s - before.decode_steps_s,
+    passed_s = (status.timestamp_ms - recent.told_ms) / 1000
+    kept, old = 0.5 ** (max(passed_s, 0.0) / HALF_LIFE_S), recent.sums
+    recent.told, recent.told_ms = now, status.timestamp_ms
+    recent.sums = _Sums(
+        old.steps * kept + now.steps - then.steps,
+        old.decodes * kept + now.decodes - then.decodes,
+        old.decode_kv * kept + now.decode_kv - then.decode_kv,
+        old.seconds * kept + now.seconds - then.seconds,
     )

@@ -65,6 +65,26 @@ def numbers(status: InstanceStatus) -> dict[str, int]:
     }
 
 
+def pairs(computed: int, uncomputed: int) -> int:
+    """Of a query and a key, of tokens behind others."""
+    return sum(range(computed + 1, computed + uncomputed + 1))
+
+
+def assert_steps_told(status: InstanceStatus, elapsed_s: float) -> None:
+    """Of an engine on which the requests of `fill` decode."""
+    number = [sample.number for sample in status.steps]
+    assert number == sorted(set(number))
+    latest = status.steps[-1]
+    assert (status.profiling_id, status.step_duration) == (latest.number, latest.seconds * 1e3)
+    assert (latest.num_decodes, latest.prefill_tokens, latest.pairs) == (NUM_SLOTS, 0, 0)
+    prompts = NUM_SLOTS * 3 * BLOCK
+    assert prompts < latest.decode_kv <= status.scheduler_running_to_decode_tokens_num
+    assert status.num_decode_steps > 0
+    assert status.num_decode_steps <= status.decode_steps_requests <= NUM_SLOTS * status.num_decode_steps
+    assert status.decode_steps_kv > prompts * status.num_decode_steps * 0.5
+    assert 0 < status.decode_steps_s < elapsed_s
+
+
 async def fill(client: Client) -> list[Stream]:
     """Requests that have every slot of the batch, for as long as they are wanted."""
     prompts = [[200 + slot] * (3 * BLOCK) for slot in range(NUM_SLOTS)]
@@ -84,6 +104,7 @@ async def test_status_is_the_load(store: EmbeddedStore, start_server: StartServe
     assert (metadata.data_parallel_size, metadata.dp_rank, metadata.dp_local_rank) == (1, 0, 0)
     assert metadata.node_id
     assert metadata.unit_id
+    began = time.monotonic()
     async with Client(server.base_url) as client:
         await (await client.complete([*PREFIX, 7], 2)).result()
         running = await fill(client)
@@ -104,12 +125,15 @@ async def test_status_is_the_load(store: EmbeddedStore, start_server: StartServe
         }
         for status in (seen.status, await asked(server)):
             assert numbers(status) == expected
+            assert status.num_uncomputed_pairs == 3 * pairs(len(PREFIX), 40) + 2 * pairs(len(PREFIX), 9)
             assert list(status.waiting_requests) == names
             assert set(names) | {stream.request_id for stream in running} <= set(status.recent_waiting_requests)
             used = status.num_total_blocks - status.num_free_blocks
             assert status.num_used_gpu_tokens == used * BLOCK
             # The newest token of each has no place yet.
             assert status.scheduler_running_to_decode_tokens_num <= status.num_used_gpu_tokens + NUM_SLOTS
+        seen = await until(view, "told", lambda instance: instance.status.steps[-1].num_decodes == NUM_SLOTS)
+        assert_steps_told(seen.status, time.monotonic() - began)
         before = [len(stream.token_ids) for stream in running]
         status = await asked(server)
         after = [len(stream.token_ids) for stream in running]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from llumlet.client import LlumletClient
 from llumlet.types import RequestInfo
 from tests.exactness.test_matrix import held_by
 from tests.integration.test_any_state import in_phase
@@ -136,3 +137,24 @@ async def reserved_at(server: Server, timeout_s: float = 20.0) -> None:
     while (await holdings(server)).reserved_blocks == 0:
         assert time.monotonic() < deadline, f"{server.name} reserves nothing"
         await asyncio.sleep(0.02)
+
+
+@pytest.mark.usefixtures("conserved")
+async def test_steps_are_told_to_last_as_long_as_the_client_waits_for_tokens(cast: Cast) -> None:
+    """Two batches are in flight, and the time of each is counted once."""
+    async with Client(cast.a.base_url) as client, LlumletClient(str(cast.a.llumlet)) as llumlet:
+        stream = await start(client, length=400)
+        statuses, counts = [], []
+        for number in (40, 340):
+            await stream.wait_for(number)
+            statuses.append(await llumlet.get_instance_status())
+            counts.append(len(stream.times) - 1)
+        begin, end = (stream.times[count] for count in counts)
+        await stream.disconnect()
+    num_steps = statuses[1].num_decode_steps - statuses[0].num_decode_steps
+    assert num_steps == pytest.approx(counts[1] - counts[0], rel=0.1)
+    assert statuses[1].decode_steps_s - statuses[0].decode_steps_s == pytest.approx(end - begin, rel=0.1)
+    assert statuses[1].decode_steps_requests - statuses[0].decode_steps_requests == num_steps
+    (sample,) = statuses[1].steps[-1:]
+    assert (sample.num_decodes, sample.prefill_tokens) == (1, 0)
+    assert len(PROMPT) + 40 < sample.decode_kv <= len(PROMPT) + 400

@@ -7,8 +7,9 @@ leave of `max_num_batched_tokens`, first come, first served.
 
 TTFT. The status says what there was to compute when the step under way had run for `loop_age_ms`; since then `age_s`
 have passed. So it is known which step is under way now and when it ends. What is left then of the prefills, what was
-sent since, and the request itself take ceil(tokens / budget) steps. It is the time in the engine: not the way there,
-nor what the API server needs; and that of a request for which there is room: it does not wait for others to end.
+sent since, and the request itself take ceil(tokens / budget) steps. Where there are no blocks for all of them, it is
+at least the time until there are: `gone_per_s` of the tokens of those that decode are given back, and those that stay
+take one for each of their tokens. It is the time in the engine: not the way there, nor what the API server needs.
 
 TPOT. base with the request in it, times `step_stretch`, for what prefills take of the time between two tokens.
 
@@ -25,6 +26,8 @@ import numpy as np
 from llumsched.cluster.columns import Columns, UnknownColumn, Values
 
 _MS: Final = 1e3
+_LEAST_GAIN: Final = 0.1
+"""Share of what ends that is free for newcomers, at least: those that go on preempt each other for the rest."""
 _FEW_TOKENS: Final = 2048.0
 """Of a batch, for an instance that does not say."""
 
@@ -63,8 +66,26 @@ def predicted_ttft(columns: Columns) -> Values:
     step_s = _base_s(columns, num_decodes + joining, decode_kv + (waiting + sent) / 2.0)
     own_pairs = columns["sent_uncomputed_prefill_pairs"] + own * (own + 1.0) / 2.0
     own_s = columns["step_prefill_token_s"] * (sent + own) + columns["step_pair_s"] * own_pairs
-    seconds: Values = rest_s + steps * step_s + token_s * left + own_s
+    computing_s = rest_s + steps * step_s + token_s * left + own_s
+    room_s = _until_room_s(columns, own, num_decodes, decode_kv, base_s)
+    seconds: Values = np.maximum(computing_s, room_s + step_s + own_s)
     return seconds * _MS
+
+
+def _until_room_s(columns: Columns, own: Values, num_decodes: Values, decode_kv: Values, base_s: Values) -> Values:
+    """Seconds until enough requests have ended for all that waits, and the request, to have its blocks."""
+    free = columns["num_total_gpu_tokens"] - columns["num_used_gpu_tokens"]
+    needed = (
+        columns["num_unallocated_tokens_all_waiting_requests"]
+        + columns["num_unallocated_tokens_scheduler_running_prefills"]
+        + columns["sent_tokens"]
+        + own
+    )
+    ending = columns["gone_per_s"] * decode_kv
+    growing = num_decodes / (base_s * columns["step_stretch"])
+    seconds = np.maximum(needed - free, 0.0) / np.maximum(ending - growing, _LEAST_GAIN * ending)
+    known: Values = np.nan_to_num(seconds, nan=0.0, posinf=0.0)
+    return known
 
 
 def predicted_tpot(columns: Columns) -> Values:
@@ -82,7 +103,9 @@ def predicted_tpot(columns: Columns) -> Values:
         + columns["sent_decode_tokens"]
         + own
     )
-    return _base_s(columns, num_decodes, decode_kv) * columns["step_stretch"] * _MS
+    # No more of them at a time than there is room for.
+    share = np.minimum(columns["num_total_gpu_tokens"] / np.maximum(decode_kv, 1.0), 1.0)
+    return _base_s(columns, num_decodes * share, decode_kv * share) * columns["step_stretch"] * _MS
 
 
 def _base_s(columns: Columns, num_decodes: Values, decode_kv: Values) -> Values:

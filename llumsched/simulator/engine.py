@@ -183,6 +183,7 @@ class Engine:
 
     def _finish(self, request: EngineRequest, now_ps: int) -> None:
         self.running.remove(request)
+        self.step_times.gone(request.num_tokens)
         request.phase = Phase.GONE
         self.blocks.release(request, request.num_computed // self.config.block_size)
         self._watcher.finished(request, now_ps)
@@ -442,5 +443,6 @@ class Engine:
             if request.phase is Phase.DECODE:
                 self._leave(request)
             self.running.remove(request)
+            self.step_times.gone(request.num_tokens)
             self.blocks.release(request, request.num_computed // self.config.block_size)
         request.phase = Phase.GONE

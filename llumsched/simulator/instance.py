@@ -153,6 +153,8 @@ class ModelledInstance:
             num_migrate_out_reqs=len(self.leaving),
             num_migrate_out_tokens=out_tokens,
             num_preemptions=engine.num_preemptions,
+            num_gone=engine.step_times.num_gone,
+            gone_tokens=engine.step_times.gone_tokens,
             num_uncomputed_pairs=waiting.prefill_pairs + prefill_pairs,
             loop_age_ms=engine.step_age_ps(now_ps) / 1e9,
             profiling_id=-1,

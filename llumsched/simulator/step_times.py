@@ -43,6 +43,8 @@ class StepTimes:
         self._samples: deque[StepSample] = deque(maxlen=_KEPT)
         self._sampled_ps = {True: -PS, False: -PS}
         """The end of the last sample with prefills, and without."""
+        self.num_gone = self.gone_tokens = 0
+        """Requests that ran and are gone, and their tokens."""
         self._number = self._requests = self._kv = self._lasted_ps = 0
         """Sums over the steps with decodes."""
 
@@ -62,6 +64,11 @@ class StepTimes:
         self._requests += number * batch.num_decodes
         self._kv += number * batch.decode_kv + growth * (number * (2 * first + number - 1) // 2)
         self._lasted_ps += lasted_ps
+
+    def gone(self, num_tokens: int) -> None:
+        """A request of so many tokens that ran is gone."""
+        self.num_gone += 1
+        self.gone_tokens += num_tokens
 
     def tell(self, status: InstanceStatus) -> None:
         status.num_decode_steps, status.decode_steps_s = self._number, self._lasted_ps / PS

@@ -93,6 +93,9 @@ class Snapshot(NamedTuple):
     waiting: tuple[str, ...]
     recent: tuple[str, ...]
     num_preemptions: int
+    num_gone: int
+    """Requests that ran and are gone, ended or elsewhere, since the start; and their tokens."""
+    gone_tokens: int
     num_free_blocks: int
 
 

@@ -100,7 +100,7 @@ class LoadCounters:
         """Requests that a step may work on and whose share it can change in other ways than by a new token."""
         self._waiting: dict[str, int] = {}
         self._recent: deque[tuple[float, str]] = deque(maxlen=MAX_NAMES)
-        self._num_preemptions = 0
+        self._num_preemptions = self._num_gone = self._gone_tokens = 0
         self._num_free_blocks = free_blocks()
         self._version = 0
         self._some_left = False
@@ -220,6 +220,9 @@ class LoadCounters:
             entry = self._entries.get(request_id)
             if entry is None:
                 return
+            if entry.place is Place.RUNNING:
+                self._num_gone += 1
+                self._gone_tokens += entry.request.num_tokens
             self._leave(entry)
             self._note_blocks()
             self._version += 1
@@ -257,6 +260,8 @@ class LoadCounters:
                 waiting=tuple(itertools.islice(self._waiting, MAX_NAMES)),
                 recent=tuple(dict.fromkeys(name for _, name in self._recent)),
                 num_preemptions=self._num_preemptions,
+                num_gone=self._num_gone,
+                gone_tokens=self._gone_tokens,
                 num_free_blocks=self._num_free_blocks,
             )
 

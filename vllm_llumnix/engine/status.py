@@ -68,6 +68,8 @@ class StatusSource:
             num_adopted=self._adoptions.num_adopted,
             num_rescued=self._adoptions.num_rescued,
             num_preemptions=snapshot.num_preemptions,
+            num_gone=snapshot.num_gone,
+            gone_tokens=snapshot.gone_tokens,
             kv_unsupported=identity.kv_unsupported or "",
         )
         self._add_load(status, snapshot)

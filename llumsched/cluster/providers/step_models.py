@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Columns of how long an instance's steps take, learnt from the steps that statuses tell of (`llumsched.latency`).
+"""Columns of how an instance gets on: how long its steps take (`llumsched.latency`), and how soon requests end.
 
-Instances of one kind share a model: the same engine, model and settings. What makes one of them slower than the others,
-and what prefills take of the time between two tokens, is in its `step_stretch`: how long its steps with decodes took
-lately, over what their decodes alone would have taken.
+Both are learnt from statuses. Instances of one kind share what is learnt: the same engine, model and settings. What
+makes one of them slower than the others, and what prefills take of the time between two tokens, is in its
+`step_stretch`: how long its steps with decodes took lately, over what their decodes alone would have taken.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ REFIT_S: Final = 2.0
 """Between two fits of one kind, while steps come; the first comes as soon as it can."""
 HALF_LIFE_S: Final = 10.0
 """Of what `step_stretch` remembers."""
+GONE_HALF_LIFE_S: Final = 30.0
+"""Of what `gone_per_s` remembers."""
 _MOST_UNSEEN: Final = 128
 """Steps of one kind between two fits: a thousand instances tell of twenty thousand a second."""
 _LEAST_STRETCH: Final = 0.5
@@ -50,18 +52,37 @@ class _Fit:
     online: OnlineFit
     due_s: float = -math.inf
     members: set[str] = field(default_factory=set)
+    gone_tokens: float = 0.0
+    """Tokens of requests that are gone; those of late count more."""
+    kv_seconds: float = 0.0
+    """Tokens in the KV cache of decodes, times how long they were there; likewise."""
+    noted_s: float = 0.0
+
+    def note(self, gone_tokens: float, kv_seconds: float, now_s: float) -> None:
+        kept = 0.5 ** ((now_s - self.noted_s) / GONE_HALF_LIFE_S)
+        self.gone_tokens = self.gone_tokens * kept + gone_tokens
+        self.kv_seconds = self.kv_seconds * kept + kv_seconds
+        self.noted_s = now_s
+
+    @property
+    def gone_per_s(self) -> float:
+        return self.gone_tokens / self.kv_seconds if self.kv_seconds else math.nan
 
 
 class _Sums(NamedTuple):
-    """Steps with decodes, these decodes, the tokens in their KV cache, and the seconds that the steps took."""
+    """Steps with decodes, these decodes, the tokens in their KV cache, the seconds that the steps took; and tokens of
+    requests that are gone."""
 
     steps: float = 0.0
     decodes: float = 0.0
     decode_kv: float = 0.0
     seconds: float = 0.0
+    gone_tokens: float = 0.0
 
 
-_sums_of: Final = attrgetter("num_decode_steps", "decode_steps_requests", "decode_steps_kv", "decode_steps_s")
+_sums_of: Final = attrgetter(
+    "num_decode_steps", "decode_steps_requests", "decode_steps_kv", "decode_steps_s", "gone_tokens"
+)
 
 
 @dataclass(slots=True)
@@ -89,9 +110,11 @@ class StepModels:
         "step_decode_s",
         "step_decode_token_s",
         "step_stretch",
+        "gone_per_s",
     )
     """Seconds of a step: for itself, for each token of a prefill, pair of a query and a key there, request that
-    decodes, and token of its KV cache. Not a number before anything is known."""
+    decodes, and token of its KV cache. `gone_per_s`: of the tokens of requests that decode, the share that goes each
+    second, as its requests end. Not a number before anything is known."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -112,7 +135,9 @@ class StepModels:
     def row(self, instance: Instance, before: Instance | None) -> Sequence[float]:
         model = self.model_of(instance)
         coefficients = _UNKNOWN if model is None else model.coefficients
-        return (*coefficients, self._stretch(instance, coefficients))
+        recent = self._recent.get(instance.id)
+        gone_per_s = math.nan if recent is None else recent.fit.gone_per_s
+        return (*coefficients, self._stretch(instance, coefficients), gone_per_s)
 
     def on_change(self, listener: Callable[[str], None]) -> None:
         self._listeners.append(listener)
@@ -136,7 +161,7 @@ class StepModels:
                 if sample.number > recent.last_number:
                     recent.last_number = sample.number
                     online.add(_step_of(sample))
-        _note(recent, status)
+        self._note(recent, status)
         self._refit(recent.fit)
 
     def left(self, instance: Instance) -> None:
@@ -181,25 +206,27 @@ class StepModels:
         alone_s = coefficients.a * sums.steps + coefficients.d * sums.decodes + coefficients.e * sums.decode_kv
         return min(max(sums.seconds / alone_s, _LEAST_STRETCH), _MOST_STRETCH)
 
+    def _note(self, recent: _Recent, status: InstanceStatus) -> None:
+        """Adds what was between the last status and this one; what came before weighs less, by the time between."""
+        then, now = recent.told, _Sums._make(_sums_of(status))
+        if now.steps <= then.steps:
+            return
+        passed_s = (status.timestamp_ms - recent.told_ms) / 1000
+        kept, old = 0.5 ** (max(passed_s, 0.0) / HALF_LIFE_S), recent.sums
+        recent.told, recent.told_ms = now, status.timestamp_ms
+        steps, seconds = now.steps - then.steps, now.seconds - then.seconds
+        decode_kv, gone_tokens = now.decode_kv - then.decode_kv, now.gone_tokens - then.gone_tokens
+        recent.sums = _Sums(
+            old.steps * kept + steps,
+            old.decodes * kept + now.decodes - then.decodes,
+            old.decode_kv * kept + decode_kv,
+            old.seconds * kept + seconds,
+        )
+        recent.fit.note(gone_tokens, decode_kv * seconds / steps, self._clock())
+
 
 _counts_of: Final = attrgetter(*MeasuredStep._fields)
 
 
 def _step_of(sample: StepSample) -> MeasuredStep:
     return MeasuredStep._make(_counts_of(sample))
-
-
-def _note(recent: _Recent, status: InstanceStatus) -> None:
-    """Adds the steps between the last status and this one; what came before weighs less, by the time between them."""
-    then, now = recent.told, _Sums._make(_sums_of(status))
-    if now.steps <= then.steps:
-        return
-    passed_s = (status.timestamp_ms - recent.told_ms) / 1000
-    kept, old = 0.5 ** (max(passed_s, 0.0) / HALF_LIFE_S), recent.sums
-    recent.told, recent.told_ms = now, status.timestamp_ms
-    recent.sums = _Sums(
-        old.steps * kept + now.steps - then.steps,
-        old.decodes * kept + now.decodes - then.decodes,
-        old.decode_kv * kept + now.decode_kv - then.decode_kv,
-        old.seconds * kept + now.seconds - then.seconds,
-    )

@@ -153,6 +153,23 @@ def test_stretch_is_what_steps_took_over_what_their_decodes_would_have(world: Wo
     assert world.column("step_stretch", "a") == pytest.approx(1.0, rel=0.04)
 
 
+def test_how_soon_requests_end_is_learnt_of_all_of_a_kind(world: World) -> None:
+    """One in two hundred decodes is the last of its request, of 1,000 tokens; of 8 in each step of 50 ms."""
+    for name in "ab":
+        world.appear(name)
+    number = 0
+    for _ in range(400):
+        world.now_s += 0.5
+        number += 10
+        for name in "ab":
+            sums = {"num_decode_steps": number, "decode_steps_requests": 8 * number, "decode_steps_kv": 8000 * number}
+            gone = 8 * number // 200 * 1000 if name == "a" else 0
+            world.tell(name, decode_steps_s=0.05 * number, gone_tokens=gone, **sums)
+    for name in "ab":
+        # Of 8,000 tokens at each of two instances, 1,000 · 8 · 20 / 200 go each second at one of them.
+        assert world.column("gone_per_s", name) == pytest.approx(800 / 16_000, rel=0.1)
+
+
 def test_who_leaves_is_forgotten(world: World) -> None:
     world.appear("a")
     world.learn("a", MEASURED[:40])

@@ -15,6 +15,7 @@ import pytest
 from llumlet.protocol.infer_type import InferType
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.in_flight import InFlight, counters_of
+from llumsched.cluster.providers.step_models import StepModels
 from llumsched.cluster.table import Table, standard_table
 from llumsched.latency.fitting import Coefficients
 from llumsched.policy.candidates import Candidates, Context
@@ -34,10 +35,10 @@ CONFIG = EngineConfig(num_blocks=4000, max_num_batched_tokens=512, max_num_seqs=
 class Known:
     """A provider of a step model that is known."""
 
-    columns = ("step_s", "step_prefill_token_s", "step_pair_s", "step_decode_s", "step_decode_token_s", "step_stretch")
+    columns = StepModels.columns
 
-    def __init__(self, coefficients: Coefficients = TRUE, stretch: float = 1.0) -> None:
-        self._numbers = (*coefficients, stretch)
+    def __init__(self, coefficients: Coefficients = TRUE, stretch: float = 1.0, gone_per_s: float = math.nan) -> None:
+        self._numbers = (*coefficients, stretch, gone_per_s)
 
     def row(self, instance: Instance, before: Instance | None) -> tuple[float, ...]:
         return self._numbers
@@ -57,12 +58,12 @@ def engine() -> Iterator[Member]:
 
 
 def predicted(
-    member: Member, told_ps: int, now_ps: int, prompt: int, sent: tuple[int, ...] = ()
+    member: Member, told_ps: int, now_ps: int, prompt: int, sent: tuple[int, ...] = (), known: Known | None = None
 ) -> tuple[float, float]:
     """Seconds to the first token and between two, as of a status that is so old, with what was sent since."""
     member.engine.advance(told_ps)
     in_flight = InFlight()
-    table = standard_table(in_flight, Known())
+    table = standard_table(in_flight, known or Known())
     table.appeared(Instance(member.metadata, member.status_at(told_ps), told_ps / PS))
     for each in sent:
         in_flight.add(member.id, counters_of(InferType.NEUTRAL, each))
@@ -147,6 +148,31 @@ def test_tokens_come_as_it_was_said(seed: int) -> None:
             member.engine.settle(now_ps)
         came_s = (now_ps - first_ps) / PS / 9
     assert said_s == pytest.approx(came_s, rel=0.03)
+
+
+def full(chance: random.Random, gone_per_s: float) -> tuple[float, float]:
+    """Seconds that a request is said to wait, and waits, in a full engine whose requests may end at any time."""
+    with engine() as member:
+        step_s = TRUE.a + 60 * TRUE.d + 60_000 * TRUE.e
+        now_ps = number = 0
+        while now_ps < 60 * PS:
+            if len(member.engine.waiting) < 3:
+                number += 1
+                add(member, f"r{number}", 1000, 1 + round(chance.expovariate(gone_per_s * step_s)), now_ps)
+            now_ps = member.engine.next_end_after(now_ps) or now_ps
+            member.engine.advance(now_ps)
+            member.engine.settle(now_ps)
+        said_s, _ = predicted(member, now_ps, now_ps, 1500, known=Known(gone_per_s=gone_per_s))
+        return said_s, until_first_token(member, add(member, "own", 1500, 10, now_ps), now_ps)
+
+
+@pytest.mark.parametrize("gone_per_s", [0.02, 0.04])
+def test_who_finds_no_room_waits_until_others_end(gone_per_s: float) -> None:
+    """On average: who ends next is not known."""
+    waits = [full(random.Random(seed), gone_per_s) for seed in range(20)]
+    said_s, came_s = (sum(times) / len(times) for times in zip(*waits, strict=True))
+    assert said_s == pytest.approx(came_s, rel=0.35)
+    assert came_s > 1.5
 
 
 def test_what_prefills_take_stretches_the_time_between_tokens() -> None:

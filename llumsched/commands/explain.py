@@ -24,7 +24,8 @@ from llumsched.scheduler_access import Access, AccessSettings
 DESCRIPTION = """Ask a running scheduler where it would send a request now, and why not elsewhere.
 
 Nothing is placed. A reason in brackets was not held against the instance: all others were refused as well, and the
-policy's thresholds were left out."""
+policy's thresholds were left out. TTFT and TPOT are what the engine itself is expected to need, and how far the model
+of its steps may be off, for want of steps like these; "?" is a kind of step that it has never seen."""
 
 _MODES: Final = ("neutral", "pd_batch")
 _TIMEOUT_S: Final = 5.0
@@ -98,11 +99,23 @@ def _show(answer: dict[str, Any]) -> None:
             markup=False,
         )
         names = [metric["name"] for metric in stage["metrics"]]
-        rows = output.table(("INSTANCE", "VERDICT", *(f">{name}" for name in names), "WHY NOT"))
-        for instance in stage["instances"]:
+        predictions = [one.get("predicted") for one in stage["instances"]]
+        extra = (">TTFT", ">TPOT") if any(predictions) else ()
+        rows = output.table(("INSTANCE", "VERDICT", *(f">{name}" for name in names), *extra, "WHY NOT"))
+        for instance, predicted in zip(stage["instances"], predictions, strict=True):
             values = [str(instance["metrics"][name]) for name in names]
+            values += [_predicted(predicted, name) for name in ("ttft", "tpot")] if extra else []
             rows.add_row(*map(output.clean, (instance["instance_id"], instance["verdict"], *values, _why(instance))))
         console.print(rows)
+
+
+def _predicted(predicted: dict[str, Any] | None, name: str) -> str:
+    """What is expected, and how far the model itself may be off, for want of steps like these."""
+    if predicted is None:
+        return "-"
+    value, deviation = predicted[f"{name}_ms"], predicted[f"{name}_deviation"]
+    sure = f"± {100 * deviation:.0f} %" if isinstance(deviation, int | float) else "± ?"
+    return f"{value:.0f} ms {sure}" if isinstance(value, int | float) else "-"
 
 
 def _why(instance: dict[str, Any]) -> str:

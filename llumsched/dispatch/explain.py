@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decision in words: the run's own masks say who was refused, the filters themselves say why."""
+"""A decision in words: the run's own masks say who was refused, the filters themselves say why.
+
+Whatever the policy compares, it is told what is predicted of the request at each instance, and how sure that is.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from llumsched.cluster.providers.step_models import StepModels
+from llumsched.policy.candidates import Candidates
 from llumsched.policy.filters import GroupFilter
 from llumsched.policy.pipeline import Decision
 
 
-def explain(decision: Decision) -> dict[str, Any]:
-    """A decision as JSON, instances by id. The candidates must not have changed since the run."""
+def explain(decision: Decision, step_models: StepModels | None = None) -> dict[str, Any]:
+    """A decision as JSON, instances by id. The candidates must not have changed since the run. `step_models`: those of
+    which the candidates have the columns; None: nothing is predicted."""
     stage, candidates = decision.stage, decision.candidates
     columns = {metric.name: candidates.values(metric) for metric in stage.metrics}
     ages_s, cluster = candidates["age_s"], candidates.cluster
@@ -28,6 +34,7 @@ def explain(decision: Decision) -> dict[str, Any]:
                 "metrics": {name: number(values[row]) for name, values in columns.items()},
                 "refused_by": reasons[row],
                 "age_s": round(float(ages_s[row]), 3),
+                "predicted": None if step_models is None else _predicted(candidates, row, step_models),
             }
         )
     return {
@@ -40,6 +47,27 @@ def explain(decision: Decision) -> dict[str, Any]:
         ],
         "avoided": sorted(candidates.context.avoid),
         "instances": instances,
+    }
+
+
+def _predicted(candidates: Candidates, row: int, step_models: StepModels) -> dict[str, Any] | None:
+    """Milliseconds; None before anything is known. Deviations are relative: of what the model says of the step that
+    computes the prompt, and of one that decodes with it, for want of steps like these; and by how much half of the
+    steps that were measured differ from it."""
+    cluster = candidates.cluster
+    model = step_models.model_of(cluster.instances[row])
+    if model is None:
+        return None
+    tokens = candidates.context.request.prompt_num_tokens
+    decodes = float(cluster["scheduler_running_to_decode_requests_num"][row])
+    decode_kv = float(cluster["scheduler_running_to_decode_tokens_num"][row])
+    return {
+        "ttft_ms": number(candidates["predicted_ttft"][row]),
+        "tpot_ms": number(candidates["predicted_tpot"][row]),
+        "ttft_deviation": number(model.deviation(tokens, tokens * (tokens + 1) / 2, decodes, decode_kv)),
+        "tpot_deviation": number(model.deviation(0, 0, decodes + 1, decode_kv + tokens)),
+        "step_error": number(model.error),
+        "num_steps": model.num_steps,
     }
 
 

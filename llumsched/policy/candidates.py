@@ -11,12 +11,13 @@ import numpy as np
 
 from llumsched.cluster.columns import Cluster, Columns, Mask, UnknownColumn, Values
 from llumsched.cluster.providers import RequestProvider
-from llumsched.policy.metrics import Metric
+from llumsched.policy.metrics import METRICS, Metric
+from llumsched.policy.predictions import PREDICTIONS
 from llumsched.request import REQUEST_COLUMNS, Request
 
-OF_DECISION: Final = (*REQUEST_COLUMNS, "age_s")
-"""Columns that every decision has beside those of the cluster: the request's, and seconds since an instance's last
-report."""
+OF_DECISION: Final = (*REQUEST_COLUMNS, "age_s", *PREDICTIONS)
+"""Columns that every decision has beside those of the cluster: the request's, seconds since an instance's last report,
+and what is predicted of the request there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,8 @@ class Candidates:
             return {name: np.full(len(self), float(getattr(self.context.request, name)))}
         if name == "age_s":
             return {name: self.context.now_s - self.cluster["received_s"]}
+        if name in PREDICTIONS:
+            return {name: self.values(METRICS[name])}
         for provider in self._providers:
             if name in provider.columns:
                 return dict(zip(provider.columns, provider.of_request(self.context.request, self.cluster), strict=True))

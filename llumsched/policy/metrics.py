@@ -18,7 +18,7 @@ import numpy as np
 from llumsched.cluster.columns import Columns, Values
 from llumsched.extensions import load_values
 from llumsched.policy.expression import Expression
-from llumsched.policy.predictions import predicted_tpot, predicted_ttft
+from llumsched.policy.predictions import PREDICTIONS
 
 ENTRY_POINTS = "llumnix.metrics"
 
@@ -146,8 +146,7 @@ _BUILT_IN = (
         """),
     ),
     Metric("num_tokens", Expression("sent_tokens"), lite=True, full=False),
-    Metric("predicted_ttft", predicted_ttft),
-    Metric("predicted_tpot", predicted_tpot),
+    *(Metric(name, of) for name, of in PREDICTIONS.items()),
 )
 
 METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _BUILT_IN}

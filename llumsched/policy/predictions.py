@@ -19,6 +19,7 @@ grid of measured values instead, and are infinite outside it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import numpy as np
@@ -127,3 +128,10 @@ def _or_zero(columns: Columns, name: str) -> Values:
         return columns[name]
     except UnknownColumn:
         return np.zeros(len(columns))
+
+
+PREDICTIONS: Final[Mapping[str, Callable[[Columns], Values]]] = {
+    "predicted_ttft": predicted_ttft,
+    "predicted_tpot": predicted_tpot,
+}
+"""By the names of the metrics."""

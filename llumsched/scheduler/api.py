@@ -200,7 +200,7 @@ class Api:
                 "mode": policy.mode,
                 "warming": self._dispatcher.warmth.is_warming,
                 "view_age_s": round(self._dispatcher.view.age_s, 3),
-                "stages": [explain(decision) for decision in decisions.values()],
+                "stages": [explain(one, self._dispatcher.step_models) for one in decisions.values()],
             }
         )
 

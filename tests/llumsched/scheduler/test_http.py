@@ -14,11 +14,13 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from llumlet.types import StepSample
 from llumsched.contract import MAX_BODY_BYTES
 from llumsched.policy.document import Mode, load_policy
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
 from tests.llumlet.fake_agent import until
 from tests.llumsched import cases
+from tests.llumsched.latency.test_fitting import TRUE, steps
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 
@@ -248,6 +250,36 @@ full: {neutral: {metrics: [num_requests], filters: [reserveFilter], selector: {m
         assert refusal["reason"].startswith("kept for the urgent (")
         wrong = await client.get("/debug/schedule?priority=soon")
         assert wrong == (400, "Expected `int`, got `str` - at `$.priority`")
+
+
+async def test_what_is_predicted_is_told_and_can_be_asked_of_by_a_policy(tmp_path: Path) -> None:
+    """Of an instance whose steps are known; the file sends nothing where the first token would take 0.8 seconds."""
+    file = tmp_path / "soon.yaml"
+    file.write_text("""
+define: {filters: {soonFilter: {refuse: predicted_ttft > 800, said: too late}}}
+full: {neutral: {metrics: [predicted_tpot], filters: [soonFilter], selector: {metricBasedSelector: {}}}}
+""")
+    async with AsyncExitStack() as stack:
+        policy = load_policy(str(file), Mode.FULL)
+        running = await serve(SchedulerConfig(policy, "127.0.0.1", 0, "listen://127.0.0.1:0", warms_up_s=0.0))
+        stack.push_async_callback(running.close)
+        client = Client(running, await stack.enter_async_context(aiohttp.ClientSession()))
+        cases.put(running.view, "a")
+        url = "/debug/schedule?model=m&prompt_num_tokens="
+        (stage,) = json.loads((await client.get(url + "10"))[1])["stages"]
+        assert stage["instances"][0]["predicted"] is None
+        told = [StepSample(number=number, **step._asdict()) for number, step in enumerate(steps(TRUE, 100), start=1)]
+        cases.put(running.view, "a", 2, steps=told)
+        (stage,) = json.loads((await client.get(url + "1000"))[1])["stages"]
+        (one,) = stage["instances"]
+        seconds = TRUE.a + 1000 * TRUE.b + 500_500 * TRUE.c
+        assert one["predicted"]["ttft_ms"] == pytest.approx(1e3 * seconds, rel=0.02)
+        assert one["predicted"]["tpot_ms"] == pytest.approx(1e3 * (TRUE.a + TRUE.d + 1000 * TRUE.e), rel=0.02)
+        assert one["predicted"]["num_steps"] == 100
+        assert max(one["predicted"][f"{name}_deviation"] for name in ("ttft", "tpot")) < 0.05
+        assert stage["chosen"] == "a"
+        (stage,) = json.loads((await client.get(url + "4000"))[1])["stages"]
+        assert [one["reason"].split(" (")[0] for one in stage["instances"][0]["refused_by"]] == ["too late"]
 
 
 async def test_pages_for_people_and_machines(client: Client) -> None:

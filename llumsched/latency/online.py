@@ -34,6 +34,10 @@ _MOST: Final = 0.9
 _SLOWER: Final = 2.0
 _NOTICED: Final = 0.02
 _RIDGE: Final = 1e-4
+_LEAST_S: Final = 1e-6
+_MOST_S: Final = 1e4
+_MOST_COUNTED: Final = 1 << 50
+"""Bounds of what is believed: instances tell of it."""
 _ROUNDS: Final = 3
 """The first expects what was measured; each further one what the one before found."""
 _Kind = tuple[int, int, int]
@@ -91,8 +95,10 @@ class OnlineFit:
             self.refit()
 
     def add(self, step: MeasuredStep) -> None:
-        """Takes a step; one that says nothing (no time, no work, not a number) is left out."""
-        if not (step.seconds > 0 and math.isfinite(step.seconds) and step.prefill_tokens + step.num_decodes > 0):
+        """Takes a step; what can be none (no work, less than nothing, a time that no step takes) is left out."""
+        if not _LEAST_S <= step.seconds <= _MOST_S or min(step) < 0 or max(step[:4]) > _MOST_COUNTED:
+            return
+        if not step.prefill_tokens + step.num_decodes:
             return
         row = self._row_of(_kind_of(step))
         place = self._added[row] % KEPT_OF_A_KIND

@@ -9,9 +9,9 @@ makes one of them slower than the others, and what prefills take of the time bet
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import Final, NamedTuple
 
 from llumlet.types import InstanceMetadata, InstanceStatus, StepSample
@@ -27,6 +27,8 @@ GONE_HALF_LIFE_S: Final = 30.0
 """Of what `gone_per_s` remembers."""
 _MOST_UNSEEN: Final = 128
 """Steps of one kind between two fits: a thousand instances tell of twenty thousand a second."""
+_MOST_TOLD: Final = 16
+"""Steps of one status that are looked at; engines tell of four."""
 _LEAST_STRETCH: Final = 0.5
 _MOST_STRETCH: Final = 20.0
 _UNKNOWN: Final = Coefficients(*[math.nan] * 5)
@@ -80,7 +82,7 @@ class _Sums(NamedTuple):
     gone_tokens: float = 0.0
 
 
-_sums_of: Final = attrgetter(
+_sums_of: Final = operator.attrgetter(
     "num_decode_steps", "decode_steps_requests", "decode_steps_kv", "decode_steps_s", "gone_tokens"
 )
 
@@ -157,7 +159,7 @@ class StepModels:
             recent = self._recent[instance.id] = self._begun(instance, status, recent)
         online = recent.fit.online
         if online.num_unseen < _MOST_UNSEEN:
-            for sample in status.steps:
+            for sample in status.steps[-_MOST_TOLD:]:
                 if sample.number > recent.last_number:
                     recent.last_number = sample.number
                     online.add(_step_of(sample))
@@ -209,7 +211,8 @@ class StepModels:
     def _note(self, recent: _Recent, status: InstanceStatus) -> None:
         """Adds what was between the last status and this one; what came before weighs less, by the time between."""
         then, now = recent.told, _Sums._make(_sums_of(status))
-        if now.steps <= then.steps:
+        if now.steps <= then.steps or min(map(operator.sub, now, then)) < 0:
+            recent.told, recent.told_ms = now, status.timestamp_ms
             return
         passed_s = (status.timestamp_ms - recent.told_ms) / 1000
         kept, old = 0.5 ** (max(passed_s, 0.0) / HALF_LIFE_S), recent.sums
@@ -225,7 +228,7 @@ class StepModels:
         recent.fit.note(gone_tokens, decode_kv * seconds / steps, self._clock())
 
 
-_counts_of: Final = attrgetter(*MeasuredStep._fields)
+_counts_of: Final = operator.attrgetter(*MeasuredStep._fields)
 
 
 def _step_of(sample: StepSample) -> MeasuredStep:

@@ -170,6 +170,25 @@ def test_how_soon_requests_end_is_learnt_of_all_of_a_kind(world: World) -> None:
         assert world.column("gone_per_s", name) == pytest.approx(800 / 16_000, rel=0.1)
 
 
+def test_an_instance_that_talks_nonsense_is_not_believed(world: World) -> None:
+    """Its own kind would pay for it; what it says is a number all the same."""
+    world.appear("a")
+    world.appear("b")
+    world.tell("b")
+    world.learn("a", MEASURED[:200])
+    before = world.column("step_s", "b")
+    nonsense = MeasuredStep(-(1 << 62), 1 << 62, -1, 0, 1e-300)
+    world.tell("a", *((1 << 40, nonsense) for _ in range(1000)), num_decode_steps=5, decode_steps_s=1.0)
+    for number in (10, 3, 20):
+        world.now_s += REFIT_S
+        sums = {"decode_steps_requests": 100 - number, "decode_steps_kv": 50, "gone_tokens": 7 * (number % 4)}
+        world.tell("a", num_decode_steps=number, decode_steps_s=1.0, **sums)
+    for name in "ab":
+        assert world.column("step_s", name) == pytest.approx(before, rel=0.1)
+        assert 0 < world.column("step_stretch", name) < math.inf
+        assert not world.column("gone_per_s", name) < 0
+
+
 def test_who_leaves_is_forgotten(world: World) -> None:
     world.appear("a")
     world.learn("a", MEASURED[:40])

@@ -133,6 +133,11 @@ def test_nothing_is_learnt_from_what_is_no_step() -> None:
         MeasuredStep(1, 1, 1, 1, -1.0),
         MeasuredStep(1, 1, 1, 1, math.nan),
         MeasuredStep(1, 1, 1, 1, math.inf),
+        MeasuredStep(1, 1, 1, 1, 1e-300),
+        MeasuredStep(1, 1, 1, 1, 1e9),
+        MeasuredStep(-1, 1, 2, 1, 0.1),
+        MeasuredStep(1, -5, 1, 1, 0.1),
+        MeasuredStep(1, 1, 1, 1 << 62, 0.1),
     ):
         fit.add(nonsense)
     assert fit.num_unseen == 0

@@ -36,6 +36,7 @@ COMMANDS: Final = {
     "migrate": "move running requests from one instance to another",
     "drain": "move everything away from an instance and end it",
     "explain": "show where the scheduler would send a request, and why",
+    "profile": "measure how long the steps of an engine take",
     "gateway": "serve the OpenAI API in front of all engines",
     "scheduler": "choose an instance for each request",
     "rescheduler": "move running requests from hot instances to cold ones and away from sick ones",

@@ -198,7 +198,7 @@ def prepare(reading: Reading) -> process.SchedulerConfig | None:
         backend_api_key=os.environ.get(API_KEY_VARIABLE, ""),
         rescheduling=config if switches.in_scheduler else None,
     )
-    for check in (_host_faults, _tls_faults):
+    for check in (_host_faults, _tls_faults, _profile_faults):
         reading.check(check, made)
     reading.check(_endpoint_faults, made, dispatch)
     return None if reading.faults else replace(made, cms=next(iter(cms.urls.values()), process.CMS))
@@ -235,6 +235,13 @@ def _host_faults(config: process.SchedulerConfig) -> Iterator[str]:
 
 def _tls_faults(config: process.SchedulerConfig) -> list[str]:
     return server_faults(config.ssl_certfile, config.ssl_keyfile)
+
+
+def _profile_faults(config: process.SchedulerConfig) -> Iterator[str]:
+    try:
+        process.profiles_of(config)
+    except ValueError as error:
+        yield str(error)
 
 
 def run(config: process.SchedulerConfig, credentials: Credentials) -> int:

@@ -20,6 +20,7 @@ from llumsched.cluster.table import standard_table
 from llumsched.cluster.view import Observer, View
 from llumsched.dispatch.complaints import Complaints
 from llumsched.dispatch.warmth import Warmth
+from llumsched.latency.profile import Profile
 from llumsched.policy import filters as f
 from llumsched.policy import pipeline
 from llumsched.policy.candidates import Candidates, Context
@@ -88,12 +89,13 @@ class Dispatcher:
         *,
         warms_up_s: float = 0.0,
         providers: Sequence[RequestProvider] = (),
+        profiles: Sequence[Profile] = (),
     ) -> None:
         """`warms_up_s`: how long no instance must have come before one is chosen among those that have. `providers`: of
-        columns beside those of the table, asked for each request."""
+        columns beside those of the table, asked for each request. `profiles`: what is known of steps beforehand."""
         self.view, self.policy, self.ledger = view, policy, ledger
         self._staleness_s = policy.staleness_s
-        self.step_models = StepModels(clock)
+        self.step_models = StepModels(clock, profiles)
         self.table = standard_table(ledger.in_flight, self.step_models)
         self._providers = providers
         self._lost: tuple[tuple[Instance, ...], Snapshot | None] = (), None

@@ -11,12 +11,14 @@ the few prefills that say what a prompt costs, and a load that changes is known 
 - What the steps do not tell apart is shared out evenly, by a ridge of a ten-thousandth of what they weigh.
 
 When nearly all of the newest steps are out in one direction, and most by `_CHANGED`, though steps like them were known,
-the engine is not what it was (other weights, clocks, graphs, neighbours), and only these are kept.
+the engine is not what it was (other weights, clocks, graphs, neighbours), and only these are kept. A prior that is out
+by that much is given up.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -70,6 +72,13 @@ class StepModel:
         return math.sqrt(max(float(counts @ self.covariance @ counts), 0.0)) / seconds
 
 
+def learn(steps: Sequence[MeasuredStep]) -> StepModel:
+    """The model of these steps, all of them. Raises ValueError for too few."""
+    if len(steps) < FEWEST_STEPS:
+        raise ValueError(f"{len(steps)} steps are too few, {FEWEST_STEPS} at least")
+    return _fitted(np.asarray(steps, dtype=np.float64), None, 0.0)
+
+
 class OnlineFit:
     """Steps of engines of one kind, and the model of them. Adding one costs microseconds, `refit` half a millisecond
     with all kinds of steps there are."""
@@ -82,6 +91,8 @@ class OnlineFit:
         """Steps that the model does not know yet."""
         self.num_changes = 0
         """How often older steps were given up, because the engine was not what it had been."""
+        self.prior_off: float | None = None
+        """By how much of what was measured the prior was off, if it was given up for that; above 0 it was too slow."""
         self._prior, self._prior_steps = prior, prior_steps
         self._rows: dict[_Kind, int] = {}
         self._steps = np.zeros((_MOST_KINDS, KEPT_OF_A_KIND, 5))
@@ -113,14 +124,28 @@ class OnlineFit:
         more than `_NOTICED`."""
         self.num_unseen = 0
         before = self.model
-        if before is not None and before.num_steps and self._has_changed(before.coefficients):
+        if self._prior is not None and self._is_doubtful(self._prior):
+            self._prior = None
+        elif before is not None and before.num_steps and self._has_changed(before.coefficients):
             self._steps[self._numbers < self._num_added - _NEWEST] = 0.0
             self.num_changes += 1
-        steps = self._steps[self._steps[:, :, 4] > 0]
+        steps = self._kept()
         if len(steps) < FEWEST_STEPS and self._prior is None:
             return False
         self.model = _fitted(steps, self._prior, self._prior_steps)
         return before is None or _differ(steps, before.coefficients, self.model.coefficients)
+
+    def _kept(self) -> Array:
+        return self._steps[self._steps[:, :, 4] > 0]
+
+    def _is_doubtful(self, prior: Coefficients) -> bool:
+        """Whether the prior says something else than most steps: it is one of another model or machine."""
+        steps = self._kept()
+        if len(steps) < _NEWEST:
+            return False
+        off = float(np.median(_expected(steps, np.asarray(prior)) / steps[:, 4] - 1))
+        self.prior_off = off if abs(off) > _CHANGED else None
+        return self.prior_off is not None
 
     def _row_of(self, kind: _Kind) -> int:
         row = self._rows.get(kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +29,7 @@ from llumsched.cluster.view import View
 from llumsched.cms.store import Store, open_store
 from llumsched.dispatch.dispatcher import Dispatcher, Ledger
 from llumsched.dispatch.warmth import QUIET_S
+from llumsched.latency.profile import Profile, check_llumnix, read_llumnix, read_profile
 from llumsched.policy.document import Mode, Policy
 from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.rescheduling.http import add_debug_route
@@ -71,6 +72,13 @@ def _endpoints(value: str) -> dict[Address, InferType]:
     return found
 
 
+def _profile_files(value: str) -> tuple[str, ...]:
+    paths = tuple(filter(None, map(str.strip, value.split(","))))
+    for path in paths:
+        read_profile(path)
+    return paths
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     policy: Policy
@@ -109,6 +117,26 @@ class SchedulerConfig:
         _TIME,
         "how long a request that was sent counts if it never gets there",
         flag="--request-local-account-staleness-seconds",
+        mode=Mode.FULL,
+    )
+    step_profiles: Sequence[str] = _dispatch.setting(
+        (),
+        Kind(_profile_files, "FILE,…"),
+        "what is known of engines' steps before they are seen, for predictions (docs/policies.md)",
+        mode=Mode.FULL,
+    )
+    ttft_profile: str = _dispatch.setting(
+        "",
+        kinds.file(check_llumnix),
+        "the same in Llumnix's form: times to the first token",
+        flag="--ttft-profiling-data-path",
+        mode=Mode.FULL,
+    )
+    tpot_profile: str = _dispatch.setting(
+        "",
+        kinds.file(check_llumnix),
+        "and times between two tokens",
+        flag="--tpot-profiling-data-path",
         mode=Mode.FULL,
     )
     warms_up_s: float = _dispatch.setting(
@@ -167,6 +195,7 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
             time.monotonic,
             warms_up_s=warms_up_s,
             providers=all_request_providers(),
+            profiles=profiles_of(config),
         )
         stack.callback(dispatcher.close)
         stack.push_async_callback(cancel, asyncio.create_task(keep_running("expiry", partial(_expire, ledger))))
@@ -180,6 +209,13 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
         port = await _listen(stack, app, config)
         return RunningScheduler(config.host, port, store.view, dispatcher, rescheduler, store, stack.pop_all())
     raise AssertionError("the stack swallows nothing")
+
+
+def profiles_of(config: SchedulerConfig) -> list[Profile]:
+    """What is known of steps beforehand. Raises ValueError for files that do not go together."""
+    found = [read_profile(path) for path in config.step_profiles]
+    llumnix = [path for path in (config.ttft_profile, config.tpot_profile) if path]
+    return [*found, read_llumnix(llumnix)] if llumnix else found
 
 
 def _ledger(config: SchedulerConfig, view: View) -> Ledger:

@@ -8,6 +8,7 @@ makes one of them slower than the others, and what prefills take of the time bet
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -18,6 +19,9 @@ from llumlet.types import InstanceMetadata, InstanceStatus, StepSample
 from llumsched.cluster.instance import Instance
 from llumsched.latency.fitting import Coefficients, MeasuredStep
 from llumsched.latency.online import OnlineFit, StepModel
+from llumsched.latency.profile import Profile
+
+_log = logging.getLogger(__name__)
 
 REFIT_S: Final = 2.0
 """Between two fits of one kind, while steps come; the first comes as soon as it can."""
@@ -54,6 +58,8 @@ class _Fit:
     online: OnlineFit
     due_s: float = -math.inf
     members: set[str] = field(default_factory=set)
+    profile: Profile | None = None
+    """That it began with, and has not given up."""
     gone_tokens: float = 0.0
     """Tokens of requests that are gone; those of late count more."""
     kv_seconds: float = 0.0
@@ -118,8 +124,10 @@ class StepModels:
     decodes, and token of its KV cache. `gone_per_s`: of the tokens of requests that decode, the share that goes each
     second, as its requests end. Not a number before anything is known."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], profiles: Sequence[Profile] = ()) -> None:
+        """`profiles`: what is known beforehand; of one model the first counts."""
         self._clock = clock
+        self._profiles = profiles
         self._fits: dict[Kind, _Fit] = {}
         self._recent: dict[str, _Recent] = {}
         self._listeners: list[Callable[[str], None]] = []
@@ -183,8 +191,15 @@ class StepModels:
         kind = kind_of(instance.metadata)
         fit = self._fits.get(kind)
         if fit is None:
-            fit = self._fits[kind] = _Fit(OnlineFit())
+            fit = self._fits[kind] = self._started(kind)
         return fit
+
+    def _started(self, kind: Kind) -> _Fit:
+        profile = next((one for one in self._profiles if one.fits(kind.model)), None)
+        if profile is None:
+            return _Fit(OnlineFit())
+        _log.info("Steps of %s are taken to be as profile %s says, until they are seen", kind.model, profile.source)
+        return _Fit(OnlineFit(profile.coefficients), profile=profile)
 
     def _leave(self, instance_id: str) -> None:
         for fit in self._fits.values():
@@ -195,7 +210,14 @@ class StepModels:
         if not online.num_unseen or (online.model is not None and now_s < fit.due_s):
             return
         fit.due_s = now_s + REFIT_S
-        if online.refit():
+        changed = online.refit()
+        if fit.profile is not None and online.prior_off is not None:
+            _log.warning(
+                "Profile %s is used no more: what it expects of most steps is off by %+.0f %%",
+                fit.profile.source, 100 * online.prior_off,
+            )  # fmt: skip
+            fit.profile = None
+        if changed:
             for instance_id in fit.members:
                 for listener in self._listeners:
                     listener(instance_id)

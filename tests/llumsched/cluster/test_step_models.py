@@ -14,7 +14,8 @@ from llumsched.cluster.providers.in_flight import InFlight
 from llumsched.cluster.providers.step_models import HALF_LIFE_S, REFIT_S, StepModels
 from llumsched.cluster.table import Table, standard_table
 from llumsched.cluster.view import View
-from llumsched.latency.fitting import MeasuredStep
+from llumsched.latency.fitting import Coefficients, MeasuredStep
+from llumsched.latency.profile import Profile
 from tests.llumsched import cases
 from tests.llumsched.latency.test_fitting import TRUE, steps
 
@@ -24,10 +25,10 @@ MEASURED = steps(TRUE, 2000, noise=0.02)
 class World:
     """A view with a table; statuses come by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, *profiles: Profile) -> None:
         self.now_s = 100.0
         self.view = View(lambda: self.now_s, wall_clock=lambda: self.now_s)
-        self.models = StepModels(lambda: self.now_s)
+        self.models = StepModels(lambda: self.now_s, profiles)
         self.table: Table = standard_table(InFlight(), self.models)
         self.view.observe(self.models)
         self.view.observe(self.table)
@@ -57,6 +58,24 @@ class World:
 @pytest.fixture
 def world() -> World:
     return World()
+
+
+def test_a_profile_is_for_engines_of_its_model_until_they_show_something_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    twice = Coefficients(*(2 * each for each in TRUE))
+    world = World(Profile("m1", twice, 100, 0.01, "one.json"), Profile("", TRUE, 100, 0.01, "any.json"))
+    for name, model in (("a", "m1"), ("b", "m2")):
+        world.appear(name, model=model)
+        world.tell(name)
+    assert world.column("step_s", "a") == pytest.approx(twice.a, rel=1e-3)
+    assert world.column("step_s", "b") == pytest.approx(TRUE.a, rel=1e-3)
+    for name in "ab":
+        world.learn(name, MEASURED[:400])
+        assert world.column("step_s", name) == pytest.approx(TRUE.a, rel=0.1)
+    given_up = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(given_up) == 1
+    assert given_up[0].startswith("Profile one.json is used no more: what it expects of most steps is off by +")
 
 
 def test_before_anything_is_known_nothing_is_said(world: World) -> None:

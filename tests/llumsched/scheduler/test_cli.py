@@ -17,10 +17,12 @@ from llumlet.tasks import end
 from llumlet.types import Address
 from llumsched.cli import prepare
 from llumsched.commands import scheduler
+from llumsched.latency.profile import Profile, for_llumnix
 from llumsched.policy.document import Mode
 from llumsched.scheduler.process import SchedulerConfig
 from tests.llumlet.fake_agent import until
 from tests.llumsched.conftest import start
+from tests.llumsched.latency.test_fitting import TRUE
 
 
 def parsed(*arguments: str) -> tuple[list[str], SchedulerConfig | None]:
@@ -158,6 +160,26 @@ def test_all_faults_at_once(arguments: list[str], faults: list[str]) -> None:
     assert len(said) == len(faults)
     for fault in faults:
         assert any(fault in one for one in said), said
+
+
+def test_profiles_are_read_before_anything_starts(tmp_path: Path) -> None:
+    ttft, tpot = (json.loads(text) for text in for_llumnix(Profile("m", TRUE, 100, 0.01, "here")))
+    files = {"few": {"results": ttft["results"][:3]}, "ttft": ttft, "other": tpot | {"metadata": {"model": "n"}}}
+    paths = {name: str(tmp_path / name) for name in files}
+    for name, content in files.items():
+        Path(paths[name]).write_text(json.dumps(content))
+    for arguments, fault in (
+        ([f"--step-profiles={tmp_path}/none"], "cannot be read: No such file"),
+        ([f"--step-profiles={paths['ttft']}"], "llumnix_profile is None, not 1"),
+        ([f"--ttft-profiling-data-path={paths['few']}"], "3 results are too few, 8 at least"),
+        (
+            [f"--ttft-profiling-data-path={paths['ttft']}", f"--tpot-profiling-data-path={paths['other']}"],
+            "of different models, m and n",
+        ),
+    ):
+        (said,) = parsed(*arguments)[0]
+        assert fault in said
+    assert config(f"--ttft-profiling-data-path={paths['ttft']}").ttft_profile == paths["ttft"]
 
 
 @pytest.mark.asyncio

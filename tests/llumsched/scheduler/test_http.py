@@ -16,6 +16,7 @@ import pytest_asyncio
 
 from llumlet.types import StepSample
 from llumsched.contract import MAX_BODY_BYTES
+from llumsched.latency.profile import Profile, for_llumnix
 from llumsched.policy.document import Mode, load_policy
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
 from tests.llumlet.fake_agent import until
@@ -268,18 +269,38 @@ full: {neutral: {metrics: [predicted_tpot], filters: [soonFilter], selector: {me
         url = "/debug/schedule?model=m&prompt_num_tokens="
         (stage,) = json.loads((await client.get(url + "10"))[1])["stages"]
         assert stage["instances"][0]["predicted"] is None
-        told = [StepSample(number=number, **step._asdict()) for number, step in enumerate(steps(TRUE, 100), start=1)]
+        told = [StepSample(number=number, **step._asdict()) for number, step in enumerate(steps(TRUE, 16), start=1)]
         cases.put(running.view, "a", 2, steps=told)
         (stage,) = json.loads((await client.get(url + "1000"))[1])["stages"]
         (one,) = stage["instances"]
         seconds = TRUE.a + 1000 * TRUE.b + 500_500 * TRUE.c
         assert one["predicted"]["ttft_ms"] == pytest.approx(1e3 * seconds, rel=0.02)
         assert one["predicted"]["tpot_ms"] == pytest.approx(1e3 * (TRUE.a + TRUE.d + 1000 * TRUE.e), rel=0.02)
-        assert one["predicted"]["num_steps"] == 100
+        assert one["predicted"]["num_steps"] == 16
         assert max(one["predicted"][f"{name}_deviation"] for name in ("ttft", "tpot")) < 0.05
         assert stage["chosen"] == "a"
         (stage,) = json.loads((await client.get(url + "4000"))[1])["stages"]
         assert [one["reason"].split(" (")[0] for one in stage["instances"][0]["refused_by"]] == ["too late"]
+
+
+async def test_with_a_profile_predictions_begin_with_the_first_request(tmp_path: Path) -> None:
+    profile = Profile("m", TRUE, 100, 0.01, "here")
+    ours, first, later = (tmp_path / name for name in ("ours.json", "ttft.json", "tpot.json"))
+    ours.write_text(profile.written())
+    for file, text in zip((first, later), for_llumnix(profile), strict=True):
+        file.write_text(text)
+    policy = load_policy("load-balance", Mode.FULL)
+    for files in ({"step_profiles": (str(ours),)}, {"ttft_profile": str(first), "tpot_profile": str(later)}):
+        async with AsyncExitStack() as stack:
+            running = await serve(
+                SchedulerConfig(policy, "127.0.0.1", 0, "listen://127.0.0.1:0", warms_up_s=0.0, **files)
+            )
+            stack.push_async_callback(running.close)
+            client = Client(running, await stack.enter_async_context(aiohttp.ClientSession()))
+            cases.put(running.view, "a", model="m")
+            (stage,) = json.loads((await client.get("/debug/schedule?model=m&prompt_num_tokens=1000"))[1])["stages"]
+            seconds = TRUE.a + 1000 * TRUE.b + 500_500 * TRUE.c
+            assert stage["instances"][0]["predicted"]["ttft_ms"] == pytest.approx(1e3 * seconds, rel=0.03)
 
 
 async def test_pages_for_people_and_machines(client: Client) -> None:

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps of one live engine, made on purpose: prompts of all lengths, and batches that decode, one after the other.
+
+With its llumlet, the engine itself tells of its steps. Without, what a client sees stands in for them: the first token
+of a request alone for the step that computes its prompt, the way there and back with it; the time between two tokens of
+a batch for a step that decodes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import aiohttp
+
+from llumlet.client import LlumletClient
+from llumsched.latency.fitting import MeasuredStep
+
+_TOKEN_IDS: Final = range(100, 900)
+"""Tokens that any vocabulary has."""
+_OUTPUT: Final = 32
+"""Tokens of an answer of a batch that decodes."""
+_REPEATED: Final = 3
+_FILLED: Final = 0.8
+"""Share of the KV cache that a batch has at most: nobody is to be preempted."""
+_ASK_S: Final = 0.05
+"""Between two questions for the latest steps: the engine keeps those of 0.2 s."""
+_REQUEST_S: Final = 300.0
+PROMPTS: Final = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+BATCHES: Final = (1, 2, 4, 8, 16, 32, 64)
+CONTEXTS: Final = (32, 256, 1024, 4096, 16384)
+
+
+class ProfileFailed(Exception):
+    """An engine that cannot be measured, and why."""
+
+
+class Cell(NamedTuple):
+    """So many requests at the same time."""
+
+    number: int
+    prompt: int
+    output: int
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The API server of an engine, and what it can take."""
+
+    url: str
+    model: str
+    api_key: str
+    most_tokens: int
+    """Of one request, prompt and output."""
+    capacity: int
+    """Of the KV cache in tokens."""
+
+
+def cells(target: Target, most_requests: int) -> list[Cell]:
+    """What is measured, each cell several times: prompts alone, and batches at several lengths."""
+    most = min(target.most_tokens, int(_FILLED * target.capacity))
+    prompts = [Cell(1, prompt, 2) for prompt in PROMPTS if prompt + 2 <= most]
+    decodes = [
+        Cell(number, context, _OUTPUT)
+        for number, context in itertools.product(BATCHES, CONTEXTS)
+        if number <= most_requests
+        and context + _OUTPUT <= most
+        and number * (context + _OUTPUT) <= _FILLED * target.capacity
+    ]
+    return [cell for cell in (*prompts, *decodes) for _ in range(_REPEATED)]
+
+
+async def measure(
+    target: Target, plan: Sequence[Cell], llumlet: LlumletClient | None, done: Callable[[], None], seed: int = 0
+) -> list[MeasuredStep]:
+    """Plays all cells, and calls `done` after each. Raises ProfileFailed."""
+    chance = random.Random(seed)
+    found: dict[int, MeasuredStep] = {}
+    seen: list[MeasuredStep] = []
+    headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+    asking = asyncio.create_task(_ask(llumlet, found)) if llumlet is not None else None
+    try:
+        timeout = aiohttp.ClientTimeout(total=_REQUEST_S)
+        async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+            await _play(session, target, Cell(1, 16, 2), chance)  # whatever is made at the first request is made
+            found.clear()
+            for cell in plan:
+                seen += _as_steps(cell, await _play(session, target, cell, chance))
+                done()
+                if asking is not None and asking.done():
+                    await asking  # it has failed
+    finally:
+        if asking is not None:
+            asking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asking
+    return seen if llumlet is None else list(found.values())
+
+
+async def _ask(llumlet: LlumletClient, found: dict[int, MeasuredStep]) -> None:
+    """Collects what the engine tells of its steps, until it is cancelled."""
+    while True:
+        status = await llumlet.get_instance_status()
+        for sample in status.steps:
+            found[sample.number] = MeasuredStep(*(getattr(sample, name) for name in MeasuredStep._fields))
+        await asyncio.sleep(_ASK_S)
+
+
+async def _play(session: aiohttp.ClientSession, target: Target, cell: Cell, chance: random.Random) -> list[list[float]]:
+    """Times of the tokens of each request, in seconds since it was sent."""
+    prompts = [chance.choices(_TOKEN_IDS, k=cell.prompt) for _ in range(cell.number)]
+    return await asyncio.gather(*(_complete(session, target, prompt, cell.output) for prompt in prompts))
+
+
+async def _complete(session: aiohttp.ClientSession, target: Target, prompt: list[int], output: int) -> list[float]:
+    body: dict[str, Any] = {
+        "model": target.model, "prompt": prompt, "max_tokens": output, "ignore_eos": True, "temperature": 0,
+        "stream": True,
+    }  # fmt: skip
+    began_s, times = time.monotonic(), []
+    try:
+        async with session.post(f"{target.url}/v1/completions", json=body) as answer:
+            if answer.status != 200:
+                raise ProfileFailed(f"{target.url} answers {answer.status}: {(await answer.text())[:300]}")
+            async for line in answer.content:
+                if line.startswith(b"data: {"):
+                    if "error" in (event := json.loads(line[6:])):
+                        raise ProfileFailed(f"{target.url} ends a request: {event['error']}")
+                    times.append(time.monotonic() - began_s)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise ProfileFailed(f"{target.url}: {error or 'no answer'}") from None
+    if len(times) < 2:
+        raise ProfileFailed(f"{target.url} answers {len(times)} tokens, not {output}")
+    return times
+
+
+def _as_steps(cell: Cell, times: Sequence[Sequence[float]]) -> list[MeasuredStep]:
+    """What a client has seen of a cell, as if it were the engine's steps."""
+    if cell.number == 1 and cell.output == 2:
+        pairs = cell.prompt * (cell.prompt + 1) // 2
+        return [MeasuredStep(cell.prompt, pairs, 0, 0, times[0][0])]
+    gaps = [(each[-1] - each[0]) / (len(each) - 1) for each in times]
+    kv = cell.number * (cell.prompt + cell.output // 2)
+    return [MeasuredStep(0, 0, cell.number, kv, sum(gaps) / len(gaps))]

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`llumnix profile` of a real engine, by its llumlet and by its API alone; and a scheduler that begins with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llumsched.latency.profile import read_llumnix, read_profile
+from tests.integration.conftest import Engines
+from tests.integration.test_command_line import llumnix
+
+SHORT = ("--most-prompt-tokens", "512", "--most-requests", "4")
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("conserved")
+async def test_an_engine_is_measured(engines: Engines, tmp_path: Path) -> None:
+    ours, prefix = tmp_path / "ours.json", tmp_path / "theirs"
+    files = ("--output", str(ours), "--llumnix-prefix", str(prefix))
+    code, text = await llumnix("profile", "--llumlet", str(engines.a.llumlet), *files, *SHORT, "--json")
+    assert code == 0, text
+    told = json.loads(next(line for line in text.splitlines() if line.startswith("{")))
+    found = read_profile(str(ours))
+    assert (found.model, told["file"], told["steps"]) == ("model", str(ours), found.num_steps)
+    assert found.num_steps > 20
+    theirs = read_llumnix([f"{prefix}-{name}.json" for name in ("ttft", "tpot")])
+    assert theirs.coefficients.a == pytest.approx(found.coefficients.a, rel=0.2)
+
+    code, text = await llumnix("profile", "--endpoint", engines.a.base_url, "--output", str(ours), *SHORT)
+    assert code == 0, text
+    seen = read_profile(str(ours))
+    # What a client sees of a step is more than the step.
+    assert found.coefficients.a * 0.5 < seen.coefficients.a < found.coefficients.a * 5 + 0.02
+
+    code, text = await llumnix("profile", "--endpoint", engines.a.base_url, "--model", "another", "--output", str(ours))
+    assert code == 5, text
+    assert "does not serve 'another', but model" in text

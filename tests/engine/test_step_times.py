@@ -41,6 +41,12 @@ def test_what_a_batch_computes(step: Any, said: tuple[int, ...]) -> None:
     assert (sample.prefill_tokens, sample.pairs, sample.num_decodes, sample.decode_kv) == said
 
 
+def test_a_request_that_is_not_described_ends_no_engine() -> None:
+    step = batch(a=(9, 1), b=(0, 4))
+    step.num_scheduled_tokens["strange"] = 1
+    assert (sample_of(step).num_decodes, sample_of(step).decode_kv) == (2, 10 + 1)
+
+
 def test_prefills_have_a_quota_of_their_own() -> None:
     now = 0.0
     times = StepTimes(lambda: now)

@@ -66,7 +66,8 @@ class StepTimes:
 
 
 def sample_of(scheduled: SchedulerOutput) -> StepSample:
-    """What a batch computes. A request of which one token is computed decodes, and so does one with a draft."""
+    """What a batch computes. A request of which one token is computed decodes, and so does one with a draft. One that
+    vLLM does not describe counts as new: an error here would end the engine."""
     computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
     known = scheduled.scheduled_cached_reqs
     computed |= zip(known.req_ids, known.num_computed_tokens, strict=True)
@@ -75,8 +76,8 @@ def sample_of(scheduled: SchedulerOutput) -> StepSample:
     for name, number in scheduled.num_scheduled_tokens.items():
         if number == 1 or name in drafts:
             num_decodes += 1
-            decode_kv += computed[name] + number
+            decode_kv += computed.get(name, 0) + number
         else:
             prefill_tokens += number
-            pairs += number * computed[name] + number * (number + 1) // 2
+            pairs += number * computed.get(name, 0) + number * (number + 1) // 2
     return StepSample(prefill_tokens=prefill_tokens, pairs=pairs, num_decodes=num_decodes, decode_kv=decode_kv)

@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 import aiohttp
 
 from llumlet.client import LlumletClient
-from llumsched.latency.fitting import MeasuredStep
+from llumsched.latency.fitting import MeasuredStep, pairs
 
 _TOKEN_IDS: Final = range(100, 900)
 """Tokens that any vocabulary has."""
@@ -109,7 +109,7 @@ async def _ask(llumlet: LlumletClient, found: dict[int, MeasuredStep]) -> None:
     while True:
         status = await llumlet.get_instance_status()
         for sample in status.steps:
-            found[sample.number] = MeasuredStep(*(getattr(sample, name) for name in MeasuredStep._fields))
+            found[sample.number] = MeasuredStep.of(sample)
         await asyncio.sleep(_ASK_S)
 
 
@@ -144,8 +144,7 @@ async def _complete(session: aiohttp.ClientSession, target: Target, prompt: list
 def _as_steps(cell: Cell, times: Sequence[Sequence[float]]) -> list[MeasuredStep]:
     """What a client has seen of a cell, as if it were the engine's steps."""
     if cell.number == 1 and cell.output == 2:
-        pairs = cell.prompt * (cell.prompt + 1) // 2
-        return [MeasuredStep(cell.prompt, pairs, 0, 0, times[0][0])]
+        return [MeasuredStep(cell.prompt, pairs(0, cell.prompt), 0, 0, times[0][0])]
     gaps = [(each[-1] - each[0]) / (len(each) - 1) for each in times]
     kv = cell.number * (cell.prompt + cell.output // 2)
     return [MeasuredStep(0, 0, cell.number, kv, sum(gaps) / len(gaps))]

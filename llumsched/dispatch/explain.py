@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from llumsched.cluster.providers.step_models import StepModels
+from llumsched.latency.fitting import pairs
 from llumsched.policy.candidates import Candidates
 from llumsched.policy.filters import GroupFilter
 from llumsched.policy.pipeline import Decision
@@ -64,7 +65,7 @@ def _predicted(candidates: Candidates, row: int, step_models: StepModels) -> dic
     return {
         "ttft_ms": number(candidates["predicted_ttft"][row]),
         "tpot_ms": number(candidates["predicted_tpot"][row]),
-        "ttft_deviation": number(model.deviation(tokens, tokens * (tokens + 1) / 2, decodes, decode_kv)),
+        "ttft_deviation": number(model.deviation(tokens, pairs(0, tokens), decodes, decode_kv)),
         "tpot_deviation": number(model.deviation(0, 0, decodes + 1, decode_kv + tokens)),
         "step_error": number(model.error),
         "num_steps": model.num_steps,

@@ -20,6 +20,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from llumlet.types import StepSample
+
 FEWEST_STEPS: Final = 50
 FEWEST_OF_A_KIND: Final = 10
 """Steps that compute something of what a number stands for: prefills, decodes."""
@@ -44,6 +46,16 @@ class MeasuredStep(NamedTuple):
     num_decodes: int
     decode_kv: int
     seconds: float
+
+    @classmethod
+    def of(cls, sample: StepSample) -> MeasuredStep:
+        """The step that an engine tells of."""
+        return cls(sample.prefill_tokens, sample.pairs, sample.num_decodes, sample.decode_kv, sample.seconds)
+
+
+def pairs(start: int, num_tokens: int) -> int:
+    """Pairs of queries and keys of a chunk that begins at position `start`."""
+    return num_tokens * start + num_tokens * (num_tokens + 1) // 2
 
 
 class Coefficients(NamedTuple):

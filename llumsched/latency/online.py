@@ -46,7 +46,7 @@ _Kind = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class StepModel:
+class LearntModel:
     """What was learnt."""
 
     coefficients: Coefficients
@@ -68,11 +68,11 @@ class StepModel:
         counts = np.array((1.0, prefill_tokens, pairs, num_decodes, decode_kv))
         if counts[~self.is_known].any():
             return math.inf
-        seconds = float(np.asarray(self.coefficients) @ counts)
-        return math.sqrt(max(float(counts @ self.covariance @ counts), 0.0)) / seconds
+        variance = max(float(counts @ self.covariance @ counts), 0.0)
+        return math.sqrt(variance) / self.seconds(prefill_tokens, pairs, num_decodes, decode_kv)
 
 
-def learn(steps: Sequence[MeasuredStep]) -> StepModel:
+def learn(steps: Sequence[MeasuredStep]) -> LearntModel:
     """The model of these steps, all of them. Raises ValueError for too few."""
     if len(steps) < FEWEST_STEPS:
         raise ValueError(f"{len(steps)} steps are too few, {FEWEST_STEPS} at least")
@@ -85,7 +85,7 @@ class OnlineFit:
 
     def __init__(self, prior: Coefficients | None = None, prior_steps: float = 20.0) -> None:
         """`prior`: what a profile says; it weighs as much as so many steps in each of its numbers."""
-        self.model: StepModel | None = None
+        self.model: LearntModel | None = None
         """None until there are enough steps, or a prior."""
         self.num_unseen = 0
         """Steps that the model does not know yet."""
@@ -186,7 +186,7 @@ def _expected(steps: Array, coefficients: Array) -> Array:
     return _table(steps) @ coefficients
 
 
-def _fitted(steps: Array, prior: Coefficients | None, prior_steps: float) -> StepModel:
+def _fitted(steps: Array, prior: Coefficients | None, prior_steps: float) -> LearntModel:
     counts, seconds = _table(steps), steps[:, 4]
     expected, found = seconds, np.zeros(5)
     covariance, is_known = np.zeros((5, 5)), np.ones(5, np.bool_)
@@ -211,7 +211,7 @@ def _fitted(steps: Array, prior: Coefficients | None, prior_steps: float) -> Ste
     errors = counts @ found / seconds - 1
     variance = float(np.mean(np.minimum(np.abs(errors), 1.0) ** 2)) if len(steps) else _CHANGED**2
     error = float(np.median(np.abs(errors))) if len(steps) else _CHANGED
-    return StepModel(Coefficients(*map(float, found)), len(steps), error, covariance * variance, is_known)
+    return LearntModel(Coefficients(*map(float, found)), len(steps), error, covariance * variance, is_known)
 
 
 def _lengths_of(prior: Coefficients, prior_steps: float) -> Array:

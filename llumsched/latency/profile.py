@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from llumsched.latency.fitting import Coefficients, MeasuredStep
-from llumsched.latency.online import FEWEST_STEPS, StepModel, learn
+from llumsched.latency.fitting import Coefficients, MeasuredStep, pairs
+from llumsched.latency.online import FEWEST_STEPS, LearntModel, learn
 
 _VERSION: Final = 1
 _MOST_BYTES: Final = 64 << 20
@@ -61,7 +61,7 @@ class Profile:
         return json.dumps(document, indent=2) + "\n"
 
 
-def profile_of(model: StepModel, name: str, source: str) -> Profile:
+def profile_of(model: LearntModel, name: str, source: str) -> Profile:
     return Profile(name, model.coefficients, model.num_steps, model.error, source)
 
 
@@ -104,19 +104,10 @@ def read_llumnix(paths: Sequence[str]) -> Profile:
     return profile_of(learn(steps), named[0] if named else "", ", ".join(paths))
 
 
-def check_llumnix(path: str) -> None:
-    """Raises ValueError for a file that cannot be read as one of Llumnix's. Alone it may have too few results."""
-    document = _document(path)
-    try:
-        list(_steps(document.get("results")))
-    except ValueError as problem:
-        raise ValueError(f"profile {path}: {problem}") from None
-
-
 def for_llumnix(profile: Profile) -> tuple[str, str]:
     """Texts of Llumnix's two files: of first tokens, and of decodes."""
     a, b, c, d, e = profile.coefficients
-    ttft = [{"tokens_num": n, **_times(a + b * n + c * n * (n + 1) / 2)} for n in PROMPTS]
+    ttft = [{"tokens_num": n, **_times(a + b * n + c * pairs(0, n))} for n in PROMPTS]
     tpot = [
         {"batch_size": batch, "tokens_per_request": length, **_times(a + d * batch + e * batch * length)}
         for batch in BATCHES
@@ -166,7 +157,7 @@ def _steps(results: Any) -> Iterator[MeasuredStep]:
             raise ValueError(f"{where}.p50 is not above 0")
         if "tokens_num" in result:
             (tokens,) = _counts(where, result, ("tokens_num",))
-            yield MeasuredStep(tokens, tokens * (tokens + 1) // 2, 0, 0, seconds)
+            yield MeasuredStep(tokens, pairs(0, tokens), 0, 0, seconds)
         else:
             batch, length = _counts(where, result, ("batch_size", "tokens_per_request"))
             yield MeasuredStep(0, 0, batch, batch * length, seconds)

@@ -29,7 +29,7 @@ from llumsched.cluster.view import View
 from llumsched.cms.store import Store, open_store
 from llumsched.dispatch.dispatcher import Dispatcher, Ledger
 from llumsched.dispatch.warmth import QUIET_S
-from llumsched.latency.profile import Profile, check_llumnix, read_llumnix, read_profile
+from llumsched.latency.profile import Profile, read_llumnix, read_profile
 from llumsched.policy.document import Mode, Policy
 from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.rescheduling.http import add_debug_route
@@ -72,11 +72,8 @@ def _endpoints(value: str) -> dict[Address, InferType]:
     return found
 
 
-def _profile_files(value: str) -> tuple[str, ...]:
-    paths = tuple(filter(None, map(str.strip, value.split(","))))
-    for path in paths:
-        read_profile(path)
-    return paths
+def _profiles(value: str) -> tuple[Profile, ...]:
+    return tuple(read_profile(path) for path in filter(None, map(str.strip, value.split(","))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,22 +116,22 @@ class SchedulerConfig:
         flag="--request-local-account-staleness-seconds",
         mode=Mode.FULL,
     )
-    step_profiles: Sequence[str] = _dispatch.setting(
+    step_profiles: Sequence[Profile] = _dispatch.setting(
         (),
-        Kind(_profile_files, "FILE,…"),
+        Kind(_profiles, "FILE,…"),
         "what is known of engines' steps before they are seen, for predictions (docs/policies.md)",
         mode=Mode.FULL,
     )
     ttft_profile: str = _dispatch.setting(
         "",
-        kinds.file(check_llumnix),
+        kinds.text("FILE"),
         "the same in Llumnix's form: times to the first token",
         flag="--ttft-profiling-data-path",
         mode=Mode.FULL,
     )
     tpot_profile: str = _dispatch.setting(
         "",
-        kinds.file(check_llumnix),
+        kinds.text("FILE"),
         "and times between two tokens",
         flag="--tpot-profiling-data-path",
         mode=Mode.FULL,
@@ -213,9 +210,8 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
 
 def profiles_of(config: SchedulerConfig) -> list[Profile]:
     """What is known of steps beforehand. Raises ValueError for files that do not go together."""
-    found = [read_profile(path) for path in config.step_profiles]
     llumnix = [path for path in (config.ttft_profile, config.tpot_profile) if path]
-    return [*found, read_llumnix(llumnix)] if llumnix else found
+    return [*config.step_profiles, *([read_llumnix(llumnix)] if llumnix else [])]
 
 
 def _ledger(config: SchedulerConfig, view: View) -> Ledger:

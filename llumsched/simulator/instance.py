@@ -8,12 +8,13 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from llumlet.types import Health, InstanceMetadata, InstanceStatus
+from llumsched.latency.fitting import pairs
 from llumsched.simulator import PS
 from llumsched.simulator.blocks import Blocks, SharedBlocks, UniqueBlocks
 from llumsched.simulator.clock import Action, Clock
 from llumsched.simulator.engine import Engine
 from llumsched.simulator.requests import EngineRequest, Watcher
-from llumsched.simulator.step_model import Hardware, pairs
+from llumsched.simulator.step_model import Hardware
 
 _RECENT_PS: Final = 10 * PS
 """How long an arrival is named in the status (`vllm_llumnix.engine.load`)."""

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Iterator
 from operator import attrgetter
 
+from llumsched.latency.fitting import pairs
 from llumsched.simulator.requests import EngineRequest
-from llumsched.simulator.step_model import pairs
 
 
 class QueuePlace(enum.Enum):

@@ -43,11 +43,6 @@ class StepModel:
         return self.a + self.b * prefill_tokens + self.c * pairs + self.d * num_decodes + self.e * decode_kv
 
 
-def pairs(start: int, num_tokens: int) -> int:
-    """Pairs of queries and keys of a chunk that begins at position `start`."""
-    return num_tokens * start + num_tokens * (num_tokens + 1) // 2
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """What decides vLLM's batches."""

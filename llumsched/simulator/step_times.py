@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from llumlet.types import InstanceStatus, StepSample
+from llumsched.latency.fitting import pairs
 from llumsched.simulator import PS
 from llumsched.simulator.requests import EngineRequest
-from llumsched.simulator.step_model import pairs
 
 _SAMPLE_PS: Final = PS // 10
 _KEPT: Final = 4

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from llumsched.latency.fitting import pairs
 from llumsched.simulator.step_model import (
     EngineConfig,
     StepModel,
     built_in_hardware,
     describe_hardware,
     load_hardware,
-    pairs,
     parse_hardware,
 )
 

@@ -117,7 +117,7 @@ def share_of(place: Place, request: Countable, hit: Hit = NO_HIT, *, moving: boo
             waiting_to_decode_tokens=num_tokens * decodes,
             waiting_prefill_tokens=uncomputed if uncomputed > 1 else 0,
             waiting_unallocated_tokens=num_tokens - max(final_tokens, hit.shared_tokens),
-            prefill_pairs=_pairs(computed, num_tokens),
+            prefill_pairs=pairs(computed, uncomputed) if uncomputed > 1 else 0,
         )
     uncomputed = num_tokens - final_tokens
     return Load(
@@ -126,10 +126,10 @@ def share_of(place: Place, request: Countable, hit: Hit = NO_HIT, *, moving: boo
         running_to_decode_tokens=num_tokens * decodes,
         running_prefill_tokens=uncomputed if uncomputed > 1 else 0,
         running_unallocated_tokens=max(0, num_tokens - request.num_computed_tokens) if uncomputed > 1 else 0,
-        prefill_pairs=_pairs(final_tokens, num_tokens),
+        prefill_pairs=pairs(final_tokens, uncomputed) if uncomputed > 1 else 0,
     )
 
 
-def _pairs(begin: int, end: int) -> int:
-    """Pairs of the prefill tokens from position `begin` to `end`; a single one is a decode."""
-    return (end * (end + 1) - begin * (begin + 1)) // 2 if end - begin > 1 else 0
+def pairs(begin: int, number: int) -> int:
+    """Pairs of a query and a key, of so many tokens from position `begin` on: for each, the tokens up to it."""
+    return number * begin + number * (number + 1) // 2

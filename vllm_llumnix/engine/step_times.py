@@ -9,11 +9,11 @@ are sums, from counts that are kept anyway.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from llumlet.types import StepSample
+from vllm_llumnix.engine.load import pairs
 from vllm_llumnix.kv.vllm_types import SchedulerOutput
 
 SAMPLE_SECONDS: Final = 0.1
@@ -45,7 +45,6 @@ class StepTimes:
         self._num_steps = 0
         self._sampled_at = {True: float("-inf"), False: float("-inf")}
         """The time of the last sample with prefills, and without."""
-        self._kept: deque[StepSample] = deque(maxlen=KEPT)
 
     def took(self, scheduled: SchedulerOutput, seconds: float | None, num_decodes: int, decode_kv: int) -> None:
         """A step over this batch has ended, `seconds` after the one before it, and in it `num_decodes` requests of the
@@ -61,8 +60,7 @@ class StepTimes:
         self._sampled_at[prefills] = now
         sample = sample_of(scheduled)
         sample.number, sample.seconds = self._num_steps, seconds
-        self._kept.append(sample)
-        self.samples = tuple(self._kept)
+        self.samples = (*self.samples, sample)[-KEPT:]
 
 
 def sample_of(scheduled: SchedulerOutput) -> StepSample:
@@ -72,12 +70,12 @@ def sample_of(scheduled: SchedulerOutput) -> StepSample:
     known = scheduled.scheduled_cached_reqs
     computed |= zip(known.req_ids, known.num_computed_tokens, strict=True)
     drafts = scheduled.scheduled_spec_decode_tokens
-    prefill_tokens = pairs = num_decodes = decode_kv = 0
+    prefill_tokens = num_pairs = num_decodes = decode_kv = 0
     for name, number in scheduled.num_scheduled_tokens.items():
         if number == 1 or name in drafts:
             num_decodes += 1
             decode_kv += computed.get(name, 0) + number
         else:
             prefill_tokens += number
-            pairs += number * computed.get(name, 0) + number * (number + 1) // 2
-    return StepSample(prefill_tokens=prefill_tokens, pairs=pairs, num_decodes=num_decodes, decode_kv=decode_kv)
+            num_pairs += pairs(computed.get(name, 0), number)
+    return StepSample(prefill_tokens=prefill_tokens, pairs=num_pairs, num_decodes=num_decodes, decode_kv=decode_kv)

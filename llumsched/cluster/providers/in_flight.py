@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from llumlet.protocol.infer_type import InferType
 from llumsched.cluster.instance import Instance
+from llumsched.latency.fitting import pairs
 
 
 class Counters(NamedTuple):
@@ -45,7 +46,7 @@ def counters_of(infer_type: InferType, num_tokens: int, *, prefilled: bool = Fal
         num_prefill_requests=int(is_prefill),
         num_decode_requests=int(is_decode),
         num_uncomputed_prefill_tokens=num_tokens * is_prefill,
-        num_uncomputed_prefill_pairs=num_tokens * (num_tokens + 1) // 2 * is_prefill,
+        num_uncomputed_prefill_pairs=pairs(0, num_tokens) * is_prefill,
         num_decode_tokens=num_tokens * is_decode,
         num_tokens=num_tokens,
     )

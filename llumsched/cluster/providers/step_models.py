@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
-from llumlet.types import InstanceMetadata, InstanceStatus, StepSample
+from llumlet.types import InstanceMetadata, InstanceStatus
 from llumsched.cluster.instance import Instance
 from llumsched.latency.fitting import Coefficients, MeasuredStep
-from llumsched.latency.online import OnlineFit, StepModel
+from llumsched.latency.online import LearntModel, OnlineFit
 from llumsched.latency.profile import Profile
 
 _log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class StepModels:
         self._recent: dict[str, _Recent] = {}
         self._listeners: list[Callable[[str], None]] = []
 
-    def model_of(self, instance: Instance) -> StepModel | None:
+    def model_of(self, instance: Instance) -> LearntModel | None:
         """What is known of the steps of an instance and its like."""
         recent = self._recent.get(instance.id)
         if recent is not None and recent.metadata is instance.metadata:
@@ -170,7 +170,7 @@ class StepModels:
             for sample in status.steps[-_MOST_TOLD:]:
                 if sample.number > recent.last_number:
                     recent.last_number = sample.number
-                    online.add(_step_of(sample))
+                    online.add(MeasuredStep.of(sample))
         self._note(recent, status)
         self._refit(recent.fit)
 
@@ -248,10 +248,3 @@ class StepModels:
             old.seconds * kept + seconds,
         )
         recent.fit.note(gone_tokens, decode_kv * seconds / steps, self._clock())
-
-
-_counts_of: Final = operator.attrgetter(*MeasuredStep._fields)
-
-
-def _step_of(sample: StepSample) -> MeasuredStep:
-    return MeasuredStep._make(_counts_of(sample))

@@ -10,7 +10,7 @@ import statistics
 import pytest
 
 from llumsched.latency.fitting import Coefficients, MeasuredStep
-from llumsched.latency.online import FEWEST_STEPS, KEPT_OF_A_KIND, OnlineFit, StepModel
+from llumsched.latency.online import FEWEST_STEPS, KEPT_OF_A_KIND, LearntModel, OnlineFit
 from tests.llumsched.latency.test_fitting import TRUE, steps
 
 
@@ -22,7 +22,7 @@ def learnt(*measured: MeasuredStep, prior: Coefficients | None = None) -> Online
     return fit
 
 
-def model(fit: OnlineFit) -> StepModel:
+def model(fit: OnlineFit) -> LearntModel:
     assert fit.model is not None
     return fit.model
 

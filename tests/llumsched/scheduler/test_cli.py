@@ -180,6 +180,8 @@ def test_profiles_are_read_before_anything_starts(tmp_path: Path) -> None:
         (said,) = parsed(*arguments)[0]
         assert fault in said
     assert config(f"--ttft-profiling-data-path={paths['ttft']}").ttft_profile == paths["ttft"]
+    Path(paths["few"]).write_text(Profile("m", TRUE, 100, 0.01, "").written())
+    assert config(f"--step-profiles={paths['few']}").step_profiles == (Profile("m", TRUE, 100, 0.01, paths["few"]),)
 
 
 @pytest.mark.asyncio

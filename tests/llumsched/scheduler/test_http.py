@@ -285,12 +285,11 @@ full: {neutral: {metrics: [predicted_tpot], filters: [soonFilter], selector: {me
 
 async def test_with_a_profile_predictions_begin_with_the_first_request(tmp_path: Path) -> None:
     profile = Profile("m", TRUE, 100, 0.01, "here")
-    ours, first, later = (tmp_path / name for name in ("ours.json", "ttft.json", "tpot.json"))
-    ours.write_text(profile.written())
+    first, later = (tmp_path / name for name in ("ttft.json", "tpot.json"))
     for file, text in zip((first, later), for_llumnix(profile), strict=True):
         file.write_text(text)
     policy = load_policy("load-balance", Mode.FULL)
-    for files in ({"step_profiles": (str(ours),)}, {"ttft_profile": str(first), "tpot_profile": str(later)}):
+    for files in ({"step_profiles": (profile,)}, {"ttft_profile": str(first), "tpot_profile": str(later)}):
         async with AsyncExitStack() as stack:
             running = await serve(
                 SchedulerConfig(policy, "127.0.0.1", 0, "listen://127.0.0.1:0", warms_up_s=0.0, **files)

@@ -105,6 +105,20 @@ def test_life_of_a_request(rig: Rig) -> None:
     assert set(lengths) == {601, 602}
 
 
+def test_who_ran_and_is_gone_is_counted_with_its_tokens(rig: Rig) -> None:
+    """One that only waited had nothing to give back."""
+    rig.add("a", num_prompt=60, max_tokens=3)
+    for number in range(4):
+        rig.add(f"b{number}", num_prompt=60, max_tokens=500)
+    while "a" in rig.scheduler.requests:
+        rig.turn()
+    snapshot = rig.port.load.snapshot()
+    assert (snapshot.num_gone, snapshot.gone_tokens) == (1, 63)
+    rig.add("waits", num_prompt=60)
+    rig.scheduler.finish_requests("waits", RequestStatus.FINISHED_ABORTED)
+    assert rig.port.load.snapshot().num_gone == 1
+
+
 def test_a_single_token_is_no_decode_load(rig: Rig) -> None:
     rig.add("a", num_prompt=600, max_tokens=1)
     assert assert_right(rig).waiting_to_decode == 0

@@ -208,6 +208,31 @@ def test_an_instance_that_talks_nonsense_is_not_believed(world: World) -> None:
         assert not world.column("gone_per_s", name) < 0
 
 
+def test_sums_that_fall_are_no_steps(world: World) -> None:
+    world.appear("a")
+    world.learn("a", MEASURED[:400])
+    told = {"num_decode_steps": 0, "decode_steps_requests": 0, "decode_steps_kv": 0, "decode_steps_s": 0.0}
+    for number in (100, 200):
+        told = {"num_decode_steps": number, "decode_steps_requests": 8 * number, "decode_steps_kv": 8000 * number}
+        told["decode_steps_s"] = 2 * number * (TRUE.a + 8 * TRUE.d + 8000 * TRUE.e)
+        world.now_s += 0.1
+        world.tell("a", gone_tokens=1000, **told)
+    before = [world.column(name, "a") for name in ("step_stretch", "gone_per_s")]
+    assert before[0] == pytest.approx(2.0, rel=0.05)
+    world.tell("a", gone_tokens=0, **(told | {"num_decode_steps": 300, "decode_steps_s": 1e9}))
+    assert [world.column(name, "a") for name in ("step_stretch", "gone_per_s")] == before
+
+
+def test_no_more_is_learnt_from_than_the_next_fit_needs(world: World) -> None:
+    world.appear("a")
+    world.tell("a", *enumerate(MEASURED[:1000], 1))
+    online = next(iter(world.models._fits.values())).online
+    assert online._num_added == 16, "of one status"
+    for number in range(100):
+        world.tell("a", *enumerate(MEASURED[:16], 2000 + 16 * number))
+    assert online._num_added < 16 + 128 + 16, "until the next fit"
+
+
 def test_who_leaves_is_forgotten(world: World) -> None:
     world.appear("a")
     world.learn("a", MEASURED[:40])

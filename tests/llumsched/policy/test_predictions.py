@@ -185,6 +185,16 @@ def test_what_prefills_take_stretches_the_time_between_tokens() -> None:
     assert tpot(1.5) == pytest.approx(1.5 * tpot(1.0))
 
 
+def test_no_more_decode_at_a_time_than_there_is_room_for() -> None:
+    """Forty requests of a thousand tokens each, where there is room for ten."""
+    table = standard_table(InFlight(), Known())
+    waiting = {"scheduler_waiting_to_decode_requests_num": 30, "scheduler_waiting_to_decode_tokens_num": 30_000}
+    running = {"scheduler_running_to_decode_requests_num": 10, "scheduler_running_to_decode_tokens_num": 10_000}
+    table.appeared(cases.instance("a", num_total_gpu_tokens=10_000, **running, **waiting))
+    (value,) = METRICS["predicted_tpot"].values(table)
+    assert value == pytest.approx(1e3 * (TRUE.a + 10 * TRUE.d + 10_000 * TRUE.e))
+
+
 def test_where_nothing_is_known_nobody_is_better() -> None:
     table = standard_table(InFlight(), Known(Coefficients(*[math.nan] * 5)))
     table.appeared(cases.instance("a"))

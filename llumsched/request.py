@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 Name = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Priority = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Milliseconds = Annotated[float, Meta(ge=0)]
 
 
 class Request(Struct, frozen=True, omit_defaults=True):
@@ -24,7 +25,19 @@ class Request(Struct, frozen=True, omit_defaults=True):
     """Tokens of the prompt; 0 when they were not counted."""
     priority: Priority = 0
     """What its body says: lower ones come first. It is for policies to heed; the built-in ones do not."""
+    ttft_slo_ms: Milliseconds = 0.0
+    """Objective for the time to its first token, since it came to its gateway; 0: none is known."""
+    tpot_slo_ms: Milliseconds = 0.0
+    """Objective for the mean time between two of its tokens; 0: none is known."""
+    waited_ms: Milliseconds = 0.0
+    """Since it came to its gateway."""
+    may_wait: bool = False
+    """Whether its gateway would rather ask again soon than have it placed where its objectives are missed."""
+
+    @property
+    def has_objectives(self) -> bool:
+        return bool(self.ttft_slo_ms or self.tpot_slo_ms)
 
 
-REQUEST_COLUMNS: Final = ("prompt_num_tokens", "priority")
+REQUEST_COLUMNS: Final = ("prompt_num_tokens", "priority", "ttft_slo_ms", "tpot_slo_ms", "waited_ms", "may_wait")
 """Fields of a request that formulas may name."""

@@ -53,7 +53,12 @@ _WITH_REDIS_HOST: Final = (
     "--cms-redis-password",
     "--cms-redis-password-file",
 )
+_CONSTANTS: Final = ("ttft_slo", "tpot_slo", "ttft_slo_dispatch_threshold", "tpot_slo_dispatch_threshold")
+"""Settings that are constants of a policy, by these names."""
+_POSITIVE_MS: Final = kinds.number("MS", above=0)
+_POSITIVE: Final = kinds.number("SHARE", above=0)
 _dispatch = Group("dispatch", prefix="--dispatch-")
+_objectives = Group("objectives")
 _instances = Group("instances")
 
 
@@ -107,6 +112,19 @@ class Dispatch:
         flag="--instance-staleness-seconds",
     )
 
+    ttft_slo: float | None = _objectives.setting(
+        None, _POSITIVE_MS, "first token of requests whose gateway says nothing of it (default: the policy's, 6000)"
+    )
+    tpot_slo: float | None = _objectives.setting(
+        None, _POSITIVE_MS, "the same for the mean time between two tokens (default: the policy's, 50)"
+    )
+    ttft_slo_dispatch_threshold: float | None = _objectives.setting(
+        None, _POSITIVE, "of that objective, which a prediction may take up (default: the policy's)"
+    )
+    tpot_slo_dispatch_threshold: float | None = _objectives.setting(
+        None, _POSITIVE, "the same for the time between two tokens"
+    )
+
     @property
     def mode(self) -> Mode:
         return Mode.FULL if self.full_mode else Mode.LITE
@@ -120,6 +138,7 @@ class Dispatch:
             self.top_k,
             self.failover_domain,
             self.staleness_s,
+            {name: value for name in _CONSTANTS if (value := getattr(self, name)) is not None},
             # The rescheduler has these, too.
             frozenset({"failover_domain", "staleness_s"} if is_rescheduled else ()),
         )

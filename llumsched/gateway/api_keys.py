@@ -16,6 +16,7 @@ from llumlet.hashed_keys import HashedKeys
 from llumlet.secret_files import Watched
 from llumsched.gateway.errors import Forbidden, Overloaded
 from llumsched.gateway.key_file import Allowance, read_keys
+from llumsched.gateway.objectives import Objectives
 
 _log = logging.getLogger(__name__)
 _MINUTE_S: Final = 60.0
@@ -95,6 +96,11 @@ class Tenant:
             yield
         finally:
             self._num_requests -= 1
+
+    @property
+    def objectives(self) -> Objectives:
+        """Those of its requests that name none."""
+        return Objectives(self.allowance.ttft_slo_ms or 0.0, self.allowance.tpot_slo_ms or 0.0)
 
     def check_priority(self, asked: int) -> None:
         """Checks the priority that a request's body asks for. Raises PriorityRefused."""

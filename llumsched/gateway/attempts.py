@@ -14,7 +14,6 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from typing import Final
 
 from aiohttp import web
 
@@ -24,13 +23,13 @@ from llumsched.gateway.body import Content
 from llumsched.gateway.connection import Connection
 from llumsched.gateway.continuable import CannotContinue
 from llumsched.gateway.errors import GatewayError, StreamLost
+from llumsched.gateway.metrics import CLIENT_GONE
+from llumsched.gateway.objectives import NONE
 from llumsched.gateway.placement import Placed
 from llumsched.gateway.services import Received, Services
 from llumsched.gateway.tried import Tried
 from llumsched.gateway.upstream import Call, response_headers
 from llumsched.request import Request
-
-CLIENT_GONE: Final = 499
 
 
 class ClientGone(Exception):
@@ -204,7 +203,16 @@ class Attempts(ABC):
         started_s = time.monotonic()
         suffix = f"-r{self._tried.num_placed}" if self._tried.num_placed else ""
         try:
-            placed = await self._choose(self._body.request(self._own_id + suffix, self._num_prompt_tokens))
+            placed = await self._choose(
+                self._body.request(
+                    self._own_id + suffix,
+                    self._num_prompt_tokens,
+                    NONE
+                    if self._has_begun
+                    else self._record.objectives,  # what has begun is not to wait for a better place
+                    started_s - self._started_s,
+                )
+            )
         finally:
             self._record.schedule_s += time.monotonic() - started_s
         self._record.instance = str(placed.backend)

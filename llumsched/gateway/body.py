@@ -10,6 +10,7 @@ import msgspec
 
 from llumsched.gateway.errors import InvalidRequest
 from llumsched.gateway.forms import model_of
+from llumsched.gateway.objectives import NONE, Objectives
 from llumsched.request import Priority, Request
 
 _MOST_MODEL_CHARACTERS = 256
@@ -84,9 +85,20 @@ class Body:
     def model(self) -> str:
         return self.head.model or ""
 
-    def request(self, request_id: str, prompt_num_tokens: int) -> Request:
-        """What schedulers are told of it. `request_id`: the name under which engines get it."""
-        return Request(request_id, self.model, prompt_num_tokens, self.head.priority or 0)
+    def request(
+        self, request_id: str, prompt_num_tokens: int, objectives: Objectives = NONE, waited_s: float = 0.0
+    ) -> Request:
+        """What schedulers are told of it. `request_id`: the name under which engines get it. `waited_s`: since it
+        came."""
+        return Request(
+            request_id,
+            self.model,
+            prompt_num_tokens,
+            self.head.priority or 0,
+            objectives.ttft_ms,
+            objectives.tpot_ms,
+            waited_s * 1e3,
+        )
 
     @property
     def is_streamed(self) -> bool:

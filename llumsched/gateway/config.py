@@ -19,6 +19,7 @@ from llumlet.types import Address
 from llumsched import tls
 from llumsched.gateway.endpoints import Endpoint
 from llumsched.gateway.key_file import read_keys
+from llumsched.gateway.objectives import Objectives, by_model
 
 
 class AccessLog(enum.StrEnum):
@@ -152,12 +153,37 @@ class Config:
     )
     models_refresh_s: float = _instances.setting(10.0, _TIME, "between two looks at what instances serve")
 
+    ttft_slo_ms: Mapping[str, float] = _waiting.setting(
+        {},
+        Kind(by_model, "[MODEL=]MS", repeated=True),
+        "objective for the first token of requests that name none, of one model or all others (repeatable)",
+        flag="--ttft-slo",
+    )
+    """Milliseconds by model; the model "" is any other."""
+    tpot_slo_ms: Mapping[str, float] = _waiting.setting(
+        {},
+        Kind(by_model, "[MODEL=]MS", repeated=True),
+        "the same for the mean time between two tokens",
+        flag="--tpot-slo",
+    )
+    late_wait_s: float = _waiting.setting(
+        60.0,
+        kinds.seconds(),
+        "how long a request that can no longer meet its objective waits behind those that can",
+    )
+    shed_priority: int | None = _waiting.setting(
+        None,
+        kinds.integer(),
+        "requests of this priority or a greater one get 429 instead, once they cannot (default: none)",
+    )
     max_queue_size: int = _waiting.setting(512, _COUNT, "requests that may wait for an instance; more get 429")
     max_requests: int = _waiting.setting(8192, _COUNT, "requests that may be in flight per worker; more get 429")
     wait_scheduling_timeout_s: float = _waiting.setting(
         5.0, kinds.seconds(), "how long a request waits for an instance"
     )
-    wait_scheduling_retry_interval_s: float = _waiting.setting(1.0, _TIME, "between two tries for an instance")
+    wait_scheduling_retry_interval_s: float = _waiting.setting(
+        0.1, _TIME, "between two rounds that ask for an instance for those who wait"
+    )
     schedule_timeout_s: float = _waiting.setting(2.0, _TIME, "for the scheduler's answer")
 
     retry_max_count: int = _failures.setting(
@@ -206,6 +232,10 @@ class Config:
     reader_processes: int = _tokens.setting(
         2, kinds.integer(at_least=1, at_most=MOST_WORKERS), "per worker, that count tokens and read large requests"
     )
+
+    def objectives(self, model: str) -> Objectives:
+        """Those of requests that name none."""
+        return Objectives(*(of.get(model, of.get("", 0.0)) for of in (self.ttft_slo_ms, self.tpot_slo_ms)))
 
     @property
     def authorization(self) -> str:

@@ -13,16 +13,17 @@ from typing import Final
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from llumsched.gateway import errors, estimate
+from llumsched.gateway import errors, estimate, objectives
 from llumsched.gateway.access_log import AccessLogger
-from llumsched.gateway.api_keys import TENANT, Exceeded, Limit, PriorityRefused
-from llumsched.gateway.attempts import CLIENT_GONE, Attempts
+from llumsched.gateway.api_keys import TENANT, Exceeded, Limit, PriorityRefused, Tenant
+from llumsched.gateway.attempts import Attempts
 from llumsched.gateway.backends import Backend
 from llumsched.gateway.body import Body, Head
 from llumsched.gateway.continuing import Continuing
 from llumsched.gateway.errors import GatewayError
 from llumsched.gateway.forwarded import with_client
-from llumsched.gateway.metrics import Record
+from llumsched.gateway.metrics import CLIENT_GONE, Record
+from llumsched.gateway.objectives import Objectives
 from llumsched.gateway.passing import Passing
 from llumsched.gateway.paths import Found, Kind, Style, Work
 from llumsched.gateway.prompts import of_bytes
@@ -71,6 +72,7 @@ class Exchanges:
             if tenant:
                 record.key = tenant.name
                 tenant.check_priority(body.head.priority or 0)
+            record.objectives = self._objectives(request, body, tenant)
             num_tokens = 0
             if not self._config.is_local or (tenant and tenant.allowance.tokens_in_flight):
                 num_tokens = await self._count(body, found)
@@ -127,6 +129,13 @@ class Exchanges:
             return await self._services.tokens.read(content), None
         except GatewayError as error:
             return None, error
+
+    def _objectives(self, request: web.BaseRequest, body: Body, tenant: Tenant | None) -> Objectives:
+        """What counts of it: the request's, its key's, its model's. Raises InvalidRequest."""
+        found = objectives.of_headers(request.headers)
+        if tenant is not None:
+            found = found.or_else(tenant.objectives)
+        return found.or_else(self._config.objectives(body.model))
 
     async def _count(self, body: Body, found: Found) -> int:
         path = found.path

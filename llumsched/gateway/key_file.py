@@ -2,7 +2,8 @@
 """The file of clients' keys, and how much each may ask for.
 
     {"team-a": {"keys": ["sk-…", "sha256:9f86…"], "requests_per_minute": 600, "concurrent_requests": 32},
-     "batch": {"keys": ["sha256:60fd…"], "requests_per_second": 5, "tokens_in_flight": 200000}}
+     "batch": {"keys": ["sha256:60fd…"], "requests_per_second": 5, "tokens_in_flight": 200000},
+     "chat": {"keys": ["sha256:2c26…"], "ttft_slo_ms": 500, "tpot_slo_ms": 50}}
 
 A limit that is not given is none. Several keys of one name share its limits: the next one is added before the last one
 is taken away.
@@ -18,7 +19,14 @@ from llumlet.hashed_keys import faults_of
 from llumlet.secret_files import read_secret
 
 _LEAST_CHARACTERS: Final = 16
-_POSITIVE: Final = ("requests_per_second", "requests_per_minute", "concurrent_requests", "tokens_in_flight")
+_POSITIVE: Final = (
+    "requests_per_second",
+    "requests_per_minute",
+    "concurrent_requests",
+    "tokens_in_flight",
+    "ttft_slo_ms",
+    "tpot_slo_ms",
+)
 
 
 class Allowance(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -32,6 +40,9 @@ class Allowance(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Limit of the prompts of its requests, together."""
     best_priority: int | None = None
     """The lowest `priority` that its requests may have: as for vLLM, lower ones come first, and none is 0."""
+    ttft_slo_ms: float | None = None
+    """Objectives of its requests that name none."""
+    tpot_slo_ms: float | None = None
 
 
 def read_keys(path: str) -> dict[str, Allowance]:

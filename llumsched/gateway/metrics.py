@@ -12,11 +12,16 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from llumsched.gateway.objectives import NONE, Objectives
+
+CLIENT_GONE: Final = 499
+"""The status of a request whose client has left."""
 _E2E_S = (0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 30, 60, 90, 120, 180, 240, 300)
 _TTFT_MS = (10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 30000, 60000)
 _ITL_MS = (1, 2, 5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500)
@@ -52,6 +57,24 @@ class Record:
     schedule_s: float = 0.0
     ttft_s: float | None = None
     e2e_s: float = 0.0
+    objectives: Objectives = NONE
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time between two tokens of a stream."""
+        if self.ttft_s is None or self.num_output_tokens < 2:
+            return None
+        return (self.e2e_s - self.ttft_s) / (self.num_output_tokens - 1)
+
+    @property
+    def has_met_objectives(self) -> bool | None:
+        """Whether it was in time; None if it had no objectives, or nobody can tell: its client left, or got its answer
+        in one piece."""
+        if not self.objectives or self.status == CLIENT_GONE or (self.status == 200 and self.ttft_s is None):
+            return None
+        if self.status != 200 or self.ttft_s is None:
+            return False
+        return self.objectives.are_met(self.ttft_s * 1e3, (self.tpot_s or 0.0) * 1e3)
 
 
 class Metrics:
@@ -63,6 +86,9 @@ class Metrics:
         self._models: dict[str, _OfModel] = {}
         self._rendering: asyncio.Task[bytes] | None = None
         self.requests = self._counter("request_total", "Requests that ended.", ["model", "status_code"])
+        self.objectives = self._counter(
+            "request_slo", "Requests with objectives that ended, by whether they met all of them.", ["model", "met"]
+        )
         self.retries = self._counter("request_retry_total", "Attempts after the first.", ["model", "status_code"])
         self.fallbacks = self._counter(
             "request_fallback_total", "Requests placed without the scheduler, which was away.", ["model", "status_code"]
@@ -190,6 +216,9 @@ class _OfModel:
         if counter is None:
             counter = self._status[status] = self._metrics.requests.labels(self._model, str(status))
         counter.inc()
+        has_met = record.has_met_objectives
+        if has_met is not None:
+            self._metrics.objectives.labels(self._model, str(has_met).lower()).inc()
         if record.num_retries:
             self._metrics.retries.labels(self._model, str(status)).inc(record.num_retries)
         if record.is_fallback:
@@ -206,5 +235,5 @@ class _OfModel:
             self._output_lengths.observe(record.num_output_tokens)
         if record.ttft_s is not None:
             self._ttft.observe(record.ttft_s * 1e3)
-            if record.num_output_tokens > 1:
-                self._tpot.observe((record.e2e_s - record.ttft_s) / (record.num_output_tokens - 1) * 1e3)
+            if record.tpot_s is not None:
+                self._tpot.observe(record.tpot_s * 1e3)

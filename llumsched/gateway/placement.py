@@ -29,8 +29,10 @@ class Placed:
 
 
 class Placement(Protocol):
-    num_waiting: int
-    """Requests for which no instance was free when they asked first."""
+    @property
+    def num_waiting(self) -> int:
+        """Requests for which no instance was free when they asked first."""
+        ...
 
     async def place(
         self, asked: Request, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-import random
+import math
 import time
 import uuid
 from collections import defaultdict
@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Literal, Protocol
 
 from msgspec import UnsetType
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from llumlet.protocol.infer_type import InferType
 from llumlet.types import Address
@@ -29,6 +29,7 @@ from llumsched.gateway.scheduler_client import (
     SchedulerAway,
     SchedulerWarming,
 )
+from llumsched.gateway.waiting import Queues, Waiting
 from llumsched.request import Request
 
 COMPLAINT_TTL_S = 15.0
@@ -65,45 +66,57 @@ class Scheduled:
         self._backends = backends
         self._client = client
         self._fallback = RoundRobin(backends)
+        self._interval_s = config.wait_scheduling_retry_interval_s
+        self._queues = Queues(self._ask_for, self._give_back, self._interval_s, clock)
         self.gateway_id = uuid.uuid4().hex
-        self.num_waiting = 0
         self._begun: dict[str, tuple[Address, Report]] = {}
         """Reports that go soon, by request."""
 
     async def place(
         self, asked: Request, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()
     ) -> Placed:
-        started_s = self._clock()
-        try:
-            return await self._place(asked, excluded, shunned, started_s)
-        except NoEndpoint as error:
-            reason = error
-            if self.num_waiting >= self._config.max_queue_size:
-                raise Overloaded("Too many requests wait for an instance.", retry_after_s=1) from None
-        self.num_waiting += 1
-        try:
-            return await self._wait_for_place(asked, excluded, shunned, started_s, reason)
-        finally:
-            self.num_waiting -= 1
-
-    async def _wait_for_place(
-        self,
-        asked: Request,
-        excluded: Collection[Backend],
-        shunned: Collection[Backend],
-        started_s: float,
-        reason: NoEndpoint,
-    ) -> Placed:
-        interval_s = self._config.wait_scheduling_retry_interval_s
-        pause_s = interval_s * random.uniform(0.1, 1.0)  # who has come together does not ask again together
-        while self._clock() + pause_s <= started_s + self._config.wait_scheduling_timeout_s:
-            await asyncio.sleep(pause_s)
-            pause_s = interval_s
+        waiting = self._waiting(asked, excluded, shunned)
+        if not self._queues.has(asked.model):
             try:
-                return await self._place(asked, excluded, shunned, started_s)
-            except NoEndpoint as error:
-                reason = error
-        raise NoInstance(f"No instance takes requests now: {reason}", retry_after_s=interval_s)
+                return await self._ask_for(waiting)
+            except NoEndpoint:
+                pass
+        if self.num_waiting >= self._config.max_queue_size:
+            raise Overloaded("Too many requests wait for an instance.", retry_after_s=1)
+        try:
+            return await self._queues.wait(waiting)
+        except NoEndpoint as reason:
+            if waiting.is_shed:
+                longest_s = self._queues.longest_wait_s(asked.model)
+                raise Overloaded(f"The objective cannot be met now: {reason}.", retry_after_s=longest_s) from None
+            raise NoInstance(f"No instance takes requests now: {reason}", retry_after_s=self._interval_s) from None
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queues)
+
+    def _waiting(self, asked: Request, excluded: Collection[Backend], shunned: Collection[Backend]) -> Waiting:
+        now_s, config = self._clock(), self._config
+        waiting = Waiting(asked, excluded, shunned, now_s, now_s + config.wait_scheduling_timeout_s)
+        if not asked.has_objectives:
+            return waiting
+        waiting.is_shed = config.shed_priority is not None and asked.priority >= config.shed_priority
+        if not waiting.is_shed:
+            waiting.until_s = max(waiting.until_s, now_s + config.late_wait_s)
+            if waiting.deadline_s < math.inf:
+                waiting.until_s = max(waiting.until_s, waiting.deadline_s)
+        elif waiting.deadline_s < math.inf:
+            waiting.until_s = waiting.deadline_s
+        return waiting
+
+    async def _ask_for(self, waiting: Waiting) -> Placed:
+        now_s, asked = self._clock(), waiting.asked
+        asked = replace(
+            asked,
+            waited_ms=asked.waited_ms + (now_s - waiting.since_s) * 1e3,
+            may_wait=asked.has_objectives and (waiting.is_shed or now_s < waiting.until_s),
+        )
+        return await self._place(asked, waiting.excluded, waiting.shunned, waiting.since_s)
 
     async def _place(
         self, asked: Request, excluded: Collection[Backend], shunned: Collection[Backend], started_s: float
@@ -160,6 +173,9 @@ class Scheduled:
         if placed.answer is not None and (not completed or not self._config.full_mode):
             self._begun.pop(placed.asked.id, None)
             self._client.release(placed.answer)
+
+    def _give_back(self, placed: Placed) -> None:
+        self.release(placed, completed=False)
 
     def begun(self, placed: Placed) -> None:
         """Reports soon that a prompt has been computed."""
@@ -224,4 +240,5 @@ class Scheduled:
         return said
 
     async def close(self) -> None:
+        await self._queues.close()
         await self._client.close()

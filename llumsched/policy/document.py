@@ -39,6 +39,8 @@ class Overrides:
     top_k: int | None = None
     failover_domain: str | None = None
     staleness_s: float | None = None
+    constants: Mapping[str, float] = field(default_factory=dict)
+    """Values of constants that the policy defines."""
     optional: frozenset[str] = frozenset()
     """Names of fields above that others use, too. A value of the rest that finds nothing to override is a fault."""
 
@@ -89,7 +91,7 @@ class _DispatchReader(Reader):
     """What a document says of one mode."""
 
     def __init__(self, source: str, document: Any, mode: Mode, overrides: Overrides) -> None:
-        super().__init__(source, document)
+        super().__init__(source, document, overrides.constants)
         self._mode, self._overrides = mode, overrides
         self._overridden: set[str] = set()
         """Fields of the overrides that were used, those by infer type with it."""
@@ -182,6 +184,8 @@ class _DispatchReader(Reader):
         for infer_type, threshold in self._overrides.thresholds.items():
             if f"thresholds {infer_type}" not in self._overridden:
                 self.fault(f"{self._mode}.{infer_type}", f"has no load threshold to set to {threshold:g}")
+        for name in sorted(self._overrides.constants.keys() - self.constants.keys()):
+            self.fault(f"{self._mode}", f"has no constant {name} to set to {self._overrides.constants[name]:g}")
         for part, (field_name, setting) in _SETTINGS.items():
             value = getattr(self._overrides, field_name)
             if value is not None and field_name not in self._overridden | self._overrides.optional:

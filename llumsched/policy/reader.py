@@ -3,16 +3,17 @@
 
     name: mine
     define:
+      constants: {reserve: 512}
       metrics:
         free_tokens: {value: num_total_gpu_tokens - num_used_gpu_tokens, better: more}
       filters:
-        roomFilter: {refuse: prompt_num_tokens > free_tokens, said: no room now, skip_in_fallback: true}
+        roomFilter: {refuse: prompt_num_tokens > free_tokens - reserve, said: no room now, skip_in_fallback: true}
     full: …           # dispatch: `document`
     rescheduling: …   # `llumsched.rescheduling.policies`
 
-A formula may name the columns of the cluster, those of the request (`prompt_num_tokens`, `priority`), `age_s`, those
-of request providers, and metrics that are known or were defined before. All faults of a file are reported at once, with
-the names that are known.
+A formula may name the columns of the cluster, those of the request (`llumsched.request`), `age_s`, those of
+request providers, constants, and metrics that are known or were defined before. All faults of a file are reported at
+once, with the names that are known.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from llumsched.cluster.providers import all_request_providers
 from llumsched.cluster.providers.in_flight import InFlight
 from llumsched.cluster.providers.metadata import MetadataColumns
 from llumsched.cluster.providers.status import StatusColumns
+from llumsched.cluster.providers.step_models import StepModels
 from llumsched.policy import filters as f
 from llumsched.policy.candidates import OF_DECISION
 from llumsched.policy.expression import Expression, ExpressionError
 from llumsched.policy.metrics import Metric, all_metrics
-from llumsched.policy.parts import Maker, all_filters, all_selectors, switch
+from llumsched.policy.parts import Maker, all_filters, all_selectors, number, switch
 
 SECTIONS: Final = frozenset({"name", "define", "full", "lite", "rescheduling"})
 
@@ -85,9 +87,12 @@ def _directory() -> Any:
 class Reader:
     """Collects what is wrong with a document."""
 
-    def __init__(self, source: str, document: Any) -> None:
-        """Raises PolicyError for installed extensions that do not load."""
+    def __init__(self, source: str, document: Any, constants: Mapping[str, float] | None = None) -> None:
+        """`constants`: values in place of those that the document defines; it need not define them all. Raises
+        PolicyError for installed extensions that do not load."""
         self.faults: list[str] = []
+        self.constants: dict[str, float] = {}
+        self._given = constants or {}
         self._source = source
         try:
             self.metrics: dict[str, Metric] = all_metrics()
@@ -96,7 +101,7 @@ class Reader:
             of_requests = [name for provider in all_request_providers() for name in provider.columns]
         except ValueError as error:
             raise PolicyError([str(error)]) from error
-        self._columns = {*StatusColumns().columns, *MetadataColumns.columns, *InFlight.columns}
+        self._columns = {*StatusColumns().columns, *MetadataColumns.columns, *InFlight.columns, *StepModels.columns}
         self._columns |= {*OF_DECISION, *of_requests}
         self.document: Mapping[str, Any] = document if isinstance(document, dict) else {}
         if not isinstance(document, dict):
@@ -118,9 +123,11 @@ class Reader:
 
     def _define(self, section: Any) -> None:
         if not isinstance(section, dict):
-            self.fault("define", "is not a mapping of metrics, filters")
+            self.fault("define", "is not a mapping of constants, metrics, filters")
             return
-        self.only("define", section, {"metrics", "filters"})
+        self.only("define", section, {"constants", "metrics", "filters"})
+        for name, value in self._named("constants", section):
+            self._define_constant(name, value)
         for name, settings in self._definitions("metrics", section, {"value", "better", "is_share"}):
             self._define_metric(name, settings)
         for name, settings in self._definitions("filters", section, {"refuse", "said", "skip_in_fallback"}):
@@ -129,22 +136,34 @@ class Reader:
     def _definitions(
         self, kind: str, section: Mapping[str, Any], known: set[str]
     ) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for name, settings in self._named(kind, section):
+            where = f"define.{kind}.{name}"
+            if isinstance(settings, dict):
+                self.only(where, settings, known)
+                yield name, settings
+            else:
+                self.fault(where, f"is not a mapping of {', '.join(sorted(known))}")
+
+    def _named(self, kind: str, section: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """What has a name of its own in a part of the definitions."""
         entries = section.get(kind, {})
         if not isinstance(entries, dict):
             self.fault(f"define.{kind}", "is not a mapping of names")
             return
-        for name, settings in entries.items():
+        for name, value in entries.items():
             where = f"define.{kind}.{name}"
-            if not isinstance(settings, dict):
-                self.fault(where, f"is not a mapping of {', '.join(sorted(known))}")
-                continue
-            self.only(where, settings, known)
-            if str(name) in self.metrics | self.filters or str(name) in self._columns:
+            if str(name) in self.metrics | self.filters | self.constants or str(name) in self._columns:
                 self.fault(where, "takes a name that is taken")
             elif not str(name).isidentifier():
                 self.fault(where, "is no name that a formula could use")
             else:
-                yield str(name), settings
+                yield str(name), value
+
+    def _define_constant(self, name: str, value: Any) -> None:
+        try:
+            self.constants[name] = self._given.get(name, number(value))
+        except ValueError as error:
+            self.fault(f"define.constants.{name}", str(error))
 
     def _define_metric(self, name: str, settings: Mapping[str, Any]) -> None:
         where = f"define.metrics.{name}"
@@ -191,8 +210,9 @@ class Reader:
         return None if unknown else formula
 
     def _formulas(self) -> dict[str, Expression]:
-        """Metrics that a formula may name; of one that is called like a column, the column is meant."""
-        return {
+        """What a formula may name beside columns; of a metric that is called like a column, the column is meant."""
+        constants = {name: Expression(str(value)) for name, value in self.constants.items()}
+        return constants | {
             name: metric.of
             for name, metric in self.metrics.items()
             if isinstance(metric.of, Expression) and name not in self._columns

@@ -195,7 +195,11 @@ class _Run:
         arrival, request = client.arrival, client.request
         num_tokens = arrival.num_prompt if request is None else request.num_tokens
         name = f"{client.id}-r{client.num_restarts}" if client.num_restarts else client.id
-        asked = Request(name, arrival.model, num_tokens, arrival.priority)
+        waited_s = self._loop.time() - arrival.at_s
+        slo = self._config.slo
+        asked = Request(
+            name, arrival.model, num_tokens, arrival.priority, slo.ttft_s * 1e3, slo.tpot_s * 1e3, waited_s * 1e3
+        )
         placed = await self._control.place(asked, client.avoid)
         if placed is None:
             self._ended(client, "refused" if request is None else "lost")

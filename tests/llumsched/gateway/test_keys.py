@@ -156,6 +156,17 @@ async def test_a_key_has_a_best_priority(write: Write, best: int | None, asked: 
 
 
 @pytest.mark.asyncio
+async def test_a_key_has_objectives_for_requests_that_name_none(write: Write) -> None:
+    file = write({"a": {"keys": [FIRST], "ttft_slo_ms": 0.001}})
+    async with cluster(num_engines=1, api_key_file=file, ttft_slo_ms={"": 60_000.0}) as it:
+        stream = BODY | {"stream": True}
+        for headers, met in (({}, "false"), ({"x-llm-d-slo-ttft-ms": "60000"}, "true")):
+            assert (await it.post(COMPLETIONS, stream, _with(FIRST) | headers)).status == 200
+            counted = (await it.get("/metrics")).content
+            assert f'request_slo_total{{met="{met}",model="mock"}} 1.0'.encode() in counted
+
+
+@pytest.mark.asyncio
 async def test_a_key_has_so_many_tokens_in_flight(write: Write) -> None:
     file = write({"a": {"keys": [FIRST], "tokens_in_flight": 10}})
     async with cluster(api_key_file=file, mock=Mock(interval_s=0.05)) as it:

@@ -61,6 +61,31 @@ async def test_an_answer_shows_what_an_instance_serves_that_does_not_tell(stream
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("objectives", "mock", "body", "met"),
+    [
+        ({"ttft": "60000", "tpot": "60000"}, Mock(), {}, "true"),
+        ({"tpot": "60000"}, Mock(), {}, "true"),
+        ({"ttft": "60000", "tpot": "1"}, Mock(interval_s=0.02), {}, "false"),
+        ({"ttft": "0.001"}, Mock(), {}, "false"),
+        ({"ttft": "60000"}, Mock(status=400), {}, "false"),
+        ({"ttft": "60000"}, Mock(), {"stream": False}, None),
+        ({}, Mock(), {}, None),
+    ],
+)
+async def test_requests_are_counted_by_whether_they_met_their_objectives(
+    objectives: dict[str, str], mock: Mock, body: dict[str, Any], met: str | None
+) -> None:
+    async with cluster(num_engines=1, mock=mock) as it:
+        await it.get("/v1/models")
+        headers = {f"x-llm-d-slo-{name}-ms": value for name, value in objectives.items()}
+        await it.post(COMPLETIONS, BODY | {"stream": True} | body, headers)
+        await it.until_idle()
+        counted = re.findall(rb"request_slo_total{(.*)} (.*)", (await it.get("/metrics")).content)
+        assert counted == ([] if met is None else [(f'met="{met}",model="mock"'.encode(), b"1.0")])
+
+
+@pytest.mark.asyncio
 async def test_continuations_are_counted_by_the_same_label() -> None:
     async with cluster(num_engines=2) as it:
         it.engines.cut_at = 300

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -157,6 +156,50 @@ async def test_a_priority_that_is_no_whole_number_is_refused_before_anybody_is_a
             reply = await it.post(COMPLETIONS, BODY | {"priority": wrong})
             assert (reply.status, "`$.priority`" in reply.json["error"]["message"]) == (400, True)
         assert not scheduler.of("/schedule")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("headers", "settings", "told"),
+    [
+        ({}, {}, (0, 0)),
+        ({"x-llm-d-slo-ttft-ms": "500"}, {}, (500, 0)),
+        ({"X-LLM-D-SLO-TPOT-MS": "12.5", "x-llm-d-slo-ttft-ms": "1e3"}, {}, (1000, 12.5)),
+        ({}, {"ttft_slo_ms": {"": 900.0, "mock": 700.0}, "tpot_slo_ms": {"other": 40.0}}, (700, 0)),
+        ({"x-llm-d-slo-tpot-ms": "50"}, {"ttft_slo_ms": {"": 900.0}, "tpot_slo_ms": {"": 40.0}}, (900, 50)),
+    ],
+)
+async def test_the_scheduler_is_told_the_objectives(
+    headers: dict[str, str], settings: dict[str, Any], told: tuple[float, float]
+) -> None:
+    async with scheduled(**settings) as (it, scheduler):
+        assert (await it.post(COMPLETIONS, BODY, headers)).status == 200
+        (asked,) = scheduler.of("/schedule")
+        assert (asked.get("ttft_slo_ms", 0), asked.get("tpot_slo_ms", 0)) == told
+        assert asked.get("may_wait", False) == any(told)
+        assert 0 < asked["waited_ms"] < DEADLINE_S * 1e3
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"])
+async def test_an_objective_that_is_none_is_refused_before_anybody_is_asked(name: str) -> None:
+    async with scheduled() as (it, scheduler):
+        for wrong in ("", "0", "-5", "nan", "inf", "soon", "1e300", "500ms"):
+            reply = await it.post(COMPLETIONS, BODY, {name: wrong})
+            assert (reply.status, f"`{name}`" in reply.json["error"]["message"]) == (400, True), wrong
+        assert not scheduler.of("/schedule")
+
+
+@pytest.mark.asyncio
+async def test_what_has_begun_goes_on_wherever_it_can() -> None:
+    async with scheduled() as (it, scheduler):
+        it.engines.fail_at = 3
+        body = BODY | {"stream": True, "max_tokens": 20}
+        assert (await it.post(COMPLETIONS, body, {"x-llm-d-slo-ttft-ms": "500"})).status == 200
+        first, *later = scheduler.of("/schedule")
+        assert (first["ttft_slo_ms"], first["may_wait"]) == (500, True)
+        assert later
+        assert not any(asked.get("ttft_slo_ms") or asked.get("may_wait") for asked in later)
 
 
 @pytest.mark.asyncio
@@ -398,20 +441,6 @@ def test_who_is_refused_at_once_is_not_told_to_come_back_at_once() -> None:
     for told_s, expected in ((0.2, {"1", "2", "3"}), (59.2, {"60", "61", "62"})):
         errors = [Overloaded("", retry_after_s=told_s) for _ in range(100)]
         assert {failure(error, "").headers["Retry-After"] for error in errors} == expected
-
-
-@pytest.mark.asyncio
-async def test_who_waits_for_an_instance_since_the_same_moment_does_not_ask_again_at_the_same_one() -> None:
-    async with scheduled(wait_scheduling_timeout_s=DEADLINE_S, wait_scheduling_retry_interval_s=2.0) as (it, scheduler):
-        scheduler.status = 429
-        asked = [asyncio.create_task(it.post(COMPLETIONS, BODY)) for _ in range(30)]
-        await until(lambda: it.gateway.placement.num_waiting == 30)
-        scheduler.status = 200
-        served_s: list[float] = []
-        for one in asyncio.as_completed(asked):
-            assert (await one).status == 200
-            served_s.append(time.monotonic())
-        assert served_s[-1] - served_s[0] > 0.6, "of two seconds"
 
 
 @pytest.mark.asyncio

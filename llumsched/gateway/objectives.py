@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How soon a request wants its tokens: what its headers say, else its client's key, else the gateway for its model.
+
+The headers are those of llm-d's inference scheduler. Engines get them, too, and do not heed them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from llumsched.gateway.errors import InvalidRequest
+
+TTFT_HEADER: Final = "x-llm-d-slo-ttft-ms"
+TPOT_HEADER: Final = "x-llm-d-slo-tpot-ms"
+MOST_MS: Final = 86_400_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """Milliseconds; 0: there is none."""
+
+    ttft_ms: float = 0.0
+    """From the request's arrival at the gateway to its first token."""
+    tpot_ms: float = 0.0
+    """Between two tokens, on average over all after the first."""
+
+    def __bool__(self) -> bool:
+        return bool(self.ttft_ms or self.tpot_ms)
+
+    def or_else(self, other: Objectives) -> Objectives:
+        return Objectives(self.ttft_ms or other.ttft_ms, self.tpot_ms or other.tpot_ms)
+
+    def are_met(self, ttft_ms: float, tpot_ms: float) -> bool:
+        return (not self.ttft_ms or ttft_ms <= self.ttft_ms) and (not self.tpot_ms or tpot_ms <= self.tpot_ms)
+
+
+NONE: Final = Objectives()
+
+
+def of_headers(headers: Mapping[str, str]) -> Objectives:
+    """The objectives that a request names itself. Raises InvalidRequest."""
+    return Objectives(*(_of_header(headers, name) for name in (TTFT_HEADER, TPOT_HEADER)))
+
+
+def _of_header(headers: Mapping[str, str], name: str) -> float:
+    text = headers.get(name)
+    if text is None:
+        return 0.0
+    try:
+        return milliseconds(text)
+    except ValueError as error:
+        raise InvalidRequest(f"The header `{name}`: {error}.") from None
+
+
+def milliseconds(text: str) -> float:
+    """The value of an objective. Raises ValueError."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= MOST_MS:
+        raise ValueError(f"{text[:64]!r} is not a positive number of milliseconds, a day at most")
+    return value
+
+
+def by_model(texts: list[str]) -> Mapping[str, float]:
+    """Milliseconds by model from `[MODEL=]MS`; the model "" is any other. Raises ValueError."""
+    found = {}
+    for each in texts:
+        model, equals, text = each.rpartition("=")
+        if equals and not model:
+            raise ValueError(f"{each!r} is neither MS nor MODEL=MS")
+        found[model] = milliseconds(text)
+    return found

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who waits for an instance, and whose turn it is. On a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from llumlet.types import Address
+from llumsched.contract import Endpoint, LLMInstance, SchedulingRequest
+from llumsched.gateway.backends import Backends
+from llumsched.gateway.config import Config
+from llumsched.gateway.errors import NoInstance, Overloaded
+from llumsched.gateway.outliers import Limits
+from llumsched.gateway.placement import Placed
+from llumsched.gateway.scheduled import Scheduled
+from llumsched.gateway.scheduler_client import NoEndpoint, SchedulerAnswer
+from llumsched.request import Request
+from llumsched.simulator.clock import VirtualLoop
+
+_SCHEDULER = Address("scheduler", 1)
+
+
+class Scheduler:
+    """Takes as many requests as there is room for; each takes a millisecond to ask for."""
+
+    def __init__(self) -> None:
+        self.room = 0
+        self.only_if_it_may_not_wait = False
+        self.models_without = set[str]()
+        self.asked: list[SchedulingRequest] = []
+        self.is_asked = asyncio.Event()
+        self.released: list[str] = []
+
+    async def schedule(self, request: SchedulingRequest) -> SchedulerAnswer:
+        self.asked.append(request)
+        self.is_asked.set()
+        await asyncio.sleep(0.001)
+        if self.only_if_it_may_not_wait and not request.may_wait:
+            self.room += 1
+        if not self.room or request.model in self.models_without:
+            raise NoEndpoint("all are busy")
+        self.room -= 1
+        return SchedulerAnswer(_SCHEDULER, request, [LLMInstance("one", Endpoint("127.0.0.1", 9), request.model)])
+
+    def release(self, placed: SchedulerAnswer) -> None:
+        self.released.append(placed.request.id)
+
+    async def close(self) -> None:
+        return
+
+
+class World:
+    def __init__(self, loop: VirtualLoop, **settings: Any) -> None:
+        self.loop, self.scheduler = loop, Scheduler()
+        self.config = Config(**settings)
+        backends = Backends((), None, Limits(0.5), {})  # type: ignore[arg-type]
+        self.placement = Scheduled(self.config, backends, self.scheduler, loop.time)  # type: ignore[arg-type]
+        self.placed: list[str] = []
+        self.failed: dict[str, Exception] = {}
+
+    async def place(self, request: Request) -> Placed | None:
+        try:
+            placed = await self.placement.place(request)
+        except (NoInstance, Overloaded) as error:
+            self.failed[request.id] = error
+            return None
+        self.placed.append(request.id)
+        return placed
+
+    def begin(self, *requests: Request) -> list[asyncio.Task[Placed | None]]:
+        return [asyncio.create_task(self.place(request)) for request in requests]
+
+
+def play(scenario: Coroutine[Any, Any, None], loop: VirtualLoop) -> None:
+    try:
+        loop.run_until_complete(scenario)
+    finally:
+        loop.abandon()
+        loop.close()
+
+
+@pytest.fixture
+def loop() -> VirtualLoop:
+    return VirtualLoop()
+
+
+def test_who_must_have_its_first_token_soonest_goes_first(loop: VirtualLoop) -> None:
+    async def scenario() -> None:
+        world = World(loop)
+        slow, none, fast, urgent = (
+            Request("slow", ttft_slo_ms=4000),
+            Request("none"),
+            Request("fast", ttft_slo_ms=1000),
+            Request("urgent", ttft_slo_ms=9000, priority=-1),
+        )
+        tasks = world.begin(slow, none, fast, urgent)
+        await asyncio.sleep(0.35)
+        assert not world.placed
+        world.scheduler.room = 4
+        await asyncio.gather(*tasks)
+        assert world.placed == ["urgent", "fast", "slow", "none"]
+        await world.placement.close()
+
+    play(scenario(), loop)
+
+
+def test_what_it_has_waited_before_counts(loop: VirtualLoop) -> None:
+    async def scenario() -> None:
+        world = World(loop)
+        tasks = world.begin(Request("fresh", ttft_slo_ms=2000), Request("moved", ttft_slo_ms=3000, waited_ms=2000))
+        await asyncio.sleep(0.35)
+        world.scheduler.room = 2
+        await asyncio.gather(*tasks)
+        assert world.placed == ["moved", "fresh"]
+        waited = [asked.waited_ms for asked in world.scheduler.asked if asked.id == "moved"]
+        assert waited[0] == 2000
+        assert waited[-1] == pytest.approx(2400, abs=60)
+        await world.placement.close()
+
+    play(scenario(), loop)
+
+
+def test_who_is_late_stands_behind_who_is_not(loop: VirtualLoop) -> None:
+    async def scenario() -> None:
+        world = World(loop)
+        tasks = world.begin(Request("late", ttft_slo_ms=500))
+        await asyncio.sleep(1)
+        tasks += world.begin(Request("in time", ttft_slo_ms=5000))
+        await asyncio.sleep(0.5)
+        world.scheduler.room = 1
+        await asyncio.sleep(0.2)
+        assert world.placed == ["in time"]
+        world.scheduler.room = 1
+        await asyncio.gather(*tasks)
+        assert world.placed == ["in time", "late"]
+        await world.placement.close()
+
+    play(scenario(), loop)
+
+
+def test_a_newcomer_does_not_overtake(loop: VirtualLoop) -> None:
+    async def scenario() -> None:
+        world = World(loop)
+        tasks = world.begin(Request("first"))
+        await asyncio.sleep(0.45)
+        tasks += world.begin(Request("second"))
+        world.scheduler.room = 1  # of which the second would know first, if it asked by itself
+        await asyncio.sleep(0.05)
+        assert not world.placed
+        await asyncio.sleep(0.1)
+        assert world.placed == ["first"]
+        world.scheduler.room = 1
+        await asyncio.gather(*tasks)
+        await world.placement.close()
+
+    play(scenario(), loop)
+
+
+def test_one_model_does_not_wait_for_another(loop: VirtualLoop) -> None:
+    async def scenario() -> None:
+        world = World(loop)
+        world.scheduler.models_without = {"a"}
+        world.scheduler.room = 1
+        of_a = world.begin(*(Request(f"a{number}", "a") for number in range(20)))
+        await asyncio.sleep(0.3)
+        await asyncio.gather(*world.begin(Request("b", "b")))
+        assert loop.time() < 0.35
+        assert world.placed == ["b"]
+        for one in of_a:
+            one.cancel()
+        await world.placement.close()
+
+    play(scenario(), loop)
+
+
+def test_however_many_wait_only_a_few_are_asked_for_in_a_round(loop: VirtualLoop) -> None:
+    async def scenario() -> None:
+        world = World(loop, max_queue_size=1000)
+        tasks = world.begin(*(Request(f"{number}") for number in range(500)))
+        await asyncio.sleep(0.5)
+        before = len(world.scheduler.asked)
+        await asyncio.sleep(1)
+        assert 1 < len(world.scheduler.asked) - before <= 4 * 10, "ten rounds a second"
+        assert world.placement.num_waiting == 500
+        world.scheduler.room = 500
+        await asyncio.gather(*tasks)
+        assert len(world.placed) == 500
+        assert not world.placement.num_waiting
+        await world.placement.close()
+
+    play(scenario(), loop)
+
+
+def test_without_objectives_it_waits_for_the_usual_time_and_may_not_be_held(loop: VirtualLoop) -> None:
+    async def scenario() -> None:
+        world = World(loop, wait_scheduling_timeout_s=2.0)
+        await world.place(Request("one"))
+        assert isinstance(world.failed["one"], NoInstance)
+        assert loop.time() == pytest.approx(2, abs=0.2)
+        assert not any(asked.may_wait for asked in world.scheduler.asked)
+        await world.placement.close()
+
+    play(scenario(), loop)
+
+
+def test_who_is_late_for_long_goes_where_there_is_no_room_in_time(loop: VirtualLoop) -> None:
+    async def scenario() -> None:
+        world = World(loop, late_wait_s=7.0)
+        world.scheduler.only_if_it_may_not_wait = True
+        await world.place(Request("one", ttft_slo_ms=1000))
+        assert world.placed == ["one"]
+        assert loop.time() == pytest.approx(7, abs=0.2)
+        await world.placement.close()
+
+    play(scenario(), loop)
+
+
+def test_an_objective_beyond_that_is_waited_for(loop: VirtualLoop) -> None:
+    async def scenario() -> None:
+        world = World(loop, late_wait_s=7.0)
+        world.scheduler.only_if_it_may_not_wait = True
+        await world.place(Request("one", ttft_slo_ms=20_000))
+        assert loop.time() == pytest.approx(20, abs=0.2)
+        await world.placement.close()
+
+    play(scenario(), loop)
+
+
+def test_below_the_priority_that_is_shed_it_is_refused_once_it_is_late(loop: VirtualLoop) -> None:
+    async def scenario() -> None:
+        world = World(loop, shed_priority=5)
+        world.scheduler.only_if_it_may_not_wait = True
+        low, high = Request("low", ttft_slo_ms=1500, priority=5), Request("high", ttft_slo_ms=1500, priority=4)
+        tasks = world.begin(low, high)
+        await tasks[0]
+        assert loop.time() == pytest.approx(1.5, abs=0.2)
+        error = world.failed["low"]
+        assert isinstance(error, Overloaded)
+        assert error.retry_after_s == pytest.approx(1.5, abs=0.2)
+        await tasks[1]
+        assert world.placed == ["high"]
+        await world.placement.close()
+
+    play(scenario(), loop)
+
+
+def test_a_client_that_leaves_is_asked_for_no_more_and_its_place_is_given_back(loop: VirtualLoop) -> None:
+    async def scenario() -> None:
+        world = World(loop)
+        (leaving,) = world.begin(Request("leaves"))
+        await asyncio.sleep(0.25)
+        world.scheduler.room = 1
+        world.scheduler.is_asked.clear()
+        await world.scheduler.is_asked.wait()
+        leaving.cancel()  # while the scheduler places it
+        await asyncio.sleep(0.01)
+        assert world.scheduler.released == ["leaves"]
+        asked = len(world.scheduler.asked)
+        await asyncio.sleep(1)
+        assert len(world.scheduler.asked) == asked
+        assert not world.placement.num_waiting
+        await world.placement.close()
+
+    play(scenario(), loop)

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import aiohttp
 
 from llumlet import kinds
 from llumlet.credentials import Credentials
-from llumlet.kinds import Kind
+from llumlet.kinds import SWITCH, Kind
 from llumlet.setting_sources import Reading
 from llumlet.types import Address
 from llumsched import output
@@ -41,6 +41,14 @@ class Question:
     priority: int = OPTIONS.setting(
         0, kinds.integer(), "its priority, for policies that heed it; lower ones come first"
     )
+    ttft_slo_ms: float = OPTIONS.setting(
+        0.0, kinds.number("MS", at_least=0), "its objective for the first token; 0: the policy's"
+    )
+    tpot_slo_ms: float = OPTIONS.setting(
+        0.0, kinds.number("MS", at_least=0), "its objective for the time between two tokens; 0: the policy's"
+    )
+    waited_ms: float = OPTIONS.setting(0.0, kinds.number("MS", at_least=0), "how long it has waited already")
+    may_wait: bool = OPTIONS.setting(False, SWITCH, "it would rather wait than miss its objectives")
     scheduling_mode: str = OPTIONS.setting(
         "neutral", kinds.one_of(_MODES), "on one instance, or prefill and decode on two"
     )
@@ -55,13 +63,8 @@ def prepare(reading: Reading) -> tuple[Question, AccessSettings, bool]:
 
 def run(prepared: tuple[Question, AccessSettings, bool], _: Credentials) -> int:
     question, access, as_json = prepared
-    asked = {
-        "id": "",
-        "model": question.model,
-        "prompt_num_tokens": question.prompt_num_tokens,
-        "priority": question.priority,
-        "scheduling_mode": question.scheduling_mode,
-    }
+    asked = asdict(question)
+    del asked["scheduler"]
     try:
         status, answer = asyncio.run(_ask(question.scheduler, asked, access.access))
     except (aiohttp.ClientError, TimeoutError, OSError) as error:

@@ -29,7 +29,7 @@ from llumsched.exit_codes import ExitCode
 from llumsched.policy.document import Mode, Overrides, Policy, load_policy
 from llumsched.policy.reader import PolicyError, built_in_policies
 from llumsched.rescheduling import arguments as rescheduling
-from llumsched.rescheduling.config import DOMAIN, STALENESS
+from llumsched.rescheduling.config import DOMAIN, MILLISECONDS, SHARE, STALENESS
 from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.scheduler import process
 from llumsched.scheduler.backends import API_KEY_VARIABLE
@@ -55,8 +55,6 @@ _WITH_REDIS_HOST: Final = (
 )
 _CONSTANTS: Final = ("ttft_slo", "tpot_slo", "ttft_slo_dispatch_threshold", "tpot_slo_dispatch_threshold")
 """Settings that are constants of a policy, by these names."""
-_POSITIVE_MS: Final = kinds.number("MS", above=0)
-_POSITIVE: Final = kinds.number("SHARE", above=0)
 _dispatch = Group("dispatch", prefix="--dispatch-")
 _objectives = Group("objectives")
 _instances = Group("instances")
@@ -113,16 +111,16 @@ class Dispatch:
     )
 
     ttft_slo: float | None = _objectives.setting(
-        None, _POSITIVE_MS, "first token of requests whose gateway says nothing of it (default: the policy's, 6000)"
+        None, MILLISECONDS, "first token of requests whose gateway says nothing of it (default: the policy's, 6000)"
     )
     tpot_slo: float | None = _objectives.setting(
-        None, _POSITIVE_MS, "the same for the mean time between two tokens (default: the policy's, 50)"
+        None, MILLISECONDS, "the same for the mean time between two tokens (default: the policy's, 50)"
     )
     ttft_slo_dispatch_threshold: float | None = _objectives.setting(
-        None, _POSITIVE, "of that objective, which a prediction may take up (default: the policy's)"
+        None, SHARE, "of that objective, which a prediction may take up (default: the policy's)"
     )
     tpot_slo_dispatch_threshold: float | None = _objectives.setting(
-        None, _POSITIVE, "the same for the time between two tokens"
+        None, SHARE, "the same for the time between two tokens"
     )
 
     @property

@@ -16,7 +16,7 @@ from llumsched.cluster.domains import FailoverDomain
 from llumsched.policy.metrics import metric_fault
 from llumsched.rescheduling.moves import AS_NEEDED, Selection
 
-POLICIES: Final = (
+USUAL: Final = (
     "decode_load",
     "neutral_waiting",
     "neutral_load",
@@ -24,6 +24,10 @@ POLICIES: Final = (
     "decode_failover",
     "neutral_failover",
 )
+"""Policies for who says nothing else."""
+POLICIES: Final = (*USUAL, "neutral_ttft", "neutral_tpot")
+OBJECTIVES: Final = ("ttft_slo", "tpot_slo", "tpot_migrate_out_ceil_threshold")
+"""Settings that are constants of policies, by these names."""
 SHORTEST_AS_NEEDED: Final = Selection(Unit.TOKEN, Order.SR, AS_NEEDED)
 
 
@@ -51,9 +55,12 @@ Example: everything away from a node with a sick instance:
 
 DOMAIN: Final = kinds.one_of(FailoverDomain)
 STALENESS: Final = kinds.seconds(above=0)
+MILLISECONDS: Final = kinds.number("MS", above=0)
+SHARE: Final = kinds.number("SHARE", above=0)
 
 rescheduling = Group("rescheduling", _DESCRIPTION, "--rescheduling-")
 _failover = Group("failover")
+_objectives = Group("objectives")
 
 
 def _metric(name: str) -> str:
@@ -83,7 +90,7 @@ class Config:
     """The settings of a rescheduler. All times in seconds unless the name says otherwise."""
 
     policies: tuple[str, ...] = rescheduling.setting(
-        POLICIES,
+        USUAL,
         kinds.several(kinds.one_of(POLICIES, or_file=".yaml"), "NAMES"),
         "what it looks at: loads to even out, failures to get away from; or paths of .yaml files",
     )
@@ -119,6 +126,16 @@ class Config:
             "requests, tokens, or share of the KV cache; 0: as much as evens the pair out",
             flag="--rescheduling-req-select-value",
         ),
+    )
+
+    ttft_slo: float | None = _objectives.setting(
+        None, MILLISECONDS, "waiting requests leave where they would wait longer (default: the policy's, 6000)"
+    )
+    tpot_slo: float | None = _objectives.setting(
+        None, MILLISECONDS, "running requests leave where they would be slower (default: the policy's, 50)"
+    )
+    tpot_migrate_out_ceil_threshold: float | None = _objectives.setting(
+        None, SHARE, "of --tpot-slo, from which on they do (default: the policy's, 0.95)"
     )
 
     horizon_s: float = rescheduling.setting(
@@ -162,6 +179,11 @@ class Config:
     staleness_s: float = _failover.setting(
         60.0, STALENESS, "an instance that was silent for longer is sick", flag="--instance-staleness-seconds"
     )
+
+    @property
+    def constants(self) -> dict[str, float]:
+        """What is said of objectives, by the names of policies' constants."""
+        return {name: value for name in OBJECTIVES if (value := getattr(self, name)) is not None}
 
     def target(self, infer_type: str) -> LoadTarget:
         return self.decode if infer_type == InferType.DECODE else self.neutral

@@ -28,7 +28,7 @@ from llumsched.policy.parts import Maker, number
 from llumsched.policy.pipeline import Filters
 from llumsched.policy.reader import PolicyError, Reader, is_own_file, parse_yaml, read_policy
 from llumsched.rescheduling.balance import MetricBalancePairs
-from llumsched.rescheduling.config import Config, Scope
+from llumsched.rescheduling.config import Config, LoadTarget, Scope
 from llumsched.rescheduling.failover import RoundRobinPairs
 from llumsched.rescheduling.moves import Selection, selection_fault
 from llumsched.rescheduling.pairs import PairSelector, pair_selector_fault
@@ -99,7 +99,7 @@ _SELECTORS: Final[Mapping[str, Maker]] = {
 class _ReschedulingReader(Reader):
     def __init__(self, source: str, document: Any, config: Config | None) -> None:
         """`config`: values in place of the file's."""
-        super().__init__(source, document)
+        super().__init__(source, document, None if config is None else config.constants)
         self._config = config
         try:
             self.pair_selectors: dict[str, Maker] = load_values(
@@ -150,7 +150,8 @@ class _ReschedulingReader(Reader):
 
     def _selector(self, where: str, infer_type: InferType, entry: Any) -> PairSelector | None:
         name, settings = self.entry(where, entry)
-        if self._config is not None and name == MetricBalancePairs.name:
+        is_of_load = name == MetricBalancePairs.name and settings.get("metric") == LoadTarget().metric
+        if self._config is not None and is_of_load:
             settings = _balance_of_config(infer_type, self._config)
         if "metric" in settings:
             settings["metric"] = self._metric(where, settings["metric"])

@@ -3,19 +3,40 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from llumlet.types import InstanceMetadata, InstanceStatus
 from llumsched.cluster.instance import Instance
+from llumsched.cluster.providers import Provider
 from llumsched.cluster.providers.in_flight import Counters, InFlight
+from llumsched.cluster.providers.step_models import StepModels
 from llumsched.cluster.table import Table, standard_table
 from llumsched.cluster.view import View
+from llumsched.latency.fitting import Coefficients
 from llumsched.policy.candidates import Candidates, Context
 from llumsched.request import Request
+from tests.llumsched.latency.test_fitting import TRUE
 
+UNKNOWN = Coefficients(*[math.nan] * 5)
 FIELDS = {field.name for field in InstanceMetadata.DESCRIPTOR.fields}
+
+
+class Known:
+    """A provider of a step model that is known."""
+
+    columns = StepModels.columns
+
+    def __init__(self, coefficients: Coefficients = TRUE, stretch: float = 1.0, gone_per_s: float = math.nan) -> None:
+        self._numbers = (*coefficients, stretch, gone_per_s)
+
+    def row(self, instance: Instance, before: Instance | None) -> tuple[float, ...]:
+        return self._numbers
+
+    def on_change(self, listener: object) -> None:
+        pass
 
 
 def metadata(instance_id: str, **fields: Any) -> InstanceMetadata:
@@ -49,12 +70,12 @@ def starting(instance_id: str, received_s: float = 0.0, **fields: Any) -> Instan
     return Instance(metadata(instance_id, **fields), None, received_s)
 
 
-def table(*instances: Instance, sent: Mapping[str, Counters] | None = None) -> Table:
-    """`sent`: what is on its way, by id."""
+def table(*instances: Instance, sent: Mapping[str, Counters] | None = None, known: Provider | None = None) -> Table:
+    """`sent`: what is on its way, by id. `known`: how long steps take; None: nothing is known of it."""
     in_flight = InFlight()
     for instance_id, counters in (sent or {}).items():
         in_flight.add(instance_id, counters)
-    made = standard_table(in_flight)
+    made = standard_table(in_flight, known or Known(UNKNOWN))
     for one in instances:
         made.appeared(one)
     return made
@@ -66,10 +87,12 @@ def candidates(
     sent: Mapping[str, Counters] | None = None,
     avoid: frozenset[str] = frozenset(),
     complaints: Mapping[str, str] | None = None,
+    known: Provider | None = None,
     **request: Any,
 ) -> Candidates:
     """`request`: its fields."""
-    return Candidates(table(*instances, sent=sent), Context(now_s, Request(**request), avoid, complaints or {}))
+    context = Context(now_s, Request(**request), avoid, complaints or {})
+    return Candidates(table(*instances, sent=sent, known=known), context)
 
 
 def put(view: View, instance_id: str, update_id: int = 1, **fields: Any) -> None:

@@ -26,8 +26,7 @@ def described(policy: Policy, infer_type: InferType) -> tuple[list[str], list[st
     return [metric.name for metric in stage.metrics], filters[5:], stage.selector.name
 
 
-@pytest.mark.parametrize("name", built_in_policies())
-@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize(("name", "mode"), [(name, mode) for mode in Mode for name in built_in_policies(mode)])
 def test_built_in_policies_place_everything(name: str, mode: Mode) -> None:
     policy = load_policy(name, mode)
     assert policy.name == name
@@ -79,6 +78,7 @@ def test_flags_change_a_policy() -> None:
         (Overrides(top_k=2), "full: has no metricBasedSelector to set top_k to 2"),
         (Overrides(failover_domain="node"), "full: has no failoverFilter to set domain to node"),
         (Overrides(staleness_s=7), "full: has no stalenessFilter to set seconds to 7"),
+        (Overrides(constants={"tpot_slo": 40}), "full: has no constant tpot_slo to set to 40"),
     ],
 )
 def test_a_flag_that_changes_nothing(overrides: Overrides, said: str) -> None:
@@ -94,6 +94,49 @@ lite:
     with pytest.raises(PolicyError, match=said) as error:
         parse_policy(text, "test", Mode.FULL, overrides)
     assert len(error.value.faults) == 1
+
+
+CONSTANTS = """
+define:
+  constants: {reserve: 512, share: 0.5}
+  metrics: {room: {value: num_total_gpu_tokens * share - reserve, better: more}}
+  filters: {reserveFilter: {refuse: room < reserve}}
+full: {neutral: {metrics: [room], filters: [reserveFilter], selector: metricBasedSelector}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("constants", "room"), [({}, 1536 / 2 - 512), ({"reserve": 100.0}, 1536 / 2 - 100), ({"share": 1.0}, 1536 - 512)]
+)
+def test_constants_are_numbers_in_formulas_and_flags_change_them(constants: dict[str, float], room: float) -> None:
+    policy = parse_policy(CONSTANTS, "test", Mode.FULL, Overrides(constants=constants))
+    stage = policy.stages[InferType.NEUTRAL]
+    (metric,) = stage.metrics
+    candidates = cases.candidates(cases.instance("one", num_total_gpu_tokens=1536))
+    assert candidates.values(metric).tolist() == [room]
+    (refuses,) = (one for one in stage.filters.singles if one.name == "reserveFilter")
+    assert refuses.refuse(candidates).tolist() == [room < constants.get("reserve", 512)]
+
+
+@pytest.mark.parametrize(
+    ("constants", "said"),
+    [
+        ("{reserve: much}", "define.constants.reserve: 'much' is not a number"),
+        ("{reserve: .nan}", "define.constants.reserve: nan is not a finite number"),
+        ("{reserve: true}", "define.constants.reserve: True is not a number"),
+        ("{prompt_num_tokens: 1}", "define.constants.prompt_num_tokens: takes a name that is taken"),
+        ("{num_requests: 1}", "define.constants.num_requests: takes a name that is taken"),
+        ("{1st: 1}", "define.constants.1st: is no name that a formula could use"),
+        ("[reserve]", "define.constants: is not a mapping of names"),
+    ],
+)
+def test_a_constant_that_is_none(constants: str, said: str) -> None:
+    text = (
+        f"define: {{constants: {constants}}}\nfull: {{neutral: {{metrics: [num_requests], selector: randomSelector}}}}"
+    )
+    with pytest.raises(PolicyError) as error:
+        parse_policy(text, "test", Mode.FULL, Overrides())
+    assert any(said in fault for fault in error.value.faults), error.value.faults
 
 
 def test_lite_mode_knows_what_was_sent_and_no_more() -> None:
@@ -197,7 +240,9 @@ def test_wrong_forms(text: str, said: str) -> None:
 
 
 def test_no_such_policy(tmp_path: Path) -> None:
-    with pytest.raises(PolicyError, match=r"unknown policy 'flod'; known: load-balance, round-robin, or a \.yaml file"):
+    with pytest.raises(
+        PolicyError, match=r"unknown policy 'flod'; known: load-balance, round-robin, slo, or a \.yaml file"
+    ):
         load_policy("flod", Mode.FULL)
     with pytest.raises(PolicyError, match=r"cannot be read"):
         load_policy(str(tmp_path / "gone.yaml"), Mode.FULL)
@@ -364,7 +409,7 @@ full: {neutral: {metrics: [num_requests], filters: [reserveFilter], selector: {m
         ("filters: {x: {refuse: y}}", "define.filters.x: there is no column 'y'"),
         ("filters: {x: {refuse: 1, skip_in_fallback: maybe}}", "skip_in_fallback 'maybe' is neither true nor false"),
         ("filters: {x: {refuse: 1, limit: 3}}", "define.filters.x: has unknown keys limit"),
-        ("[]", "define: is not a mapping of metrics, filters"),
+        ("[]", "define: is not a mapping of constants, metrics, filters"),
     ],
 )
 def test_wrong_definitions(define: str, said: str) -> None:

@@ -15,9 +15,7 @@ import pytest
 from llumlet.protocol.infer_type import InferType
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.in_flight import InFlight, counters_of
-from llumsched.cluster.providers.step_models import StepModels
 from llumsched.cluster.table import Table, standard_table
-from llumsched.latency.fitting import Coefficients
 from llumsched.policy.candidates import Candidates, Context
 from llumsched.policy.metrics import METRICS
 from llumsched.request import Request
@@ -27,24 +25,10 @@ from llumsched.simulator.member import Cadence, Member
 from llumsched.simulator.requests import EngineRequest, Watcher
 from llumsched.simulator.step_model import EngineConfig, StepModel, load_hardware
 from tests.llumsched import cases
+from tests.llumsched.cases import Known
 from tests.llumsched.latency.test_fitting import TRUE
 
 CONFIG = EngineConfig(num_blocks=4000, max_num_batched_tokens=512, max_num_seqs=128, prefix_caching=False)
-
-
-class Known:
-    """A provider of a step model that is known."""
-
-    columns = StepModels.columns
-
-    def __init__(self, coefficients: Coefficients = TRUE, stretch: float = 1.0, gone_per_s: float = math.nan) -> None:
-        self._numbers = (*coefficients, stretch, gone_per_s)
-
-    def row(self, instance: Instance, before: Instance | None) -> tuple[float, ...]:
-        return self._numbers
-
-    def on_change(self, listener: object) -> None:
-        pass
 
 
 @contextmanager
@@ -196,7 +180,7 @@ def test_no_more_decode_at_a_time_than_there_is_room_for() -> None:
 
 
 def test_where_nothing_is_known_nobody_is_better() -> None:
-    table = standard_table(InFlight(), Known(Coefficients(*[math.nan] * 5)))
+    table = standard_table(InFlight(), Known(cases.UNKNOWN))
     table.appeared(cases.instance("a"))
     for name in ("predicted_ttft", "predicted_tpot"):
         assert METRICS[name].values(table).tolist() == [math.inf]

@@ -10,6 +10,7 @@ from typing import Any
 
 from llumlet.types import InstanceMetadata, InstanceStatus, RequestInfo
 from llumsched.cluster.instance import Instance
+from llumsched.cluster.providers import Provider
 from llumsched.cluster.providers.in_flight import InFlight
 from llumsched.cluster.snapshot import Snapshot
 from llumsched.cluster.table import standard_table
@@ -60,8 +61,8 @@ def balancing(infer_type: str = "neutral", threshold: float = 0.0, **more: Any) 
 _policies = functools.lru_cache(maxsize=64)(load_policies)
 
 
-def snapshot(instances: Iterable[Instance]) -> Snapshot:
-    table = standard_table(InFlight())
+def snapshot(instances: Iterable[Instance], known: Provider | None = None) -> Snapshot:
+    table = standard_table(InFlight(), *([] if known is None else [known]))
     for one in instances:
         table.appeared(one)
     return table.snapshot()
@@ -73,10 +74,11 @@ def planned(
     history: History | None = None,
     now_s: float = 0.0,
     policies: Sequence[ReschedulingPolicy] | None = None,
+    known: Provider | None = None,
 ) -> Plan:
-    """`policies`: instead of those of the configuration."""
+    """`policies`: instead of those of the configuration. `known`: how long steps take."""
     used = _policies(config) if policies is None else policies
-    return plan(snapshot(instances), used, history or History(config), config, now_s)
+    return plan(snapshot(instances, known), used, history or History(config), config, now_s)
 
 
 def pairs(made: Plan) -> list[tuple[str, str]]:

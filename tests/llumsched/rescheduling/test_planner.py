@@ -11,16 +11,19 @@ import pytest
 from llumlet.protocol.selection import ALL, Order, Unit
 from llumlet.types import Health, Mode
 from llumsched.cluster.domains import FailoverDomain
+from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.in_flight import InFlight
 from llumsched.cluster.providers.status import Cargo
 from llumsched.cluster.table import standard_table
+from llumsched.latency.fitting import Coefficients
+from llumsched.rescheduling.balance import MetricBalancePairs
 from llumsched.rescheduling.config import Config, LoadTarget, Scope
 from llumsched.rescheduling.history import History
 from llumsched.rescheduling.message import migrate_request
 from llumsched.rescheduling.moves import Move, Purpose, Selection
 from llumsched.rescheduling.planner import plan
 from llumsched.rescheduling.policies import load_policies
-from tests.llumsched.cases import distribution
+from tests.llumsched.cases import UNKNOWN, Known, distribution
 from tests.llumsched.rescheduling.cluster import CAPACITY, balancing, instance, pairs, planned
 
 TOKENS_1024 = Selection(Unit.TOKEN, Order.SR, 1024)
@@ -58,6 +61,58 @@ def test_a_threshold_of_one_balances_only_what_is_full() -> None:
     cluster = [instance("a", 0.95), instance("b")]
     assert pairs(planned(cluster, balancing(threshold=1.0))) == []
     assert pairs(planned([instance("a", 1.0), instance("b")], balancing(threshold=1.0))) == [("a", "b")]
+
+
+STEPS = Known(Coefficients(a=0.02, b=0.001, c=0.0, d=0.001, e=0.0))
+"""A step of 20 ms, one more for each token of a prefill and each request that decodes."""
+
+
+def _decoding(name: str, number: int) -> Instance:
+    return instance(name, 0.3, scheduler_running_to_decode_requests_num=number, num_running_requests=number)
+
+
+@pytest.mark.parametrize(
+    ("hot", "cold", "tpot_slo", "number"),
+    [
+        (40, 4, 50.0, 10),  # 60 ms and 24: evened out only as far as one is late
+        (27, 4, 50.0, 0),  # 47 ms: in time, by less than the threshold
+        (40, 23, 50.0, 0),  # nobody stays in time with more
+        (40, 4, 80.0, 0),
+    ],
+)
+def test_who_is_late_gives_requests_to_who_stays_in_time(hot: int, cold: int, tpot_slo: float, number: int) -> None:
+    config = Config(policies=("neutral_tpot",), tpot_slo=tpot_slo)
+    made = planned([_decoding("hot", hot), _decoding("cold", cold)], config, known=STEPS)
+    assert pairs(made) == [("hot", "cold")] * bool(number)
+
+
+def test_who_would_wait_too_long_goes_where_it_would_not() -> None:
+    queue = {
+        "num_waiting_requests": 4,
+        "num_uncomputed_tokens_all_waiting_prefills": 4000,
+        "max_num_batched_tokens": 512,
+    }
+    busy, idle = instance("busy", 0.1, **queue), instance("idle", max_num_batched_tokens=512)
+    config = Config(policies=("neutral_ttft",))
+    assert not planned([busy, idle], config, known=STEPS).moves, "4 s"
+    [move] = planned([busy, idle], replace(config, ttft_slo=2000.0), known=STEPS).moves
+    assert (move.source, move.destination, move.selection) == ("busy", "idle", Selection(Unit.NUM_REQ, Order.FCW, 1))
+    also_busy = instance("also", 0.1, **queue)
+    assert not planned([busy, also_busy], replace(config, ttft_slo=2000.0), known=STEPS).moves
+
+
+@pytest.mark.parametrize("policy", ["neutral_tpot", "neutral_ttft"])
+def test_nothing_moves_while_nobody_knows_how_long_steps_take(policy: str) -> None:
+    config = Config(policies=(policy,), tpot_slo=0.001, ttft_slo=0.001)
+    cluster = [_decoding("hot", 40), instance("idle")]
+    assert not planned(cluster, config, known=Known(UNKNOWN)).moves
+
+
+def test_flags_of_load_do_not_change_what_is_late() -> None:
+    config = Config(policies=("neutral_tpot",), neutral=LoadTarget("num_requests", 1000.0), tpot_slo=50.0)
+    (policy,) = load_policies(config)
+    assert isinstance(policy.selector, MetricBalancePairs)
+    assert (policy.selector.metric.name, policy.selector.threshold) == ("predicted_tpot", 0.0)
 
 
 def test_what_waits_for_room_goes_one_by_one_to_where_there_is_some() -> None:

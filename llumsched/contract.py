@@ -8,7 +8,7 @@ among those of its API server, unless it is the only one there.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
@@ -22,6 +22,9 @@ from llumsched.request import Count, Name, Request
 MAX_BODY_BYTES = 16 << 20
 """Limit of one call. The token ids of a prompt of a million take half of it."""
 
+NOT_IN_TIME: Final = "no endpoint in time"
+"""The beginning of the text with which a scheduler refuses a request that may wait, and that it would place if it might
+not. The status is the same as where there is no endpoint at all."""
 RequestId = Annotated[str, Meta(min_length=1, max_length=1024)]
 """An id that is not empty: requests without one would all be the same, each a retry of the one before."""
 Port = Annotated[int, Meta(ge=0, le=65535)]

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from llumlet.protocol.infer_type import InferType
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers import RequestProvider
@@ -18,6 +20,7 @@ from llumsched.cluster.providers.step_models import StepModels
 from llumsched.cluster.snapshot import Snapshot
 from llumsched.cluster.table import standard_table
 from llumsched.cluster.view import Observer, View
+from llumsched.contract import NOT_IN_TIME
 from llumsched.dispatch.complaints import Complaints
 from llumsched.dispatch.warmth import Warmth
 from llumsched.latency.profile import Profile
@@ -39,6 +42,8 @@ class NotPlacedKind(StrEnum):
     ENDPOINT_NOT_FOUND = "endpoint_not_found"
     """Nobody serves the model."""
     NO_AVAILABLE_ENDPOINT = "no_available_endpoint"
+    NO_ENDPOINT_IN_TIME = "no_endpoint_in_time"
+    """Somebody would take it if it might not wait."""
     NO_MATCH_INFER_TYPE = "no_match_infer_type"
     CMS_NOT_AVAILABLE = "cms_not_available"
     """A cluster of which no instance is known, and the store cannot be reached."""
@@ -133,7 +138,7 @@ class Dispatcher:
         placements = []
         for stage, decision in decisions.items():
             if decision.row is None:
-                raise self._not_placed(decision)
+                raise self._not_placed(decision, self._would_go(request, stage, gateway_id, tried))
             placements.append(Assignment(stage, self.table.instances[decision.row], decision.fallback))
         for placed in placements:
             self.ledger.dispatched(
@@ -216,8 +221,17 @@ class Dispatcher:
         while self._placed and (len(self._placed) > _MOST_REMEMBERED or next(iter(self._placed.values()))[0] <= now_s):
             self._placed.popitem(last=False)
 
-    def _not_placed(self, decision: Decision) -> NotPlaced:
+    def _would_go(self, request: Request, stage: InferType, gateway_id: str, tried: frozenset[str] | None) -> bool:
+        """Whether a request that found no place would have one if it might not wait."""
+        if not request.may_wait:
+            return False
+        (decision,) = self.decide(replace(request, may_wait=False), (stage,), gateway_id, tried).values()
+        return decision.row is not None
+
+    def _not_placed(self, decision: Decision, would_go: bool = False) -> NotPlaced:
         """The reason: the first of the filters that leaves nobody gives it."""
+        if would_go:
+            return NotPlaced(NotPlacedKind.NO_ENDPOINT_IN_TIME, f"{NOT_IN_TIME}: no instance would meet its objectives")
         request, infer_type = decision.candidates.context.request, decision.stage.infer_type
         masks = {one.name: mask for one, mask in decision.screening.refused}
         wrong_model, wrong_type = masks[f.ModelFilter.name], masks[f.InferTypeFilter.name]

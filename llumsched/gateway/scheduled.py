@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 import uuid
 from collections import defaultdict
@@ -24,6 +23,7 @@ from llumsched.gateway.outliers import Ejection
 from llumsched.gateway.placement import Placed, RoundRobin
 from llumsched.gateway.scheduler_client import (
     NoEndpoint,
+    NotInTime,
     NotScheduled,
     SchedulerAnswer,
     SchedulerAway,
@@ -79,16 +79,16 @@ class Scheduled:
         if not self._queues.has(asked.model):
             try:
                 return await self._ask_for(waiting)
-            except NoEndpoint:
-                pass
+            except NoEndpoint as reason:
+                waiting.reason = reason
         if self.num_waiting >= self._config.max_queue_size:
             raise Overloaded("Too many requests wait for an instance.", retry_after_s=1)
         try:
             return await self._queues.wait(waiting)
+        except NotInTime:
+            longest_s = self._queues.longest_wait_s(asked.model)
+            raise Overloaded("Its objectives cannot be met now.", retry_after_s=longest_s) from None
         except NoEndpoint as reason:
-            if waiting.is_shed:
-                longest_s = self._queues.longest_wait_s(asked.model)
-                raise Overloaded(f"The objective cannot be met now: {reason}.", retry_after_s=longest_s) from None
             raise NoInstance(f"No instance takes requests now: {reason}", retry_after_s=self._interval_s) from None
 
     @property
@@ -98,15 +98,10 @@ class Scheduled:
     def _waiting(self, asked: Request, excluded: Collection[Backend], shunned: Collection[Backend]) -> Waiting:
         now_s, config = self._clock(), self._config
         waiting = Waiting(asked, excluded, shunned, now_s, now_s + config.wait_scheduling_timeout_s)
-        if not asked.has_objectives:
-            return waiting
-        waiting.is_shed = config.shed_priority is not None and asked.priority >= config.shed_priority
-        if not waiting.is_shed:
-            waiting.until_s = max(waiting.until_s, now_s + config.late_wait_s)
-            if waiting.deadline_s < math.inf:
-                waiting.until_s = max(waiting.until_s, waiting.deadline_s)
-        elif waiting.deadline_s < math.inf:
-            waiting.until_s = waiting.deadline_s
+        if asked.has_objectives:
+            in_time_s = waiting.deadline_s if asked.ttft_slo_ms else waiting.until_s
+            waiting.is_shed = config.shed_priority is not None and asked.priority >= config.shed_priority
+            waiting.in_time_until_s = in_time_s if waiting.is_shed else max(in_time_s, now_s + config.late_wait_s)
         return waiting
 
     async def _ask_for(self, waiting: Waiting) -> Placed:
@@ -114,7 +109,7 @@ class Scheduled:
         asked = replace(
             asked,
             waited_ms=asked.waited_ms + (now_s - waiting.since_s) * 1e3,
-            may_wait=asked.has_objectives and (waiting.is_shed or now_s < waiting.until_s),
+            may_wait=asked.has_objectives and (waiting.is_shed or now_s < waiting.in_time_until_s),
         )
         return await self._place(asked, waiting.excluded, waiting.shunned, waiting.since_s)
 

@@ -22,7 +22,17 @@ import aiohttp
 
 from llumlet.tasks import cancel
 from llumlet.types import Address
-from llumsched.contract import Complaining, Instances, LLMInstance, Placing, Report, SchedulingRequest, decode, encode
+from llumsched.contract import (
+    NOT_IN_TIME,
+    Complaining,
+    Instances,
+    LLMInstance,
+    Placing,
+    Report,
+    SchedulingRequest,
+    decode,
+    encode,
+)
 from llumsched.gateway.config import Config
 from llumsched.gateway.endpoints import Endpoint
 from llumsched.gateway.errors import UnknownModel
@@ -57,6 +67,10 @@ class SchedulerWarming(Exception):
 
 class NoEndpoint(Exception):
     """The scheduler has no instance that would take the request now."""
+
+
+class NotInTime(NoEndpoint):
+    """It has one for a request that may not wait; its objectives would be missed there."""
 
 
 class NotScheduled(Exception):
@@ -309,7 +323,8 @@ def _result(scheduler: Address, status: int, text: bytes) -> list[LLMInstance]:
     if status == 503 and text.startswith(_WARMING):
         raise SchedulerWarming(text.decode(errors="replace"))
     if status == 429:
-        raise NoEndpoint(text.decode(errors="replace"))
+        said = text.decode(errors="replace")
+        raise (NotInTime if said.startswith(NOT_IN_TIME) else NoEndpoint)(said)
     if status == 404 and _NOT_FOUND in text.decode(errors="replace"):
         raise UnknownModel("No instance serves that model.")
     said = f"{scheduler} answered {status}: {text[:200].decode(errors='replace')}"

@@ -17,7 +17,7 @@ from typing import Final
 from llumlet.tasks import cancel
 from llumsched.gateway.backends import Backend
 from llumsched.gateway.placement import Placed
-from llumsched.gateway.scheduler_client import NoEndpoint
+from llumsched.gateway.scheduler_client import NoEndpoint, NotInTime
 from llumsched.request import Request
 
 _IN_VAIN: Final = 4
@@ -32,9 +32,13 @@ class Waiting:
     since_s: float
     """When it was to be placed first."""
     until_s: float
-    """When it waits no longer."""
+    """When it waits no longer for there to be an instance."""
+    in_time_until_s: float = -math.inf
+    """When it waits no longer for one that meets its objectives; never before: it does not wait for that."""
     is_shed: bool = False
     """Whether it is refused then, rather than placed where its objectives are missed."""
+    reason: NoEndpoint | None = None
+    """Why it was refused last."""
     place: asyncio.Future[Placed] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     @property
@@ -42,6 +46,10 @@ class Waiting:
         """When it must have its first token."""
         asked = self.asked
         return self.since_s + (asked.ttft_slo_ms - asked.waited_ms) / 1e3 if asked.ttft_slo_ms else math.inf
+
+    def is_over(self, now_s: float) -> bool:
+        """Whether it waits no longer, by the reason why it was refused last."""
+        return now_s >= (self.in_time_until_s if isinstance(self.reason, NotInTime) else self.until_s)
 
     def turn(self, now_s: float) -> tuple[int, bool, float, float]:
         """Who has less comes first."""
@@ -101,7 +109,7 @@ class Queues:
         now_s = self._clock()
         in_vain = 0
         for waiting in sorted(queue, key=lambda one: one.turn(now_s)):
-            if in_vain < _IN_VAIN or waiting.until_s <= now_s:
+            if in_vain < _IN_VAIN or waiting.is_over(now_s):
                 in_vain += not await self._try(waiting, now_s)
 
     async def _try(self, waiting: Waiting, now_s: float) -> bool:
@@ -112,7 +120,8 @@ class Queues:
         try:
             placed = await self._place(waiting)
         except NoEndpoint as error:
-            if waiting.until_s > now_s:
+            waiting.reason = error
+            if not waiting.is_over(now_s):
                 return False
             _fail(place, error)
         except Exception as error:  # noqa: BLE001 - who waits for the place is to know

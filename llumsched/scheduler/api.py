@@ -65,6 +65,7 @@ _SHOWN_AT_ONCE: Final = 8
 _STATUS: Final = {
     NotPlacedKind.ENDPOINT_NOT_FOUND: 404,
     NotPlacedKind.NO_AVAILABLE_ENDPOINT: 429,
+    NotPlacedKind.NO_ENDPOINT_IN_TIME: 429,
     NotPlacedKind.NO_MATCH_INFER_TYPE: 429,
     NotPlacedKind.WARMING: 503,
 }

@@ -28,7 +28,7 @@ from llumsched.gateway.errors import GatewayError, UnknownModel
 from llumsched.gateway.outliers import Limits
 from llumsched.gateway.placement import Placed
 from llumsched.gateway.scheduled import Scheduled
-from llumsched.gateway.scheduler_client import NoEndpoint, NotScheduled, SchedulerAnswer, SchedulerWarming
+from llumsched.gateway.scheduler_client import NoEndpoint, NotInTime, NotScheduled, SchedulerAnswer, SchedulerWarming
 from llumsched.policy.document import Mode, load_policy
 from llumsched.request import Request
 from llumsched.rescheduling.config import Config as ReschedulingConfig
@@ -187,6 +187,7 @@ class _InProcess:
 _REFUSALS: Final[dict[NotPlacedKind, Callable[[str], Exception]]] = {
     NotPlacedKind.ENDPOINT_NOT_FOUND: UnknownModel,
     NotPlacedKind.NO_AVAILABLE_ENDPOINT: NoEndpoint,
+    NotPlacedKind.NO_ENDPOINT_IN_TIME: NotInTime,
     NotPlacedKind.NO_MATCH_INFER_TYPE: NoEndpoint,
     NotPlacedKind.WARMING: SchedulerWarming,
 }

@@ -17,7 +17,7 @@ from llumsched.gateway.errors import NoInstance, Overloaded
 from llumsched.gateway.outliers import Limits
 from llumsched.gateway.placement import Placed
 from llumsched.gateway.scheduled import Scheduled
-from llumsched.gateway.scheduler_client import NoEndpoint, SchedulerAnswer
+from llumsched.gateway.scheduler_client import NoEndpoint, NotInTime, SchedulerAnswer
 from llumsched.request import Request
 from llumsched.simulator.clock import VirtualLoop
 
@@ -29,7 +29,8 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.room = 0
-        self.only_if_it_may_not_wait = False
+        self.would_be_late = False
+        """Whether only who may wait is refused."""
         self.models_without = set[str]()
         self.asked: list[SchedulingRequest] = []
         self.is_asked = asyncio.Event()
@@ -39,10 +40,10 @@ class Scheduler:
         self.asked.append(request)
         self.is_asked.set()
         await asyncio.sleep(0.001)
-        if self.only_if_it_may_not_wait and not request.may_wait:
+        if self.would_be_late and not request.may_wait:
             self.room += 1
         if not self.room or request.model in self.models_without:
-            raise NoEndpoint("all are busy")
+            raise (NotInTime if request.may_wait and self.would_be_late else NoEndpoint)("all are busy")
         self.room -= 1
         return SchedulerAnswer(_SCHEDULER, request, [LLMInstance("one", Endpoint("127.0.0.1", 9), request.model)])
 
@@ -207,10 +208,21 @@ def test_without_objectives_it_waits_for_the_usual_time_and_may_not_be_held(loop
     play(scenario(), loop)
 
 
+def test_objectives_do_not_prolong_the_wait_for_an_instance_that_is_not_there(loop: VirtualLoop) -> None:
+    async def scenario() -> None:
+        world = World(loop, wait_scheduling_timeout_s=2.0)
+        await world.place(Request("one", ttft_slo_ms=30_000))
+        assert isinstance(world.failed["one"], NoInstance)
+        assert loop.time() == pytest.approx(2, abs=0.2)
+        await world.placement.close()
+
+    play(scenario(), loop)
+
+
 def test_who_is_late_for_long_goes_where_there_is_no_room_in_time(loop: VirtualLoop) -> None:
     async def scenario() -> None:
         world = World(loop, late_wait_s=7.0)
-        world.scheduler.only_if_it_may_not_wait = True
+        world.scheduler.would_be_late = True
         await world.place(Request("one", ttft_slo_ms=1000))
         assert world.placed == ["one"]
         assert loop.time() == pytest.approx(7, abs=0.2)
@@ -222,7 +234,7 @@ def test_who_is_late_for_long_goes_where_there_is_no_room_in_time(loop: VirtualL
 def test_an_objective_beyond_that_is_waited_for(loop: VirtualLoop) -> None:
     async def scenario() -> None:
         world = World(loop, late_wait_s=7.0)
-        world.scheduler.only_if_it_may_not_wait = True
+        world.scheduler.would_be_late = True
         await world.place(Request("one", ttft_slo_ms=20_000))
         assert loop.time() == pytest.approx(20, abs=0.2)
         await world.placement.close()
@@ -233,7 +245,7 @@ def test_an_objective_beyond_that_is_waited_for(loop: VirtualLoop) -> None:
 def test_below_the_priority_that_is_shed_it_is_refused_once_it_is_late(loop: VirtualLoop) -> None:
     async def scenario() -> None:
         world = World(loop, shed_priority=5)
-        world.scheduler.only_if_it_may_not_wait = True
+        world.scheduler.would_be_late = True
         low, high = Request("low", ttft_slo_ms=1500, priority=5), Request("high", ttft_slo_ms=1500, priority=4)
         tasks = world.begin(low, high)
         await tasks[0]

@@ -194,6 +194,7 @@ def _config(args: argparse.Namespace) -> ClusterConfig:
         cadence=Cadence(tokens_s=args.tokens_told_s),
         happenings=happenings,
         slo=Slo(args.slo_ttft_s, args.slo_tpot_s),
+        tells_slo=True,
         seed=args.seed,
     )
 

@@ -52,11 +52,13 @@ class Cluster:
     engines: Sequence[Server]
     cms_port: int
     logs: Path
+    gateway: Sequence[str] = ()
+    """Further arguments of the gateway."""
 
     def control(self, case: Case) -> Control:
         name = f"{len(self.engines)}-{case.name}-"
         cms = f"listen://127.0.0.1:{self.cms_port}"
-        return Control(self.logs, cms, schedulers=[case.scheduler_arguments], name=name)
+        return Control(self.logs, cms, schedulers=[case.scheduler_arguments], gateway=self.gateway, name=name)
 
     async def play(self, case: Case, requests: Sequence[Arrival], statuses: CountedStatuses) -> Played:
         async with self.control(case) as control:

@@ -26,7 +26,7 @@ from benchmarks.simulated import MOVES, Load, Setting, read_setting, showing
 from llumsched.simulator.cluster import ClusterConfig, Happening, run
 from llumsched.simulator.control import ControlConfig
 from llumsched.simulator.member import Cadence
-from llumsched.simulator.metrics import Metrics, RequestRecord
+from llumsched.simulator.metrics import Metrics, RequestRecord, Slo
 from llumsched.simulator.step_model import Hardware, load_hardware
 from tests.support.report import print_json
 
@@ -70,6 +70,8 @@ class Run:
     has_hindsight: bool = False
     """Whether `Metrics.regrets` is measured."""
     happenings: Sequence[Happening] = ()
+    slo: Slo | None = None
+    """Objectives of all requests; None: they name none."""
     measure: Measure | None = None
 
     @property
@@ -89,6 +91,8 @@ class Run:
             ),
             cadence=self.cadence,
             happenings=self.happenings,
+            slo=self.slo or Slo(),
+            tells_slo=self.slo is not None,
             seed=seed,
         )
         records = io.StringIO() if self.measure is not None else None

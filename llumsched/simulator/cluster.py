@@ -72,6 +72,9 @@ class ClusterConfig:
     cadence: Cadence = field(default_factory=Cadence)
     happenings: Sequence[Happening] = ()
     slo: Slo = field(default_factory=Slo)
+    """What counts as good."""
+    tells_slo: bool = False
+    """Whether requests say that these are their objectives."""
     max_moves: int = 4
     """Moves in each direction of one instance at a time, …"""
     max_moves_share: float = 0.25
@@ -134,6 +137,7 @@ class _Run:
         self._hop_ps = round(config.cadence.hop_s * PS)
         self._hop_s = config.cadence.hop_s
         self.metrics = Metrics(config.slo, records)
+        self._objectives = (config.slo.ttft_s * 1e3, config.slo.tpot_s * 1e3) if config.tells_slo else (0.0, 0.0)
         self._network = Network(loop)
         self._kinds = [(model, hardware) for model, hardware, number in config.groups for _ in range(number)]
         self._members: dict[int, Member] = {}
@@ -195,11 +199,8 @@ class _Run:
         arrival, request = client.arrival, client.request
         num_tokens = arrival.num_prompt if request is None else request.num_tokens
         name = f"{client.id}-r{client.num_restarts}" if client.num_restarts else client.id
-        waited_s = self._loop.time() - arrival.at_s
-        slo = self._config.slo
-        asked = Request(
-            name, arrival.model, num_tokens, arrival.priority, slo.ttft_s * 1e3, slo.tpot_s * 1e3, waited_s * 1e3
-        )
+        waited_ms = (self._loop.time() - arrival.at_s) * 1e3
+        asked = Request(name, arrival.model, num_tokens, arrival.priority, *self._objectives, waited_ms)
         placed = await self._control.place(asked, client.avoid)
         if placed is None:
             self._ended(client, "refused" if request is None else "lost")

@@ -20,7 +20,6 @@ from llumsched.cluster.providers.step_models import StepModels
 from llumsched.cluster.snapshot import Snapshot
 from llumsched.cluster.table import standard_table
 from llumsched.cluster.view import Observer, View
-from llumsched.contract import NOT_IN_TIME
 from llumsched.dispatch.complaints import Complaints
 from llumsched.dispatch.warmth import Warmth
 from llumsched.latency.profile import Profile
@@ -231,7 +230,7 @@ class Dispatcher:
     def _not_placed(self, decision: Decision, would_go: bool = False) -> NotPlaced:
         """The reason: the first of the filters that leaves nobody gives it."""
         if would_go:
-            return NotPlaced(NotPlacedKind.NO_ENDPOINT_IN_TIME, f"{NOT_IN_TIME}: no instance would meet its objectives")
+            return NotPlaced(NotPlacedKind.NO_ENDPOINT_IN_TIME, "no instance would meet its objectives")
         request, infer_type = decision.candidates.context.request, decision.stage.infer_type
         masks = {one.name: mask for one, mask in decision.screening.refused}
         wrong_model, wrong_type = masks[f.ModelFilter.name], masks[f.InferTypeFilter.name]

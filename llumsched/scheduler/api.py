@@ -40,6 +40,7 @@ from llumsched.cluster.providers.lrs import RealtimeState, Update
 from llumsched.cluster.providers.metadata import type_of
 from llumsched.contract import (
     MAX_BODY_BYTES,
+    NOT_IN_TIME,
     Complaining,
     Endpoint,
     Instances,
@@ -104,7 +105,8 @@ class Api:
             placements = self._dispatcher.schedule(request, stages, asked.gateway_id, self._tried(asked))
         except NotPlaced as error:
             self._metrics.refused(error.kind)
-            return web.Response(status=_STATUS.get(error.kind, 400), text=str(error))
+            said = f"{NOT_IN_TIME}: {error}" if error.kind is NotPlacedKind.NO_ENDPOINT_IN_TIME else str(error)
+            return web.Response(status=_STATUS.get(error.kind, 400), text=said)
         self._metrics.placed(placements, time.perf_counter() - began_s)
         result = [self._named(placed.instance, placed.infer_type, asked.model) for placed in placements]
         return _json(replace(asked, scheduling_result=result, excluded_endpoints=UNSET))

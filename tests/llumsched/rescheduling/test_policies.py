@@ -38,7 +38,8 @@ rescheduling:
 
 def test_the_built_in_ones_are_those_of_the_configuration() -> None:
     assert built_in_policies("rescheduling") == sorted(POLICIES)
-    assert [policy.name for policy in load_policies(Config())] == list(POLICIES)
+    assert [policy.name for policy in load_policies(Config(policies=POLICIES))] == list(POLICIES)
+    assert set(Config().policies) < set(POLICIES)
 
 
 def test_flags_go_before_what_is_written_in_the_built_in_files() -> None:

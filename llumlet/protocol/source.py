@@ -149,9 +149,6 @@ class Source(Machine[State, ev.SourceEvent, do.SourceEffect]):
 
     # Copying
 
-    def _reserve(self, event: ev.Start) -> list[Effect]:
-        return [do.SendReserve()]
-
     def _is_live(self, event: ev.Reserved) -> bool:
         return self.plan.method is Method.LIVE
 
@@ -377,7 +374,7 @@ install(
     Source,
     [
         # S owns the request
-        rows(_P.PLANNED, ev.Start, _P.RESERVING, Source._reserve),
+        rows(_P.PLANNED, ev.Start, _P.RESERVING, [do.SendReserve()]),
         rows(_P.RESERVING, ev.Reserved, _P.PINNING, Source._begin, when=Source._is_live),
         rows(_P.RESERVING, ev.Reserved, _P.FREEZING, Source._begin),
         rows(_P.RESERVING, ev.ReserveRefused, _P.STAYED, Source._refused),

@@ -34,8 +34,7 @@ from llumlet.types import (
 )
 from llumsched.cluster.view import View
 from llumsched.cms.allowance import Allowance
-from llumsched.cms.intake import MAX_INSTANCES, Intake, ReportRefused
-from llumsched.cms.patience import PATIENCE, Patience
+from llumsched.cms.intake import MAX_INSTANCES, PATIENCE, Intake, Patience, ReportRefused
 from llumsched.cms.peers import PeerLists
 from llumsched.cms.validation import MAX_ID_CHARACTERS, MAX_REPORT_BYTES
 from llumsched.cms.watchers import Watcher

@@ -16,7 +16,7 @@ from llumlet.tasks import end
 from llumlet.types import Address
 from llumsched.cluster.instance import Instance
 from llumsched.cms.embedded import EmbeddedStore
-from llumsched.cms.patience import Patience
+from llumsched.cms.intake import Patience
 from llumsched.cms.redis import RedisStore
 from llumsched.cms.store import Store
 from llumsched.cms.watch import WatchStore

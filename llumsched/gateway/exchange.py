@@ -13,7 +13,7 @@ from typing import Final
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from llumsched.gateway import errors, estimate
+from llumsched.gateway import errors, prompts
 from llumsched.gateway.access_log import AccessLogger
 from llumsched.gateway.api_keys import TENANT, Exceeded, Limit, PriorityRefused
 from llumsched.gateway.attempts import CLIENT_GONE, Attempts
@@ -25,7 +25,6 @@ from llumsched.gateway.forwarded import with_client
 from llumsched.gateway.metrics import Record
 from llumsched.gateway.passing import Passing
 from llumsched.gateway.paths import Found, Kind, Style, Work
-from llumsched.gateway.prompts import of_bytes
 from llumsched.gateway.request_id import RequestIds
 from llumsched.gateway.services import Received, Services
 
@@ -135,8 +134,8 @@ class Exchanges:
         if path.kind is Kind.CONTINUED:
             return await self._services.tokens.count(body)
         if len(body.content) > _ESTIMATED_BYTES:
-            return of_bytes(len(body.content))
-        return estimate.num_tokens(body.document())
+            return prompts.of_bytes(len(body.content))
+        return prompts.rough_number(body.document())
 
     async def _attempts(self, received: Received, found: Found) -> Attempts:
         """The right kind of attempts for the path. Raises UnknownResponse."""

@@ -21,7 +21,7 @@ from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.config import Config
 from llumsched.gateway.errors import NoInstance, Overloaded, UnknownModel
 from llumsched.gateway.outliers import Ejection
-from llumsched.gateway.placement import Placed, RoundRobin
+from llumsched.gateway.placement import Placed, Placement, RoundRobin
 from llumsched.gateway.scheduler_client import (
     NoEndpoint,
     NotScheduled,
@@ -56,7 +56,7 @@ class Scheduler(Protocol):
     async def close(self) -> None: ...
 
 
-class Scheduled:
+class Scheduled(Placement):
     def __init__(
         self, config: Config, backends: Backends, client: Scheduler, clock: Callable[[], float] = time.monotonic
     ) -> None:
@@ -66,7 +66,6 @@ class Scheduled:
         self._client = client
         self._fallback = RoundRobin(backends)
         self.gateway_id = uuid.uuid4().hex
-        self.num_waiting = 0
         self._begun: dict[str, tuple[Address, Report]] = {}
         """Reports that go soon, by request."""
 

@@ -45,7 +45,7 @@ class ReadAttempt(Middleware):
 
 
 class AnswerLive(Middleware):
-    """`/live`: whether this process serves, for what would restart it. Outside of the middleware that asks for API keys.
+    """`/live`: whether this process serves, for what would restart it. Outside of what asks for API keys.
 
     vLLM's `/health` tells of the engine, and in a drain of readiness. Whoever restarts what is unhealthy by it ends an
     API server that outlives its engine, or that drains, with all its streams.

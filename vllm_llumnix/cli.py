@@ -134,7 +134,9 @@ def _show(args: argparse.Namespace) -> ExitCode:
     series = _series_for(args.version)
     if args.name is None:
         if args.json:
-            _print_json({"version": series.version, "digest": series.digest, "patches": _patches_json(series)})
+            _print_json(
+                {"version": series.version, "digest": series.digest, "patches": [*map(_patch_json, series.patches)]}
+            )
         else:
             Console(highlight=False).print(_patches_table(series))
         return ExitCode.OK
@@ -293,10 +295,6 @@ def _as_json(found: Installed, kept: Kept | None) -> dict[str, Any]:
         "differences": [asdict(one) for one in kept.differences] if kept else [],
         "problem": found.problem or (kept and kept.problem),
     }
-
-
-def _patches_json(series: Series) -> list[dict[str, Any]]:
-    return [_patch_json(patch) for patch in series.patches]
 
 
 def _patch_json(patch: Patch) -> dict[str, Any]:

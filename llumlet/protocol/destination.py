@@ -47,7 +47,7 @@ from llumlet.protocol import events as ev
 from llumlet.protocol.effects import Effect
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.events import Call, Settlement
-from llumlet.protocol.machine import Machine, install, rows
+from llumlet.protocol.machine import Machine, deadline, install, rows, timer
 from llumlet.protocol.plan import Terms
 
 LEASE = "lease"
@@ -337,14 +337,6 @@ def _answer(call: Call) -> Callable[[Destination, object], list[Effect]]:
     return lambda machine, event: machine._state_for(call)
 
 
-def _lease_over(machine: Destination, event: ev.TimerFired) -> bool:
-    return event.name == LEASE
-
-
-def _deadline(machine: Destination, event: ev.TimerFired) -> bool:
-    return event.name == machine.state.value
-
-
 _D, _P = Destination, State
 _BUSY = (_P.RESERVING, _P.GROWING, _P.PULLING, _P.EXTENDING, _P.COMMITTING)
 """The loop or the movers are at work for us: being barred means DRAINING first."""
@@ -380,9 +372,9 @@ install(
         rows((_P.PULLING, _P.COMMITTING), ev.PullFailed, _P.DRAINING, _D._failed, when=_D._this_job),
         rows((_P.PULLING, _P.COMMITTING), ev.PullDone, _P.BARRED, _D._pulled_too_late, when=_D._this_job),
         rows(_P.ADMITTING, ev.AdmitFailed, _P.BARRED, _D._not_admitted),
-        rows(_P.RESERVED, ev.TimerFired, _P.BARRED, _D._lease_ran_out, when=_lease_over),
-        rows(_LEASED, ev.TimerFired, _P.DRAINING, _D._lease_ran_out, when=_lease_over),
-        rows(_P.ADMITTING, ev.TimerFired, None, [do.RevokeAdmit()], when=_deadline),
+        rows(_P.RESERVED, ev.TimerFired, _P.BARRED, _D._lease_ran_out, when=timer(LEASE)),
+        rows(_LEASED, ev.TimerFired, _P.DRAINING, _D._lease_ran_out, when=timer(LEASE)),
+        rows(_P.ADMITTING, ev.TimerFired, None, [do.RevokeAdmit()], when=deadline),
         rows(_P.RESERVED, ev.Revoked, _P.BARRED, _D._failed),
         rows(_BUSY, ev.Revoked, _P.DRAINING, _D._failed),
         # … or the source wants it so
@@ -406,7 +398,7 @@ install(
         # Settled
         rows(_P.COMMITTED, ev.AbortRequested, None, _D._abort_admitted),
         rows(_P.COMMITTED, ev.CloseRequested, None, _D._close),
-        rows((_P.COMMITTED, _P.BARRED), ev.TimerFired, _P.FORGOTTEN, when=_deadline),
+        rows((_P.COMMITTED, _P.BARRED), ev.TimerFired, _P.FORGOTTEN, when=deadline),
         # Repetitions: join what is in work, or get the same answer again
         rows(_P.RESERVING, ev.ReserveRequested, None, late=True),
         rows(_GRANTED, ev.ReserveRequested, None, _D._reserved_before, late=True),

@@ -60,6 +60,21 @@ def rows(
     return [Row(state, event, state if to is None else to, do, when, late) for state in ordered]
 
 
+def deadline(machine: Machine[Any, Any, Any], event: TimerFired) -> bool:
+    """A guard: it is the deadline of the present state."""
+    return bool(event.name == machine.state.value)
+
+
+def timer(name: str) -> Callable[[Machine[Any, Any, Any], TimerFired], bool]:
+    """A guard: it is this one of the timers that actions ask for."""
+
+    def guard(machine: Machine[Any, Any, Any], event: TimerFired) -> bool:
+        return event.name == name
+
+    guard.__name__ = name
+    return guard
+
+
 class Machine(Generic[S, E, F]):
     """Base of the protocol's machines: their states, the events that they take, and the effects that they ask for."""
 

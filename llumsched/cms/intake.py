@@ -79,14 +79,14 @@ class Intake:
         self._view.put_metadata(metadata)
         self.heard(metadata.instance_id)
 
-    def status(self, status: InstanceStatus, instance_id: str, incarnation: str, age_s: float = 0.0) -> bool:
+    def status(self, status: InstanceStatus, instance_id: str, incarnation: str) -> bool:
         """Takes a status; False for one that is late, or of an instance that is not there. Raises ReportRefused."""
         faults = status_faults(status, instance_id, incarnation)
         if faults:
             raise ReportRefused("; ".join(faults))
-        taken = self._view.put_status(status, age_s)
+        taken = self._view.put_status(status)
         if taken:
-            self._deadlines[instance_id] = self._clock() + self._patience.silent_s - age_s
+            self.heard(instance_id)
         return taken
 
     def heard(self, instance_id: str) -> None:

@@ -8,7 +8,8 @@ import random
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Literal, Protocol
 
 from msgspec import UnsetType
@@ -73,25 +74,21 @@ class Scheduled(Placement):
         self, asked: Request, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()
     ) -> Placed:
         started_s = self._clock()
+        once = partial(self._place, asked, excluded, shunned, started_s)
         try:
-            return await self._place(asked, excluded, shunned, started_s)
+            return await once()
         except NoEndpoint as error:
             reason = error
             if self.num_waiting >= self._config.max_queue_size:
                 raise Overloaded("Too many requests wait for an instance.", retry_after_s=1) from None
         self.num_waiting += 1
         try:
-            return await self._wait_for_place(asked, excluded, shunned, started_s, reason)
+            return await self._wait_for_place(once, started_s, reason)
         finally:
             self.num_waiting -= 1
 
     async def _wait_for_place(
-        self,
-        asked: Request,
-        excluded: Collection[Backend],
-        shunned: Collection[Backend],
-        started_s: float,
-        reason: NoEndpoint,
+        self, once: Callable[[], Awaitable[Placed]], started_s: float, reason: NoEndpoint
     ) -> Placed:
         interval_s = self._config.wait_scheduling_retry_interval_s
         pause_s = interval_s * random.uniform(0.1, 1.0)  # who has come together does not ask again together
@@ -99,7 +96,7 @@ class Scheduled(Placement):
             await asyncio.sleep(pause_s)
             pause_s = interval_s
             try:
-                return await self._place(asked, excluded, shunned, started_s)
+                return await once()
             except NoEndpoint as error:
                 reason = error
         raise NoInstance(f"No instance takes requests now: {reason}", retry_after_s=interval_s)

@@ -54,17 +54,14 @@ class Exchanges:
         record = Record("", request.path)
         self._services.num_in_flight += 1
         self.idle.clear()
-        own_id = ""
+        own_id, wish = "", request.headers.get("X-Request-Id")
         try:
-            if self._services.num_in_flight > self._config.max_requests:
-                record.id, own_id = self._ids.take(request.headers.get("X-Request-Id"))
-                raise errors.Overloaded("Too many requests are in flight.", retry_after_s=1)
-            body, problem = await self._receive(request, found)
-            wish = body.head.request_id if body else None
-            record.id, own_id = self._ids.take(request.headers.get("X-Request-Id"), wish)
-            if body is None:
-                assert problem is not None
-                raise problem
+            try:
+                body = await self._receive(request, found)
+            except GatewayError:
+                record.id, own_id = self._ids.take(wish)
+                raise
+            record.id, own_id = self._ids.take(wish, body.head.request_id)
             record.model = body.model
             tenant = request.get(TENANT)
             if tenant:
@@ -112,20 +109,19 @@ class Exchanges:
                 if number % _KEPT_ALIVE_AT_ONCE == 0:
                     await asyncio.sleep(0)
 
-    async def _receive(self, request: web.BaseRequest, found: Found) -> tuple[Body | None, GatewayError | None]:
-        try:
-            _check_size(request, request.content_length or 0)
-            if request.headers.get("Expect", "").lower() == "100-continue":
-                assert request.transport is not None
-                request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            content = await _read(request, self._config.client_timeout_s)
-            if found.path.kind is Kind.STICKY:
-                return Body(content, Head()), None
-            if found.path.is_form:
-                return Body.read_form(content, request.headers.get("Content-Type", "")), None
-            return await self._services.tokens.read(content), None
-        except GatewayError as error:
-            return None, error
+    async def _receive(self, request: web.BaseRequest, found: Found) -> Body:
+        if self._services.num_in_flight > self._config.max_requests:
+            raise errors.Overloaded("Too many requests are in flight.", retry_after_s=1)
+        _check_size(request, request.content_length or 0)
+        if request.headers.get("Expect", "").lower() == "100-continue":
+            assert request.transport is not None
+            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        content = await _read(request, self._config.client_timeout_s)
+        if found.path.kind is Kind.STICKY:
+            return Body(content, Head())
+        if found.path.is_form:
+            return Body.read_form(content, request.headers.get("Content-Type", ""))
+        return await self._services.tokens.read(content)
 
     async def _count(self, body: Body, found: Found) -> int:
         path = found.path

@@ -313,7 +313,7 @@ def _doctor(args: argparse.Namespace) -> ExitCode:
     checks = doctor.examine_all(adapt=args.adapt)
     failed = [check for check in checks if check.problem]
     if args.json:
-        _print_json({"ok": not failed, "checks": [check.as_json() for check in checks]})
+        _print_json({"ok": not failed, "checks": [asdict(check) for check in checks]})
     else:
         table = Table("check", "result", "what to do", show_lines=True)
         for check in checks:

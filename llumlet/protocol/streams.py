@@ -319,25 +319,12 @@ class Streams:
         """`owner` asks whether the epoch after its own has begun; if not, it goes on itself."""
         stream = self._streams.get(question.request_id)
         if stream is None:
-            return wire.FenceAnswer(
-                question.question,
-                question.request_id,
-                started=False,
-                finished=True,
-                raised=None,
-                delivered=0,
-            )
-        decision = _gate_of(stream).fence(question.epoch)
-        if decision.raised is not None:
-            stream.owned_by(owner, decision.raised, now)
-        return wire.FenceAnswer(
-            question.question,
-            question.request_id,
-            started=decision.started,
-            finished=decision.finished,
-            raised=decision.raised,
-            delivered=decision.delivered,
-        )
+            return wire.FenceAnswer(question.question, question.request_id, finished=True)
+        gate = _gate_of(stream)
+        raised = gate.fence(question.epoch)
+        if raised is not None:
+            stream.owned_by(owner, raised, now)
+        return wire.FenceAnswer(question.question, question.request_id, gate.finished, raised)
 
     def _take_token(self, stream: Stream, token: wire.TokenOutput, owner: Owner, taken: Taken, now: float) -> None:
         gate = _gate_of(stream)

@@ -45,8 +45,8 @@ lint: install $(STAMPS)/lint ## ruff (lint and format) and mypy
 	@$(PY) -m mypy
 
 docs: install ## regenerate what is generated under docs/
-	@$(PY) -m vllm_llumnix.patching.docs
-	@$(PY) -m llumlet.protocol.diagram docs/protocol.md
+	@$(PY) -m tests.support.patches
+	@$(PY) -m tests.support.diagram docs/protocol.md
 	@$(PY) -m vllm_llumnix.engine.portability
 	@$(PY) -m tests.support.failures docs/failures.md
 	@$(PY) -m tests.support.settings docs/settings.md

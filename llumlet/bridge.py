@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, cast
 
 from llumlet import types
 from llumlet.protocol import wire
@@ -16,38 +16,13 @@ from llumlet.protocol.selection import Rule, parse_rule
 from llumlet.protocol.source import State
 from llumlet.types import Handover, MigrateRequest, MigrationReqPolicy, MigrationType, Mode, MovePhase
 
-HANDOVERS: Final[Mapping[Settlement, Handover.State]] = {
-    Settlement.PENDING: Handover.PENDING,
-    Settlement.COMMITTED: Handover.COMMITTED,
-    Settlement.BARRED: Handover.BARRED,
-    Settlement.UNKNOWN: Handover.UNKNOWN,
-}
-PHASES: Final[Mapping[State, MovePhase]] = {
-    State.PLANNED: MovePhase.SELECTED,
-    State.RESERVING: MovePhase.RESERVING,
-    State.PINNING: MovePhase.COPYING,
-    State.COPYING: MovePhase.COPYING,
-    State.FREEZING: MovePhase.FREEZING,
-    State.COMMITTING: MovePhase.COMMITTING,
-    State.WITHDRAWING: MovePhase.WITHDRAWING,
-    State.FENCING: MovePhase.FENCING,
-    State.MOVED: MovePhase.MOVED,
-    State.STAYED: MovePhase.STAYED,
-    State.GONE: MovePhase.GONE,
-    State.LOST: MovePhase.LOST,
-}
+HANDOVERS: Final = {each: cast(Handover.State, Handover.State.Value(each.name)) for each in Settlement}
+_OTHER_NAMES: Final = {State.PLANNED: "SELECTED", State.PINNING: "COPYING"}
+PHASES: Final = {each: cast(MovePhase, MovePhase.Value(_OTHER_NAMES.get(each, each.name))) for each in State}
 """The source's states as callers see them."""
-MODES: Final[Mapping[Method, Mode]] = {
-    Method.LIVE: Mode.LIVE,
-    Method.BLOCKING: Mode.BLOCKING,
-    Method.RECOMPUTE: Mode.RECOMPUTE,
-}
+MODES: Final = {each: cast(Mode, Mode.Value(each.name)) for each in Method}
 METHODS: Final[Mapping[Mode, Method]] = {mode: method for method, mode in MODES.items()}
-HEALTHS: Final[Mapping[wire.Health, types.Health]] = {
-    wire.Health.OK: types.Health.OK,
-    wire.Health.SUSPECT: types.Health.SUSPECT,
-    wire.Health.HUNG: types.Health.HUNG,
-}
+HEALTHS: Final = {each: cast(types.Health, types.Health.Value(each.name)) for each in wire.Health}
 
 
 def rule_of(request: MigrateRequest) -> Rule:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -141,12 +140,12 @@ def several(kind: Kind[T], metavar: str) -> Kind[tuple[T, ...]]:
     return Kind(read, metavar)
 
 
-def file(check: Callable[[str], object], *, absolute: bool = False) -> Kind[str]:
+def file(check: Callable[[str], object]) -> Kind[str]:
     """A path, of whose file `check` says by ValueError that it cannot be used."""
 
     def read(path: str) -> str:
         check(path)
-        return os.path.abspath(path) if absolute else path
+        return path
 
     return Kind(read, "FILE")
 

@@ -2,43 +2,44 @@
 """A Redis that instances write to, asked who else there is.
 
 Instances that can exchange requests are in a set, of which some are drawn: nobody reads a large cluster whole. Where
-there is no such set all keys are gone through: of an instance that is not there yet, or of writers of an older version.
+there is no such set, as for an instance that is not there yet, all keys are gone through.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 from redis.exceptions import RedisError
 
-from llumlet.directory import MAX_INSTANCES, peers_among
-from llumlet.peers import MAX_PEERS
+from llumlet.directory import LOOK_S
+from llumlet.peers import MAX_PEERS, peer_of, takes_requests, usage
 from llumlet.redis_client import checked_name, connect, follow_master, reason_of
 from llumlet.redis_link import METADATA_PREFIX, STATUS_PREFIX, peers_key
 from llumlet.report_links import LinkLost
 from llumlet.types import InstanceMetadata, InstanceState, InstanceStatus, PeersResponse
 
+MAX_INSTANCES: Final = 10_000
+
 
 class RedisDirectory:
     """A `Directory`. Raises ValueError for a URL that is none."""
 
-    def __init__(self, url: str, deadline_s: float) -> None:
+    def __init__(self, url: str) -> None:
         checked_name(url)
         self._url = url
-        self._deadline_s = deadline_s
         self._client: Any = None
 
     async def peers(self, own_ids: Sequence[str], digest: str) -> PeersResponse:
         if self._client is None:
             self._client = connect(self._url)
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(LOOK_S):
                 await follow_master(self._client)
                 return await self._read(own_ids, digest)
         except TimeoutError:
-            raise LinkLost(f"no answer within {self._deadline_s:g} s") from None
+            raise LinkLost(f"no answer within {LOOK_S:g} s") from None
         except (RedisError, OSError) as error:
             raise LinkLost(reason_of(error)) from error
 
@@ -56,7 +57,7 @@ class RedisDirectory:
             ids = [one.decode() for one in drawn or () if one.decode() not in own_ids]
         if not ids:
             ids = [one async for one in self._all_ids()]
-        return peers_among(await self._states(ids), own_ids, digest)
+        return _peers_among(await self._states(ids), own_ids, digest)
 
     async def _all_ids(self) -> AsyncIterator[str]:
         number = 0
@@ -75,3 +76,18 @@ class RedisDirectory:
             for metadata, status in zip(values[::2], values[1::2], strict=True)
             if metadata and status
         ]
+
+
+def _peers_among(states: list[InstanceState], own_ids: Sequence[str], digest: str) -> PeersResponse:
+    """What a store would answer that knows these states and could answer for itself."""
+    digest = next((one.metadata.compatibility_digest for one in states if one.metadata.instance_id in own_ids), digest)
+    others = [
+        state
+        for state in states
+        if takes_requests(state.status)
+        and state.metadata.instance_id not in own_ids
+        and (not digest or state.metadata.compatibility_digest == digest)
+    ]
+    others.sort(key=lambda state: usage(state.status))
+    peers = [peer_of(state.metadata, state.status) for state in others[:MAX_PEERS]]
+    return PeersResponse(peers=peers, compatibility_digest=digest)

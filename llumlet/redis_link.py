@@ -68,7 +68,6 @@ class RedisLink(Abortable):
         self.name = checked_name(url)
         self._url = url
         self._client: Any = None
-        self._scripts: _Scripts | None = None
         self._id = ""
         self._digest = ""
         self._written = b""
@@ -76,34 +75,34 @@ class RedisLink(Abortable):
 
     async def open(self, metadata: InstanceMetadata, ended: Callable[[], None]) -> None:
         self._client = connect(self._url)
-        self._scripts = _Scripts(self._client)
         await self.describe(metadata)
 
     async def push(self, status: InstanceStatus, metadata: Callable[[], InstanceMetadata]) -> None:
         if time.monotonic() - self._written_s > METADATA_EVERY_S:
             await self._run(follow_master(self._client))
             await self.describe(metadata())
-        assert self._scripts is not None
         keys = [STATUS_PREFIX + self._id]
-        await self._run(self._scripts.write(keys, [status.SerializeToString(), TTL_S, CHANNEL, self._id]))
+        await self._run_script(_WRITE, keys, [status.SerializeToString(), TTL_S, CHANNEL, self._id])
 
     async def describe(self, metadata: InstanceMetadata) -> None:
-        assert self._scripts is not None
         self._id, self._digest = metadata.instance_id, metadata.compatibility_digest
         self._written = metadata.SerializeToString()
         keys = [METADATA_PREFIX + self._id, peers_key(self._digest)]
-        await self._run(self._scripts.describe(keys, [self._written, TTL_S, CHANNEL, self._id]))
+        await self._run_script(_DESCRIBE, keys, [self._written, TTL_S, CHANNEL, self._id])
         self._written_s = time.monotonic()
 
     async def leave(self) -> None:
-        assert self._scripts is not None
         keys = [METADATA_PREFIX + self._id, STATUS_PREFIX + self._id, peers_key(self._digest)]
-        await self._run(self._scripts.remove_own(keys, [self._written, CHANNEL, self._id]))
+        await self._run_script(_REMOVE_OWN, keys, [self._written, CHANNEL, self._id])
 
     async def close(self) -> None:
-        client, self._client, self._scripts = self._client, None, None
+        client, self._client = self._client, None
         if client is not None:
             await client.aclose()
+
+    async def _run_script(self, script: str, keys: list[str], arguments: list[Any]) -> None:
+        """A server is sent a script once; then its hash is enough."""
+        await self._run(self._client.register_script(script)(keys, arguments))
 
     async def _run(self, exchange: Awaitable[Any]) -> None:
         try:
@@ -111,15 +110,6 @@ class RedisLink(Abortable):
                 await exchange
         except (RedisError, OSError) as error:
             raise LinkLost(reason_of(error)) from error
-
-
-class _Scripts:
-    """Scripts that are sent to a server once; then their hashes are enough."""
-
-    def __init__(self, client: Any) -> None:
-        self.write = client.register_script(_WRITE)
-        self.describe = client.register_script(_DESCRIBE)
-        self.remove_own = client.register_script(_REMOVE_OWN)
 
 
 def peers_key(digest: str) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import grpc
 from grpc import aio
@@ -41,14 +41,6 @@ _OPTIONS = [
 ]
 
 
-class _Health(Protocol):
-    """grpc_health's asynchronous servicer, which its type stubs leave out."""
-
-    async def set(self, service: str, status: int) -> None: ...
-
-    async def enter_graceful_shutdown(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class RunningServer:
     """A server that listens at `address`. Its methods belong to the event loop that started it.
@@ -58,7 +50,8 @@ class RunningServer:
 
     address: Address
     _server: aio.Server
-    _health: _Health
+    _health: Any
+    """grpc_health's asynchronous servicer, which its type stubs leave out."""
     _calls: DetachedCalls
 
     @property

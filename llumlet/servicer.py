@@ -21,11 +21,11 @@ from llumlet.detached import DetachedCalls
 from llumlet.errors import LlumletError
 from llumlet.proto import llumlet_pb2_grpc
 from llumlet.status_codes import REASON_METADATA
-from llumlet.terms import Terms
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 P = TypeVar("P")
+R = TypeVar("R")
 S = TypeVar("S")
 Context = aio.ServicerContext[Any, Any]
 
@@ -42,12 +42,12 @@ class _Calls:
         self,
         context: Context,
         name: str,
-        faults: list[str],
-        call: Callable[[], Coroutine[Any, Any, T]],
+        request: R,
+        faults_of: Callable[[R], list[str]],
+        call: Callable[[R], Coroutine[Any, Any, T]],
     ) -> T:
-        if faults:
-            await refuse(context, _invalid(faults))
-        task = self._calls.start(name, call())
+        await _require_legal(context, faults_of(request))
+        task = self._calls.start(name, call(request))
         await self._calls.settled(task)
         return await _outcome(context, task)
 
@@ -55,13 +55,13 @@ class _Calls:
         self,
         context: Context,
         name: str,
-        faults: list[str],
-        call: Callable[[Callable[[P], None]], Coroutine[Any, Any, S]],
+        request: R,
+        faults_of: Callable[[R], list[str]],
+        call: Callable[[R, Callable[[P], None]], Coroutine[Any, Any, S]],
         event: Callable[[P], Message],
         last: Callable[[S], Message],
     ) -> None:
-        if faults:
-            await refuse(context, _invalid(faults))
+        await _require_legal(context, faults_of(request))
         # None marks the end. A few events per phase of each request: the queue needs no bound.
         events: asyncio.Queue[P | None] = asyncio.Queue()
         listening = True
@@ -70,7 +70,7 @@ class _Calls:
             if listening:
                 events.put_nowait(progress)
 
-        task = self._calls.start(name, call(report))
+        task = self._calls.start(name, call(request, report))
         task.add_done_callback(lambda _: events.put_nowait(None))
         try:
             while (progress := await events.get()) is not None:
@@ -82,56 +82,70 @@ class _Calls:
         await context.write(last(await _outcome(context, task)))
 
 
+class _Terms:
+    """The highest term of a rescheduler that one llumlet has seen: orders of one that is not the leader any more are
+    refused.
+
+    Each leader has a term that is higher than those before it. One that stood still in the middle of a pass, and goes
+    on when another leads, would move requests by a view that is gone.
+    """
+
+    def __init__(self) -> None:
+        self._highest = 0
+
+    def check(self, term: int) -> None:
+        """Takes the term of an order; 0 is a person's, and always taken. Raises LlumletError (`not_leader`)."""
+        if 0 < term < self._highest:
+            detail = f"a rescheduler of term {self._highest} gives the orders, not {term}"
+            raise LlumletError(types.Reason.NOT_LEADER, detail)
+        self._highest = max(self._highest, term)
+
+
 class LlumletServicer(_Calls, llumlet_pb2_grpc.LlumletServicer):
     def __init__(self, agent: Operator, calls: DetachedCalls) -> None:
         super().__init__(calls)
         self._agent = agent
-        self._terms = Terms()
+        self._terms = _Terms()
 
     async def Migrate(self, request: types.MigrateRequest, context: Context) -> None:
-        faults = validation.migrate_faults(request)
-        await self._stream(
-            context, "Migrate", faults, lambda report: self._migrate(request, report), _progress, _summary
-        )
+        await self._stream(context, "Migrate", request, validation.migrate_faults, self._migrate, _progress, _summary)
 
     async def _migrate(self, request: types.MigrateRequest, report: Report) -> types.MoveSummary:
         self._terms.check(request.leader_term)
         return await self._agent.migrate(request, report)
 
     async def MigrateIn(self, request: types.MigrateInRequest, context: Context) -> None:
-        faults = validation.migrate_in_faults(request)
         await self._stream(
-            context, "MigrateIn", faults, lambda report: self._agent.migrate_in(request, report), _progress, _summary
+            context, "MigrateIn", request, validation.migrate_in_faults, self._agent.migrate_in, _progress, _summary
         )
 
     async def Drain(self, request: types.DrainRequest, context: Context) -> None:
-        faults = validation.drain_faults(request)
-        await self._stream(
-            context, "Drain", faults, lambda report: self._agent.drain(request, report), _itself, _itself
-        )
+        await self._stream(context, "Drain", request, validation.drain_faults, self._agent.drain, _itself, _itself)
 
     async def Abort(self, request: types.AbortRequest, context: Context) -> types.AbortResponse:
-        faults = validation.abort_faults(request)
-        return await self._answer(context, "Abort", faults, lambda: self._agent.abort(request))
+        return await self._answer(context, "Abort", request, validation.abort_faults, self._agent.abort)
 
     async def AbortMigrateIn(
         self, request: types.AbortMigrateInRequest, context: Context
     ) -> types.AbortMigrateInResponse:
-        faults = validation.abort_migrate_in_faults(request)
-        return await self._answer(context, "AbortMigrateIn", faults, lambda: self._agent.abort_migrate_in(request))
+        faults_of, call = validation.abort_migrate_in_faults, self._agent.abort_migrate_in
+        return await self._answer(context, "AbortMigrateIn", request, faults_of, call)
 
     async def GetInstanceStatus(
         self, request: types.GetInstanceStatusRequest, context: Context
     ) -> types.InstanceStatus:
-        return await self._answer(context, "GetInstanceStatus", [], self._agent.get_instance_status)
+        return await self._look(context, "GetInstanceStatus", self._agent.get_instance_status)
 
     async def GetInstanceMetadata(
         self, request: types.GetInstanceMetadataRequest, context: Context
     ) -> types.InstanceMetadata:
-        return await self._answer(context, "GetInstanceMetadata", [], self._agent.get_instance_metadata)
+        return await self._look(context, "GetInstanceMetadata", self._agent.get_instance_metadata)
 
     async def ListRequests(self, request: types.ListRequestsRequest, context: Context) -> types.ListRequestsResponse:
-        return await self._answer(context, "ListRequests", [], self._agent.list_requests)
+        return await self._look(context, "ListRequests", self._agent.list_requests)
+
+    async def _look(self, context: Context, name: str, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        return await self._answer(context, name, None, lambda _: [], lambda _: call())
 
 
 class PeerServicer(_Calls, llumlet_pb2_grpc.PeerServicer):
@@ -140,57 +154,44 @@ class PeerServicer(_Calls, llumlet_pb2_grpc.PeerServicer):
         self._agent = agent
 
     async def Reserve(self, request: types.ReserveRequest, context: Context) -> types.ReserveResponse:
-        faults = validation.reserve_faults(request)
-        return await self._answer(context, "Reserve", faults, lambda: self._agent.reserve(request))
+        return await self._answer(context, "Reserve", request, validation.reserve_faults, self._agent.reserve)
 
     async def CopyRound(self, request: types.CopyRoundRequest, context: Context) -> types.CopyRoundResponse:
-        faults = validation.copy_round_faults(request)
-        return await self._answer(context, "CopyRound", faults, lambda: self._agent.copy_round(request))
+        return await self._answer(context, "CopyRound", request, validation.copy_round_faults, self._agent.copy_round)
 
     async def Commit(self, request: types.CommitRequest, context: Context) -> types.CommitResponse:
-        faults = validation.commit_faults(request)
-        return await self._answer(context, "Commit", faults, lambda: self._agent.commit(request))
+        return await self._answer(context, "Commit", request, validation.commit_faults, self._agent.commit)
 
     async def Withdraw(self, request: types.SettleRequest, context: Context) -> types.SettleResponse:
-        return await self._settle(context, "Withdraw", request, self._agent.withdraw)
+        return await self._answer(context, "Withdraw", request, validation.settle_faults, self._agent.withdraw)
 
     async def Cancel(self, request: types.SettleRequest, context: Context) -> types.SettleResponse:
-        return await self._settle(context, "Cancel", request, self._agent.cancel)
+        return await self._answer(context, "Cancel", request, validation.settle_faults, self._agent.cancel)
 
     async def Abort(self, request: types.SettleRequest, context: Context) -> types.SettleResponse:
-        return await self._settle(context, "Peer.Abort", request, self._agent.abort_handover)
+        return await self._answer(context, "Peer.Abort", request, validation.settle_faults, self._agent.abort_handover)
 
     async def Close(self, request: types.SettleRequest, context: Context) -> types.SettleResponse:
-        return await self._settle(context, "Close", request, self._agent.close_handover)
+        return await self._answer(context, "Close", request, validation.settle_faults, self._agent.close_handover)
 
     async def Query(self, request: types.SettleRequest, context: Context) -> types.SettleResponse:
-        return await self._settle(context, "Query", request, self._agent.query)
+        return await self._answer(context, "Query", request, validation.settle_faults, self._agent.query)
 
     async def Adopt(self, request: types.AdoptRequest, context: Context) -> types.AdoptResponse:
-        faults = validation.adopt_faults(request)
         given_up = asyncio.Event()
         try:
-            return await self._answer(context, "Adopt", faults, lambda: self._agent.adopt(request, given_up))
+            return await self._answer(
+                context, "Adopt", request, validation.adopt_faults, lambda asked: self._agent.adopt(asked, given_up)
+            )
         except asyncio.CancelledError:
             given_up.set()
             raise
 
     async def Claim(self, request: types.ClaimRequest, context: Context) -> types.ClaimResponse:
-        faults = validation.claim_faults(request)
-        return await self._answer(context, "Claim", faults, lambda: self._agent.claim(request))
+        return await self._answer(context, "Claim", request, validation.claim_faults, self._agent.claim)
 
     async def EndClaim(self, request: types.EndClaimRequest, context: Context) -> types.EndClaimResponse:
-        faults = validation.end_claim_faults(request)
-        return await self._answer(context, "EndClaim", faults, lambda: self._agent.end_claim(request))
-
-    async def _settle(
-        self,
-        context: Context,
-        name: str,
-        request: types.SettleRequest,
-        call: Callable[[types.SettleRequest], Coroutine[Any, Any, types.SettleResponse]],
-    ) -> types.SettleResponse:
-        return await self._answer(context, name, validation.settle_faults(request), lambda: call(request))
+        return await self._answer(context, "EndClaim", request, validation.end_claim_faults, self._agent.end_claim)
 
 
 def add_services(agent: Agent, server: aio.Server) -> DetachedCalls:
@@ -213,8 +214,9 @@ def _itself(progress: types.DrainProgress) -> types.DrainProgress:
     return progress
 
 
-def _invalid(faults: list[str]) -> LlumletError:
-    return LlumletError(types.Reason.INVALID_REQUEST, "; ".join(faults))
+async def _require_legal(context: Context, faults: list[str]) -> None:
+    if faults:
+        await refuse(context, LlumletError(types.Reason.INVALID_REQUEST, "; ".join(faults)))
 
 
 async def _outcome(context: Context, task: asyncio.Task[T]) -> T:  # noqa: RET503 - `refuse` never returns

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from llumlet.credentials import NONE, Credentials
-from llumlet.directory import LOOK_S, CmsDirectory, Directory
+from llumlet.directory import CmsDirectory, Directory
 from llumlet.redis_url import REDIS_SCHEMES
 from llumlet.report_links import GrpcLink, Link
 from llumlet.types import Address
@@ -22,11 +22,11 @@ def open_link(store: str, credentials: Credentials) -> Link:
     return GrpcLink(Address.parse(store), credentials)
 
 
-def open_directory(store: str, credentials: Credentials = NONE, deadline_s: float = LOOK_S) -> Directory:
+def open_directory(store: str, credentials: Credentials = NONE) -> Directory:
     """A directory at `HOST:PORT` or a `redis://` URL. Raises ValueError; connects to nothing yet."""
     if store.startswith(REDIS_SCHEMES):
         # Only who uses Redis needs its client.
         from llumlet.redis_directory import RedisDirectory
 
-        return RedisDirectory(store, deadline_s)
-    return CmsDirectory(Address.parse(store), credentials, deadline_s)
+        return RedisDirectory(store)
+    return CmsDirectory(Address.parse(store), credentials)

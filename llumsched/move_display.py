@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Group
 from rich.live import Live
@@ -11,17 +11,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from llumlet import types
 from llumlet.errors import LlumletCallFailed
-from llumlet.types import (
-    OUTCOMES,
-    Mode,
-    MovePhase,
-    MoveProgress,
-    MoveSummary,
-    Reason,
-    reason_word,
-    word,
-)
+from llumlet.types import reason_word, word
 from llumsched import output
 from llumsched.exit_codes import ExitCode
 from llumsched.hints import HINTS
@@ -39,34 +31,21 @@ _COLUMNS = (
     "VIA",
     ">MS",
 )
-_PHASES = {name.lower() for name, _ in MovePhase.items()}
+_PHASES = {name.lower() for name, _ in types.MovePhase.items()}
 """Phases whose times add up to the whole move; others are parts of them."""
 _STYLES = {
-    MovePhase.MOVED: "green",
-    MovePhase.STAYED: "yellow",
-    MovePhase.GONE: "dim",
-    MovePhase.LOST: "red",
+    types.MovePhase.MOVED: "green",
+    types.MovePhase.STAYED: "yellow",
+    types.MovePhase.GONE: "dim",
+    types.MovePhase.LOST: "red",
 }
 
 
-class MoveDisplay(Protocol):
-    """A display, used as a context manager around the moves; `failed` and `interrupted` also outside."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def progress(self, progress: MoveProgress) -> None: ...
-
-    def summary(self, summary: MoveSummary, code: ExitCode) -> None: ...
-
-    def failed(self, failure: LlumletCallFailed) -> None: ...
-
-    def interrupted(self) -> None: ...
-
-
 class JsonDisplay:
-    """One object per line on stdout, as things happen."""
+    """One object per line on stdout, as things happen.
+
+    As `TextDisplay`, a context manager around the moves; `failed` and `interrupted` also outside.
+    """
 
     def __enter__(self) -> Self:
         return self
@@ -74,16 +53,15 @@ class JsonDisplay:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def progress(self, progress: MoveProgress) -> None:
+    def progress(self, progress: types.MoveProgress) -> None:
         output.print_json({"event": "progress"} | output.to_dict(progress))
 
-    def summary(self, summary: MoveSummary, code: ExitCode) -> None:
+    def summary(self, summary: types.MoveSummary, code: ExitCode) -> None:
         document = {"event": "summary"} | output.to_dict(summary)
         output.print_json(document | {"exit_code": int(code)})
 
     def failed(self, failure: LlumletCallFailed) -> None:
-        error = {"address": failure.address} | output.failure_dict(failure)
-        output.print_json({"event": "error", "error": error})
+        output.report_failure(failure, as_json=True)
 
     def interrupted(self) -> None:
         output.print_json({"event": "interrupted", "detail": _GO_ON})
@@ -96,7 +74,7 @@ class TextDisplay:
     """
 
     def __init__(self) -> None:
-        self._moves: dict[str, MoveProgress] = {}
+        self._moves: dict[str, types.MoveProgress] = {}
         self._screen = output.console(stderr=True)
         self._live: Live | None = None
 
@@ -118,15 +96,15 @@ class TextDisplay:
         if self._live is not None:
             self._live.stop()
 
-    def progress(self, progress: MoveProgress) -> None:
+    def progress(self, progress: types.MoveProgress) -> None:
         before = self._moves.get(progress.request_id)
         self._moves[progress.request_id] = progress
         if self._live is None and (before is None or before.phase != progress.phase):
-            name = word(MovePhase, progress.phase)
+            name = word(types.MovePhase, progress.phase)
             why = f" ({reason_word(progress.reason)})" if progress.reason else ""
             self._screen.print(output.clean(f"{progress.request_id}: {name}{why}"))
 
-    def summary(self, summary: MoveSummary, code: ExitCode) -> None:
+    def summary(self, summary: types.MoveSummary, code: ExitCode) -> None:
         self._clear()
         self._print_moves()
         screen = output.console()
@@ -142,7 +120,7 @@ class TextDisplay:
     def failed(self, failure: LlumletCallFailed) -> None:
         self._print_moves()
         output.print_failure(failure)
-        if any(move.phase not in OUTCOMES for move in self._moves.values()):
+        if any(move.phase not in types.OUTCOMES for move in self._moves.values()):
             self._screen.print(f"  {_GO_ON}", style="dim")
 
     def interrupted(self) -> None:
@@ -150,7 +128,7 @@ class TextDisplay:
 
     def frame(self) -> Group:
         moves = list(self._moves.values())
-        under_way = [move for move in moves if move.phase not in OUTCOMES]
+        under_way = [move for move in moves if move.phase not in types.OUTCOMES]
         settled = f"{len(moves) - len(under_way)} of {len(moves)} settled"
         shown = under_way[: max(self._screen.height - 8, 1)]
         return Group(_table(shown), Spinner("dots", settled)) if shown else Group(settled)
@@ -163,23 +141,26 @@ class TextDisplay:
         for move in self._moves.values():
             if move.detail:
                 output.console().print(output.clean(f"{move.request_id}: {move.detail}"))
-            if move.tokens_alone and move.phase == MovePhase.MOVED:
+            if move.tokens_alone and move.phase == types.MovePhase.MOVED:
                 output.console().print(output.clean(f"{move.request_id}: without its KV cache: {move.tokens_alone}"))
         for reason in explained:
             hint = HINTS.get(reason, "See the log of the source.")
             output.console().print(Text(f"{reason_word(reason)}: {hint}", style="dim"))
 
 
-def _table(moves: list[MoveProgress]) -> Table:
+MoveDisplay = JsonDisplay | TextDisplay
+
+
+def _table(moves: list[types.MoveProgress]) -> Table:
     rows = output.table(_COLUMNS)
     for move in moves:
-        why = f" ({reason_word(move.reason)})" if move.reason != Reason.REASON_NONE else ""
-        outcome = Text(word(MovePhase, move.phase) + why, style=_STYLES.get(move.phase, ""))
+        why = f" ({reason_word(move.reason)})" if move.reason != types.Reason.REASON_NONE else ""
+        outcome = Text(word(types.MovePhase, move.phase) + why, style=_STYLES.get(move.phase, ""))
         total_ms = sum(ms for name, ms in move.phase_ms.items() if name in _PHASES)
         rows.add_row(
             output.clean(move.request_id),
             outcome,
-            word(Mode, move.mode) if move.mode else "",
+            word(types.Mode, move.mode) if move.mode else "",
             str(move.context_tokens),
             str(move.hit_tokens),
             str(move.rounds),

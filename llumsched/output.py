@@ -90,50 +90,51 @@ def exit_code(failure: LlumletCallFailed) -> ExitCode:
 
 
 def failure_dict(failure: LlumletCallFailed) -> dict[str, Any]:
-    """The JSON form of a failed call: `kind` is refused, unreachable, timed_out or
-    not_a_llumlet."""
-    match failure:
-        case LlumletError():
-            code = failure.code.name
-            word = reason_word(failure.reason)
-            return {"kind": "refused", "reason": word, "status": code, "detail": failure.detail}
-        case NotALlumlet():
-            kind = "not_a_llumlet"
-        case LlumletUnreachable(timed_out=True):
-            kind = "timed_out"
-        case _:
-            kind = "unreachable"
-    return {"kind": kind, "reason": None, "status": None, "detail": failure.detail}
+    """The JSON form of a failed call: `kind` is refused, unreachable, timed_out or not_a_llumlet."""
+    reason = status = None
+    if isinstance(failure, LlumletError):
+        reason, status = reason_word(failure.reason), failure.code.name
+    return {"kind": _described(failure)[0], "reason": reason, "status": status, "detail": failure.detail}
+
+
+def report_failure(failure: LlumletCallFailed, *, as_json: bool) -> ExitCode:
+    """Tells it as an event of a stream of them, or to people."""
+    if as_json:
+        print_json({"event": "error", "error": {"address": failure.address} | failure_dict(failure)})
+    else:
+        print_failure(failure)
+    return exit_code(failure)
 
 
 def print_failure(failure: LlumletCallFailed) -> None:
     """Tells people what happened, and what to do about it."""
-    address = failure.address
+    _, what, hint = _described(failure)
+    screen = console(stderr=True)
+    screen.print(Text.assemble(("llumnix: ", "bold red"), clean(what)))
+    screen.print(Text(f"  {hint}", style="dim"))
+
+
+def _described(failure: LlumletCallFailed) -> tuple[str, str, str]:
+    """Its kind, what happened, and what to do about it."""
+    address, detail = failure.address, failure.detail
     match failure:
         case LlumletError():
-            what = f"{address} refused: {failure}"
             hint = HINTS.get(failure.reason, "The instance's log says more.")
+            return "refused", f"{address} refused: {failure}", hint
         case NotALlumlet():
-            what = f"{address} is not a llumlet: {failure.detail}"
             hint = (
                 "Is that the API server's port? The llumlet has one of its own: --llumlet-port of "
                 "`vllm serve`, or the one it logs at start."
             )
+            return "not_a_llumlet", f"{address} is not a llumlet: {detail}", hint
         case CmsUnreachable():
-            what = f"the CMS at {address}: {failure.detail}"
             hint = "Is it the scheduler's CMS address, or the Redis, that the instances report to with --llumlet-cms?"
+            return "unreachable", f"the CMS at {address}: {detail}", hint
         case LlumletUnreachable(timed_out=True):
-            what = f"{address}: {failure.detail}"
             hint = "The engine may be hung or overloaded; what was asked may have been done."
-        case _:
-            what = f"cannot reach {address}: {failure.detail}"
-            hint = (
-                "Is the engine running, and was it started with --enable-llumlet? It logs the "
-                "llumlet's address at start."
-            )
-    screen = console(stderr=True)
-    screen.print(Text.assemble(("llumnix: ", "bold red"), clean(what)))
-    screen.print(Text(f"  {hint}", style="dim"))
+            return "timed_out", f"{address}: {detail}", hint
+    hint = "Is the engine running, and was it started with --enable-llumlet? It logs the llumlet's address at start."
+    return "unreachable", f"cannot reach {address}: {detail}", hint
 
 
 def size(num_bytes: float) -> str:

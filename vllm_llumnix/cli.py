@@ -134,7 +134,9 @@ def _show(args: argparse.Namespace) -> ExitCode:
     series = _series_for(args.version)
     if args.name is None:
         if args.json:
-            _print_json({"version": series.version, "digest": series.digest, "patches": _patches_json(series)})
+            _print_json(
+                {"version": series.version, "digest": series.digest, "patches": [*map(_patch_json, series.patches)]}
+            )
         else:
             Console(highlight=False).print(_patches_table(series))
         return ExitCode.OK
@@ -295,10 +297,6 @@ def _as_json(found: Installed, kept: Kept | None) -> dict[str, Any]:
     }
 
 
-def _patches_json(series: Series) -> list[dict[str, Any]]:
-    return [_patch_json(patch) for patch in series.patches]
-
-
 def _patch_json(patch: Patch) -> dict[str, Any]:
     files = [change.path for change in patch.diffs]
     return {"name": patch.name, **patch.header, "files": files, "added_lines": patch.num_added}
@@ -315,7 +313,7 @@ def _doctor(args: argparse.Namespace) -> ExitCode:
     checks = doctor.examine_all(adapt=args.adapt)
     failed = [check for check in checks if check.problem]
     if args.json:
-        _print_json({"ok": not failed, "checks": [check.as_json() for check in checks]})
+        _print_json({"ok": not failed, "checks": [asdict(check) for check in checks]})
     else:
         table = Table("check", "result", "what to do", show_lines=True)
         for check in checks:

@@ -30,6 +30,7 @@ from llumlet.redis_url import REDIS_SCHEMES, RedisUrl, split_stores
 from llumlet.reporter import cms_faults
 from llumlet.setting_sources import Reading
 from llumlet.settings import Group
+from llumlet.types import Address
 from vllm_llumnix.errors import ConfigError
 from vllm_llumnix.hosts import address_of_interface, reachable_host
 from vllm_llumnix.kv.settings import UNLIMITED, Limit, MooncakeSettings, WorkerSettings
@@ -64,13 +65,6 @@ def parse_limit(text: str) -> Limit:
             f"{text!r} is neither a rate in bytes per second, such as 500000000, 500M or 2G, nor a share, such as 20%"
         )
     return Limit(bytes_per_s=float(match[1]) * _RATE_UNITS[match[2]])
-
-
-def _host_port(text: str) -> str:
-    host, colon, port = text.rpartition(":")
-    if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
-        raise ValueError(f"{text!r} is not HOST:PORT")
-    return text
 
 
 def _instance_id(text: str) -> str:
@@ -196,7 +190,7 @@ class LlumletConfig(CredentialFiles):
     )
     peers: tuple[str, ...] = _llumlet.setting(
         (),
-        kinds.several(Kind(_host_port), "HOST:PORT,..."),
+        kinds.several(Kind(lambda text: str(Address.parse(text))), "HOST:PORT,..."),
         "Llumlets of other instances of the same model: when an engine is lost, its requests go on there from what "
         "their clients have received.",
     )

@@ -8,14 +8,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from llumlet.setting_sources import unknown_variables
 from vllm_llumnix.config import LlumletConfig
 from vllm_llumnix.kv.mooncake import why_not_installed
-from vllm_llumnix.patching.installed import examine, find_vllm
+from vllm_llumnix.patching.installed import Installed, examine, find_vllm
 from vllm_llumnix.patching.release import reader_of
 from vllm_llumnix.patching.seam import absent
 from vllm_llumnix.seams import ALL
@@ -32,17 +31,15 @@ class Check:
     result: str
     problem: str = ""
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def examine_all(*, adapt: bool = False) -> list[Check]:
     """All checks, in the order in which their problems are best solved. `adapt`: for `--llumlet-adapt`."""
+    found = examine(find_vllm(), adapt=adapt)
     checks: tuple[Callable[[], Check], ...] = (
         python,
         modules,
-        partial(vllm, adapt=adapt),
-        partial(functions, adapt=adapt),
+        partial(vllm, found),
+        partial(functions, found),
         seams,
         hook,
         variables,
@@ -73,8 +70,7 @@ def _exists(name: str) -> bool:
         return False
 
 
-def vllm(*, adapt: bool = False) -> Check:
-    found = examine(find_vllm(), adapt=adapt)
+def vllm(found: Installed) -> Check:
     if found.problem or found.series is None:
         return Check("vLLM", found.version or "not usable", found.problem or "")
     made_for = "" if found.version == found.series.version else f", made for {found.series.version}"
@@ -82,10 +78,9 @@ def vllm(*, adapt: bool = False) -> Check:
     return Check("vLLM", f"{found.version}, patch series {found.digest}{made_for}{how}")
 
 
-def functions(*, adapt: bool = False) -> Check:
+def functions(found: Installed) -> Check:
     """Whether vLLM's functions that the engine side counts on are those of the series' release."""
     name = "vLLM's functions"
-    found = examine(find_vllm(), adapt=adapt)
     if found.problem or found.series is None:
         return Check(name, "unknown: no patch series fits")
     kept = found.kept()

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 MIDDLEWARE = (
     "vllm_llumnix.frontend.drain.RefuseNew",
-    "vllm_llumnix.frontend.attempts.ReadAttempt",
-    "vllm_llumnix.frontend.liveness.AnswerLive",
+    "vllm_llumnix.frontend.asgi.ReadAttempt",
+    "vllm_llumnix.frontend.asgi.AnswerLive",
 )
 
 

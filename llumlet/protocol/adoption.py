@@ -166,12 +166,6 @@ class Adoption(Machine[State, AdoptionEvent, AdoptionEffect]):
     def over(self) -> bool:
         return self.state in (State.ADOPTED, State.REFUSED)
 
-    def _make_way(self, event: AdoptRequested) -> list[AdoptionEffect]:
-        return [MakeWay()]
-
-    def _build(self, event: WayMade) -> list[AdoptionEffect]:
-        return [BuildRequest()]
-
     def _come_again(self, event: FormerLifeEnded) -> list[AdoptionEffect]:
         return [RefuseAdopt(Reason.HANDOVER_OPEN, "a former life of the request was still here; it is ended now")]
 
@@ -193,18 +187,9 @@ class Adoption(Machine[State, AdoptionEvent, AdoptionEffect]):
     def _is_fetchable(self, event: RequestBuilt) -> bool:
         return self._may_fetch
 
-    def _fetch(self, event: RequestBuilt) -> list[AdoptionEffect]:
-        return [FetchCache()]
-
-    def _add(self, event: RequestBuilt | CacheLost) -> list[AdoptionEffect]:
-        return [AddRequest(with_cache=False)]
-
     def _add_with_cache(self, event: CacheFetched) -> list[AdoptionEffect]:
         self._has_cache = True
         return [AddRequest(with_cache=True)]
-
-    def _answer(self, event: RequestAdded) -> list[AdoptionEffect]:
-        return [AnswerAdopt()]
 
     def _free(self) -> list[AdoptionEffect]:
         return [FreeCache()] if self._has_cache else []
@@ -216,17 +201,17 @@ _BUSY = (_S.MAKING_WAY, _S.BUILDING, _S.FETCHING, _S.ADDING)
 install(
     Adoption,
     [
-        rows(_S.NEW, AdoptRequested, _S.MAKING_WAY, Adoption._make_way),
-        rows(_S.MAKING_WAY, WayMade, _S.BUILDING, Adoption._build),
+        rows(_S.NEW, AdoptRequested, _S.MAKING_WAY, [MakeWay()]),
+        rows(_S.MAKING_WAY, WayMade, _S.BUILDING, [BuildRequest()]),
         rows(_S.MAKING_WAY, FormerLifeEnded, _S.REFUSED, Adoption._come_again),
         rows(_S.BUILDING, RequestBuilt, _S.REFUSED, Adoption._give_up, when=Adoption._is_called_off),
-        rows(_S.BUILDING, RequestBuilt, _S.FETCHING, Adoption._fetch, when=Adoption._is_fetchable),
-        rows(_S.BUILDING, RequestBuilt, _S.ADDING, Adoption._add),
+        rows(_S.BUILDING, RequestBuilt, _S.FETCHING, [FetchCache()], when=Adoption._is_fetchable),
+        rows(_S.BUILDING, RequestBuilt, _S.ADDING, [AddRequest(with_cache=False)]),
         rows(_S.FETCHING, CacheFetched, _S.REFUSED, Adoption._give_up, when=Adoption._is_called_off),
         rows(_S.FETCHING, CacheFetched, _S.ADDING, Adoption._add_with_cache),
         rows(_S.FETCHING, CacheLost, _S.REFUSED, Adoption._give_up, when=Adoption._is_called_off),
-        rows(_S.FETCHING, CacheLost, _S.ADDING, Adoption._add),
-        rows(_S.ADDING, RequestAdded, _S.ADOPTED, Adoption._answer),
+        rows(_S.FETCHING, CacheLost, _S.ADDING, [AddRequest(with_cache=False)]),
+        rows(_S.ADDING, RequestAdded, _S.ADOPTED, [AnswerAdopt()]),
         rows(_BUSY, AttemptFailed, _S.REFUSED, Adoption._fail),
         rows((_S.MAKING_WAY, _S.BUILDING, _S.FETCHING), CalledOff, None, Adoption._mark),
         rows((_S.ADDING, _S.ADOPTED, _S.REFUSED), CalledOff, None, late=True),

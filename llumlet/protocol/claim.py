@@ -141,27 +141,6 @@ class Claim(Machine[State, ClaimEvent, ClaimEffect]):
     def _grant(self, event: ClaimRequested) -> list[ClaimEffect]:
         return [SetTimer(LEASE, self._lease_s), AnswerClaim()]
 
-    def _answer_again(self, event: ClaimRequested) -> list[ClaimEffect]:
-        return [AnswerClaim()]
-
-    def _keep(self, event: LoopWoke) -> list[ClaimEffect]:
-        return [KeepBlocks(), EndSilently()]
-
-    def _end_request(self, event: LoopWoke) -> list[ClaimEffect]:
-        return [EndSilently()]
-
-    def _were_intact(self, event: ClaimEnded) -> list[ClaimEffect]:
-        return [AnswerEnd(intact=True), ClearTimer(LEASE)]
-
-    def _give_back(self, event: ClaimEnded) -> list[ClaimEffect]:
-        return [AnswerEnd(intact=True), GiveBack(), ClearTimer(LEASE)]
-
-    def _give_back_late(self, event: TimerFired) -> list[ClaimEffect]:
-        return [GiveBack()]
-
-    def _too_late(self, event: ClaimEnded) -> list[ClaimEffect]:
-        return [AnswerEnd(intact=False)]
-
 
 _S = State
 
@@ -170,13 +149,13 @@ install(
     [
         rows(_S.NEW, ClaimRequested, _S.REFUSED, Claim._refuse, when=Claim._cannot_be),
         rows(_S.NEW, ClaimRequested, _S.STANDING, Claim._grant),
-        rows(_S.STANDING, ClaimRequested, None, Claim._answer_again),
-        rows(_S.STANDING, LoopWoke, _S.KEPT, Claim._keep),
-        rows(_S.STANDING, ClaimEnded, _S.READ, Claim._were_intact),
+        rows(_S.STANDING, ClaimRequested, None, [AnswerClaim()]),
+        rows(_S.STANDING, LoopWoke, _S.KEPT, [KeepBlocks(), EndSilently()]),
+        rows(_S.STANDING, ClaimEnded, _S.READ, [AnswerEnd(intact=True), ClearTimer(LEASE)]),
         rows(_S.STANDING, TimerFired, _S.READ),
-        rows(_S.READ, LoopWoke, _S.OVER, Claim._end_request),
-        rows(_S.KEPT, ClaimEnded, _S.OVER, Claim._give_back),
-        rows(_S.KEPT, TimerFired, _S.OVER, Claim._give_back_late),
-        rows((_S.READ, _S.OVER, _S.REFUSED), ClaimEnded, None, Claim._too_late, late=True),
+        rows(_S.READ, LoopWoke, _S.OVER, [EndSilently()]),
+        rows(_S.KEPT, ClaimEnded, _S.OVER, [AnswerEnd(intact=True), GiveBack(), ClearTimer(LEASE)]),
+        rows(_S.KEPT, TimerFired, _S.OVER, [GiveBack()]),
+        rows((_S.READ, _S.OVER, _S.REFUSED), ClaimEnded, None, [AnswerEnd(intact=False)], late=True),
     ],
 )

@@ -40,13 +40,14 @@ The table is at the end of the file; `docs/protocol.md` has its picture.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 
 from llumlet.protocol import effects as do
 from llumlet.protocol import events as ev
 from llumlet.protocol.effects import Effect
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.events import Call, Settlement
-from llumlet.protocol.machine import Machine, install, rows
+from llumlet.protocol.machine import Machine, deadline, install, rows, timer
 from llumlet.protocol.plan import Terms
 
 LEASE = "lease"
@@ -108,9 +109,6 @@ class Destination(Machine[State, ev.DestinationEvent, do.DestinationEffect]):
         return self.terms.tombstone_s if state in (State.COMMITTED, State.BARRED) else None
 
     # Reserve
-
-    def _reserve(self, event: ev.ReserveRequested) -> list[Effect]:
-        return [do.ReserveBlocks()]
 
     def _reserved(self, event: ev.BlocksReserved) -> list[Effect]:
         self.hit_blocks = self.copied_blocks = event.hit_blocks
@@ -304,9 +302,6 @@ class Destination(Machine[State, ev.DestinationEvent, do.DestinationEffect]):
     def _bar_for(self, call: Call, reason: Reason, detail: str) -> list[Effect]:
         return [*self._let_go(), *self._bar(reason, detail), do.AnswerSettle(call, Settlement.BARRED, reason)]
 
-    def _revoke_late(self, event: ev.TimerFired) -> list[Effect]:
-        return [do.RevokeAdmit()]
-
     def _revoke_for_withdraw(self, event: ev.WithdrawRequested) -> list[Effect]:
         return self._revoke_for(Call.WITHDRAW)
 
@@ -322,9 +317,6 @@ class Destination(Machine[State, ev.DestinationEvent, do.DestinationEffect]):
             self._waiting.append(call)
         return [do.RevokeAdmit()]
 
-    def _free(self, event: object) -> list[Effect]:
-        return [do.FreeReservation()]
-
     # Settled
 
     def _abort_admitted(self, event: ev.AbortRequested) -> list[Effect]:
@@ -334,21 +326,6 @@ class Destination(Machine[State, ev.DestinationEvent, do.DestinationEffect]):
         self.closed = True
         return self._state_for(Call.CLOSE)
 
-    def _answer_withdraw(self, event: ev.WithdrawRequested) -> list[Effect]:
-        return self._state_for(Call.WITHDRAW)
-
-    def _answer_cancel(self, event: ev.CancelRequested) -> list[Effect]:
-        return self._state_for(Call.CANCEL)
-
-    def _answer_abort(self, event: ev.AbortRequested) -> list[Effect]:
-        return self._state_for(Call.ABORT)
-
-    def _answer_close(self, event: ev.CloseRequested) -> list[Effect]:
-        return self._state_for(Call.CLOSE)
-
-    def _answer_query(self, event: ev.QueryRequested) -> list[Effect]:
-        return self._state_for(Call.QUERY)
-
     def _state_for(self, call: Call) -> list[Effect]:
         return [do.AnswerSettle(call, self.settlement, self.reason)]
 
@@ -356,12 +333,8 @@ class Destination(Machine[State, ev.DestinationEvent, do.DestinationEffect]):
         return [do.ClearTimer(LEASE)] if LEASE in self._armed else []
 
 
-def _lease_over(machine: Destination, event: ev.TimerFired) -> bool:
-    return event.name == LEASE
-
-
-def _deadline(machine: Destination, event: ev.TimerFired) -> bool:
-    return event.name == machine.state.value
+def _answer(call: Call) -> Callable[[Destination, object], list[Effect]]:
+    return lambda machine, event: machine._state_for(call)
 
 
 _D, _P = Destination, State
@@ -378,7 +351,7 @@ install(
     Destination,
     [
         # The way to COMMITTED
-        rows(_P.NEW, ev.ReserveRequested, _P.RESERVING, _D._reserve),
+        rows(_P.NEW, ev.ReserveRequested, _P.RESERVING, [do.ReserveBlocks()]),
         rows(_P.RESERVING, ev.BlocksReserved, _P.RESERVED, _D._reserved),
         rows(_P.RESERVED, ev.RoundRequested, _P.PULLING, _D._pull_round, when=_D._next_with_room),
         rows(_P.RESERVED, ev.RoundRequested, _P.GROWING, _D._grow_for_round, when=_D._next_round),
@@ -399,9 +372,9 @@ install(
         rows((_P.PULLING, _P.COMMITTING), ev.PullFailed, _P.DRAINING, _D._failed, when=_D._this_job),
         rows((_P.PULLING, _P.COMMITTING), ev.PullDone, _P.BARRED, _D._pulled_too_late, when=_D._this_job),
         rows(_P.ADMITTING, ev.AdmitFailed, _P.BARRED, _D._not_admitted),
-        rows(_P.RESERVED, ev.TimerFired, _P.BARRED, _D._lease_ran_out, when=_lease_over),
-        rows(_LEASED, ev.TimerFired, _P.DRAINING, _D._lease_ran_out, when=_lease_over),
-        rows(_P.ADMITTING, ev.TimerFired, None, _D._revoke_late, when=_deadline),
+        rows(_P.RESERVED, ev.TimerFired, _P.BARRED, _D._lease_ran_out, when=timer(LEASE)),
+        rows(_LEASED, ev.TimerFired, _P.DRAINING, _D._lease_ran_out, when=timer(LEASE)),
+        rows(_P.ADMITTING, ev.TimerFired, None, [do.RevokeAdmit()], when=deadline),
         rows(_P.RESERVED, ev.Revoked, _P.BARRED, _D._failed),
         rows(_BUSY, ev.Revoked, _P.DRAINING, _D._failed),
         # … or the source wants it so
@@ -417,15 +390,15 @@ install(
         rows(_P.RESERVED, ev.CommitRequested, _P.BARRED, _D._bad_commit),
         rows((_P.RESERVING, _P.GROWING, _P.PULLING), ev.CommitRequested, _P.DRAINING, _D._bad_commit),
         # Barred, and what was under way has ended
-        rows(_P.DRAINING, ev.BlocksReserved, _P.BARRED, _D._free),
+        rows(_P.DRAINING, ev.BlocksReserved, _P.BARRED, [do.FreeReservation()]),
         rows(_P.DRAINING, ev.ReserveFailed, _P.BARRED),
-        rows(_P.DRAINING, ev.Grown, _P.BARRED, _D._free),
-        rows(_P.DRAINING, ev.GrowFailed, _P.BARRED, _D._free),
-        rows(_P.DRAINING, ev.PullQuiesced, _P.BARRED, _D._free, when=_D._this_job),
+        rows(_P.DRAINING, ev.Grown, _P.BARRED, [do.FreeReservation()]),
+        rows(_P.DRAINING, ev.GrowFailed, _P.BARRED, [do.FreeReservation()]),
+        rows(_P.DRAINING, ev.PullQuiesced, _P.BARRED, [do.FreeReservation()], when=_D._this_job),
         # Settled
         rows(_P.COMMITTED, ev.AbortRequested, None, _D._abort_admitted),
         rows(_P.COMMITTED, ev.CloseRequested, None, _D._close),
-        rows((_P.COMMITTED, _P.BARRED), ev.TimerFired, _P.FORGOTTEN, when=_deadline),
+        rows((_P.COMMITTED, _P.BARRED), ev.TimerFired, _P.FORGOTTEN, when=deadline),
         # Repetitions: join what is in work, or get the same answer again
         rows(_P.RESERVING, ev.ReserveRequested, None, late=True),
         rows(_GRANTED, ev.ReserveRequested, None, _D._reserved_before, late=True),
@@ -436,11 +409,11 @@ install(
         rows(_KNOWN, ev.RoundRequested, None, _D._round_out_of_order, late=True),
         rows(_TAKEN, ev.CommitRequested, None, late=True),
         rows((_P.NEW, *_SETTLED), ev.CommitRequested, None, _D._answer_commit, late=True),
-        rows((_P.NEW, *_SETTLED), ev.WithdrawRequested, None, _D._answer_withdraw, late=True),
-        rows(_SETTLED, ev.CancelRequested, None, _D._answer_cancel, late=True),
-        rows(_BARRED, ev.AbortRequested, None, _D._answer_abort, late=True),
-        rows(State, ev.CloseRequested, None, _D._answer_close, late=True),
-        rows(State, ev.QueryRequested, None, _D._answer_query, late=True),
+        rows((_P.NEW, *_SETTLED), ev.WithdrawRequested, None, _answer(Call.WITHDRAW), late=True),
+        rows(_SETTLED, ev.CancelRequested, None, _answer(Call.CANCEL), late=True),
+        rows(_BARRED, ev.AbortRequested, None, _answer(Call.ABORT), late=True),
+        rows(State, ev.CloseRequested, None, _answer(Call.CLOSE), late=True),
+        rows(State, ev.QueryRequested, None, _answer(Call.QUERY), late=True),
         # What crossed with a change of state
         rows((_P.ADMITTING, *_SETTLED), ev.Revoked, None, late=True),
         rows(_P.BARRED, ev.AdmitFailed, None, late=True),

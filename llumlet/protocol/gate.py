@@ -72,16 +72,6 @@ class Verdict:
     overflow: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class FenceDecision:
-    """Exactly one of `started`, `finished` and `raised`, as in `wire.FenceAnswer`; `delivered` tokens so far."""
-
-    started: bool
-    finished: bool
-    raised: Epoch | None
-    delivered: int
-
-
 class Gate:
     """One per request, in its origin."""
 
@@ -123,16 +113,15 @@ class Gate:
             return Verdict(stale=stale)
         return Verdict(deliver=(delivered, *self._drain()), stale=stale)
 
-    def fence(self, epoch: Epoch) -> FenceDecision:
-        """The owner before `epoch` asks whether it has begun; if not, it never will."""
+    def fence(self, epoch: Epoch) -> Epoch | None:
+        """The owner before `epoch` asks whether it has begun; if not, it never will, and the answer is the epoch that
+        the asker goes on under. None: it has, or the request is `finished`."""
         if self.finished:
-            return FenceDecision(started=False, finished=True, raised=None, delivered=self.next_index)
+            return None
         raised = self._raised.get(epoch)
         if raised is None and epoch.term == self._term and epoch > self.highest:
             raised = self._raised[epoch] = self._raise_term(since=epoch)
-        if raised is None or self.is_barred(raised):
-            return FenceDecision(started=True, finished=False, raised=None, delivered=self.next_index)
-        return FenceDecision(started=False, finished=False, raised=raised, delivered=self.next_index)
+        return None if raised is None or self.is_barred(raised) else raised
 
     def depose(self) -> Epoch:
         """The owner is lost: bar every epoch there was. Returns the one that goes on, from `next_index`."""

@@ -3,7 +3,8 @@
 
 A table is a list of rows; a row says: in this state, on this kind of event, if `when` holds, do `do` and go to `to`.
 Rows are tried in order and the first that holds is taken. No row: `LocalProtocolError`, and nothing has changed, since
-`when` only looks and only `do` acts. Nothing else writes the state.
+`when` only looks and only `do` acts: a method that returns effects, or effects that are always the same, as a list.
+Nothing else writes the state.
 
 Timers. Every state may have a deadline: a timer named after the state, set when it is entered and cleared when it is
 left, on top of the timers that actions ask for. A timer that fires after it was cleared (the shell had the event
@@ -34,7 +35,7 @@ class Row(Generic[S]):
     state: S
     event: type[Any]
     to: S
-    do: Callable[[Any, Any], Sequence[Any]] | None
+    do: Callable[[Any, Any], Sequence[Any]] | Sequence[Any] | None
     when: Callable[[Any, Any], bool] | None
     late: bool
 
@@ -48,7 +49,7 @@ def rows(
     states: S | Iterable[S],
     event: type[E],
     to: S | None,
-    do: Callable[[M, E], Sequence[F]] | None = None,
+    do: Callable[[M, E], Sequence[F]] | Sequence[F] | None = None,
     *,
     when: Callable[[M, E], bool] | None = None,
     late: bool = False,
@@ -57,6 +58,21 @@ def rows(
     several = {states} if isinstance(states, enum.StrEnum) else set(states)
     ordered = [state for state in type(next(iter(several))) if state in several]
     return [Row(state, event, state if to is None else to, do, when, late) for state in ordered]
+
+
+def deadline(machine: Machine[Any, Any, Any], event: TimerFired) -> bool:
+    """A guard: it is the deadline of the present state."""
+    return bool(event.name == machine.state.value)
+
+
+def timer(name: str) -> Callable[[Machine[Any, Any, Any], TimerFired], bool]:
+    """A guard: it is this one of the timers that actions ask for."""
+
+    def guard(machine: Machine[Any, Any, Any], event: TimerFired) -> bool:
+        return event.name == name
+
+    guard.__name__ = name
+    return guard
 
 
 class Machine(Generic[S, E, F]):
@@ -80,7 +96,7 @@ class Machine(Generic[S, E, F]):
         row = self._row(event)
         if isinstance(event, TimerFired):
             self._armed.discard(event.name)
-        effects: list[Any] = list(row.do(self, event)) if row.do else []
+        effects: list[Any] = list((row.do(self, event) if callable(row.do) else row.do) or ())
         if row.to is not self._state:
             if self._state.value in self._armed:
                 effects.append(ClearTimer(self._state.value))

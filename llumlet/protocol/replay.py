@@ -30,7 +30,7 @@ from llumlet.protocol.effects import ClearTimer, SetTimer
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.events import TimerFired
 from llumlet.protocol.ids import HOME
-from llumlet.protocol.machine import Machine, install, rows
+from llumlet.protocol.machine import Machine, install, rows, timer
 from llumlet.protocol.owners import Owner, Owners
 from llumlet.protocol.placement import Placement
 from llumlet.protocol.streams import Stream, Streams
@@ -234,9 +234,6 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
         )
         return [adopt, SetTimer(WATCH, WATCH_SECONDS)]
 
-    def _is_watch(self, event: TimerFired) -> bool:
-        return event.name == WATCH
-
     def _why_silent(self) -> str:
         """Why the answer is not waited for any more; empty while it is."""
         around = self._around
@@ -249,9 +246,6 @@ class Replay(Machine[State, w.ReplayEvent, w.ReplayEffect]):
 
     def _is_silent(self, event: TimerFired) -> bool:
         return event.name == WATCH and bool(self._why_silent())
-
-    def _go_on_waiting(self, event: TimerFired) -> list[w.ReplayEffect]:
-        return [SetTimer(WATCH, WATCH_SECONDS)]
 
     def _call_off(self, event: TimerFired) -> list[w.ReplayEffect]:
         why = f"{self._address} is not waited for with request {self.stream.request_id}: {self._why_silent()}"
@@ -402,14 +396,14 @@ install(
         rows(_CALLING, w.AnswerLost, _S.LOOKING, Replay._look_for_it, when=Replay._is_broken),
         rows(_CALLING, w.AnswerLost, _S.WAITING, Replay._do_not_wait),
         rows(_S.ASKING, TimerFired, _S.LOOKING, Replay._call_off, when=Replay._is_silent),
-        rows(_S.ASKING, TimerFired, None, Replay._go_on_waiting, when=Replay._is_watch),
+        rows(_S.ASKING, TimerFired, None, [SetTimer(WATCH, WATCH_SECONDS)], when=timer(WATCH)),
         rows(_S.LOOKING, w.GoneKnown, _S.WAITING, Replay._know),
         # The client has left
         rows(_IDLE, w.StreamEnded, _S.ENDED, Replay._end),
         rows(_CALLING, w.StreamEnded, _S.CLOSING),
         rows(_S.CLOSING, w.Adopted, _S.ENDED, Replay._undo),
         rows(_S.CLOSING, TimerFired, _S.ENDED, Replay._call_off_closed, when=Replay._is_silent),
-        rows(_S.CLOSING, TimerFired, None, Replay._go_on_waiting, when=Replay._is_watch),
+        rows(_S.CLOSING, TimerFired, None, [SetTimer(WATCH, WATCH_SECONDS)], when=timer(WATCH)),
         rows(_S.CLOSING, w.AnswerLost, _S.ENDED, Replay._lost_closed),
         *(
             rows(_S.CLOSING, answer, _S.ENDED, Replay._leave_closed)

@@ -164,9 +164,6 @@ class Rescue(Machine[State, RescueEvent, RescueEffect]):
         """Whether the adoption can go on, or has to be refused: the state says which."""
         return self.state in (State.FETCHED, State.WITHOUT, State.DRAINING, State.ABANDONED)
 
-    def _claim(self, event: RescueStarted) -> list[RescueEffect]:
-        return [AskClaim(CLAIM_SECONDS)]
-
     def _computed(self, event: ClaimGranted) -> int:
         """The KV cache of its last token is computed here."""
         return min(event.computed_tokens, self._num_tokens - 1)
@@ -228,16 +225,13 @@ class Rescue(Machine[State, RescueEvent, RescueEffect]):
         self.detail = "the holder could not keep the KV cache"
         return [FreeRoom()]
 
-    def _free(self, event: CopyQuiet) -> list[RescueEffect]:
-        return [FreeRoom()]
-
 
 _S = State
 
 install(
     Rescue,
     [
-        rows(_S.NEW, RescueStarted, _S.CLAIMING, Rescue._claim),
+        rows(_S.NEW, RescueStarted, _S.CLAIMING, [AskClaim(CLAIM_SECONDS)]),
         rows(_S.CLAIMING, ClaimGranted, _S.WITHOUT, Rescue._decline, when=Rescue._useless),
         rows(_S.CLAIMING, ClaimGranted, _S.RESERVING, Rescue._take_room),
         rows(_S.CLAIMING, ClaimFailed, _S.WITHOUT, Rescue._do_without),
@@ -248,7 +242,7 @@ install(
         rows(_S.COPYING, CopyFailed, _S.DRAINING, Rescue._give_up),
         rows(_S.ENDING, ClaimSettled, _S.FETCHED, when=Rescue._intact),
         rows(_S.ENDING, ClaimSettled, _S.WITHOUT, Rescue._discard),
-        rows(_S.DRAINING, CopyQuiet, _S.ABANDONED, Rescue._free),
+        rows(_S.DRAINING, CopyQuiet, _S.ABANDONED, [FreeRoom()]),
         rows((_S.WITHOUT, _S.DRAINING, _S.ABANDONED), ClaimSettled, None, late=True),
     ],
 )

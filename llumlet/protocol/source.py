@@ -53,7 +53,7 @@ from llumlet.protocol import events as ev
 from llumlet.protocol.effects import Effect
 from llumlet.protocol.errors import LocalProtocolError, Reason
 from llumlet.protocol.events import Call, Gone
-from llumlet.protocol.machine import Machine, install, rows
+from llumlet.protocol.machine import Machine, deadline, install, rows, timer
 from llumlet.protocol.plan import Method, Plan
 
 LEASE = "lease"
@@ -148,9 +148,6 @@ class Source(Machine[State, ev.SourceEvent, do.SourceEffect]):
         }.get(state)
 
     # Copying
-
-    def _reserve(self, event: ev.Start) -> list[Effect]:
-        return [do.SendReserve()]
 
     def _is_live(self, event: ev.Reserved) -> bool:
         return self.plan.method is Method.LIVE
@@ -270,7 +267,7 @@ class Source(Machine[State, ev.SourceEvent, do.SourceEffect]):
         return [do.Unfreeze(), *self._unpin(), *self._clear(LEASE)]
 
     def _may_be_copying(self, event: ev.TimerFired) -> bool:
-        return _deadline(self, event) and self._heard and self._reprieves > 0
+        return deadline(self, event) and self._heard and self._reprieves > 0
 
     def _put_off(self, event: ev.TimerFired) -> list[Effect]:
         self._heard = False
@@ -340,18 +337,6 @@ class Source(Machine[State, ev.SourceEvent, do.SourceEffect]):
         return [do.ClearTimer(name)] if name in self._armed else []
 
 
-def _deadline(machine: Source, event: ev.TimerFired) -> bool:
-    return event.name == machine.state.value
-
-
-def _lease_over(machine: Source, event: ev.TimerFired) -> bool:
-    return event.name == LEASE
-
-
-def _time_to_ask(machine: Source, event: ev.TimerFired) -> bool:
-    return event.name == ASK
-
-
 def _unheard(call: Call) -> Callable[[Source, ev.PeerUnreachable], bool]:
     def guard(machine: Source, event: ev.PeerUnreachable) -> bool:
         return event.call is call
@@ -377,7 +362,7 @@ install(
     Source,
     [
         # S owns the request
-        rows(_P.PLANNED, ev.Start, _P.RESERVING, Source._reserve),
+        rows(_P.PLANNED, ev.Start, _P.RESERVING, [do.SendReserve()]),
         rows(_P.RESERVING, ev.Reserved, _P.PINNING, Source._begin, when=Source._is_live),
         rows(_P.RESERVING, ev.Reserved, _P.FREEZING, Source._begin),
         rows(_P.RESERVING, ev.ReserveRefused, _P.STAYED, Source._refused),
@@ -391,7 +376,7 @@ install(
         # … and keeps it if anything fails
         rows(_P.RESERVING, ev.PeerUnreachable, _P.STAYED, Source._unreachable, when=_unheard(Call.RESERVE)),
         rows(_P.COPYING, ev.PeerUnreachable, _P.STAYED, Source._unreachable, when=_unheard(Call.ROUND)),
-        rows(_OWNED, ev.TimerFired, _P.STAYED, Source._too_late, when=_deadline),
+        rows(_OWNED, ev.TimerFired, _P.STAYED, Source._too_late, when=deadline),
         rows((_P.PLANNED, *_OWNED), ev.CancelRequested, _P.STAYED, Source._failed),
         rows((_P.PLANNED, *_OWNED), ev.RequestGone, _P.STAYED, Source._gone, when=Source._is_preempted),
         rows((_P.PLANNED, *_OWNED), ev.RequestGone, _P.GONE, Source._gone),
@@ -405,18 +390,18 @@ install(
         rows(_P.COMMITTING, ev.PeerUnreachable, _P.WITHDRAWING, Source._withdraw_unheard, when=_unheard(Call.COMMIT)),
         rows(_P.COMMITTING, ev.TimerFired, None, Source._put_off, when=Source._may_be_copying),
         rows(_P.COMMITTING, ev.Unsettled, None, Source._hear),
-        rows(_P.COMMITTING, ev.TimerFired, _P.WITHDRAWING, Source._withdraw_late, when=_deadline),
+        rows(_P.COMMITTING, ev.TimerFired, _P.WITHDRAWING, Source._withdraw_late, when=deadline),
         rows(_P.WITHDRAWING, ev.PeerUnreachable, _P.FENCING, Source._ask, when=_unheard(Call.WITHDRAW)),
-        rows(_P.WITHDRAWING, ev.TimerFired, _P.FENCING, Source._ask, when=_deadline),
-        rows(_P.FENCING, ev.TimerFired, None, Source._ask, when=_time_to_ask),
+        rows(_P.WITHDRAWING, ev.TimerFired, _P.FENCING, Source._ask, when=deadline),
+        rows(_P.FENCING, ev.TimerFired, None, Source._ask, when=timer(ASK)),
         rows(_P.FENCING, ev.FenceStarted, _P.MOVED, Source._let_go_by_fence),
         rows(_P.FENCING, ev.FenceRaised, _P.STAYED, Source._resume_under, when=Source._raised),
         rows(_P.FENCING, ev.OriginFinished, _P.GONE, Source._unwanted),
-        rows(_P.FENCING, ev.TimerFired, _P.LOST, Source._lose, when=_deadline),
+        rows(_P.FENCING, ev.TimerFired, _P.LOST, Source._lose, when=deadline),
         rows(IN_DOUBT, ev.RequestGone, None, when=Source._is_preempted),
         rows(IN_DOUBT, ev.RequestGone, _P.GONE, Source._aborted_in_doubt),
         # Settled: the pins go back when nobody can be reading
-        rows(SETTLED, ev.TimerFired, None, Source._unpin_now, when=_lease_over),
+        rows(SETTLED, ev.TimerFired, None, Source._unpin_now, when=timer(LEASE)),
         rows(SETTLED, ev.Committed, None, Source._unpin_now, when=Source._same_life),
         rows(SETTLED, ev.Barred, None, Source._unpin_now, when=Source._same_life),
         rows(SETTLED, ev.BlocksPinned, None, Source._unpin_late, late=True),

@@ -51,69 +51,40 @@ class HomeOutput(Protocol):
     def finish_reason(self) -> int | None: ...
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class Stream:
     """One request whose client is here. `home` names the engine it was sent to."""
 
-    __slots__ = (
-        "confirmed_at",
-        "delivered",
-        "deposed_at",
-        "epoch",
-        "gap_since",
-        "gate",
-        "home",
-        "never",
-        "num_home",
-        "num_prompt_tokens",
-        "opened_at",
-        "owes_prompt_logprobs",
-        "owner",
-        "replaying",
-        "replays",
-        "request_id",
-        "wants_logprobs",
-        "weight_version",
-    )
-
-    def __init__(
-        self,
-        request_id: str,
-        num_prompt_tokens: int,
-        home: str,
-        *,
-        wants_logprobs: bool = False,
-        never: str = "",
-        owes_prompt_logprobs: bool = False,
-    ) -> None:
-        self.request_id = request_id
-        self.num_prompt_tokens = num_prompt_tokens
-        self.home = home
-        self.wants_logprobs = wants_logprobs
-        self.never = never
-        """Why the request can never be started again somewhere else; empty if it can."""
-        self.owes_prompt_logprobs = owes_prompt_logprobs
-        """Whether its first output has to bring the log probabilities of its prompt, which only the engine has that
-        computed it."""
-        self.opened_at = 0.0
-        self.num_home = 0
-        """Tokens that have come from the home engine, in vLLM's own path."""
-        self.delivered: list[int] = []
-        """Tokens that have gone to vLLM's output queue."""
-        self.weight_version: str | None = None
-        """The version of the weights that the last of them are of, as their engine said."""
-        self.gate: Gate | None = None
-        self.owner: Owner | None = None
-        """Who runs the request, once it has moved; learnt from its outputs. None: the home engine, or unknown yet."""
-        self.epoch = HOME
-        """The owner's epoch."""
-        self.confirmed_at = 0.0
-        """The time at which the owner last said that it has the request; matters once the request has moved."""
-        self.gap_since: float | None = None
-        """Since when later tokens wait for missing ones."""
-        self.replaying = False
-        self.deposed_at = 0.0
-        """The time at which the replay began, or its turn came."""
-        self.replays = 0
+    request_id: str
+    num_prompt_tokens: int
+    home: str
+    _: dataclasses.KW_ONLY
+    wants_logprobs: bool = False
+    never: str = ""
+    """Why the request can never be started again somewhere else; empty if it can."""
+    owes_prompt_logprobs: bool = False
+    """Whether its first output has to bring the log probabilities of its prompt, which only the engine has that
+    computed it."""
+    opened_at: float = 0.0
+    num_home: int = 0
+    """Tokens that have come from the home engine, in vLLM's own path."""
+    delivered: list[int] = dataclasses.field(default_factory=list)
+    """Tokens that have gone to vLLM's output queue."""
+    weight_version: str | None = None
+    """The version of the weights that the last of them are of, as their engine said."""
+    gate: Gate | None = None
+    owner: Owner | None = None
+    """Who runs the request, once it has moved; learnt from its outputs. None: the home engine, or unknown yet."""
+    epoch: Epoch = HOME
+    """The owner's epoch."""
+    confirmed_at: float = 0.0
+    """The time at which the owner last said that it has the request; matters once the request has moved."""
+    gap_since: float | None = None
+    """Since when later tokens wait for missing ones."""
+    replaying: bool = False
+    deposed_at: float = 0.0
+    """The time at which the replay began, or its turn came."""
+    replays: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -348,25 +319,12 @@ class Streams:
         """`owner` asks whether the epoch after its own has begun; if not, it goes on itself."""
         stream = self._streams.get(question.request_id)
         if stream is None:
-            return wire.FenceAnswer(
-                question.question,
-                question.request_id,
-                started=False,
-                finished=True,
-                raised=None,
-                delivered=0,
-            )
-        decision = _gate_of(stream).fence(question.epoch)
-        if decision.raised is not None:
-            stream.owned_by(owner, decision.raised, now)
-        return wire.FenceAnswer(
-            question.question,
-            question.request_id,
-            started=decision.started,
-            finished=decision.finished,
-            raised=decision.raised,
-            delivered=decision.delivered,
-        )
+            return wire.FenceAnswer(question.question, question.request_id, finished=True)
+        gate = _gate_of(stream)
+        raised = gate.fence(question.epoch)
+        if raised is not None:
+            stream.owned_by(owner, raised, now)
+        return wire.FenceAnswer(question.question, question.request_id, gate.finished, raised)
 
     def _take_token(self, stream: Stream, token: wire.TokenOutput, owner: Owner, taken: Taken, now: float) -> None:
         gate = _gate_of(stream)

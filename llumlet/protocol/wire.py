@@ -124,14 +124,13 @@ class Dismissal(msgspec.Struct, frozen=True, tag="release"):
 
 
 class FenceAnswer(msgspec.Struct, frozen=True, tag="fence_answer"):
-    """Exactly one of: `started`; `finished` (nobody waits for the request); or `raised`, the epoch to go on under."""
+    """`finished`: nobody waits for the request. Else `raised` is the epoch to go on under; None: the epoch that was
+    asked for has started."""
 
     question: int
     request_id: str
-    started: bool
     finished: bool
-    raised: Epoch | None
-    delivered: int
+    raised: Epoch | None = None
 
 
 class HeartbeatAck(msgspec.Struct, frozen=True, tag="heartbeat_ack"):

@@ -16,26 +16,15 @@ from weakref import WeakSet
 import grpc
 from grpc import aio
 
+from llumlet import types
 from llumlet.credentials import NONE, Credentials
 from llumlet.proto.llumlet_pb2_grpc import CmsServicer, add_CmsServicer_to_server
 from llumlet.report_links import EOF
 from llumlet.server import bind, new_server
 from llumlet.tasks import cancel
-from llumlet.types import (
-    Address,
-    InstanceMetadata,
-    InstanceReport,
-    InstanceStatus,
-    PeersRequest,
-    PeersResponse,
-    ReportTaken,
-    ViewChange,
-    WatchRequest,
-)
 from llumsched.cluster.view import View
 from llumsched.cms.allowance import Allowance
-from llumsched.cms.intake import MAX_INSTANCES, Intake, ReportRefused
-from llumsched.cms.patience import PATIENCE, Patience
+from llumsched.cms.intake import MAX_INSTANCES, PATIENCE, Intake, Patience, ReportRefused
 from llumsched.cms.peers import PeerLists
 from llumsched.cms.validation import MAX_ID_CHARACTERS, MAX_REPORT_BYTES
 from llumsched.cms.watchers import Watcher
@@ -47,7 +36,7 @@ MAX_WATCHERS: Final = 64
 FIRST_REPORT_S: Final = 5.0
 """Time from the begin of a stream to its metadata."""
 _STOP_S: Final = 0.2
-_TAKEN = ReportTaken()
+_TAKEN = types.ReportTaken()
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_REPORT_BYTES),
     # A stream has room for a status or two that were not read yet: that is what tells a reporter to wait. A window that
@@ -75,7 +64,7 @@ class EmbeddedStore:
         self.view = View()
         self.problem = ""
         self.complete = asyncio.Event()
-        self.address = Address(host, port)
+        self.address = types.Address(host, port)
         self._credentials = credentials
         self._insecure = insecure
         self._intake = Intake(self.view, patience)
@@ -139,17 +128,17 @@ class _Servicer(CmsServicer):
             self._refused[who] = why
             logger.warning("A report of %r is refused: %s", who[0], why)
 
-    async def _first(self, context: Context) -> InstanceMetadata:
+    async def _first(self, context: Context) -> types.InstanceMetadata:
         try:
             async with asyncio.timeout(FIRST_REPORT_S):
-                first: InstanceReport = await context.read()
+                first: types.InstanceReport = await context.read()
         except TimeoutError:
             raise ReportRefused("the metadata did not come") from None
         if first is EOF or first.WhichOneof("report") != "metadata":
             raise ReportRefused("the first report must be the metadata")
         return first.metadata
 
-    async def _report(self, metadata: InstanceMetadata, context: Context) -> None:
+    async def _report(self, metadata: types.InstanceMetadata, context: Context) -> None:
         self._intake.metadata(metadata)
         life = metadata.instance_id, metadata.incarnation
         me = asyncio.current_task()
@@ -187,7 +176,7 @@ class _Servicer(CmsServicer):
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
 
-    def _take(self, status: InstanceStatus, instance_id: str, incarnation: str) -> None:
+    def _take(self, status: types.InstanceStatus, instance_id: str, incarnation: str) -> None:
         if self._intake.status(status, instance_id, incarnation):
             self._refused.pop((instance_id, incarnation), None)
             return
@@ -195,17 +184,17 @@ class _Servicer(CmsServicer):
             # Silent for too long, left, or replaced: who lives begins anew with its metadata.
             raise ReportRefused("this life of the instance is not known any more: begin with the metadata")
 
-    async def Peers(self, request: PeersRequest, context: Context) -> PeersResponse:
+    async def Peers(self, request: types.PeersRequest, context: Context) -> types.PeersResponse:
         return self._peers.answer(request)
 
-    async def Watch(self, request: WatchRequest, context: Context) -> None:
+    async def Watch(self, request: types.WatchRequest, context: Context) -> None:
         if self._watchers >= MAX_WATCHERS:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} watch already")
         self._watchers += 1
         try:
             async with Watcher(self._view) as watcher:
                 while True:
-                    change: ViewChange = await watcher.next()
+                    change: types.ViewChange = await watcher.next()
                     await context.write(change)
         except OverflowError as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))

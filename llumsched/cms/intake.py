@@ -12,11 +12,11 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from llumlet.types import InstanceMetadata, InstanceStatus
 from llumsched.cluster.view import View
-from llumsched.cms.patience import Patience
 from llumsched.cms.validation import metadata_faults, status_faults
 
 logger = logging.getLogger(__name__)
@@ -24,6 +24,19 @@ logger = logging.getLogger(__name__)
 MAX_INSTANCES: Final = 10_000
 _MAX_OVER: Final = 4 * MAX_INSTANCES
 SWEEP_S: Final = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds without a word after which an instance is taken out of the view."""
+
+    silent_s: float = 10.0
+    """Silence while the connection stands. Ten keep-alives: a process that starves comes back in time."""
+    cut_s: float = 3.0
+    """Time after a connection broke (a process that was killed) for a new one. Two attempts of a reporter."""
+
+
+PATIENCE: Final = Patience()
 
 
 class ReportRefused(Exception):
@@ -66,14 +79,14 @@ class Intake:
         self._view.put_metadata(metadata)
         self.heard(metadata.instance_id)
 
-    def status(self, status: InstanceStatus, instance_id: str, incarnation: str, age_s: float = 0.0) -> bool:
+    def status(self, status: InstanceStatus, instance_id: str, incarnation: str) -> bool:
         """Takes a status; False for one that is late, or of an instance that is not there. Raises ReportRefused."""
         faults = status_faults(status, instance_id, incarnation)
         if faults:
             raise ReportRefused("; ".join(faults))
-        taken = self._view.put_status(status, age_s)
+        taken = self._view.put_status(status)
         if taken:
-            self._deadlines[instance_id] = self._clock() + self._patience.silent_s - age_s
+            self.heard(instance_id)
         return taken
 
     def heard(self, instance_id: str) -> None:

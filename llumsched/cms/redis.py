@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 import time
 from collections.abc import Iterable
 from typing import Any, Final
@@ -21,11 +20,11 @@ from redis.exceptions import RedisError
 
 from llumlet.redis_client import checked_name, connect, follow_master, reason_of
 from llumlet.redis_link import CHANNEL, METADATA_PREFIX, STATUS_PREFIX
+from llumlet.report_links import LinkLost
 from llumlet.tasks import end
 from llumlet.types import InstanceMetadata, InstanceStatus
-from llumsched.cluster.view import View
-from llumsched.cms.intake import MAX_INSTANCES, Intake, ReportRefused
-from llumsched.cms.patience import PATIENCE, Patience
+from llumsched.cms.followed import FollowedStore
+from llumsched.cms.intake import MAX_INSTANCES, PATIENCE, Intake, Patience, ReportRefused
 from llumsched.cms.validation import MAX_ID_CHARACTERS, MAX_REPORT_BYTES
 
 logger = logging.getLogger(__name__)
@@ -33,54 +32,32 @@ logger = logging.getLogger(__name__)
 RESCAN_S: Final = 5.0
 BEAT_S: Final = 1.0
 """Time between two signs of life that are asked of a quiet server."""
-FIRST_RETRY_S: Final = 0.1
-LAST_RETRY_S: Final = 2.0
 _MGET: Final = 500
 """Instances that one command reads."""
 _READ_EVERY_S: Final = 0.005
 """Least time between two reads."""
 
 
-class RedisStore:
-    """Follows a Redis. `problem`: why `view.connected` is false, while it is. Raises ValueError for a bad URL."""
+class RedisStore(FollowedStore):
+    """Follows a Redis. Raises ValueError for a bad URL."""
 
     def __init__(self, url: str, *, patience: Patience = PATIENCE) -> None:
-        self.view = View()
-        self.view.connected = False
-        self.problem = "not connected yet"
-        self.complete = asyncio.Event()
-        """Set when everything has been read once."""
-        self._name = checked_name(url)
+        super().__init__(checked_name(url))
         self._url = url
         self._intake = Intake(self.view, patience)
-        self._task: asyncio.Task[None] | None = None
-        self._retry_s = FIRST_RETRY_S
         self._changed: dict[str, None] = {}
         self._news = asyncio.Event()
         self._refused: dict[str, str] = {}
         """What was wrong with an instance's records, said once."""
 
-    async def start(self) -> None:
-        self._task = asyncio.create_task(self._keep_following(), name=f"follow {self._name}")
+    async def _follow(self) -> None:
+        try:
+            async with contextlib.aclosing(connect(self._url)) as client:
+                await self._follow_by(client)
+        except (RedisError, OSError) as error:
+            raise LinkLost(reason_of(error)) from error
 
-    async def close(self) -> None:
-        if self._task is not None:
-            await end(self._task)
-        self.view.connected = False
-
-    async def _keep_following(self) -> None:
-        while True:
-            try:
-                async with contextlib.aclosing(connect(self._url)) as client:
-                    await self._follow(client)
-            except (RedisError, OSError) as error:
-                self._lost(reason_of(error))
-            except Exception as error:  # noqa: BLE001 - whatever it is: a view that nobody feeds must not look alive
-                self._lost(f"{type(error).__name__}: {error}", error)
-            await asyncio.sleep(self._retry_s * random.uniform(0.5, 1.5))
-            self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
-
-    async def _follow(self, client: Any) -> None:
+    async def _follow_by(self, client: Any) -> None:
         """Follows what is published until the connection is lost."""
         async with client.pubsub(ignore_subscribe_messages=True) as channel:
             # A Redis Cluster refuses keys of several slots, also while nobody has written any.
@@ -95,6 +72,7 @@ class RedisStore:
             try:
                 await self._scan(client)
                 self._reached()
+                self.complete.set()
                 await self._keep_reading(client, listener, watcher)
             finally:
                 await end(listener, watcher, sweeper)
@@ -178,19 +156,6 @@ class RedisStore:
         if self._refused.get(instance_id) != why and len(self._refused) < MAX_INSTANCES:
             self._refused[instance_id] = why
             logger.warning("What %s holds of instance %s is not taken: %s", self._name, instance_id, why)
-
-    def _reached(self) -> None:
-        self.view.connected, self.problem, self._retry_s = True, "", FIRST_RETRY_S
-        self.view.heard_s = time.monotonic()
-        self.complete.set()
-        logger.info("Following the CMS at %s", self._name)
-
-    def _lost(self, why: str, fault: Exception | None = None) -> None:
-        """Notes the loss. `fault`: an error of this process, not of the connection."""
-        first = self.view.connected or self.problem != why
-        self.view.connected, self.problem = False, why
-        level = logging.WARNING if first else logging.DEBUG
-        logger.log(level, "The CMS at %s is lost: %s", self._name, why, exc_info=fault)
 
 
 async def _stay_with_master(client: Any) -> None:

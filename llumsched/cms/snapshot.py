@@ -21,17 +21,17 @@ class CmsUnreachable(LlumletUnreachable):
 
 
 @asynccontextmanager
-async def look(url: str, credentials: Credentials = NONE, timeout_s: float = LOOK_S) -> AsyncIterator[View]:
+async def look(url: str, credentials: Credentials = NONE) -> AsyncIterator[View]:
     """A view of everything that the CMS knows, kept up to date inside `async with`. Raises CmsUnreachable, and
     ValueError for a URL that is none."""
     store = open_store(url, credentials)
     await store.start()
     try:
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(LOOK_S):
                 await store.complete.wait()
         except TimeoutError:
-            raise CmsUnreachable(name_of(url), store.problem or f"no answer within {timeout_s:g} s") from None
+            raise CmsUnreachable(name_of(url), store.problem or f"no answer within {LOOK_S:g} s") from None
         yield store.view
     finally:
         await store.close()

@@ -15,7 +15,6 @@ from llumlet.credentials import NONE, Credentials
 from llumlet.redis_url import REDIS_SCHEMES, redis_name
 from llumlet.types import Address
 from llumsched.cluster.view import View
-from llumsched.cms.patience import PATIENCE, Patience
 
 LISTEN: Final = "listen://"
 
@@ -61,9 +60,7 @@ def name_of(url: str) -> str:
     return redis_name(url) if url.startswith(REDIS_SCHEMES) else url
 
 
-def open_store(
-    url: str, credentials: Credentials = NONE, *, insecure: bool = False, patience: Patience = PATIENCE
-) -> Store:
+def open_store(url: str, credentials: Credentials = NONE, *, insecure: bool = False) -> Store:
     """The store of `url`, not yet started. `insecure`: listen beyond loopback without complete credentials.
 
     Raises ValueError for a URL that is none of the forms above, and for a host that must not be listened at.
@@ -75,11 +72,11 @@ def open_store(
     if url.startswith(REDIS_SCHEMES):
         from llumsched.cms.redis import RedisStore
 
-        return RedisStore(url, patience=patience)
+        return RedisStore(url)
     if url.startswith(LISTEN):
         from llumsched.cms.embedded import EmbeddedStore
 
-        return EmbeddedStore(*_listen_address(url), credentials=credentials, insecure=insecure, patience=patience)
+        return EmbeddedStore(*_listen_address(url), credentials=credentials, insecure=insecure)
     from llumsched.cms.watch import WatchStore
 
     return WatchStore(Address.parse(url), credentials)

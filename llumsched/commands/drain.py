@@ -98,7 +98,7 @@ async def _drain(drain: Drain, credentials: Credentials) -> ExitCode:
     try:
         address, *destinations = await drain.places.resolve(credentials)
     except CmsUnreachable as error:
-        return _failed(error, as_json=as_json)
+        return output.report_failure(error, as_json=as_json)
     request = DrainRequest(timeout_s=drain.timeout_s or 0.0, destinations=map(str, destinations))
     async with LlumletClient(address, credentials=credentials) as client:
         try:
@@ -111,16 +111,7 @@ async def _drain(drain: Drain, credentials: Credentials) -> ExitCode:
                         return _exit_code(progress)
             raise LlumletUnreachable(client.address, "the answer ended before its summary")
         except LlumletCallFailed as error:
-            return _failed(error, as_json=as_json)
-
-
-def _failed(error: LlumletCallFailed, *, as_json: bool) -> ExitCode:
-    if as_json:
-        document = {"address": error.address} | output.failure_dict(error)
-        output.print_json({"event": "error", "error": document})
-    else:
-        output.print_failure(error)
-    return output.exit_code(error)
+            return output.report_failure(error, as_json=as_json)
 
 
 def _deadline_s(timeout_s: float | None) -> float:

@@ -71,15 +71,7 @@ class Attempts(ABC):
         self._target = received.target
         self._headers = received.headers
         self._content: Content = (received.body.content,)
-        self._tried = Tried(
-            self._config,
-            services.backends,
-            services.budget,
-            services.metrics,
-            services.trials,
-            is_engines_work=is_engines_work,
-            pardoned=pardoned,
-        )
+        self._tried = Tried(services, is_engines_work=is_engines_work, pardoned=pardoned)
         self._case = self._tried.case
         self._pause_s = 0.0
         """Wait before the next attempt."""

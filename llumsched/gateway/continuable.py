@@ -60,10 +60,6 @@ def _object(document: Mapping[str, Any], is_in: Callable[[str], bool]) -> bytes:
     return msgspec.json.encode({name: value for name, value in document.items() if is_in(name)})
 
 
-def _given(value: Any) -> bool:
-    return bool(value)
-
-
 def _above_one(value: Any) -> bool:
     return value not in (None, 1)
 
@@ -75,30 +71,30 @@ def _not_text(value: Any) -> bool:
 _REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "n": (_above_one, "it has several choices"),
     "best_of": (_above_one, "it has several choices"),
-    "use_beam_search": (_given, "beam search"),
-    "echo": (_given, "it echoes its prompt"),
-    "suffix": (_given, "it fills a gap (`suffix`)"),
+    "use_beam_search": (bool, "beam search"),
+    "echo": (bool, "it echoes its prompt"),
+    "suffix": (bool, "it fills a gap (`suffix`)"),
     "logprobs": (lambda value: value is not None and value is not False, "it returns logprobs"),
     "prompt_logprobs": (lambda value: value is not None, "it returns logprobs"),
-    "stop": (_given, "a stop string may lie across the cut"),
-    "bad_words": (_given, "a bad word may lie across the cut"),
-    "presence_penalty": (_given, "a penalty counts its output"),
-    "frequency_penalty": (_given, "a penalty counts its output"),
-    "repetition_detection": (_given, "repetition detection counts its output"),
-    "thinking_token_budget": (_given, "a budget counts its output"),
+    "stop": (bool, "a stop string may lie across the cut"),
+    "bad_words": (bool, "a bad word may lie across the cut"),
+    "presence_penalty": (bool, "a penalty counts its output"),
+    "frequency_penalty": (bool, "a penalty counts its output"),
+    "repetition_detection": (bool, "repetition detection counts its output"),
+    "thinking_token_budget": (bool, "a budget counts its output"),
     "response_format": (_not_text, "its output is constrained"),
-    "structured_outputs": (_given, "its output is constrained"),
-    "guided_json": (_given, "its output is constrained"),
-    "guided_regex": (_given, "its output is constrained"),
-    "guided_choice": (_given, "its output is constrained"),
-    "guided_grammar": (_given, "its output is constrained"),
+    "structured_outputs": (bool, "its output is constrained"),
+    "guided_json": (bool, "its output is constrained"),
+    "guided_regex": (bool, "its output is constrained"),
+    "guided_choice": (bool, "its output is constrained"),
+    "guided_grammar": (bool, "its output is constrained"),
     "include_reasoning": (lambda value: value is False, "hidden reasoning"),
-    "watermarking": (_given, "a watermark depends on its output"),
-    "vllm_xargs": (_given, "it has arguments for extensions"),
-    "logits_processors": (_given, "it has logits processors"),
-    "kv_transfer_params": (_given, "its KV cache comes from elsewhere"),
-    "ec_transfer_params": (_given, "its encoder cache comes from elsewhere"),
-    "prompt_embeds": (_given, "its prompt is embeddings"),
+    "watermarking": (bool, "a watermark depends on its output"),
+    "vllm_xargs": (bool, "it has arguments for extensions"),
+    "logits_processors": (bool, "it has logits processors"),
+    "kv_transfer_params": (bool, "its KV cache comes from elsewhere"),
+    "ec_transfer_params": (bool, "its encoder cache comes from elsewhere"),
+    "prompt_embeds": (bool, "its prompt is embeddings"),
 }
 
 

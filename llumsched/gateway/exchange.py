@@ -13,7 +13,7 @@ from typing import Final
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from llumsched.gateway import errors, estimate, objectives
+from llumsched.gateway import errors, objectives, prompts
 from llumsched.gateway.access_log import AccessLogger
 from llumsched.gateway.api_keys import TENANT, Exceeded, Limit, PriorityRefused, Tenant
 from llumsched.gateway.attempts import Attempts
@@ -26,7 +26,6 @@ from llumsched.gateway.metrics import CLIENT_GONE, Record
 from llumsched.gateway.objectives import Objectives
 from llumsched.gateway.passing import Passing
 from llumsched.gateway.paths import Found, Kind, Style, Work
-from llumsched.gateway.prompts import of_bytes
 from llumsched.gateway.request_id import RequestIds
 from llumsched.gateway.services import Received, Services
 
@@ -56,17 +55,14 @@ class Exchanges:
         record = Record("", request.path)
         self._services.num_in_flight += 1
         self.idle.clear()
-        own_id = ""
+        own_id, wish = "", request.headers.get("X-Request-Id")
         try:
-            if self._services.num_in_flight > self._config.max_requests:
-                record.id, own_id = self._ids.take(request.headers.get("X-Request-Id"))
-                raise errors.Overloaded("Too many requests are in flight.", retry_after_s=1)
-            body, problem = await self._receive(request, found)
-            wish = body.head.request_id if body else None
-            record.id, own_id = self._ids.take(request.headers.get("X-Request-Id"), wish)
-            if body is None:
-                assert problem is not None
-                raise problem
+            try:
+                body = await self._receive(request, found)
+            except GatewayError:
+                record.id, own_id = self._ids.take(wish)
+                raise
+            record.id, own_id = self._ids.take(wish, body.head.request_id)
             record.model = body.model
             tenant = request.get(TENANT)
             if tenant:
@@ -115,20 +111,19 @@ class Exchanges:
                 if number % _KEPT_ALIVE_AT_ONCE == 0:
                     await asyncio.sleep(0)
 
-    async def _receive(self, request: web.BaseRequest, found: Found) -> tuple[Body | None, GatewayError | None]:
-        try:
-            _check_size(request, request.content_length or 0)
-            if request.headers.get("Expect", "").lower() == "100-continue":
-                assert request.transport is not None
-                request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            content = await _read(request, self._config.client_timeout_s)
-            if found.path.kind is Kind.STICKY:
-                return Body(content, Head()), None
-            if found.path.is_form:
-                return Body.read_form(content, request.headers.get("Content-Type", "")), None
-            return await self._services.tokens.read(content), None
-        except GatewayError as error:
-            return None, error
+    async def _receive(self, request: web.BaseRequest, found: Found) -> Body:
+        if self._services.num_in_flight > self._config.max_requests:
+            raise errors.Overloaded("Too many requests are in flight.", retry_after_s=1)
+        _check_size(request, request.content_length or 0)
+        if request.headers.get("Expect", "").lower() == "100-continue":
+            assert request.transport is not None
+            request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        content = await _read(request, self._config.client_timeout_s)
+        if found.path.kind is Kind.STICKY:
+            return Body(content, Head())
+        if found.path.is_form:
+            return Body.read_form(content, request.headers.get("Content-Type", ""))
+        return await self._services.tokens.read(content)
 
     def _objectives(self, request: web.BaseRequest, body: Body, tenant: Tenant | None) -> Objectives:
         """What counts of it: the request's, its key's, its model's. Raises InvalidRequest."""
@@ -144,8 +139,8 @@ class Exchanges:
         if path.kind is Kind.CONTINUED:
             return await self._services.tokens.count(body)
         if len(body.content) > _ESTIMATED_BYTES:
-            return of_bytes(len(body.content))
-        return estimate.num_tokens(body.document())
+            return prompts.of_bytes(len(body.content))
+        return prompts.rough_number(body.document())
 
     async def _attempts(self, received: Received, found: Found) -> Attempts:
         """The right kind of attempts for the path. Raises UnknownResponse."""

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.errors import NoInstance, UnknownModel
@@ -28,52 +28,54 @@ class Placed:
     """Rank of the engine among several data-parallel ones behind that API server, by its own count."""
 
 
-class Placement(Protocol):
+class Placement(ABC):
+    """What a placement is told need not be of use to it."""
+
     @property
     def num_waiting(self) -> int:
         """Requests for which no instance was free when they asked first."""
-        ...
+        return 0
 
+    @abstractmethod
     async def place(
         self, asked: Request, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()
     ) -> Placed:
         """A place at none of `excluded`, and at one of `shunned` only if there is no other. Raises UnknownModel,
         NoInstance after a bounded wait, or Overloaded if too many wait already."""
-        ...
+
+    @abstractmethod
+    async def refusal(self) -> str:
+        """The reason why no request would be placed now; empty if one would, of whatever model."""
 
     def begun(self, placed: Placed) -> None:
         """Notes that the first token has come. Does not wait."""
-        ...
+        return
 
     def release(self, placed: Placed, *, completed: bool) -> None:
         """Notes that the request has ended there. `completed`: the engine came to an end with it. Does not wait."""
-        ...
+        return
 
     def report_running(self, running: Iterable[tuple[Placed, int]]) -> None:
         """Notes which requests run, and how many tokens each has, prompt and output. Does not wait."""
-        ...
+        return
 
     def complain(self, avoided: Mapping[Backend, Ejection]) -> None:
         """Notes all instances to which nothing is sent now, and why, for others to know. Does not wait."""
-        ...
+        return
 
     async def learn(self) -> None:
         """Makes all instances known that can be known, for `/v1/models` and for when nobody can be asked."""
-        ...
+        return
 
-    async def refusal(self) -> str:
-        """The reason why no request would be placed now; empty if one would, of whatever model."""
-        ...
-
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        return
 
 
-class RoundRobin:
+class RoundRobin(Placement):
     """Placement over the instances known here, in turn. Asks nobody."""
 
     def __init__(self, backends: Backends) -> None:
         self._backends = backends
-        self.num_waiting = 0
 
     async def place(
         self, asked: Request, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()
@@ -90,21 +92,6 @@ class RoundRobin:
             raise NoInstance("No other instance is left to try.", retry_after_s=1)
         return Placed(asked, backend)
 
-    def begun(self, placed: Placed) -> None:
-        return
-
-    def release(self, placed: Placed, *, completed: bool) -> None:
-        return
-
-    def report_running(self, running: Iterable[tuple[Placed, int]]) -> None:
-        return
-
-    def complain(self, avoided: Mapping[Backend, Ejection]) -> None:
-        return
-
-    async def learn(self) -> None:
-        return
-
     async def refusal(self) -> str:
         if not len(self._backends):
             return "no instance is known"
@@ -113,6 +100,3 @@ class RoundRobin:
             return ""
         backend, ejection = next(iter(avoided.items()))
         return f"no instance of {len(avoided)} is well; {backend}: {ejection.why}"
-
-    async def close(self) -> None:
-        return

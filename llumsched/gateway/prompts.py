@@ -17,6 +17,14 @@ _TOKENS_AROUND_MESSAGE: Final = 4
 MOST_ENCODED_CHARACTERS: Final = 1 << 18
 """Characters of which each is encoded: a quarter of a second. The rest of a longer text is taken to be like them."""
 
+_MOST_VALUES: Final = 10_000
+"""Values that are looked at: some milliseconds. What is beyond does not count."""
+_NO_TEXT: Final = frozenset(
+    ("model", "audio", "data", "file_data", "format", "id", "image", "image_url", "input_audio", "metadata", "role",
+     "type", "url", "user", "video_url")
+)  # fmt: skip
+_DATA_URL: Final = "data:"
+
 
 class Tokenizer(Protocol):
     def encode(self, text: str, *, special: bool = True) -> Sequence[int]:
@@ -83,6 +91,29 @@ def _text(tokenizer: Tokenizer | None, text: Any) -> int:
 def of_bytes(num_bytes: int) -> int:
     """Tokens, as far as the length alone tells."""
     return -(-num_bytes // _BYTES_PER_TOKEN)
+
+
+def rough_number(document: Any) -> int:
+    """Tokens of a body whose form is not known: one per four bytes of text, and one per number of a list of numbers.
+
+    Images and audio count nothing: how many tokens they take is the model's to say, and too many would be refused by
+    schedulers that look for room.
+    """
+    num_bytes = num_numbers = num_seen = 0
+    to_see = [document]
+    while to_see and num_seen < _MOST_VALUES:
+        value = to_see.pop()
+        num_seen += 1
+        if isinstance(value, str):
+            num_bytes += 0 if value.startswith(_DATA_URL) else len(value.encode(errors="replace"))
+        elif isinstance(value, dict):
+            to_see += [part for name, part in value.items() if name not in _NO_TEXT]
+        elif isinstance(value, list) and value:
+            if isinstance(value[0], int):
+                num_numbers += len(value)
+            else:
+                to_see += value[: _MOST_VALUES - num_seen]
+    return of_bytes(num_bytes) + num_numbers
 
 
 def _texts(messages: Any) -> Sequence[str]:

@@ -20,7 +20,7 @@ from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.config import Config
 from llumsched.gateway.errors import NoInstance, Overloaded, UnknownModel
 from llumsched.gateway.outliers import Ejection
-from llumsched.gateway.placement import Placed, RoundRobin
+from llumsched.gateway.placement import Placed, Placement, RoundRobin
 from llumsched.gateway.scheduler_client import (
     NoEndpoint,
     NotInTime,
@@ -57,7 +57,7 @@ class Scheduler(Protocol):
     async def close(self) -> None: ...
 
 
-class Scheduled:
+class Scheduled(Placement):
     def __init__(
         self, config: Config, backends: Backends, client: Scheduler, clock: Callable[[], float] = time.monotonic
     ) -> None:

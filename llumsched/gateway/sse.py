@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -30,39 +31,36 @@ KEEP_ALIVE = b": keep-alive\n\n"
 """A comment, which every reader of event streams leaves out."""
 
 
+@dataclass(eq=False, slots=True)
 class EventStream:
     """Cuts what was read into whole events and keeps what a continuation needs to know of them."""
 
-    __slots__ = ("_keeps_ids", "_rest", "_wants_ids", "failure", "first", "has_text", "has_usage", "is_done",
-                 "is_finished", "is_parsed", "num_texts", "prompt_ids", "token_ids", "usage")  # fmt: skip
-
-    def __init__(self, *, wants_ids: bool = False, keeps_ids: bool = False) -> None:
-        self._wants_ids = wants_ids
-        """Whether token ids are collected."""
-        self._keeps_ids = keeps_ids
-        """Whether the client gets them, too."""
-        self._rest = b""
-        self.first = b""
-        """The first event, but for token ids."""
-        self.prompt_ids: bytes | None = None
-        """Token ids with commas between them, as they came: they are many, and hardly ever needed."""
-        self.token_ids: list[int] = []
-        self.num_texts = 0
-        """Parts of the answer, which stand for tokens as long as no ids tell them."""
-        self.has_text = False
-        """Whether text of the answer has come, of whatever kind."""
-        self.is_finished = False
-        """Whether a finish reason has come: of a stream of several choices, that of one of them."""
-        self.has_usage = False
-        """Whether the event that tells the usage after the last choice has come."""
-        self.usage = (0, 0)
-        """Prompt and completion tokens that it tells."""
-        self.is_done = False
-        """Whether the stream's end mark has come."""
-        self.is_parsed = False
-        """Whether the engine makes more of the text than content: reasoning or tool calls."""
-        self.failure = b""
-        """The engine's own error, and what came after it; not among what `feed` returned."""
+    wants_ids: bool = False
+    """Whether token ids are collected."""
+    keeps_ids: bool = False
+    """Whether the client gets them, too."""
+    first: bytes = b""
+    """The first event, but for token ids."""
+    prompt_ids: bytes | None = None
+    """Token ids with commas between them, as they came: they are many, and hardly ever needed."""
+    token_ids: list[int] = field(default_factory=list)
+    num_texts: int = 0
+    """Parts of the answer, which stand for tokens as long as no ids tell them."""
+    has_text: bool = False
+    """Whether text of the answer has come, of whatever kind."""
+    is_finished: bool = False
+    """Whether a finish reason has come: of a stream of several choices, that of one of them."""
+    has_usage: bool = False
+    """Whether the event that tells the usage after the last choice has come."""
+    usage: tuple[int, int] = (0, 0)
+    """Prompt and completion tokens that it tells."""
+    is_done: bool = False
+    """Whether the stream's end mark has come."""
+    is_parsed: bool = False
+    """Whether the engine makes more of the text than content: reasoning or tool calls."""
+    failure: bytes = b""
+    """The engine's own error, and what came after it; not among what `feed` returned."""
+    _rest: bytes = b""
 
     def feed(self, data: bytes) -> bytes:
         """Bytes that the client gets of it now."""
@@ -88,7 +86,7 @@ class EventStream:
             self.is_done = data.rstrip().endswith(b"[DONE]")
             if _NO_CHOICES.search(data):
                 self.has_usage, self.usage = True, usage_of(data)
-        if self._wants_ids:
+        if self.wants_ids:
             return _IDS.sub(self._take_ids, data)
         return data
 
@@ -107,7 +105,7 @@ class EventStream:
                 self.prompt_ids = ids
         elif ids:
             self.token_ids += numbers(ids)
-        return match.group() if self._keeps_ids else _NULL_IDS[prompt]
+        return match.group() if self.keeps_ids else _NULL_IDS[prompt]
 
 
 def _without_ids(match: re.Match[bytes]) -> bytes:

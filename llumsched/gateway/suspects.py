@@ -17,6 +17,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -29,17 +30,17 @@ _DEATHS_ALONE: Final = 2
 _DEATHS: Final = 3
 
 
+@dataclass(eq=False, slots=True)
 class Case(Generic[Key]):
     """What speaks against one request."""
 
-    def __init__(self) -> None:
-        self.deaths: list[Key] = []
-        """Instances that died with it."""
-        self.is_guilty = False
-        self.at: Key | None = None
-        """The instance at which it is on trial."""
-        self.num_parts = 0
-        self.timer: asyncio.TimerHandle | None = None
+    deaths: list[Key] = field(default_factory=list)
+    """Instances that died with it."""
+    is_guilty: bool = False
+    at: Key | None = None
+    """The instance at which it is on trial."""
+    num_parts: int = 0
+    timer: asyncio.TimerHandle | None = None
 
 
 class Trials(Generic[Key]):

@@ -8,12 +8,11 @@ from typing import Final
 from aiohttp import web
 
 from llumsched.causes import Cause
-from llumsched.gateway.backends import Backend, Backends
-from llumsched.gateway.config import Config
+from llumsched.gateway.backends import Backend
 from llumsched.gateway.errors import StreamLost
-from llumsched.gateway.metrics import Metrics
-from llumsched.gateway.retries import RetryBudget, backoff_s
-from llumsched.gateway.suspects import Case, Trials
+from llumsched.gateway.retries import backoff_s
+from llumsched.gateway.services import Services
+from llumsched.gateway.suspects import Case
 
 _OF_THE_INSTANCE: Final = frozenset((401, 403, 404, 429))
 """Refusals that say more of an instance (its key, its adapters, its queue) than of the request."""
@@ -24,24 +23,10 @@ _KEPT_FOR_LOSSES: Final = 0.5
 
 
 class Tried:
-    def __init__(
-        self,
-        config: Config,
-        backends: Backends,
-        budget: RetryBudget,
-        metrics: Metrics,
-        trials: Trials[Backend],
-        *,
-        is_engines_work: bool,
-        pardoned: frozenset[int],
-    ) -> None:
+    def __init__(self, services: Services, *, is_engines_work: bool, pardoned: frozenset[int]) -> None:
         """`is_engines_work`: an answer tells something of the engine core, too. `pardoned`: refusals that are nobody's
         fault, even if others take what was refused."""
-        self._config = config
-        self._backends = backends
-        self._budget = budget
-        self._metrics = metrics
-        self._trials = trials
+        self._services = services
         self._is_engines_work = is_engines_work
         self._pardoned = pardoned
         self.excluded: set[Backend] = set()
@@ -63,7 +48,7 @@ class Tried:
         """Notes an answer of status 200, or the beginning of one."""
         if not self._is_engines_work:
             return
-        outliers = self._backends.outliers
+        outliers = self._services.backends.outliers
         outliers.succeeded(backend)
         if self.refused_by is not None:
             assert self.answer is not None
@@ -74,7 +59,7 @@ class Tried:
 
     def is_doubtful(self, status: int, backend: Backend) -> bool:
         """Whether a refusal may be the instance's own fault, and another can be asked."""
-        outliers = self._backends.outliers
+        outliers = self._services.backends.outliers
         is_doubted = outliers.is_doubted(backend)
         if self.refused_by is not None:
             outliers.confirmed(self.refused_by)
@@ -83,31 +68,31 @@ class Tried:
         if status not in _OF_THE_INSTANCE and not is_doubted:
             return False
         return (
-            self._num_attempts <= self._config.retry_max_count
-            and len(self._backends) > 1
-            and self._budget.take(kept=_KEPT_FOR_LOSSES) is not None
+            self._num_attempts <= self._services.config.retry_max_count
+            and len(self._services.backends) > 1
+            and self._services.budget.take(kept=_KEPT_FOR_LOSSES) is not None
         )
 
     async def lost(self, lost: StreamLost, backend: Backend) -> None:
         """Notes a loss, whoever is at fault: the instance, this request, or one that was beside it."""
         self.excluded.add(backend)
         if self._is_engines_work or not lost.was_sent:
-            self._backends.outliers.failed(backend, lost.cause, str(lost))
+            self._services.backends.outliers.failed(backend, lost.cause, str(lost))
         self._num_unreached += not lost.was_sent
         hangs = backend.is_down or backend.is_stalled
-        if lost.was_sent and (hangs or await self._backends.has_died(backend)):
-            self._trials.lost(self.case, backend)
+        if lost.was_sent and (hangs or await self._services.backends.has_died(backend)):
+            self._services.trials.lost(self.case, backend)
 
     def pause_before_next(self, lost: StreamLost, *, has_begun: bool) -> float | None:
         """Seconds to wait; None if limits or the retry budget do not allow another attempt. What no engine can have had
         costs none. `has_begun`: the client has a part of the answer."""
-        if self._num_attempts > self._config.retry_max_count or self.num_placed >= _MOST_PLACED:
+        if self._num_attempts > self._services.config.retry_max_count or self.num_placed >= _MOST_PLACED:
             return None
         wait_s: float | None = 0.0
         if lost.was_sent:
             is_answered = not has_begun and self.answer is not None
-            wait_s = self._budget.take(0.0 if is_answered else self._config.retry_patience_s)
+            wait_s = self._services.budget.take(0.0 if is_answered else self._services.config.retry_patience_s)
         if wait_s is None:
-            self._metrics.unbudgeted.inc()
+            self._services.metrics.unbudgeted.inc()
             return None
         return wait_s + backoff_s(self._num_attempts)

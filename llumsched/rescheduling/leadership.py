@@ -3,7 +3,7 @@
 
 Who holds the lease renews it every second; the others ask as often, and one of them has it as soon as it has run out,
 or was given back. A holder counts its time from before it asked, by its own clock: it stops planning before the server
-lets another one begin. Each new holder gets a higher term, which llumlets compare (`llumlet.terms`): what a holder
+lets another one begin. Each new holder gets a higher term, which llumlets compare (`llumlet.servicer`): what a holder
 ordered before it was stopped, and says when it goes on, is refused.
 
 A server may lose its memory, and one that takes its place may lack the last lease and the last terms: Sentinels promote

@@ -13,12 +13,13 @@ import contextlib
 import math
 import time
 from importlib import resources
-from typing import Final, Protocol
+from typing import Final
 
 from aiohttp import web
 
 from llumsched.cluster.view import View
-from llumsched.scheduler.feed import Feed, Moves, Reader
+from llumsched.rescheduling.records import Records
+from llumsched.scheduler.feed import Feed, Reader
 
 INTERVAL_S: Final = 0.1
 BEAT_S: Final = 1.0
@@ -36,14 +37,9 @@ _HEADERS = {
 }
 
 
-class Rescheduler(Protocol):
-    @property
-    def records(self) -> Moves: ...
-
-
-def add_routes(app: web.Application, view: View, rescheduler: Rescheduler | None) -> None:
-    """`rescheduler` is None where it runs in another process: the page then shows no moves."""
-    page = _Page(Feed(view, rescheduler.records if rescheduler is not None else None))
+def add_routes(app: web.Application, view: View, records: Records | None) -> None:
+    """`records`: the rescheduler's; None where it runs in another process: the page then shows no moves."""
+    page = _Page(Feed(view, records))
     app.router.add_get("/", page.file)
     app.router.add_get("/{name:page\\.(?:js|css)}", page.file)
     app.router.add_get("/events", page.events)

@@ -10,38 +10,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Final, Protocol
+from typing import Final
 
 import msgspec
 
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.view import View
+from llumsched.rescheduling.records import MoveRecord, Records
 from llumsched.summary import summary
 
 NUM_MOVES: Final = 100
 AT_ONCE: Final = 50
 """Instances whose JSON is made before others have their turn; half a millisecond."""
-
-
-class MoveRecord(Protocol):
-    """One call to one source, as the rescheduler records it; `number` is its own."""
-
-    number: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """The record in JSON's types only."""
-        ...
-
-
-class Moves(Protocol):
-    """The rescheduler's records."""
-
-    @property
-    def moves(self) -> Iterable[MoveRecord]:
-        """The moves, oldest first."""
-        ...
-
-    def observe_moves(self, observer: Callable[[Any], None]) -> Callable[[], None]: ...
 
 
 class Reader:
@@ -61,9 +41,9 @@ class Reader:
 class Feed:
     """Observes a view and the rescheduler's moves on their event loop, while there are readers."""
 
-    def __init__(self, view: View, moves: Moves | None) -> None:
+    def __init__(self, view: View, records: Records | None) -> None:
         self._view = view
-        self._moves = moves
+        self._records = records
         self._readers: set[Reader] = set()
         self._texts: dict[str, tuple[Instance, bytes]] = {}
         """The JSON of instances, without their age and the last brace: made once for all readers."""
@@ -76,9 +56,9 @@ class Feed:
         """A reader that has not been told anything yet."""
         if not self._readers:
             self._stops = [self._view.observe(self)]
-            if self._moves is not None:
-                self._stops.append(self._moves.observe_moves(self._moved))
-        reader = Reader(self._view, list(self._moves.moves)[-NUM_MOVES:] if self._moves is not None else ())
+            if self._records is not None:
+                self._stops.append(self._records.observe_moves(self._moved))
+        reader = Reader(self._view, list(self._records.moves)[-NUM_MOVES:] if self._records is not None else ())
         self._readers.add(reader)
         return reader
 
@@ -114,7 +94,7 @@ class Feed:
             "instances": instances,
             "left": left,
             "moves": [record.to_dict() for record in moves],
-            "rescheduling": self._moves is not None,
+            "rescheduling": self._records is not None,
         }
         # Which writes null for an infinity.
         return msgspec.json.encode(document)

@@ -198,7 +198,7 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
         stack.push_async_callback(cancel, asyncio.create_task(keep_running("expiry", partial(_expire, ledger))))
         rescheduler = await _reschedule(stack, config, store.view, dispatcher.table, registry)
         app = Api(dispatcher, registry).application()
-        events.add_routes(app, store.view, rescheduler)
+        events.add_routes(app, store.view, rescheduler.records if rescheduler is not None else None)
         if rescheduler is not None:
             add_debug_route(app, rescheduler.records)
         if config.service_token_file:

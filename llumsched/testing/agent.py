@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Final, NoReturn
 
+from llumlet import types
 from llumlet.agent import DrainReport, Report
 from llumlet.bridge import reason_of
 from llumlet.client import LlumletClient
@@ -21,21 +22,6 @@ from llumlet.protocol import events as on
 from llumlet.protocol.events import Settlement
 from llumlet.protocol.ids import MigrationId
 from llumlet.protocol.limits import Limits
-from llumlet.types import (
-    AbortRequest,
-    AbortResponse,
-    DrainProgress,
-    DrainRequest,
-    InstanceMetadata,
-    InstanceStatus,
-    ListRequestsResponse,
-    MigrateEvent,
-    MigrateInRequest,
-    MigrateRequest,
-    MigrationType,
-    MoveSummary,
-    Reason,
-)
 from llumsched.simulator.instance import ModelledInstance
 from llumsched.simulator.llumlets import Llumlet
 from llumsched.simulator.moves_in import Arrivals, Offer
@@ -55,11 +41,11 @@ class SimulatedAgent:
         self,
         instance: ModelledInstance,
         world: World,
-        status: Callable[[], InstanceStatus],
+        status: Callable[[], types.InstanceStatus],
         leave: Callable[[], Awaitable[None]],
         credentials: Credentials,
     ) -> None:
-        self.refusals: dict[str, Reason] = {}
+        self.refusals: dict[str, types.Reason] = {}
         """Reason with which a method refuses, by its name (`migrate`, `list_requests`, …; `reserve`, `commit`)."""
         self.delays: dict[str, float] = {}
         """Seconds before a method obeys, by its name."""
@@ -75,33 +61,33 @@ class SimulatedAgent:
         self._leave = leave
         self._credentials = credentials
 
-    async def get_instance_status(self) -> InstanceStatus:
+    async def get_instance_status(self) -> types.InstanceStatus:
         await self._enter("get_instance_status")
         return self._status()
 
-    async def get_instance_metadata(self) -> InstanceMetadata:
+    async def get_instance_metadata(self) -> types.InstanceMetadata:
         await self._enter("get_instance_metadata")
         return self._instance.metadata
 
-    async def list_requests(self) -> ListRequestsResponse:
+    async def list_requests(self) -> types.ListRequestsResponse:
         await self._enter("list_requests")
         return self.llumlet.list_requests()
 
-    async def abort(self, request: AbortRequest) -> AbortResponse:
+    async def abort(self, request: types.AbortRequest) -> types.AbortResponse:
         await self._enter("abort")
         results = []
         for request_id in request.request_ids:
             found = self._world.requests.get(request_id)
-            outcome = AbortResponse.NOT_FOUND
+            outcome = types.AbortResponse.NOT_FOUND
             if found is not None and found.owner == self._instance.id:
                 self._world.abort(found)
-                outcome = AbortResponse.ABORTED
-            results.append(AbortResponse.Result(request_id=request_id, outcome=outcome))
-        return AbortResponse(results=results)
+                outcome = types.AbortResponse.ABORTED
+            results.append(types.AbortResponse.Result(request_id=request_id, outcome=outcome))
+        return types.AbortResponse(results=results)
 
-    async def migrate_in(self, request: MigrateInRequest, report: Report) -> MoveSummary:
+    async def migrate_in(self, request: types.MigrateInRequest, report: Report) -> types.MoveSummary:
         await self._enter("migrate_in")
-        wanted = MigrateRequest()
+        wanted = types.MigrateRequest()
         wanted.CopyFrom(request.request)
         here = self._instance.metadata
         wanted.dst_engine_id = here.instance_id
@@ -111,25 +97,27 @@ class SimulatedAgent:
                 if event.HasField("summary"):
                     return event.summary
                 report(event.progress)
-        raise LlumletError(Reason.PEER_UNREACHABLE, "the answer ended before its summary")
+        raise LlumletError(types.Reason.PEER_UNREACHABLE, "the answer ended before its summary")
 
-    async def migrate(self, request: MigrateRequest, report: Report) -> MoveSummary:
+    async def migrate(self, request: types.MigrateRequest, report: Report) -> types.MoveSummary:
         await self._enter("migrate")
         here = self._instance.id
         if request.src_engine_id != here:
-            raise LlumletError(Reason.WRONG_INSTANCE, f"this is {here}, not {request.src_engine_id}")
+            raise LlumletError(types.Reason.WRONG_INSTANCE, f"this is {here}, not {request.src_engine_id}")
         if request.dst_engine_id == here:
-            raise LlumletError(Reason.SAME_INSTANCE, f"{here} is source and destination")
+            raise LlumletError(types.Reason.SAME_INSTANCE, f"{here} is source and destination")
         destination = self._world.llumlets.get(request.dst_engine_id)
         if destination is None:
-            raise LlumletError(Reason.PEER_UNREACHABLE, f"{request.dst_engine_id} is not of this simulated cluster")
+            raise LlumletError(
+                types.Reason.PEER_UNREACHABLE, f"{request.dst_engine_id} is not of this simulated cluster"
+            )
         return await self._move(request, destination, report)
 
-    async def _move(self, wanted: MigrateRequest, destination: Llumlet, report: Report) -> MoveSummary:
+    async def _move(self, wanted: types.MigrateRequest, destination: Llumlet, report: Report) -> types.MoveSummary:
         began_s = time.monotonic()
-        over: asyncio.Future[MoveSummary] = asyncio.get_running_loop().create_future()
+        over: asyncio.Future[types.MoveSummary] = asyncio.get_running_loop().create_future()
 
-        def told(event: MigrateEvent) -> None:
+        def told(event: types.MigrateEvent) -> None:
             if event.HasField("progress"):
                 report(event.progress)
             elif not over.done():
@@ -140,7 +128,7 @@ class SimulatedAgent:
         summary.total_ms = (time.monotonic() - began_s) * 1e3
         return summary
 
-    async def drain(self, request: DrainRequest, report: DrainReport) -> DrainProgress:
+    async def drain(self, request: types.DrainRequest, report: DrainReport) -> types.DrainProgress:
         await self._enter("drain")
         instance, engine = self._instance, self._instance.engine
         instance.is_schedulable = False
@@ -152,12 +140,12 @@ class SimulatedAgent:
                 destination = self._world.at(request.destinations[turn % len(request.destinations)])
                 turn += 1
                 if destination is not None:
-                    everything = MigrateRequest(migration_type=MigrationType.NUM_REQ, num_reqs=-1)
+                    everything = types.MigrateRequest(migration_type=types.MigrationType.NUM_REQ, num_reqs=-1)
                     num_moved += (await self._move(everything, destination, lambda _: None)).moved
             here = len(engine.requests)
             elapsed_s = time.monotonic() - began_s
             report(
-                DrainProgress(
+                types.DrainProgress(
                     elapsed_s=elapsed_s, timeout_s=timeout_s, num_streams=here, num_requests=here, num_moved=num_moved
                 )
             )
@@ -167,10 +155,12 @@ class SimulatedAgent:
             self._world.abort(one)
         await self._leave()
         elapsed_s = time.monotonic() - began_s
-        return DrainProgress(elapsed_s=elapsed_s, timeout_s=timeout_s, num_moved=num_moved, done=True, num_cut=len(cut))
+        return types.DrainProgress(
+            elapsed_s=elapsed_s, timeout_s=timeout_s, num_moved=num_moved, done=True, num_cut=len(cut)
+        )
 
     async def _peer(self, request: object, given_up: object = None) -> NoReturn:
-        raise LlumletError(Reason.NOT_PORTABLE, "simulated instances move requests within their process")
+        raise LlumletError(types.Reason.NOT_PORTABLE, "simulated instances move requests within their process")
 
     abort_migrate_in = reserve = copy_round = commit = withdraw = cancel = _peer
     abort_handover = close_handover = query = adopt = claim = end_claim = _peer

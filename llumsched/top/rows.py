@@ -59,13 +59,13 @@ def move_rows(snapshot: Glance, most: int) -> dict[str, Cells]:
     return {str(move.get("number")): _move(move) for move in newest}
 
 
-def bar(ratio: float, width: int = _BAR_WIDTH) -> Text:
+def bar(ratio: float) -> Text:
     """`████▌      45 %`"""
-    eighths = round(min(1.0, max(0.0, ratio)) * width * 8)
+    eighths = round(min(1.0, max(0.0, ratio)) * _BAR_WIDTH * 8)
     full, part = divmod(eighths, 8)
     filled = "█" * full + (_EIGHTHS[part] if part else "")
     colour = "red" if ratio >= _HOT else "yellow" if ratio >= _WARM else "green"
-    return Text.assemble((filled.ljust(width, "·"), colour), f" {ratio:4.0%}")
+    return Text.assemble((filled.ljust(_BAR_WIDTH, "·"), colour), f" {ratio:4.0%}")
 
 
 def _instance(one: dict[str, Any]) -> Cells:

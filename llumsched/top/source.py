@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Self
 
 import aiohttp
@@ -36,14 +36,7 @@ class Glance:
     """Sources that are out of reach now, a sentence each."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "at_s": time.time(),
-            "connected": self.connected,
-            "age_s": self.age_s,
-            "instances": self.instances,
-            "moves": self.moves,
-            "problems": list(self.problems),
-        }
+        return {"at_s": time.time()} | asdict(self)
 
 
 class Source:

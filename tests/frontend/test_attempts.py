@@ -9,7 +9,7 @@ from fastapi.responses import StreamingResponse
 from fastapi.testclient import TestClient
 
 from llumlet.attempts import MAX_DEATHS, attempt_after, deaths_before
-from vllm_llumnix.frontend import attempts
+from vllm_llumnix.frontend import asgi
 
 
 @pytest.fixture
@@ -18,11 +18,11 @@ def server() -> TestClient:
     app = FastAPI()
 
     async def stream() -> object:
-        yield str(attempts.num_deaths.get())
+        yield str(asgi.num_deaths.get())
 
-    app.get("/at-once")(lambda: attempts.num_deaths.get())
+    app.get("/at-once")(lambda: asgi.num_deaths.get())
     app.get("/streamed")(lambda: StreamingResponse(stream()))
-    app.add_middleware(attempts.ReadAttempt)
+    app.add_middleware(asgi.ReadAttempt)
     return TestClient(app)
 
 

@@ -179,7 +179,7 @@ async def test_fence_of_an_epoch_that_has_begun(client: Any, engine: FakeEngine,
     assert await destination.heartbeat() == []
     for request_id in ("accepted", "buffered"):
         answer = await source.fence(request_id, Epoch(0, 1))
-        assert (answer.started, answer.finished, answer.raised) == (True, False, None)
+        assert (answer.finished, answer.raised) == (False, None)
 
 
 async def test_fence_raises_the_term_and_bars_the_destination(
@@ -191,7 +191,7 @@ async def test_fence_raises_the_term_and_bars_the_destination(
     await engine.send(output("r", 10))
     await tokens_of(client, 1)
     answer = await source.fence("r", Epoch(0, 1))
-    assert (answer.started, answer.raised, answer.delivered) == (False, Epoch(1, 0), 1)
+    assert (answer.finished, answer.raised) == (False, Epoch(1, 0))
     assert await source.fence("r", Epoch(0, 1)) == answer
     await destination.tokens(relayed("r", 1, 99, epoch=Epoch(0, 1), base=1))
     assert await destination.answer() == wire.Dismissal([("r", Epoch(0, 1))])
@@ -207,7 +207,7 @@ async def test_fence_about_a_request_that_nobody_waits_for(client: Any, engine: 
     await client.abort_requests_async(["r"])
     for request_id in ("r", "never seen"):
         answer = await peer.fence(request_id, Epoch(0, 1))
-        assert (answer.started, answer.finished, answer.raised) == (False, True, None)
+        assert (answer.finished, answer.raised) == (True, None)
 
 
 async def test_a_raised_epochs_owner_is_reached_before_its_first_token(

@@ -24,7 +24,7 @@ from tests.frontend.conftest import NewPeer
 from tests.frontend.fakes import FakeEngine, FakePeer, next_outputs, output, relayed, request, tokens_of, until
 from tests.llumlet.fake_agent import FakeAgent
 from vllm_llumnix import step_record
-from vllm_llumnix.frontend import attempts, endings
+from vllm_llumnix.frontend import asgi, endings
 from vllm_llumnix.frontend.origin import LOOK_SECONDS
 from vllm_llumnix.request_wire import decode_state
 from vllm_llumnix.step_record import StepRecord
@@ -128,9 +128,9 @@ async def test_one_death_ends_who_came_after_another(
 ) -> None:
     """A gateway has seen an instance die with it."""
     await home.heartbeat()
-    token = attempts.num_deaths.set(1)
+    token = asgi.num_deaths.set(1)
     await start(client, engine, "a")
-    attempts.num_deaths.reset(token)
+    asgi.num_deaths.reset(token)
     await start(client, engine, "other")
     in_step(record, "a", "other")
     client.origin.bury_home()

@@ -225,7 +225,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         (integer(), "8e3", 8000),
         (number(), "1e9", 1e9),
         (port(), "65535", 65535),
-        (file(is_file, absolute=True), __file__, __file__),
+        (file(is_file), __file__, __file__),
     ],
 )
 def test_values(kind: Kind[object], said: str, value: object) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -110,7 +111,8 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
     assert "broken" in output
     assert "repair it" in output
     assert main(["doctor", "--json"]) == ExitCode.PROBLEM
-    assert json.loads(capsys.readouterr().out) == {"ok": False, "checks": [check.as_json() for check in checks]}
+    told = [dataclasses.asdict(check) for check in checks]
+    assert json.loads(capsys.readouterr().out) == {"ok": False, "checks": told}
     monkeypatch.setattr(doctor, "examine_all", lambda adapt: checks[:1])
     assert main(["doctor"]) == ExitCode.OK
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from vllm_llumnix.patching.docs import DOCUMENT, render
+from tests.support.patches import DOCUMENT, render
 
 
 def test_current() -> None:

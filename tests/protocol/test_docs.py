@@ -6,13 +6,14 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from llumlet.protocol import diagram
+from llumlet import protocol
+from tests.support import diagram
 
 PROTOCOL = Path(__file__).parents[2] / "docs" / "protocol.md"
 
 
 def test_protocol_page_is_current() -> None:
-    assert diagram.main(["--check", str(PROTOCOL)]) == 0, "run python -m llumlet.protocol.diagram"
+    assert diagram.main(["--check", str(PROTOCOL)]) == 0, "run python -m tests.support.diagram"
 
 
 def test_every_part_is_on_the_page() -> None:
@@ -34,9 +35,7 @@ def test_old_part_is_noticed_and_replaced(tmp_path: Path) -> None:
 def test_the_protocol_is_pure() -> None:
     """No I/O, no clock, no chance, nothing of vLLM: what decides can be run anywhere, and twice."""
     allowed = {"__future__", "collections", "dataclasses", "enum", "hashlib", "math", "typing", "msgspec", "llumlet"}
-    for path in Path(diagram.__file__).parent.glob("*.py"):
-        if path.stem == "diagram":
-            continue  # a command line, not part of the protocol
+    for path in Path(protocol.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             modules: list[str] = []
             if isinstance(node, ast.Import):

@@ -253,9 +253,9 @@ class Session:
             told += ["stale"] * verdict.stale + ["overflow"] * verdict.overflow
             return [", ".join(told) or f"nothing; {gate.num_buffered} wait"]
         if verb == "fence":
-            answer = gate.fence(_epoch(words[0]))
-            what = "finished" if answer.finished else "started" if answer.started else f"raised to {answer.raised}"
-            return [f"{what}; delivered {answer.delivered}"]
+            raised = gate.fence(_epoch(words[0]))
+            what = f"raised to {raised}" if raised is not None else "finished" if gate.finished else "started"
+            return [f"{what}; delivered {gate.next_index}"]
         if verb == "depose":
             return [f"{gate.depose()} goes on from {gate.next_index}"]
         gate.finish()

@@ -693,8 +693,9 @@ class World:
     def _at_origin(self, message: Message) -> None:
         client = self.clients[message.request]
         if message.kind == "fence":
-            decision = client.gate.fence(message.body)
-            self._send("O", message.sender, "fence answer", decision, message.move, message.request)
+            raised = client.gate.fence(message.body)
+            answer = client.gate.finished, raised
+            self._send("O", message.sender, "fence answer", answer, message.move, message.request)
             return
         arrival: Arrival = message.body
         verdict = client.gate.offer(arrival)
@@ -719,12 +720,12 @@ class World:
             case "dismissal":
                 engine.commands.append(("abort", lambda: self._abort(engine, message.request, message.body)))
             case "fence answer":
-                decision = message.body
+                finished, raised = message.body
                 event: ev.SourceEvent = ev.FenceStarted()
-                if decision.finished:
+                if finished:
                     event = ev.OriginFinished()
-                elif decision.raised is not None:
-                    event = ev.FenceRaised(decision.raised)
+                elif raised is not None:
+                    event = ev.FenceRaised(raised)
                 self._answered(engine, move, event)
             case kind if kind.endswith(" answer"):
                 body, incarnation = message.body

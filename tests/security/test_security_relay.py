@@ -276,15 +276,13 @@ async def test_origins_end_only_their_own_requests(context: zmq.asyncio.Context)
     question = asyncio.create_task(relay.fence(addresses[0], "r", epoch, 5.0))
     asked = wire.decode_to_origin((await origins[0].recv_multipart())[1])
     assert isinstance(asked, wire.FenceQuestion)
-    lie = wire.FenceAnswer(asked.question, "r", started=True, finished=False, raised=None, delivered=0)
+    lie = wire.FenceAnswer(asked.question, "r", finished=False)
     await origins[1].send_multipart([identities[1], wire.encode(lie)])
     await origins[1].send_multipart([identities[1], wire.encode(wire.Dismissal([("r", epoch)]))])
     await until(lambda: bool(released))
     assert released == [(addresses[1], [("r", epoch)])]
     assert not question.done()
-    await origins[0].send_multipart(
-        [identities[0], wire.encode(msgspec.structs.replace(lie, started=False, finished=True))]
-    )
+    await origins[0].send_multipart([identities[0], wire.encode(msgspec.structs.replace(lie, finished=True))])
     assert (await question).finished
     await relay.close()
     for origin in origins:

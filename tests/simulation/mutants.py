@@ -14,7 +14,7 @@ from llumlet.protocol import replay_words as words
 from llumlet.protocol.claim import Claim
 from llumlet.protocol.destination import Destination
 from llumlet.protocol.effects import Effect
-from llumlet.protocol.gate import Arrival, FenceDecision, Gate, Verdict
+from llumlet.protocol.gate import Arrival, Gate, Verdict
 from llumlet.protocol.ids import Epoch
 from llumlet.protocol.machine import Machine, install, rows
 from llumlet.protocol.owners import Owner
@@ -35,23 +35,22 @@ class NaiveGate(Gate):
 class NoFence(Gate):
     """The origin answers that nothing has started, and bars nothing."""
 
-    def fence(self, epoch: Epoch) -> FenceDecision:
-        decision = super().fence(epoch)
+    def fence(self, epoch: Epoch) -> Epoch | None:
+        raised = super().fence(epoch)
         self._barred.clear()
-        return decision
+        return raised
 
 
 class MergedEpochs(Gate):
     """Finding 2: the fence raises the hop instead of a term of its own."""
 
-    def fence(self, epoch: Epoch) -> FenceDecision:
-        decision = super().fence(epoch)
-        if decision.raised is None:
-            return decision
+    def fence(self, epoch: Epoch) -> Epoch | None:
+        if super().fence(epoch) is None:
+            return None
         self._barred[-1] = (epoch, epoch.next_hop())
         self._term = epoch.term
         self._raised[epoch] = epoch.next_hop()
-        return FenceDecision(False, False, epoch.next_hop(), decision.delivered)
+        return epoch.next_hop()
 
 
 class DeposeWithoutBar(Gate):

@@ -281,7 +281,8 @@ class Serving(Adopting):
                     self._send(ORIGIN, name, "dismissal", epochs[request_id], request=request_id)
             case wire.FenceAnswer():
                 move = self._questions.pop(message.question)
-                self._send(ORIGIN, name, "fence answer", message, move, message.request_id)
+                answer = message.finished, message.raised
+                self._send(ORIGIN, name, "fence answer", answer, move, message.request_id)
 
     def _fail(self, stream: Stream, explanation: str) -> None:
         client = self.client(stream.request_id)

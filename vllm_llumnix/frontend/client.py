@@ -29,7 +29,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from vllm_llumnix import config
 from vllm_llumnix.errors import ConfigError
-from vllm_llumnix.frontend import attempts
+from vllm_llumnix.frontend.asgi import num_deaths
 from vllm_llumnix.frontend.origin import OriginShell
 from vllm_llumnix.frontend.seams import SEAMS
 from vllm_llumnix.frontend.vllm_types import Client, VllmConfig
@@ -102,8 +102,8 @@ class LlumnixClientMixin(_Client):  # type: ignore[misc]
         except BaseException:
             origin.close([request.request_id])
             raise
-        if num_deaths := attempts.num_deaths.get():
-            origin.came_after(stream, num_deaths)
+        if deaths := num_deaths.get():
+            origin.came_after(stream, deaths)
 
     def get_core_engine_for_request(self, request: EngineCoreRequest) -> bytes:
         engine: bytes = super().get_core_engine_for_request(request)

@@ -20,27 +20,12 @@ from zmq.utils.monitor import recv_monitor_message
 
 from vllm_llumnix.errors import TransferFailed
 from vllm_llumnix.kv import messages
-from vllm_llumnix.kv.messages import (
-    Command,
-    Grant,
-    MoverInfo,
-    PeerMemory,
-    Probe,
-    ProbeReport,
-    Pull,
-    PullReport,
-    Rejected,
-    Revoke,
-    Revoked,
-    Stopped,
-    StopPull,
-)
 from vllm_llumnix.kv.process import has_ended
 
 GRACE_S = 1.0
 """How long after a pull's own deadline its report may come."""
 
-_Answer = TypeVar("_Answer", PullReport, Stopped, ProbeReport, Revoked)
+_Answer = TypeVar("_Answer", messages.PullReport, messages.Stopped, messages.ProbeReport, messages.Revoked)
 
 
 class MoverClient:
@@ -52,7 +37,7 @@ class MoverClient:
 
     def __init__(
         self,
-        info: MoverInfo,
+        info: messages.MoverInfo,
         context: zmq.asyncio.Context | None = None,
         on_lost: Callable[[str], None] = lambda reason: None,
     ) -> None:
@@ -70,36 +55,36 @@ class MoverClient:
         self._questions = itertools.count(1)
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
 
-    async def pull(self, pull: Pull) -> PullReport:
+    async def pull(self, pull: messages.Pull) -> messages.PullReport:
         """Pull blocks; `report.error` tells a failure.
 
         Raises ValueError while another pull of this client runs under the same job. A report, of whatever kind, means
         that nothing of this job will be written any more. After TransferFailed, and after cancellation, that is not
         known: `stop` finds out.
         """
-        if (PullReport, pull.job) in self._waiting:
+        if (messages.PullReport, pull.job) in self._waiting:
             raise ValueError(f"job {pull.job} is running already")
-        return await self._call(pull, PullReport, pull.deadline_s + GRACE_S)
+        return await self._call(pull, messages.PullReport, pull.deadline_s + GRACE_S)
 
     async def stop(self, job: int, deadline_s: float = 5.0) -> None:
         """End a pull; returns when the mover is quiet for that job, at once if it knows none, or has ended.
 
         The pull reports, too.
         """
-        await self._silence(StopPull(job), Stopped, deadline_s)
+        await self._silence(messages.StopPull(job), messages.Stopped, deadline_s)
 
-    async def probe(self, peer: PeerMemory, transport: str, deadline_s: float = 5.0) -> str | None:
+    async def probe(self, peer: messages.PeerMemory, transport: str, deadline_s: float = 5.0) -> str | None:
         """Why `transport` does not reach `peer`; None if it does."""
-        probe = Probe(next(self._questions), peer, transport)
-        return (await self._call(probe, ProbeReport, deadline_s)).obstacle
+        probe = messages.Probe(next(self._questions), peer, transport)
+        return (await self._call(probe, messages.ProbeReport, deadline_s)).obstacle
 
     async def grant(self, capability: bytes, blocks: list[int]) -> None:
         """Peers who show the capability may be sent these blocks, too."""
-        await self._send(Grant(next(self._questions), capability, blocks))
+        await self._send(messages.Grant(next(self._questions), capability, blocks))
 
     async def revoke(self, capability: bytes, deadline_s: float = 5.0) -> None:
         """Returns when nothing is sent under it any more; nothing is, of a mover that has ended."""
-        await self._silence(Revoke(next(self._questions), capability), Revoked, deadline_s)
+        await self._silence(messages.Revoke(next(self._questions), capability), messages.Revoked, deadline_s)
 
     def close(self) -> None:
         """Fail pending calls and let go of the socket. A running pull goes on in the mover."""
@@ -115,7 +100,7 @@ class MoverClient:
         if self._own_context is not None:
             self._own_context.term()
 
-    async def _silence(self, command: Command, kind: type[_Answer], deadline_s: float) -> None:
+    async def _silence(self, command: messages.Command, kind: type[_Answer], deadline_s: float) -> None:
         try:
             await self._call(command, kind, deadline_s)
         except TransferFailed:
@@ -125,7 +110,7 @@ class MoverClient:
     def _has_ended(self) -> bool:
         return has_ended(self.info.thread, self.info.memory)
 
-    async def _call(self, command: Command, kind: type[_Answer], deadline_s: float) -> _Answer:
+    async def _call(self, command: messages.Command, kind: type[_Answer], deadline_s: float) -> _Answer:
         key = (kind, command.job)
         future: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(key, []).append(future)
@@ -144,7 +129,7 @@ class MoverClient:
             if not waiting:
                 del self._waiting[key]
 
-    async def _send(self, command: Command) -> None:
+    async def _send(self, command: messages.Command) -> None:
         """Raises TransferFailed. Without waiting: to a mover that has just gone, sending would never end."""
         if self._lost is not None:
             raise TransferFailed(self._lost)
@@ -161,12 +146,12 @@ class MoverClient:
             except msgspec.DecodeError as error:
                 self._fail_all(f"mover {self.info.rank} answers in another language: {error}")
                 continue
-            if isinstance(answer, Rejected):
+            if isinstance(answer, messages.Rejected):
                 reason = f"mover {self.info.rank} rejects a command: {answer.reason}"
                 if answer.job is None:
                     self._fail_all(reason)
                 else:
-                    _fail(self._waiting.get((PullReport, answer.job), ()), reason)
+                    _fail(self._waiting.get((messages.PullReport, answer.job), ()), reason)
                 continue
             for future in self._waiting.get((type(answer), answer.job), ()):
                 if not future.done():

@@ -44,18 +44,6 @@ from vllm_llumnix.kv import messages
 from vllm_llumnix.kv.endpoint import PrivateDirectory
 from vllm_llumnix.kv.grants import ASLEEP, ENDED, Grants
 from vllm_llumnix.kv.layout import BlockLayout
-from vllm_llumnix.kv.messages import (
-    Grant,
-    Probe,
-    ProbeReport,
-    Pull,
-    PullReport,
-    Rejected,
-    Revoke,
-    Revoked,
-    Stopped,
-    StopPull,
-)
 from vllm_llumnix.kv.pace import Pace, PacedPull
 from vllm_llumnix.kv.process import describe_thread, name_thread, yield_cores
 from vllm_llumnix.kv.settings import Limit
@@ -79,7 +67,7 @@ SILENCE_SECONDS = 0.02
 
 @dataclass(slots=True)
 class _Job:
-    pull: Pull
+    pull: messages.Pull
     pace: Pace
     paced: PacedPull = field(init=False)
     order: int
@@ -142,7 +130,7 @@ class Mover:
         self._probers = ThreadPoolExecutor(
             MAX_PROBES, thread_name_prefix=PROBE_THREAD, initializer=name_thread, initargs=(PROBE_THREAD,)
         )
-        self._probed: queue.SimpleQueue[tuple[bytes, ProbeReport]] = queue.SimpleQueue()
+        self._probed: queue.SimpleQueue[tuple[bytes, messages.ProbeReport]] = queue.SimpleQueue()
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
@@ -267,32 +255,32 @@ class Mover:
         try:
             command = messages.decode_command(b"".join(frames))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            self._answer(identity, Rejected(f"not a command: {error}"))
+            self._answer(identity, messages.Rejected(f"not a command: {error}"))
             return
         key = (identity, command.job)
         match command:
-            case Pull():
+            case messages.Pull():
                 self._accept(key, command)
-            case StopPull():
+            case messages.StopPull():
                 if key in self._jobs:
                     self._report(key, "stopped")
-                self._answer(identity, Stopped(command.job))
-            case Probe():
+                self._answer(identity, messages.Stopped(command.job))
+            case messages.Probe():
                 self._begin_probe(identity, command)
-            case Grant():
+            case messages.Grant():
                 self.grants.allow(command.capability, command.blocks)
-            case Revoke():
+            case messages.Revoke():
                 self.grants.revoke(command.capability)
-                self._answer(identity, Revoked(command.job))
+                self._answer(identity, messages.Revoked(command.job))
 
-    def _accept(self, key: _Key, pull: Pull) -> None:
+    def _accept(self, key: _Key, pull: messages.Pull) -> None:
         if key in self._jobs:
-            self._answer(key[0], Rejected(f"job {pull.job} is running already", pull.job))
+            self._answer(key[0], messages.Rejected(f"job {pull.job} is running already", pull.job))
             return
         try:
             pace = self._pace(pull.link, pull.limit)
         except ValueError as error:
-            self._answer(key[0], PullReport(pull.job, 0, 0.0, str(error)))
+            self._answer(key[0], messages.PullReport(pull.job, 0, 0.0, str(error)))
             return
         self._jobs[key] = _Job(
             pull,
@@ -304,24 +292,24 @@ class Mover:
         if self._transport(pull.transport) is None:
             self._report(key, self._why_missing(pull.transport))
 
-    def _begin_probe(self, identity: bytes, probe: Probe) -> None:
+    def _begin_probe(self, identity: bytes, probe: messages.Probe) -> None:
         transport = self._transport(probe.transport)
         if self._suspended is not None:
-            self._answer(identity, ProbeReport(probe.job, self._suspended))
+            self._answer(identity, messages.ProbeReport(probe.job, self._suspended))
         elif transport is None:
-            self._answer(identity, ProbeReport(probe.job, self._why_missing(probe.transport)))
+            self._answer(identity, messages.ProbeReport(probe.job, self._why_missing(probe.transport)))
         elif transport.asks_peers:
             self._probers.submit(self._probe_aside, identity, probe, transport)
         else:
             self._answer(identity, _probe(probe, transport))
 
-    def _probe_aside(self, identity: bytes, probe: Probe, transport: Transport) -> None:
+    def _probe_aside(self, identity: bytes, probe: messages.Probe, transport: Transport) -> None:
         """Probes a peer in a thread of its own."""
         try:
             report = _probe(probe, transport)
         except Exception as error:
             logger.exception("mover %d: unexpected error in a probe", self.rank)
-            report = ProbeReport(probe.job, f"unexpected error in the mover: {error!r}")
+            report = messages.ProbeReport(probe.job, f"unexpected error in the mover: {error!r}")
         self._probed.put((identity, report))
         os.eventfd_write(self._wake, 1)
 
@@ -399,12 +387,12 @@ class Mover:
         job = self._jobs.pop(key)
         seconds = time.monotonic() - job.started if job.chunks is not None else 0.0
         job.chunks = None
-        self._answer(key[0], PullReport(job.pull.job, job.bytes, seconds, error))
+        self._answer(key[0], messages.PullReport(job.pull.job, job.bytes, seconds, error))
 
     def _answer(self, identity: bytes, answer: messages.Answer) -> None:
         self._socket.send_multipart([identity, messages.encode(answer)])
 
-    def _pulled(self, pull: Pull) -> None:
+    def _pulled(self, pull: messages.Pull) -> None:
         spec = faults.hit(
             "mover.pulled",
             rank=self.rank,
@@ -417,12 +405,12 @@ class Mover:
             corrupt(self.layout, pull.dst_blocks, spec)
 
 
-def _probe(probe: Probe, transport: Transport) -> ProbeReport:
+def _probe(probe: messages.Probe, transport: Transport) -> messages.ProbeReport:
     try:
         transport.probe(probe.peer)
     except TransportError as error:
-        return ProbeReport(probe.job, str(error))
-    return ProbeReport(probe.job, None)
+        return messages.ProbeReport(probe.job, str(error))
+    return messages.ProbeReport(probe.job, None)
 
 
 def corrupt(layout: BlockLayout, blocks: Sequence[int], spec: dict[str, Any]) -> None:

@@ -6,24 +6,18 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
-import grpc
 import pytest
-from grpc import aio
 
 from llumlet.peers import MAX_PEERS
-from llumlet.proto.llumlet_pb2_grpc import CmsServicer, add_CmsServicer_to_server
 from llumlet.redis_link import METADATA_PREFIX, STATUS_PREFIX, RedisLink, connect, peers_key
 from llumlet.stores import open_directory
 from llumlet.types import (
     Health,
     InstanceMetadata,
-    InstanceState,
     InstanceStatus,
     PeersRequest,
-    ViewChange,
 )
 from llumsched.cluster.view import View
 from llumsched.cms.peers import PREPARED_S, PeerLists
@@ -133,41 +127,6 @@ async def test_an_answer_costs_little_in_a_large_cluster() -> None:
     assert taken_s < 0.02
 
 
-class OldCms(CmsServicer):
-    """One that does not know the question."""
-
-    def __init__(self, states: Iterable[InstanceState]) -> None:
-        self.states = list(states)
-        self.num_asked = 0
-
-    async def Watch(self, request: Any, context: aio.ServicerContext[Any, Any]) -> None:
-        self.num_asked += 1
-        for state in self.states:
-            await context.write(ViewChange(instance=state))
-        await context.write(ViewChange(complete=True))
-
-    async def Peers(self, request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
-
-
-@pytest.mark.asyncio
-async def test_a_store_that_does_not_know_the_question_is_read_whole() -> None:
-    names = [("own", "d"), ("other", "d"), ("other model", "e")]
-    old = OldCms(InstanceState(metadata=metadata(name, digest), status=status(name)) for name, digest in names)
-    server = aio.server()
-    add_CmsServicer_to_server(old, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    directory = open_directory(f"127.0.0.1:{port}")
-    for _ in range(2):
-        answer = await directory.peers(("own",), "")
-        assert [peer.instance_id for peer in answer.peers] == ["other"]
-        assert answer.compatibility_digest == "d"
-    assert old.num_asked == 2
-    await directory.close()
-    await server.stop(None)
-
-
 @pytest.mark.asyncio
 async def test_a_redis_is_not_read_whole() -> None:
     async with RedisServer() as server:
@@ -199,7 +158,7 @@ async def test_a_redis_is_not_read_whole() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_redis_of_older_writers_is_read_whole() -> None:
+async def test_a_redis_without_the_set_is_read_whole() -> None:
     async with RedisServer() as server:
         writer = connect(server.url)
         for name, digest in (("own", "d"), ("other", "d"), ("other model", "e")):

@@ -14,7 +14,7 @@ import pytest_asyncio
 from llumlet.redis_link import CHANNEL, TTL_S, connect
 from llumlet.types import InstanceMetadata, InstanceStatus
 from llumsched.cms import redis as redis_module
-from llumsched.cms.patience import Patience
+from llumsched.cms.intake import Patience
 from llumsched.cms.redis import RedisStore
 from llumsched.testing import SimulatedCluster
 from tests.llumlet.fake_agent import until

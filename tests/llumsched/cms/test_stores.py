@@ -6,17 +6,21 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 import pytest_asyncio
+from grpc import aio
 
 from llumlet import redis_link
+from llumlet.proto.llumlet_pb2_grpc import CmsServicer, add_CmsServicer_to_server
 from llumlet.reporter import Reporter
 from llumlet.tasks import end
-from llumlet.types import Address
+from llumlet.types import Address, ViewChange
 from llumsched.cluster.instance import Instance
+from llumsched.cms import watch as watch_module
 from llumsched.cms.embedded import EmbeddedStore
-from llumsched.cms.patience import Patience
+from llumsched.cms.intake import Patience
 from llumsched.cms.redis import RedisStore
 from llumsched.cms.store import Store
 from llumsched.cms.watch import WatchStore
@@ -210,3 +214,31 @@ async def test_an_observer_that_raises_does_not_end_a_store(source: Source, capl
     assert observer.raised == ["appeared", "changed", "left"]
     for change in observer.raised:
         assert f"of the test: {change}" in caplog.text
+
+
+class SilentCms(CmsServicer):
+    """It says that it is there, and nothing more."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    async def Watch(self, request: Any, context: aio.ServicerContext[Any, Any]) -> None:
+        self.num_asked += 1
+        await context.write(ViewChange(complete=True))
+        await asyncio.Event().wait()
+
+
+async def test_a_watched_cms_that_falls_silent_is_given_up_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "SILENCE_S", 0.2)
+    silent, server = SilentCms(), aio.server()
+    add_CmsServicer_to_server(silent, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    watch = WatchStore(Address("127.0.0.1", port))
+    await watch.start()
+    await until(lambda: watch.view.connected)
+    await until(lambda: watch.problem == "nothing was heard for 0.2 s")
+    assert not watch.view.connected
+    await until(lambda: silent.num_asked == 2)
+    await watch.close()
+    await server.stop(None)

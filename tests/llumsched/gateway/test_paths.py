@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from llumlet.types import Address
 from llumsched.causes import Cause
-from llumsched.gateway import estimate
+from llumsched.gateway import prompts
 from llumsched.gateway.backends import Backend
 from llumsched.gateway.endpoints import Endpoint
 from llumsched.gateway.forms import model_of
@@ -266,13 +266,13 @@ def test_no_bytes_upset_the_reading_of_a_form(content: bytes, boundary: str) -> 
 
 
 def test_the_length_of_a_prompt_is_guessed_from_its_texts_and_numbers() -> None:
-    assert estimate.num_tokens({"model": "long-name", "input": "x" * 40}) == 10
-    assert estimate.num_tokens({"token_ids": list(range(1000))}) == 1000
-    assert estimate.num_tokens({"text_1": "abcd", "text_2": ["abcd"] * 5}) == 6
+    assert prompts.rough_number({"model": "long-name", "input": "x" * 40}) == 10
+    assert prompts.rough_number({"token_ids": list(range(1000))}) == 1000
+    assert prompts.rough_number({"text_1": "abcd", "text_2": ["abcd"] * 5}) == 6
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}
     parts = [{"type": "text", "text": "abcd"}, image, {"type": "input_image", "source": "data:," + "A" * 9000}]
-    assert estimate.num_tokens({"messages": [{"role": "user", "content": parts}]}) == 1
-    assert estimate.num_tokens({"documents": [{}] * 1_000_000}) == 0
+    assert prompts.rough_number({"messages": [{"role": "user", "content": parts}]}) == 1
+    assert prompts.rough_number({"documents": [{}] * 1_000_000}) == 0
 
 
 # Lost engines

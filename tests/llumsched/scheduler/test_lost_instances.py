@@ -12,8 +12,7 @@ import pytest_asyncio
 
 from llumsched.cluster.domains import FailoverDomain
 from llumsched.cluster.view import View
-from llumsched.cms.intake import SWEEP_S, Intake
-from llumsched.cms.patience import PATIENCE
+from llumsched.cms.intake import PATIENCE, SWEEP_S, Intake
 from llumsched.policy.document import Mode, Overrides, load_policy
 from llumsched.request import Request
 from llumsched.rescheduling.config import Config

@@ -26,17 +26,12 @@ from tests.llumsched.scheduler import chromium
 TOTAL = 32_768
 
 
-class Rescheduler:
-    def __init__(self) -> None:
-        self.records = Records()
-
-
 class Cluster:
     """A view and records that a test changes."""
 
     def __init__(self) -> None:
         self.view = View()
-        self.rescheduler = Rescheduler()
+        self.records = Records()
         self._updates = 0
         self._moves = 0
 
@@ -59,7 +54,7 @@ class Cluster:
         selection = Selection(Unit.NUM_REQ, Order.SR, 1.0)
         move = Move("neutral_load", Purpose.BALANCE, source, destination, selection, 1024.0)
         record = MoveRecord(self._moves, move, time.time())
-        self.rescheduler.records.began(record)
+        self.records.began(record)
         return record
 
     def settle(self, record: MoveRecord, outcome: Outcome = Outcome.MOVED, **refusals: int) -> None:
@@ -68,7 +63,7 @@ class Cluster:
         if outcome is Outcome.MOVED:
             record.num_moved, record.moved_tokens, record.copied_bytes = 1, 1024, 117_440_512
         record.refusals.update(refusals)
-        self.rescheduler.records.changed(record)
+        self.records.changed(record)
 
 
 def keep(file: Path) -> None:
@@ -80,7 +75,7 @@ def keep(file: Path) -> None:
 @pytest.mark.asyncio
 async def test_the_page_shows_load_moves_health_and_age(tmp_path: Path) -> None:
     cluster, app = Cluster(), web.Application()
-    events.add_routes(app, cluster.view, cluster.rescheduler)
+    events.add_routes(app, cluster.view, cluster.records)
     async with TestServer(app) as server, chromium.tab(tmp_path) as page:
         await page.open(str(server.make_url("/")))
         assert "No instance reports here" in await page.until(

@@ -44,22 +44,17 @@ def move(number: int, **fields: Any) -> MoveRecord:
     return MoveRecord(number, move, time.time(), **fields)
 
 
-class Rescheduler:
-    def __init__(self) -> None:
-        self.records = Records()
-
-
 class Page:
-    def __init__(self, url: str, view: View, rescheduler: Rescheduler, session: aiohttp.ClientSession) -> None:
-        self.url, self.view, self.rescheduler, self.session = url, view, rescheduler, session
+    def __init__(self, url: str, view: View, records: Records, session: aiohttp.ClientSession) -> None:
+        self.url, self.view, self.records, self.session = url, view, records, session
 
 
 @pytest_asyncio.fixture
 async def page() -> AsyncIterator[Page]:
-    view, rescheduler, app = View(), Rescheduler(), web.Application()
-    events.add_routes(app, view, rescheduler)
+    view, records, app = View(), Records(), web.Application()
+    events.add_routes(app, view, records)
     async with TestServer(app) as server, aiohttp.ClientSession() as session:
-        yield Page(str(server.make_url("")), view, rescheduler, session)
+        yield Page(str(server.make_url("")), view, records, session)
 
 
 async def next_event(response: aiohttp.ClientResponse) -> dict[str, Any]:
@@ -83,7 +78,7 @@ async def test_the_first_event_holds_everything_and_later_ones_what_changed(page
     page.view.put_metadata(metadata("a"))
     page.view.put_metadata(metadata("b"))
     page.view.put_status(status("a", 1, num_used_gpu_tokens=25, num_running_requests=3))
-    page.rescheduler.records.began(move(1, outcome=Outcome.MOVED))
+    page.records.began(move(1, outcome=Outcome.MOVED))
     async with page.session.get(f"{page.url}/events") as response:
         assert response.content_type == "text/event-stream"
         first = await next_event(response)
@@ -101,10 +96,10 @@ async def test_the_first_event_holds_everything_and_later_ones_what_changed(page
         page.view.remove("a")
         assert (await until(response, "left"))["left"] == ["a"]
         open_move = move(2)
-        page.rescheduler.records.began(open_move)
+        page.records.began(open_move)
         assert (await until(response, "moves"))["moves"][0]["outcome"] == "open"
         open_move.outcome = Outcome.MOVED
-        page.rescheduler.records.changed(open_move)
+        page.records.changed(open_move)
         assert (await until(response, "moves"))["moves"][0]["outcome"] == "moved"
 
 

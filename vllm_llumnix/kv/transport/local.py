@@ -57,14 +57,14 @@ class LocalTransport:
 
     def probe(self, peer: PeerMemory) -> None:
         require_readable(self._layout, peer)
-        self._verified(peer)
+        self.verify(peer)
 
     def pull(self, pull: Pull, chunk_bytes: int) -> Iterator[int]:
         peer = pull.peer
         if peer.unavailable is not None:
             raise TransportUnavailable(peer.unavailable)
         pieces = pair_pieces(peer.layout, pull.src_blocks, self._layout, pull.dst_blocks)
-        identified = self._verified(peer)
+        identified = self.verify(peer)
         yield from read_pieces(peer.pid, pieces, chunk_bytes)
         identified.verify()
 
@@ -85,12 +85,11 @@ class LocalTransport:
         """Whether `peer` offered what it says when it was last looked at, and has not been forgotten since."""
         return peer in self._peers
 
-    def verify(self, peer: PeerMemory) -> None:
-        """Raises TransferFailed, TransportUnavailable unless `peer` lives and offers what it says."""
-        self._verified(peer)
+    def verify(self, peer: PeerMemory) -> _Peer:
+        """The process of `peer`, kept for its next pull.
 
-    def _verified(self, peer: PeerMemory) -> _Peer:
-        """The process of `peer`, kept for its next pull if it offers what `peer` says."""
+        Raises TransferFailed, TransportUnavailable unless it lives and offers what `peer` says.
+        """
         identified = self._peers.pop(peer, None)
         if identified is not None and not identified.process.alive:
             identified.process.close()

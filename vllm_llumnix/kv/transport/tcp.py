@@ -12,6 +12,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
 from vllm_llumnix.errors import TransferFailed
@@ -87,14 +88,14 @@ class TcpTransport:
                 yield part
 
 
+@dataclass(eq=False, slots=True)
 class _Stream:
     """One connection's share of a pull."""
 
-    def __init__(self, connection: socket.socket, span: Transfer) -> None:
-        self.connection = connection
-        self.span = span
-        self.granted = False
-        self.done = False
+    connection: socket.socket
+    span: Transfer
+    granted: bool = False
+    done: bool = False
 
     def receive(self, max_bytes: int) -> int:
         """What has come; the first and the last message, which are short, are waited for."""

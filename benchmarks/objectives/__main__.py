@@ -3,6 +3,7 @@
 
 python -m benchmarks.objectives                  all cases
 python -m benchmarks.objectives latency          how near predictions come to what clients of real engines see
+python -m benchmarks.objectives preempt          what it brings to move requests that would be preempted
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import Final
 
 from rich.console import Console
 
-from benchmarks.objectives import latency
-from benchmarks.objectives.outcome import table
-from tests.support.progress import saying
+from benchmarks.objectives import latency, preempt
+from benchmarks.objectives.outcome import Outcome, table
+from tests.support.progress import Say, saying
 from tests.support.report import add_json, print_json
 
-CASES: Final = ("latency",)
+CASES: Final = ("latency", "preempt")
 _QUICK_SECONDS: Final = 12.0
 
 
@@ -46,16 +47,23 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := set(options.cases) - set(CASES):
         parser.error(f"{', '.join(sorted(unknown))}: no such case; there are {', '.join(CASES)}")
     logs = options.logs or Path(tempfile.mkdtemp(prefix="llumnix-logs-"))
-    loads = latency.LOADS
-    if options.quick:
-        loads = tuple(replace(load, seconds=_QUICK_SECONDS) for load in loads[:1])
     console = Console(stderr=True, width=180)
     console.print(f"load average: {os.getloadavg()}; logs: {logs}", highlight=False)
     with saying("objectives") as say:
-        outcomes = asyncio.run(latency.measure(logs, loads, options.overlap, options.seed, say))
+        outcomes = [one for case in options.cases or CASES for one in asyncio.run(_measured(case, options, logs, say))]
     console.print(table(outcomes))
     print_json(options.json, *(one.to_dict() for one in outcomes))
     return 0
+
+
+async def _measured(case: str, options: argparse.Namespace, logs: Path, say: Say) -> list[Outcome]:
+    if case == "latency":
+        loads = latency.LOADS
+        if options.quick:
+            loads = tuple(replace(load, seconds=_QUICK_SECONDS) for load in loads[:1])
+        return await latency.measure(logs, loads, options.overlap, options.seed, say)
+    seconds, rounds = (_QUICK_SECONDS, 1) if options.quick else (preempt.SECONDS, preempt.ROUNDS)
+    return await preempt.measure(logs, seconds, rounds, options.overlap, options.seed, say)
 
 
 if __name__ == "__main__":

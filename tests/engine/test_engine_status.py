@@ -121,7 +121,7 @@ def test_shortages_and_what_is_computed_again_are_part_of_it(rig: Rig, source: S
     rig.turns(3)
     rig.port.tokens.recomputed = 5
     shortage = rig.port.shortage
-    shortage.num_averted, shortage.num_blocks = 2, 1
+    shortage._shortages.num_averted, shortage.num_blocks = 2, 1
     status = source.now()
     assert (status.num_computed_tokens, status.num_recomputed_tokens) == (72, 5)
     assert (status.num_averted_preemptions, status.num_lacking_blocks) == (2, 1)

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from vllm.v1.request import Request, RequestStatus
 
+from llumlet.protocol.shortage import ASK_SECONDS, HOLD_SECONDS, UNHEARD_SECONDS
 from tests.engine.loop import Loop, new_loop
 from tests.engine.rig import BLOCK_SIZE, Rig
 from tests.engine.test_scheduler_port import KINDS
 from vllm_llumnix.engine.load_counters import LoadCounters
-from vllm_llumnix.engine.shortage import ASK_SECONDS, HOLD_SECONDS, UNHEARD_SECONDS, Shortage
+from vllm_llumnix.engine.shortage import Shortage
 
 NUM_BLOCKS = 13
 """Twelve are for requests: three of four blocks each fill it."""
@@ -46,7 +47,7 @@ class Pressed:
     def until_short(self) -> None:
         """All turns until the coming step lacks a block."""
         for _ in range(NUM_BLOCKS * BLOCK_SIZE):
-            if self.shortage._lacking():
+            if self.shortage.lacking():
                 return
             self.turn(moving=True)
         raise AssertionError("there are blocks for everybody")

@@ -4,7 +4,7 @@
 Two real engines, each step as long as a device's (`benchmarks.calibrate.steps_on_cpu`), behind a real gateway and
 scheduler. Every second request is long, so that round robin sends all long ones to the same engine; together they need
 `PRESSURE` of its KV cache. Copies are as slow as that device's would be over 64 Gbit/s. The same requests, at the same
-times, with each setting; each is played in both halves of the order A B C C B A.
+times, with each setting; a second round, with other requests, goes backwards.
 
     stock     nothing moves: vLLM preempts
     load      the rescheduler's defaults, but for `neutral_preemption`
@@ -40,14 +40,14 @@ NUM_ENGINES: Final = 2
 LONG: Final = (150, 450)
 SHORT: Final = (60, 40)
 """Tokens of the prompt and of the output."""
-PRESSURE: Final = 1.0
+PRESSURE: Final = 1.3
 LONG_SECONDS: Final = 18.0
 """How long a long request runs, by the device's steps: with that, a rate follows from a pressure."""
 LINK: Final = "62M"
 """Bytes a second of what is copied: 4 KiB a token here, 512 KiB a token in a 7B model on 64 Gbit/s."""
-SECONDS: Final = 50.0
+SECONDS: Final = 70.0
 """In which requests come, of each setting in each round."""
-ROUNDS: Final = 2
+ROUNDS: Final = 1
 POLICY: Final = "neutral_preemption"
 
 

@@ -77,14 +77,17 @@ class Shortage:
             number = min(tokens_to_schedule(request), budget)
             if number <= 0 or step < request.next_decode_eligible_step:
                 continue
-            end = min(request.num_computed_tokens + number + ahead, self._manager.max_model_len)
-            blocks = -(-end // size) - len(self._manager.get_blocks(request.request_id).blocks[0])
-            if blocks > free:
-                self.num_blocks += blocks - free
-                lacking.append(request)
-            else:
-                budget -= number
+            computed = request.num_computed_tokens
+            needed = -(-min(computed + number + ahead, self._manager.max_model_len) // size)
+            # For what is computed it has them; to look is what takes time, and of decodes few begin a block.
+            if needed > -(-(computed + ahead) // size):
+                blocks = needed - len(self._manager.get_blocks(request.request_id).blocks[0])
+                if blocks > free:
+                    self.num_blocks += blocks - free
+                    lacking.append(request)
+                    continue
                 free -= max(blocks, 0)
+            budget -= number
         return lacking
 
 

@@ -18,6 +18,7 @@ from llumsched.rescheduling.moves import AS_NEEDED, Selection
 
 USUAL: Final = (
     "decode_load",
+    "neutral_preemption",
     "neutral_waiting",
     "neutral_load",
     "prefill_failover",

@@ -89,9 +89,15 @@ def _queue_balance(metric: Metric) -> MetricBalancePairs:
     return MetricBalancePairs(metric, selection=Selection(Unit.NUM_REQ, Order.FCW, 1.0))
 
 
+def _last_come_balance(metric: Metric) -> MetricBalancePairs:
+    """The one that its engine would preempt: the last of the batch."""
+    return MetricBalancePairs(metric, selection=Selection(Unit.NUM_REQ, Order.LCR, 1.0))
+
+
 _SELECTORS: Final[Mapping[str, Maker]] = {
     MetricBalancePairs.name: _metric_balance,
     "queueBalanceSelector": _queue_balance,
+    "lastComeBalanceSelector": _last_come_balance,
     RoundRobinPairs.name: RoundRobinPairs,
 }
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What wakes the rescheduler before the interval is over: an instance comes, goes or falls sick, its load changes much,
-or a move ends."""
+it is about to preempt, or a move ends."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ class Waking:
         self._history = history
         self._known: dict[str, InstanceStatus] = {}
         """Status with which each instance last woke the rescheduler."""
+        self._lacking: set[str] = set()
+        """Instances that lack blocks: each wakes once for as long as it does."""
         self._event = asyncio.Event()
         self._why = ""
 
@@ -48,13 +50,20 @@ class Waking:
         status = instance.status
         if status is None:
             return
-        known = self._known.get(instance.id)
+        known, lacked = self._known.get(instance.id), instance.id in self._lacking
+        if status.num_lacking_blocks:
+            self._lacking.add(instance.id)
+        else:
+            self._lacking.discard(instance.id)
         if known is None or _differs(known, status):
             self._known[instance.id] = status
             self.wake("load")
+        elif status.num_lacking_blocks and not lacked:
+            self.wake("shortage")
 
     def left(self, instance: Instance) -> None:
         self._known.pop(instance.id, None)
+        self._lacking.discard(instance.id)
         self._history.instance_left(instance.id)
         self.wake("load")
 

@@ -21,6 +21,7 @@ from llumsched.simulator.blocks import Blocks
 from llumsched.simulator.decodes import Decodes
 from llumsched.simulator.queue import Queue, QueuePlace
 from llumsched.simulator.requests import EngineRequest, Phase, Watcher
+from llumsched.simulator.shortage import Shortage
 from llumsched.simulator.span import Span
 from llumsched.simulator.step_model import EngineConfig, StepModel
 from llumsched.simulator.step_times import Batch, StepTimes, batch_of
@@ -43,6 +44,7 @@ class Engine:
         self.num_steps = 0
         """Steps that were scheduled."""
         self.num_preemptions = 0
+        self.shortage = Shortage()
         self.batch = Batch()
         """What the step under way computes, or the first of its span."""
         self.end_ps: int | None = None
@@ -53,7 +55,6 @@ class Engine:
         self._posted: list[Callable[[int], None]] = []
         self._is_between = False
         """One step has ended, and the next is being scheduled."""
-
         self.step_times = StepTimes()
         self._span = Span(0, 1, 0, 0)
         """The one under way, or the last."""
@@ -128,16 +129,14 @@ class Engine:
 
     def _settle(self, num_steps: int) -> None:
         span, decodes = self._span, self.decodes
-        number = num_steps - span.num_settled
-        if number > 0:
+        if (number := num_steps - span.num_settled) > 0:
             lasted_ps = span.end_of(num_steps) - span.end_of(span.num_settled)
             self.step_times.decoded(self.batch, len(decodes), span.num_settled, number, lasted_ps)
             if decodes:
                 self._count_gaps(number)
                 decodes.ticks += number
             span.num_settled = num_steps
-        supplied = min(num_steps + 1, span.length)
-        if supplied > span.num_supplied:
+        if (supplied := min(num_steps + 1, span.length)) > span.num_supplied:
             if decodes:
                 begin = decodes.ticks + span.num_supplied - span.num_settled
                 self.blocks.take(decodes.blocks_needed(begin, supplied - span.num_supplied))
@@ -212,6 +211,7 @@ class Engine:
 
     def _schedule(self, now_ps: int) -> bool:
         """Whether there is a step."""
+        self.shortage.begin()
         if not self.running and not self.waiting:
             return False
         if self._one_by_one or not self._schedule_at_once():
@@ -219,6 +219,7 @@ class Engine:
         else:
             num_scheduled = len(self.decodes) + sum(number for _, number in self._chunks)
             is_alike = self._schedule_waiting(self.config.max_num_batched_tokens - num_scheduled)
+        self.shortage.scheduled(self.num_preemptions)
         return self._start(now_ps, is_alike and not self._one_by_one)
 
     def _schedule_at_once(self) -> bool:
@@ -267,7 +268,10 @@ class Engine:
                 continue
             number = min(request.num_tokens - request.num_computed, budget)
             blocks = -(-(request.num_computed + number) // size) - request.num_blocks
-            is_there = True
+            lacking, is_there = blocks - self.blocks.num_free, True
+            if lacking > 0 and self.shortage.waits(lacking, self.num_preemptions, now_ps):
+                index += 1
+                continue
             while blocks > self.blocks.num_free and is_there:
                 victim = self._victim()
                 if victim is None:
@@ -341,7 +345,7 @@ class Engine:
     def _start(self, now_ps: int, is_alike: bool) -> bool:
         """The step has been scheduled: when will it end, and how many like it follow? False if it is empty."""
         self.batch = batch_of(len(self.decodes), self.decodes.num_tokens, self._chunks)
-        if not self.batch.num_decodes and not self.batch.prefill_tokens:
+        if not (self.batch.num_decodes or self.batch.prefill_tokens or self.shortage.has_held):
             return False
         length, growth = 1, 0
         if is_alike and self.decodes:
@@ -356,9 +360,7 @@ class Engine:
 
     def scheduled(self) -> dict[str, int]:
         """Tokens per request of the step under way."""
-        return {request.id: 1 for request in self.decodes.requests} | {
-            request.id: number for request, number in self._chunks
-        }
+        return {one.id: 1 for one in self.decodes.requests} | {one.id: number for one, number in self._chunks}
 
     def _enqueue(self, request: EngineRequest, place: QueuePlace = QueuePlace.IN_TURN) -> None:
         request.phase = Phase.WAITING

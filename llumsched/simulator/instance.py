@@ -46,6 +46,8 @@ class ModelledInstance:
         kind: Callable[..., Blocks] = SharedBlocks if shares_prefixes else UniqueBlocks
         blocks = kind(config.num_blocks, config.block_size, caching=config.prefix_caching)
         self.engine = Engine(config, hardware.step, blocks, watcher)
+        self.engine.shortage.asks = True
+        self.engine.shortage.gives_blocks = lambda: any(request.num_blocks for request in self.leaving)
         self.num_changes = 0
         """Changes of its load."""
         self._arrivals: deque[tuple[int, str]] = deque()
@@ -154,6 +156,8 @@ class ModelledInstance:
             num_migrate_out_reqs=len(self.leaving),
             num_migrate_out_tokens=out_tokens,
             num_preemptions=engine.num_preemptions,
+            num_averted_preemptions=engine.shortage.num_averted,
+            num_lacking_blocks=engine.shortage.num_blocks,
             num_gone=engine.step_times.num_gone,
             gone_tokens=engine.step_times.gone_tokens,
             num_uncomputed_pairs=waiting.prefill_pairs + prefill_pairs,

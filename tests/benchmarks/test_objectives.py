@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from benchmarks.objectives import latency
+from benchmarks.objectives import latency, preempt
 from benchmarks.objectives.__main__ import main
 from benchmarks.objectives.latency import IDLE, Load, Seen
 from benchmarks.objectives.outcome import Outcome, table
@@ -44,10 +44,40 @@ def test_errors_are_of_the_prediction_and_the_way_of_one_that_knows_the_median_o
     assert latency._outcomes(IDLE, seen, 0.0)[0].target is None
 
 
+def test_what_moving_victims_brings_is_held_against_both_baselines() -> None:
+    def played(preemptions: int, recomputed: int, gap_ms: float, moves: dict[str, int]) -> preempt.Played:
+        counts = preempt.Counts(preemptions, 1, 1000, 0).plus(preempt.Counts(0, 0, 0, recomputed))
+        return preempt.Played(counts, 10, moves, [10.0] * 999 + [gap_ms], [12.0], [3.0, 5.0])
+
+    stock, load, victims = (
+        played(8, 200, 900.0, {}),
+        played(4, 100, 500.0, {"neutral_load": 3}),
+        played(0, 0, 90.0, {"neutral_load": 2, preempt.POLICY: 5}),
+    )
+    rows = [one.to_dict() for one in preempt.outcomes([stock, load, victims])]
+    found = {(row["case"], row["figure"]): row for row in rows}
+    share = found["preempt: against stock", "recomputed share"]
+    assert (share["baseline"], share["ours"], share["ratio"]) == (0.2, 0.0, 0.0)
+    assert found["preempt: against load", "preemptions"]["baseline"] == 4
+    assert found["preempt: against load", "longest gap, ms"]["ours"] == 90
+    assert (share["moved"], share["moved_victims"], share["averted"], share["baseline_moved"]) == (7, 5, 1, 0)
+    assert found["preempt: against load", "request, mean, s"]["baseline_moved"] == 3
+
+
+def test_long_requests_need_what_was_asked_for_of_one_cache() -> None:
+    seconds = 4000.0
+    requests = preempt.arrivals(seconds, seed=1)
+    lengths = [(len(one.prompt), one.num_output) for one in requests]
+    assert lengths[:4] == [preempt.LONG, preempt.SHORT] * 2
+    prompt, output = preempt.LONG
+    held = lengths.count(preempt.LONG) * (prompt + output / 2) * preempt.LONG_SECONDS / seconds
+    assert held == pytest.approx(preempt.PRESSURE * preempt.ENGINE.num_blocks * preempt.ENGINE.block_size, rel=0.1)
+
+
 def test_a_case_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["latencies"])
-    assert "latencies: no such case; there are latency" in capsys.readouterr().err
+    assert "latencies: no such case; there are latency, preempt" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -116,6 +116,17 @@ def test_steps_are_part_of_it(rig: Rig, source: StatusSource) -> None:
     assert status.decode_steps_s == pytest.approx(0.07)
 
 
+def test_shortages_and_what_is_computed_again_are_part_of_it(rig: Rig, source: StatusSource) -> None:
+    rig.add("a", num_prompt=70)
+    rig.turns(3)
+    rig.port.tokens.recomputed = 5
+    shortage = rig.port.shortage
+    shortage._shortages.num_averted, shortage.num_blocks = 2, 1
+    status = source.now()
+    assert (status.num_computed_tokens, status.num_recomputed_tokens) == (72, 5)
+    assert (status.num_averted_preemptions, status.num_lacking_blocks) == (2, 1)
+
+
 def test_moves_are_part_of_it(rig: Rig, source: StatusSource) -> None:
     request = rig.add("a")
     source._departures.moves["a"] = SimpleNamespace(request=request, leaving=SimpleNamespace(num_pinned_blocks=2))

@@ -59,6 +59,7 @@ def preempted(loop: Loop) -> None:
 
     With two batches, its step would have ended in the same turn; and the block of a decode is the next to be taken.
     """
+    loop.rig.port.shortage._holds = False  # else it waits for a reservation that might be given back
     decode = loop.rig.add("decode", num_prompt=125)
     loop.turns(4)
     while decode.num_computed_tokens % BLOCK_SIZE != BLOCK_SIZE - 1:

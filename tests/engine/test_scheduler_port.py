@@ -347,24 +347,6 @@ def test_frozen_request_that_is_preempted_stays_out(model_dir: Path) -> None:
     assert request.status == RequestStatus.RUNNING
 
 
-def test_short_of_blocks_only_when_reservations_are_in_the_way(model_dir: Path) -> None:
-    rig = Rig(model_dir, num_blocks=10)
-    running = rig.add("b", num_prompt=63)
-    rig.turns(2)
-    reserved = rig.request("a", num_prompt=100, first=50)
-    rig.port.reservations.make(reserved, use_prefix_cache=False)
-    while rig.free_blocks:
-        rig.port.reservations.grow(reserved, len(rig.port.block_ids(reserved)) * BLOCK_SIZE)
-    for _ in range(2 * BLOCK_SIZE):
-        if rig.port.reservations.short_of_blocks():
-            break
-        rig.turn()
-    assert rig.port.reservations.short_of_blocks()
-    assert running.num_preemptions == 0, "it was noticed too late"
-    rig.port.reservations.cancel(reserved)
-    assert not rig.port.reservations.short_of_blocks()
-
-
 def test_blocks_are_accounted_for_while_nobody_holds_any(rig: Rig) -> None:
     assert rig.port.audit_idle() == []
     rig.add("a")

@@ -47,14 +47,15 @@ class Engines:
 
     def __init__(self) -> None:
         self.records = {ENGINE: MoveRecords(), OTHER: MoveRecords()}
+        self.counts: dict[str, int] = {}
         self.asked: list[tuple[bytes, int]] = []
         self.obstacle: Exception | None = None
 
-    async def report(self, engine: bytes, since: int) -> tuple[int, list[dict[str, Any]]]:
+    async def report(self, engine: bytes, since: int) -> tuple[int, list[dict[str, Any]], dict[str, int]]:
         self.asked.append((engine, since))
         if engine == OTHER and self.obstacle is not None:
             raise self.obstacle
-        return self.records[engine].since(since)
+        return *self.records[engine].since(since), self.counts if engine == ENGINE else {}
 
 
 class Counting:
@@ -118,6 +119,25 @@ async def test_an_engine_that_does_not_answer(counting: Counting, obstacle: Exce
     assert counting.value("migrations_total", **labels) == 1  # type: ignore[arg-type]
 
 
+async def test_what_an_engine_counts_itself(counting: Counting) -> None:
+    """Its counts since its start, and the share of them, however often it is asked."""
+    counting.engines.counts = {"computed_tokens": 0, "recomputed_tokens": 0, "averted_preemptions": 0}
+    await counting.look()
+    assert counting.value("recomputed_share") is None
+    for computed, recomputed, averted in ((1000, 10, 0), (1000, 10, 0), (4000, 100, 3)):
+        counting.engines.counts = {
+            "computed_tokens": computed,
+            "recomputed_tokens": recomputed,
+            "averted_preemptions": averted,
+        }
+        await counting.look()
+        assert counting.value("computed_tokens_total") == computed
+        assert counting.value("recomputed_tokens_total") == recomputed
+        assert counting.value("averted_preemptions_total") == averted
+        assert counting.value("recomputed_share") == recomputed / computed
+    assert counting.value("computed_tokens_total", engine=1) is None
+
+
 async def test_replays_are_of_the_process(counting: Counting) -> None:
     """An origin says how many there have been; a second one in the process begins with none."""
     for origin, num_replayed in ((counting.metrics, 2), (counting.metrics, 2), (counting.metrics, 5)):
@@ -129,10 +149,10 @@ async def test_replays_are_of_the_process(counting: Counting) -> None:
 async def test_one_question_at_a_time(counting: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = asyncio.Event()
 
-    async def slow(engine: bytes, since: int) -> tuple[int, list[dict[str, Any]]]:
+    async def slow(engine: bytes, since: int) -> tuple[int, list[dict[str, Any]], dict[str, int]]:
         counting.engines.asked.append((engine, since))
         await answer.wait()
-        return since, []
+        return since, [], {}
 
     counting.metrics._report = slow
     for _ in range(5):

@@ -14,6 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 
 from llumlet.types import StepSample
+from llumsched.simulator import PS
 from llumsched.simulator.clock import VirtualLoop
 from llumsched.simulator.member import Cadence, Member
 from llumsched.simulator.queue import QueuePlace
@@ -22,10 +23,13 @@ from llumsched.simulator.step_model import EngineConfig, StepModel, load_hardwar
 from tests.engine.rig import BLOCK_SIZE, new_request, new_scheduler
 from vllm_llumnix.engine.load import NOTHING, Place, share_of
 from vllm_llumnix.engine.scheduler_port import SchedulerPort
+from vllm_llumnix.engine.shortage import Shortage
 from vllm_llumnix.engine.step_times import sample_of
 from vllm_llumnix.engine.turns import queue_in_turn
 
 STEP = StepModel(a=1000, b=7, c=1, d=5, e=1)
+SLOW = StepModel(a=20 * 10**9, b=10**8, c=0, d=10**8, e=0)
+"""Steps of some 20 ms: what is waited for is a matter of seconds."""
 NUM_REQUESTS = 60
 _tokens = itertools.count(1000)
 
@@ -47,7 +51,7 @@ class Coming(NamedTuple):
 class Both:
     """One scheduler of vLLM's and one modelled engine, in step."""
 
-    def __init__(self, model: Path, config: EngineConfig, *, shares_prefixes: bool) -> None:
+    def __init__(self, model: Path, config: EngineConfig, *, shares_prefixes: bool, step: StepModel = STEP) -> None:
         self.vllm: Scheduler
         self.vllm, self._hasher = new_scheduler(
             model, False, config.num_blocks + 1, max_num_seqs=config.max_num_seqs, max_model_len=4096,
@@ -55,7 +59,7 @@ class Both:
             scheduling_policy="priority" if config.by_priority else "fcfs",
         )  # fmt: skip
         self._port = SchedulerPort(self.vllm)
-        hardware = replace(load_hardware("a10-llama-7b"), engine=config, step=STEP)
+        hardware = replace(load_hardware("a10-llama-7b"), engine=config, step=step)
         self.loop = VirtualLoop()
         self.member = Member(
             self.loop, 0, hardware, Cadence(), Watcher(), lambda status: None,
@@ -63,7 +67,12 @@ class Both:
         )  # fmt: skip
         self.engine = self.member.engine
         self.now_ps = 0
-        self.num_compared = 0
+        self.is_moving = False
+        """Blocks are on their way."""
+        self.engine.shortage.asks = False
+        self.engine.shortage.gives_blocks = lambda: self.is_moving
+        self.shortage = Shortage(self.vllm, self._port.load.num_preemptions, holds=True, clock=lambda: self.now_ps / PS)
+        self.num_compared = self.num_held = 0
         self._output: Any = None
 
     def step(self, arriving: list[Coming]) -> bool:
@@ -105,6 +114,8 @@ class Both:
             assert self.engine.end_ps is None
             return False
         assert self.engine.scheduled() == scheduled
+        assert bool(self.engine.shortage.num_blocks) == bool(self.shortage.num_blocks)
+        assert self.engine.shortage.num_averted == self.shortage.num_averted
         batch = self.engine.batch  # of the first step of those that are alike
         batch = batch._replace(decode_kv=batch.decode_kv + len(self.engine.decodes) * self.engine._span.num_settled)
         assert StepSample(**batch._asdict()) == sample_of(self._output)
@@ -115,6 +126,7 @@ class Both:
         assert sum(one.num_preemptions for one in (*self.engine.running, *self.engine.waiting)) == theirs
         self._compare_status()
         self.num_compared += 1
+        self.num_held += self.engine.shortage.has_held
         return True
 
     def close(self) -> None:
@@ -142,6 +154,7 @@ class Both:
     def _schedule(self) -> dict[str, int] | None:
         """The next step of vLLM's that computes something, and what comes of it."""
         while self.vllm.has_unfinished_requests():
+            self.shortage.before_step(moving=self.is_moving)
             output = self.vllm.schedule()
             ids, self._output = list(output.num_scheduled_tokens), output
             self._sample = lambda output=output, ids=ids: self.vllm.update_from_output(
@@ -157,7 +170,7 @@ class Both:
                     pooler_output=[],
                 ),
             )
-            if ids:
+            if ids or self.engine.shortage.has_held:
                 return dict(output.num_scheduled_tokens)
             self._sample()
         return None
@@ -175,7 +188,7 @@ def unshared(draw: random.Random) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("kind", ["shared", "unique", "uncached", "priority", "moved"])
+@pytest.mark.parametrize("kind", ["shared", "unique", "uncached", "priority", "moved", "pressed"])
 def test_batches_and_preemptions_are_vllms(model_dir: Path, kind: str, seed: int) -> None:
     draw = random.Random(f"{kind} {seed}")
     config = EngineConfig(
@@ -183,7 +196,9 @@ def test_batches_and_preemptions_are_vllms(model_dir: Path, kind: str, seed: int
         max_num_batched_tokens=draw.choice([64, 200, 1024]), prefix_caching=kind != "uncached",
         by_priority=kind == "priority",
     )  # fmt: skip
-    both = Both(model_dir, config, shares_prefixes=kind in ("shared", "priority"))
+    step = SLOW if kind == "pressed" else STEP
+    both = Both(model_dir, config, shares_prefixes=kind in ("shared", "priority"), step=step)
+    both.engine.shortage.asks = both.shortage.asks = kind == "pressed"
     stock = documents(draw)
     most = config.num_blocks * BLOCK_SIZE
     arriving: list[Coming] = []
@@ -203,6 +218,8 @@ def test_batches_and_preemptions_are_vllms(model_dir: Path, kind: str, seed: int
             )
         arriving.append(coming)
     while True:
+        if kind == "pressed" and draw.random() < 0.2:
+            both.is_moving = not both.is_moving
         come = []
         while num_come < NUM_REQUESTS and draw.random() < 0.2:
             come.append(arriving[num_come])
@@ -215,4 +232,5 @@ def test_batches_and_preemptions_are_vllms(model_dir: Path, kind: str, seed: int
     assert both.num_compared > 500
     assert both.engine.num_preemptions >= 2
     assert both.engine.blocks.num_free == config.num_blocks
+    assert (both.num_held > 10) == (kind == "pressed")
     both.close()

@@ -131,6 +131,7 @@ class LlumletAgent:
         context = self.context
         self._reporter = Reporter(cms, lambda: metadata_of(context), self.status.now, context.credentials)
         context.loop.port.load.on_change = self._reporter.changed
+        context.loop.port.shortage.asks = True
         context.adapters.on_change = self._reporter.metadata_changed
         self._tasks.spawn(self._reporter.run())
 
@@ -246,9 +247,15 @@ class LlumletAgent:
     ) -> dict[str, Any]:
         return self.drains.report(client_index, peers, seconds, num_streams, num_cut)
 
-    def report_moves(self, since: int) -> tuple[int, list[dict[str, Any]]]:
-        """See `MoveRecords.since`."""
-        return self.departures.records.since(since)
+    def report_moves(self, since: int) -> tuple[int, list[dict[str, Any]], dict[str, int]]:
+        """See `MoveRecords.since`; and what is counted of the engine since its start, by the names of the metrics."""
+        port = self.context.loop.port
+        counts = {
+            "computed_tokens": port.tokens.computed,
+            "recomputed_tokens": port.tokens.recomputed,
+            "averted_preemptions": port.shortage.num_averted,
+        }
+        return *self.departures.records.since(since), counts
 
 
 async def _grant_for_claim(grant: Grant, block_ids: list[int]) -> None:

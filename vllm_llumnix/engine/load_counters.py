@@ -236,6 +236,10 @@ class LoadCounters:
                 self._version += 1
             self._tell()
 
+    def num_preemptions(self) -> int:
+        """Since the start."""
+        return self._num_preemptions
+
     @property
     def decodes(self) -> tuple[int, int]:
         """Requests that run and only decode, and their tokens."""

@@ -27,6 +27,7 @@ from typing import Any, Protocol, TypeVar
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.engine.core import DPEngineCoreProc
+from vllm.v1.request import RequestStatus
 
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.trials import Trials
@@ -156,9 +157,11 @@ class EngineLoop:
             port.park_preempted()
             for leaving in list(self._leaving.values()):
                 self._observe(leaving)
-        if port.reservations.short_of_blocks():
-            self.thread.post(self.llumlet.revoke_youngest_reservation)
         port.before_step()
+        has_reserved = port.reservations.hold_blocks
+        port.shortage.before_step(moving=has_reserved or self._gives_blocks())
+        if has_reserved and port.shortage.num_blocks:
+            self.thread.post(self.llumlet.revoke_youngest_reservation)
         port.load.blocks_changed()
         outputs, self._outputs = self._outputs, []
         return outputs
@@ -217,6 +220,8 @@ class EngineLoop:
             # Paused schedulers go on with requests that have KV, but these ranks have agreed to stand still.
             raise Refused(Reason.DESTINATION_PAUSED, "the destination's data-parallel ranks are paused")
         self.port.reservations.admit(request, computed_tokens)
+        if not computed_tokens and request.num_output_tokens:
+            self.port.tokens.lost(request, request.num_tokens - 1)
         self.wake_group()
 
     def wake_group(self) -> None:
@@ -230,6 +235,10 @@ class EngineLoop:
             return
         engine.engines_running = True
         self._outputs.append((-1, EngineCoreOutputs(start_wave=engine.current_wave)))
+
+    def _gives_blocks(self) -> bool:
+        """Whether one of the batch is on its way out: its blocks come free when it has left."""
+        return any(leaving.request.status == RequestStatus.RUNNING for leaving in self._leaving.values())
 
     def _is_draining(self) -> bool:
         return any(leaving.freezing for leaving in self._leaving.values())

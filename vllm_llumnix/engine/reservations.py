@@ -35,7 +35,8 @@ class Reservations:
         self._pool = scheduler.kv_cache_manager.block_pool
         self._block_size: int = scheduler.block_size
         groups = scheduler.kv_cache_config.kv_cache_groups
-        self._takes_kv = len(groups) == 1 and sees_all_tokens(groups[0])
+        self.takes_kv = len(groups) == 1 and sees_all_tokens(groups[0])
+        """Requests can come with their KV cache: it is of one kind, of all tokens."""
         self._reserved: dict[str, Request] = {}
         self._emptied: set[str] = set()
         """Reservations whose blocks have lost their content."""
@@ -52,6 +53,10 @@ class Reservations:
 
     def __len__(self) -> int:
         return len(self._reserved)
+
+    @property
+    def hold_blocks(self) -> bool:
+        return bool(self._with_slot)
 
     def make(self, request: Request, *, use_prefix_cache: bool, queued: bool = False) -> tuple[int, list[int]]:
         """Hold blocks, a batch slot and a place for its LoRA adapter for a request that may come.
@@ -75,7 +80,7 @@ class Reservations:
             self._queued.add(request.request_id)
             return 0, []
         self._check_slot(request)
-        if not self._takes_kv:
+        if not self.takes_kv:
             self._check_room(request)
             self._take_slot(request)
             self._reserved[request.request_id] = request
@@ -168,13 +173,6 @@ class Reservations:
             self._manager.free(request)
             self._give_slot_back(request)
 
-    def short_of_blocks(self) -> bool:
-        """Whether the next step's decodes could preempt each other for want of blocks that a reservation holds."""
-        if not self._reserved:
-            return False
-        growing = sum(1 for request in self._scheduler.running if self._grows_next(request))
-        return bool(self._pool.get_num_free_blocks() < growing)
-
     def _check_capacity(self, request: Request) -> None:
         """Raises Refused(destination_full) for a request that an empty KV cache could not hold."""
         needed, total = self._num_blocks_for(request), self._pool.num_gpu_blocks - 1
@@ -205,7 +203,7 @@ class Reservations:
         """Blocks for a whole request that is not here yet. Where no KV arrives, by the rule by which vLLM admits one: a
         window needs no more than it spans."""
         positions = self._positions(request.num_tokens)
-        if self._takes_kv:
+        if self.takes_kv:
             return -(-positions // self._block_size)
         manager = self._manager
         tokens = min(positions, manager.max_model_len)
@@ -262,10 +260,6 @@ class Reservations:
         if request.request_id in self._with_slot:
             self._with_slot.remove(request.request_id)
             self._scheduler.max_num_active_reqs += 1
-
-    def _grows_next(self, request: Request) -> bool:
-        capacity = len(block_ids(self._manager, request)) * self._block_size
-        return bool(self._positions(request.num_computed_tokens) > capacity)
 
     def _extend(self, request: Request, num_tokens: int) -> bool:
         return (

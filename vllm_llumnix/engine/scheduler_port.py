@@ -25,10 +25,12 @@ from vllm.v1.request import RequestStatus
 
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.ledger import audit
+from vllm_llumnix.engine.computed_tokens import computed_tokens_of
 from vllm_llumnix.engine.load_events import counters_of
 from vllm_llumnix.engine.newcomers import Newcomers
 from vllm_llumnix.engine.request_state import why_not_now
 from vllm_llumnix.engine.reservations import Reservations, adapters_of, block_ids
+from vllm_llumnix.engine.shortage import Shortage
 from vllm_llumnix.engine.turns import protect, queue_in_turn
 from vllm_llumnix.engine.vllm_types import Block, Request, Scheduler
 
@@ -70,14 +72,17 @@ class SchedulerPort:
     """The scheduler and block pool of one engine, as a migration sees them: here what happens to requests that are in
     it; `reservations` and `newcomers` are those that come.
 
-    `load` follows the scheduler from here on: it has no request yet.
+    `load` and `tokens` follow the scheduler from here on: it has no request yet.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.load = counters_of(scheduler)
+        self.tokens = computed_tokens_of(scheduler)
         self.newcomers = Newcomers(scheduler)
         self.reservations = Reservations(scheduler, self.load, self.newcomers)
+        self.shortage = Shortage(scheduler, self.load.num_preemptions, holds=self.reservations.takes_kv)
+        self.shortage.on_change = self.load.touch
         self.kv_cache_manager = scheduler.kv_cache_manager
         self.block_pool = scheduler.kv_cache_manager.block_pool
         self.block_size: int = scheduler.block_size

@@ -171,7 +171,9 @@ SEAMS = Seams(
         _PORT_TEST,
     ),
     # Requests
-    _request("next_decode_eligible_step", Kind.SET, "freezes a request: it is not scheduled"),
+    _request(
+        "next_decode_eligible_step", Kind.SET, "a frozen request is not scheduled, one without a block not in this step"
+    ),
     _request("status", Kind.SET, "a request that comes waits to be scheduled"),
     _request("num_computed_tokens", Kind.SET, "the KV cache of a request that comes is in place"),
     _request("client_index", Kind.SET, "outputs of a request from elsewhere take the relay"),

@@ -75,6 +75,7 @@ class StatusSource:
         self._add_load(status, snapshot)
         self._add_moves(status)
         self._add_steps(status)
+        self._add_pressure(status)
         return status
 
     async def _watch(self, told: object) -> None:
@@ -129,6 +130,11 @@ class StatusSource:
             latest = samples[-1]
             status.profiling_id, status.step_duration = latest.number, latest.seconds * 1e3
             status.num_scheduled_prefill_tokens = latest.prefill_tokens
+
+    def _add_pressure(self, status: InstanceStatus) -> None:
+        tokens, shortage = self._loop.port.tokens, self._loop.port.shortage
+        status.num_computed_tokens, status.num_recomputed_tokens = tokens.computed, tokens.recomputed
+        status.num_averted_preemptions, status.num_lacking_blocks = shortage.num_averted, shortage.num_blocks
 
     def _add_moves(self, status: InstanceStatus) -> None:
         capacity = self._loop.port.capacity_tokens

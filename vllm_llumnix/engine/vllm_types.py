@@ -50,6 +50,7 @@ class Request(Protocol):
     is_prefill_chunk: bool
     num_computed_tokens: int
     num_in_flight_tokens: int
+    num_output_placeholders: int
     num_stale_output_tokens: int
     num_prompt_tokens: int
     num_preemptions: int
@@ -59,6 +60,9 @@ class Request(Protocol):
 
     @property
     def num_tokens(self) -> int: ...
+
+    @property
+    def num_tokens_with_spec(self) -> int: ...
 
     @property
     def num_output_tokens(self) -> int: ...
@@ -169,6 +173,7 @@ class Scheduler(Protocol):
     finished_req_ids_dict: Mapping[int, set[str]] | None
     pause_state: PauseState
     policy: SchedulingPolicy
+    current_step: int
     scheduler_config: SchedulerConfig
     lora_config: LoRAConfig | None
     kv_cache_config: KVCacheConfig

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Migration metrics on vLLM's own `/metrics`: what became of the moves out of the engines of this API server, and how
-many requests it started again elsewhere."""
+"""Migration metrics on vLLM's own `/metrics`: what became of the moves out of the engines of this API server, what they
+computed and what of it again, and how many requests it started again elsewhere."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.v1.engine.exceptions import EngineDeadError
 
 logger = logging.getLogger("vllm.llumnix")
@@ -22,8 +22,9 @@ MOVE_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STALL_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 ROUNDS = (0, 1, 2, 3, 4, 6, 8)
 
-Report = Callable[[bytes, int], Awaitable[tuple[int, list[dict[str, Any]]]]]
-"""An engine's answer to: which moves have settled since this number?"""
+Report = Callable[[bytes, int], Awaitable[tuple[int, list[dict[str, Any]], dict[str, int]]]]
+"""An engine's answer to: which moves have settled since this number? And what it has counted since its start, by the
+names of `_Families`."""
 
 
 class _Families(NamedTuple):
@@ -32,6 +33,10 @@ class _Families(NamedTuple):
     seconds: Histogram
     stall_seconds: Histogram
     rounds: Histogram
+    computed_tokens: Counter
+    recomputed_tokens: Counter
+    recomputed_share: Gauge
+    averted_preemptions: Counter
     replays: Counter
 
 
@@ -66,6 +71,17 @@ def families() -> _Families:
             (*where, "mode"),
             buckets=ROUNDS,
         ),
+        Counter("llumlet_computed_tokens", "Tokens that steps have computed, of prompts and of outputs.", where),
+        Counter("llumlet_recomputed_tokens", "Tokens among them that had been computed before.", where),
+        Gauge(
+            "llumlet_recomputed_share",
+            "Of all tokens that were computed since the engine's start, the share that had been computed before.",
+            where,
+            multiprocess_mode="mostrecent",
+        ),
+        Counter(
+            "llumlet_averted_preemptions", "Shortages of blocks that a move ended before anybody was preempted.", where
+        ),
         Counter("llumlet_replays", "Requests that went on at another engine after theirs was lost.", ("model_name",)),
     )
 
@@ -77,6 +93,8 @@ class MoveMetrics:
         self._model_name = model_name
         self._report = report
         self._counted: dict[bytes, int] = {}
+        self._counts: dict[tuple[bytes, str], int] = {}
+        """What engines have counted, as they said last."""
         self._num_replayed = 0
         self._not_before = 0.0
         self._asking: asyncio.Task[None] | None = None
@@ -110,10 +128,11 @@ class MoveMetrics:
             # One that hangs or is dead has said what it had to say; its numbers go on where they stopped.
             with contextlib.suppress(TimeoutError, EngineDeadError):
                 report = self._report(engine, self._counted.get(engine, 0))
-                last, records = await asyncio.wait_for(report, CALL_SECONDS)
+                last, records, counts = await asyncio.wait_for(report, CALL_SECONDS)
                 self._counted[engine] = last
                 for record in records:
                     self._count(int.from_bytes(engine, "little"), record)
+                self._take_over(engine, counts)
 
     def _count(self, engine: int, record: dict[str, Any]) -> None:
         here = {"model_name": self._model_name, "engine": str(engine)}
@@ -126,3 +145,12 @@ class MoveMetrics:
         if moved:
             known.stall_seconds.labels(**here, **how).observe(record["stall_seconds"])
             known.rounds.labels(**here, mode=record["mode"]).observe(record["rounds"])
+
+    def _take_over(self, engine: bytes, counts: Mapping[str, int]) -> None:
+        """Brings counters to what the engine has counted itself."""
+        known, labels = families(), (self._model_name, str(int.from_bytes(engine, "little")))
+        for name, count in counts.items():
+            getattr(known, name).labels(*labels).inc(count - self._counts.get((engine, name), 0))
+            self._counts[engine, name] = count
+        if computed := counts.get("computed_tokens"):
+            known.recomputed_share.labels(*labels).set(counts["recomputed_tokens"] / computed)

@@ -385,12 +385,12 @@ def _settled_moves_of(shell: OriginShell) -> Report:
     """Asks an engine of the client's, without keeping the client alive."""
     reference = weakref.ref(shell)
 
-    async def report(engine: bytes, since: int) -> tuple[int, list[dict[str, Any]]]:
+    async def report(engine: bytes, since: int) -> tuple[int, list[dict[str, Any]], dict[str, int]]:
         shell = reference()
         if shell is None:
-            return since, []
-        last, records = await shell.client._call_utility_async("llumlet_moves", since, engine=engine)
-        return last, records
+            return since, [], {}
+        last, records, counts = await shell.client._call_utility_async("llumlet_moves", since, engine=engine)
+        return last, records, counts
 
     return report
 

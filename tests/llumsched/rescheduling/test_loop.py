@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -133,6 +134,28 @@ async def test_the_interval_is_the_upper_bound_and_load_wakes_earlier() -> None:
     async with rescheduling(view, Config(interval_ms=30)) as rescheduler:
         await until(lambda: len(rescheduler.records.passes) >= 3)
         assert rescheduler.records.passes[-1].woken_by == "interval"
+
+
+async def test_who_is_about_to_preempt_wakes_at_once_and_once() -> None:
+    view, update_ids = View(), itertools.count(1)
+
+    def tell(num_lacking: int) -> None:
+        one = instance("a", 0.9, incarnation="x", update_id=next(update_ids), num_lacking_blocks=num_lacking)
+        view.put_metadata(one.metadata)
+        view.put_status(one.status)
+
+    async with rescheduling(view, Config(interval_ms=60_000)) as rescheduler:
+        passes = rescheduler.records.passes
+        tell(0)
+        await until(lambda: len(passes) == 2)
+        for expected in (3, 4):
+            tell(1)
+            await until(lambda expected=expected: len(passes) == expected)
+            assert passes[-1].woken_by == "shortage"
+            tell(2)
+            tell(0)
+            await asyncio.sleep(0.1)
+            assert len(passes) == expected
 
 
 async def test_many_changes_make_few_passes() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llumlet.protocol.selection import ALL, Order, Unit
-from llumlet.types import Health, Mode
+from llumlet.types import Health, InstanceStatus, Mode
 from llumsched.cluster.domains import FailoverDomain
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.in_flight import InFlight
@@ -133,6 +133,38 @@ def test_what_waits_for_room_goes_one_by_one_to_where_there_is_some() -> None:
     nowhere = planned([instance("full", 0.9, **queue), instance("other", 0.95)], config)
     assert not nowhere.moves
     assert nowhere.results[0].refused == {"no_room": 1}
+
+
+STEPS = {"num_decode_steps": 1000, "decode_steps_s": 25.0}
+"""A fortieth of a second each: twenty decodes fill 800 tokens in a second."""
+
+
+def test_who_will_preempt_soon_gives_the_last_of_its_batch_to_who_has_room_for_longer() -> None:
+    config = Config(policies=("neutral_preemption",))
+    [move] = planned([instance("full", 0.993, **STEPS), instance("room", 0.9, **STEPS)], config).moves
+    assert (move.source, move.destination) == ("full", "room")
+    assert move.selection == Selection(Unit.NUM_REQ, Order.LCR, 1)
+    assert not planned([instance("calm", 0.991, **STEPS), instance("room", 0.9, **STEPS)], config).moves
+    # Who has less than five seconds, 4,000 tokens, will be in need itself.
+    assert not planned([instance("full", 0.993, **STEPS), instance("soon", 0.965, **STEPS)], config).moves
+    assert planned([instance("full", 0.993, **STEPS), instance("idle")], config).moves
+
+
+def test_who_lacks_a_block_gives_though_nothing_is_known_of_its_steps() -> None:
+    config = Config(policies=("neutral_preemption",))
+    short = instance("short", 0.95, num_lacking_blocks=1, **STEPS)
+    assert pairs(planned([short, instance("room", 0.5)], config)) == [("short", "room")]
+    assert not planned([instance("a", 0.99), instance("b", 0.5)], config).moves, "before its first step"
+    assert not planned([instance("full", 0.999, **STEPS), emptied(short)], config).moves
+
+
+def emptied(one: Instance) -> Instance:
+    """The same, emptier: what lacks blocks takes nothing, however much is free by the numbers."""
+    assert one.status is not None
+    status = InstanceStatus()
+    status.CopyFrom(one.status)
+    status.num_used_gpu_tokens = 0
+    return replace(one, status=status)
 
 
 def test_in_an_even_cluster_a_pass_gives_up_soon() -> None:

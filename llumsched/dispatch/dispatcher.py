@@ -14,6 +14,7 @@ from llumlet.protocol.infer_type import InferType
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers import RequestProvider
 from llumsched.cluster.providers.in_flight import InFlight
+from llumsched.cluster.providers.outlook import Outlook
 from llumsched.cluster.providers.step_models import StepModels
 from llumsched.cluster.snapshot import Snapshot
 from llumsched.cluster.table import standard_table
@@ -90,13 +91,17 @@ class Dispatcher:
         warms_up_s: float = 0.0,
         providers: Sequence[RequestProvider] = (),
         profiles: Sequence[Profile] = (),
+        forward: bool = False,
     ) -> None:
         """`warms_up_s`: how long no instance must have come before one is chosen among those that have. `providers`: of
-        columns beside those of the table, asked for each request. `profiles`: what is known of steps beforehand."""
+        columns beside those of the table, asked for each request. `profiles`: what is known of steps beforehand.
+        `forward`: whether decisions see statuses moved on to now."""
         self.view, self.policy, self.ledger = view, policy, ledger
         self._staleness_s = policy.staleness_s
+        self._forward = forward
         self.step_models = StepModels(clock, profiles)
-        self.table = standard_table(ledger.in_flight, self.step_models)
+        outlook = Outlook(clock)
+        self.table = standard_table(ledger.in_flight, self.step_models, outlook)
         self._providers = providers
         self._lost: tuple[tuple[Instance, ...], Snapshot | None] = (), None
         """Lost instances, and their columns."""
@@ -108,7 +113,7 @@ class Dispatcher:
         self.complaints = Complaints(clock)
         self.warmth = Warmth(clock, warms_up_s)
         observers: list[Observer] = [one for one in providers if isinstance(one, Observer)]
-        observers = [ledger, self.step_models, *observers, self.table, self.complaints, self.warmth]
+        observers = [ledger, self.step_models, outlook, *observers, self.table, self.complaints, self.warmth]
         self._stop = [view.observe(one) for one in observers]
 
     def close(self) -> None:
@@ -162,7 +167,7 @@ class Dispatcher:
             self.complaints.of(gateway_id),
             self._lost_columns(),
         )
-        candidates = Candidates(self.table, context, self._providers)
+        candidates = Candidates(self.table, context, self._providers, forward=self._forward)
         decisions = {}
         for infer_type in stages:
             stage = self.policy.stages.get(infer_type)

@@ -49,6 +49,8 @@ class ControlConfig:
     rescheduling: ReschedulingConfig | None = field(default_factory=ReschedulingConfig)
     account: bool = True
     account_staleness_s: float = 10.0
+    forward_status: bool = False
+    """Whether dispatch sees statuses moved on to now; of the rescheduler its own settings say it."""
     has_hindsight: bool = False
     """Whether each decision is compared with what it would have been on statuses of that moment. Nothing else depends
     on it, but that these count as statuses, too."""
@@ -78,7 +80,14 @@ class Control:
         policy = load_policy(config.policy, Mode.FULL)
         staleness_s = config.account_staleness_s if config.account else 0.0
         self._account = Account(clock, staleness_s, is_blind=lambda: False)
-        self.dispatcher = Dispatcher(self.view, policy, self._account, clock, random.Random(random.random()))
+        self.dispatcher = Dispatcher(
+            self.view,
+            policy,
+            self._account,
+            clock,
+            random.Random(random.random()),
+            forward=config.forward_status,
+        )
         self.hindsight: Hindsight | None = None
         if config.has_hindsight:
             self.hindsight = Hindsight(policy, clock, config.account_staleness_s, statuses)

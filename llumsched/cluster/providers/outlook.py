@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Columns of what statuses let expect beyond their numbers: what an instance's coming steps do, how many of its
+requests end, and whether those that wait have been left out. For the view that is moved on (`cluster.forward`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from llumlet.coming_steps import NUM_STEPS
+from llumlet.types import InstanceStatus
+from llumsched.cluster.instance import Instance
+from llumsched.cluster.providers.step_models import GONE_HALF_LIFE_S, Kind, kind_of
+
+
+class _Sums(NamedTuple):
+    """Of an instance, since its start: steps with decodes, these decodes, the seconds that the steps took; requests
+    that are gone, and their tokens."""
+
+    steps: float
+    decodes: float
+    seconds: float
+    gone: float
+    gone_tokens: float
+
+
+_sums_of: Final = operator.attrgetter(
+    "num_decode_steps", "decode_steps_requests", "decode_steps_s", "num_gone", "gone_tokens"
+)
+
+
+@dataclass(slots=True)
+class _Ends:
+    """Of all instances of one kind; what is of late counts more."""
+
+    unforeseen: float = 0.0
+    """Requests that ended without its being foretold, …"""
+    request_seconds: float = 0.0
+    """… and the seconds for which requests decoded meanwhile."""
+    gone: float = 0.0
+    """Requests that ended, and their tokens."""
+    gone_tokens: float = 0.0
+    noted_s: float = 0.0
+
+    def note(self, unforeseen: float, request_seconds: float, gone: float, gone_tokens: float, now_s: float) -> None:
+        kept = 0.5 ** ((now_s - self.noted_s) / GONE_HALF_LIFE_S)
+        self.unforeseen = self.unforeseen * kept + unforeseen
+        self.request_seconds = self.request_seconds * kept + request_seconds
+        self.gone, self.gone_tokens = self.gone * kept + gone, self.gone_tokens * kept + gone_tokens
+        self.noted_s = now_s
+
+    @property
+    def per_s(self) -> float:
+        return self.unforeseen / self.request_seconds if self.request_seconds else 0.0
+
+    @property
+    def mean_tokens(self) -> float:
+        return self.gone_tokens / self.gone if self.gone else 0.0
+
+
+@dataclass(slots=True)
+class _Told:
+    """What one instance told last."""
+
+    ends: _Ends
+    sums: _Sums
+    head: str
+    """The request that waits first; empty if none does."""
+    step: int
+    """Steps with decodes that had ended when it was first seen there."""
+    coming_ends: Sequence[int]
+    """Requests that end with each coming step, by what it told last of its steps."""
+    is_stuck: bool = False
+
+
+class Outlook:
+    """A provider that observes a view. `clock` in seconds, monotonic."""
+
+    columns: Final[Sequence[str]] = (
+        "ends_per_s",
+        "ended_tokens",
+        "queue_is_stuck",
+        "foretold_steps",
+        *(f"coming_blocks_{step}" for step in range(NUM_STEPS + 1)),
+        *(f"coming_ends_{step}" for step in range(NUM_STEPS + 1)),
+    )
+    """`ends_per_s`: share of the requests that decode which ends within a second without its being foretold, by all
+    instances of the kind lately. `ended_tokens`: mean length of those that have ended. `queue_is_stuck`: 1 if a step
+    has begun without the first request that waits: there was no room for it, or no place in the batch.
+    `foretold_steps`: for how many steps the instance has told; `coming_blocks_N`: blocks that the next N of them take,
+    less those that they give back; `coming_ends_N`: requests that end with them."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._ends: dict[Kind, _Ends] = {}
+        self._told: dict[str, _Told] = {}
+
+    def row(self, instance: Instance, before: Instance | None) -> Sequence[float]:
+        told = self._told.get(instance.id)
+        status = instance.status
+        if told is None or status is None:
+            return _NOTHING
+        steps = len(status.coming_blocks[:NUM_STEPS])
+        learnt = told.ends.per_s, told.ends.mean_tokens
+        return (*learnt, told.is_stuck, steps, *_sums(status.coming_blocks), *_sums(status.coming_ends))
+
+    def on_change(self, listener: Callable[[str], None]) -> None:
+        """Keeps no listener: changes come with reports only."""
+
+    # From the view
+
+    def appeared(self, instance: Instance) -> None:
+        self.changed(instance)
+
+    def changed(self, instance: Instance) -> None:
+        status = instance.status
+        if status is None:
+            return
+        head = status.waiting_requests[0] if status.waiting_requests else ""
+        told = self._told.get(instance.id)
+        if told is None:
+            ends = self._ends.setdefault(kind_of(instance.metadata), _Ends())
+            self._told[instance.id] = _Told(
+                ends, _Sums._make(_sums_of(status)), head, status.num_decode_steps, list(status.coming_ends)
+            )
+            return
+        if head != told.head:
+            told.head, told.step = head, status.num_decode_steps
+        told.is_stuck = bool(head) and status.num_decode_steps > told.step
+        self._note(told, status)
+
+    def left(self, instance: Instance) -> None:
+        self._told.pop(instance.id, None)
+
+    def _note(self, told: _Told, status: InstanceStatus) -> None:
+        now = _Sums._make(_sums_of(status))
+        steps, decodes, seconds, gone, gone_tokens = map(operator.sub, now, told.sums)
+        if steps > 0 <= min(decodes, seconds, gone, gone_tokens):
+            unforeseen = max(gone - sum(told.coming_ends[: int(steps)]), 0.0)
+            told.ends.note(unforeseen, decodes * seconds / steps, gone, gone_tokens, self._clock())
+        if steps:
+            told.sums, told.coming_ends = now, list(status.coming_ends)
+
+
+def _sums(numbers: Sequence[int]) -> Sequence[int]:
+    """Sums of the first none, one, two, … of them, `NUM_STEPS` at most; those beyond the last are as the last."""
+    sums = list(itertools.accumulate(numbers[:NUM_STEPS], initial=0))
+    return sums + sums[-1:] * (NUM_STEPS + 1 - len(sums))
+
+
+_NOTHING: Final = (0.0,) * len(Outlook.columns)

@@ -3,6 +3,7 @@
 
 python -m benchmarks.objectives                  all cases
 python -m benchmarks.objectives latency          how near predictions come to what clients of real engines see
+python -m benchmarks.objectives forward          how near statuses come to the truth, as they are and moved on (simulated)
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import Final
 
 from rich.console import Console
 
-from benchmarks.objectives import latency
-from benchmarks.objectives.outcome import table
+from benchmarks.objectives import forward, latency
+from benchmarks.objectives.outcome import Outcome, table
 from tests.support.progress import saying
 from tests.support.report import add_json, print_json
 
-CASES: Final = ("latency",)
+CASES: Final = ("latency", "forward")
 _QUICK_SECONDS: Final = 12.0
 
 
@@ -49,10 +50,15 @@ def main(arguments: list[str] | None = None) -> int:
     loads = latency.LOADS
     if options.quick:
         loads = tuple(replace(load, seconds=_QUICK_SECONDS) for load in loads[:1])
+    cases = options.cases or CASES
+    outcomes: list[Outcome] = []
     console = Console(stderr=True, width=180)
     console.print(f"load average: {os.getloadavg()}; logs: {logs}", highlight=False)
     with saying("objectives") as say:
-        outcomes = asyncio.run(latency.measure(logs, loads, options.overlap, options.seed, say))
+        if "latency" in cases:
+            outcomes += asyncio.run(latency.measure(logs, loads, options.overlap, options.seed, say))
+        if "forward" in cases:
+            outcomes += forward.measure(options.quick, options.seed, say)
     console.print(table(outcomes))
     print_json(options.json, *(one.to_dict() for one in outcomes))
     return 0

@@ -3,7 +3,8 @@
 
 python -m benchmarks.objectives                  all cases
 python -m benchmarks.objectives latency          how near predictions come to what clients of real engines see
-python -m benchmarks.objectives forward          how near statuses come to the truth, as they are and moved on (simulated)
+python -m benchmarks.objectives forward          how near statuses are to the truth, as told and moved on (simulated)
+python -m benchmarks.objectives engines          the same on real engines
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from typing import Final
 
 from rich.console import Console
 
-from benchmarks.objectives import forward, latency
+from benchmarks.objectives import forward, forward_engines, latency
 from benchmarks.objectives.outcome import Outcome, table
 from tests.support.progress import saying
 from tests.support.report import add_json, print_json
 
-CASES: Final = ("latency", "forward")
+CASES: Final = ("latency", "forward", "engines")
 _QUICK_SECONDS: Final = 12.0
 
 
@@ -59,6 +60,9 @@ def main(arguments: list[str] | None = None) -> int:
             outcomes += asyncio.run(latency.measure(logs, loads, options.overlap, options.seed, say))
         if "forward" in cases:
             outcomes += forward.measure(options.quick, options.seed, say)
+        if "engines" in cases:
+            runs = loads if options.quick else forward_engines.RUNS
+            outcomes += asyncio.run(forward_engines.measure(logs, runs, options.overlap, options.seed, say))
     console.print(table(outcomes))
     print_json(options.json, *(one.to_dict() for one in outcomes))
     return 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far is a scheduler's view from the truth, as it was reported and as it is moved on? What does that do to dispatch?
+"""How far is a scheduler's view from the truth, as it was reported and as it is moved on? And what does dispatch gain?
 
 Simulated, with production's view, account, step models and dispatch (docs/simulator.md). Statuses come in production's
 cadence and are so old when they come. Several times a second of virtual time each instance's KV usage and decode batch

@@ -51,7 +51,7 @@ class ControlConfig:
     top_k: int | None = None
     """In place of the policy's."""
     num_schedulers: int = 1
-    """Requests go to them in turn. Each knows what it has sent itself, and what statuses tell; the first reschedules."""
+    """Requests go to them in turn. Each knows what it has sent itself and what statuses tell; the first reschedules."""
     rescheduling: ReschedulingConfig | None = field(default_factory=ReschedulingConfig)
     account: bool = True
     account_staleness_s: float = 10.0

@@ -47,7 +47,7 @@ def test_errors_are_of_the_prediction_and_the_way_of_one_that_knows_the_median_o
 def test_a_case_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["latencies"])
-    assert "latencies: no such case; there are latency, forward" in capsys.readouterr().err
+    assert "latencies: no such case; there are latency, forward, engines" in capsys.readouterr().err
 
 
 @pytest.mark.full

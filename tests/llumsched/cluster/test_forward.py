@@ -24,9 +24,13 @@ from llumsched.cluster.providers.in_flight import Counters, InFlight
 from llumsched.cluster.providers.outlook import Outlook
 from llumsched.cluster.table import Table, standard_table
 from llumsched.cluster.view import View
+from llumsched.dispatch.explain import explain
 from llumsched.latency.fitting import Coefficients
+from llumsched.policy import pipeline
 from llumsched.policy.candidates import Candidates, Context
+from llumsched.policy.document import Mode, load_policy
 from llumsched.policy.metrics import METRICS
+from llumsched.policy.selectors import Draw
 from llumsched.request import Request
 from llumsched.simulator import PS
 from llumsched.simulator.clock import VirtualLoop
@@ -328,6 +332,22 @@ def test_decisions_see_it_and_predictions_do_not_count_the_time_twice() -> None:
         assert moved["age_s"][0] == pytest.approx(0.3), "how old the report is does not change"
         for name in ("predicted_ttft", "predicted_tpot"):
             assert moved[name][0] == as_told[name][0] == moved.values(METRICS[name])[0]
+
+
+def test_a_decision_is_explained_with_what_was_moved_on() -> None:
+    stage = load_policy("load-balance", Mode.FULL).stages[InferType.NEUTRAL]
+    with world() as here:
+        here.add("a", 600, 300)
+        here.wait(0.05)
+        here.tell()
+        here.wait(0.4)
+        told = {}
+        for forward in (False, True):
+            candidates = Candidates(here.table, Context(here.now_s), forward=forward)
+            (told[forward],) = explain(pipeline.run(stage, candidates, Draw(random.Random(0), None)))["instances"]
+        assert told[False]["moved_on"] is None
+        assert told[True]["moved_on"][USED] == [here.table[USED][0], here.moved(USED)]
+        assert "max_model_len" not in told[True]["moved_on"]
 
 
 def test_a_snapshot_is_moved_on_as_the_table_is() -> None:

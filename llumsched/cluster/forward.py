@@ -10,7 +10,7 @@ known, or likely, and done here in closed form, for all instances at a time:
     what was sent here since is admitted by the first step that begins after it came, if nobody waits before it;
     each decode takes a token, and room for it, with each step; in which step it takes a block, and that it ends with
     it, as it may have no more tokens, the instance has told (`coming_blocks`, `coming_ends`);
-    others end as often as requests did lately without its being foretold (`ends_per_s`).
+    others end as often as requests did lately without its being foretold (`ends_per_token`).
 
 How many of these end is the median, not the mean: mostly nobody does, and a part of a request that is taken off every
 instance would be wrong for nearly all of them.
@@ -124,7 +124,6 @@ class _Steps(NamedTuple):
 
     has_begun: Mask
     """Whether a step has begun since the status. Where none has, all else is void but `started`."""
-    elapsed_s: Values
     budget: Values
     """Prefill tokens of a step."""
     queued: Values
@@ -185,7 +184,7 @@ def _moved_on(cluster: Cluster, now_s: float) -> dict[str, Values]:
     rows, step = np.arange(len(cluster)), foretold.astype(np.intp)
     blocks = cluster.consecutive("coming_blocks_0", NUM_STEPS + 1)[step, rows]
     ends = np.minimum(cluster.consecutive("coming_ends_0", NUM_STEPS + 1)[step, rows], decoding)
-    likely = np.floor(cluster["ends_per_s"] * steps.elapsed_s * num_decodes + _MEDIAN)
+    likely = np.floor(cluster["ends_per_token"] * started * num_decodes + _MEDIAN)
     others = np.where(has_begun, np.minimum(likely, decoding - ends), 0.0)
     late = (joined_decodes + num_decodes - decoding) * np.maximum(started - steps.num_prefilling, 0.0)
     grown = (decoding - ends) * (started - foretold) + late + come.requests * come.decoded
@@ -269,7 +268,7 @@ def _steps(cluster: Cluster, now_s: float) -> _Steps:
     begun = np.where(only_decodes, num_prefilling + num_decoding, np.floor(since_s / full_s)) + 1.0
     ago_s = np.where(only_decodes, after_s - num_decoding * decoding_s, since_s - (begun - 1.0) * full_s)
     started = np.where(has_begun, begun, 0.0)
-    return _Steps(has_begun, elapsed_s, budget, queued, joining, room, num_prefilling, started, ago_s, decoding_s)
+    return _Steps(has_begun, budget, queued, joining, room, num_prefilling, started, ago_s, decoding_s)
 
 
 def _come(cluster: Cluster, now_s: float, steps: _Steps) -> _Come:

@@ -18,19 +18,16 @@ from llumsched.cluster.providers.step_models import GONE_HALF_LIFE_S, Kind, kind
 
 
 class _Sums(NamedTuple):
-    """Of an instance, since its start: steps with decodes, these decodes, the seconds that the steps took; requests
-    that are gone, and their tokens."""
+    """Of an instance, since its start: steps with decodes, and these decodes, each of which is a token; requests that
+    are gone, and their tokens."""
 
-    steps: float
-    decodes: float
-    seconds: float
-    gone: float
-    gone_tokens: float
+    steps: int
+    decodes: int
+    gone: int
+    gone_tokens: int
 
 
-_sums_of: Final = operator.attrgetter(
-    "num_decode_steps", "decode_steps_requests", "decode_steps_s", "num_gone", "gone_tokens"
-)
+_sums_of: Final = operator.attrgetter("num_decode_steps", "decode_steps_requests", "num_gone", "gone_tokens")
 
 
 @dataclass(slots=True)
@@ -39,23 +36,23 @@ class _Ends:
 
     unforeseen: float = 0.0
     """Requests that ended without its being foretold, …"""
-    request_seconds: float = 0.0
-    """… and the seconds for which requests decoded meanwhile."""
+    decodes: float = 0.0
+    """… and the tokens that requests decoded meanwhile."""
     gone: float = 0.0
     """Requests that ended, and their tokens."""
     gone_tokens: float = 0.0
     noted_s: float = 0.0
 
-    def note(self, unforeseen: float, request_seconds: float, gone: float, gone_tokens: float, now_s: float) -> None:
+    def note(self, unforeseen: float, decodes: float, gone: float, gone_tokens: float, now_s: float) -> None:
         kept = 0.5 ** ((now_s - self.noted_s) / GONE_HALF_LIFE_S)
         self.unforeseen = self.unforeseen * kept + unforeseen
-        self.request_seconds = self.request_seconds * kept + request_seconds
+        self.decodes = self.decodes * kept + decodes
         self.gone, self.gone_tokens = self.gone * kept + gone, self.gone_tokens * kept + gone_tokens
         self.noted_s = now_s
 
     @property
-    def per_s(self) -> float:
-        return self.unforeseen / self.request_seconds if self.request_seconds else 0.0
+    def per_token(self) -> float:
+        return self.unforeseen / self.decodes if self.decodes else 0.0
 
     @property
     def mean_tokens(self) -> float:
@@ -81,16 +78,16 @@ class Outlook:
     """A provider that observes a view. `clock` in seconds, monotonic."""
 
     columns: Final[Sequence[str]] = (
-        "ends_per_s",
+        "ends_per_token",
         "ended_tokens",
         "queue_is_stuck",
         "foretold_steps",
         *(f"coming_blocks_{step}" for step in range(NUM_STEPS + 1)),
         *(f"coming_ends_{step}" for step in range(NUM_STEPS + 1)),
     )
-    """`ends_per_s`: share of the requests that decode which ends within a second without its being foretold, by all
-    instances of the kind lately. `ended_tokens`: mean length of those that have ended. `queue_is_stuck`: 1 if a step
-    has begun without the first request that waits: there was no room for it, or no place in the batch.
+    """`ends_per_token`: share of the tokens that requests decode which are their last without its being foretold, on
+    all instances of the kind lately. `ended_tokens`: mean length of those that have ended. `queue_is_stuck`: 1 if a
+    step has begun without the first request that waits: there was no room for it, or no place in the batch.
     `foretold_steps`: for how many steps the instance has told; `coming_blocks_N`: blocks that the next N of them take,
     less those that they give back; `coming_ends_N`: requests that end with them."""
 
@@ -105,7 +102,7 @@ class Outlook:
         if told is None or status is None:
             return _NOTHING
         steps = len(status.coming_blocks[:NUM_STEPS])
-        learnt = told.ends.per_s, told.ends.mean_tokens
+        learnt = told.ends.per_token, told.ends.mean_tokens
         return (*learnt, told.is_stuck, steps, *_sums(status.coming_blocks), *_sums(status.coming_ends))
 
     def on_change(self, listener: Callable[[str], None]) -> None:
@@ -138,10 +135,10 @@ class Outlook:
 
     def _note(self, told: _Told, status: InstanceStatus) -> None:
         now = _Sums._make(_sums_of(status))
-        steps, decodes, seconds, gone, gone_tokens = map(operator.sub, now, told.sums)
-        if steps > 0 <= min(decodes, seconds, gone, gone_tokens):
-            unforeseen = max(gone - sum(told.coming_ends[: int(steps)]), 0.0)
-            told.ends.note(unforeseen, decodes * seconds / steps, gone, gone_tokens, self._clock())
+        steps, decodes, gone, gone_tokens = map(operator.sub, now, told.sums)
+        if steps > 0 <= min(decodes, gone, gone_tokens):
+            unforeseen = max(gone - sum(told.coming_ends[:steps]), 0)
+            told.ends.note(unforeseen, decodes, gone, gone_tokens, self._clock())
         if steps:
             told.sums, told.coming_ends = now, list(status.coming_ends)
 

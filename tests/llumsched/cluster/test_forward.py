@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,6 +76,11 @@ class World:
 
     def add(self, name: str, prompt: int, output: int) -> None:
         self.member.add(EngineRequest(name, prompt, output, arrived_ps=self.now_ps), self.now_ps)
+
+    def until_step_ends(self) -> float:
+        end_ps = self.member.engine.next_end_after(self.now_ps)
+        assert end_ps is not None
+        return (end_ps - self.now_ps) / PS
 
     def status(self) -> InstanceStatus:
         return self.member.status_at(self.now_ps)
@@ -204,10 +210,13 @@ def test_ends_that_nobody_foretells_are_expected_as_they_came_lately() -> None:
             here.tell()
         status = here.status()
         number = status.scheduler_running_to_decode_requests_num
-        rate = here.table["ends_per_s"][0]
-        assert rate == pytest.approx(20 / number, rel=0.4)
-        here.wait(0.7 / (rate * number))
-        assert here.moved(DECODES) == number - 1
+        share = here.table["ends_per_token"][0]
+        assert share == pytest.approx(1 / 40, rel=0.25)
+        for num_steps in range(1, 5):
+            here.wait(here.until_step_ends() + 0.01)
+            median = math.floor(share * number * num_steps + 0.31)
+            assert median == statistics.median(np.random.default_rng(0).poisson(share * number * num_steps, 10_001))
+            assert here.moved(DECODES) == number - median
         assert here.table["ended_tokens"][0] == pytest.approx(61, rel=0.25)
 
 
@@ -218,7 +227,7 @@ def test_foretold_ends_are_not_expected_twice() -> None:
             here.wait(0.05)
             here.tell()
         assert here.status().num_gone > 50
-        assert here.table["ends_per_s"][0] == 0
+        assert here.table["ends_per_token"][0] == 0
 
 
 # Bounds
@@ -252,24 +261,24 @@ coefficients = st.builds(Coefficients, *[st.one_of(st.floats(0, 1), st.just(math
 ages = st.one_of(st.floats(0, 2), st.floats(-1e3, 1e9))
 
 
-def told(fields: dict[str, object], on_its_way: Counters, known: Coefficients, ends_per_s: float = 0.0) -> Table:
+def told(fields: dict[str, object], on_its_way: Counters, known: Coefficients, ends_per_token: float = 0.0) -> Table:
     in_flight, outlook = InFlight(), Outlook(lambda: 0.0)
     in_flight.add("a", on_its_way)
     instance = cases.instance("a", **fields)
     outlook.appeared(instance)
-    if ends_per_s:
-        outlook._told["a"].ends.note(ends_per_s, 1.0, ends_per_s, 1000.0 * ends_per_s, 0.0)
+    if ends_per_token:
+        outlook._told["a"].ends.note(ends_per_token, 1.0, ends_per_token, 1000.0 * ends_per_token, 0.0)
     table = standard_table(in_flight, Known(known), outlook)
     table.appeared(instance)
     return table
 
 
 @settings(max_examples=400, deadline=None)
-@given(statuses, sent, coefficients, ages, st.floats(0, 100))
+@given(statuses, sent, coefficients, ages, st.floats(0, 1))
 def test_whatever_is_told_nothing_is_beyond_its_bounds(
-    fields: dict[str, object], on_its_way: Counters, known: Coefficients, now_s: float, ends_per_s: float
+    fields: dict[str, object], on_its_way: Counters, known: Coefficients, now_s: float, ends_per_token: float
 ) -> None:
-    table = told(fields, on_its_way, known, ends_per_s)
+    table = told(fields, on_its_way, known, ends_per_token)
     moved = {name: float(values[0]) for name, values in moved_on(table, now_s).items()}
     assert set(moved) == set(MOVED)
     assert all(math.isfinite(value) and value >= 0 for value in moved.values()), moved

@@ -53,9 +53,9 @@ SCENES: Final = (
     Scene("h100 moderate", "h100-llama-8b", 2, 20.0, 120.0),
     Scene("h100 high", "h100-llama-8b", 2, 44.0, 120.0),
 )
-HERD: Final = Scene("herd", "h100-llama-8b", 8, 200.0, 20.0)
+HERD: Final = Scene("herd", "h100-llama-8b", 4, 120.0, 15.0)
 SCHEDULERS: Final = (1, 2, 4)
-HERD_AGES_S: Final = (0.05, 0.5)
+HERD_AGES_S: Final = (0.2, 0.5)
 TOP_K: Final = (1, 3)
 
 

@@ -6,7 +6,8 @@ known, or likely, and done here in closed form, for all instances at a time:
 
     the step under way ends when its length says; it had run for `loop_age_ms` when the status was made;
     running prefills get their chunks, in steps that have `max_num_batched_tokens` less one for each decode;
-    waiting requests are admitted while there are blocks for them, unless a step has left the first of them out before;
+    waiting requests are admitted while there are blocks for them; those that a step has left out before, when others
+    have ended;
     what was sent here since is admitted by the first step that begins after it came, if nobody waits before it;
     each decode takes a token, and room for it, with each step; in which step it takes a block, and that it ends with
     it, as it may have no more tokens, the instance has told (`coming_blocks`, `coming_ends`);
@@ -174,7 +175,6 @@ def _moved_on(cluster: Cluster, now_s: float) -> dict[str, Values]:
     given_waiting = np.maximum(given - left, 0.0)
     joined = np.where(each > 0, np.minimum(np.ceil(given_waiting / each), steps.joining), steps.joining)
     share = joined / np.maximum(num_waiting, 1.0)
-    still = 1.0 - share
     joined_decodes = share * cluster["scheduler_waiting_to_decode_requests_num"]
     joined_prefill = joined * each
 
@@ -183,7 +183,7 @@ def _moved_on(cluster: Cluster, now_s: float) -> dict[str, Values]:
     foretold = np.minimum(started, cluster["foretold_steps"])
     rows, step = np.arange(len(cluster)), foretold.astype(np.intp)
     blocks = cluster.consecutive("coming_blocks_0", NUM_STEPS + 1)[step, rows]
-    ends = np.minimum(cluster.consecutive("coming_ends_0", NUM_STEPS + 1)[step, rows], decoding)
+    ends = np.clip(cluster.consecutive("coming_ends_0", NUM_STEPS + 1)[step, rows], 0.0, decoding)
     likely = np.floor(cluster["ends_per_token"] * started * num_decodes + _MEDIAN)
     others = np.where(has_begun, np.minimum(likely, decoding - ends), 0.0)
     late = (joined_decodes + num_decodes - decoding) * np.maximum(started - steps.num_prefilling, 0.0)
@@ -195,8 +195,21 @@ def _moved_on(cluster: Cluster, now_s: float) -> dict[str, Values]:
     waiting_allocated = np.where(each > 0, given_waiting / waiting_prefill, share) * waiting_room
     allocated = np.minimum(given, left) + waiting_allocated + come.share * cluster["sent_tokens"]
     more = grown + allocated + half * (joined + come.requests) - gone_tokens - half * others
-    now_used = np.clip(used + (blocks + np.rint(more / block)) * block, 0.0, np.maximum(total, used))
+    most = np.maximum(total, used)
+    now_used = np.clip(used + (blocks + np.rint(more / block)) * block, 0.0, most)
     ended = ends + others
+
+    # Who has been left out follows those that have ended, into their room, or into their places in the batch.
+    room_each = np.maximum(waiting_room / np.maximum(num_waiting, 1.0), 1.0)
+    places = np.where(total - used >= room_each, ended, num_waiting)
+    fitting = np.minimum(np.floor((total - now_used) / room_each), places)
+    following = np.where(ended > 0, np.clip(fitting, 0.0, num_waiting - steps.joining), 0.0)
+    now_used = np.minimum(now_used + np.rint(following * (room_each + half) / block) * block, most)
+    joined = joined + following
+    share = joined / np.maximum(num_waiting, 1.0)
+    still = 1.0 - share
+    joined_decodes = share * cluster["scheduler_waiting_to_decode_requests_num"]
+
     running_prefill = joined_prefill + np.where(has_begun, left, prefill)
     not_computed = np.where(come.decoded > 0, 0.0, come.share) * cluster["sent_uncomputed_prefill_tokens"]
     joined_tokens = share * cluster["scheduler_waiting_to_decode_tokens_num"]

@@ -16,6 +16,9 @@ from llumlet.types import InstanceStatus
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.step_models import GONE_HALF_LIFE_S, Kind, kind_of
 
+_MOST_NAMES: Final = 64
+"""Of those that wait."""
+
 
 class _Sums(NamedTuple):
     """Of an instance, since its start: steps with decodes, and these decodes, each of which is a token; requests that
@@ -65,10 +68,11 @@ class _Told:
 
     ends: _Ends
     sums: _Sums
-    head: str
-    """The request that waits first; empty if none does."""
+    waiting: frozenset[str]
+    """Requests that waited; of many, the first."""
     step: int
-    """Steps with decodes that had ended when it was first seen there."""
+    """Steps with decodes that had ended then."""
+    num_preemptions: int
     coming_ends: Sequence[int]
     """Requests that end with each coming step, by what it told last of its steps."""
     is_stuck: bool = False
@@ -117,21 +121,32 @@ class Outlook:
         status = instance.status
         if status is None:
             return
-        head = status.waiting_requests[0] if status.waiting_requests else ""
         told = self._told.get(instance.id)
         if told is None:
             ends = self._ends.setdefault(kind_of(instance.metadata), _Ends())
             self._told[instance.id] = _Told(
-                ends, _Sums._make(_sums_of(status)), head, status.num_decode_steps, list(status.coming_ends)
+                ends,
+                _Sums._make(_sums_of(status)),
+                frozenset(status.waiting_requests[:_MOST_NAMES]),
+                status.num_decode_steps,
+                status.num_preemptions,
+                list(status.coming_ends),
             )
             return
-        if head != told.head:
-            told.head, told.step = head, status.num_decode_steps
-        told.is_stuck = bool(head) and status.num_decode_steps > told.step
+        self._look_at_queue(told, status)
         self._note(told, status)
 
     def left(self, instance: Instance) -> None:
         self._told.pop(instance.id, None)
+
+    def _look_at_queue(self, told: _Told, status: InstanceStatus) -> None:
+        """Who waits still, or again, when another step has begun, has been left out by it: so has the first of all."""
+        waiting = frozenset(status.waiting_requests[:_MOST_NAMES])
+        has_preempted = status.num_preemptions > told.num_preemptions
+        if status.num_decode_steps > told.step:
+            told.is_stuck = has_preempted or not told.waiting.isdisjoint(waiting)
+        told.is_stuck = bool(waiting) and (told.is_stuck or has_preempted)
+        told.waiting, told.step, told.num_preemptions = waiting, status.num_decode_steps, status.num_preemptions
 
     def _note(self, told: _Told, status: InstanceStatus) -> None:
         now = _Sums._make(_sums_of(status))

@@ -71,23 +71,17 @@ MOVED: Final = (*_REPORTED, *_SENT)
 _MOVED_NAMES: Final = frozenset(MOVED)
 
 
-class Forward:
-    """A `Cluster` as it would report at `now_s`, by the clock of the view. Void when `reported` changes."""
+class _Wrapped:
+    """A `Cluster` of which some columns are other than reported."""
 
-    def __init__(self, reported: Cluster, now_s: float) -> None:
+    def __init__(self, reported: Cluster) -> None:
         self.reported = reported
-        self._now_s = now_s
-        self._moved: Mapping[str, Values] | None = None
 
     def __len__(self) -> int:
         return len(self.reported)
 
     def __getitem__(self, name: str) -> Values:
-        if name not in _MOVED_NAMES:
-            return self.reported[name]
-        if self._moved is None:
-            self._moved = moved_on(self.reported, self._now_s)
-        return self._moved[name]
+        return self.reported[name]
 
     def consecutive(self, first: str, number: int) -> Matrix:
         return self.reported.consecutive(first, number)
@@ -108,16 +102,46 @@ class Forward:
         return self.reported.serving(model)
 
 
+class Forward(_Wrapped):
+    """A `Cluster` as it would report at `now_s`, by the clock of the view. Void when `reported` changes."""
+
+    def __init__(self, reported: Cluster, now_s: float, senders: float = 1.0) -> None:
+        """`senders`: as `moved_on` has it."""
+        super().__init__(reported)
+        self._now_s, self._senders = now_s, senders
+        self._moved: Mapping[str, Values] | None = None
+
+    def __getitem__(self, name: str) -> Values:
+        if name not in _MOVED_NAMES:
+            return self.reported[name]
+        if self._moved is None:
+            self._moved = moved_on(self.reported, self._now_s, self._senders)
+        return self._moved[name]
+
+
 def move_on(snapshot: Snapshot, now_s: float) -> None:
     """Writes into a snapshot what its instances would report at `now_s`, by the clock of the view. Once."""
     for name, values in moved_on(snapshot, now_s).items():
         snapshot[name][:] = values
 
 
-def moved_on(cluster: Cluster, now_s: float) -> Mapping[str, Values]:
-    """The columns `MOVED` as statuses would show them at `now_s`, by the clock of the view."""
+def moved_on(cluster: Cluster, now_s: float, senders: float = 1.0) -> Mapping[str, Values]:
+    """The columns `MOVED` as statuses would show them at `now_s`, by the clock of the view. `senders`: schedulers that
+    are taken to have sent what this one has, to where it has: they see the same statuses, and go by the same policy."""
     with np.errstate(all="ignore"):
-        return _moved_on(cluster, now_s)
+        return _moved_on(cluster if senders == 1.0 else _SentByAll(cluster, senders), now_s)
+
+
+class _SentByAll(_Wrapped):
+    """A cluster to which several schedulers send alike."""
+
+    def __init__(self, cluster: Cluster, senders: float) -> None:
+        super().__init__(cluster)
+        self._senders = senders
+
+    def __getitem__(self, name: str) -> Values:
+        values = self.reported[name]
+        return values * self._senders if name in _SENT or name == "dispatched_ms" else values
 
 
 class _Steps(NamedTuple):

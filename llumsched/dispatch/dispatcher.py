@@ -20,6 +20,7 @@ from llumsched.cluster.snapshot import Snapshot
 from llumsched.cluster.table import standard_table
 from llumsched.cluster.view import Observer, View
 from llumsched.dispatch.complaints import Complaints
+from llumsched.dispatch.senders import Senders
 from llumsched.dispatch.warmth import Warmth
 from llumsched.latency.profile import Profile
 from llumsched.policy import filters as f
@@ -100,6 +101,7 @@ class Dispatcher:
         self._staleness_s = policy.staleness_s
         self._forward = forward
         self.step_models = StepModels(clock, profiles)
+        self.senders = Senders(clock)
         outlook = Outlook(clock)
         self.table = standard_table(ledger.in_flight, self.step_models, outlook)
         self._providers = providers
@@ -113,7 +115,16 @@ class Dispatcher:
         self.complaints = Complaints(clock)
         self.warmth = Warmth(clock, warms_up_s)
         observers: list[Observer] = [one for one in providers if isinstance(one, Observer)]
-        observers = [ledger, self.step_models, outlook, *observers, self.table, self.complaints, self.warmth]
+        observers = [
+            ledger,
+            self.step_models,
+            outlook,
+            self.senders,
+            *observers,
+            self.table,
+            self.complaints,
+            self.warmth,
+        ]
         self._stop = [view.observe(one) for one in observers]
 
     def close(self) -> None:
@@ -144,6 +155,7 @@ class Dispatcher:
             self.ledger.dispatched(
                 request.id, placed.instance.id, placed.infer_type, request.prompt_num_tokens, gateway_id
             )
+            self.senders.sent()
             self._last[placed.infer_type, request.model] = placed.instance.id
             if request.id and tried is None:
                 self._remember(request, placed, gateway_id)
@@ -167,7 +179,9 @@ class Dispatcher:
             self.complaints.of(gateway_id),
             self._lost_columns(),
         )
-        candidates = Candidates(self.table, context, self._providers, forward=self._forward)
+        candidates = Candidates(
+            self.table, context, self._providers, forward=self.senders.number if self._forward else None
+        )
         decisions = {}
         for infer_type in stages:
             stage = self.policy.stages.get(infer_type)

@@ -46,13 +46,13 @@ class Candidates:
         context: Context,
         providers: Sequence[RequestProvider] = (),
         *,
-        forward: bool = False,
+        forward: float | None = None,
     ) -> None:
-        """`forward`: statuses are moved on to the time of the decision. Predictions, which step on from what was
-        reported themselves, are of that."""
-        self.cluster = Forward(cluster, context.now_s) if forward else cluster
+        """`forward`: statuses are moved on to the time of the decision, with so many schedulers that send as this one
+        does; None: they are as reported. Predictions, which step on from there themselves, are of what was reported."""
+        self.cluster = cluster if forward is None else Forward(cluster, context.now_s, forward)
         self.context = context
-        self._as_reported = Candidates(cluster, context, providers) if forward else self
+        self._as_reported = self if forward is None else Candidates(cluster, context, providers)
         self._providers = providers
         self._columns: dict[str, Values] = {}
         self._values: dict[str, Values] = {}

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -337,7 +338,7 @@ def test_decisions_see_it_and_predictions_do_not_count_the_time_twice() -> None:
         here.tell()
         here.wait(0.3)
         context = Context(here.now_s, Request(prompt_num_tokens=100))
-        as_told, moved = Candidates(here.table, context), Candidates(here.table, context, forward=True)
+        as_told, moved = Candidates(here.table, context), Candidates(here.table, context, forward=1.0)
         assert moved[USED][0] == here.moved(USED) > as_told[USED][0]
         usage = METRICS["kv_cache_usage_ratio_projected"]
         assert moved.values(usage)[0] != as_told.values(usage)[0]
@@ -353,13 +354,26 @@ def test_a_decision_is_explained_with_what_was_moved_on() -> None:
         here.wait(0.05)
         here.tell()
         here.wait(0.4)
-        told = {}
-        for forward in (False, True):
+        told: dict[float | None, dict[str, Any]] = {}
+        for forward in (None, 1.0):
             candidates = Candidates(here.table, Context(here.now_s), forward=forward)
             (told[forward],) = explain(pipeline.run(stage, candidates, Draw(random.Random(0), None)))["instances"]
-        assert told[False]["moved_on"] is None
-        assert told[True]["moved_on"][USED] == [here.table[USED][0], here.moved(USED)]
-        assert "max_model_len" not in told[True]["moved_on"]
+        assert told[None]["moved_on"] is None
+        assert told[1.0]["moved_on"][USED] == [here.table[USED][0], here.moved(USED)]
+        assert "max_model_len" not in told[1.0]["moved_on"]
+
+
+def test_others_are_taken_to_have_sent_what_this_scheduler_has() -> None:
+    with world() as here:
+        here.add("a", 100, 300)
+        here.wait(0.5)
+        here.tell()
+        here.account.dispatched("b", here.member.id, InferType.NEUTRAL, 160)
+        here.wait(0.4)
+        alone, of_three = (moved_on(here.table, here.now_s, senders) for senders in (1.0, 3.0))
+        assert alone[DECODES][0] == 2
+        assert of_three[DECODES][0] == 4
+        assert of_three[USED][0] - here.table[USED][0] > 2.5 * (alone[USED][0] - here.table[USED][0])
 
 
 def test_a_snapshot_is_moved_on_as_the_table_is() -> None:

@@ -65,13 +65,16 @@ class Seen:
     tpot_ms: tuple[float, float]
 
 
-class _World:
+class World:
     def __init__(self, store: EmbeddedStore) -> None:
         clock = time.monotonic
         self._account = Account(clock, 10.0)
         self._clock = clock
         self.dispatcher = Dispatcher(store.view, load_policy("load-balance", Mode.FULL), self._account, clock)
         self._number = 0
+
+    def sent(self, request_id: str, instance_id: str, num_prompt: int) -> None:
+        """A request goes to its instance now: for who wants to know."""
 
     async def serve(self, num_prompt: int, num_output: int, chance: random.Random) -> Seen:
         """Sends one request to where it belongs, and waits for its end."""
@@ -83,6 +86,7 @@ class _World:
         said = {name: METRICS[name].values(columns).copy() for name in ("predicted_ttft", "predicted_tpot")}
         rows = dict(table.index)
         (placed,) = self.dispatcher.schedule(request)
+        self.sent(request.id, placed.instance.id, num_prompt)
         row, address = rows[placed.instance.id], placed.instance.api_server
         began_s = time.monotonic()
         async with Client(f"http://{address}") as client:
@@ -93,7 +97,7 @@ class _World:
         return Seen((float(said["predicted_ttft"][row]), ttft_ms), (float(said["predicted_tpot"][row]), tpot_ms))
 
 
-async def play(world: _World, load: Load, seed: int) -> list[Seen]:
+async def play(world: World, load: Load, seed: int) -> list[Seen]:
     chance = random.Random(seed)
     tasks = []
     begin_s = at_s = time.monotonic()
@@ -111,7 +115,7 @@ async def measure(logs: Path, loads: Sequence[Load], overlap: float, seed: int, 
         say(f"latency: starting {NUM_ENGINES} engines")
         specs = [spec(number, [f"127.0.0.1:{port}"], logs, overlap) for number in range(NUM_ENGINES)]
         await asyncio.to_thread(fleet.start, *specs)
-        world = _World(store)
+        world = World(store)
         say("latency: warm-up on idle engines")
         warm = await play(world, IDLE, seed)
         way_ms = median(came - said for said, came in (one.ttft_ms for one in warm[len(warm) // 2 :]))

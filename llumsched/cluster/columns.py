@@ -14,6 +14,8 @@ from llumsched.cluster.instance import Instance
 
 Values = NDArray[np.float64]
 """A number for each row."""
+Matrix = NDArray[np.float64]
+"""Columns, one below the other."""
 Mask = NDArray[np.bool_]
 """A truth for each row."""
 Rows = NDArray[np.intp]
@@ -61,6 +63,10 @@ class Cluster(Columns, Protocol):
 
     @property
     def order(self) -> IdOrder: ...
+
+    def consecutive(self, first: str, number: int) -> Matrix:
+        """So many columns of one provider, from the `first` on, without a copy. Raises UnknownColumn."""
+        ...
 
     def serving(self, model: str) -> Mask:
         """Rows of the instances that serve a model; all of them for an empty name."""

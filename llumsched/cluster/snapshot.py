@@ -6,16 +6,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from llumsched.cluster.columns import IdOrder, Mask, UnknownColumn, Values, serves
+from llumsched.cluster.columns import IdOrder, Mask, Matrix, UnknownColumn, Values, serves
 from llumsched.cluster.instance import Instance
 
 
 class Snapshot:
     """A `Cluster` that nobody else writes to. Rows are in the order of the ids, so a stable sort breaks ties by id."""
 
-    def __init__(self, names: Mapping[str, int], instances: Sequence[Instance], numbers: NDArray[np.float64]) -> None:
+    def __init__(self, names: Mapping[str, int], instances: Sequence[Instance], numbers: Matrix) -> None:
         """`numbers` by column and row; `names` says which column is which."""
         self.instances = instances
         self.ids = [instance.id for instance in instances]
@@ -42,6 +41,12 @@ class Snapshot:
             raise UnknownColumn(name)
         column: Values = self._numbers[position]
         return column
+
+    def consecutive(self, first: str, number: int) -> Matrix:
+        position = self._names.get(first)
+        if position is None:
+            raise UnknownColumn(first)
+        return self._numbers[position : position + number]
 
     @property
     def order(self) -> IdOrder:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llumsched.cluster.columns import IdOrder, Mask, UnknownColumn, Values, serves
+from llumsched.cluster.columns import IdOrder, Mask, Matrix, UnknownColumn, Values, serves
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers import Provider
 from llumsched.cluster.providers.metadata import MetadataColumns
@@ -87,6 +87,12 @@ class Table:
         if position is None:
             raise UnknownColumn(name)
         return self._numbers[position, : len(self.instances)]
+
+    def consecutive(self, first: str, number: int) -> Matrix:
+        position = self._names.get(first)
+        if position is None:
+            raise UnknownColumn(first)
+        return self._numbers[position : position + number, : len(self.instances)]
 
     @property
     def columns(self) -> Sequence[str]:

@@ -75,6 +75,8 @@ def status_faults(status: InstanceStatus, instance_id: str, incarnation: str) ->
         faults.append(f"incarnation {status.incarnation[:MAX_ID_CHARACTERS]!r} is not that of the metadata")
     if len(status.recent_waiting_requests) > MAX_LIST or len(status.waiting_requests) > MAX_LIST:
         faults.append(f"more than {MAX_LIST} requests are listed")
+    if len(status.coming_blocks) > MAX_LIST or len(status.coming_ends) > MAX_LIST:
+        faults.append(f"more than {MAX_LIST} coming steps are told")
     return faults + _number_faults(status, _STATUS_NUMBERS, _numbers_of_status(status))
 
 

@@ -25,10 +25,20 @@ DESCRIPTION = """Ask a running scheduler where it would send a request now, and 
 
 Nothing is placed. A reason in brackets was not held against the instance: all others were refused as well, and the
 policy's thresholds were left out. TTFT and TPOT are what the engine itself is expected to need, and how far the model
-of its steps may be off, for want of steps like these; "?" is a kind of step that it has never seen."""
+of its steps may be off, for want of steps like these; "?" is a kind of step that it has never seen. SINCE is what has
+been moved on since the instance's last report (--forward-status of the scheduler): as it was told, and as it is taken
+to be now."""
 
 _MODES: Final = ("neutral", "pd_batch")
 _TIMEOUT_S: Final = 5.0
+_SHOWN: Final = (
+    ("num_used_gpu_tokens", "KV tokens"),
+    ("scheduler_running_to_decode_requests_num", "decodes"),
+    ("num_uncomputed_tokens_scheduler_running_prefills", "prefill tokens"),
+    ("num_waiting_requests", "waiting"),
+    ("sent_requests", "sent"),
+)
+"""Columns of what has been moved on, and what they are called; the JSON has all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +114,13 @@ def _show(answer: dict[str, Any]) -> None:
         names = [metric["name"] for metric in stage["metrics"]]
         predictions = [one.get("predicted") for one in stage["instances"]]
         extra = (">TTFT", ">TPOT") if any(predictions) else ()
-        rows = output.table(("INSTANCE", "VERDICT", *(f">{name}" for name in names), *extra, "WHY NOT"))
-        for instance, predicted in zip(stage["instances"], predictions, strict=True):
+        moved = [one.get("moved_on") for one in stage["instances"]]
+        since = ("SINCE",) if any(moved) else ()
+        rows = output.table(("INSTANCE", "VERDICT", *(f">{name}" for name in names), *extra, *since, "WHY NOT"))
+        for instance, predicted, each in zip(stage["instances"], predictions, moved, strict=True):
             values = [str(instance["metrics"][name]) for name in names]
             values += [_predicted(predicted, name) for name in ("ttft", "tpot")] if extra else []
+            values += [_since(each)] if since else []
             rows.add_row(*map(output.clean, (instance["instance_id"], instance["verdict"], *values, _why(instance))))
         console.print(rows)
 
@@ -119,6 +132,11 @@ def _predicted(predicted: dict[str, Any] | None, name: str) -> str:
     value, deviation = predicted[f"{name}_ms"], predicted[f"{name}_deviation"]
     sure = f"± {100 * deviation:.0f} %" if isinstance(deviation, int | float) else "± ?"
     return f"{value:.0f} ms {sure}" if isinstance(value, int | float) else "-"
+
+
+def _since(moved: dict[str, list[float]] | None) -> str:
+    known = moved or {}
+    return ", ".join("{} {:g} → {:g}".format(said, *known[name]) for name, said in _SHOWN if name in known)
 
 
 def _why(instance: dict[str, Any]) -> str:

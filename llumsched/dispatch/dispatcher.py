@@ -16,11 +16,13 @@ from llumlet.protocol.infer_type import InferType
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers import RequestProvider
 from llumsched.cluster.providers.in_flight import InFlight
+from llumsched.cluster.providers.outlook import Outlook
 from llumsched.cluster.providers.step_models import StepModels
 from llumsched.cluster.snapshot import Snapshot
 from llumsched.cluster.table import standard_table
 from llumsched.cluster.view import Observer, View
 from llumsched.dispatch.complaints import Complaints
+from llumsched.dispatch.senders import Senders
 from llumsched.dispatch.warmth import Warmth
 from llumsched.latency.profile import Profile
 from llumsched.policy import filters as f
@@ -94,13 +96,18 @@ class Dispatcher:
         warms_up_s: float = 0.0,
         providers: Sequence[RequestProvider] = (),
         profiles: Sequence[Profile] = (),
+        forward: bool = False,
     ) -> None:
         """`warms_up_s`: how long no instance must have come before one is chosen among those that have. `providers`: of
-        columns beside those of the table, asked for each request. `profiles`: what is known of steps beforehand."""
+        columns beside those of the table, asked for each request. `profiles`: what is known of steps beforehand.
+        `forward`: whether decisions see statuses moved on to now."""
         self.view, self.policy, self.ledger = view, policy, ledger
         self._staleness_s = policy.staleness_s
+        self._forward = forward
         self.step_models = StepModels(clock, profiles)
-        self.table = standard_table(ledger.in_flight, self.step_models)
+        self.senders = Senders(clock)
+        outlook = Outlook(clock)
+        self.table = standard_table(ledger.in_flight, self.step_models, outlook)
         self._providers = providers
         self._lost: tuple[tuple[Instance, ...], Snapshot | None] = (), None
         """Lost instances, and their columns."""
@@ -112,7 +119,16 @@ class Dispatcher:
         self.complaints = Complaints(clock)
         self.warmth = Warmth(clock, warms_up_s)
         observers: list[Observer] = [one for one in providers if isinstance(one, Observer)]
-        observers = [ledger, self.step_models, *observers, self.table, self.complaints, self.warmth]
+        observers = [
+            ledger,
+            self.step_models,
+            outlook,
+            self.senders,
+            *observers,
+            self.table,
+            self.complaints,
+            self.warmth,
+        ]
         self._stop = [view.observe(one) for one in observers]
 
     def close(self) -> None:
@@ -143,6 +159,7 @@ class Dispatcher:
             self.ledger.dispatched(
                 request.id, placed.instance.id, placed.infer_type, request.prompt_num_tokens, gateway_id
             )
+            self.senders.sent()
             self._last[placed.infer_type, request.model] = placed.instance.id
             if request.id and tried is None:
                 self._remember(request, placed, gateway_id)
@@ -166,7 +183,9 @@ class Dispatcher:
             self.complaints.of(gateway_id),
             self._lost_columns(),
         )
-        candidates = Candidates(self.table, context, self._providers)
+        candidates = Candidates(
+            self.table, context, self._providers, forward=self.senders.number if self._forward else None
+        )
         decisions = {}
         for infer_type in stages:
             stage = self.policy.stages.get(infer_type)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from llumsched.cluster.forward import MOVED, Forward
 from llumsched.cluster.providers.step_models import StepModels
 from llumsched.latency.fitting import pairs
 from llumsched.policy.candidates import Candidates
@@ -35,6 +36,7 @@ def explain(decision: Decision, step_models: StepModels | None = None) -> dict[s
                 "metrics": {name: number(values[row]) for name, values in columns.items()},
                 "refused_by": reasons[row],
                 "age_s": round(float(ages_s[row]), 3),
+                "moved_on": _moved_on(cluster, row) if isinstance(cluster, Forward) else None,
                 "predicted": None if step_models is None else _predicted(candidates, row, step_models),
             }
         )
@@ -48,6 +50,16 @@ def explain(decision: Decision, step_models: StepModels | None = None) -> dict[s
         ],
         "avoided": sorted(candidates.context.avoid),
         "instances": instances,
+    }
+
+
+def _moved_on(cluster: Forward, row: int) -> dict[str, list[float | str]]:
+    """Columns that are not as they were reported: what was reported, and what is taken to be now."""
+    reported = cluster.reported
+    return {
+        name: [number(reported[name][row]), number(cluster[name][row])]
+        for name in MOVED
+        if cluster[name][row] != reported[name][row]
     }
 
 

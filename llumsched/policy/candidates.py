@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 
 from llumsched.cluster.columns import Cluster, Columns, Mask, UnknownColumn, Values
+from llumsched.cluster.forward import Forward
 from llumsched.cluster.providers import RequestProvider
 from llumsched.policy.metrics import METRICS, Metric
 from llumsched.policy.predictions import PREDICTIONS
@@ -39,8 +40,19 @@ class Context:
 class Candidates:
     """The `Columns` of one decision, each computed at most once. Void when the cluster changes."""
 
-    def __init__(self, cluster: Cluster, context: Context, providers: Sequence[RequestProvider] = ()) -> None:
-        self.cluster, self.context = cluster, context
+    def __init__(
+        self,
+        cluster: Cluster,
+        context: Context,
+        providers: Sequence[RequestProvider] = (),
+        *,
+        forward: float | None = None,
+    ) -> None:
+        """`forward`: statuses are moved on to the time of the decision, with so many schedulers that send as this one
+        does; None: they are as reported. Predictions, which step on from there themselves, are of what was reported."""
+        self.cluster = cluster if forward is None else Forward(cluster, context.now_s, forward)
+        self.context = context
+        self._as_reported = self if forward is None else Candidates(cluster, context, providers)
         self._providers = providers
         self._columns: dict[str, Values] = {}
         self._values: dict[str, Values] = {}
@@ -78,7 +90,8 @@ class Candidates:
         """Values of a metric by row; never NaN."""
         known = self._values.get(metric.name)
         if known is None:
-            known = self._values[metric.name] = metric.values(self)
+            columns = self._as_reported if metric.name in PREDICTIONS else self
+            known = self._values[metric.name] = metric.values(columns)
         return known
 
     def among(self, ids: Collection[str]) -> Mask:

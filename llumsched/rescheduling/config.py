@@ -174,6 +174,13 @@ class Config:
         5.0, kinds.seconds(above=0), "longest silence of a source during a call", flag="--llumlet-grpc-timeout-seconds"
     )
 
+    forward_status: bool = rescheduling.setting(
+        False,
+        kinds.SWITCH,
+        "move statuses on to the time of the pass, by what is known of each instance's steps",
+        flag="--forward-status",
+    )
+
     failover_domain: FailoverDomain = _failover.setting(
         FailoverDomain.INSTANCE, DOMAIN, "what fails with an instance", flag="--failover-domain"
     )

@@ -17,7 +17,9 @@ from prometheus_client import CollectorRegistry
 
 from llumlet.credentials import NONE, Credentials
 from llumlet.redis_url import REDIS_SCHEMES
+from llumsched.cluster.forward import move_on
 from llumsched.cluster.providers.in_flight import InFlight
+from llumsched.cluster.providers.outlook import Outlook
 from llumsched.cluster.providers.step_models import StepModels
 from llumsched.cluster.table import Table, standard_table
 from llumsched.cluster.view import View
@@ -77,9 +79,9 @@ class Rescheduler:
         self._policies = load_policies(config)
         self._unobserve: list[Callable[[], None]] = []
         if table is None:
-            step_models = StepModels(clock)
-            table = standard_table(InFlight(), step_models)
-            self._unobserve = [view.observe(step_models), view.observe(table)]
+            step_models, outlook = StepModels(clock), Outlook(clock)
+            table = standard_table(InFlight(), step_models, outlook)
+            self._unobserve = [view.observe(one) for one in (step_models, outlook, table)]
         self._table = table
         self._clock = clock
         self._lease = lease
@@ -173,5 +175,8 @@ class Rescheduler:
         history.forget_expired(now_s)
         lost = self._view.lost.within(config.staleness_s)
         # Instances are as old as the view, moves are not.
+        view_s = now_s - self._view.age_s
         snapshot = self._table.snapshot(lost)
-        return plan(snapshot, self._policies, history, config, now_s, view_s=now_s - self._view.age_s)
+        if config.forward_status:
+            move_on(snapshot, view_s)
+        return plan(snapshot, self._policies, history, config, now_s, view_s=view_s)

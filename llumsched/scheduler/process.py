@@ -109,6 +109,13 @@ class SchedulerConfig:
         flag="--enable-instance-status-local-account",
         mode=Mode.FULL,
     )
+    forward_status: bool = _dispatch.setting(
+        False,
+        SWITCH,
+        "move statuses on to the time of the decision, by what is known of each instance's steps",
+        flag="--forward-status",
+        mode=Mode.FULL,
+    )
     account_staleness_s: float = _dispatch.setting(
         10.0,
         _TIME,
@@ -193,6 +200,7 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
             warms_up_s=warms_up_s,
             providers=all_request_providers(),
             profiles=profiles_of(config),
+            forward=config.forward_status,
         )
         stack.callback(dispatcher.close)
         stack.push_async_callback(cancel, asyncio.create_task(keep_running("expiry", partial(_expire, ledger))))

@@ -23,7 +23,7 @@ from llumsched.gateway.placement import Placed
 from llumsched.request import Request
 from llumsched.simulator import PS
 from llumsched.simulator.clock import VirtualLoop
-from llumsched.simulator.control import Control, ControlConfig
+from llumsched.simulator.control import ControlConfig, Controls
 from llumsched.simulator.instance import ModelledInstance
 from llumsched.simulator.links import Network
 from llumsched.simulator.llumlets import Connection, Llumlet
@@ -155,7 +155,7 @@ class _Run:
 
     async def run(self) -> tuple[Summary, Metrics]:
         loop, config = self._loop, self._config
-        self._control = Control(loop, config.control, len(self._kinds), self._connect, self._statuses)
+        self._control = Controls(loop, config.control, len(self._kinds), self._connect, self._statuses)
         try:
             for number in range(len(self._kinds)):
                 self._start(number)
@@ -167,8 +167,10 @@ class _Run:
                 await self._over.wait()
         finally:
             await self._control.close()
-        if self._control.hindsight is not None:
-            self.metrics.regrets = self._control.hindsight.regrets
+        if self._control.first.hindsight is not None:
+            self.metrics.regrets = self._control.first.hindsight.regrets
+        if self._control.first.foresight is not None:
+            self.metrics.misses = self._control.first.foresight.misses
         virtual_s = loop.time()
         for member in list(self._members.values()):
             self._end(member)

@@ -9,6 +9,7 @@ What is not: the HTTP and gRPC between them, for which messages take their time 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
@@ -29,12 +30,13 @@ from llumsched.gateway.outliers import Limits
 from llumsched.gateway.placement import Placed
 from llumsched.gateway.scheduled import Scheduled
 from llumsched.gateway.scheduler_client import NoEndpoint, NotInTime, NotScheduled, SchedulerAnswer, SchedulerWarming
-from llumsched.policy.document import Mode, load_policy
+from llumsched.policy.document import Mode, Overrides, load_policy
 from llumsched.request import Request
 from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.rescheduling.executor import Connect
 from llumsched.rescheduling.rescheduler import SHARE, Rescheduler
 from llumsched.simulator.clock import VirtualLoop
+from llumsched.simulator.foresight import Foresight
 from llumsched.simulator.hindsight import Hindsight
 
 _SCHEDULER: Final = Address("scheduler", 1)
@@ -46,12 +48,20 @@ _EXPIRE_S: Final = 0.5
 class ControlConfig:
     policy: str = "load-balance"
     """The policy of dispatch: a built-in one's name, or the path of a `.yaml` file."""
+    top_k: int | None = None
+    """In place of the policy's."""
+    num_schedulers: int = 1
+    """Requests go to them in turn. Each knows what it has sent itself and what statuses tell; the first reschedules."""
     rescheduling: ReschedulingConfig | None = field(default_factory=ReschedulingConfig)
     account: bool = True
     account_staleness_s: float = 10.0
+    forward_status: bool = False
+    """Whether dispatch sees statuses moved on to now; of the rescheduler its own settings say it."""
     has_hindsight: bool = False
     """Whether each decision is compared with what it would have been on statuses of that moment. Nothing else depends
     on it, but that these count as statuses, too."""
+    foresight_s: float | None = None
+    """Pause between two looks at how far the first scheduler's view is from the truth; None: nobody looks."""
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     pass_s: float = 0.0003
     """A rescheduling pass takes so long, …"""
@@ -75,13 +85,23 @@ class Control:
         """`statuses`: of all instances, as they are now; asked for with hindsight only."""
         clock = loop.time
         self.view = View(clock, wall_clock=clock)
-        policy = load_policy(config.policy, Mode.FULL)
+        policy = load_policy(config.policy, Mode.FULL, Overrides(top_k=config.top_k))
         staleness_s = config.account_staleness_s if config.account else 0.0
         self._account = Account(clock, staleness_s, is_blind=lambda: False)
-        self.dispatcher = Dispatcher(self.view, policy, self._account, clock, random.Random(random.random()))
+        self.dispatcher = Dispatcher(
+            self.view,
+            policy,
+            self._account,
+            clock,
+            random.Random(random.random()),
+            forward=config.forward_status,
+        )
         self.hindsight: Hindsight | None = None
         if config.has_hindsight:
             self.hindsight = Hindsight(policy, clock, config.account_staleness_s, statuses)
+        self.foresight: Foresight | None = None
+        if config.foresight_s is not None:
+            self.foresight = Foresight(loop, config.foresight_s, self.dispatcher.table, statuses)
         self.rescheduler: Rescheduler | None = None
         self._tasks = [loop.create_task(self._expire())]
         if config.rescheduling is not None:
@@ -139,6 +159,49 @@ class Control:
         while True:
             await asyncio.sleep(_EXPIRE_S)
             self._account.expire()
+
+
+class Controls:
+    """All schedulers, each with its gateway."""
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        config: ControlConfig,
+        num_instances: int,
+        connect: Connect,
+        statuses: Callable[[], Iterable[InstanceStatus]],
+    ) -> None:
+        other = replace(config, rescheduling=None, has_hindsight=False, foresight_s=None)
+        self._all = [
+            Control(loop, other if number else config, num_instances, connect, statuses)
+            for number in range(config.num_schedulers)
+        ]
+        self.first = self._all[0]
+        self._turns = itertools.cycle(self._all)
+
+    async def close(self) -> None:
+        for one in self._all:
+            await one.close()
+
+    async def place(self, request: Request, avoid: Collection[Address]) -> Placed | None:
+        return await next(self._turns).place(request, avoid)
+
+    def lost(self, placed: Placed) -> None:
+        for one in self._all:  # who has not placed it takes no notice
+            one.lost(placed)
+
+    def appeared(self, metadata: InstanceMetadata) -> None:
+        for one in self._all:
+            one.appeared(metadata)
+
+    def told(self, status: InstanceStatus) -> None:
+        for one in self._all:
+            one.told(status)
+
+    def left(self, instance_id: str, *, in_order: bool) -> None:
+        for one in self._all:
+            one.left(instance_id, in_order=in_order)
 
 
 class _InProcess:

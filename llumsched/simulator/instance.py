@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
+from llumlet.coming_steps import coming_steps
 from llumlet.types import Health, InstanceMetadata, InstanceStatus
 from llumsched.latency.fitting import pairs
 from llumsched.simulator import PS
@@ -19,6 +21,8 @@ from llumsched.simulator.step_model import Hardware
 _RECENT_PS: Final = 10 * PS
 """How long an arrival is named in the status (`vllm_llumnix.engine.load`)."""
 _OK: Final = Health.OK
+_FAR: Final = 1 << 30
+"""Tokens: no limit that anybody comes to."""
 
 
 class ModelledInstance:
@@ -48,6 +52,8 @@ class ModelledInstance:
         self.engine = Engine(config, hardware.step, blocks, watcher)
         self.engine.shortage.asks = True
         self.engine.shortage.gives_blocks = lambda: any(request.num_blocks for request in self.leaving)
+        self.foretold: float | None = None
+        """Share of requests of which it knows where they end; None: it does not tell what its coming steps do."""
         self.num_changes = 0
         """Changes of its load."""
         self._arrivals: deque[tuple[int, str]] = deque()
@@ -166,7 +172,27 @@ class ModelledInstance:
             health=_OK,
         )
         engine.step_times.tell(status)
+        if self.foretold is not None:
+            self._tell_coming_steps(status, self.foretold)
         return status
+
+    def _tell_coming_steps(self, status: InstanceStatus, foretold: float) -> None:
+        engine = self.engine
+        decoding = [(request, engine.num_tokens(request)) for request in engine.decodes.requests]
+        for request, in_step in engine.apart():
+            if in_step and request.num_computed == request.num_tokens:
+                decoding.append((request, request.num_tokens))
+        left = [
+            request.num_prompt + request.max_tokens - num_tokens if _is_foretold(request, foretold) else _FAR
+            for request, num_tokens in decoding
+        ]
+        coming = coming_steps([num_tokens for _, num_tokens in decoding], left, engine.config.block_size)
+        status.coming_blocks.extend(coming.blocks)
+        status.coming_ends.extend(coming.ends)
+
+
+def _is_foretold(request: EngineRequest, share: float) -> bool:
+    return zlib.crc32(request.name.encode()) % 1000 < 1000 * share
 
 
 def described(hardware: Hardware, *, max_moves: int, **fields: Any) -> InstanceMetadata:

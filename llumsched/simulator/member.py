@@ -34,6 +34,9 @@ class Cadence:
     keepalive_s: float = 1.0
     late_s: float = 0.0
     """How much longer than a hop a status is on its way: the scheduler sees what was so long ago."""
+    foretold: float | None = None
+    """Share of the requests that end where their limit of tokens is; the others stop before, as nobody can tell. None:
+    statuses say nothing of coming steps."""
 
 
 class Member(ModelledInstance):
@@ -66,6 +69,7 @@ class Member(ModelledInstance):
             model=model or hardware.name,
         )
         super().__init__(loop, hardware, metadata, watcher, shares_prefixes=shares_prefixes)
+        self.foretold = cadence.foretold
         self.number = number
         self.began_ps = loop.now_ps
         self.api_server = Address(metadata.ip, metadata.api_server_port)

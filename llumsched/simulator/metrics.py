@@ -17,6 +17,7 @@ from typing import Any, Final, TextIO
 import numpy as np
 
 from llumsched.simulator import PS
+from llumsched.simulator.foresight import Miss
 from llumsched.simulator.hindsight import Regret
 
 _LEAST_PS: Final = 1000_000
@@ -193,6 +194,8 @@ class Metrics:
         self.ttft_s, self.tpot_s, self.e2e_s = array("d"), array("d"), array("d")
         self.regrets: Sequence[Regret] = ()
         """Of each decision of dispatch, if there was hindsight."""
+        self.misses: Sequence[Miss] = ()
+        """Of the first scheduler's view, if it was looked at."""
         self.num_refused = self.num_lost = 0
         self._slo = slo
         self._records = records

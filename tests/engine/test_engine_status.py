@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
+from llumlet.coming_steps import NUM_STEPS
 from llumlet.protocol import wire
 from llumlet.protocol.errors import Reason
 from llumlet.protocol.ids import MigrationId
@@ -34,6 +35,10 @@ def rig(model_dir: Path) -> Rig:
 
 @pytest.fixture
 def source(rig: Rig) -> StatusSource:
+    return source_of(rig)
+
+
+def source_of(rig: Rig) -> StatusSource:
     """Of an engine of which all but the scheduler is made up."""
     capacity = rig.port.capacity_tokens
     progress = SimpleNamespace(health=wire.Health.OK, stalled_seconds=0.0, busy_with="")
@@ -125,6 +130,36 @@ def test_shortages_and_what_is_computed_again_are_part_of_it(rig: Rig, source: S
     status = source.now()
     assert (status.num_computed_tokens, status.num_recomputed_tokens) == (72, 5)
     assert (status.num_averted_preemptions, status.num_lacking_blocks) == (2, 1)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_the_coming_steps_do_is_told(model_dir: Path, asynchronous: bool) -> None:
+    """Blocks that are taken and given back, and ends, step by step, as vLLM's scheduler then makes them."""
+    rig = Rig(model_dir, asynchronous=asynchronous)
+    status_source = source_of(rig)
+    for number, (num_prompt, max_tokens) in enumerate([(70, 30), (17, 9), (33, 500)]):
+        rig.add(f"r{number}", num_prompt=num_prompt, max_tokens=max_tokens, first=5 + number)
+    rig.turns(4)
+    told = status_source.now()
+    assert len(told.coming_blocks) == NUM_STEPS
+    assert sum(told.coming_ends) == 2
+    free, blocks, ends, running = rig.free_blocks, 0, 0, 3
+    for step in range(40):
+        rig.turn()
+        blocks += told.coming_blocks[step]
+        ends += told.coming_ends[step] if step < len(told.coming_ends) else 0
+        assert rig.free_blocks == free - blocks, step
+        assert len(rig.scheduler.running) == running - ends, step
+
+
+def test_of_prefills_and_of_drafts_nothing_is_foretold(rig: Rig, source: StatusSource) -> None:
+    assert not source.now().coming_blocks
+    rig.add("a", num_prompt=70)
+    assert not source.now().coming_blocks, "it waits"
+    rig.turns(2)
+    assert source.now().coming_blocks
+    rig.scheduler.num_spec_tokens = 2
+    assert not source.now().coming_blocks
 
 
 def test_moves_are_part_of_it(rig: Rig, source: StatusSource) -> None:

@@ -13,6 +13,7 @@ import time
 from vllm.v1.core.sched.interface import PauseState
 
 from llumlet.bridge import HEALTHS
+from llumlet.coming_steps import coming_steps
 from llumlet.protocol import wire
 from llumlet.protocol.limits import Slots
 from llumlet.types import InstanceStatus
@@ -76,6 +77,7 @@ class StatusSource:
         self._add_moves(status)
         self._add_steps(status)
         self._add_pressure(status)
+        self._add_coming_steps(status)
         return status
 
     async def _watch(self, told: object) -> None:
@@ -135,6 +137,24 @@ class StatusSource:
         tokens, shortage = self._loop.port.tokens, self._loop.port.shortage
         status.num_computed_tokens, status.num_recomputed_tokens = tokens.computed, tokens.recomputed
         status.num_averted_preemptions, status.num_lacking_blocks = shortage.num_averted, shortage.num_blocks
+
+    def _add_coming_steps(self, status: InstanceStatus) -> None:
+        """Of caches of one kind, where each step gives a request one token. The batch may change meanwhile: its list is
+        copied at once, and what is told of a request that is about to end is right until it has."""
+        port = self._loop.port
+        scheduler = port.scheduler
+        if len(scheduler.kv_cache_config.kv_cache_groups) > 1 or scheduler.num_spec_tokens:
+            return
+        longest = port.kv_cache_manager.max_model_len
+        computed, left = [], []
+        for request in list(scheduler.running):
+            num_tokens, num_computed = request.num_tokens, request.num_computed_tokens
+            if num_tokens - num_computed <= 1:
+                computed.append(num_computed)
+                left.append(min(request.max_tokens - request.num_output_tokens, longest - num_tokens))
+        coming = coming_steps(computed, left, port.block_size)
+        status.coming_blocks.extend(coming.blocks)
+        status.coming_ends.extend(coming.ends)
 
     def _add_moves(self, status: InstanceStatus) -> None:
         capacity = self._loop.port.capacity_tokens

@@ -80,8 +80,9 @@ class Account:
             self._drop(earlier)
         if not self._staleness_s:
             return
-        counters = counters_of(infer_type, num_tokens)
-        deadline_s = self._clock() + self._staleness_s
+        now_s = self._clock()
+        counters = counters_of(infer_type, num_tokens)._replace(dispatched_ms=round(now_s * 1000))
+        deadline_s = now_s + self._staleness_s
         record = _Record(gateway_id, request_id, instance_id, infer_type, counters, deadline_s)
         self._of_request.setdefault((gateway_id, request_id), {})[infer_type] = record
         self._of_instance.setdefault(instance_id, {})[gateway_id, request_id, infer_type] = record

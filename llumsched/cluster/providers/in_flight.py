@@ -26,6 +26,8 @@ class Counters(NamedTuple):
     """Pairs of a query and a key: for each of these tokens, the tokens up to it."""
     num_decode_tokens: int = 0
     num_tokens: int = 0
+    dispatched_ms: int = 0
+    """When they were sent, by the scheduler's clock, all added up."""
 
     def plus(self, other: Counters) -> Counters:
         return Counters(*map(add, self, other))

@@ -24,7 +24,7 @@ _NONE_YET: Final = _numbers(InstanceStatus())
 
 @dataclass(frozen=True, slots=True)
 class StatusColumns:
-    columns: Sequence[str] = ("reported", "received_s", "lost", "carries_kv", *_FIELDS)
+    columns: Sequence[str] = ("reported", "received_s", "as_of_s", "lost", "carries_kv", *_FIELDS)
     """`reported`: 1 if there is a status; before the first, the rest is 0. `received_s`: by the view's clock.
     `lost`: 1 in a snapshot, of instances that went without a word a while ago.
     `carries_kv`: 1 if requests can leave and come with their KV cache."""
@@ -32,8 +32,8 @@ class StatusColumns:
     def row(self, instance: Instance, before: Instance | None) -> Sequence[float]:
         status = instance.status
         if status is None:
-            return (0, instance.received_s, 0, 0, *_NONE_YET)
-        return (1, instance.received_s, 0, not status.kv_unsupported, *_numbers(status))
+            return (0, instance.received_s, instance.as_of_s, 0, 0, *_NONE_YET)
+        return (1, instance.received_s, instance.as_of_s, 0, not status.kv_unsupported, *_numbers(status))
 
     def on_change(self, listener: Callable[[str], None]) -> None:
         """Keeps no listener: changes come with reports only."""

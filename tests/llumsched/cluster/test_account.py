@@ -96,8 +96,9 @@ class Engines(RuleBasedStateMachine):
     @invariant()
     def counts_what_is_on_its_way(self) -> None:
         expected: dict[str, Counters] = {}
-        for (_, infer_type), (place, tokens, _) in self.on_their_way.items():
-            expected[place] = expected.get(place, Counters()).plus(counters_of(infer_type, tokens))
+        for (_, infer_type), (place, tokens, sent_s) in self.on_their_way.items():
+            one = counters_of(infer_type, tokens)._replace(dispatched_ms=round(sent_s * 1000))
+            expected[place] = expected.get(place, Counters()).plus(one)
         assert dict(self.account.in_flight.counters) == expected
         assert len(self.account) == len(self.on_their_way)
 

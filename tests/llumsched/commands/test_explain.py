@@ -36,6 +36,18 @@ def test_predictions_say_how_sure_they_are(capsys: pytest.CaptureFixture[str]) -
     ]
 
 
+def test_what_was_moved_on_is_shown_as_it_was_told_and_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    said = answer(None, None)
+    moved = {"num_used_gpu_tokens": [8160.0, 8544.0], "num_free_blocks": [3.0, 2.0], "sent_requests": [1.0, 0.0]}
+    for instance, each in zip(said["stages"][0]["instances"], (moved, {}), strict=True):
+        instance["moved_on"] = each
+    explain._show(said)
+    _, head, first, second = capsys.readouterr().out.splitlines()
+    assert head.split()[3:] == ["SINCE", "WHY", "NOT"]
+    assert "KV tokens 8160 → 8544, sent 1 → 0" in first
+    assert "→" not in second
+
+
 def test_before_anything_is_known_there_is_no_column_for_it(capsys: pytest.CaptureFixture[str]) -> None:
     explain._show(answer(None, None))
     assert "TTFT" not in capsys.readouterr().out

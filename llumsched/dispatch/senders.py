@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many schedulers send requests to the cluster: as many as requests come there for each that this one has sent.
+
+Statuses name what has arrived lately, whoever sent it. Schedulers do not know of each other otherwise, and gateways
+deal their requests out evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from llumsched.cluster.instance import Instance
+
+_HALF_LIFE_S: Final = 10.0
+_FEWEST: Final = 10.0
+"""Requests that have to have been sent lately for a guess."""
+_MORE_THAN_CHANCE: Final = 1.25
+"""As many as this for each request sent are taken for none but one's own."""
+
+
+class Senders:
+    """Observes a view. `clock` in seconds, monotonic."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._newest: dict[str, str] = {}
+        """The request that came last to each instance; empty if none was named."""
+        self._num_sent = self._num_come = 0.0
+        """Of late, by this scheduler and by all; half as much after each half-life."""
+        self._noted_s = clock()
+
+    @property
+    def number(self) -> float:
+        """1 if this one is alone; not a whole number where others send more or less than this one."""
+        if self._num_sent < _FEWEST or self._num_come < _MORE_THAN_CHANCE * self._num_sent:
+            return 1.0
+        return self._num_come / self._num_sent
+
+    def sent(self) -> None:
+        """This scheduler has sent a request somewhere."""
+        self._age()
+        self._num_sent += 1
+
+    def appeared(self, instance: Instance) -> None:
+        self._newest.pop(instance.id, None)
+        self.changed(instance)
+
+    def changed(self, instance: Instance) -> None:
+        if instance.status is None:
+            return
+        names = instance.status.recent_waiting_requests  # the oldest first
+        newest = self._newest.get(instance.id)
+        if newest is not None:
+            num_new = 0
+            for name in reversed(names):
+                if name == newest:
+                    break
+                num_new += 1
+            self._age()
+            self._num_come += num_new
+        self._newest[instance.id] = names[-1] if names else newest or ""
+
+    def left(self, instance: Instance) -> None:
+        self._newest.pop(instance.id, None)
+
+    def _age(self) -> None:
+        now_s = self._clock()
+        kept = 0.5 ** ((now_s - self._noted_s) / _HALF_LIFE_S)
+        self._num_sent, self._num_come, self._noted_s = self._num_sent * kept, self._num_come * kept, now_s

@@ -133,6 +133,15 @@ class LlumletServicer(_Calls, llumlet_pb2_grpc.LlumletServicer):
     async def ListRequests(self, request: types.ListRequestsRequest, context: Context) -> types.ListRequestsResponse:
         return await self._answer(context, "ListRequests", [], self._agent.list_requests)
 
+    async def WatchCache(self, request: types.WatchCacheRequest, context: Context) -> None:
+        if faults := validation.watch_cache_faults(request):
+            await refuse(context, _invalid(faults))
+        try:
+            async for changes in self._agent.watch_cache(request):
+                await context.write(changes)
+        except LlumletError as refusal:
+            await refuse(context, refusal)
+
 
 class PeerServicer(_Calls, llumlet_pb2_grpc.PeerServicer):
     def __init__(self, agent: Destination, calls: DetachedCalls) -> None:

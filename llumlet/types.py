@@ -17,6 +17,7 @@ from llumlet.proto.llumlet_pb2 import (
     AbortResponse,
     AdoptRequest,
     AdoptResponse,
+    CacheChanges,
     ClaimRequest,
     ClaimResponse,
     CommitRequest,
@@ -61,6 +62,7 @@ from llumlet.proto.llumlet_pb2 import (
     SettleResponse,
     StepSample,
     ViewChange,
+    WatchCacheRequest,
     WatchRequest,
 )
 
@@ -75,6 +77,7 @@ __all__ = [
     "Address",
     "AdoptRequest",
     "AdoptResponse",
+    "CacheChanges",
     "ClaimRequest",
     "ClaimResponse",
     "CommitRequest",
@@ -119,6 +122,7 @@ __all__ = [
     "SettleResponse",
     "StepSample",
     "ViewChange",
+    "WatchCacheRequest",
     "WatchRequest",
     "parse_reason",
     "reason_word",

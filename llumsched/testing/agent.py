@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final, NoReturn
 
 from llumlet.agent import DrainReport, Report
@@ -24,6 +24,7 @@ from llumlet.protocol.limits import Limits
 from llumlet.types import (
     AbortRequest,
     AbortResponse,
+    CacheChanges,
     DrainProgress,
     DrainRequest,
     InstanceMetadata,
@@ -35,6 +36,7 @@ from llumlet.types import (
     MigrationType,
     MoveSummary,
     Reason,
+    WatchCacheRequest,
 )
 from llumsched.simulator.instance import ModelledInstance
 from llumsched.simulator.llumlets import Llumlet
@@ -174,6 +176,9 @@ class SimulatedAgent:
 
     abort_migrate_in = reserve = copy_round = commit = withdraw = cancel = _peer
     abort_handover = close_handover = query = adopt = claim = end_claim = _peer
+
+    def watch_cache(self, request: WatchCacheRequest) -> AsyncIterator[CacheChanges]:
+        raise LlumletError(Reason.NOT_PORTABLE, "simulated instances have no prefix cache")
 
     async def _enter(self, method: str) -> None:
         self.calls.append(method)

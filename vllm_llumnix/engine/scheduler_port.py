@@ -25,6 +25,7 @@ from vllm.v1.request import RequestStatus
 
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.ledger import audit
+from vllm_llumnix.engine.cached_blocks import CachedBlocks
 from vllm_llumnix.engine.load_events import counters_of
 from vllm_llumnix.engine.newcomers import Newcomers
 from vllm_llumnix.engine.request_state import why_not_now
@@ -70,12 +71,13 @@ class SchedulerPort:
     """The scheduler and block pool of one engine, as a migration sees them: here what happens to requests that are in
     it; `reservations` and `newcomers` are those that come.
 
-    `load` follows the scheduler from here on: it has no request yet.
+    `load` and `cached_blocks` follow the scheduler from here on: it has no request yet.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.load = counters_of(scheduler)
+        self.cached_blocks = CachedBlocks(scheduler)
         self.newcomers = Newcomers(scheduler)
         self.reservations = Reservations(scheduler, self.load, self.newcomers)
         self.kv_cache_manager = scheduler.kv_cache_manager

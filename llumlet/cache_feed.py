@@ -20,7 +20,9 @@ LEAST_INTERVAL_S: Final = 0.05
 KEEPALIVE_S: Final = 5.0
 """Time after which a watcher is told that there is nothing new."""
 MOST_WAITING: Final = 1 << 16
-"""Changes that wait for one watcher; a message of everything is as long."""
+"""Changes that wait for one watcher."""
+MESSAGE_BLOCKS: Final = 1 << 13
+"""Names in one message: whoever takes it in does nothing else meanwhile."""
 
 
 class Blocks(Protocol):
@@ -80,21 +82,28 @@ class CacheFeed:
     def _messages(self, watcher: _Watcher, told_s: float) -> list[CacheChanges]:
         changes, watcher.changes = watcher.changes, {}
         if changes is None:
-            held = self._blocks.held()
-            size = MOST_WAITING * HASH_BYTES
-            return [CacheChanges(reset=not at, stored=held[at : at + size]) for at in range(0, len(held) or 1, size)]
+            messages = [CacheChanges(stored=part) for part in _parts(self._blocks.held())] or [CacheChanges()]
+            messages[0].reset = True
+            return messages
         if not changes and self._clock() - told_s < KEEPALIVE_S:
             return []
         stored, removed = (
             packed(name for name, is_held in changes.items() if is_held is wanted) for wanted in (True, False)
         )
-        return [CacheChanges(stored=stored, removed=removed)]
+        messages = [CacheChanges(stored=part) for part in _parts(stored)]
+        messages += [CacheChanges(removed=part) for part in _parts(removed)]
+        return messages or [CacheChanges()]
 
 
 class _Watcher:
     def __init__(self) -> None:
         self.changes: dict[int, bool] | None = None
         """What it has to be told: whether a block is held. None: everything."""
+
+
+def _parts(names: bytes) -> list[bytes]:
+    size = MESSAGE_BLOCKS * HASH_BYTES
+    return [names[at : at + size] for at in range(0, len(names), size)]
 
 
 def packed(names: Iterable[int]) -> bytes:

@@ -2,8 +2,9 @@
 """The JSON between gateways and schedulers, field for field that of Llumnix.
 
 What is not known is ignored; what is known must have the right type and size. Additions: `priority` and whatever else
-`Request` has, `excluded_endpoints`, with which a second try names who failed the first, and `dp_rank_local`, the rank
-among those of its API server, unless it is the only one there.
+`Request` has (`prompt_blocks` only to a scheduler that has asked for it, by `prompt_block_size` of an answer),
+`excluded_endpoints`, with which a second try names who failed the first, and `dp_rank_local`, the rank among those of
+its API server, unless it is the only one there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 from msgspec.structs import replace
 
+from llumlet.block_hashes import HASH_BYTES
 from llumlet.protocol.infer_type import InferType
 from llumlet.types import Address
 from llumsched.causes import Cause
@@ -51,6 +53,8 @@ class LLMInstance(Struct):
     dp_rank: int = 0
     dp_size: int = 0
     dp_rank_local: int | UnsetType = UNSET
+    prompt_block_size: int | UnsetType = UNSET
+    """Tokens of the blocks that this scheduler wants named in `prompt_blocks` of the model's next requests."""
 
 
 class SchedulingRequest(Request, frozen=True, kw_only=True):
@@ -79,7 +83,11 @@ class SchedulingRequest(Request, frozen=True, kw_only=True):
         return (InferType(self.scheduling_stage),)
 
     def counted(self) -> Self:
-        """The same with the number of the prompt's tokens. Raises ValueError for token ids that are none."""
+        """The same with the number of the prompt's tokens. Raises ValueError for token ids that are none, and for names
+        of blocks that are none."""
+        if len(self.prompt_blocks) % HASH_BYTES or (self.prompt_blocks and not self.prompt_block_size):
+            size = self.prompt_block_size
+            raise ValueError(f"prompt_blocks: {len(self.prompt_blocks)} bytes are no names of blocks of {size} tokens")
         if self.prompt_num_tokens or isinstance(self.prompt_token_ids, UnsetType):
             return self
         try:

@@ -32,6 +32,10 @@ class Placement(Protocol):
     num_waiting: int
     """Requests for which no instance was free when they asked first."""
 
+    def block_size(self, model: str) -> int:
+        """Tokens of the blocks of a prompt by whose names places are chosen; 0: nobody asks for names."""
+        ...
+
     async def place(
         self, asked: Request, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()
     ) -> Placed:
@@ -72,6 +76,9 @@ class RoundRobin:
     def __init__(self, backends: Backends) -> None:
         self._backends = backends
         self.num_waiting = 0
+
+    def block_size(self, model: str) -> int:
+        return 0
 
     async def place(
         self, asked: Request, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()

@@ -106,7 +106,8 @@ class Api:
             return web.Response(status=_STATUS.get(error.kind, 400), text=str(error))
         self._metrics.placed(placements, time.perf_counter() - began_s)
         result = [self._named(placed.instance, placed.infer_type, asked.model) for placed in placements]
-        return _json(replace(asked, scheduling_result=result, excluded_endpoints=UNSET))
+        echoed = replace(asked, excluded_endpoints=UNSET, prompt_blocks=b"", prompt_block_size=0)
+        return _json(replace(echoed, scheduling_result=result))
 
     async def release(self, http: web.Request) -> web.Response:
         body = await http.read()
@@ -242,7 +243,7 @@ class Api:
 
     def _named(self, instance: Instance, infer_type: str, model: str) -> LLMInstance:
         """An instance as gateways are told of it."""
-        metadata = instance.metadata
+        metadata, hits = instance.metadata, self._dispatcher.hits
         return LLMInstance(
             id=metadata.instance_id,
             endpoint=Endpoint(metadata.ip, metadata.api_server_port),
@@ -252,6 +253,7 @@ class Api:
             aux_port=metadata.kvt_port,
             dp_rank=metadata.dp_rank,
             dp_size=metadata.data_parallel_size,
+            prompt_block_size=(hits.block_size_of(instance) if hits else 0) or UNSET,
             dp_rank_local=UNSET if self._is_alone(instance) else metadata.dp_local_rank,
         )
 

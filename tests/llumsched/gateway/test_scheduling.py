@@ -6,10 +6,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from base64 import b64encode
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 from msgspec import to_builtins
+from tokenizers import Tokenizer, models, pre_tokenizers
 
+from llumlet.block_hashes import chain, root_of
 from llumlet.protocol.infer_type import InferType
 from llumlet.types import Address
 from llumsched.contract import Endpoint, LLMInstance, Report, SchedulingRequest
@@ -54,6 +58,7 @@ class MockScheduler:
     may_place: asyncio.Event | None = None
     """Placements wait for it."""
     dp_rank_local: int | None = None
+    prompt_block_size: int | None = None
     is_warming: bool = False
     may_be_told: asyncio.Event | None = None
     """Reports wait for it."""
@@ -95,6 +100,8 @@ class MockScheduler:
         }
         if self.dp_rank_local is not None:
             instance["dp_rank_local"] = self.dp_rank_local
+        if self.prompt_block_size is not None:
+            instance["prompt_block_size"] = self.prompt_block_size
         return web.json_response(body | {"scheduling_result": [instance]})
 
 
@@ -133,6 +140,26 @@ async def test_the_scheduler_is_told_the_same_id_as_the_engine() -> None:
         assert asked["scheduling_mode"] == "neutral"
         assert (it.engines.seen or [])[0]["headers"]["X-Request-Id"] == "mine"
         assert not scheduler.of("/release")  # full mode: the engine's status tells
+
+
+@pytest.mark.asyncio
+async def test_blocks_are_named_for_a_scheduler_that_wants_them(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "one": 1, "two": 2}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(path))
+    body = BODY | {"prompt": "one two one two two"}
+    async with scheduled(tokenizers={"mock": str(path)}) as (it, scheduler):
+        await it.post(COMPLETIONS, body)
+        scheduler.prompt_block_size = 2
+        await it.post(COMPLETIONS, body)
+        await it.post(COMPLETIONS, body)
+        scheduler.prompt_block_size = None
+        await it.post(COMPLETIONS, body)
+        await it.post(COMPLETIONS, body)
+        told = [(one.get("prompt_block_size", 0), one.get("prompt_blocks", "")) for one in scheduler.of("/schedule")]
+        named = b64encode(b"".join(chain([1, 2, 1, 2, 2], 2, root_of(2)))).decode()
+        assert told == [(0, ""), (0, ""), (2, named), (2, named), (0, "")]
 
 
 @pytest.mark.asyncio

@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
+import msgspec
 
 from llumlet import kinds
 from llumlet.credentials import Credentials
@@ -25,10 +27,19 @@ DESCRIPTION = """Ask a running scheduler where it would send a request now, and 
 
 Nothing is placed. A reason in brackets was not held against the instance: all others were refused as well, and the
 policy's thresholds were left out. TTFT and TPOT are what the engine itself is expected to need, and how far the model
-of its steps may be off, for want of steps like these; "?" is a kind of step that it has never seen."""
+of its steps may be off, for want of steps like these; "?" is a kind of step that it has never seen. HIT is what its
+prefix cache has of the prompt, if --prompt-token-ids names it and the scheduler knows of prefix caches."""
 
 _MODES: Final = ("neutral", "pd_batch")
 _TIMEOUT_S: Final = 5.0
+
+
+def _token_ids(path: str) -> list[int]:
+    """Token ids of a file. Raises ValueError."""
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=list[int])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +49,9 @@ class Question:
     )
     model: str = OPTIONS.setting("", kinds.text("MODEL"), "model that the request asks for; default: any")
     prompt_num_tokens: int = OPTIONS.setting(0, kinds.integer(at_least=0), "length of its prompt")
+    prompt_token_ids: str = OPTIONS.setting(
+        "", kinds.file(_token_ids), "a file with the prompt's token ids, as JSON has a list of numbers"
+    )
     priority: int = OPTIONS.setting(
         0, kinds.integer(), "its priority, for policies that heed it; lower ones come first"
     )
@@ -59,6 +73,7 @@ def run(prepared: tuple[Question, AccessSettings, bool], _: Credentials) -> int:
         "id": "",
         "model": question.model,
         "prompt_num_tokens": question.prompt_num_tokens,
+        **({"prompt_token_ids": _token_ids(question.prompt_token_ids)} if question.prompt_token_ids else {}),
         "priority": question.priority,
         "scheduling_mode": question.scheduling_mode,
     }
@@ -101,9 +116,11 @@ def _show(answer: dict[str, Any]) -> None:
         names = [metric["name"] for metric in stage["metrics"]]
         predictions = [one.get("predicted") for one in stage["instances"]]
         extra = (">TTFT", ">TPOT") if any(predictions) else ()
-        rows = output.table(("INSTANCE", "VERDICT", *(f">{name}" for name in names), *extra, "WHY NOT"))
+        hits = (">HIT",) if any(one.get("kv_cache_hit_len") for one in stage["instances"]) else ()
+        rows = output.table(("INSTANCE", "VERDICT", *(f">{name}" for name in names), *hits, *extra, "WHY NOT"))
         for instance, predicted in zip(stage["instances"], predictions, strict=True):
             values = [str(instance["metrics"][name]) for name in names]
+            values += [str(instance["kv_cache_hit_len"])] if hits else []
             values += [_predicted(predicted, name) for name in ("ttft", "tpot")] if extra else []
             rows.add_row(*map(output.clean, (instance["instance_id"], instance["verdict"], *values, _why(instance))))
         console.print(rows)

@@ -9,6 +9,7 @@ it at an instance whose blocks have another size.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -50,6 +51,8 @@ class PrefixHits:
         """`sent_blocks`: how many blocks an instance is taken to hold of what was sent there; 0: none, engines tell."""
         self.index = index
         self._sent_blocks = sent_blocks
+        self.num_resyncs = 0
+        """Times that an instance told everything anew, as something was missing."""
         self._members: dict[str, _Member] = {}
         self._adapters: dict[str, frozenset[str]] = {}
         """Names of the LoRA adapters of each instance that has any."""
@@ -121,6 +124,17 @@ class PrefixHits:
         self._masks = {name: np.uint64(adapter_mask(name)) for name in every}
 
     # For a request
+
+    @property
+    def usual_block_size(self) -> int:
+        """Tokens of a block at most instances; 0: nothing is known of any."""
+        sizes = Counter(member.block_size for member in self._members.values())
+        return max(sizes, key=sizes.__getitem__, default=SENT_BLOCK_SIZE if self._sent_blocks else 0)
+
+    @property
+    def num_instances(self) -> int:
+        """Instances of which something is known."""
+        return len(self._members)
 
     def block_size_of(self, instance: Instance) -> int:
         """Tokens of the blocks that requests for such an instance are to name; 0: none."""

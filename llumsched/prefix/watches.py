@@ -55,8 +55,6 @@ class CacheWatches:
         self._hits = hits
         self._connect = connect or (lambda instance: LlumletClient(instance.llumlet, credentials=credentials))
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self.num_resyncs = 0
-        """Streams that told everything anew after one that was void."""
         self._turn = asyncio.Lock()
         self.in_sync: set[str] = set()
         """Ids of the instances of which is known what they hold."""
@@ -89,7 +87,7 @@ class CacheWatches:
             while True:
                 try:
                     async for _ in self._heard(client, instance):
-                        self.num_resyncs += was_void
+                        self._hits.num_resyncs += was_void
                         retry_s, was_void = _FIRST_RETRY_S, False
                     why = "the stream has ended"
                 except (LlumletCallFailed, Broken, TimeoutError, ValueError) as error:

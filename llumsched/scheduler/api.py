@@ -97,14 +97,14 @@ class Api:
 
     async def schedule(self, http: web.Request) -> web.Response:
         asked = decode(await http.read(), SchedulingRequest)
-        request, stages = asked.counted(), asked.stages
+        request, stages = self._read(asked), asked.stages
         began_s = time.perf_counter()
         try:
             placements = self._dispatcher.schedule(request, stages, asked.gateway_id, self._tried(asked))
         except NotPlaced as error:
             self._metrics.refused(error.kind)
             return web.Response(status=_STATUS.get(error.kind, 400), text=str(error))
-        self._metrics.placed(placements, time.perf_counter() - began_s)
+        self._metrics.placed(placements, request.prompt_num_tokens, time.perf_counter() - began_s)
         result = [self._named(placed.instance, placed.infer_type, asked.model) for placed in placements]
         echoed = replace(asked, excluded_endpoints=UNSET, prompt_blocks=b"", prompt_block_size=0)
         return _json(replace(echoed, scheduling_result=result))
@@ -191,7 +191,7 @@ class Api:
         else:
             asked = msgspec.convert(dict(http.query), Question, strict=False)
         try:
-            decisions = self._dispatcher.decide(asked.counted(), asked.stages, asked.gateway_id, self._tried(asked))
+            decisions = self._dispatcher.decide(self._read(asked), asked.stages, asked.gateway_id, self._tried(asked))
         except NotPlaced as error:
             return web.Response(status=_STATUS.get(error.kind, 400), text=str(error))
         policy = self._dispatcher.policy
@@ -229,6 +229,11 @@ class Api:
                 "instances": instances,
             }
         )
+
+    def _read(self, asked: SchedulingRequest) -> SchedulingRequest:
+        """A request with all that its token ids say. Raises ValueError."""
+        hits, counted = self._dispatcher.hits, asked.counted()
+        return counted if hits is None else counted.named(hits.usual_block_size)
 
     def _shown(self, instance: Instance) -> dict[str, Any]:
         return {

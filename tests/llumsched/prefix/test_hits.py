@@ -153,7 +153,7 @@ async def test_a_stream_that_lacks_something_is_void_until_everything_was_told_a
     assert not watches.in_sync
     streams.tell(1, reset=True, stored=blocks_of(32))
     await until(lambda: cluster.of(asked(100)) == {"a": 32})
-    assert watches.num_resyncs == 1
+    assert cluster.hits.num_resyncs == 1
     streams.tell(2, reset=True, stored=blocks_of(80))  # it was too slow
     await until(lambda: cluster.of(asked(100)) == {"a": 80})
     cluster.hits.left(one)

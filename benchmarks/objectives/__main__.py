@@ -3,6 +3,7 @@
 
 python -m benchmarks.objectives                  all cases
 python -m benchmarks.objectives latency          how near predictions come to what clients of real engines see
+python -m benchmarks.objectives prefix           what it is worth to send prompts where their prefix is cached
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import Final
 
 from rich.console import Console
 
-from benchmarks.objectives import latency
+from benchmarks.objectives import latency, prefix
 from benchmarks.objectives.outcome import table
 from tests.support.progress import saying
 from tests.support.report import add_json, print_json
 
-CASES: Final = ("latency",)
+CASES: Final = ("latency", "prefix")
 _QUICK_SECONDS: Final = 12.0
 
 
@@ -46,13 +47,18 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := set(options.cases) - set(CASES):
         parser.error(f"{', '.join(sorted(unknown))}: no such case; there are {', '.join(CASES)}")
     logs = options.logs or Path(tempfile.mkdtemp(prefix="llumnix-logs-"))
-    loads = latency.LOADS
+    loads, shares = latency.LOADS, prefix.LOADS
     if options.quick:
         loads = tuple(replace(load, seconds=_QUICK_SECONDS) for load in loads[:1])
+        shares = tuple(replace(load, seconds=_QUICK_SECONDS) for load in shares[:1])
+    cases = {
+        "latency": lambda say: latency.measure(logs, loads, options.overlap, options.seed, say),
+        "prefix": lambda say: prefix.measure(logs, shares, options.overlap, options.seed, say),
+    }
     console = Console(stderr=True, width=180)
     console.print(f"load average: {os.getloadavg()}; logs: {logs}", highlight=False)
     with saying("objectives") as say:
-        outcomes = asyncio.run(latency.measure(logs, loads, options.overlap, options.seed, say))
+        outcomes = [one for name in options.cases or CASES for one in asyncio.run(cases[name](say))]
     console.print(table(outcomes))
     print_json(options.json, *(one.to_dict() for one in outcomes))
     return 0

@@ -104,6 +104,12 @@ class SchedulerMetrics:
             "Of their prompts, in the prefix cache of the chosen instance, as far as was known.",
             registry=registry,
         )
+        self._hit_percent = Histogram(
+            "request_prefix_cache_hit_percent",
+            "Of a prompt that is not empty, in the prefix cache of the chosen instance.",
+            buckets=range(0, 101, 10),
+            registry=registry,
+        )
         self._registry = registry
         registry.register(_Cluster(dispatcher))
 
@@ -119,6 +125,8 @@ class SchedulerMetrics:
         self._total.inc()
         self._prompt_tokens.inc(num_prompt_tokens)
         self._hit_tokens.inc(placements[0].num_hit_tokens)
+        if num_prompt_tokens:
+            self._hit_percent.observe(100 * placements[0].num_hit_tokens / num_prompt_tokens)
         self._duration.observe(duration_s * 1e3)
         if self._dispatcher.policy.mode is Mode.LITE:
             return

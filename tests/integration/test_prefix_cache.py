@@ -78,7 +78,7 @@ def cached_tokens(stream: Stream) -> int:
 
 async def test_what_is_believed_is_what_vllm_finds(start_server: StartServer) -> None:
     """Through growth, evictions, salts and a reset; and a scheduler that comes later believes the same."""
-    engine = start_server(num_kv_blocks=NUM_BLOCKS, block_size=SIZE, flags=CACHED, env=DEV)
+    engine = start_server(num_kv_blocks=NUM_BLOCKS, max_model_len=1024, block_size=SIZE, flags=CACHED, env=DEV)
     draw = random.Random(3)
     families = [[draw.randrange(100, 1000) for _ in range(700)] for _ in range(4)]
     seen: list[tuple[int, int]] = []

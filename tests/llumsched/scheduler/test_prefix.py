@@ -105,6 +105,8 @@ async def test_metrics_say_what_was_hit_and_how_much_is_known(cluster: Cluster) 
         "scheduler_prefix_blocks_left_out_total 0.0",
         "scheduler_prompt_tokens_total 200.0",
         "scheduler_prefix_hit_tokens_total 192.0",
+        'request_prefix_cache_hit_percent_bucket{le="90.0"} 0.0',
+        'request_prefix_cache_hit_percent_bucket{le="100.0"} 1.0',
     ):
         assert line in text, text
 

@@ -126,8 +126,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_stream_that_lacks_something_is_void_until_everything_was_told_again(
     fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if fault == "silent":
-        monkeypatch.setattr(watching, "SILENCE_S", 0.05)
+    monkeypatch.setattr(watching, "SILENCE_S", 0.05 if fault == "silent" else 1000.0)
     one = instance("a", cache_block_size=SIZE)
     cluster, streams = Cluster(one), Streams()
     watches = CacheWatches(cluster.hits, NONE, lambda _: streams)

@@ -4,6 +4,7 @@
 python -m benchmarks.objectives                  all cases
 python -m benchmarks.objectives latency          how near predictions come to what clients of real engines see
 python -m benchmarks.objectives prefix           what it is worth to send prompts where their prefix is cached
+python -m benchmarks.objectives prefix-index     what it takes to know where that is
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ import argparse
 import asyncio
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from rich.console import Console
 
-from benchmarks.objectives import latency, prefix
-from benchmarks.objectives.outcome import table
-from tests.support.progress import saying
+from benchmarks.objectives import latency, prefix, prefix_index
+from benchmarks.objectives.outcome import Outcome, table
+from tests.support.progress import Say, saying
 from tests.support.report import add_json, print_json
 
-CASES: Final = ("latency", "prefix")
+CASES: Final = ("latency", "prefix", "prefix-index")
 _QUICK_SECONDS: Final = 12.0
 
 
@@ -51,14 +53,15 @@ def main(arguments: list[str] | None = None) -> int:
     if options.quick:
         loads = tuple(replace(load, seconds=_QUICK_SECONDS) for load in loads[:1])
         shares = tuple(replace(load, seconds=_QUICK_SECONDS) for load in shares[:1])
-    cases = {
-        "latency": lambda say: latency.measure(logs, loads, options.overlap, options.seed, say),
-        "prefix": lambda say: prefix.measure(logs, shares, options.overlap, options.seed, say),
+    cases: dict[str, Callable[[Say], list[Outcome]]] = {
+        "latency": lambda say: asyncio.run(latency.measure(logs, loads, options.overlap, options.seed, say)),
+        "prefix": lambda say: asyncio.run(prefix.measure(logs, shares, options.overlap, options.seed, say)),
+        "prefix-index": lambda _: prefix_index.measure(options.seed),
     }
     console = Console(stderr=True, width=180)
     console.print(f"load average: {os.getloadavg()}; logs: {logs}", highlight=False)
     with saying("objectives") as say:
-        outcomes = [one for name in options.cases or CASES for one in asyncio.run(cases[name](say))]
+        outcomes = [one for name in options.cases or CASES for one in cases[name](say)]
     console.print(table(outcomes))
     print_json(options.json, *(one.to_dict() for one in outcomes))
     return 0

@@ -34,6 +34,8 @@ from llumsched.gateway.metrics import Record
 from llumsched.gateway.scheduled import _PREFILL_REPORT_S, Scheduled
 from llumsched.gateway.scheduler_client import SchedulerAnswer, SchedulerClient
 from llumsched.policy.document import Mode, load_policy
+from llumsched.prefix.hits import SENT_BLOCK_SIZE
+from llumsched.request import Request
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
 from tests.llumsched.gateway.support import DEADLINE_S, Cluster, cluster, engine, turns, until
 from tests.support.mock_api import Mock
@@ -142,14 +144,31 @@ async def test_the_scheduler_is_told_the_same_id_as_the_engine() -> None:
         assert not scheduler.of("/release")  # full mode: the engine's status tells
 
 
-@pytest.mark.asyncio
-async def test_blocks_are_named_for_a_scheduler_that_wants_them(tmp_path: Path) -> None:
-    path = tmp_path / "tokenizer.json"
+def _tokenizer(directory: Path) -> str:
+    """Of the words one and two, which are the tokens 1 and 2."""
+    path = str(directory / "tokenizer.json")
     tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "one": 1, "two": 2}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(path))
+    tokenizer.save(path)
+    return path
+
+
+def _places(scheduler: RunningScheduler, prompt: str) -> list[int]:
+    """Tokens of a prompt that each engine is taken to hold."""
+    hits = scheduler.dispatcher.hits
+    assert hits is not None
+    ids = [{"one": 1, "two": 2}[word] for word in prompt.split()]
+    names = b"".join(chain(ids, SENT_BLOCK_SIZE, root_of(SENT_BLOCK_SIZE)))
+    asked = Request("", "mock", len(ids), prompt_blocks=names, prompt_block_size=SENT_BLOCK_SIZE)
+    (values,) = hits.of_request(asked, scheduler.dispatcher.table)
+    return [int(value) for value in values]
+
+
+@pytest.mark.asyncio
+async def test_blocks_are_named_for_a_scheduler_that_wants_them(tmp_path: Path) -> None:
+    path = _tokenizer(tmp_path)
     body = BODY | {"prompt": "one two one two two"}
-    async with scheduled(tokenizers={"mock": str(path)}) as (it, scheduler):
+    async with scheduled(tokenizers={"mock": path}) as (it, scheduler):
         await it.post(COMPLETIONS, body)
         scheduler.prompt_block_size = 2
         await it.post(COMPLETIONS, body)
@@ -603,10 +622,12 @@ async def test_a_place_that_comes_too_late_is_released() -> None:
 
 
 @asynccontextmanager
-async def _real(it_engines: Mock, **settings: Any) -> AsyncIterator[tuple[Cluster, RunningScheduler]]:
+async def _real(
+    it_engines: Mock, policy_name: str = "load-balance", **settings: Any
+) -> AsyncIterator[tuple[Cluster, RunningScheduler]]:
     async with engine(it_engines) as (one, _, _), engine(it_engines) as (other, _, _):
         endpoints = {Address("127.0.0.1", port): InferType.NEUTRAL for port in (one, other)}
-        policy = load_policy("load-balance", Mode.LITE)
+        policy = load_policy(policy_name, Mode.LITE)
         config = SchedulerConfig(policy, host="127.0.0.1", port=0, backend_endpoints=endpoints)
         scheduler = await serve(config)
         try:
@@ -634,6 +655,25 @@ async def test_the_real_scheduler_balances_streams_and_forgets_them() -> None:
         assert len(loads) == 2
         await it.until_idle()
         await until(lambda: not it.gateway.services.running)
+
+
+@pytest.mark.asyncio
+async def test_the_real_scheduler_sends_a_prefix_where_it_has_sent_it_before(tmp_path: Path) -> None:
+    mock, path = Mock(seen=[]), _tokenizer(tmp_path)
+    prompts = [" ".join([word] * 200) for word in ("one", "two")]
+    async with _real(mock, "prefix-cache", tokenizers={"mock": path}) as (it, scheduler):
+        await it.post(COMPLETIONS, BODY)  # with its answer, the gateway knows that names are wanted
+        for number in range(9):
+            words = " ".join(["one"] * number)  # the prompts differ, but for their beginning
+            for prompt in prompts:
+                assert (await it.post(COMPLETIONS, BODY | {"prompt": f"{prompt} {words}"})).status == 200
+                await it.until_idle()
+        told = [one["content"] for one in mock.seen or []][1:]
+        assert len(told) == 18
+        hits = scheduler.dispatcher.hits
+        assert hits is not None
+        places = {kind: _places(scheduler, f"{prompts[kind]} two two") for kind in (0, 1)}
+        assert sorted(map(sorted, places.values())) == [[0, 192], [0, 192]], places
 
 
 @pytest.mark.asyncio

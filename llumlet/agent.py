@@ -14,7 +14,7 @@ Contract, the same for all methods:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from llumlet import types
@@ -52,6 +52,10 @@ class Operator(Protocol):
     async def get_instance_metadata(self) -> types.InstanceMetadata: ...
 
     async def list_requests(self) -> types.ListRequestsResponse: ...
+
+    def watch_cache(self, request: types.WatchCacheRequest) -> AsyncIterator[types.CacheChanges]:
+        """What the prefix cache holds, and what changes. The one call that is cancelled when its caller leaves."""
+        ...
 
 
 class Destination(Protocol):

@@ -39,6 +39,8 @@ class Deadlines:
     """Abort, and calling moves off."""
     move: float = 600.0
     """A whole stream of Migrate or MigrateIn. The moves go on when it passes."""
+    watch: float = 3600.0
+    """A whole stream of WatchCache."""
     reserve: float = 10.0
     """The destination builds the request, its grammar included. Reserve and Adopt."""
     copy: float = 30.0
@@ -128,6 +130,12 @@ class LlumletClient:
         return await self._answer(
             self._llumlet.ListRequests, types.ListRequestsRequest(), deadline_s or self._deadlines.read
         )
+
+    def watch_cache(
+        self, request: types.WatchCacheRequest, *, deadline_s: float | None = None
+    ) -> AsyncGenerator[types.CacheChanges, None]:
+        """What the prefix cache holds, then its changes, until the deadline."""
+        return self._events(lambda: self._llumlet.WatchCache, request, deadline_s or self._deadlines.watch)
 
     # --- Peer ---
 

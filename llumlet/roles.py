@@ -35,6 +35,7 @@ MAY_CALL: Final[Mapping[str, frozenset[Role]]] = {
     "/llumlet.Llumlet/GetInstanceStatus": ALL,
     "/llumlet.Llumlet/GetInstanceMetadata": ALL,
     "/llumlet.Llumlet/ListRequests": _LOOKERS,
+    "/llumlet.Llumlet/WatchCache": _LOOKERS,
     "/llumlet.Cms/Report": _PEERS,
     "/llumlet.Cms/Watch": _LOOKERS,
     "/llumlet.Cms/Peers": ALL,

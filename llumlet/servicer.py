@@ -147,6 +147,14 @@ class LlumletServicer(_Calls, llumlet_pb2_grpc.LlumletServicer):
     async def _look(self, context: Context, name: str, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return await self._answer(context, name, None, lambda _: [], lambda _: call())
 
+    async def WatchCache(self, request: types.WatchCacheRequest, context: Context) -> None:
+        await _require_legal(context, validation.watch_cache_faults(request))
+        try:
+            async for changes in self._agent.watch_cache(request):
+                await context.write(changes)
+        except LlumletError as refusal:
+            await refuse(context, refusal)
+
 
 class PeerServicer(_Calls, llumlet_pb2_grpc.PeerServicer):
     def __init__(self, agent: Destination, calls: DetachedCalls) -> None:

@@ -17,6 +17,7 @@ from llumlet.proto.llumlet_pb2 import (
     AbortResponse,
     AdoptRequest,
     AdoptResponse,
+    CacheChanges,
     ClaimRequest,
     ClaimResponse,
     CommitRequest,
@@ -61,6 +62,7 @@ from llumlet.proto.llumlet_pb2 import (
     SettleResponse,
     StepSample,
     ViewChange,
+    WatchCacheRequest,
     WatchRequest,
 )
 

@@ -18,6 +18,7 @@ from llumlet.types import Address
 MAX_ID_CHARACTERS = 64 << 10
 """Length limit of an id: a client names its request in an HTTP header, which may be about as long."""
 MAX_BLOCK_ID = 2**31 - 1
+MOST_WATCH_INTERVAL_S = 60.0
 
 _VALUE_FIELD = {
     types.MigrationType.NUM_REQ: "num_reqs",
@@ -43,6 +44,12 @@ def drain_faults(request: types.DrainRequest) -> list[str]:
     if not (math.isfinite(request.timeout_s) and request.timeout_s >= 0):
         faults.append(f"timeout_s {request.timeout_s} is not a time in seconds")
     return faults
+
+
+def watch_cache_faults(request: types.WatchCacheRequest) -> list[str]:
+    if 0 <= request.interval_s <= MOST_WATCH_INTERVAL_S:
+        return []
+    return [f"interval_s {request.interval_s} is not between 0 and {MOST_WATCH_INTERVAL_S:g} seconds"]
 
 
 def migrate_in_faults(request: types.MigrateInRequest) -> list[str]:

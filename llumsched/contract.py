@@ -2,8 +2,9 @@
 """The JSON between gateways and schedulers, field for field that of Llumnix.
 
 What is not known is ignored; what is known must have the right type and size. Additions: `priority` and whatever else
-`Request` has, `excluded_endpoints`, with which a second try names who failed the first, and `dp_rank_local`, the rank
-among those of its API server, unless it is the only one there.
+`Request` has (`prompt_blocks` only to a scheduler that has asked for it, by `prompt_block_size` of an answer),
+`excluded_endpoints`, with which a second try names who failed the first, and `dp_rank_local`, the rank among those of
+its API server, unless it is the only one there.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 from msgspec.structs import replace
 
+from llumlet.block_hashes import HASH_BYTES, chain, root_of
 from llumlet.protocol.infer_type import InferType
 from llumlet.types import Address
 from llumsched.causes import Cause
-from llumsched.request import Count, Name, Request
+from llumsched.request import MOST_PROMPT_BLOCKS, Count, Name, Request
 
 MAX_BODY_BYTES = 16 << 20
 """Limit of one call. The token ids of a prompt of a million take half of it."""
@@ -54,6 +56,8 @@ class LLMInstance(Struct):
     dp_rank: int = 0
     dp_size: int = 0
     dp_rank_local: int | UnsetType = UNSET
+    prompt_block_size: int | UnsetType = UNSET
+    """Tokens of the blocks that this scheduler wants named in `prompt_blocks` of the model's next requests."""
 
 
 class SchedulingRequest(Request, frozen=True, kw_only=True):
@@ -65,7 +69,7 @@ class SchedulingRequest(Request, frozen=True, kw_only=True):
     """The mode; always written, so no plain default."""
     scheduling_stage: Literal["", "prefill", "decode"] = ""
     prompt_token_ids: Raw | UnsetType = UNSET
-    """Token ids, which are echoed, and counted if `prompt_num_tokens` is missing."""
+    """Token ids, which are echoed; counted if `prompt_num_tokens` is missing, and named if `prompt_blocks` is."""
     scheduling_result: Annotated[list[LLMInstance], Meta(max_length=16)] | None = None
     excluded_endpoints: Annotated[list[Name], Meta(max_length=1024)] | UnsetType = UNSET
     """Who failed it, sent also if nobody did: a gateway that leaves it out has its retries known by their ids."""
@@ -82,14 +86,30 @@ class SchedulingRequest(Request, frozen=True, kw_only=True):
         return (InferType(self.scheduling_stage),)
 
     def counted(self) -> Self:
-        """The same with the number of the prompt's tokens. Raises ValueError for token ids that are none."""
+        """The same with the number of the prompt's tokens. Raises ValueError for token ids that are none, and for names
+        of blocks that are none."""
+        if len(self.prompt_blocks) % HASH_BYTES or (self.prompt_blocks and not self.prompt_block_size):
+            size = self.prompt_block_size
+            raise ValueError(f"prompt_blocks: {len(self.prompt_blocks)} bytes are no names of blocks of {size} tokens")
         if self.prompt_num_tokens or isinstance(self.prompt_token_ids, UnsetType):
             return self
+        return replace(self, prompt_num_tokens=len(self._token_ids()))
+
+    def named(self, block_size: int) -> Self:
+        """The same with the names of the prompt's blocks, if it has its token ids and not the names. Raises ValueError
+        for token ids that are none."""
+        if self.prompt_blocks or not block_size or isinstance(self.prompt_token_ids, UnsetType):
+            return self
+        token_ids = self._token_ids()[: MOST_PROMPT_BLOCKS * block_size]
+        names = b"".join(chain(token_ids, block_size, root_of(block_size)))
+        return replace(self, prompt_blocks=names, prompt_block_size=block_size)
+
+    def _token_ids(self) -> list[int]:
+        assert not isinstance(self.prompt_token_ids, UnsetType)
         try:
-            token_ids = msgspec.json.decode(self.prompt_token_ids, type=list[Count] | None)
+            return msgspec.json.decode(self.prompt_token_ids, type=list[Count] | None) or []
         except msgspec.MsgspecError as error:
             raise ValueError(f"prompt_token_ids: {error}") from error
-        return replace(self, prompt_num_tokens=len(token_ids or ()))
 
 
 class Placing(Struct):

@@ -31,10 +31,12 @@ WITHIN_LLUMSCHED = {
     "cluster": {"extensions", "latency", "request"},
     "cms": {"cluster"},
     "policy": {"cluster", "extensions", "request"},
-    "dispatch": {"causes", "cluster", "latency", "policy", "request"},
+    "prefix": {"cluster", "request"},
+    "dispatch": {"causes", "cluster", "latency", "policy", "prefix", "request"},
     "rescheduling": {"cluster", "cms", "extensions", "policy"},
     "summary": {"cluster"},
-    "scheduler": {"cluster", "cms", "contract", "dispatch", "latency", "policy", "rescheduling", "summary", "tls"},
+    "scheduler": {"cluster", "cms", "contract", "dispatch", "latency", "policy", "prefix", "rescheduling", "summary",
+                  "tls"},
     "gateway": {"causes", "contract", "descriptors", "request", "tls"},
 }  # fmt: skip
 """What of llumsched each of these may import; who else is there starts, shows or plays them."""

@@ -548,7 +548,7 @@ class GetInstanceMetadataRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InstanceMetadata(_message.Message):
-    __slots__ = ("instance_id", "instance_type", "backend_type", "ip", "ip_kvs", "api_server_port", "llumlet_port", "kvt_port", "node_id", "data_parallel_size", "tensor_parallel_size", "unit_id", "dp_rank", "ep_rank", "dp_local_rank", "utc_create", "utc_update", "ip_kvt", "block_size", "max_num_batched_tokens", "incarnation", "version", "engine_version", "patch_digest", "model", "max_model_len", "num_total_blocks", "bytes_per_block", "transports", "max_migrations_in", "max_migrations_out", "stall_budget_ms", "exact", "compatibility_digest", "served_models", "unsupported")
+    __slots__ = ("instance_id", "instance_type", "backend_type", "ip", "ip_kvs", "api_server_port", "llumlet_port", "kvt_port", "node_id", "data_parallel_size", "tensor_parallel_size", "unit_id", "dp_rank", "ep_rank", "dp_local_rank", "utc_create", "utc_update", "ip_kvt", "block_size", "max_num_batched_tokens", "incarnation", "version", "engine_version", "patch_digest", "model", "max_model_len", "num_total_blocks", "bytes_per_block", "transports", "max_migrations_in", "max_migrations_out", "stall_budget_ms", "exact", "compatibility_digest", "served_models", "unsupported", "cache_block_size", "adapters")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_TYPE_FIELD_NUMBER: _ClassVar[int]
     BACKEND_TYPE_FIELD_NUMBER: _ClassVar[int]
@@ -585,6 +585,8 @@ class InstanceMetadata(_message.Message):
     COMPATIBILITY_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SERVED_MODELS_FIELD_NUMBER: _ClassVar[int]
     UNSUPPORTED_FIELD_NUMBER: _ClassVar[int]
+    CACHE_BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     instance_type: str
     backend_type: str
@@ -621,7 +623,31 @@ class InstanceMetadata(_message.Message):
     compatibility_digest: str
     served_models: _containers.RepeatedScalarFieldContainer[str]
     unsupported: str
-    def __init__(self, instance_id: _Optional[str] = ..., instance_type: _Optional[str] = ..., backend_type: _Optional[str] = ..., ip: _Optional[str] = ..., ip_kvs: _Optional[str] = ..., api_server_port: _Optional[int] = ..., llumlet_port: _Optional[int] = ..., kvt_port: _Optional[int] = ..., node_id: _Optional[str] = ..., data_parallel_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., unit_id: _Optional[str] = ..., dp_rank: _Optional[int] = ..., ep_rank: _Optional[int] = ..., dp_local_rank: _Optional[int] = ..., utc_create: _Optional[float] = ..., utc_update: _Optional[float] = ..., ip_kvt: _Optional[str] = ..., block_size: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., incarnation: _Optional[str] = ..., version: _Optional[str] = ..., engine_version: _Optional[str] = ..., patch_digest: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., bytes_per_block: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., max_migrations_in: _Optional[int] = ..., max_migrations_out: _Optional[int] = ..., stall_budget_ms: _Optional[float] = ..., exact: _Optional[bool] = ..., compatibility_digest: _Optional[str] = ..., served_models: _Optional[_Iterable[str]] = ..., unsupported: _Optional[str] = ...) -> None: ...
+    cache_block_size: int
+    adapters: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, instance_id: _Optional[str] = ..., instance_type: _Optional[str] = ..., backend_type: _Optional[str] = ..., ip: _Optional[str] = ..., ip_kvs: _Optional[str] = ..., api_server_port: _Optional[int] = ..., llumlet_port: _Optional[int] = ..., kvt_port: _Optional[int] = ..., node_id: _Optional[str] = ..., data_parallel_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., unit_id: _Optional[str] = ..., dp_rank: _Optional[int] = ..., ep_rank: _Optional[int] = ..., dp_local_rank: _Optional[int] = ..., utc_create: _Optional[float] = ..., utc_update: _Optional[float] = ..., ip_kvt: _Optional[str] = ..., block_size: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., incarnation: _Optional[str] = ..., version: _Optional[str] = ..., engine_version: _Optional[str] = ..., patch_digest: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., bytes_per_block: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., max_migrations_in: _Optional[int] = ..., max_migrations_out: _Optional[int] = ..., stall_budget_ms: _Optional[float] = ..., exact: _Optional[bool] = ..., compatibility_digest: _Optional[str] = ..., served_models: _Optional[_Iterable[str]] = ..., unsupported: _Optional[str] = ..., cache_block_size: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class WatchCacheRequest(_message.Message):
+    __slots__ = ("engine_id", "incarnation", "interval_s")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    incarnation: str
+    interval_s: float
+    def __init__(self, engine_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., interval_s: _Optional[float] = ...) -> None: ...
+
+class CacheChanges(_message.Message):
+    __slots__ = ("number", "reset", "stored", "removed")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RESET_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    reset: bool
+    stored: bytes
+    removed: bytes
+    def __init__(self, number: _Optional[int] = ..., reset: _Optional[bool] = ..., stored: _Optional[bytes] = ..., removed: _Optional[bytes] = ...) -> None: ...
 
 class ListRequestsRequest(_message.Message):
     __slots__ = ()

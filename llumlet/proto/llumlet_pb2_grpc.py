@@ -74,6 +74,11 @@ class LlumletStub:
                 request_serializer=llumlet_dot_proto_dot_llumlet__pb2.ListRequestsRequest.SerializeToString,
                 response_deserializer=llumlet_dot_proto_dot_llumlet__pb2.ListRequestsResponse.FromString,
                 _registered_method=True)
+        self.WatchCache = channel.unary_stream(
+                '/llumlet.Llumlet/WatchCache',
+                request_serializer=llumlet_dot_proto_dot_llumlet__pb2.WatchCacheRequest.SerializeToString,
+                response_deserializer=llumlet_dot_proto_dot_llumlet__pb2.CacheChanges.FromString,
+                _registered_method=True)
 
 
 class LlumletServicer:
@@ -134,6 +139,14 @@ class LlumletServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchCache(self, request, context):
+        """Which blocks the prefix cache holds, all of them first, then what changes, until the caller leaves. A caller that
+        is too slow is told all of them again, in the same stream; who misses a number has to call again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_LlumletServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -176,6 +189,11 @@ def add_LlumletServicer_to_server(servicer, server):
                     servicer.ListRequests,
                     request_deserializer=llumlet_dot_proto_dot_llumlet__pb2.ListRequestsRequest.FromString,
                     response_serializer=llumlet_dot_proto_dot_llumlet__pb2.ListRequestsResponse.SerializeToString,
+            ),
+            'WatchCache': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchCache,
+                    request_deserializer=llumlet_dot_proto_dot_llumlet__pb2.WatchCacheRequest.FromString,
+                    response_serializer=llumlet_dot_proto_dot_llumlet__pb2.CacheChanges.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -394,6 +412,33 @@ class Llumlet:
             '/llumlet.Llumlet/ListRequests',
             llumlet_dot_proto_dot_llumlet__pb2.ListRequestsRequest.SerializeToString,
             llumlet_dot_proto_dot_llumlet__pb2.ListRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/llumlet.Llumlet/WatchCache',
+            llumlet_dot_proto_dot_llumlet__pb2.WatchCacheRequest.SerializeToString,
+            llumlet_dot_proto_dot_llumlet__pb2.CacheChanges.FromString,
             options,
             channel_credentials,
             insecure,

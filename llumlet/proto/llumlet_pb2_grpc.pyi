@@ -13,6 +13,7 @@ class LlumletStub:
     GetInstanceStatus: aio.UnaryUnaryMultiCallable[pb.GetInstanceStatusRequest, pb.InstanceStatus]
     GetInstanceMetadata: aio.UnaryUnaryMultiCallable[pb.GetInstanceMetadataRequest, pb.InstanceMetadata]
     ListRequests: aio.UnaryUnaryMultiCallable[pb.ListRequestsRequest, pb.ListRequestsResponse]
+    WatchCache: aio.UnaryStreamMultiCallable[pb.WatchCacheRequest, pb.CacheChanges]
 
 class LlumletServicer:
     async def Migrate(
@@ -39,6 +40,9 @@ class LlumletServicer:
     async def ListRequests(
         self, request: pb.ListRequestsRequest, context: aio.ServicerContext[pb.ListRequestsRequest, pb.ListRequestsResponse]
     ) -> pb.ListRequestsResponse: ...
+    async def WatchCache(
+        self, request: pb.WatchCacheRequest, context: aio.ServicerContext[pb.WatchCacheRequest, pb.CacheChanges]
+    ) -> None: ...
 
 def add_LlumletServicer_to_server(servicer: LlumletServicer, server: aio.Server) -> None: ...
 

@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
+import msgspec
 
 from llumlet import kinds
 from llumlet.credentials import Credentials
@@ -25,9 +27,10 @@ DESCRIPTION = """Ask a running scheduler where it would send a request now, and 
 
 Nothing is placed. A reason in brackets was not held against the instance: all others were refused as well, and the
 policy's thresholds were left out. TTFT and TPOT are what the engine itself is expected to need, and how far the model
-of its steps may be off, for want of steps like these; "?" is a kind of step that it has never seen. SINCE is what has
-been moved on since the instance's last report (--forward-status of the scheduler): as it was told, and as it is taken
-to be now."""
+of its steps may be off, for want of steps like these; "?" is a kind of step that it has never seen. HIT is what its
+prefix cache has of the prompt, if --prompt-token-ids names it and the scheduler knows of prefix caches. SINCE is what
+has been moved on since the instance's last report (--forward-status of the scheduler): as it was told, and as it is
+taken to be now."""
 
 _MODES: Final = ("neutral", "pd_batch")
 _TIMEOUT_S: Final = 5.0
@@ -41,6 +44,14 @@ _SHOWN: Final = (
 """Columns of what has been moved on, and what they are called; the JSON has all."""
 
 
+def _token_ids(path: str) -> list[int]:
+    """Token ids of a file. Raises ValueError."""
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=list[int])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
     scheduler: Address = OPTIONS.setting(
@@ -48,6 +59,9 @@ class Question:
     )
     model: str = OPTIONS.setting("", kinds.text("MODEL"), "model that the request asks for; default: any")
     prompt_num_tokens: int = OPTIONS.setting(0, kinds.integer(at_least=0), "length of its prompt")
+    prompt_token_ids: str = OPTIONS.setting(
+        "", kinds.file(_token_ids), "a file with the prompt's token ids, as JSON has a list of numbers"
+    )
     priority: int = OPTIONS.setting(
         0, kinds.integer(), "its priority, for policies that heed it; lower ones come first"
     )
@@ -74,7 +88,9 @@ def prepare(reading: Reading) -> tuple[Question, AccessSettings, bool]:
 def run(prepared: tuple[Question, AccessSettings, bool], _: Credentials) -> int:
     question, access, as_json = prepared
     asked = asdict(question)
-    del asked["scheduler"]
+    del asked["scheduler"], asked["prompt_token_ids"]
+    if question.prompt_token_ids:
+        asked["prompt_token_ids"] = _token_ids(question.prompt_token_ids)
     try:
         status, answer = asyncio.run(_ask(question.scheduler, asked, access.access))
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -114,11 +130,14 @@ def _show(answer: dict[str, Any]) -> None:
         names = [metric["name"] for metric in stage["metrics"]]
         predictions = [one.get("predicted") for one in stage["instances"]]
         extra = (">TTFT", ">TPOT") if any(predictions) else ()
+        hits = (">HIT",) if any(one.get("kv_cache_hit_len") for one in stage["instances"]) else ()
         moved = [one.get("moved_on") for one in stage["instances"]]
         since = ("SINCE",) if any(moved) else ()
-        rows = output.table(("INSTANCE", "VERDICT", *(f">{name}" for name in names), *extra, *since, "WHY NOT"))
+        titles = (*(f">{name}" for name in names), *hits, *extra, *since)
+        rows = output.table(("INSTANCE", "VERDICT", *titles, "WHY NOT"))
         for instance, predicted, each in zip(stage["instances"], predictions, moved, strict=True):
             values = [str(instance["metrics"][name]) for name in names]
+            values += [str(instance["kv_cache_hit_len"])] if hits else []
             values += [_predicted(predicted, name) for name in ("ttft", "tpot")] if extra else []
             values += [_since(each)] if since else []
             rows.add_row(*map(output.clean, (instance["instance_id"], instance["verdict"], *values, _why(instance))))

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from llumlet.protocol.infer_type import InferType
 from llumsched.cluster.instance import Instance
-from llumsched.cluster.providers import RequestProvider
+from llumsched.cluster.providers import HIT_COLUMN, RequestProvider
 from llumsched.cluster.providers.in_flight import InFlight
 from llumsched.cluster.providers.outlook import Outlook
 from llumsched.cluster.providers.step_models import StepModels
@@ -31,6 +31,7 @@ from llumsched.policy.candidates import Candidates, Context
 from llumsched.policy.document import Policy
 from llumsched.policy.pipeline import Decision
 from llumsched.policy.selectors import Draw
+from llumsched.prefix.hits import PrefixHits
 from llumsched.request import Request
 
 _REMEMBER_S = 10.0
@@ -67,7 +68,13 @@ class Ledger(Observer, Protocol):
     num_expired: int
 
     def dispatched(
-        self, request_id: str, instance_id: str, infer_type: InferType, num_tokens: int, gateway_id: str = ""
+        self,
+        request_id: str,
+        instance_id: str,
+        infer_type: InferType,
+        num_tokens: int,
+        gateway_id: str = "",
+        num_hit_tokens: int = 0,
     ) -> None: ...
 
     def released(self, request_id: str, instance_ids: Collection[str], gateway_id: str = "") -> None: ...
@@ -80,6 +87,8 @@ class Assignment:
     infer_type: InferType
     instance: Instance
     fallback: bool
+    num_hit_tokens: int = 0
+    """Tokens of the prompt that the instance had in its prefix cache, as far as was known."""
 
 
 class Dispatcher:
@@ -97,10 +106,11 @@ class Dispatcher:
         providers: Sequence[RequestProvider] = (),
         profiles: Sequence[Profile] = (),
         forward: bool = False,
+        hits: PrefixHits | None = None,
     ) -> None:
         """`warms_up_s`: how long no instance must have come before one is chosen among those that have. `providers`: of
         columns beside those of the table, asked for each request. `profiles`: what is known of steps beforehand.
-        `forward`: whether decisions see statuses moved on to now."""
+        `forward`: whether decisions see statuses moved on to now. `hits`: what prefix caches hold."""
         self.view, self.policy, self.ledger = view, policy, ledger
         self._staleness_s = policy.staleness_s
         self._forward = forward
@@ -108,7 +118,8 @@ class Dispatcher:
         self.senders = Senders(clock)
         outlook = Outlook(clock)
         self.table = standard_table(ledger.in_flight, self.step_models, outlook)
-        self._providers = providers
+        self.hits = hits
+        self._providers: Sequence[RequestProvider] = (*((hits,) if hits else ()), *providers)
         self._lost: tuple[tuple[Instance, ...], Snapshot | None] = (), None
         """Lost instances, and their columns."""
         self._clock = clock
@@ -118,7 +129,7 @@ class Dispatcher:
         """Instances that a gateway's request went to lately: a second try goes elsewhere, if there is an elsewhere."""
         self.complaints = Complaints(clock)
         self.warmth = Warmth(clock, warms_up_s)
-        observers: list[Observer] = [one for one in providers if isinstance(one, Observer)]
+        observers: list[Observer] = [one for one in self._providers if isinstance(one, Observer)]
         observers = [
             ledger,
             self.step_models,
@@ -154,12 +165,21 @@ class Dispatcher:
         for stage, decision in decisions.items():
             if decision.row is None:
                 raise self._not_placed(decision, self._would_go(request, stage, gateway_id, tried))
-            placements.append(Assignment(stage, self.table.instances[decision.row], decision.fallback))
+            num_hit_tokens = int(decision.candidates[HIT_COLUMN][decision.row]) if self.hits else 0
+            instance = self.table.instances[decision.row]
+            placements.append(Assignment(stage, instance, decision.fallback, num_hit_tokens))
         for placed in placements:
             self.ledger.dispatched(
-                request.id, placed.instance.id, placed.infer_type, request.prompt_num_tokens, gateway_id
+                request.id,
+                placed.instance.id,
+                placed.infer_type,
+                request.prompt_num_tokens,
+                gateway_id,
+                placed.num_hit_tokens,
             )
             self.senders.sent()
+            if self.hits is not None:
+                self.hits.sent(request, placed.instance.id)
             self._last[placed.infer_type, request.model] = placed.instance.id
             if request.id and tried is None:
                 self._remember(request, placed, gateway_id)

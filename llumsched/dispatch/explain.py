@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from llumsched.cluster.forward import MOVED, Forward
+from llumsched.cluster.providers import HIT_COLUMN
 from llumsched.cluster.providers.step_models import StepModels
 from llumsched.latency.fitting import pairs
 from llumsched.policy.candidates import Candidates
@@ -25,7 +26,7 @@ def explain(decision: Decision, step_models: StepModels | None = None) -> dict[s
     stage, candidates = decision.stage, decision.candidates
     columns = {metric.name: candidates.values(metric) for metric in stage.metrics}
     ages_s, cluster = candidates["age_s"], candidates.cluster
-    reasons = _reasons(decision)
+    reasons, hits = _reasons(decision), candidates[HIT_COLUMN]
     instances = []
     for row in map(int, np.argsort(cluster.order.rank)):
         hard = any(not refusal["skipped"] for refusal in reasons[row])
@@ -37,6 +38,7 @@ def explain(decision: Decision, step_models: StepModels | None = None) -> dict[s
                 "refused_by": reasons[row],
                 "age_s": round(float(ages_s[row]), 3),
                 "moved_on": _moved_on(cluster, row) if isinstance(cluster, Forward) else None,
+                "kv_cache_hit_len": int(hits[row]),
                 "predicted": None if step_models is None else _predicted(candidates, row, step_models),
             }
         )

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from llumsched.gateway import errors, sse
 from llumsched.gateway.backends import Backend
-from llumsched.gateway.body import Content
+from llumsched.gateway.body import Content, Prompt
 from llumsched.gateway.connection import Connection
 from llumsched.gateway.continuable import CannotContinue
 from llumsched.gateway.errors import GatewayError, StreamLost
@@ -65,7 +65,7 @@ class Attempts(ABC):
         self._request = received.request
         self._body = received.body
         self._record = received.record
-        self._num_counted = received.num_tokens
+        self._counted = received.prompt
         self._own_id = received.own_id
         self._started_s = received.started_s
         self._target = received.target
@@ -105,9 +105,9 @@ class Attempts(ABC):
         return self._record.num_input_tokens
 
     @property
-    def _num_prompt_tokens(self) -> int:
-        """Tokens that an engine gets as its prompt."""
-        return self._num_counted
+    def _prompt(self) -> Prompt:
+        """What an engine gets as its prompt."""
+        return self._counted
 
     async def _prepare(self, placed: Placed) -> None:
         """Called before the request is sent."""
@@ -195,16 +195,10 @@ class Attempts(ABC):
         started_s = time.monotonic()
         suffix = f"-r{self._tried.num_placed}" if self._tried.num_placed else ""
         try:
-            placed = await self._choose(
-                self._body.request(
-                    self._own_id + suffix,
-                    self._num_prompt_tokens,
-                    NONE
-                    if self._has_begun
-                    else self._record.objectives,  # what has begun is not to wait for a better place
-                    started_s - self._started_s,
-                )
-            )
+            # What has begun is not to wait for a better place.
+            objectives = NONE if self._has_begun else self._record.objectives
+            waited_s = started_s - self._started_s
+            placed = await self._choose(self._body.request(self._own_id + suffix, self._prompt, objectives, waited_s))
         finally:
             self._record.schedule_s += time.monotonic() - started_s
         self._record.instance = str(placed.backend)

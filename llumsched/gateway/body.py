@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -61,6 +61,15 @@ def _checked(head: Head) -> Head:
     return head
 
 
+class Prompt(NamedTuple):
+    """What is known of a body's prompt."""
+
+    num_tokens: int = 0
+    blocks: bytes = b""
+    """Names of its first full blocks (`llumlet.block_hashes`)."""
+    block_size: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Body:
     content: bytes | bytearray
@@ -85,19 +94,19 @@ class Body:
     def model(self) -> str:
         return self.head.model or ""
 
-    def request(
-        self, request_id: str, prompt_num_tokens: int, objectives: Objectives = NONE, waited_s: float = 0.0
-    ) -> Request:
+    def request(self, request_id: str, prompt: Prompt, objectives: Objectives = NONE, waited_s: float = 0.0) -> Request:
         """What schedulers are told of it. `request_id`: the name under which engines get it. `waited_s`: since it
         came."""
         return Request(
             request_id,
             self.model,
-            prompt_num_tokens,
+            prompt.num_tokens,
             self.head.priority or 0,
             objectives.ttft_ms,
             objectives.tpot_ms,
             waited_s * 1e3,
+            prompt_blocks=prompt.blocks,
+            prompt_block_size=prompt.block_size,
         )
 
     @property

@@ -16,6 +16,7 @@ from aiohttp import web
 from llumsched.gateway import continuation, errors, sse
 from llumsched.gateway.attempts import Attempts, not_continued
 from llumsched.gateway.backends import Backend
+from llumsched.gateway.body import Prompt
 from llumsched.gateway.connection import Connection
 from llumsched.gateway.continuable import CannotContinue, Outline
 from llumsched.gateway.continuation import Transcript
@@ -72,10 +73,10 @@ class Continuing(Attempts):
         return self._record.num_input_tokens + num_output
 
     @property
-    def _num_prompt_tokens(self) -> int:
+    def _prompt(self) -> Prompt:
         if self._out is None or not self._transcript.token_ids:
-            return super()._num_prompt_tokens
-        return self._transcript.num_prompt + len(self._transcript.token_ids)
+            return super()._prompt
+        return self._counted._replace(num_tokens=self._transcript.num_prompt + len(self._transcript.token_ids))
 
     async def _prepare(self, placed: Placed) -> None:
         """Takes tokens that end within a character from the transcript. The engine that is to go on knows which do."""

@@ -18,7 +18,7 @@ from llumsched.gateway.access_log import AccessLogger
 from llumsched.gateway.api_keys import TENANT, Exceeded, Limit, PriorityRefused, Tenant
 from llumsched.gateway.attempts import Attempts
 from llumsched.gateway.backends import Backend
-from llumsched.gateway.body import Body, Head
+from llumsched.gateway.body import Body, Head, Prompt
 from llumsched.gateway.continuing import Continuing
 from llumsched.gateway.errors import GatewayError
 from llumsched.gateway.forwarded import with_client
@@ -69,14 +69,14 @@ class Exchanges:
                 record.key = tenant.name
                 tenant.check_priority(body.head.priority or 0)
             record.objectives = self._objectives(request, body, tenant)
-            num_tokens = 0
+            prompt = Prompt()
             if not self._config.is_local or (tenant and tenant.allowance.tokens_in_flight):
-                num_tokens = await self._count(body, found)
-            record.num_input_tokens = num_tokens
+                prompt = await self._count(body, found)
+            record.num_input_tokens = prompt.num_tokens
             record.preprocess_s = time.monotonic() - started_s
             self._services.budget.requested()
-            with tenant.tokens(num_tokens) if tenant else nullcontext():
-                received = Received(request, body, record, own_id, started_s, num_tokens, with_client(request))
+            with tenant.tokens(prompt.num_tokens) if tenant else nullcontext():
+                received = Received(request, body, record, own_id, started_s, prompt, with_client(request))
                 response = await (await self._attempts(received, found)).run()
             record.status = record.status or response.status
             return response
@@ -132,15 +132,15 @@ class Exchanges:
             found = found.or_else(tenant.objectives)
         return found.or_else(self._config.objectives(body.model))
 
-    async def _count(self, body: Body, found: Found) -> int:
+    async def _count(self, body: Body, found: Found) -> Prompt:
         path = found.path
         if path.is_form or path.work is Work.TEXT:
-            return 0
+            return Prompt()
         if path.kind is Kind.CONTINUED:
-            return await self._services.tokens.count(body)
+            return await self._services.tokens.count(body, self._services.placement.block_size(body.model))
         if len(body.content) > _ESTIMATED_BYTES:
-            return prompts.of_bytes(len(body.content))
-        return prompts.rough_number(body.document())
+            return Prompt(prompts.of_bytes(len(body.content)))
+        return Prompt(prompts.rough_number(body.document()))
 
     async def _attempts(self, received: Received, found: Found) -> Attempts:
         """The right kind of attempts for the path. Raises UnknownResponse."""

@@ -35,6 +35,8 @@ class Job(msgspec.Struct, array_like=True):
     cpu_s: float
     """Time of a processor after which the kernel ends the process."""
     model: str = ""
+    block_size: int = 0
+    """Tokens of the blocks that a count is to name; 0: none."""
 
 
 class Answer(msgspec.Struct, array_like=True):
@@ -46,6 +48,8 @@ class Answer(msgspec.Struct, array_like=True):
     head: Head | None = None
     fault: str = ""
     outline: Outline | None = None
+    blocks: bytes = b""
+    """Names of the prompt's blocks."""
 
 
 class Settings(msgspec.Struct):

@@ -36,6 +36,10 @@ class Placement(ABC):
         """Requests for which no instance was free when they asked first."""
         return 0
 
+    def block_size(self, model: str) -> int:
+        """Tokens of the blocks of a prompt by whose names places are chosen; 0: nobody asks for names."""
+        return 0
+
     @abstractmethod
     async def place(
         self, asked: Request, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens a request's prompt has. Pure.
+"""How many tokens a request's prompt has, and the names of its blocks. Pure.
 
 Token-id prompts are counted as they are; several prompts count together. Without a tokenizer the count is an estimate:
 a token per four bytes of text. A client's own chat template is never rendered, nor does a client replace parameters of
@@ -9,7 +9,10 @@ the rendering: such a chat is counted by its texts, and the engine says whether 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
+
+from llumlet.block_hashes import chain, root_of
+from llumsched.request import MOST_PROMPT_BLOCKS
 
 _BYTES_PER_TOKEN: Final = 4
 _TOKENS_AROUND_MESSAGE: Final = 4
@@ -41,22 +44,42 @@ class Tokenizer(Protocol):
         ...
 
 
+class Counted(NamedTuple):
+    num_tokens: int
+    token_ids: Sequence[int] = ()
+    """Of the one prompt, as far as they are known: of a long text, the first ones."""
+
+
 def estimate(document: Mapping[str, Any]) -> int:
-    return count(None, document)
+    return count(None, document).num_tokens
 
 
-def count(tokenizer: Tokenizer | None, document: Mapping[str, Any]) -> int:
+def count(tokenizer: Tokenizer | None, document: Mapping[str, Any]) -> Counted:
     prompt = document.get("prompt")
     if prompt is None:
         rendered = _rendered(tokenizer, document) if tokenizer else None
         if tokenizer is None or rendered is None:
-            return _messages(tokenizer, document.get("messages"))
+            return Counted(_messages(tokenizer, document.get("messages")))
         return _encoded(tokenizer, rendered, special=False)
     if isinstance(prompt, list):
         if all(isinstance(part, int) for part in prompt):
-            return len(prompt)
-        return sum(len(part) if isinstance(part, list) else _text(tokenizer, part) for part in prompt)
-    return _text(tokenizer, prompt)
+            return Counted(len(prompt), prompt)
+        return Counted(sum(len(part) if isinstance(part, list) else _text(tokenizer, part) for part in prompt))
+    if tokenizer is None or not isinstance(prompt, str):
+        return Counted(_text(tokenizer, prompt))
+    return _encoded(tokenizer, prompt)
+
+
+def blocks(document: Mapping[str, Any], token_ids: Sequence[int], block_size: int) -> bytes:
+    """Names of the prompt's first full blocks (`llumlet.block_hashes`). None of what the engine would cut off."""
+    if block_size < 1 or document.get("truncate_prompt_tokens") is not None:
+        return b""
+    salt = document.get("cache_salt")
+    root = root_of(block_size, salt if isinstance(salt, str) else "")
+    try:
+        return b"".join(chain(token_ids[: MOST_PROMPT_BLOCKS * block_size], block_size, root))
+    except (OverflowError, TypeError):  # no token ids: the engine says what is wrong
+        return b""
 
 
 def _rendered(tokenizer: Tokenizer, document: Mapping[str, Any]) -> str | None:
@@ -73,9 +96,10 @@ def _are_variables(given: Any, reserved: frozenset[str]) -> bool:
     )
 
 
-def _encoded(tokenizer: Tokenizer, text: str, *, special: bool = True) -> int:
-    num_ids = len(tokenizer.encode(text[:MOST_ENCODED_CHARACTERS], special=special))
-    return num_ids * len(text) // MOST_ENCODED_CHARACTERS if len(text) > MOST_ENCODED_CHARACTERS else num_ids
+def _encoded(tokenizer: Tokenizer, text: str, *, special: bool = True) -> Counted:
+    ids = tokenizer.encode(text[:MOST_ENCODED_CHARACTERS], special=special)
+    is_whole = len(text) <= MOST_ENCODED_CHARACTERS
+    return Counted(len(ids) if is_whole else len(ids) * len(text) // MOST_ENCODED_CHARACTERS, ids)
 
 
 def _messages(tokenizer: Tokenizer | None, messages: Any) -> int:
@@ -85,7 +109,7 @@ def _messages(tokenizer: Tokenizer | None, messages: Any) -> int:
 def _text(tokenizer: Tokenizer | None, text: Any) -> int:
     if not isinstance(text, str):
         return 0
-    return _encoded(tokenizer, text) if tokenizer else of_bytes(len(text.encode(errors="replace")))
+    return _encoded(tokenizer, text).num_tokens if tokenizer else of_bytes(len(text.encode(errors="replace")))
 
 
 def of_bytes(num_bytes: int) -> int:

@@ -152,7 +152,9 @@ def _count(connection: socket.socket, job: Job, content: bytearray, tokenizers: 
     if tokenizer is not None:
         by_length = Answer(is_last=False, num_tokens=prompts.estimate(document))
         connection.sendall(frames.answer_frame(by_length))
-    return Answer(is_last=True, num_tokens=prompts.count(tokenizer, document))
+    counted = prompts.count(tokenizer, document)
+    names = prompts.blocks(document, counted.token_ids, job.block_size)
+    return Answer(is_last=True, num_tokens=counted.num_tokens, blocks=names)
 
 
 def _outline(content: bytearray) -> Answer:

@@ -71,6 +71,11 @@ class Scheduled(Placement):
         self.gateway_id = uuid.uuid4().hex
         self._begun: dict[str, tuple[Address, Report]] = {}
         """Reports that go soon, by request."""
+        self._block_sizes: dict[str, int] = {}
+        """Sizes of the blocks that the scheduler wants named, by models that it has placed."""
+
+    def block_size(self, model: str) -> int:
+        return self._block_sizes.get(model, 0)
 
     async def place(
         self, asked: Request, excluded: Collection[Backend] = (), shunned: Collection[Backend] = ()
@@ -160,6 +165,8 @@ class Scheduled(Placement):
         backend = self._backends.at(chosen.endpoint.address)
         if asked.model:
             backend.learn(asked.model)
+        wanted = chosen.prompt_block_size
+        self._block_sizes[asked.model] = 0 if isinstance(wanted, UnsetType) else wanted
         rank = None if isinstance(chosen.dp_rank_local, UnsetType) else chosen.dp_rank_local
         return Placed(asked, backend, answer, waited_s=took_s, dp_rank=rank)
 

@@ -10,7 +10,7 @@ from typing import Protocol
 from aiohttp import web
 
 from llumsched.gateway.backends import Backend, Backends
-from llumsched.gateway.body import Body
+from llumsched.gateway.body import Body, Prompt
 from llumsched.gateway.config import Config
 from llumsched.gateway.forwarded import RawHeaders
 from llumsched.gateway.metrics import Metrics, Record
@@ -32,8 +32,8 @@ class Received:
     own_id: str
     """The id under which engine and scheduler know the request."""
     started_s: float
-    num_tokens: int
-    """Tokens of its prompt; 0 if nobody asks for that."""
+    prompt: Prompt
+    """What is known of its prompt; nothing if nobody asks for that."""
     headers: RawHeaders
     """Headers for the engine."""
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from llumsched.gateway import errors, prompts
-from llumsched.gateway.body import Body
+from llumsched.gateway.body import Body, Prompt
 from llumsched.gateway.continuable import CannotContinue, Outline, outline
 from llumsched.gateway.errors import InvalidRequest
 from llumsched.gateway.frames import Job, Task
@@ -81,20 +81,23 @@ class TokenCounter:
             raise CannotContinue(answer.fault or "its body takes too long to read")
         return answer.outline
 
-    async def count(self, body: Body) -> int:
+    async def count(self, body: Body, block_size: int = 0) -> Prompt:
+        """The length of its prompt; if a `block_size` is wanted, the names of its blocks, too, as far as known."""
         is_small = len(body.content) <= _COUNTED_HERE_BYTES
         if is_small and body.model not in self._models and "" not in self._models:
             return _estimate(body)
-        job = Job(Task.COUNT, self._cpu_s, body.model)
+        job = Job(Task.COUNT, self._cpu_s, body.model, block_size)
         try:
             answer = await self._readers.run(job, body.content, _WAIT_S if is_small else _LONG_WAIT_S)
         except Unavailable:
-            return _estimate(body) if is_small else prompts.of_bytes(len(body.content))
-        return prompts.of_bytes(len(body.content)) if answer.num_tokens is None else answer.num_tokens
+            return _estimate(body) if is_small else Prompt(prompts.of_bytes(len(body.content)))
+        if answer.num_tokens is None:
+            return Prompt(prompts.of_bytes(len(body.content)))
+        return Prompt(answer.num_tokens, answer.blocks, block_size if answer.blocks else 0)
 
 
-def _estimate(body: Body) -> int:
+def _estimate(body: Body) -> Prompt:
     try:
-        return prompts.estimate(body.document())
+        return Prompt(prompts.estimate(body.document()))
     except InvalidRequest:  # the engine says what is wrong
-        return prompts.of_bytes(len(body.content))
+        return Prompt(prompts.of_bytes(len(body.content)))

@@ -11,14 +11,14 @@ import numpy as np
 
 from llumsched.cluster.columns import Cluster, Columns, Mask, UnknownColumn, Values
 from llumsched.cluster.forward import Forward
-from llumsched.cluster.providers import RequestProvider
+from llumsched.cluster.providers import HIT_COLUMN, RequestProvider
 from llumsched.policy.metrics import METRICS, Metric
 from llumsched.policy.predictions import PREDICTIONS
 from llumsched.request import REQUEST_COLUMNS, Request
 
-OF_DECISION: Final = (*REQUEST_COLUMNS, "age_s", *PREDICTIONS)
+OF_DECISION: Final = (*REQUEST_COLUMNS, "age_s", HIT_COLUMN, *PREDICTIONS)
 """Columns that every decision has beside those of the cluster: the request's, seconds since an instance's last report,
-and what is predicted of the request there."""
+what its prefix cache has of the prompt, and what is predicted of the request there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,8 @@ class Candidates:
         for provider in self._providers:
             if name in provider.columns:
                 return dict(zip(provider.columns, provider.of_request(self.context.request, self.cluster), strict=True))
+        if name == HIT_COLUMN:
+            return {name: np.zeros(len(self))}
         raise UnknownColumn(name)
 
     @property

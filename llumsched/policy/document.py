@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from llumlet.protocol.infer_type import InferType
 from llumsched.policy import filters as f
+from llumsched.policy.expression import Expression
 from llumsched.policy.metrics import Metric
 from llumsched.policy.parts import STRUCTURAL
 from llumsched.policy.pipeline import Filters, Stage
@@ -50,6 +51,17 @@ class Policy:
     name: str
     mode: Mode
     stages: Mapping[InferType, Stage]
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Columns that its formulas name."""
+        stages = self.stages.values()
+        filters = [one for stage in stages for one in stage.filters]
+        metrics = [metric for stage in stages for metric in stage.metrics]
+        metrics += [one.metric for one in filters if isinstance(one, f.MetricBasedFilter)]
+        formulas = [metric.of for metric in metrics if isinstance(metric.of, Expression)]
+        formulas += [one.condition for one in filters if isinstance(one, f.ConditionFilter)]
+        return frozenset().union(*(formula.names for formula in formulas))
 
     @property
     def staleness_s(self) -> float:

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from llumsched.cluster.columns import Columns, Values
+from llumsched.cluster.providers import HIT_COLUMN
 from llumsched.extensions import load_values
 from llumsched.policy.expression import Expression
 from llumsched.policy.predictions import PREDICTIONS
+from llumsched.request import REQUEST_COLUMNS
 
 ENTRY_POINTS = "llumnix.metrics"
 
@@ -69,6 +71,11 @@ class Metric:
         if self.name not in _raised:
             _raised.add(self.name)
             _log.error("Metric %s raises, and ranks all instances last when it does", self.name, exc_info=error)
+
+    @property
+    def of_request(self) -> bool:
+        """Whether it says how well an instance fits a request, and nothing without one."""
+        return isinstance(self.of, Expression) and not self.of.names.isdisjoint((HIT_COLUMN, *REQUEST_COLUMNS))
 
     @property
     def worst(self) -> float:
@@ -145,6 +152,16 @@ _BUILT_IN = (
             + sent_decode_tokens
         """),
     ),
+    Metric("kv_cache_hit_len", Expression("kv_cache_hit_len"), less_is_better=False, lite=True),
+    Metric(
+        "cache_aware_all_prefills_tokens_num",
+        Expression("""
+            prompt_num_tokens - kv_cache_hit_len
+            + num_uncomputed_tokens_all_waiting_prefills
+            + num_uncomputed_tokens_scheduler_running_prefills
+            + sent_uncomputed_prefill_tokens
+        """),
+    ),
     Metric("num_tokens", Expression("sent_tokens"), lite=True, full=False),
     *(Metric(name, of) for name, of in PREDICTIONS.items()),
 )
@@ -165,7 +182,8 @@ def metric_fault(name: str) -> str:
         known = all_metrics()
     except ValueError as error:
         return str(error)
-    loads = [metric.name for metric in known.values() if metric.less_is_better and metric.full]
+    of_status = [metric for metric in known.values() if metric.full and not metric.of_request]
+    loads = [metric.name for metric in of_status if metric.less_is_better]
     if name not in known:
         return f"{name!r} is none of {', '.join(sorted(loads))}"
     return "" if name in loads else f"{name!r} is no load of a status; there are {', '.join(sorted(loads))}"

@@ -7,9 +7,10 @@ leave of `max_num_batched_tokens`, first come, first served.
 
 TTFT. The status says what there was to compute when the step under way had run for `loop_age_ms`; since then `age_s`
 have passed. So it is known which step is under way now and when it ends. What is left then of the prefills, what was
-sent since, and the request itself take ceil(tokens / budget) steps. Where there are no blocks for all of them, it is
-at least the time until there are: `gone_per_s` of the tokens of those that decode are given back, and those that stay
-take one for each of their tokens. It is the time in the engine: not the way there, nor what the API server needs.
+sent since, and the request itself, less what the prefix cache has of it, take ceil(tokens / budget) steps. Where there
+are no blocks for all of them, it is at least the time until there are: `gone_per_s` of the tokens of those that decode
+are given back, and those that stay take one for each of their tokens. It is the time in the engine: not the way there,
+nor what the API server needs.
 
 TPOT. base with the request in it, times `step_stretch`, for what prefills take of the time between two tokens.
 
@@ -25,6 +26,7 @@ from typing import Final
 import numpy as np
 
 from llumsched.cluster.columns import Columns, UnknownColumn, Values
+from llumsched.cluster.providers import HIT_COLUMN
 
 _MS: Final = 1e3
 _LEAST_GAIN: Final = 0.1
@@ -61,14 +63,16 @@ def predicted_ttft(columns: Columns) -> Values:
     left = np.where(is_full, known - number * budget, 0.0)
 
     # From there on. Those before it decode one after the other: on average, half of them.
-    sent, own = columns["sent_uncomputed_prefill_tokens"], _or_zero(columns, "prompt_num_tokens")
+    prompt = _or_zero(columns, "prompt_num_tokens")
+    hit = np.minimum(_or_zero(columns, HIT_COLUMN), prompt)
+    sent, own = columns["sent_uncomputed_prefill_tokens"], prompt - hit
     joining = (columns["num_waiting_requests"] + columns["sent_prefill_requests"]) / 2.0
     steps = np.maximum(np.ceil((left + sent + own) / np.maximum(budget - joining, 1.0)), 1.0)
     step_s = _base_s(columns, num_decodes + joining, decode_kv + (waiting + sent) / 2.0)
-    own_pairs = columns["sent_uncomputed_prefill_pairs"] + own * (own + 1.0) / 2.0
+    own_pairs = columns["sent_uncomputed_prefill_pairs"] + own * (own + 1.0) / 2.0 + own * hit
     own_s = columns["step_prefill_token_s"] * (sent + own) + columns["step_pair_s"] * own_pairs
     computing_s = rest_s + steps * step_s + token_s * left + own_s
-    room_s = _until_room_s(columns, own, num_decodes, decode_kv, base_s)
+    room_s = _until_room_s(columns, prompt, num_decodes, decode_kv, base_s)
     seconds: Values = np.maximum(computing_s, room_s + step_s + own_s)
     return seconds * _MS
 

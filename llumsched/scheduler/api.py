@@ -99,7 +99,7 @@ class Api:
 
     async def schedule(self, http: web.Request) -> web.Response:
         asked = decode(await http.read(), SchedulingRequest)
-        request, stages = asked.counted(), asked.stages
+        request, stages = self._read(asked), asked.stages
         began_s = time.perf_counter()
         try:
             placements = self._dispatcher.schedule(request, stages, asked.gateway_id, self._tried(asked))
@@ -107,9 +107,10 @@ class Api:
             self._metrics.refused(error.kind)
             said = f"{NOT_IN_TIME}: {error}" if error.kind is NotPlacedKind.NO_ENDPOINT_IN_TIME else str(error)
             return web.Response(status=_STATUS.get(error.kind, 400), text=said)
-        self._metrics.placed(placements, time.perf_counter() - began_s)
+        self._metrics.placed(placements, request.prompt_num_tokens, time.perf_counter() - began_s)
         result = [self._named(placed.instance, placed.infer_type, asked.model) for placed in placements]
-        return _json(replace(asked, scheduling_result=result, excluded_endpoints=UNSET))
+        echoed = replace(asked, excluded_endpoints=UNSET, prompt_blocks=b"", prompt_block_size=0)
+        return _json(replace(echoed, scheduling_result=result))
 
     async def release(self, http: web.Request) -> web.Response:
         body = await http.read()
@@ -193,7 +194,7 @@ class Api:
         else:
             asked = msgspec.convert(dict(http.query), Question, strict=False)
         try:
-            decisions = self._dispatcher.decide(asked.counted(), asked.stages, asked.gateway_id, self._tried(asked))
+            decisions = self._dispatcher.decide(self._read(asked), asked.stages, asked.gateway_id, self._tried(asked))
         except NotPlaced as error:
             return web.Response(status=_STATUS.get(error.kind, 400), text=str(error))
         policy = self._dispatcher.policy
@@ -232,6 +233,11 @@ class Api:
             }
         )
 
+    def _read(self, asked: SchedulingRequest) -> SchedulingRequest:
+        """A request with all that its token ids say. Raises ValueError."""
+        hits, counted = self._dispatcher.hits, asked.counted()
+        return counted if hits is None else counted.named(hits.usual_block_size)
+
     def _shown(self, instance: Instance) -> dict[str, Any]:
         return {
             "age_s": round(instance.age_s(time.monotonic()), 3),
@@ -245,7 +251,7 @@ class Api:
 
     def _named(self, instance: Instance, infer_type: str, model: str) -> LLMInstance:
         """An instance as gateways are told of it."""
-        metadata = instance.metadata
+        metadata, hits = instance.metadata, self._dispatcher.hits
         return LLMInstance(
             id=metadata.instance_id,
             endpoint=Endpoint(metadata.ip, metadata.api_server_port),
@@ -255,6 +261,7 @@ class Api:
             aux_port=metadata.kvt_port,
             dp_rank=metadata.dp_rank,
             dp_size=metadata.data_parallel_size,
+            prompt_block_size=(hits.block_size_of(instance) if hits else 0) or UNSET,
             dp_rank_local=UNSET if self._is_alone(instance) else metadata.dp_local_rank,
         )
 

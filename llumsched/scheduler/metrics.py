@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import Final
 
@@ -98,6 +98,18 @@ class SchedulerMetrics:
             )
             for name, buckets in _SELECTED.items()
         }
+        self._prompt_tokens = Counter("scheduler_prompt_tokens", "Of placed requests.", registry=registry)
+        self._hit_tokens = Counter(
+            "scheduler_prefix_hit_tokens",
+            "Of their prompts, in the prefix cache of the chosen instance, as far as was known.",
+            registry=registry,
+        )
+        self._hit_percent = Histogram(
+            "request_prefix_cache_hit_percent",
+            "Of a prompt that is not empty, in the prefix cache of the chosen instance.",
+            buckets=range(0, 101, 10),
+            registry=registry,
+        )
         self._registry = registry
         registry.register(_Cluster(dispatcher))
 
@@ -109,8 +121,12 @@ class SchedulerMetrics:
         gauges, labels = (_LITE, _lite_labels) if self._dispatcher.policy.mode is Mode.LITE else (_FULL, _labels)
         return b"".join([own, *await exposition(gauges, table, table.instances, labels)])
 
-    def placed(self, placements: Iterable[Assignment], duration_s: float) -> None:
+    def placed(self, placements: Sequence[Assignment], num_prompt_tokens: int, duration_s: float) -> None:
         self._total.inc()
+        self._prompt_tokens.inc(num_prompt_tokens)
+        self._hit_tokens.inc(placements[0].num_hit_tokens)
+        if num_prompt_tokens:
+            self._hit_percent.observe(100 * placements[0].num_hit_tokens / num_prompt_tokens)
         self._duration.observe(duration_s * 1e3)
         if self._dispatcher.policy.mode is Mode.LITE:
             return
@@ -144,6 +160,16 @@ class _Cluster(Collector):
             "Placed requests of which nothing was heard any more.",
             value=self._dispatcher.ledger.num_expired,
         )
+        if (hits := self._dispatcher.hits) is not None:
+            yield _gauge("scheduler_prefix_instances_in_sync", "Of which is known what they hold.", hits.num_instances)
+            yield _gauge("scheduler_prefix_index_blocks", "That are known to be held.", len(hits.index))
+            yield _gauge("scheduler_prefix_index_bytes", "Of what is known.", hits.index.num_bytes)
+            yield CounterMetricFamily(
+                "scheduler_prefix_resyncs", "Instances that told everything anew.", value=hits.num_resyncs
+            )
+            yield CounterMetricFamily(
+                "scheduler_prefix_blocks_left_out", "Without room in the index.", value=hits.index.num_left_out
+            )
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

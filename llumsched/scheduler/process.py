@@ -21,7 +21,7 @@ from llumlet.protocol.infer_type import InferType
 from llumlet.settings import Group
 from llumlet.tasks import cancel, keep_running
 from llumlet.types import Address
-from llumsched.cluster.providers import all_request_providers
+from llumsched.cluster.providers import HIT_COLUMN, all_request_providers
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.providers.lrs import RealtimeState
 from llumsched.cluster.table import Table
@@ -31,6 +31,9 @@ from llumsched.dispatch.dispatcher import Dispatcher, Ledger
 from llumsched.dispatch.warmth import QUIET_S
 from llumsched.latency.profile import Profile, read_llumnix, read_profile
 from llumsched.policy.document import Mode, Policy
+from llumsched.prefix.hits import PrefixHits
+from llumsched.prefix.index import PrefixIndex
+from llumsched.prefix.watches import CacheWatches
 from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.rescheduling.http import add_debug_route
 from llumsched.rescheduling.rescheduler import Rescheduler, lease_of
@@ -143,6 +146,23 @@ class SchedulerConfig:
         flag="--tpot-profiling-data-path",
         mode=Mode.FULL,
     )
+    cache_aware: bool = _dispatch.setting(
+        False,
+        SWITCH,
+        "know what prefix caches hold whatever the policy; without it, only if the policy asks for it",
+        flag="--enable-cache-aware-scheduling",
+    )
+    cache_index_blocks: int = _dispatch.setting(
+        4_000_000,
+        kinds.integer(at_least=1),
+        "blocks of all prefix caches together that are known, 16 bytes each; what several instances hold counts once",
+    )
+    cache_sent_blocks: int = _dispatch.setting(
+        8192,
+        kinds.integer(at_least=2),
+        "blocks of 16 tokens that an engine is taken to hold, of what was sent to it last",
+        mode=Mode.LITE,
+    )
     warms_up_s: float = _dispatch.setting(
         QUIET_S,
         kinds.seconds(),
@@ -201,8 +221,13 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
             providers=all_request_providers(),
             profiles=profiles_of(config),
             forward=config.forward_status,
+            hits=(hits := _hits(config)),
         )
         stack.callback(dispatcher.close)
+        if hits is not None and config.policy.mode is Mode.FULL:
+            watches = CacheWatches(hits, config.credentials)
+            stack.push_async_callback(watches.close)
+            stack.callback(store.view.observe(watches))
         stack.push_async_callback(cancel, asyncio.create_task(keep_running("expiry", partial(_expire, ledger))))
         rescheduler = await _reschedule(stack, config, store.view, dispatcher.table, registry)
         app = Api(dispatcher, registry).application()
@@ -214,6 +239,14 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
         port = await _listen(stack, app, config)
         return RunningScheduler(config.host, port, store.view, dispatcher, rescheduler, store, stack.pop_all())
     raise AssertionError("the stack swallows nothing")
+
+
+def _hits(config: SchedulerConfig) -> PrefixHits | None:
+    """What is known of prefix caches; None if nobody asks for it."""
+    if not (config.cache_aware or HIT_COLUMN in config.policy.reads):
+        return None
+    sent_blocks = config.cache_sent_blocks if config.policy.mode is Mode.LITE else 0
+    return PrefixHits(PrefixIndex(config.cache_index_blocks), sent_blocks=sent_blocks)
 
 
 def profiles_of(config: SchedulerConfig) -> list[Profile]:

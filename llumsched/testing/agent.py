@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final, NoReturn
 
 from llumlet import types
@@ -164,6 +164,9 @@ class SimulatedAgent:
 
     abort_migrate_in = reserve = copy_round = commit = withdraw = cancel = _peer
     abort_handover = close_handover = query = adopt = claim = end_claim = _peer
+
+    def watch_cache(self, request: types.WatchCacheRequest) -> AsyncIterator[types.CacheChanges]:
+        raise LlumletError(types.Reason.NOT_PORTABLE, "simulated instances have no prefix cache")
 
     async def _enter(self, method: str) -> None:
         self.calls.append(method)

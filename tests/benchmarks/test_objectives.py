@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import random
 import subprocess
 import sys
+import time
 
 import pytest
 
-from benchmarks.objectives import latency, preempt
+from benchmarks.objectives import latency, preempt, prefix
 from benchmarks.objectives.__main__ import main
 from benchmarks.objectives.latency import IDLE, Load, Seen
 from benchmarks.objectives.outcome import Outcome, table
@@ -93,3 +96,39 @@ def test_predictions_come_near() -> None:
     for row in rows.values():
         assert row["ours"] < 3 * latency.TARGET
     assert rows["latency: TTFT, moderate"]["ratio"] < 0.5
+
+
+def test_shares_of_a_load_are_judged_by_the_tail_and_hits_by_nothing() -> None:
+    baseline, ours = (
+        prefix.Seen([100.0 * factor] * 9 + [300.0 * factor], hits) for factor, hits in ((1, 0.3), (0.5, 0.8))
+    )
+    p50, p90, hits = prefix.outcomes(prefix.Load("x", prefix.strangers, 1.0, 1.25), baseline, ours)
+    assert (p50.baseline, p50.ours, p50.held) == (100.0, 50.0, None)
+    assert p90.target == pytest.approx(p90.baseline / 1.25)
+    assert p90.held
+    assert (hits.baseline, hits.ours, hits.held) == (0.3, 0.8, None)
+
+
+@pytest.mark.asyncio
+async def test_both_policies_get_the_same_requests() -> None:
+    class Engine:
+        def __init__(self) -> None:
+            self.prompts: list[list[int]] = []
+
+        async def complete(self, prompt: list[int], num_output: int, **_: object) -> Engine:
+            self.prompts.append(prompt)
+            self.token_ids, self.times = [7] * num_output, [time.monotonic()]
+            return self
+
+        async def result(self) -> None:
+            await asyncio.sleep(0.01 * random.random())
+
+    for play in (prefix.system_prompts, prefix.strangers):
+        seen = []
+        for _ in range(2):
+            engine = Engine()
+            await play(prefix.Run(engine, 3, 0.3), rate=40.0)  # type: ignore[call-arg, arg-type]
+            seen.append(engine.prompts)
+        shorter = min(map(len, seen))
+        assert shorter > 3
+        assert seen[0][:shorter] == seen[1][:shorter]

@@ -131,6 +131,7 @@ def engine_with_everything() -> Any:
         setattr(owners.setdefault(row.owner, SimpleNamespace()), row.attribute, None)
     scheduler = SimpleNamespace(**vars(owners["Scheduler"]) | {"scheduler_config": owners["SchedulerConfig"]})
     scheduler.lora_config = owners["LoRAConfig"]
+    scheduler.kv_cache_manager = SimpleNamespace(block_pool=owners["BlockPool"])
     return SimpleNamespace(
         **vars(owners["EngineCore"]) | vars(owners["EngineCoreProc"]),
         scheduler=scheduler,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from llumlet.agent import DrainReport, Report
@@ -16,6 +16,7 @@ from llumlet.types import (
     AbortResponse,
     AdoptRequest,
     AdoptResponse,
+    CacheChanges,
     ClaimRequest,
     ClaimResponse,
     CommitRequest,
@@ -45,6 +46,7 @@ from llumlet.types import (
     ReserveResponse,
     SettleRequest,
     SettleResponse,
+    WatchCacheRequest,
 )
 
 Outcome = tuple[MovePhase, Reason, str]
@@ -76,6 +78,10 @@ class FakeAgent:
         self.copying = asyncio.Event()
         self.go = asyncio.Event()
         self.go.set()
+        self.cache: list[CacheChanges] = []
+        """What a watcher is told, before it waits."""
+        self.left = asyncio.Event()
+        """A watcher has left."""
 
     def asked(self, method: str) -> list[Any]:
         return [request for name, request in self.calls if name == method]
@@ -204,6 +210,15 @@ class FakeAgent:
     async def list_requests(self) -> ListRequestsResponse:
         await self._enter("list_requests", None)
         return ListRequestsResponse(instance_id=self.instance_id, incarnation=self.incarnation, requests=self.requests)
+
+    async def watch_cache(self, request: WatchCacheRequest) -> AsyncIterator[CacheChanges]:
+        await self._enter("watch_cache", request)
+        try:
+            for changes in self.cache:
+                yield changes
+            await asyncio.Event().wait()
+        finally:
+            self.left.set()
 
     async def reserve(self, request: ReserveRequest) -> ReserveResponse:
         await self._enter("reserve", request)

@@ -3,22 +3,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 from google.protobuf.message import Message
 
 from llumlet.client import LlumletClient
+from llumlet.errors import LlumletError
 from llumlet.proto import llumlet_pb2
 from llumlet.types import (
     AbortMigrateInRequest,
     AbortRequest,
     AbortResponse,
+    CacheChanges,
     DrainRequest,
     Handover,
     MigrateEvent,
     Mode,
     MovePhase,
+    Reason,
+    WatchCacheRequest,
 )
 from tests.llumlet import messages
 from tests.llumlet.fake_agent import FakeAgent
@@ -59,7 +64,7 @@ async def test_every_method_of_the_contract_is_tested_here() -> None:
     services = llumlet_pb2.DESCRIPTOR.services_by_name
     contract = {method.name for method in services["Llumlet"].methods}
     contract |= {"Peer.Abort" if method.name == "Abort" else method.name for method in services["Peer"].methods}
-    assert contract == READS.keys() | STREAMS.keys() | CALLS.keys() | {"Drain"}
+    assert contract == READS.keys() | STREAMS.keys() | CALLS.keys() | {"Drain", "WatchCache"}
 
 
 async def test_a_drain_reports_until_it_is_done(client: LlumletClient, agent: FakeAgent) -> None:
@@ -68,6 +73,29 @@ async def test_a_drain_reports_until_it_is_done(client: LlumletClient, agent: Fa
     assert agent.asked("drain") == [request]
     assert [event.done for event in progress] == [False]
     assert last.done
+
+
+async def test_a_cache_is_watched_until_the_caller_leaves(client: LlumletClient, agent: FakeAgent) -> None:
+    agent.cache = [CacheChanges(number=1, reset=True, stored=b"12345678"), CacheChanges(number=2)]
+    request = WatchCacheRequest(engine_id="fake-a", incarnation="i-1", interval_s=0.5)
+    told = []
+    async for changes in client.watch_cache(request):
+        told.append(changes)
+        if len(told) == 2:
+            break
+    assert told == agent.cache
+    assert agent.asked("watch_cache") == [request]
+    async with asyncio.timeout(2):
+        await agent.left.wait()
+
+
+async def test_a_watch_is_refused_in_words(client: LlumletClient, agent: FakeAgent) -> None:
+    agent.failures["watch_cache"] = LlumletError(Reason.WRONG_INSTANCE, "another life")
+    with pytest.raises(LlumletError, match="another life"):
+        await anext(client.watch_cache(WatchCacheRequest()))
+    for nonsense in (-1.0, float("nan"), 61.0):
+        with pytest.raises(LlumletError, match="interval_s"):
+            await anext(client.watch_cache(WatchCacheRequest(interval_s=nonsense)))
 
 
 @pytest.mark.parametrize(("method", "request_"), CALLS.values(), ids=CALLS.keys())

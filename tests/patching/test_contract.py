@@ -127,6 +127,11 @@ def test_check_names_what_differs(vllm_033: Path, capsys: Output) -> None:
         "BlockPool.touch": (True, True),
         "BlockPool.free_blocks": (True, True),
         "BlockPool.get_num_free_blocks": (False, True),
+        "BlockPool.cache_full_blocks": (False, True),
+        "BlockPool._remove_cached_block_hashes": (False, True),
+        "BlockPool._maybe_evict_cached_block": (False, True),
+        "BlockPool.reset_prefix_cache": (False, True),
+        "BlockHashToBlockMap.get_one_block": (False, True),
         "KVCacheManager.get_blocks": (False, False),
     }
     assert "BlockPool.touch (vllm/v1/core/block_pool.py) is gone" in printed["problem"]

@@ -8,7 +8,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from vllm.lora.request import LoRARequest
@@ -18,6 +18,7 @@ import llumlet.server
 from llumlet import types
 from llumlet.agent import DrainReport, Report
 from llumlet.bridge import epoch_of, reason_number
+from llumlet.cache_feed import CacheFeed
 from llumlet.errors import LlumletError
 from llumlet.protocol import wire
 from llumlet.protocol.claim import LEASE_SECONDS
@@ -106,6 +107,7 @@ class LlumletAgent:
         self.arrivals = Arrivals(context, builder, self.aborts.end_soon)
         self.adoptions = Adoptions(context, builder, self.arrivals, Rescues(context))
         self.status = StatusSource(context, self.departures, self.arrivals, self.adoptions)
+        self.cache_feed = CacheFeed(context.loop.port.cached_blocks)
         # What peers ask for goes straight there.
         self.reserve = self.arrivals.reserve
         self.copy_round = self.arrivals.copy_round
@@ -192,6 +194,12 @@ class LlumletAgent:
             # It stands still, and somebody wants to see what it holds.
             return self.listing.requests(arriving)
         return await loop.call(self.listing.requests, arriving)
+
+    def watch_cache(self, request: types.WatchCacheRequest) -> AsyncIterator[types.CacheChanges]:
+        identity = self.context.identity
+        if (request.engine_id, request.incarnation) != (identity.instance, identity.incarnation):
+            raise LlumletError(types.Reason.WRONG_INSTANCE, f"this is {identity.instance}, in another life perhaps")
+        return self.cache_feed.watch(request.interval_s)
 
     # What origins ask for
 

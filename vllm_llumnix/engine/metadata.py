@@ -81,4 +81,6 @@ def metadata_of(context: EngineContext) -> InstanceMetadata:
         compatibility_digest=context.identity.digest,
         unsupported=context.identity.unsupported or "",
         served_models=dict.fromkeys([*(config.served_models or (model.model,)), *context.adapters.names]),
+        cache_block_size=context.loop.port.cached_blocks.block_size,
+        adapters=context.adapters.names,
     )

@@ -25,6 +25,7 @@ from vllm.v1.request import RequestStatus
 
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.ledger import audit
+from vllm_llumnix.engine.cached_blocks import CachedBlocks
 from vllm_llumnix.engine.computed_tokens import computed_tokens_of
 from vllm_llumnix.engine.load_events import counters_of
 from vllm_llumnix.engine.newcomers import Newcomers
@@ -72,13 +73,14 @@ class SchedulerPort:
     """The scheduler and block pool of one engine, as a migration sees them: here what happens to requests that are in
     it; `reservations` and `newcomers` are those that come.
 
-    `load` and `tokens` follow the scheduler from here on: it has no request yet.
+    `load`, `tokens` and `cached_blocks` follow the scheduler from here on: it has no request yet.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.load = counters_of(scheduler)
         self.tokens = computed_tokens_of(scheduler)
+        self.cached_blocks = CachedBlocks(scheduler)
         self.newcomers = Newcomers(scheduler)
         self.reservations = Reservations(scheduler, self.load, self.newcomers)
         self.shortage = Shortage(scheduler, self.load.num_preemptions, holds=self.reservations.takes_kv)

@@ -9,10 +9,12 @@ from vllm_llumnix.patching.seam import Kind, Seam, Seams
 
 _CORE = "vllm/v1/engine/core.py"
 _SCHEDULER = "vllm/v1/core/sched/scheduler.py"
+_POOL = "vllm/v1/core/block_pool.py"
 _EXECUTOR = "vllm/v1/executor/abstract.py"
 _REQUEST = "vllm/v1/request.py"
 _LOAD = "vLLM tells of the requests and tokens that it adds, starts and finishes"
 _MOVES = "vLLM can take a request out of a batch and put it into another engine's"
+_NAMES = "vLLM's events name blocks so that others can compute the names"
 _LOAD_TEST = "tests/engine/test_load.py"
 _PORT_TEST = "tests/engine/test_scheduler_port.py"
 
@@ -23,6 +25,10 @@ def _core(attribute: str, kind: Kind, why: str, remove_when: str, test: str, own
 
 def _scheduler(attribute: str, kind: Kind, why: str, remove_when: str, test: str) -> Seam:
     return Seam(_SCHEDULER, "Scheduler", attribute, kind, why, "core", remove_when, test)
+
+
+def _pool(attribute: str, why: str) -> Seam:
+    return Seam(_POOL, "BlockPool", attribute, Kind.WRAPPED, why, "core", _NAMES, "tests/engine/test_cached_blocks.py")
 
 
 def _executor(attribute: str, why: str, remove_when: str, test: str) -> Seam:
@@ -134,6 +140,10 @@ SEAMS = Seams(
     _scheduler("_free_request", Kind.WRAPPED, "load: a request leaves", _LOAD, _LOAD_TEST),
     _scheduler("_set_kv_fetch_stage", Kind.WRAPPED, "load: a request's KV is on its way", _LOAD, _LOAD_TEST),
     _scheduler("set_pause_state", Kind.WRAPPED, "status: the scheduler is paused", _LOAD, _LOAD_TEST),
+    # The prefix cache
+    _pool("cache_full_blocks", "blocks that are cached get names that schedulers can compute"),
+    _pool("_remove_cached_block_hashes", "names go with the blocks that had them"),
+    _pool("reset_prefix_cache", "names go with the whole cache"),
     # What the scheduler reads at every step
     _scheduler("max_num_active_reqs", Kind.SET, "a reservation holds a batch slot", _MOVES, _PORT_TEST),
     _scheduler(
@@ -203,6 +213,7 @@ def require(engine: Any) -> None:
             "EngineCoreProc": engine,
             "Executor": engine.model_executor,
             "Scheduler": scheduler,
+            "BlockPool": scheduler.kv_cache_manager.block_pool,
             "SchedulerConfig": scheduler.scheduler_config,
             "LoRAConfig": scheduler.lora_config,
             "StructuredOutputManager": engine.structured_output_manager,

@@ -31,7 +31,8 @@ class Request(Protocol):
     status: RequestStatus
     prompt_token_ids: list[int] | None
     prompt_embeds: object | None
-    mm_features: Sequence[object]
+    mm_features: Sequence[Any]
+    all_token_ids: Sequence[int]
     sampling_params: SamplingParams
     max_tokens: int
     priority: int
@@ -83,6 +84,9 @@ class Block(Protocol):
 
     block_id: int
 
+    @property
+    def block_hash(self) -> object | None: ...
+
 
 class FreeBlocks(Protocol):
     def get_all_free_blocks(self) -> Iterable[Block]: ...
@@ -93,6 +97,7 @@ class BlockPool(Protocol):
 
     num_gpu_blocks: int
     free_block_queue: FreeBlocks
+    hash_block_size: int
 
     def get_num_free_blocks(self) -> int: ...
 
@@ -110,6 +115,7 @@ class Blocks(Protocol):
 class KVCacheManager(Protocol):
     block_pool: BlockPool
     coordinator: Any
+    enable_caching: bool
     empty_kv_cache_blocks: Blocks
     max_model_len: int
 

@@ -84,6 +84,10 @@ RELIED_ON: tuple[Reliance, ...] = (
     *_of(_COORDINATOR, "engine/load_events.py", "find_longest_cache_hit", "UnitaryKVCacheCoordinator"),
     *_of(_POOL, "engine/scheduler_port.py", "touch free_blocks", "BlockPool", refuses=True),
     *_of(_POOL, "engine/scheduler_port.py", "get_num_free_blocks", "BlockPool"),
+    # Names of cached blocks: what is wrong with them sends requests a longer way, and changes no token.
+    *_of(_POOL, "engine/cached_blocks.py", "cache_full_blocks _remove_cached_block_hashes", "BlockPool"),
+    *_of(_POOL, "engine/cached_blocks.py", "reset_prefix_cache _maybe_evict_cached_block", "BlockPool"),
+    *_of(_POOL, "engine/cached_blocks.py", "get_one_block", "BlockHashToBlockMap"),
     *_of(_CACHE_PARTS, "engine/scheduler_port.py", "get_all_free_blocks", "FreeKVCacheBlockQueue"),
     # A request, and what travels of it.
     *_of(_REQUEST, "engine/request_state.py", "__init__ append_output_token_ids is_finished", "Request"),

@@ -10,7 +10,7 @@ in a decision, for all instances at a time. Those of other packages come through
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 from llumsched.cluster.columns import Cluster, Values
 from llumsched.cluster.instance import Instance
@@ -18,6 +18,9 @@ from llumsched.extensions import load_values
 from llumsched.request import Request
 
 ENTRY_POINTS = "llumnix.providers"
+HIT_COLUMN: Final = "kv_cache_hit_len"
+"""Tokens of a request's prompt that an instance has in its prefix cache (`llumsched.prefix`). Every decision has this
+column: all zeros where nobody knows."""
 
 
 @runtime_checkable

@@ -71,7 +71,13 @@ class Account:
     # From the dispatcher
 
     def dispatched(
-        self, request_id: str, instance_id: str, infer_type: InferType, num_tokens: int, gateway_id: str = ""
+        self,
+        request_id: str,
+        instance_id: str,
+        infer_type: InferType,
+        num_tokens: int,
+        gateway_id: str = "",
+        num_hit_tokens: int = 0,
     ) -> None:
         """`request_id` was placed; an earlier placement of it for the same stage is void."""
         self.expire()
@@ -81,7 +87,8 @@ class Account:
         if not self._staleness_s:
             return
         now_s = self._clock()
-        counters = counters_of(infer_type, num_tokens)._replace(dispatched_ms=round(now_s * 1000))
+        counters = counters_of(infer_type, num_tokens, num_hit_tokens=num_hit_tokens)
+        counters = counters._replace(dispatched_ms=round(now_s * 1000))
         deadline_s = now_s + self._staleness_s
         record = _Record(gateway_id, request_id, instance_id, infer_type, counters, deadline_s)
         self._of_request.setdefault((gateway_id, request_id), {})[infer_type] = record

@@ -39,16 +39,20 @@ class Counters(NamedTuple):
 NONE_IN_FLIGHT = Counters()
 
 
-def counters_of(infer_type: InferType, num_tokens: int, *, prefilled: bool = False) -> Counters:
-    """Counters of one request. On a neutral instance it is prefill work, until that is done, and decode work."""
+def counters_of(
+    infer_type: InferType, num_tokens: int, *, prefilled: bool = False, num_hit_tokens: int = 0
+) -> Counters:
+    """Counters of one request. On a neutral instance it is prefill work, until that is done, and decode work. Of its
+    prompt, `num_hit_tokens` are in the prefix cache there."""
+    uncomputed = max(num_tokens - num_hit_tokens, 0)
     is_prefill = infer_type is not InferType.DECODE and not prefilled
     is_decode = infer_type is not InferType.PREFILL
     return Counters(
         num_requests=1,
         num_prefill_requests=int(is_prefill),
         num_decode_requests=int(is_decode),
-        num_uncomputed_prefill_tokens=num_tokens * is_prefill,
-        num_uncomputed_prefill_pairs=pairs(0, num_tokens) * is_prefill,
+        num_uncomputed_prefill_tokens=uncomputed * is_prefill,
+        num_uncomputed_prefill_pairs=pairs(num_tokens - uncomputed, uncomputed) * is_prefill,
         num_decode_tokens=num_tokens * is_decode,
         num_tokens=num_tokens,
     )

@@ -51,6 +51,7 @@ class _State:
     num_tokens: int
     counters: Counters
     heard_s: float
+    num_hit_tokens: int = 0
     prefilled: bool = False
 
 
@@ -87,12 +88,18 @@ class RealtimeState:
     # From the dispatcher
 
     def dispatched(
-        self, request_id: str, instance_id: str, infer_type: InferType, num_tokens: int, gateway_id: str = ""
+        self,
+        request_id: str,
+        instance_id: str,
+        infer_type: InferType,
+        num_tokens: int,
+        gateway_id: str = "",
+        num_hit_tokens: int = 0,
     ) -> None:
         """`request_id` was placed; an earlier placement of it for the same stage is void."""
         self._hear(gateway_id)
         self._released.pop((gateway_id, request_id, instance_id), None)
-        self._start(request_id, instance_id, infer_type, num_tokens, gateway_id)
+        self._start(request_id, instance_id, infer_type, num_tokens, gateway_id, num_hit_tokens)
 
     def released(self, request_id: str, instance_ids: Collection[str], gateway_id: str = "") -> None:
         """Ends a request at these instances. As often as one likes, known or not."""
@@ -186,19 +193,28 @@ class RealtimeState:
             )
 
     def _start(
-        self, request_id: str, instance_id: str, infer_type: InferType, num_tokens: int, gateway_id: str
+        self,
+        request_id: str,
+        instance_id: str,
+        infer_type: InferType,
+        num_tokens: int,
+        gateway_id: str,
+        num_hit_tokens: int = 0,
     ) -> _State:
         earlier = self._states.get((gateway_id, request_id, infer_type))
         if earlier is not None:
             self._drop(earlier)
-        counters = counters_of(infer_type, num_tokens)
-        state = _State(request_id, instance_id, infer_type, gateway_id, num_tokens, counters, self._clock())
+        counters = counters_of(infer_type, num_tokens, num_hit_tokens=num_hit_tokens)
+        now_s = self._clock()
+        state = _State(request_id, instance_id, infer_type, gateway_id, num_tokens, counters, now_s, num_hit_tokens)
         self._states[gateway_id, request_id, infer_type] = state
         self.in_flight.add(instance_id, counters)
         return state
 
     def _count(self, state: _State) -> None:
-        counters = counters_of(state.infer_type, state.num_tokens, prefilled=state.prefilled)
+        counters = counters_of(
+            state.infer_type, state.num_tokens, prefilled=state.prefilled, num_hit_tokens=state.num_hit_tokens
+        )
         if counters != state.counters:
             self.in_flight.add(state.instance_id, counters.minus(state.counters))
             state.counters = counters

@@ -22,6 +22,7 @@ import pytest
 import uvloop
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from llumlet.block_hashes import chain, root_of
 from llumlet.types import Address
 from llumsched.gateway import prompts, reading, tokens
 from llumsched.gateway.body import Body, Head
@@ -29,6 +30,7 @@ from llumsched.gateway.continuable import CannotContinue, Outline, outline
 from llumsched.gateway.errors import InvalidRequest
 from llumsched.gateway.model_tokenizer import ModelTokenizer
 from llumsched.gateway.tokens import TokenCounter
+from llumsched.request import MOST_PROMPT_BLOCKS
 from tests.llumsched.gateway.support import DEADLINE_S, cluster, until
 
 CHAT = "/v1/chat/completions"
@@ -78,7 +80,38 @@ def _body(document: dict[str, Any]) -> Body:
 def test_prompts_are_counted_by_the_models_tokenizer(
     tokenizer: ModelTokenizer, document: dict[str, Any], count: int
 ) -> None:
-    assert prompts.count(tokenizer, document) == count
+    assert prompts.count(tokenizer, document).num_tokens == count
+
+
+@pytest.mark.parametrize(
+    ("document", "ids"),
+    [
+        ({"prompt": "one two three one two"}, [1, 2, 3, 1, 2]),
+        ({"prompt": [7, 8, 9, 7, 8]}, [7, 8, 9, 7, 8]),
+        ({"prompt": "one two three one two", "cache_salt": "s"}, [1, 2, 3, 1, 2]),
+        ({"messages": [*TWO_MESSAGES, *TWO_MESSAGES]}, [1, 2, 1, 3, 1, 2, 1, 3]),
+        ({"prompt": ["one two", "two three"]}, []),
+        ({"prompt": [[1, 2], [3]]}, []),
+        ({"prompt": "one two three", "truncate_prompt_tokens": 2}, []),
+        ({"prompt": [1, -5]}, []),
+        ({"prompt": [1, 1 << 40]}, []),
+        ({"messages": 3}, []),
+        ({}, []),
+    ],
+    ids=str,
+)
+def test_blocks_are_named_as_the_engine_names_them(
+    tokenizer: ModelTokenizer, document: dict[str, Any], ids: list[int]
+) -> None:
+    named = prompts.blocks(document, prompts.count(tokenizer, document).token_ids, 2)
+    assert named == b"".join(chain(ids, 2, root_of(2, document.get("cache_salt", ""))))
+    assert len(named) == 8 * (len(ids) // 2)
+    assert not prompts.blocks(document, ids, 0), "nobody asks"
+
+
+def test_of_a_long_prompt_the_first_blocks_are_named(tokenizer: ModelTokenizer) -> None:
+    counted = prompts.count(tokenizer, {"prompt": [5] * 100_000})
+    assert len(prompts.blocks({}, counted.token_ids, 2)) == 8 * MOST_PROMPT_BLOCKS
 
 
 BY_TEXTS = 2 * 4 + 2
@@ -110,7 +143,7 @@ def test_a_client_tells_a_template_scalars_and_nothing_else(
     tokenizer: ModelTokenizer, told: dict[str, Any], count: int
 ) -> None:
     """vLLM refuses `chat_template` and `tokenize`; here nothing of what `apply_chat_template` takes itself is taken."""
-    assert prompts.count(tokenizer, {"messages": TWO_MESSAGES} | told) == count
+    assert prompts.count(tokenizer, {"messages": TWO_MESSAGES} | told).num_tokens == count
 
 
 def test_a_chat_template_that_cannot_be_read_ends_it_with_a_reason(tokenizer_path: Path, tmp_path: Path) -> None:
@@ -142,7 +175,7 @@ async def test_a_count_that_takes_too_much_or_finds_no_process_free_is_an_estima
 
         async def count(*words: str) -> int:
             messages = [{"role": "user", "content": word} for word in words]
-            return await counter.count(_body({"messages": messages}))
+            return (await counter.count(_body({"messages": messages}))).num_tokens
 
         assert await count("two", "three") == 4
         host = counter._readers._process
@@ -221,7 +254,7 @@ async def test_a_large_body_is_read_as_a_small_one_is() -> None:
         assert body.head.tools
         assert body.head.priority == -(2**63)
         assert body.head.n not in (None, 1)
-        assert (await counter.count(body)) == len(filler) // 4
+        assert (await counter.count(body)).num_tokens == len(filler) // 4
         for wrong, why in (
             (b'{"a": "%b}', "JSON object"),
             (b'{"a": "\xff%b"}', "not UTF-8"),
@@ -238,15 +271,15 @@ async def test_processes_that_are_gone_are_started_again(monkeypatch: pytest.Mon
     body = _body({"prompt": "x" * 80_000})
     by_length = -(-len(body.content) // 4)
     async with _counter({}) as counter:
-        assert (await counter.count(body)) == 20_000
+        assert (await counter.count(body)).num_tokens == 20_000
         first = counter._readers._process
         assert first is not None
         os.killpg(first.pid, signal.SIGKILL)
         await until(lambda: not counter._readers._workers)
         monkeypatch.setattr(reading, "_LEAST_LIFE_S", 60.0)
-        assert (await counter.count(body)) == by_length, "not without end"
+        assert (await counter.count(body)).num_tokens == by_length, "not without end"
         monkeypatch.setattr(reading, "_LEAST_LIFE_S", 0.0)
-        assert (await counter.count(body)) == 20_000
+        assert (await counter.count(body)).num_tokens == 20_000
         second = counter._readers._process
         assert second is not None
     assert second.pid != first.pid

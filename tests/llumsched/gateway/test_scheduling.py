@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from base64 import b64encode
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +18,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 from msgspec import to_builtins
+from tokenizers import Tokenizer, models, pre_tokenizers
 
+from llumlet.block_hashes import chain, root_of
 from llumlet.protocol.infer_type import InferType
 from llumlet.types import Address
 from llumsched.contract import Endpoint, LLMInstance, Report, SchedulingRequest
@@ -29,6 +33,8 @@ from llumsched.gateway.metrics import Record
 from llumsched.gateway.scheduled import _PREFILL_REPORT_S, Scheduled
 from llumsched.gateway.scheduler_client import SchedulerAnswer, SchedulerClient
 from llumsched.policy.document import Mode, load_policy
+from llumsched.prefix.hits import SENT_BLOCK_SIZE
+from llumsched.request import Request
 from llumsched.scheduler.process import RunningScheduler, SchedulerConfig, serve
 from tests.llumsched.gateway.support import DEADLINE_S, Cluster, cluster, engine, turns, until
 from tests.support.mock_api import Mock
@@ -53,6 +59,7 @@ class MockScheduler:
     may_place: asyncio.Event | None = None
     """Placements wait for it."""
     dp_rank_local: int | None = None
+    prompt_block_size: int | None = None
     is_warming: bool = False
     may_be_told: asyncio.Event | None = None
     """Reports wait for it."""
@@ -94,6 +101,8 @@ class MockScheduler:
         }
         if self.dp_rank_local is not None:
             instance["dp_rank_local"] = self.dp_rank_local
+        if self.prompt_block_size is not None:
+            instance["prompt_block_size"] = self.prompt_block_size
         return web.json_response(body | {"scheduling_result": [instance]})
 
 
@@ -132,6 +141,43 @@ async def test_the_scheduler_is_told_the_same_id_as_the_engine() -> None:
         assert asked["scheduling_mode"] == "neutral"
         assert (it.engines.seen or [])[0]["headers"]["X-Request-Id"] == "mine"
         assert not scheduler.of("/release")  # full mode: the engine's status tells
+
+
+def _tokenizer(directory: Path) -> str:
+    """Of the words one and two, which are the tokens 1 and 2."""
+    path = str(directory / "tokenizer.json")
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "one": 1, "two": 2}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(path)
+    return path
+
+
+def _places(scheduler: RunningScheduler, prompt: str) -> list[int]:
+    """Tokens of a prompt that each engine is taken to hold."""
+    hits = scheduler.dispatcher.hits
+    assert hits is not None
+    ids = [{"one": 1, "two": 2}[word] for word in prompt.split()]
+    names = b"".join(chain(ids, SENT_BLOCK_SIZE, root_of(SENT_BLOCK_SIZE)))
+    asked = Request("", "mock", len(ids), prompt_blocks=names, prompt_block_size=SENT_BLOCK_SIZE)
+    (values,) = hits.of_request(asked, scheduler.dispatcher.table)
+    return [int(value) for value in values]
+
+
+@pytest.mark.asyncio
+async def test_blocks_are_named_for_a_scheduler_that_wants_them(tmp_path: Path) -> None:
+    path = _tokenizer(tmp_path)
+    body = BODY | {"prompt": "one two one two two"}
+    async with scheduled(tokenizers={"mock": path}) as (it, scheduler):
+        await it.post(COMPLETIONS, body)
+        scheduler.prompt_block_size = 2
+        await it.post(COMPLETIONS, body)
+        await it.post(COMPLETIONS, body)
+        scheduler.prompt_block_size = None
+        await it.post(COMPLETIONS, body)
+        await it.post(COMPLETIONS, body)
+        told = [(one.get("prompt_block_size", 0), one.get("prompt_blocks", "")) for one in scheduler.of("/schedule")]
+        named = b64encode(b"".join(chain([1, 2, 1, 2, 2], 2, root_of(2)))).decode()
+        assert told == [(0, ""), (0, ""), (2, named), (2, named), (0, "")]
 
 
 @pytest.mark.asyncio
@@ -605,10 +651,12 @@ async def test_a_place_that_comes_too_late_is_released() -> None:
 
 
 @asynccontextmanager
-async def _real(it_engines: Mock, **settings: Any) -> AsyncIterator[tuple[Cluster, RunningScheduler]]:
+async def _real(
+    it_engines: Mock, policy_name: str = "load-balance", **settings: Any
+) -> AsyncIterator[tuple[Cluster, RunningScheduler]]:
     async with engine(it_engines) as (one, _, _), engine(it_engines) as (other, _, _):
         endpoints = {Address("127.0.0.1", port): InferType.NEUTRAL for port in (one, other)}
-        policy = load_policy("load-balance", Mode.LITE)
+        policy = load_policy(policy_name, Mode.LITE)
         config = SchedulerConfig(policy, host="127.0.0.1", port=0, backend_endpoints=endpoints)
         scheduler = await serve(config)
         try:
@@ -636,6 +684,25 @@ async def test_the_real_scheduler_balances_streams_and_forgets_them() -> None:
         assert len(loads) == 2
         await it.until_idle()
         await until(lambda: not it.gateway.services.running)
+
+
+@pytest.mark.asyncio
+async def test_the_real_scheduler_sends_a_prefix_where_it_has_sent_it_before(tmp_path: Path) -> None:
+    mock, path = Mock(seen=[]), _tokenizer(tmp_path)
+    prompts = [" ".join([word] * 200) for word in ("one", "two")]
+    async with _real(mock, "prefix-cache", tokenizers={"mock": path}) as (it, scheduler):
+        await it.post(COMPLETIONS, BODY)  # with its answer, the gateway knows that names are wanted
+        for number in range(9):
+            words = " ".join(["one"] * number)  # the prompts differ, but for their beginning
+            for prompt in prompts:
+                assert (await it.post(COMPLETIONS, BODY | {"prompt": f"{prompt} {words}"})).status == 200
+                await it.until_idle()
+        told = [one["content"] for one in mock.seen or []][1:]
+        assert len(told) == 18
+        hits = scheduler.dispatcher.hits
+        assert hits is not None
+        places = {kind: _places(scheduler, f"{prompts[kind]} two two") for kind in (0, 1)}
+        assert sorted(map(sorted, places.values())) == [[0, 192], [0, 192]], places
 
 
 @pytest.mark.asyncio

@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llumsched.cluster.columns import Columns, Values
+from llumsched.cluster.columns import Cluster, Columns, Values
 from llumsched.cluster.providers.in_flight import Counters
+from llumsched.policy.candidates import Candidates, Context
 from llumsched.policy.expression import Expression
-from llumsched.policy.metrics import METRICS, Metric, all_metrics
+from llumsched.policy.metrics import METRICS, Metric, all_metrics, metric_fault
+from llumsched.request import Request
 from tests.llumsched import cases
 
 SENT = Counters(
@@ -132,3 +134,21 @@ def test_faults_of_installed_packages_are_all_named(tmp_path: Path, monkeypatch:
         all_metrics()
     for said in ("is int, not a Metric", "does not load: ModuleNotFoundError", "calls itself 'num_requests'"):
         assert said in str(error.value)
+
+
+def test_a_hit_saves_its_tokens_and_nothing_more() -> None:
+    class Hits:
+        columns = ("kv_cache_hit_len",)
+
+        def of_request(self, request: Request, cluster: Cluster) -> list[Values]:
+            return [np.array([0.0, 64.0])]
+
+    table = cases.table(cases.instance("0", num_uncomputed_tokens_all_waiting_prefills=10), LOADED, sent={"a": SENT})
+    asked = Candidates(table, Context(0.0, Request(prompt_num_tokens=100)), [Hits()])
+    assert METRICS["kv_cache_hit_len"].values(asked).tolist() == [0, 64]
+    assert METRICS["cache_aware_all_prefills_tokens_num"].values(asked).tolist() == [110, 400 + 60 + 300 + 36]
+    unknown = Candidates(table, Context(0.0, Request(prompt_num_tokens=100)))
+    assert METRICS["kv_cache_hit_len"].values(unknown).tolist() == [0, 0]
+    assert METRICS["kv_cache_hit_len"].better(64, 0)
+    for name in ("kv_cache_hit_len", "cache_aware_all_prefills_tokens_num"):
+        assert "is no load of a status" in metric_fault(name)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The column `kv_cache_hit_len`: tokens of a request's prompt that an instance has in its prefix cache.
+
+What instances hold comes from `watches`, by what their engines say; or, in lite mode, from what was sent there: then
+it is a guess, and what was sent longest ago is taken to be gone when there is more than a cache may hold. A request
+brings the names of its prompt's blocks (`llumlet.block_hashes`); one without them has no hit anywhere, nor has
+it at an instance whose blocks have another size.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llumlet.block_hashes import adapter_mask
+from llumsched.cluster.columns import Cluster, IdOrder, Values
+from llumsched.cluster.instance import Instance
+from llumsched.cluster.providers import HIT_COLUMN
+from llumsched.prefix.index import Names, PrefixIndex
+from llumsched.request import Request
+
+SENT_BLOCK_SIZE: Final = 16
+"""Tokens of a block where engines do not tell: vLLM's own default."""
+_NOBODY: Final = -1
+_FIELD: Final = "<u8"
+
+
+@dataclass(slots=True)
+class _Member:
+    """An instance that holds something. `number`: its own in the index."""
+
+    number: int
+    block_size: int
+    num_sent: int = 0
+    """Blocks that are known by what was sent."""
+    older: int = _NOBODY
+    """Another number of its own: what was sent before, as much again."""
+
+
+class PrefixHits:
+    """A request provider, and the index that it asks. On one event loop."""
+
+    columns: Sequence[str] = (HIT_COLUMN,)
+
+    def __init__(self, index: PrefixIndex, *, sent_blocks: int = 0) -> None:
+        """`sent_blocks`: how many blocks an instance is taken to hold of what was sent there; 0: none, engines tell."""
+        self.index = index
+        self._sent_blocks = sent_blocks
+        self.num_resyncs = 0
+        """Times that an instance told everything anew, as something was missing."""
+        self._members: dict[str, _Member] = {}
+        self._adapters: dict[str, frozenset[str]] = {}
+        """Names of the LoRA adapters of each instance that has any."""
+        self._masks: dict[str, np.uint64] = {}
+        """What is mixed into the names of blocks, by the name of the adapter."""
+        self._rows: tuple[IdOrder | None, NDArray[np.intp], Values] = None, np.empty(0, np.intp), np.empty(0)
+        """Both numbers, and block sizes, by row, as long as the order is this one and the members are the same."""
+
+    # What instances hold
+
+    def holds(self, instance_id: str, names: Names, block_size: int) -> None:
+        """An instance holds these blocks, too."""
+        member = self._members.get(instance_id)
+        if member is None or member.block_size != block_size:
+            self.forget(instance_id)
+            member = self._members[instance_id] = _Member(self.index.join(), block_size)
+            self._rows = None, *self._rows[1:]
+        self.index.store(member.number, names)
+
+    def lacks(self, instance_id: str, names: Names) -> None:
+        """An instance does not hold these blocks any more."""
+        if member := self._members.get(instance_id):
+            self.index.remove(member.number, names)
+
+    def forget(self, instance_id: str) -> None:
+        """Nothing is known of what an instance holds."""
+        member = self._members.pop(instance_id, None)
+        if member is not None:
+            self.index.forget(member.number)
+            if member.older != _NOBODY:
+                self.index.forget(member.older)
+            self._rows = None, *self._rows[1:]
+
+    def sent(self, request: Request, instance_id: str) -> None:
+        """A request goes to an instance, which will hold its prompt."""
+        if not self._sent_blocks or not request.prompt_blocks:
+            return
+        names = self.names_of(request)
+        member = self._members.get(instance_id)
+        if member is not None and member.num_sent >= self._sent_blocks // 2:
+            # Whatever is asked for again is among the newer ones by then.
+            if member.older != _NOBODY:
+                self.index.forget(member.older)
+            member.older, member.number, member.num_sent = member.number, self.index.join(), 0
+            self._rows = None, *self._rows[1:]
+        self.holds(instance_id, names[:0], request.prompt_block_size)
+        member = self._members[instance_id]
+        member.num_sent += self.index.store(member.number, names)
+
+    # From the view
+
+    def appeared(self, instance: Instance) -> None:
+        self.changed(instance)
+
+    def changed(self, instance: Instance) -> None:
+        self._adapters_of(instance.id, instance.metadata.adapters)
+
+    def left(self, instance: Instance) -> None:
+        self._adapters_of(instance.id, ())
+        self.forget(instance.id)
+
+    def _adapters_of(self, instance_id: str, names: Collection[str]) -> None:
+        if len(names) == len(known := self._adapters.get(instance_id, frozenset())) and known.issuperset(names):
+            return  # as with nearly every status
+        self._adapters.pop(instance_id, None)
+        if names:
+            self._adapters[instance_id] = frozenset(names)
+        every = frozenset().union(*self._adapters.values())
+        self._masks = {name: np.uint64(adapter_mask(name)) for name in every}
+
+    # For a request
+
+    @property
+    def usual_block_size(self) -> int:
+        """Tokens of a block at most instances; 0: nothing is known of any."""
+        sizes = Counter(member.block_size for member in self._members.values())
+        return max(sizes, key=sizes.__getitem__, default=SENT_BLOCK_SIZE if self._sent_blocks else 0)
+
+    @property
+    def num_instances(self) -> int:
+        """Instances of which something is known."""
+        return len(self._members)
+
+    def block_size_of(self, instance: Instance) -> int:
+        """Tokens of the blocks that requests for such an instance are to name; 0: none."""
+        return SENT_BLOCK_SIZE if self._sent_blocks else instance.metadata.cache_block_size
+
+    def of_request(self, request: Request, cluster: Cluster) -> Sequence[Values]:
+        size = request.prompt_block_size
+        names = self.names_of(request)
+        if not len(names) or not self._members:
+            return [np.zeros(len(cluster))]
+        numbers, sizes = self._by_row(cluster)
+        depths = np.append(self.index.depths(names), 0)[numbers].max(axis=0)
+        # Of a prompt that is all there, the last block is computed again, for the logits of its last token.
+        most = (request.prompt_num_tokens - 1) // size * size
+        return [np.where(sizes == size, np.minimum(depths * size, max(most, 0)), 0).astype(np.float64)]
+
+    def names_of(self, request: Request) -> Names:
+        """Names of the blocks of its prompt, as the engines that hold them have them."""
+        names = names_in(request.prompt_blocks)
+        return names ^ self._masks[request.model] if request.model in self._masks else names
+
+    def _by_row(self, cluster: Cluster) -> tuple[NDArray[np.intp], Values]:
+        known, numbers, sizes = self._rows
+        if known is not cluster.order:
+            members = [self._members.get(instance.id) for instance in cluster.instances]
+            pairs = [(_NOBODY, _NOBODY) if one is None else (one.number, one.older) for one in members]
+            numbers = np.array(pairs, np.intp).reshape(-1, 2).T
+            sizes = np.array([0 if one is None else one.block_size for one in members], np.float64)
+            self._rows = cluster.order, numbers, sizes
+        return numbers, sizes
+
+
+def names_in(content: bytes) -> Names:
+    """Names as they are on the wire. Raises ValueError for what is no whole number of them."""
+    return np.frombuffer(content, _FIELD).astype(np.uint64)

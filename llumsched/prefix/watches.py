@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hears from every instance which blocks its prefix cache holds (`WatchCache`).
+
+Each instance has a stream of its own, from the moment it is in the view, and is told how often it may speak: together
+they are heard about a thousand times a second, however many there are. A stream that ends, is silent, or misses a
+message is void with all that it told: nothing is known of that instance until the next stream has told everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Final, Protocol
+
+from llumlet.cache_feed import KEEPALIVE_S, LEAST_INTERVAL_S
+from llumlet.client import LlumletClient
+from llumlet.credentials import Credentials
+from llumlet.errors import LlumletCallFailed
+from llumlet.tasks import cancel
+from llumlet.types import CacheChanges, WatchCacheRequest
+from llumsched.cluster.instance import Instance
+from llumsched.prefix.hits import PrefixHits, names_in
+
+logger = logging.getLogger(__name__)
+SILENCE_S: Final = 3 * KEEPALIVE_S
+"""Time after which a stream that says nothing is held to be broken."""
+MOST_MESSAGES_PER_S: Final = 1000
+_MOST_INTERVAL_S: Final = 5.0
+_FIRST_RETRY_S: Final = 0.25
+_LAST_RETRY_S: Final = 10.0
+
+
+class Broken(Exception):
+    """A stream of which something is missing."""
+
+
+class Watchable(Protocol):
+    """What is needed of `llumlet.client.LlumletClient`."""
+
+    def watch_cache(self, request: WatchCacheRequest) -> AsyncGenerator[CacheChanges, None]: ...
+
+    async def close(self) -> None: ...
+
+
+Connect = Callable[[Instance], Watchable]
+
+
+class CacheWatches:
+    """Observes a view, on its event loop; what is heard goes to `hits`, which observes the same view before."""
+
+    def __init__(self, hits: PrefixHits, credentials: Credentials, connect: Connect | None = None) -> None:
+        self._hits = hits
+        self._connect = connect or (lambda instance: LlumletClient(instance.llumlet, credentials=credentials))
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._turn = asyncio.Lock()
+        self.in_sync: set[str] = set()
+        """Ids of the instances of which is known what they hold."""
+
+    # From the view
+
+    def appeared(self, instance: Instance) -> None:
+        if instance.metadata.cache_block_size > 0:
+            task = asyncio.get_running_loop().create_task(self._watch(instance), name=f"cache of {instance.id}")
+            self._tasks[instance.id] = task
+
+    def changed(self, instance: Instance) -> None:
+        """A status says nothing of the cache, and a new life comes as another instance."""
+
+    def left(self, instance: Instance) -> None:
+        task = self._tasks.pop(instance.id, None)
+        if task is not None:
+            task.cancel()
+            self._void(instance.id)
+
+    async def close(self) -> None:
+        await cancel(*self._tasks.values())
+
+    # One instance
+
+    async def _watch(self, instance: Instance) -> None:
+        retry_s, was_void = _FIRST_RETRY_S, False
+        client = self._connect(instance)
+        try:
+            while True:
+                try:
+                    async for _ in self._heard(client, instance):
+                        self._hits.num_resyncs += was_void
+                        retry_s, was_void = _FIRST_RETRY_S, False
+                    why = "the stream has ended"
+                except (LlumletCallFailed, Broken, TimeoutError, ValueError) as error:
+                    why = str(error) or f"silent for {SILENCE_S:g} s"
+                except Exception as error:
+                    logger.exception("what the prefix cache of %s holds cannot be taken in", instance.id)
+                    why = type(error).__name__
+                was_void = True
+                logger.log(
+                    logging.INFO if retry_s == _FIRST_RETRY_S else logging.DEBUG,
+                    "it is not known what the prefix cache of %s holds: %s",
+                    instance.id,
+                    why,
+                )
+                self._void(instance.id)
+                await asyncio.sleep(retry_s * random.uniform(0.5, 1.5))
+                retry_s = min(2 * retry_s, _LAST_RETRY_S)
+        finally:
+            await client.close()
+
+    async def _heard(self, client: Watchable, instance: Instance) -> AsyncGenerator[None, None]:
+        """Takes in one stream, message by message. Raises Broken if one of them is missing."""
+        interval_s = min(max(LEAST_INTERVAL_S, len(self._tasks) / MOST_MESSAGES_PER_S), _MOST_INTERVAL_S)
+        metadata = instance.metadata
+        request = WatchCacheRequest(
+            engine_id=metadata.instance_id, incarnation=metadata.incarnation, interval_s=interval_s
+        )
+        number = 0
+        async with aclosing(client.watch_cache(request)) as stream:
+            while True:
+                async with asyncio.timeout(SILENCE_S):
+                    changes = await anext(stream, None)
+                if changes is None:
+                    return
+                number += 1
+                if changes.number != number or (number == 1) > changes.reset:
+                    raise Broken(f"message {number} of its changes is missing")
+                async with self._turn:
+                    self._take(instance, changes)
+                    await asyncio.sleep(0)  # what else there is to do comes in between two messages
+                yield
+
+    def _take(self, instance: Instance, changes: CacheChanges) -> None:
+        if changes.reset:
+            self._hits.forget(instance.id)
+        self._hits.holds(instance.id, names_in(changes.stored), instance.metadata.cache_block_size)
+        if changes.removed:
+            self._hits.lacks(instance.id, names_in(changes.removed))
+        self.in_sync.add(instance.id)
+
+    def _void(self, instance_id: str) -> None:
+        self._hits.forget(instance_id)
+        self.in_sync.discard(instance_id)

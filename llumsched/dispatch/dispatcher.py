@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from llumlet.protocol.infer_type import InferType
+from llumlet.urgency import is_urgent
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers import RequestProvider
 from llumsched.cluster.providers.in_flight import InFlight
@@ -61,7 +62,14 @@ class Ledger(Observer, Protocol):
     num_expired: int
 
     def dispatched(
-        self, request_id: str, instance_id: str, infer_type: InferType, num_tokens: int, gateway_id: str = ""
+        self,
+        request_id: str,
+        instance_id: str,
+        infer_type: InferType,
+        num_tokens: int,
+        gateway_id: str = "",
+        *,
+        urgent: bool = False,
     ) -> None: ...
 
     def released(self, request_id: str, instance_ids: Collection[str], gateway_id: str = "") -> None: ...
@@ -137,8 +145,9 @@ class Dispatcher:
             placements.append(Assignment(stage, self.table.instances[decision.row], decision.fallback))
         for placed in placements:
             self.ledger.dispatched(
-                request.id, placed.instance.id, placed.infer_type, request.prompt_num_tokens, gateway_id
-            )
+                request.id, placed.instance.id, placed.infer_type, request.prompt_num_tokens, gateway_id,
+                urgent=is_urgent(request.priority),
+            )  # fmt: skip
             self._last[placed.infer_type, request.model] = placed.instance.id
             if request.id and tried is None:
                 self._remember(request, placed, gateway_id)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from llumsched.rescheduling.history import History
 from llumsched.rescheduling.moves import Move
 
 
-@dataclass(slots=True)
+@dataclass
 class Draft:
     snapshot: Snapshot
     """The cluster as reported."""
@@ -85,14 +86,20 @@ class Draft:
 
     # What is there to move, by row
 
-    @property
+    @functools.cached_property
     def running(self) -> Values:
-        """Requests that could move with a KV cache, those on their way excluded."""
-        return self.snapshot["scheduler_running_to_decode_requests_num"]
+        """Requests that could move with a KV cache, those on their way excluded; urgent ones only where nobody else
+        is."""
+        number = self.snapshot["scheduler_running_to_decode_requests_num"]
+        others = number - self.snapshot["scheduler_running_to_decode_urgent_requests_num"]
+        return np.where(others > 0, others, number)
 
-    @property
+    @functools.cached_property
     def running_tokens(self) -> Values:
-        return self.snapshot["scheduler_running_to_decode_tokens_num"]
+        """Tokens of those, as if all that run were of one length."""
+        number = self.snapshot["scheduler_running_to_decode_requests_num"]
+        tokens: Values = self.snapshot["scheduler_running_to_decode_tokens_num"] * self.running / np.maximum(number, 1)
+        return tokens
 
     @property
     def waiting(self) -> Values:

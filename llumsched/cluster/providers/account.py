@@ -71,7 +71,14 @@ class Account:
     # From the dispatcher
 
     def dispatched(
-        self, request_id: str, instance_id: str, infer_type: InferType, num_tokens: int, gateway_id: str = ""
+        self,
+        request_id: str,
+        instance_id: str,
+        infer_type: InferType,
+        num_tokens: int,
+        gateway_id: str = "",
+        *,
+        urgent: bool = False,
     ) -> None:
         """`request_id` was placed; an earlier placement of it for the same stage is void."""
         self.expire()
@@ -80,7 +87,7 @@ class Account:
             self._drop(earlier)
         if not self._staleness_s:
             return
-        counters = counters_of(infer_type, num_tokens)
+        counters = counters_of(infer_type, num_tokens, urgent=urgent)
         deadline_s = self._clock() + self._staleness_s
         record = _Record(gateway_id, request_id, instance_id, infer_type, counters, deadline_s)
         self._of_request.setdefault((gateway_id, request_id), {})[infer_type] = record

@@ -26,6 +26,7 @@ class Counters(NamedTuple):
     """Pairs of a query and a key: for each of these tokens, the tokens up to it."""
     num_decode_tokens: int = 0
     num_tokens: int = 0
+    num_urgent_requests: int = 0
 
     def plus(self, other: Counters) -> Counters:
         return Counters(*map(add, self, other))
@@ -37,7 +38,7 @@ class Counters(NamedTuple):
 NONE_IN_FLIGHT = Counters()
 
 
-def counters_of(infer_type: InferType, num_tokens: int, *, prefilled: bool = False) -> Counters:
+def counters_of(infer_type: InferType, num_tokens: int, *, prefilled: bool = False, urgent: bool = False) -> Counters:
     """Counters of one request. On a neutral instance it is prefill work, until that is done, and decode work."""
     is_prefill = infer_type is not InferType.DECODE and not prefilled
     is_decode = infer_type is not InferType.PREFILL
@@ -49,6 +50,7 @@ def counters_of(infer_type: InferType, num_tokens: int, *, prefilled: bool = Fal
         num_uncomputed_prefill_pairs=pairs(0, num_tokens) * is_prefill,
         num_decode_tokens=num_tokens * is_decode,
         num_tokens=num_tokens,
+        num_urgent_requests=int(urgent),
     )
 
 

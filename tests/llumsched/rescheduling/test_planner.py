@@ -80,6 +80,32 @@ def test_what_waits_for_room_goes_one_by_one_to_where_there_is_some() -> None:
     assert nowhere.results[0].refused == {"no_room": 1}
 
 
+def test_others_leave_where_urgent_requests_are_and_urgent_ones_stay() -> None:
+    """With virtual usage; by the memory alone the instance has room, and takes more."""
+    config = replace(Config(policies=("neutral_load",)), neutral=LoadTarget("virtual_usage"))
+    urgent = {"num_urgent_requests": 2, "scheduler_running_to_decode_urgent_requests_num": 2}
+    cluster = [instance("urgent", 0.4, **urgent), instance("b", 0.6), instance("c", 0.6)]
+    [move] = planned(cluster, config).moves
+    assert (move.source, move.destination) == ("urgent", "b")
+    assert move.expected_tokens == pytest.approx(0.2 * CAPACITY, rel=0.1)
+    assert pairs(planned(cluster, balancing())) == [("b", "urgent")]
+
+
+def test_an_instance_of_urgent_requests_alone_gives_of_them_when_they_are_too_many() -> None:
+    config = replace(Config(policies=("neutral_load",)), neutral=LoadTarget("virtual_usage"))
+    urgent = {"num_urgent_requests": 20, "scheduler_running_to_decode_urgent_requests_num": 20}
+    [move] = planned([instance("urgent", 0.6, **urgent), instance("b")], config).moves
+    assert (move.source, move.destination) == ("urgent", "b")
+
+
+def test_room_is_made_where_the_first_of_the_queue_finds_none() -> None:
+    """De-fragmentation: two instances with the same memory in use, one of them with somebody who needs more of it."""
+    config = replace(Config(policies=("neutral_load",)), neutral=LoadTarget("virtual_usage"))
+    queue = {"num_waiting_requests": 1, "num_unallocated_tokens_first_waiting_request": 30_000}
+    [move] = planned([instance("a", 0.8), instance("b", 0.8, **queue), instance("c", 0.6)], config).moves
+    assert (move.source, move.destination) == ("b", "c")
+
+
 def test_in_an_even_cluster_a_pass_gives_up_soon() -> None:
     """All pairs would be weighed otherwise, for nothing, in every pass."""
     cluster = [instance(f"i{number:03}", 0.5 + number * 1e-5) for number in range(200)]

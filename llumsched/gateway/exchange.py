@@ -18,7 +18,7 @@ from llumsched.gateway.access_log import AccessLogger
 from llumsched.gateway.api_keys import TENANT, Exceeded, Limit, PriorityRefused
 from llumsched.gateway.attempts import CLIENT_GONE, Attempts
 from llumsched.gateway.backends import Backend
-from llumsched.gateway.body import Body, Head
+from llumsched.gateway.body import PRIORITY_HEADER, Body, Head
 from llumsched.gateway.continuing import Continuing
 from llumsched.gateway.errors import GatewayError
 from llumsched.gateway.forwarded import with_client
@@ -123,8 +123,10 @@ class Exchanges:
             if found.path.kind is Kind.STICKY:
                 return Body(content, Head()), None
             if found.path.is_form:
-                return Body.read_form(content, request.headers.get("Content-Type", "")), None
-            return await self._services.tokens.read(content), None
+                body = Body.read_form(content, request.headers.get("Content-Type", ""))
+            else:
+                body = await self._services.tokens.read(content)
+            return body.prioritized(request.headers.get(PRIORITY_HEADER), in_body=not found.path.is_form), None
         except GatewayError as error:
             return None, error
 

@@ -160,6 +160,34 @@ async def test_a_priority_that_is_no_whole_number_is_refused_before_anybody_is_a
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b'{"model": "mock", "prompt": [1], "max_tokens": 1}\n', {"prompt": [1]}),
+        (b'{"model": "mock", "prompt": [1], "priority": 9, "max_tokens": 1}', {"max_tokens": 1}),
+        (b"{ }", {}),
+    ],
+)
+async def test_the_header_says_a_priority_in_the_place_of_the_body(content: bytes, told: dict[str, Any]) -> None:
+    """To the engine as well, which reads the body alone."""
+    async with scheduled() as (it, scheduler):
+        assert (await it.post(COMPLETIONS, content, {"X-Priority": "-2"})).status == 200
+        (asked,) = scheduler.of("/schedule")
+        assert asked["priority"] == -2
+        (seen,) = it.engines.seen or []
+        assert json.loads(seen["content"]).items() >= (told | {"priority": -2}).items()
+
+
+@pytest.mark.asyncio
+async def test_a_header_that_says_no_priority_is_refused_before_anybody_is_asked() -> None:
+    async with scheduled() as (it, scheduler):
+        for wrong in ("", "high", "0.5", str(2**63)):
+            reply = await it.post(COMPLETIONS, BODY, {"X-Priority": wrong})
+            assert (reply.status, "`X-Priority`" in reply.json["error"]["message"]) == (400, True)
+        assert not scheduler.of("/schedule")
+
+
+@pytest.mark.asyncio
 async def test_a_body_that_cannot_be_counted_is_counted_by_length_and_for_the_engine_to_refuse() -> None:
     async with scheduled() as (it, scheduler):
         body = b'{"model": "mock", "prompt": "x", "max_tokens": 1, "temperature": 1e999}'

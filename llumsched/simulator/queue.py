@@ -11,8 +11,11 @@ from operator import attrgetter
 from typing import Final
 
 from llumsched.latency.fitting import pairs
+from llumsched.simulator import PS
 from llumsched.simulator.requests import EngineRequest
 
+_LOOK_PS: Final = PS
+"""Between two looks for requests that have waited for long."""
 _UNALLOCATED: Final = 3
 """Place of the unallocated tokens in a request's share."""
 
@@ -28,7 +31,7 @@ class QueuePlace(enum.Enum):
 class Queue:
     """First come, first served, wherever they came to first; or by priority, then arrival."""
 
-    def __init__(self, *, by_priority: bool) -> None:
+    def __init__(self, *, by_priority: bool, ageing_ps: int = 0) -> None:
         self.num_to_decode = 0
         """Requests whose work does not end with their first token."""
         self.to_decode_tokens = 0
@@ -40,6 +43,8 @@ class Queue:
         """Pairs of a query and a key in the prefills."""
         self.num_urgent = 0
         self._requests: deque[EngineRequest] | list[EngineRequest] = [] if by_priority else deque()
+        self._ageing_ps = ageing_ps if by_priority else 0
+        self._look_ps = 0
         self._shares: dict[EngineRequest, tuple[int, ...]] = {}
 
     def __len__(self) -> int:
@@ -86,6 +91,18 @@ class Queue:
                     break
                 index -= 1
             self._requests.insert(index, request)
+
+    def age(self, now_ps: int) -> None:
+        """By priority: those that came long enough ago get the lowest one that waits, as in production
+        (`vllm_llumnix.engine.ageing`)."""
+        if not self._ageing_ps or not self._requests or now_ps < self._look_ps:
+            return
+        self._look_ps = now_ps + _LOOK_PS
+        best, latest_ps = self.head.priority, now_ps - self._ageing_ps
+        for request in [one for one in self._requests if one.priority > best and one.arrived_ps < latest_ps]:
+            self._requests.remove(request)
+            request.priority = best
+            insort(self._requests, request, key=attrgetter("order"))
 
     def remove(self, request: EngineRequest) -> None:
         self._requests.remove(request)

@@ -25,6 +25,7 @@ from vllm.v1.request import RequestStatus
 
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.ledger import audit
+from vllm_llumnix.engine.ageing import Ageing
 from vllm_llumnix.engine.load_events import counters_of
 from vllm_llumnix.engine.newcomers import Newcomers
 from vllm_llumnix.engine.request_state import why_not_now
@@ -70,13 +71,14 @@ class SchedulerPort:
     """The scheduler and block pool of one engine, as a migration sees them: here what happens to requests that are in
     it; `reservations` and `newcomers` are those that come.
 
-    `load` follows the scheduler from here on: it has no request yet.
+    `load` follows the scheduler from here on: it has no request yet. `ageing_s`: see `ageing`.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, ageing_s: float = 0.0) -> None:
         self.scheduler = scheduler
         self.load = counters_of(scheduler)
         self.newcomers = Newcomers(scheduler)
+        self._ageing = Ageing(scheduler, ageing_s)
         self.reservations = Reservations(scheduler, self.load, self.newcomers)
         self.kv_cache_manager = scheduler.kv_cache_manager
         self.block_pool = scheduler.kv_cache_manager.block_pool
@@ -211,7 +213,8 @@ class SchedulerPort:
     # Every step
 
     def before_step(self) -> None:
-        """Make room for newcomers, and keep places for adapters."""
+        """Make room for newcomers, raise who waits for long, and keep places for adapters."""
+        self._ageing.before_step()
         self.newcomers.before_step()
         self.reservations.hold_adapters(self._frozen)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llumsched.cluster.columns import Values
+from llumsched.cluster.columns import Mask, Values
 from llumsched.cluster.providers.status import Cargo
 from llumsched.cluster.snapshot import Snapshot
 from llumsched.rescheduling.config import Config
@@ -91,8 +91,15 @@ class Draft:
         """Requests that could move with a KV cache, those on their way excluded; urgent ones only where nobody else
         is."""
         number = self.snapshot["scheduler_running_to_decode_requests_num"]
-        others = number - self.snapshot["scheduler_running_to_decode_urgent_requests_num"]
-        return np.where(others > 0, others, number)
+        urgent = self.snapshot["scheduler_running_to_decode_urgent_requests_num"]
+        return np.where(self.only_urgent, number, number - urgent)
+
+    @functools.cached_property
+    def only_urgent(self) -> Mask:
+        """Whether all that run are urgent, as far as they are not on their way."""
+        number = self.snapshot["scheduler_running_to_decode_requests_num"]
+        only: Mask = number <= self.snapshot["scheduler_running_to_decode_urgent_requests_num"]
+        return only
 
     @functools.cached_property
     def running_tokens(self) -> Values:

@@ -46,8 +46,8 @@ def _kv_cache_usage_ratio_projected(load: Load) -> float:
 
 
 def _priority_headroom(load: Load) -> float:
-    is_urgent, has_urgent = load.request.priority < 0, load.status.num_urgent_requests + load.sent.num_urgent_requests
-    return 7 / 8 if bool(has_urgent) is not is_urgent else 0.0
+    has_urgent = load.status.num_urgent_requests + load.sent.num_urgent_requests > 0
+    return 7 / 8 if has_urgent or load.request.priority < 0 else 0.0
 
 
 def _virtual_usage(load: Load) -> float:

@@ -91,11 +91,12 @@ def test_others_leave_where_urgent_requests_are_and_urgent_ones_stay() -> None:
     assert pairs(planned(cluster, balancing())) == [("b", "urgent")]
 
 
-def test_an_instance_of_urgent_requests_alone_gives_of_them_when_they_are_too_many() -> None:
+def test_urgent_requests_alone_are_evened_out_with_others_like_them_and_disturb_nobody_else() -> None:
     config = replace(Config(policies=("neutral_load",)), neutral=LoadTarget("virtual_usage"))
     urgent = {"num_urgent_requests": 20, "scheduler_running_to_decode_urgent_requests_num": 20}
-    [move] = planned([instance("urgent", 0.6, **urgent), instance("b")], config).moves
-    assert (move.source, move.destination) == ("urgent", "b")
+    full, fits = instance("full", 0.9, **urgent), instance("fits", 0.3, **urgent)
+    assert pairs(planned([full, instance("b")], config)) == []
+    assert pairs(planned([full, fits], config)) == [("full", "fits")]
 
 
 def test_room_is_made_where_the_first_of_the_queue_finds_none() -> None:

@@ -112,11 +112,10 @@ def _number(columns: Columns, row: int, weight: Mapping[str, float], name: str) 
 
 
 _HEADROOM = """
-    (7 / 8 if num_urgent_requests + sent_urgent_requests > 0 or priority < 0 else 0)
+    (1 / 2 if num_urgent_requests + sent_urgent_requests > 0 or priority < 0 else 0)
 """
-"""Share of a KV cache that is to stay free beside an urgent request, there or coming: of 13,616 tokens the paper's
-instances keep all but 1,600. It is the same for all instances that an urgent request may go to: the least used is best,
-which is where others like it are."""
+"""Share of a KV cache that is to stay free beside an urgent request, there or coming. The paper's instances keep all
+but 1,600 tokens of 13,616; where a tenth of the requests is urgent that costs the others too much (docs/experiments.md)."""
 _VIRTUAL_TOKENS = """
     (num_used_gpu_tokens
      + num_unallocated_tokens_scheduler_running_prefills

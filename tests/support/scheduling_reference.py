@@ -47,7 +47,7 @@ def _kv_cache_usage_ratio_projected(load: Load) -> float:
 
 def _priority_headroom(load: Load) -> float:
     has_urgent = load.status.num_urgent_requests + load.sent.num_urgent_requests > 0
-    return 7 / 8 if has_urgent or load.request.priority < 0 else 0.0
+    return 1 / 2 if has_urgent or load.request.priority < 0 else 0.0
 
 
 def _virtual_usage(load: Load) -> float:

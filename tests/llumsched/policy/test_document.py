@@ -197,7 +197,9 @@ def test_wrong_forms(text: str, said: str) -> None:
 
 
 def test_no_such_policy(tmp_path: Path) -> None:
-    with pytest.raises(PolicyError, match=r"unknown policy 'flod'; known: load-balance, round-robin, or a \.yaml file"):
+    with pytest.raises(
+        PolicyError, match=r"unknown policy 'flod'; known: load-balance, round-robin, virtual-usage, or a \.yaml file"
+    ):
         load_policy("flod", Mode.FULL)
     with pytest.raises(PolicyError, match=r"cannot be read"):
         load_policy(str(tmp_path / "gone.yaml"), Mode.FULL)

@@ -91,7 +91,7 @@ def test_what_is_added_to_an_instance_counts_and_nothing_falls_below_zero() -> N
 
 @pytest.mark.parametrize(
     ("there", "sent", "priority", "headroom"),
-    [(0, 0, 0, 0), (0, 0, -1, 7 / 8), (2, 0, 5, 7 / 8), (2, 0, -1, 7 / 8), (0, 1, 0, 7 / 8)],
+    [(0, 0, 0, 0), (0, 0, -1, 1 / 2), (2, 0, 5, 1 / 2), (2, 0, -1, 1 / 2), (0, 1, 0, 1 / 2)],
 )
 def test_who_is_urgent_and_who_comes_to_urgent_requests_needs_headroom(
     there: int, sent: int, priority: int, headroom: float
@@ -105,8 +105,8 @@ def test_who_is_urgent_and_who_comes_to_urgent_requests_needs_headroom(
 def test_where_nobody_asks_for_a_place_urgent_requests_alone_need_headroom() -> None:
     """As in rescheduling: what happens to the others there."""
     table = cases.table(cases.instance("a", num_urgent_requests=1), cases.instance("b"))
-    assert METRICS["virtual_usage"].values(table).tolist() == [7 / 8, 0]
-    assert METRICS["virtual_usage"].at(table, 0, {"num_used_gpu_tokens": 500}) == pytest.approx(7 / 8 + 0.05)
+    assert METRICS["virtual_usage"].values(table).tolist() == [1 / 2, 0]
+    assert METRICS["virtual_usage"].at(table, 0, {"num_used_gpu_tokens": 500}) == pytest.approx(1 / 2 + 0.05)
 
 
 def test_what_is_to_become_empty_is_fuller_than_anything() -> None:

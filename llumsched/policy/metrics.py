@@ -115,7 +115,7 @@ _HEADROOM = """
     (1 / 2 if num_urgent_requests + sent_urgent_requests > 0 or priority < 0 else 0)
 """
 """Share of a KV cache that is to stay free beside an urgent request, there or coming. The paper's instances keep all
-but 1,600 tokens of 13,616; where a tenth of the requests is urgent that costs the others too much (docs/experiments.md)."""
+but 1,600 tokens of 13,616: with one urgent request in ten that costs the others too much (docs/experiments.md)."""
 _VIRTUAL_TOKENS = """
     (num_used_gpu_tokens
      + num_unallocated_tokens_scheduler_running_prefills

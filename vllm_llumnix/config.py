@@ -206,6 +206,12 @@ class LlumletConfig(CredentialFiles):
         "How long the engine's loop may be busy with one call, such as loading an adapter, writing a profile or new "
         "weights, before it counts as hung and its streams go on elsewhere. It gets no new requests meanwhile.",
     )
+    priority_ageing_seconds: float = _llumlet.setting(
+        60.0,
+        kinds.seconds(),
+        "With --scheduling-policy priority: how long a request waits at most behind others that came later. From then "
+        "on it counts as one of the most urgent of those that wait. 0: for ever.",
+    )
     insecure: bool = _llumlet.setting(
         False, MARK, "Allow an address other than loopback although nothing is authenticated or encrypted."
     )

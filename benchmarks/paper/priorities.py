@@ -45,7 +45,7 @@ def play(lab: Lab) -> None:
             load=Load(lengths="m-m", rate=rate, num_requests=lab.requests(10_000), cv=cv, urgent=_URGENT),
             setting=setting,
             hardware=replace(hardware, engine=replace(hardware.engine, by_priority=by_priority)),
-            measure=_measure,
+            measure=measure_kinds,
         )
         for (rate, cv), setting, by_priority in itertools.product(lab.cells(*_LOADS), settings, (False, True))
     )
@@ -59,7 +59,8 @@ def play(lab: Lab) -> None:
     _compare(lab, outcomes)
 
 
-def _measure(metrics: Metrics, records: Sequence[RequestRecord]) -> Mapping[str, float]:
+def measure_kinds(metrics: Metrics, records: Sequence[RequestRecord]) -> Mapping[str, float]:
+    """Figures of urgent requests, and of the others."""
     found: dict[str, float] = {}
     for kind in _KINDS:
         those = [one for one in records if (one.priority < 0) == (kind == "urgent")]

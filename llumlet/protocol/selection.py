@@ -6,6 +6,9 @@ looked at, and in which sequence; the value is a budget in the unit. A request i
 budget and skipped if it does not fit, so a selection never exceeds what was asked for, with one exception: if nothing
 fits, the first in order is taken alone. Otherwise a request longer than the budget could never move.
 
+Urgent requests run on where they are as long as others run there that could move: these make room for them, not the
+other way round. What waits loses nothing by a move, and has its turn whatever it is.
+
 `num_tokens` is what the request's KV cache holds or will hold: prompt and output, each token counted once.
 """
 
@@ -59,6 +62,7 @@ class Candidate(msgspec.Struct, frozen=True):
     num_tokens: int
     movable: bool = True
     """Portable, not moving already, and with nothing in the way at this moment."""
+    urgent: bool = False
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -131,6 +135,7 @@ def in_order(candidates: Sequence[Candidate], order: Order) -> list[Candidate]:
     """Requests that the order looks at, in its sequence. Ties: first come, then the request id."""
     waiting = sorted((c for c in candidates if not c.running), key=_by_queue)
     running = [c for c in candidates if c.running]
+    running = [c for c in running if not c.urgent] or running
     match order:
         case Order.FCW:
             return waiting

@@ -13,6 +13,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from llumlet.protocol.infer_type import InferType
+from llumlet.urgency import is_urgent
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers import HIT_COLUMN, RequestProvider
 from llumsched.cluster.providers.in_flight import InFlight
@@ -75,6 +76,8 @@ class Ledger(Observer, Protocol):
         num_tokens: int,
         gateway_id: str = "",
         num_hit_tokens: int = 0,
+        *,
+        urgent: bool = False,
     ) -> None: ...
 
     def released(self, request_id: str, instance_ids: Collection[str], gateway_id: str = "") -> None: ...
@@ -176,6 +179,7 @@ class Dispatcher:
                 request.prompt_num_tokens,
                 gateway_id,
                 placed.num_hit_tokens,
+                urgent=is_urgent(request.priority),
             )
             self.senders.sent()
             if self.hits is not None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -38,6 +38,9 @@ class Head(msgspec.Struct):
 
 Content = tuple[bytes | bytearray | memoryview, ...]
 """A request to an engine, in parts: bodies are long, and nobody keeps a second copy for what is added to one."""
+
+PRIORITY_HEADER: Final = "X-Priority"
+"""What a client, or who speaks for it, may say in the place of the body's `priority`."""
 
 _HEAD = msgspec.json.Decoder(Head, strict=False)
 """Not strict, as engines are not: "-1" is a number."""
@@ -89,6 +92,22 @@ class Body:
     def read_form(cls, content: bytes | bytearray, content_type: str) -> Body:
         """A body of a multipart form. Raises InvalidRequest."""
         return cls(content, _checked(Head(model=model_of(content, content_type) or None)))
+
+    def prioritized(self, said: str | None, *, in_body: bool) -> Body:
+        """The request with the priority that the header says, if it says one, before that of its body; `in_body`: the
+        engine is told, too. Raises InvalidRequest."""
+        if said is None:
+            return self
+        try:
+            priority = msgspec.convert(said, Priority, strict=False)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(f"`{PRIORITY_HEADER}` is {said!r}: {error}") from None
+        content = self.content
+        if in_body:
+            end = content.rindex(b"}")
+            comma = b"" if content[:end].rstrip().endswith(b"{") else b","
+            content = b"".join((memoryview(content)[:end], comma, b'"priority":%d}' % priority))
+        return Body(content, msgspec.structs.replace(self.head, priority=priority))
 
     @property
     def model(self) -> str:

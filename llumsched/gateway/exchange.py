@@ -18,7 +18,7 @@ from llumsched.gateway.access_log import AccessLogger
 from llumsched.gateway.api_keys import TENANT, Exceeded, Limit, PriorityRefused, Tenant
 from llumsched.gateway.attempts import Attempts
 from llumsched.gateway.backends import Backend
-from llumsched.gateway.body import Body, Head, Prompt
+from llumsched.gateway.body import PRIORITY_HEADER, Body, Head, Prompt
 from llumsched.gateway.continuing import Continuing
 from llumsched.gateway.errors import GatewayError
 from llumsched.gateway.forwarded import with_client
@@ -122,8 +122,10 @@ class Exchanges:
         if found.path.kind is Kind.STICKY:
             return Body(content, Head())
         if found.path.is_form:
-            return Body.read_form(content, request.headers.get("Content-Type", ""))
-        return await self._services.tokens.read(content)
+            body = Body.read_form(content, request.headers.get("Content-Type", ""))
+        else:
+            body = await self._services.tokens.read(content)
+        return body.prioritized(request.headers.get(PRIORITY_HEADER), in_body=not found.path.is_form)
 
     def _objectives(self, request: web.BaseRequest, body: Body, tenant: Tenant | None) -> Objectives:
         """What counts of it: the request's, its key's, its model's. Raises InvalidRequest."""

@@ -17,7 +17,7 @@ to which they make no difference moves nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import ClassVar
 
@@ -230,18 +230,19 @@ class _Balancing:
                 budget = selection.value
         slots = float(min(draft.out_slots[source], draft.in_slots[destination]))
         requests = min(max(budget // each.tokens, 1.0), slots, max(all_there.requests, 1.0))
-        return Cargo(requests, requests * each.tokens, each.waiting)
+        return replace(each, requests=requests, tokens=requests * each.tokens)
 
     def _held(self, source: int) -> Cargo:
         """All requests from among which the source chooses."""
         draft = self.draft
         if self.rule.takes_waiting and draft.waiting[source] > 0:
             return Cargo(float(draft.waiting[source]), float(draft.waiting_tokens[source]), waiting=True)
-        return Cargo(float(draft.running[source]), float(draft.running_tokens[source]))
+        running = float(draft.running[source]), float(draft.running_tokens[source])
+        return Cargo(*running, urgent=bool(draft.only_urgent[source]))
 
     def _mean_request(self, source: int) -> Cargo:
         held = self._held(source)
-        return Cargo(1.0, max(held.tokens / max(held.requests, 1.0), 1.0), held.waiting)
+        return replace(held, requests=1.0, tokens=max(held.tokens / max(held.requests, 1.0), 1.0))
 
 
 def _sorted(keys: Values, mask: Mask) -> Rows:

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from llumsched.cluster.columns import Values
+from llumsched.cluster.columns import Mask, Values
 from llumsched.cluster.providers.status import Cargo
 from llumsched.cluster.snapshot import Snapshot
 from llumsched.rescheduling.config import Config
@@ -17,7 +18,7 @@ from llumsched.rescheduling.history import History
 from llumsched.rescheduling.moves import Move
 
 
-@dataclass(slots=True)
+@dataclass
 class Draft:
     snapshot: Snapshot
     """The cluster as reported."""
@@ -85,14 +86,27 @@ class Draft:
 
     # What is there to move, by row
 
-    @property
+    @functools.cached_property
     def running(self) -> Values:
-        """Requests that could move with a KV cache, those on their way excluded."""
-        return self.snapshot["scheduler_running_to_decode_requests_num"]
+        """Requests that could move with a KV cache, those on their way excluded; urgent ones only where nobody else
+        is."""
+        number = self.snapshot["scheduler_running_to_decode_requests_num"]
+        urgent = self.snapshot["scheduler_running_to_decode_urgent_requests_num"]
+        return np.where(self.only_urgent, number, number - urgent)
 
-    @property
+    @functools.cached_property
+    def only_urgent(self) -> Mask:
+        """Whether all that run are urgent, as far as they are not on their way."""
+        number = self.snapshot["scheduler_running_to_decode_requests_num"]
+        only: Mask = number <= self.snapshot["scheduler_running_to_decode_urgent_requests_num"]
+        return only
+
+    @functools.cached_property
     def running_tokens(self) -> Values:
-        return self.snapshot["scheduler_running_to_decode_tokens_num"]
+        """Tokens of those, as if all that run were of one length."""
+        number = self.snapshot["scheduler_running_to_decode_requests_num"]
+        tokens: Values = self.snapshot["scheduler_running_to_decode_tokens_num"] * self.running / np.maximum(number, 1)
+        return tokens
 
     @property
     def waiting(self) -> Values:

@@ -21,6 +21,7 @@ class Decodes:
         self._block_size = block_size
         self._base: dict[EngineRequest, int] = {}
         self._base_tokens = 0
+        self.num_urgent = 0
         self._phases = [0] * block_size
         """How many need another block at a tick, by that modulo the block size."""
         self._ends: list[tuple[int, int, EngineRequest]] = []
@@ -53,6 +54,7 @@ class Decodes:
         request.phase = Phase.DECODE
         self._base[request] = base
         self._base_tokens += base
+        self.num_urgent += request.is_urgent
         self._phases[(1 - base) % self._block_size] += 1
         self._num_entered += 1
         heapq.heappush(self._ends, (self._end_of(request), self._num_entered, request))
@@ -63,6 +65,7 @@ class Decodes:
         """Between two steps: it has its own counts again."""
         base = self._base.pop(request)
         self._base_tokens -= base
+        self.num_urgent -= request.is_urgent
         self._phases[(1 - base) % self._block_size] -= 1
         request.num_tokens = base + self.ticks
         request.num_computed = request.num_tokens - 1

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from llumsched.simulator import PS
 from llumsched.simulator.blocks import Blocks
 from llumsched.simulator.decodes import Decodes
 from llumsched.simulator.queue import Queue, QueuePlace
@@ -37,7 +38,7 @@ class Engine:
         self.blocks = blocks
         self.running: list[EngineRequest] = []
         """The batch, in the order of admission: the last one is preempted first."""
-        self.waiting = Queue(by_priority=config.by_priority)
+        self.waiting = Queue(by_priority=config.by_priority, ageing_ps=round(config.ageing_s * PS))
         self.decodes = Decodes(config.block_size)
         self.num_reserved_slots = 0
         """Slots of the batch that are kept for requests on their way in."""
@@ -214,6 +215,7 @@ class Engine:
         self.shortage.begin()
         if not self.running and not self.waiting:
             return False
+        self.waiting.age(now_ps)
         if self._one_by_one or not self._schedule_at_once():
             is_alike = self._schedule_one_by_one(now_ps)
         else:

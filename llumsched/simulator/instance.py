@@ -114,12 +114,15 @@ class ModelledInstance:
             self._arrivals.popleft()
         prefill_tokens = prefill_pairs = unallocated = 0
         num_to_decode, to_decode_tokens = len(engine.decodes), engine.decodes.num_tokens
+        num_urgent = urgent_to_decode = engine.decodes.num_urgent
         for request, in_step in engine.apart():
             left = request.num_tokens - request.num_computed
             uncomputed = left + in_step
             to_decode = request.max_tokens > 1 and not request.is_moving
             num_to_decode += to_decode
             to_decode_tokens += request.num_tokens * to_decode
+            num_urgent += request.is_urgent
+            urgent_to_decode += to_decode and request.is_urgent
             if uncomputed > 1:
                 unallocated += left
                 prefill_tokens += uncomputed
@@ -131,6 +134,7 @@ class ModelledInstance:
             if request in engine.decodes:
                 num_to_decode -= 1
                 to_decode_tokens -= num_tokens
+                urgent_to_decode -= request.is_urgent
         waiting = engine.waiting
         total = engine.config.num_blocks * engine.config.block_size
         status = InstanceStatus(
@@ -151,6 +155,9 @@ class ModelledInstance:
             num_uncomputed_tokens_scheduler_waiting_prefills=waiting.prefill_tokens,
             num_uncomputed_tokens_all_waiting_prefills=waiting.prefill_tokens,
             num_unallocated_tokens_all_waiting_requests=waiting.unallocated_tokens,
+            num_unallocated_tokens_first_waiting_request=waiting.first_unallocated_tokens,
+            num_urgent_requests=num_urgent + waiting.num_urgent,
+            scheduler_running_to_decode_urgent_requests_num=urgent_to_decode,
             num_uncomputed_tokens_scheduler_running_prefills=prefill_tokens,
             num_unallocated_tokens_scheduler_running_prefills=unallocated,
             num_total_gpu_tokens=total,

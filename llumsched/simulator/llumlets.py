@@ -27,6 +27,7 @@ from llumlet.types import (
     RequestInfo,
     word,
 )
+from llumlet.urgency import is_urgent
 from llumsched.simulator import PS
 from llumsched.simulator.instance import ModelledInstance
 from llumsched.simulator.moves_in import Arrivals
@@ -79,6 +80,7 @@ class Llumlet:
             num_blocks=-(-num_computed // engine.config.block_size),
             movable=reason == Reason.REASON_NONE,
             reason=reason,
+            priority=request.priority,
         )
 
     def migrate(self, request: MigrateRequest, destination: Arrivals, report: Callable[[MigrateEvent], None]) -> None:
@@ -123,6 +125,7 @@ class Llumlet:
                 running=is_running,
                 position=position,
                 num_tokens=engine.num_tokens(one),
+                urgent=is_urgent(one.priority),
                 movable=_why_not(one) == Reason.REASON_NONE,
             )
             for is_running, queue in ((True, running), (False, engine.waiting))

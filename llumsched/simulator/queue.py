@@ -8,9 +8,16 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterator
 from operator import attrgetter
+from typing import Final
 
 from llumsched.latency.fitting import pairs
+from llumsched.simulator import PS
 from llumsched.simulator.requests import EngineRequest
+
+_LOOK_PS: Final = PS
+"""Between two looks for requests that have waited for long."""
+_UNALLOCATED: Final = 3
+"""Place of the unallocated tokens in a request's share."""
 
 
 class QueuePlace(enum.Enum):
@@ -24,7 +31,7 @@ class QueuePlace(enum.Enum):
 class Queue:
     """First come, first served, wherever they came to first; or by priority, then arrival."""
 
-    def __init__(self, *, by_priority: bool) -> None:
+    def __init__(self, *, by_priority: bool, ageing_ps: int = 0) -> None:
         self.num_to_decode = 0
         """Requests whose work does not end with their first token."""
         self.to_decode_tokens = 0
@@ -34,8 +41,11 @@ class Queue:
         """Tokens of which the blocks are still to be allocated."""
         self.prefill_pairs = 0
         """Pairs of a query and a key in the prefills."""
+        self.num_urgent = 0
         self._requests: deque[EngineRequest] | list[EngineRequest] = [] if by_priority else deque()
-        self._shares: dict[EngineRequest, tuple[int, int, int, int, int]] = {}
+        self._ageing_ps = ageing_ps if by_priority else 0
+        self._look_ps = 0
+        self._shares: dict[EngineRequest, tuple[int, ...]] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -46,6 +56,11 @@ class Queue:
     @property
     def head(self) -> EngineRequest:
         return self._requests[0]
+
+    @property
+    def first_unallocated_tokens(self) -> int:
+        """Of `unallocated_tokens`, those of the head; 0 if nobody waits."""
+        return self._shares[self.head][_UNALLOCATED] if self._requests else 0
 
     def push(
         self,
@@ -59,7 +74,8 @@ class Queue:
         decodes = int((request.max_tokens > 1 or uncomputed == 1) and not request.is_moving)
         uncomputed = uncomputed if uncomputed > 1 else 0
         work = pairs(request.num_tokens - uncomputed, uncomputed)
-        share = decodes, request.num_tokens * decodes, uncomputed, request.num_tokens - num_shared, work
+        unallocated = request.num_tokens - num_shared
+        share = decodes, request.num_tokens * decodes, uncomputed, unallocated, work, int(request.is_urgent)
         self._shares[request] = share
         self._add(share, 1)
         if isinstance(self._requests, list):
@@ -76,13 +92,26 @@ class Queue:
                 index -= 1
             self._requests.insert(index, request)
 
+    def age(self, now_ps: int) -> None:
+        """By priority: those that came long enough ago get the lowest one that waits, as in production
+        (`vllm_llumnix.engine.ageing`)."""
+        if not self._ageing_ps or not self._requests or now_ps < self._look_ps:
+            return
+        self._look_ps = now_ps + _LOOK_PS
+        best, latest_ps = self.head.priority, now_ps - self._ageing_ps
+        for request in [one for one in self._requests if one.priority > best and one.arrived_ps < latest_ps]:
+            self._requests.remove(request)
+            request.priority = best
+            insort(self._requests, request, key=attrgetter("order"))
+
     def remove(self, request: EngineRequest) -> None:
         self._requests.remove(request)
         self._add(self._shares.pop(request), -1)
 
-    def _add(self, share: tuple[int, int, int, int, int], sign: int) -> None:
+    def _add(self, share: tuple[int, ...], sign: int) -> None:
         self.num_to_decode += sign * share[0]
         self.to_decode_tokens += sign * share[1]
         self.prefill_tokens += sign * share[2]
-        self.unallocated_tokens += sign * share[3]
+        self.unallocated_tokens += sign * share[_UNALLOCATED]
         self.prefill_pairs += sign * share[4]
+        self.num_urgent += sign * share[5]

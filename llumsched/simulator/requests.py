@@ -7,6 +7,7 @@ import enum
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+from llumlet.urgency import is_urgent
 from llumsched.simulator.blocks import Block
 
 
@@ -35,6 +36,8 @@ class EngineRequest:
     arrived_ps: int = 0
     external_id: str = ""
     """By which its client knows it, if that is not `id`; several may have the same."""
+    is_urgent: bool = field(init=False)
+    """As it came here: who waits for long gets another priority."""
     num_tokens: int = field(init=False)
     """Tokens of prompt and output."""
     num_computed: int = 0
@@ -56,6 +59,7 @@ class EngineRequest:
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_prompt
+        self.is_urgent = is_urgent(self.priority)
 
     @property
     def name(self) -> str:

@@ -56,6 +56,8 @@ class EngineConfig:
     prefix_caching: bool = True
     by_priority: bool = False
     """`--scheduling-policy priority`; else first come, first served."""
+    ageing_s: float = 60.0
+    """Where priorities count: `--llumlet-priority-ageing-seconds`. 0: never."""
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -37,3 +37,23 @@ def test_who_has_moved_here_is_listed_by_its_arrival_as_a_rule_takes_it(
     assert listing.select(rule) == [first]
     move = Move("policy", Purpose.BALANCE, "a", "b", Selection(Unit.NUM_REQ, order, 1), 1.0)
     assert [one.request_id for one in choose(listing.requests([]).requests, move, 1000, ())] == [first]
+
+
+def test_urgent_requests_are_listed_as_such_and_taken_last(model_dir: Path) -> None:
+    """By the llumlet and by the rescheduler alike, whatever number vLLM takes for a priority."""
+    loop = new_loop(model_dir)
+    for name, priority in (("urgent", -(1 << 40)), ("other", 1 << 40)):
+        request = loop.rig.request(name)
+        request.priority = priority
+        loop.rig.scheduler.add_request(request)
+    loop.turns(4)
+    identity = EngineIdentity("a", "life", "digest", None, None, "cpu", False, False)
+    context: Any = SimpleNamespace(identity=identity, engine=loop, loop=loop.kvconn)
+    departures: Any = SimpleNamespace(moves={})
+    listing = Listing(context, departures)
+    rule = MigrateRequest(migration_type=MigrationType.NUM_REQ, migration_req_policy=MigrationReqPolicy.FCR, num_reqs=1)
+    assert listing.select(rule) == ["other"]
+    listed = listing.requests([]).requests
+    assert {one.request_id: one.priority for one in listed} == {"urgent": -(1 << 40), "other": 1 << 40}
+    move = Move("policy", Purpose.BALANCE, "a", "b", Selection(Unit.NUM_REQ, Order.FCR, 1), 1.0)
+    assert [one.request_id for one in choose(listed, move, 1000, ())] == ["other"]

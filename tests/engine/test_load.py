@@ -51,8 +51,17 @@ def recount(load: LoadCounters, requests: list[tuple[Place, Request]], moving: f
     sums = NOTHING
     for place, request in requests:
         name = request.request_id
-        sums = sums.plus(share_of(place, request, load._entries[name].hit, moving=name in moving))
+        share = share_of(place, request, load._entries[name].hit, moving=name in moving, urgent=request.priority < 0)
+        sums = sums.plus(share)
     return sums
+
+
+def first_waiting_tokens(rig: Rig, moving: frozenset[str]) -> int:
+    """What the head of the queue will allocate."""
+    queue = [*rig.scheduler.kv_holding_waiting, *rig.scheduler.waiting]
+    if not queue:
+        return 0
+    return recount(rig.port.load, [(Place.WAITING, queue[0])], moving).waiting_unallocated_tokens
 
 
 def assert_right(rig: Rig, moving: frozenset[str] = frozenset()) -> Load:
@@ -64,6 +73,7 @@ def assert_right(rig: Rig, moving: frozenset[str] = frozenset()) -> Load:
         request.request_id for place, request in requests if place is Place.WAITING
     )
     assert snapshot.num_free_blocks == rig.free_blocks
+    assert snapshot.first_waiting_tokens == first_waiting_tokens(rig, moving)
     return snapshot.load
 
 
@@ -117,6 +127,33 @@ def test_who_ran_and_is_gone_is_counted_with_its_tokens(rig: Rig) -> None:
     rig.add("waits", num_prompt=60)
     rig.scheduler.finish_requests("waits", RequestStatus.FINISHED_ABORTED)
     assert rig.port.load.snapshot().num_gone == 1
+
+
+def test_urgent_requests_are_counted_where_they_are_and_the_first_of_the_queue_with_what_it_needs(rig: Rig) -> None:
+    rig.add("a", num_prompt=40, max_tokens=4)
+    for name, priority in (("b", -1), ("c", -7), ("d", 0)):
+        request = rig.request(name, num_prompt=60 + ord(name), max_tokens=9, first=ord(name) % 7)
+        request.priority = priority
+        rig.scheduler.add_request(request)
+    snapshot = rig.port.load.snapshot()
+    assert (snapshot.load.num_urgent, snapshot.load.urgent_running_to_decode) == (2, 0)
+    assert snapshot.first_waiting_tokens == 40
+    rig.turns(6)
+    load = assert_right(rig)
+    assert (load.num_urgent, load.urgent_running_to_decode, load.running_to_decode) == (2, 2, 3)
+    rig.port.load.moving("b", True)
+    load = assert_right(rig, frozenset("b"))
+    assert (load.num_urgent, load.urgent_running_to_decode) == (2, 1)
+    rig.scheduler.finish_requests("c", RequestStatus.FINISHED_ABORTED)
+    assert assert_right(rig, frozenset("b")).num_urgent == 1
+
+
+def test_who_is_on_the_way_to_an_empty_queue_needs_its_room(rig: Rig) -> None:
+    request = rig.request("a", num_prompt=100)
+    rig.port.load.received(request)
+    assert rig.port.load.snapshot().first_waiting_tokens == 100
+    rig.scheduler.add_request(request)
+    assert_right(rig)
 
 
 def test_a_single_token_is_no_decode_load(rig: Rig) -> None:
@@ -311,7 +348,7 @@ def test_what_changes_just_when_a_step_has_been_gone_through_is_told() -> None:
             super()._tell()
 
     now, told = [100.0], list[tuple[str, ...]]()
-    load = Racing(lambda _: NO_HIT, lambda: 0, lambda request: request.request_id, clock=lambda: now[0])
+    load = Racing(lambda _: NO_HIT, lambda: 0, lambda: None, lambda request: request.request_id, clock=lambda: now[0])
     load.touch()
     load.on_change = lambda: told.append(load.snapshot().recent)
     exact = load.computing()
@@ -346,7 +383,9 @@ def test_names_are_shown_once(rig: Rig) -> None:
 
 def test_recent_names_are_forgotten() -> None:
     now = [100.0]
-    load = LoadCounters(lambda _: NO_HIT, lambda: 0, lambda request: request.request_id, clock=lambda: now[0])
+    load = LoadCounters(
+        lambda _: NO_HIT, lambda: 0, lambda: None, lambda request: request.request_id, clock=lambda: now[0]
+    )
     for name in ("a", "b"):
         load.received(_Request(name))
         now[0] += RECENT_SECONDS - 1
@@ -411,6 +450,7 @@ class _Request:
     num_computed_tokens = num_in_flight_tokens = 0
     resumable = False
     num_tokens = 9
+    priority = 0
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -444,9 +484,11 @@ class History:
     def _draw(self) -> Request:
         self.names += 1
         draw = self.random
-        return self.rig.request(
+        request = self.rig.request(
             f"r{self.names}", draw.choice([1, 33, 90, 300]), draw.choice([1, 2, 5, 40]), first=draw.choice([5, 6])
         )
+        request.priority = draw.choice([-1, 0, 2])
+        return request
 
     def add(self) -> None:
         request = self._draw()

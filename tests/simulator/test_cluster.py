@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import math
 import random
 import time
 from collections import Counter
@@ -297,6 +298,19 @@ def test_who_goes_first_waits_less() -> None:
         waits = [one["ttft_s"] for one in records if one["priority"] == priority]
         means[priority] = sum(waits) / len(waits)
     assert means[-1] < means[0] / 2
+
+
+@pytest.mark.parametrize(("ageing_s", "least_s", "most_s"), [(20.0, 20.0, 60.0), (0.0, 200.0, math.inf)])
+def test_nobody_starves_where_more_urgent_requests_come_than_can_be_served(
+    ageing_s: float, least_s: float, most_s: float
+) -> None:
+    """One that may wait comes early; without ageing it is among the last that begin."""
+    ageing: Hardware = replace(A10, engine=replace(A10.engine, by_priority=True, ageing_s=ageing_s, max_num_seqs=8))
+    arrivals = [replace(one, priority=5 * (number == 60) - 1) for number, one in enumerate(load(6, 600))]
+    config = ClusterConfig(groups=[("", ageing, 2)], control=ControlConfig(rescheduling=None))
+    _, _, records = played(config, arrivals)
+    [patient] = [one for one in records if one["priority"] == 4]
+    assert least_s < patient["ttft_s"] < most_s
 
 
 def test_shared_prefixes_are_hit_where_they_are() -> None:

@@ -137,14 +137,18 @@ class Both:
         load, status = NOTHING, self.member.status_at(self.now_ps)
         for place, requests in ((Place.RUNNING, self.vllm.running), (Place.WAITING, self.vllm.waiting)):
             for one in requests:
-                load = load.plus(share_of(place, one))
+                load = load.plus(share_of(place, one, urgent=one.priority < 0))
         assert status.num_waiting_requests == load.num_waiting
         assert status.num_running_requests == load.num_running
         assert status.scheduler_running_to_decode_requests_num == load.running_to_decode
         assert status.scheduler_running_to_decode_tokens_num == load.running_to_decode_tokens
         assert status.num_uncomputed_tokens_scheduler_running_prefills == load.running_prefill_tokens
         assert status.num_unallocated_tokens_scheduler_running_prefills == load.running_unallocated_tokens
+        assert status.num_urgent_requests == load.num_urgent
+        assert status.scheduler_running_to_decode_urgent_requests_num == load.urgent_running_to_decode
         if not self.engine.config.prefix_caching:
+            first = share_of(Place.WAITING, self.vllm.waiting.peek_request()) if self.vllm.waiting else NOTHING
+            assert status.num_unallocated_tokens_first_waiting_request == first.waiting_unallocated_tokens
             assert status.scheduler_waiting_to_decode_requests_num == load.waiting_to_decode
             assert status.scheduler_waiting_to_decode_tokens_num == load.waiting_to_decode_tokens
             assert status.num_uncomputed_tokens_all_waiting_prefills == load.waiting_prefill_tokens
@@ -210,7 +214,7 @@ def test_batches_and_preemptions_are_vllms(model_dir: Path, kind: str, seed: int
             prompt += unshared(draw)[: draw.randint(1, 60)]
         prompt = prompt[: most * 3 // 4]
         num_output = min(draw.choice([1, 3, 40, 400]), most - len(prompt))
-        coming = Coming(f"r{number:03}", prompt, num_output, draw.randint(0, 2))
+        coming = Coming(f"r{number:03}", prompt, num_output, draw.randint(-1, 1))
         if kind == "moved" and draw.random() < 0.5:
             num_made = draw.choice([0, min(num_output - 1, 7)])
             coming = coming._replace(

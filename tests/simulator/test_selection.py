@@ -30,7 +30,10 @@ RULES = st.one_of(
 def arrived(phase: Phase, lengths: list[int]) -> list[EngineRequest]:
     """In the order of their arrival."""
     name = phase.name.lower()
-    return [EngineRequest(f"{name}-{at}", length, 10, arrived_ps=at, phase=phase) for at, length in enumerate(lengths)]
+    return [
+        EngineRequest(f"{name}-{at}", length, 10, priority=-(length % 3 == 0), arrived_ps=at, phase=phase)
+        for at, length in enumerate(lengths)
+    ]
 
 
 def asked(rule: Rule) -> MigrateRequest:
@@ -48,7 +51,9 @@ def asked(rule: Rule) -> MigrateRequest:
 def test_it_selects_as_engines_do(waiting: list[int], running: list[int], rule: Rule) -> None:
     queued, decoding = arrived(Phase.WAITING, waiting), arrived(Phase.DECODE, running)
     candidates = [
-        selection.Candidate(RequestId(each.id), each in decoding, each.arrived_ps, each.num_tokens)
+        selection.Candidate(
+            RequestId(each.id), each in decoding, each.arrived_ps, each.num_tokens, urgent=each.num_tokens % 3 == 0
+        )
         for each in queued + decoding
     ]
     engine: Any = SimpleNamespace(

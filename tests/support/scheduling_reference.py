@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the columns must answer, by plain Python: one instance at a time, and no arrays. The reference of the built-in
-metrics, filters and selectors."""
+metrics of which less is better, filters and selectors."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from llumsched.request import Request
 class Load:
     instance: Instance
     sent: Counters = NONE_IN_FLIGHT
+    request: Request = field(default_factory=Request)
+    """That asks for a place."""
 
     @property
     def status(self) -> InstanceStatus:
@@ -41,6 +43,25 @@ def _kv_cache_usage_ratio_projected(load: Load) -> float:
         + load.sent.num_tokens
     )
     return tokens / status.num_total_gpu_tokens
+
+
+def _priority_headroom(load: Load) -> float:
+    has_urgent = load.status.num_urgent_requests + load.sent.num_urgent_requests > 0
+    return 1 / 2 if has_urgent or load.request.priority < 0 else 0.0
+
+
+def _virtual_usage(load: Load) -> float:
+    status = load.status
+    if not status.schedulable or status.num_total_gpu_tokens <= 0:
+        return math.inf
+    tokens = (
+        status.num_used_gpu_tokens
+        + status.num_unallocated_tokens_scheduler_running_prefills
+        + status.num_unallocated_tokens_hybrid_scheduler_waiting_decodes
+        + status.num_unallocated_tokens_first_waiting_request
+        + load.sent.num_tokens
+    )
+    return tokens / status.num_total_gpu_tokens + _priority_headroom(load)
 
 
 METRICS: dict[str, Callable[[Load], float]] = {
@@ -72,6 +93,8 @@ METRICS: dict[str, Callable[[Load], float]] = {
         + load.sent.num_decode_tokens
     ),
     "num_tokens": lambda load: load.sent.num_tokens,
+    "priority_headroom": _priority_headroom,
+    "virtual_usage": _virtual_usage,
 }
 
 

@@ -64,7 +64,7 @@ def attach(engine: Engine) -> EngineLoop:
         model_runner_v2=bool(engine.scheduler.use_v2_model_runner),
         spec_decode=engine.vllm_config.speculative_config is not None,
     )
-    port = SchedulerPort(engine.scheduler)
+    port = SchedulerPort(engine.scheduler, config.priority_ageing_seconds)
     progress = Progress(utility_seconds=config.utility_seconds)
     follow_engine(engine, port.load, progress)
     thread = LlumletThread()

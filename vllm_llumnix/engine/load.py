@@ -59,6 +59,8 @@ class Load(NamedTuple):
     """Prefill tokens that no step has been given yet: their blocks are still to be allocated."""
     prefill_pairs: int = 0
     """Pairs of a query and a key of all prefill tokens, waiting and running: for each, the tokens up to it."""
+    num_urgent: int = 0
+    urgent_running_to_decode: int = 0
 
     def plus(self, other: Load) -> Load:
         return Load._make(map(operator.add, self, other))
@@ -97,13 +99,17 @@ class Snapshot(NamedTuple):
     """Requests that ran and are gone, ended or elsewhere, since the start; and their tokens."""
     gone_tokens: int
     num_free_blocks: int
+    first_waiting_tokens: int
+    """Tokens, of `waiting_unallocated_tokens`, of who is first in the queue."""
 
 
-def share_of(place: Place, request: Countable, hit: Hit = NO_HIT, *, moving: bool = False) -> Load:
+def share_of(
+    place: Place, request: Countable, hit: Hit = NO_HIT, *, moving: bool = False, urgent: bool = False
+) -> Load:
     """What one request adds."""
     num_tokens = request.num_tokens
     if place is Place.LOADING:
-        return Load(num_loading=1, loading_tokens=num_tokens)
+        return Load(num_loading=1, loading_tokens=num_tokens, num_urgent=int(urgent))
     # Tokens of a step in flight are still work.
     final_tokens = request.num_computed_tokens - request.num_in_flight_tokens
     decodes = int(request.max_tokens > 1 and not moving)
@@ -118,6 +124,7 @@ def share_of(place: Place, request: Countable, hit: Hit = NO_HIT, *, moving: boo
             waiting_prefill_tokens=uncomputed if uncomputed > 1 else 0,
             waiting_unallocated_tokens=num_tokens - max(final_tokens, hit.shared_tokens),
             prefill_pairs=pairs(computed, uncomputed) if uncomputed > 1 else 0,
+            num_urgent=int(urgent),
         )
     uncomputed = num_tokens - final_tokens
     return Load(
@@ -127,6 +134,8 @@ def share_of(place: Place, request: Countable, hit: Hit = NO_HIT, *, moving: boo
         running_prefill_tokens=uncomputed if uncomputed > 1 else 0,
         running_unallocated_tokens=max(0, num_tokens - request.num_computed_tokens) if uncomputed > 1 else 0,
         prefill_pairs=pairs(final_tokens, uncomputed) if uncomputed > 1 else 0,
+        num_urgent=int(urgent),
+        urgent_running_to_decode=decodes * urgent,
     )
 
 

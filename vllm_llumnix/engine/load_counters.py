@@ -25,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from llumlet.urgency import is_urgent
 from vllm_llumnix.engine.load import NO_HIT, NOTHING, Hit, Load, Output, Place, Snapshot, share_of
 from vllm_llumnix.engine.vllm_types import Request
 
@@ -46,7 +47,7 @@ _NONE: frozenset[str] = frozenset()
 class _Entry:
     """One request. `share` is None while it only decodes: it then adds one to the batch, and its tokens."""
 
-    __slots__ = ("hit", "moving", "name", "place", "request", "share")
+    __slots__ = ("hit", "moving", "name", "place", "request", "share", "urgent")
 
     def __init__(self, request: Request, name: str) -> None:
         self.request = request
@@ -54,6 +55,7 @@ class _Entry:
         self.place = Place.WAITING
         self.hit = NO_HIT
         self.moving = False
+        self.urgent = is_urgent(request.priority)  # as it came: who waits for long gets another priority
         self.share: Load | None = NOTHING
 
 
@@ -61,15 +63,16 @@ class LoadCounters:
     """The load of one engine.
 
     `look_up` says what the prefix cache holds of a request, without side effects; `free_blocks` how many blocks are
-    free; `name_of` what a request is called by those who sent it. `one_token_each`: an output of a request that
-    decodes, and goes on, has one token. `always_exact` is for engines in which the KV cache of a running request can
-    get lost: no request is taken to only decode.
+    free; `first_waiting` who is first in the queue; `name_of` what a request is called by those who sent it.
+    `one_token_each`: an output of a request that decodes, and goes on, has one token. `always_exact` is for engines in
+    which the KV cache of a running request can get lost: no request is taken to only decode.
     """
 
     def __init__(
         self,
         look_up: Callable[[Request], Hit],
         free_blocks: Callable[[], int],
+        first_waiting: Callable[[], Request | None],
         name_of: Callable[[Request], str],
         *,
         one_token_each: bool = False,
@@ -80,6 +83,7 @@ class LoadCounters:
         """Called after a change, on any thread, often; must return at once."""
         self._look_up = look_up
         self._free_blocks = free_blocks
+        self._first_waiting = first_waiting
         self._name_of = name_of
         self._one_token_each = one_token_each
         self._always_exact = always_exact
@@ -90,6 +94,7 @@ class LoadCounters:
         """Sums over all requests but those that only decode."""
         self._num_decodes = 0
         self._decode_tokens = 0
+        self._num_urgent_decodes = 0
         self._before: Load | None = None
         """While what a step has produced is gone through: the sums before, and what is received meanwhile. Tokens may
         be taken off with their request that have not been added yet."""
@@ -102,6 +107,7 @@ class LoadCounters:
         self._recent: deque[tuple[float, str]] = deque(maxlen=MAX_NAMES)
         self._num_preemptions = self._num_gone = self._gone_tokens = 0
         self._num_free_blocks = free_blocks()
+        self._first_waiting_tokens = 0
         self._version = 0
         self._some_left = False
         """Since a step was last gone through."""
@@ -145,6 +151,7 @@ class LoadCounters:
             # Counted as it is.
             with self._lock:
                 self._received.discard(request_id)
+                self._note_scheduler()
             return
         hit = self._look_up(request)
         with self._lock:
@@ -175,7 +182,7 @@ class LoadCounters:
                 self._recount(step)
             for request_id in started:
                 self._put(self._entries[request_id], Place.RUNNING)
-            self._note_blocks()
+            self._note_scheduler()
         if started:
             self._tell()
 
@@ -199,7 +206,7 @@ class LoadCounters:
             else:
                 self._decode_tokens += sum(map(len, outputs))
             self._before = None
-            self._note_blocks()
+            self._note_scheduler()
             self._version += 1
             untold, self._untold = self._untold, False
         if exact or untold or self._clock() - self._told_at >= TOKENS_SECONDS:
@@ -224,16 +231,18 @@ class LoadCounters:
                 self._num_gone += 1
                 self._gone_tokens += entry.request.num_tokens
             self._leave(entry)
-            self._note_blocks()
+            self._note_scheduler()
             self._version += 1
         self._tell()
 
     def blocks_changed(self) -> None:
-        """Blocks may have been taken or given back otherwise than by a step."""
-        if self._free_blocks() != self._num_free_blocks:
-            with self._lock:
-                self._note_blocks()
-                self._version += 1
+        """Blocks may have been taken or given back, or somebody taken off the queue, otherwise than by a step."""
+        with self._lock:
+            noted = self._num_free_blocks, self._first_waiting_tokens
+            self._note_scheduler()
+            has_changed = noted != (self._num_free_blocks, self._first_waiting_tokens)
+            self._version += has_changed
+        if has_changed:
             self._tell()
 
     def num_preemptions(self) -> int:
@@ -267,6 +276,7 @@ class LoadCounters:
                 num_gone=self._num_gone,
                 gone_tokens=self._gone_tokens,
                 num_free_blocks=self._num_free_blocks,
+                first_waiting_tokens=self._first_waiting_tokens or self._received_tokens(),
             )
 
     # With the lock
@@ -294,7 +304,7 @@ class LoadCounters:
                 self._wait_no_more(entry)
         entry.place = place
         self._count(entry)
-        self._note_blocks()
+        self._note_scheduler()
         self._version += 1
 
     def _wait_no_more(self, entry: _Entry) -> None:
@@ -312,7 +322,7 @@ class LoadCounters:
     def _count(self, entry: _Entry) -> None:
         """Replace what the request adds."""
         request, place = entry.request, entry.place
-        share = share_of(place, request, entry.hit, moving=entry.moving)
+        share = share_of(place, request, entry.hit, moving=entry.moving, urgent=entry.urgent)
         only_decodes = share.running_to_decode and not share.running_prefill_tokens
         if only_decodes and not (request.resumable or self._always_exact):
             self._exact.pop(request.request_id, None)
@@ -328,24 +338,41 @@ class LoadCounters:
     def _set_share(self, entry: _Entry, share: Load | None) -> None:
         if entry.share is None:
             self._num_decodes -= 1
+            self._num_urgent_decodes -= entry.urgent
             self._decode_tokens -= entry.request.num_tokens
         elif entry.share is not NOTHING:
             self._sums = self._sums.minus(entry.share)
         if share is None:
             self._num_decodes += 1
+            self._num_urgent_decodes += entry.urgent
             self._decode_tokens += entry.request.num_tokens
         elif share is not NOTHING:
             self._sums = self._sums.plus(share)
         entry.share = share
 
     def _load(self) -> Load:
-        count, tokens = self._num_decodes, self._decode_tokens
-        decodes = Load(num_running=count, running_to_decode=count, running_to_decode_tokens=tokens)
+        count, tokens, urgent = self._num_decodes, self._decode_tokens, self._num_urgent_decodes
+        decodes = Load(
+            num_running=count,
+            running_to_decode=count,
+            running_to_decode_tokens=tokens,
+            num_urgent=urgent,
+            urgent_running_to_decode=urgent,
+        )
         return self._sums.plus(decodes)
 
-    def _note_blocks(self) -> None:
+    def _note_scheduler(self) -> None:
+        """Note how many blocks are free, and what the first of the queue needs. Loop thread."""
         if self._before is None:
             self._num_free_blocks = self._free_blocks()
+            first = self._first_waiting()
+            entry = None if first is None else self._entries.get(first.request_id)
+            self._first_waiting_tokens = entry.share.waiting_unallocated_tokens if entry and entry.share else 0
+
+    def _received_tokens(self) -> int:
+        """What those will allocate that are on their way to an empty queue."""
+        shares = (self._entries[request_id].share for request_id in self._received)
+        return sum(share.waiting_unallocated_tokens for share in shares if share)
 
     # Without the lock
 

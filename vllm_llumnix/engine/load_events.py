@@ -9,6 +9,7 @@ every place where a request changes its place. What only we do to its queues is 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType
@@ -32,6 +33,7 @@ def counters_of(scheduler: Scheduler) -> LoadCounters:
     load = LoadCounters(
         _prefix_cache_of(scheduler),
         pool.get_num_free_blocks,
+        _first_waiting_of(scheduler),
         _name_of,
         one_token_each=scheduler.num_spec_tokens == 0 and scheduler.num_sampled_tokens_per_step == 1,
         # A connector's blocks can turn out to be invalid.
@@ -159,6 +161,14 @@ def _prefix_cache_of(scheduler: Scheduler) -> Any:
             return NO_HIT
 
     return look_up
+
+
+def _first_waiting_of(scheduler: Scheduler) -> Callable[[], Request | None]:
+    def first_waiting() -> Request | None:
+        queue = scheduler.kv_holding_waiting or scheduler.waiting
+        return queue.peek_request() if queue else None
+
+    return first_waiting
 
 
 def _name_of(request: Request) -> str:

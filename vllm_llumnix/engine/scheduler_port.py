@@ -25,6 +25,7 @@ from vllm.v1.request import RequestStatus
 
 from llumlet.protocol.errors import Reason, Refused
 from llumlet.protocol.ledger import audit
+from vllm_llumnix.engine.ageing import Ageing
 from vllm_llumnix.engine.cached_blocks import CachedBlocks
 from vllm_llumnix.engine.computed_tokens import computed_tokens_of
 from vllm_llumnix.engine.load_events import counters_of
@@ -73,15 +74,17 @@ class SchedulerPort:
     """The scheduler and block pool of one engine, as a migration sees them: here what happens to requests that are in
     it; `reservations` and `newcomers` are those that come.
 
-    `load`, `tokens` and `cached_blocks` follow the scheduler from here on: it has no request yet.
+    `load`, `tokens` and `cached_blocks` follow the scheduler from here on: it has no request yet. `ageing_s`: see
+    `ageing`.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, ageing_s: float = 0.0) -> None:
         self.scheduler = scheduler
         self.load = counters_of(scheduler)
         self.tokens = computed_tokens_of(scheduler)
         self.cached_blocks = CachedBlocks(scheduler)
         self.newcomers = Newcomers(scheduler)
+        self._ageing = Ageing(scheduler, ageing_s)
         self.reservations = Reservations(scheduler, self.load, self.newcomers)
         self.shortage = Shortage(scheduler, self.load.num_preemptions, holds=self.reservations.takes_kv)
         self.shortage.on_change = self.load.touch
@@ -218,7 +221,8 @@ class SchedulerPort:
     # Every step
 
     def before_step(self) -> None:
-        """Make room for newcomers, and keep places for adapters."""
+        """Make room for newcomers, raise who waits for long, and keep places for adapters."""
+        self._ageing.before_step()
         self.newcomers.before_step()
         self.reservations.hold_adapters(self._frozen)
 

@@ -188,6 +188,16 @@ SEAMS = Seams(
     _request("num_computed_tokens", Kind.SET, "the KV cache of a request that comes is in place"),
     _request("client_index", Kind.SET, "outputs of a request from elsewhere take the relay"),
     _request("prefill_stats", Kind.SET, "the front-end had them from the engine that did the prefill"),
+    Seam(
+        _REQUEST,
+        "Request",
+        "priority",
+        Kind.SET,
+        "who has waited for long comes before others, also where vLLM orders by priority",
+        "core",
+        "vLLM's priorities age",
+        "tests/engine/test_ageing.py",
+    ),
     _request("num_preemptions", Kind.SET, "counted over all engines"),
     _request("llumlet_residence", Kind.ADDED, "what this engine remembers of a request hangs on it, and dies with it"),
     # Grammars

@@ -117,6 +117,9 @@ class StatusSource:
         # vLLM's connectors keep no queue of their own.
         status.num_uncomputed_tokens_all_waiting_prefills = load.waiting_prefill_tokens
         status.num_unallocated_tokens_all_waiting_requests = load.waiting_unallocated_tokens
+        status.num_unallocated_tokens_first_waiting_request = snapshot.first_waiting_tokens
+        status.num_urgent_requests = load.num_urgent
+        status.scheduler_running_to_decode_urgent_requests_num = load.urgent_running_to_decode
         total, free = port.num_blocks, snapshot.num_free_blocks
         status.num_total_blocks, status.num_free_blocks = total, free
         status.num_total_gpu_tokens = total * port.block_size

@@ -78,6 +78,8 @@ class Account:
         num_tokens: int,
         gateway_id: str = "",
         num_hit_tokens: int = 0,
+        *,
+        urgent: bool = False,
     ) -> None:
         """`request_id` was placed; an earlier placement of it for the same stage is void."""
         self.expire()
@@ -87,7 +89,7 @@ class Account:
         if not self._staleness_s:
             return
         now_s = self._clock()
-        counters = counters_of(infer_type, num_tokens, num_hit_tokens=num_hit_tokens)
+        counters = counters_of(infer_type, num_tokens, num_hit_tokens=num_hit_tokens, urgent=urgent)
         counters = counters._replace(dispatched_ms=round(now_s * 1000))
         deadline_s = now_s + self._staleness_s
         record = _Record(gateway_id, request_id, instance_id, infer_type, counters, deadline_s)

@@ -26,6 +26,7 @@ class Counters(NamedTuple):
     """Pairs of a query and a key: for each of these tokens, the tokens up to it."""
     num_decode_tokens: int = 0
     num_tokens: int = 0
+    num_urgent_requests: int = 0
     dispatched_ms: int = 0
     """When they were sent, by the scheduler's clock, all added up."""
 
@@ -40,7 +41,12 @@ NONE_IN_FLIGHT = Counters()
 
 
 def counters_of(
-    infer_type: InferType, num_tokens: int, *, prefilled: bool = False, num_hit_tokens: int = 0
+    infer_type: InferType,
+    num_tokens: int,
+    *,
+    prefilled: bool = False,
+    num_hit_tokens: int = 0,
+    urgent: bool = False,
 ) -> Counters:
     """Counters of one request. On a neutral instance it is prefill work, until that is done, and decode work. Of its
     prompt, `num_hit_tokens` are in the prefix cache there."""
@@ -55,6 +61,7 @@ def counters_of(
         num_uncomputed_prefill_pairs=pairs(num_tokens - uncomputed, uncomputed) * is_prefill,
         num_decode_tokens=num_tokens * is_decode,
         num_tokens=num_tokens,
+        num_urgent_requests=int(urgent),
     )
 
 

@@ -95,8 +95,11 @@ class RealtimeState:
         num_tokens: int,
         gateway_id: str = "",
         num_hit_tokens: int = 0,
+        *,
+        urgent: bool = False,
     ) -> None:
-        """`request_id` was placed; an earlier placement of it for the same stage is void."""
+        """`request_id` was placed; an earlier placement of it for the same stage is void. That it is `urgent` is not
+        kept: a gateway's reports, from which a new scheduler learns what runs, do not say it."""
         self._hear(gateway_id)
         self._released.pop((gateway_id, request_id, instance_id), None)
         self._start(request_id, instance_id, infer_type, num_tokens, gateway_id, num_hit_tokens)

@@ -48,11 +48,12 @@ class Cargo:
     """Tokens of prompt and output, of all requests together."""
     waiting: bool = False
     """Whether the requests have no KV cache yet; otherwise they decode."""
+    urgent: bool = False
 
     @property
     def negative(self) -> Cargo:
         """The cargo as it weighs on the instance that it leaves."""
-        return Cargo(-self.requests, -self.tokens, self.waiting)
+        return Cargo(-self.requests, -self.tokens, self.waiting, self.urgent)
 
     @property
     def weight(self) -> Mapping[str, float]:
@@ -63,9 +64,12 @@ class Cargo:
                 "num_uncomputed_tokens_all_waiting_prefills": self.tokens,
                 "num_unallocated_tokens_all_waiting_requests": self.tokens,
             }
+        urgent = self.requests * self.urgent
         return {
             "num_running_requests": self.requests,
             "scheduler_running_to_decode_requests_num": self.requests,
             "scheduler_running_to_decode_tokens_num": self.tokens,
             "num_used_gpu_tokens": self.tokens,
+            "num_urgent_requests": urgent,
+            "scheduler_running_to_decode_urgent_requests_num": urgent,
         }

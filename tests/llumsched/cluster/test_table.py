@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ IDS = st.sampled_from([f"i{n}" for n in range(7)])
 SMALL = st.integers(0, 3)
 CHANGES = st.one_of(
     st.tuples(st.sampled_from(["left", "lost"]), IDS, st.none()),
-    st.tuples(st.just("sent"), IDS, st.integers(0, 9000)),
+    st.tuples(st.sampled_from(["sent", "sent urgent"]), IDS, st.integers(0, 9000)),
     st.tuples(st.just("metadata"), IDS, st.fixed_dictionaries({
         "incarnation": st.sampled_from(["first", "second"]),
         "instance_type": st.sampled_from(["neutral", "neutral", "decode", ""]),
@@ -63,6 +64,8 @@ CHANGES = st.one_of(
         "num_used_gpu_tokens": st.integers(0, 9000),
         "num_uncomputed_tokens_all_waiting_prefills": st.integers(0, 9000),
         "num_running_requests": SMALL,
+        "num_urgent_requests": SMALL,
+        "num_unallocated_tokens_first_waiting_request": st.integers(0, 3000),
         "num_waiting_requests": SMALL,
         "scheduler_running_to_decode_requests_num": SMALL,
     })),
@@ -76,7 +79,7 @@ CHANGES = st.one_of(
         [
             name
             for name, metric in METRICS.items()
-            if metric.full and isinstance(metric.of, Expression) and not metric.of_request
+            if metric.full and metric.less_is_better and isinstance(metric.of, Expression) and not metric.of_request
         ]
     ),
     threshold=st.sampled_from([1, 8192]),
@@ -84,13 +87,14 @@ CHANGES = st.one_of(
     selector=st.sampled_from(["metricBasedSelector: {top_k: 1}", "metricBasedSelector: {top_k: 3}",
                               "roundRobinSelector: {}"]),
     tokens=st.sampled_from([0, 60, 3000]),
+    priority=st.sampled_from([-1, 0, 5]),
     avoid=st.frozensets(IDS, max_size=2),
     last=st.one_of(st.none(), IDS),
     seed=st.integers(0, 3),
 )  # fmt: skip
 def test_the_table_decides_as_plain_python(
     changes: list[tuple[str, str, Any]], metric: str, threshold: int, domain: str, selector: str, tokens: int,
-    avoid: frozenset[str], last: str | None, seed: int,
+    priority: int, avoid: frozenset[str], last: str | None, seed: int,
 ) -> None:  # fmt: skip
     text = POLICY.format(metric=metric, threshold=threshold, domain=domain, selector=selector)
     policy = parse_policy(text, "test", Mode.FULL, Overrides())
@@ -104,8 +108,8 @@ def test_the_table_decides_as_plain_python(
             view.remove(instance_id)
         elif kind == "lost":
             view.lose(instance_id)
-        elif kind == "sent":
-            in_flight.add(instance_id, counters_of(InferType.NEUTRAL, value))
+        elif kind.startswith("sent"):
+            in_flight.add(instance_id, counters_of(InferType.NEUTRAL, value, urgent=kind == "sent urgent"))
         elif kind == "metadata":
             view.put_metadata(cases.metadata(instance_id, **value))
         elif instance_id in view:
@@ -117,7 +121,8 @@ def test_the_table_decides_as_plain_python(
     for name, formula in reference.METRICS.items():
         measured = dict(zip((one.id for one in table.instances), METRICS[name].values(table), strict=True))
         assert measured == pytest.approx({load.instance.id: formula(load) for load in loads})
-    request = Request("r", "m", tokens)
+    request = Request("r", "m", tokens, priority)
+    loads = [replace(load, request=request) for load in loads]
     compare(stage, table, loads, reference.Situation(now, request, avoid, {"i1": "slow"}, lost), Draws(last, seed))
 
 

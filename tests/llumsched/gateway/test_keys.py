@@ -167,6 +167,17 @@ async def test_a_key_has_objectives_for_requests_that_name_none(write: Write) ->
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(("body", "header", "status"), [(0, "-1", 403), (-1, "0", 200), (None, "0", 200)])
+async def test_a_header_is_no_way_past_a_keys_best_priority(
+    write: Write, body: int | None, header: str, status: int
+) -> None:
+    file = write({"a": {"keys": [FIRST], "best_priority": 0}})
+    async with cluster(num_engines=1, api_key_file=file) as it:
+        said = BODY if body is None else BODY | {"priority": body}
+        assert (await it.post(COMPLETIONS, said, _with(FIRST) | {"X-Priority": header})).status == status
+
+
+@pytest.mark.asyncio
 async def test_a_key_has_so_many_tokens_in_flight(write: Write) -> None:
     file = write({"a": {"keys": [FIRST], "tokens_in_flight": 10}})
     async with cluster(api_key_file=file, mock=Mock(interval_s=0.05)) as it:

@@ -237,6 +237,34 @@ async def test_an_objective_that_is_none_is_refused_before_anybody_is_asked(name
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b'{"model": "mock", "prompt": [1], "max_tokens": 1}\n', {"prompt": [1]}),
+        (b'{"model": "mock", "prompt": [1], "priority": 9, "max_tokens": 1}', {"max_tokens": 1}),
+        (b"{ }", {}),
+    ],
+)
+async def test_the_header_says_a_priority_in_the_place_of_the_body(content: bytes, told: dict[str, Any]) -> None:
+    """To the engine as well, which reads the body alone."""
+    async with scheduled() as (it, scheduler):
+        assert (await it.post(COMPLETIONS, content, {"X-Priority": "-2"})).status == 200
+        (asked,) = scheduler.of("/schedule")
+        assert asked["priority"] == -2
+        (seen,) = it.engines.seen or []
+        assert json.loads(seen["content"]).items() >= (told | {"priority": -2}).items()
+
+
+@pytest.mark.asyncio
+async def test_a_header_that_says_no_priority_is_refused_before_anybody_is_asked() -> None:
+    async with scheduled() as (it, scheduler):
+        for wrong in ("", "high", "0.5", str(2**63)):
+            reply = await it.post(COMPLETIONS, BODY, {"X-Priority": wrong})
+            assert (reply.status, "`X-Priority`" in reply.json["error"]["message"]) == (400, True)
+        assert not scheduler.of("/schedule")
+
+
+@pytest.mark.asyncio
 async def test_what_has_begun_goes_on_wherever_it_can() -> None:
     async with scheduled() as (it, scheduler):
         it.engines.fail_at = 3

@@ -24,6 +24,7 @@ SENT = Counters(
     num_uncomputed_prefill_tokens=300,
     num_decode_tokens=200,
     num_tokens=310,
+    num_urgent_requests=0,
 )
 LOADED = cases.instance(
     "a",
@@ -31,6 +32,7 @@ LOADED = cases.instance(
     num_used_gpu_tokens=1_000,
     num_uncomputed_tokens_all_waiting_prefills=400,
     num_unallocated_tokens_all_waiting_requests=450,
+    num_unallocated_tokens_first_waiting_request=200,
     num_unallocated_tokens_scheduler_running_prefills=50,
     num_unallocated_tokens_hybrid_scheduler_waiting_decodes=7,
     num_uncomputed_tokens_scheduler_running_prefills=60,
@@ -57,6 +59,9 @@ LOADED = cases.instance(
         ("num_requests", 5 + 2 + 9 + 3),
         ("all_decodes_tokens_num", 11 + 13 + 17 + 19 + 200),
         ("num_tokens", 310),
+        ("priority_headroom", 0),
+        ("virtual_usage", (1_000 + 200 + 50 + 7 + 310) / 10_000),
+        ("freeness", (10_000 - 1_000 - 200 - 50 - 7 - 310) / (5 + 2 + 9 + 3)),
     ],
 )
 def test_formula(name: str, value: float) -> None:
@@ -84,6 +89,33 @@ def test_what_is_added_to_an_instance_counts_and_nothing_falls_below_zero() -> N
     assert usage.at(table, 0, {"num_used_gpu_tokens": -5000}) == pytest.approx(0.0507)
     of_another = Metric("doubled", lambda columns: 2 * columns["num_used_gpu_tokens"])
     assert of_another.at(table, 0, {"num_used_gpu_tokens": 1000}) == 4000
+
+
+@pytest.mark.parametrize(
+    ("there", "sent", "priority", "headroom"),
+    [(0, 0, 0, 0), (0, 0, -1, 1 / 2), (2, 0, 5, 1 / 2), (2, 0, -1, 1 / 2), (0, 1, 0, 1 / 2)],
+)
+def test_who_is_urgent_and_who_comes_to_urgent_requests_needs_headroom(
+    there: int, sent: int, priority: int, headroom: float
+) -> None:
+    one = cases.instance("a", num_urgent_requests=there)
+    columns = cases.candidates(one, sent={"a": Counters(num_urgent_requests=sent)}, priority=priority)
+    assert METRICS["priority_headroom"].values(columns).tolist() == [headroom]
+    assert METRICS["virtual_usage"].values(columns).tolist() == [headroom]
+
+
+def test_where_nobody_asks_for_a_place_urgent_requests_alone_need_headroom() -> None:
+    """As in rescheduling: what happens to the others there."""
+    table = cases.table(cases.instance("a", num_urgent_requests=1), cases.instance("b"))
+    assert METRICS["virtual_usage"].values(table).tolist() == [1 / 2, 0]
+    assert METRICS["virtual_usage"].at(table, 0, {"num_used_gpu_tokens": 500}) == pytest.approx(1 / 2 + 0.05)
+
+
+def test_what_is_to_become_empty_is_fuller_than_anything() -> None:
+    """And never the better for its free memory."""
+    table = cases.table(cases.instance("a", schedulable=False), cases.instance("b", num_used_gpu_tokens=20_000))
+    assert METRICS["virtual_usage"].values(table).tolist() == [math.inf, 2]
+    assert METRICS["freeness"].values(table)[0] == -math.inf
 
 
 def test_direction_and_not_a_number() -> None:

@@ -63,7 +63,7 @@ def test_a_threshold_of_one_balances_only_what_is_full() -> None:
     assert pairs(planned([instance("a", 1.0), instance("b")], balancing(threshold=1.0))) == [("a", "b")]
 
 
-STEPS = Known(Coefficients(a=0.02, b=0.001, c=0.0, d=0.001, e=0.0))
+TWENTY_MS = Known(Coefficients(a=0.02, b=0.001, c=0.0, d=0.001, e=0.0))
 """A step of 20 ms, one more for each token of a prefill and each request that decodes."""
 
 
@@ -82,7 +82,7 @@ def _decoding(name: str, number: int) -> Instance:
 )
 def test_who_is_late_gives_requests_to_who_stays_in_time(hot: int, cold: int, tpot_slo: float, number: int) -> None:
     config = Config(policies=("neutral_tpot",), tpot_slo=tpot_slo)
-    made = planned([_decoding("hot", hot), _decoding("cold", cold)], config, known=STEPS)
+    made = planned([_decoding("hot", hot), _decoding("cold", cold)], config, known=TWENTY_MS)
     assert pairs(made) == [("hot", "cold")] * bool(number)
 
 
@@ -94,11 +94,11 @@ def test_who_would_wait_too_long_goes_where_it_would_not() -> None:
     }
     busy, idle = instance("busy", 0.1, **queue), instance("idle", max_num_batched_tokens=512)
     config = Config(policies=("neutral_ttft",))
-    assert not planned([busy, idle], config, known=STEPS).moves, "4 s"
-    [move] = planned([busy, idle], replace(config, ttft_slo=2000.0), known=STEPS).moves
+    assert not planned([busy, idle], config, known=TWENTY_MS).moves, "4 s"
+    [move] = planned([busy, idle], replace(config, ttft_slo=2000.0), known=TWENTY_MS).moves
     assert (move.source, move.destination, move.selection) == ("busy", "idle", Selection(Unit.NUM_REQ, Order.FCW, 1))
     also_busy = instance("also", 0.1, **queue)
-    assert not planned([busy, also_busy], replace(config, ttft_slo=2000.0), known=STEPS).moves
+    assert not planned([busy, also_busy], replace(config, ttft_slo=2000.0), known=TWENTY_MS).moves
 
 
 @pytest.mark.parametrize("policy", ["neutral_tpot", "neutral_ttft"])
@@ -165,6 +165,33 @@ def emptied(one: Instance) -> Instance:
     status.CopyFrom(one.status)
     status.num_used_gpu_tokens = 0
     return replace(one, status=status)
+
+
+def test_others_leave_where_urgent_requests_are_and_urgent_ones_stay() -> None:
+    """With virtual usage; by the memory alone the instance has room, and takes more."""
+    config = replace(Config(policies=("neutral_load",)), neutral=LoadTarget("virtual_usage"))
+    urgent = {"num_urgent_requests": 2, "scheduler_running_to_decode_urgent_requests_num": 2}
+    cluster = [instance("urgent", 0.4, **urgent), instance("b", 0.6), instance("c", 0.6)]
+    [move] = planned(cluster, config).moves
+    assert (move.source, move.destination) == ("urgent", "b")
+    assert move.expected_tokens == pytest.approx(0.1 * CAPACITY, rel=0.1)
+    assert pairs(planned(cluster, balancing())) == [("b", "urgent")]
+
+
+def test_urgent_requests_alone_are_evened_out_with_others_like_them_and_disturb_nobody_else() -> None:
+    config = replace(Config(policies=("neutral_load",)), neutral=LoadTarget("virtual_usage"))
+    urgent = {"num_urgent_requests": 20, "scheduler_running_to_decode_urgent_requests_num": 20}
+    full, fits = instance("full", 0.9, **urgent), instance("fits", 0.3, **urgent)
+    assert pairs(planned([full, instance("b", 0.6)], config)) == []
+    assert pairs(planned([full, fits], config)) == [("full", "fits")]
+
+
+def test_room_is_made_where_the_first_of_the_queue_finds_none() -> None:
+    """De-fragmentation: two instances with the same memory in use, one of them with somebody who needs more of it."""
+    config = replace(Config(policies=("neutral_load",)), neutral=LoadTarget("virtual_usage"))
+    queue = {"num_waiting_requests": 1, "num_unallocated_tokens_first_waiting_request": 30_000}
+    [move] = planned([instance("a", 0.8), instance("b", 0.8, **queue), instance("c", 0.6)], config).moves
+    assert (move.source, move.destination) == ("b", "c")
 
 
 def test_in_an_even_cluster_a_pass_gives_up_soon() -> None:

@@ -33,8 +33,10 @@ WITHIN_LLUMSCHED = {
     "policy": {"cluster", "extensions", "request"},
     "dispatch": {"causes", "cluster", "latency", "policy", "request"},
     "rescheduling": {"cluster", "cms", "extensions", "policy"},
+    "scaling": {"cluster", "policy"},
     "summary": {"cluster"},
-    "scheduler": {"cluster", "cms", "contract", "dispatch", "latency", "policy", "rescheduling", "summary", "tls"},
+    "scheduler": {"cluster", "cms", "contract", "dispatch", "latency", "policy", "rescheduling", "scaling", "summary",
+                  "tls"},
     "gateway": {"causes", "contract", "descriptors", "request", "tls"},
 }  # fmt: skip
 """What of llumsched each of these may import; who else is there starts, shows or plays them."""

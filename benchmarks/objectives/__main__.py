@@ -3,6 +3,7 @@
 
 python -m benchmarks.objectives                  all cases
 python -m benchmarks.objectives latency          how near predictions come to what clients of real engines see
+python -m benchmarks.objectives scale            how many instances fewer do with moves, and what a ramp takes
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import Final
 
 from rich.console import Console
 
-from benchmarks.objectives import latency
-from benchmarks.objectives.outcome import table
+from benchmarks.objectives import latency, scale
+from benchmarks.objectives.outcome import Outcome, table
 from tests.support.progress import saying
 from tests.support.report import add_json, print_json
 
-CASES: Final = ("latency",)
+CASES: Final = ("latency", "scale")
 _QUICK_SECONDS: Final = 12.0
 
 
@@ -51,8 +52,12 @@ def main(arguments: list[str] | None = None) -> int:
         loads = tuple(replace(load, seconds=_QUICK_SECONDS) for load in loads[:1])
     console = Console(stderr=True, width=180)
     console.print(f"load average: {os.getloadavg()}; logs: {logs}", highlight=False)
+    cases, outcomes = options.cases or CASES, list[Outcome]()
     with saying("objectives") as say:
-        outcomes = asyncio.run(latency.measure(logs, loads, options.overlap, options.seed, say))
+        if "latency" in cases:
+            outcomes += asyncio.run(latency.measure(logs, loads, options.overlap, options.seed, say))
+        if "scale" in cases:
+            outcomes += scale.measure(quick=options.quick, seed=options.seed, say=say)
     console.print(table(outcomes))
     print_json(options.json, *(one.to_dict() for one in outcomes))
     return 0

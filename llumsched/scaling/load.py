@@ -55,6 +55,7 @@ class Load:
     """Instances that have said who they are and nothing of their load."""
     num_leaving: int
     """Instances that take nothing new. What they hold comes to the others."""
+    num_requests: float
     needed: float
     """Instances without which there would be too few, …"""
     reason: str
@@ -102,7 +103,7 @@ def _load(columns: Candidates, members: Rows, heard: Mask, serves: Mask, config:
     needed, _, reason = max(needs)
     starting = int((columns["reported"][members] == 0).sum())
     leaving = len(counted) - len(rows)
-    return Load(rows, starting, leaving, needed, reason, max(high for _, high, _ in needs))
+    return Load(rows, starting, leaving, requests, needed, reason, max(high for _, high, _ in needs))
 
 
 def _latencies(columns: Candidates, rows: Rows, config: Config) -> Sequence[tuple[float, float, str]]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the loads of groups to the number of instances that each should have.
 
-Up: at once, for what is needed now, or for what will be when an instance that is started now can serve, if the load of
-the last half minute grows: by as much as it surely does (two standard errors of the slope less), since every wave of
-arrivals grows for a while. Down: to what was comfortable all the time for `settle_s`. Between needed and comfortable
+Up: at once, for what is needed now, or for what will be when an instance that is started now can serve, if the requests
+of the last half minute grow in number: by as much as they surely do (two standard errors of the slope less), since every
+wave of arrivals grows for a while. Their number, as tokens grow by themselves until a request ends. Down: to what was comfortable all the time for `settle_s`. Between needed and comfortable
 nothing changes. Who says nothing keeps the number that it had.
 """
 
@@ -59,7 +59,7 @@ class _Record:
     begun_s: float
     seen_s: float
     reason: str = "first seen"
-    needed: deque[tuple[float, float]] = field(default_factory=deque)
+    requests: deque[tuple[float, float]] = field(default_factory=deque)
     comfortable: deque[tuple[float, float]] = field(default_factory=deque)
 
 
@@ -89,14 +89,14 @@ class Scaler:
             record = self._records[group] = _Record(self._bounds.clamp(num_serving), now_s, now_s)
         record.seen_s = now_s
         if not num_serving:  # nothing is known of the load
-            record.needed.clear()
+            record.requests.clear()
             record.comfortable.clear()
             record.begun_s = now_s
             return
-        _remember(record.needed, now_s, load.needed, TREND_S)
+        _remember(record.requests, now_s, load.num_requests, TREND_S)
         _remember(record.comfortable, now_s, load.comfortable, self._config.settle_s)
-        ahead = load.needed + max(certain_growth(record.needed), 0.0) * self._config.cold_start_s
-        up = self._bounds.clamp(ahead)
+        more = max(certain_growth(record.requests), 0.0) * self._config.cold_start_s
+        up = self._bounds.clamp(load.needed * (1 + more / max(load.num_requests, 1.0)))
         is_settled = now_s - record.begun_s >= self._config.settle_s
         down = self._bounds.clamp(max(value for _, value in record.comfortable))
         if up > record.wanted:

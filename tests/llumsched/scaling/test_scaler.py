@@ -122,11 +122,19 @@ def test_growth_is_looked_ahead_of_by_the_cold_start_and_a_wave_is_not_growth() 
 
     config = Config(low_freeness=0, high_freeness=0, settle_s=30)
     blind, ahead = (World(replace(config, cold_start_s=seconds)) for seconds in (0, 60))
-    late, early = (world.plays(120, growing, per_request=1000).index(4) for world in (blind, ahead))
+    late, early = (world.plays(120, growing, per_request=20).index(4) for world in (blind, ahead))
     assert 50 <= late - early <= 70
     steady = World(replace(config, cold_start_s=60), number=4)
     wave = [31_000, 37_000, 33_000, 38_000, 32_000, 36_000, 39_000]
-    assert set(steady.plays(140, lambda now_s: wave[int(now_s) % 7], per_request=1000)) == {4}
+    assert set(steady.plays(140, lambda now_s: wave[int(now_s) % 7], per_request=20)) == {4}
+
+
+def test_requests_that_go_on_are_no_growth() -> None:
+    """Three of them, each of which gets a token a step: what is needed grows, but nobody comes."""
+    scaler = Scaler(Config(low_freeness=0, high_freeness=0, cold_start_s=600), BOUNDS)
+    for now_s in range(60):
+        advice = advised(scaler, [holding("a", 3 * (100 + 30 * now_s), 3, now_s=now_s)], now_s)
+    assert advice.wanted == 1
 
 
 def test_instances_that_come_back_after_a_start_of_the_scheduler_are_not_too_many() -> None:

@@ -289,7 +289,7 @@ def test_of_several_failing_ones_each_takes_the_slots_that_others_have_left() ->
     """Of one pass: who finds none waits for the next one, and the policy goes on."""
     cluster = [
         instance("a", 0.3, schedulable=False, max_migrations_out=4),
-        instance("b", 0.3, schedulable=False, max_migrations_out=4),
+        instance("b", 0.3, schedulable=False, max_migrations_out=4, scheduler_running_to_decode_requests_num=3),
         instance("c", max_migrations_in=4),
     ]
     made = planned(cluster, Config(policies=("neutral_failover",)))

@@ -203,3 +203,24 @@ async def test_pauses_double() -> None:
         await until(lambda: sum("never served" in one for one in world.said) >= 4, 10.0)
     pauses = [one.split("in ")[-1].split(" s")[0] for one in world.said if "never served" in one]
     assert pauses[:4] == ["0.02", "0.04", "0.08", "0.16"]
+
+
+async def test_the_last_one_that_serves_stays_while_another_starts() -> None:
+    world = World(Bounds(1, 2))
+    world.fates["engine-1.0"] = "hangs"
+    async with world.runs():
+        world.wants(2)
+        await settles(lambda: len(world.engines) == 2)
+        world.wants(1, "engine-0.0")
+        await settles(lambda: not world["engine-0.0"].graces)
+
+
+async def test_the_next_one_waits_for_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autoscaler, "FIRST_PAUSE_S", 30.0)
+    world = World(Bounds(1, 2))
+    world.fates["engine-1.0"] = "ends"
+    async with world.runs():
+        world.wants(2)
+        await settles(lambda: [one.spec.name for one in world.all] == ["engine-0.0", "engine-1.0"])
+        await until(lambda: any("never served" in one for one in world.said), 10.0)
+        await settles(lambda: len(world.all) == 2)

@@ -34,9 +34,10 @@ WITHIN_LLUMSCHED = {
     "prefix": {"cluster", "request"},
     "dispatch": {"causes", "cluster", "latency", "policy", "prefix", "request"},
     "rescheduling": {"cluster", "cms", "extensions", "policy"},
+    "scaling": {"cluster", "policy"},
     "summary": {"cluster"},
-    "scheduler": {"cluster", "cms", "contract", "dispatch", "latency", "policy", "prefix", "rescheduling", "summary",
-                  "tls"},
+    "scheduler": {"cluster", "cms", "contract", "dispatch", "latency", "policy", "prefix", "rescheduling", "scaling",
+                  "summary", "tls"},
     "gateway": {"causes", "contract", "descriptors", "request", "tls"},
 }  # fmt: skip
 """What of llumsched each of these may import; who else is there starts, shows or plays them."""

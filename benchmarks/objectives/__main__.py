@@ -3,7 +3,15 @@
 
 python -m benchmarks.objectives                  all cases
 python -m benchmarks.objectives latency          how near predictions come to what clients of real engines see
-python -m benchmarks.objectives slo              goodput and attainment, simulated, and on real engines
+python -m benchmarks.objectives forward          how near statuses are to the truth, as told and moved on; simulated
+python -m benchmarks.objectives engines          the same on real engines
+python -m benchmarks.objectives slo              goodput, simulated, and attainment on real engines
+python -m benchmarks.objectives priorities       what urgent requests get, and the others pay; simulated
+python -m benchmarks.objectives fragmentation    what de-fragmentation brings; simulated
+python -m benchmarks.objectives preempt          what it brings to move requests that would be preempted; real engines
+python -m benchmarks.objectives prefix           what it brings to go where a prefix is cached; real engines
+python -m benchmarks.objectives prefix-index     what the scheduler's index of prefix caches costs
+python -m benchmarks.objectives scale            how many instances fewer do with moves, and what a ramp takes
 """
 
 from __future__ import annotations
@@ -19,7 +27,18 @@ from typing import Final
 
 from rich.console import Console
 
-from benchmarks.objectives import latency, slo
+from benchmarks.objectives import (
+    forward,
+    forward_engines,
+    fragmentation,
+    latency,
+    preempt,
+    prefix,
+    prefix_index,
+    priorities,
+    scale,
+    slo,
+)
 from benchmarks.objectives.outcome import Outcome, table
 from benchmarks.paper.lab import Lab
 from tests.support.progress import Say, saying
@@ -28,6 +47,18 @@ from tests.support.report import add_json, print_json
 _QUICK_SECONDS: Final = 12.0
 
 Options = argparse.Namespace
+Case = Callable[[Options, Say], list[Outcome]]
+
+
+def _lab(case: str, options: Options) -> Lab:
+    return Lab(
+        experiment=case,
+        is_quick=options.quick,
+        num_seeds=options.seeds,
+        jobs=options.jobs,
+        most_requests=options.requests,
+        traces=options.traces,
+    )
 
 
 def _latency(options: Options, say: Say) -> list[Outcome]:
@@ -37,25 +68,53 @@ def _latency(options: Options, say: Say) -> list[Outcome]:
     return asyncio.run(latency.measure(options.logs, loads, options.overlap, options.seed, say))
 
 
+def _forward(options: Options, say: Say) -> list[Outcome]:
+    return forward.measure(options.quick, options.seed, say)
+
+
+def _engines(options: Options, say: Say) -> list[Outcome]:
+    runs = forward_engines.RUNS
+    if options.quick:
+        runs = tuple(replace(run, seconds=_QUICK_SECONDS) for run in runs[:1])
+    return asyncio.run(forward_engines.measure(options.logs, runs, options.overlap, options.seed, say))
+
+
 def _slo(options: Options, say: Say) -> list[Outcome]:
     rates, seconds = slo.REAL_RATES, slo.REAL_SECONDS
     if options.quick:
         rates, seconds = rates[:1], _QUICK_SECONDS
-    outcomes = slo.simulated(_lab(options))
-    return outcomes + asyncio.run(slo.real(options.logs, rates, seconds, options.seed, say))
+    outcomes = slo.simulated(_lab("slo", options))
+    return outcomes + asyncio.run(slo.real(options.logs, rates, seconds, options.overlap, options.seed, say))
 
 
-def _lab(options: Options) -> Lab:
-    return Lab(
-        experiment="objectives",
-        is_quick=options.quick,
-        num_seeds=1 if options.quick else options.seeds,
-        jobs=options.jobs,
-        traces=options.traces,
-    )
+def _preempt(options: Options, say: Say) -> list[Outcome]:
+    seconds, rounds = (_QUICK_SECONDS, 1) if options.quick else (preempt.SECONDS, preempt.ROUNDS)
+    return asyncio.run(preempt.measure(options.logs, seconds, rounds, options.overlap, options.seed, say))
 
 
-CASES: Final[Mapping[str, Callable[[Options, Say], list[Outcome]]]] = {"latency": _latency, "slo": _slo}
+def _prefix(options: Options, say: Say) -> list[Outcome]:
+    loads = prefix.LOADS
+    if options.quick:
+        loads = tuple(replace(load, seconds=_QUICK_SECONDS) for load in loads[:1])
+    return asyncio.run(prefix.measure(options.logs, loads, options.overlap, options.seed, say))
+
+
+def _scale(options: Options, say: Say) -> list[Outcome]:
+    return scale.measure(quick=options.quick, seed=options.seed, say=say)
+
+
+CASES: Final[Mapping[str, Case]] = {
+    "latency": _latency,
+    "forward": _forward,
+    "engines": _engines,
+    "slo": _slo,
+    "priorities": lambda options, _: priorities.measure(_lab("priorities", options)),
+    "fragmentation": lambda options, _: fragmentation.measure(_lab("fragmentation", options)),
+    "preempt": _preempt,
+    "prefix": _prefix,
+    "prefix-index": lambda options, _: prefix_index.measure(options.seed),
+    "scale": _scale,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -67,27 +126,32 @@ def main(arguments: list[str] | None = None) -> int:
     add = parser.add_argument
     add("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
     add("--quick", action="store_true", help="a short run: whether it works, not what it comes to")
-    add(
+    add("--logs", type=Path, metavar="DIR")
+    add_json(parser)
+    real = parser.add_argument_group("real engines")
+    real.add_argument(
         "--overlap", type=float, default=0.0, metavar="SHARE",
         help="of memory traffic and arithmetic of the device, that run at the same time; with 1 it is a roofline",
     )  # fmt: skip
-    add("--seed", type=int, default=1, help="of what real engines are asked")
-    add("--seeds", type=int, default=3, help="simulated runs of each setting, of which the mean is shown")
-    add("--jobs", type=int, default=1, help="simulated runs at a time")
-    add("--traces", type=Path, metavar="DIR", help="with Azure's traces; without it, made-up loads only")
-    add("--logs", type=Path, metavar="DIR")
-    add_json(parser)
+    real.add_argument("--seed", type=int, default=1, help="of what they are asked; of `forward` and `scale`, too")
+    simulated = parser.add_argument_group("slo, priorities and fragmentation, simulated")
+    simulated.add_argument("--seeds", type=int, default=1, metavar="N", help="runs of each, with seeds from 0")
+    simulated.add_argument("--requests", type=int, metavar="N", help="how many")
+    simulated.add_argument("--jobs", type=int, default=1, metavar="N", help="processes")
+    simulated.add_argument(
+        "--traces", type=Path, metavar="DIR", help="with Azure's traces; without it, made-up loads only"
+    )
     options = parser.parse_args(arguments)
     if unknown := set(options.cases) - set(CASES):
         parser.error(f"{', '.join(sorted(unknown))}: no such case; there are {', '.join(CASES)}")
     options.logs = options.logs or Path(tempfile.mkdtemp(prefix="llumnix-logs-"))
     console = Console(stderr=True, width=180)
     console.print(f"load average: {os.getloadavg()}; logs: {options.logs}", highlight=False)
-    with saying("objectives") as say:
-        for case in options.cases or CASES:
+    for case in options.cases or CASES:
+        with saying("objectives") as say:
             outcomes = CASES[case](options, say)
-            console.print(table(outcomes))
-            print_json(options.json, *(one.to_dict() for one in outcomes))
+        console.print(table(outcomes))
+        print_json(options.json, *(one.to_dict() for one in outcomes))
     return 0
 
 

@@ -101,10 +101,12 @@ REAL_RATES: Final = (1.6, 2.0, 2.4)
 REAL_SECONDS: Final = 40.0
 
 
-async def real(logs: Path, rates: Sequence[float], seconds: float, seed: int, say: Say) -> list[Outcome]:
+async def real(
+    logs: Path, rates: Sequence[float], seconds: float, overlap: float, seed: int, say: Say
+) -> list[Outcome]:
     cms_port, counting = free_port(), free_port()
     stores = [f"127.0.0.1:{port}" for port in (cms_port, counting)]
-    specs = [spec(number, stores, logs, 0.0) for number in range(NUM_ENGINES)]
+    specs = [spec(number, stores, logs, overlap) for number in range(NUM_ENGINES)]
     objectives = ["--ttft-slo", f"{REAL_SLO.ttft_s * 1e3:g}", "--tpot-slo", f"{REAL_SLO.tpot_s * 1e3:g}"]
     fleet = Fleet(logs)
     say(f"starting {NUM_ENGINES} engines")

@@ -25,10 +25,10 @@ from llumsched.exit_codes import ExitCode
 DESCRIPTION = """Move everything away from an instance and end it, as SIGTERM does.
 
 The instance refuses new requests (HTTP 503), moves what it runs to the destinations, lets what
-cannot move run to its end, and exits when its last stream has ended. A client's connection stays
-where it is: the instance's API server lives until then, at most --timeout seconds.
+cannot move run to its end, and ends its engine when that is empty. A client's connection stays where
+it is: the instance's API server lives until its last stream has ended, at most --timeout seconds.
 
-The exit code is 0 only if every stream came to its end. The drain goes on if this command is
+The exit code is 0 only if no stream had been cut when the engine ended. The drain goes on if this command is
 interrupted; a SIGTERM to the instance then ends it at once.
 With --json: an object per event, `"event"` is progress, summary or error, the summary last."""
 
@@ -123,8 +123,7 @@ def _show(progress: DrainProgress, *, as_json: bool) -> None:
         document = {"event": "summary" if progress.done else "progress"} | output.to_dict(progress)
         output.print_json(document | ({"exit_code": int(_exit_code(progress))} if progress.done else {}))
     elif progress.done:
-        end = f"{progress.num_cut} streams cut" if progress.num_cut else "every stream came to its end"
-        print(f"drained in {progress.elapsed_s:.1f} s: {progress.num_moved} requests moved, {end}")
+        print(f"drained in {progress.elapsed_s:.1f} s: {progress.num_moved} requests moved, {_end(progress)}")
     else:
         refused = ", ".join(f"{number}x {reason}" for reason, number in sorted(progress.refusals.items()))
         print(
@@ -133,6 +132,14 @@ def _show(progress: DrainProgress, *, as_json: bool) -> None:
             + (f"; refused: {refused}" if refused else ""),
             file=sys.stderr,
         )
+
+
+def _end(progress: DrainProgress) -> str:
+    if progress.num_cut:
+        return f"{progress.num_cut} streams cut"
+    if progress.num_streams:
+        return f"the engine ends; {progress.num_streams} streams go on at others, through its API server"
+    return "every stream came to its end"
 
 
 def _exit_code(progress: DrainProgress) -> ExitCode:

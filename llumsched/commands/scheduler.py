@@ -31,6 +31,8 @@ from llumsched.policy.reader import PolicyError, built_in_policies
 from llumsched.rescheduling import arguments as rescheduling
 from llumsched.rescheduling.config import DOMAIN, MILLISECONDS, SHARE, STALENESS
 from llumsched.rescheduling.config import Config as ReschedulingConfig
+from llumsched.scaling.config import Config as ScalingConfig
+from llumsched.scaling.config import faults as scaling_faults
 from llumsched.scheduler import process
 from llumsched.scheduler.backends import API_KEY_VARIABLE
 from llumsched.tls import server_faults
@@ -195,7 +197,8 @@ class CmsSettings:
         return f"{url}?{urlencode({'password_file': path})}" if path else url
 
 
-SETTINGS: Final = (process.SchedulerConfig, CmsSettings, Dispatch, rescheduling.Switches, ReschedulingConfig)
+SETTINGS: Final = (process.SchedulerConfig, CmsSettings, Dispatch, rescheduling.Switches, ReschedulingConfig,
+                   ScalingConfig)  # fmt: skip
 
 
 def prepare(reading: Reading) -> process.SchedulerConfig | None:
@@ -203,6 +206,8 @@ def prepare(reading: Reading) -> process.SchedulerConfig | None:
     reading.faults += reading.of_other_modes(dispatch.mode)
     reading.check(_cms_faults, cms, reading.given)
     switches, config = rescheduling.prepare(reading)
+    scaling = reading.make_with_defaults(ScalingConfig)
+    reading.check(scaling_faults, scaling)
     reading.check(_rescheduling_faults, switches, dispatch)
     policy: Any = None
     try:
@@ -214,6 +219,7 @@ def prepare(reading: Reading) -> process.SchedulerConfig | None:
         policy=policy,
         backend_api_key=os.environ.get(API_KEY_VARIABLE, ""),
         rescheduling=config if switches.in_scheduler else None,
+        scaling=scaling,
     )
     for check in (_host_faults, _tls_faults, _profile_faults):
         reading.check(check, made)

@@ -17,11 +17,13 @@ from llumsched.up.plan import CHECKS, UpConfig, plan_of
 DESCRIPTION = """Start engines, scheduler, rescheduler and gateway on this machine, and stop them all together.
 
   llumnix up MODEL --engines 2 -- --max-model-len 4096
+  llumnix up MODEL --autoscale 1:4
 
 What follows `--` is for each `vllm serve`. Everything that the components write is shown with their names before it.
 Ctrl-C or SIGTERM stops all of it: the gateway takes nothing new and lets its streams end, then the engines, then the
 scheduler; a second Ctrl-C does not wait for streams. An engine that ends by itself is reported and the others go on;
-without scheduler, gateway or any engine everything is stopped, and the exit code is 6."""
+without scheduler, gateway or any engine everything is stopped, and the exit code is 6. With --autoscale engines are
+started as load grows, and leave when there are too many: their requests move to the others, and no stream is cut."""
 
 SETTINGS: Final = (UpConfig,)
 _CREDENTIALS: Final = frozenset(entry.setting.flag for entry in entries(CredentialFiles))
@@ -31,6 +33,8 @@ def prepare(reading: Reading) -> UpConfig:
     config = reading.make(UpConfig, engine_args=reading.further)
     for check in CHECKS:
         reading.check(check, config)
+    if {"--engines", "--autoscale"} <= set(reading.given):
+        reading.faults.append("--engines and --autoscale exclude each other")
     if _CREDENTIALS.intersection(reading.given.values()):
         reading.faults.append("credentials are for several hosts; here everything but the gateway listens at loopback")
     return config

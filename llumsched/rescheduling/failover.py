@@ -59,6 +59,9 @@ def _permitted(draft: Draft, source: int, destination: int) -> bool:
     if (obstacle := draft.obstacle(source, destination)) in _HEEDED:
         draft.refused[obstacle] += 1
         return False
+    if draft.in_slots[destination] < 1:  # taken by another source of this pass
+        draft.refused["no_slot"] += 1
+        return False
     return destination not in draft.sources
 
 

@@ -11,6 +11,7 @@ GET  /keepalive        WebSocket, lite mode: while it stands the gateway lives
 GET  /healthz          200: it runs
 GET  /ready            200, or 503 and why no instance would take a request now
 GET  /metrics          Prometheus
+GET  /scale            how many instances there should be (`scheduler.scaling`)
 POST /debug/schedule   what `/schedule` would do, and why; GET with `model`, `prompt_num_tokens` and so on does as well
 GET  /instances        the instances that are known, as `scheduling_result` names them
 GET  /debug/view       everything that is known of them

@@ -37,7 +37,8 @@ from llumsched.prefix.watches import CacheWatches
 from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.rescheduling.http import add_debug_route
 from llumsched.rescheduling.rescheduler import Rescheduler, lease_of
-from llumsched.scheduler import events
+from llumsched.scaling.config import Config as ScalingConfig
+from llumsched.scheduler import events, scaling
 from llumsched.scheduler.access import ServiceTokens, read_tokens
 from llumsched.scheduler.api import Api
 from llumsched.scheduler.backends import API_KEY_VARIABLE, StaticEngines
@@ -182,6 +183,7 @@ class SchedulerConfig:
     )
     rescheduling: ReschedulingConfig | None = None
     """The rescheduler in this process, in full mode."""
+    scaling: ScalingConfig = field(default_factory=ScalingConfig)
     credentials: Credentials = field(default=NONE, repr=False)
 
 
@@ -234,6 +236,7 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
         events.add_routes(app, store.view, rescheduler.records if rescheduler is not None else None)
         if rescheduler is not None:
             add_debug_route(app, rescheduler.records)
+        scaling.add_route(app, _scale(stack, config.scaling, dispatcher, registry))
         if config.service_token_file:
             app.middlewares.insert(0, ServiceTokens(config.service_token_file).guard)
         port = await _listen(stack, app, config)
@@ -275,6 +278,16 @@ async def _reschedule(
     stack.push_async_callback(rescheduler.close)
     stack.push_async_callback(cancel, asyncio.create_task(rescheduler.run()))
     return rescheduler
+
+
+def _scale(
+    stack: AsyncExitStack, config: ScalingConfig, dispatcher: Dispatcher, registry: CollectorRegistry
+) -> scaling.Scaling | None:
+    if config.bounds is None:
+        return None
+    made = scaling.Scaling(config, config.bounds, dispatcher.view, dispatcher.table, registry)
+    stack.push_async_callback(cancel, asyncio.create_task(keep_running("scaling", made.run)))
+    return made
 
 
 async def _listen(stack: AsyncExitStack, app: web.Application, config: SchedulerConfig) -> int:

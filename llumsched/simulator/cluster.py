@@ -21,6 +21,7 @@ from llumlet.protocol.limits import Limits
 from llumlet.types import Address, InstanceStatus
 from llumsched.gateway.placement import Placed
 from llumsched.request import Request
+from llumsched.scaling.config import Config as ScalingConfig
 from llumsched.simulator import PS
 from llumsched.simulator.clock import VirtualLoop
 from llumsched.simulator.control import ControlConfig, Controls
@@ -28,10 +29,12 @@ from llumsched.simulator.instance import ModelledInstance
 from llumsched.simulator.links import Network
 from llumsched.simulator.llumlets import Connection, Llumlet
 from llumsched.simulator.member import Cadence, Member
-from llumsched.simulator.metrics import Metrics, RequestRecord, Sample, Slo, Summary
+from llumsched.simulator.metrics import Metrics, RequestRecord, Slo, Summary
 from llumsched.simulator.moves_in import Arrivals, copy_of
 from llumsched.simulator.moves_out import Departures, MoveWatcher, OutgoingMove
 from llumsched.simulator.requests import EngineRequest
+from llumsched.simulator.sampling import sampled
+from llumsched.simulator.scaling import Fleet, ScalingActor
 from llumsched.simulator.step_model import Hardware
 from llumsched.simulator.workload import Arrival
 
@@ -41,16 +44,14 @@ _LOOK_PS: Final = PS // 10
 """Between two looks whether a drained instance is needed any more."""
 _COLLECT: Final = (50_000, 20, 10)
 """Thresholds of Python's collector, which would look at a large cluster's objects over and over."""
-_MOST_SHOWN: Final = 64
-"""Instances whose load is in each sample."""
 
 
 class What(StrEnum):
     FAIL = "fail"
     """The instance dies without a word."""
     STOP = "stop"
-    """The instance takes nothing new, its requests move away, and it ends with the last stream that its API server
-    holds."""
+    """The instance takes nothing new, its requests move away, and it ends when its engine is empty. The API server, of
+    which nothing is counted here, lives on for the streams that it holds."""
     START = "start"
     """The instance is ordered now, and is there after its cold start."""
 
@@ -71,6 +72,8 @@ class ClusterConfig:
     control: ControlConfig = field(default_factory=ControlConfig)
     cadence: Cadence = field(default_factory=Cadence)
     happenings: Sequence[Happening] = ()
+    scaling: ScalingConfig | None = None
+    """By which instances of the groups, all of which are there at first, leave and come back. None: they stay."""
     slo: Slo = field(default_factory=Slo)
     """What counts as good."""
     tells_slo: bool = False
@@ -159,6 +162,7 @@ class _Run:
         try:
             for number in range(len(self._kinds)):
                 self._start(number)
+            self._scale()
             for happening in config.happenings:
                 loop.at(round(happening.at_s * PS), functools.partial(self._happen, happening))
             loop.at(round(config.sample_s * PS), self._sample)
@@ -177,6 +181,22 @@ class _Run:
         last_s = self._arrivals[-1].at_s if self._arrivals else 0.0
         summary = self.metrics.summary(last_arrival_s=last_s, instance_s=self._instance_ps / PS, virtual_s=virtual_s)
         return summary, self.metrics
+
+    def _scale(self) -> None:
+        scaling = self._config.scaling
+        if scaling is None or scaling.bounds is None:
+            return
+        pools: dict[str, list[int]] = {}
+        for number, (model, hardware) in enumerate(self._kinds):
+            pools.setdefault(model or hardware.name, []).append(number)
+        fleet = Fleet(
+            pools,
+            self._members.__contains__,
+            number_of=lambda instance_id: next(n for n, one in self._members.items() if one.id == instance_id),
+            start=lambda number: self._happen(Happening(0.0, What.START, number), self._loop.now_ps),
+            stop=lambda number: self._happen(Happening(0.0, What.STOP, number), self._loop.now_ps),
+        )
+        ScalingActor(self._loop, scaling, scaling.bounds, self._control.dispatcher.table, fleet)
 
     # Clients
 
@@ -327,8 +347,7 @@ class _Run:
     def _leave_when_empty(self, member: Member, now_ps: int) -> None:
         if not member.is_alive:
             return
-        is_used = member.engine.running or member.engine.waiting or member.leaving or member.coming
-        if is_used or any(client.origin is member for client in self._clients.values()):
+        if member.engine.running or member.engine.waiting or member.leaving or member.coming:
             self._loop.at(now_ps + _LOOK_PS, functools.partial(self._leave_when_empty, member))
             return
         self._end(member)
@@ -386,40 +405,7 @@ class _Run:
     # Samples
 
     def _sample(self, now_ps: int) -> None:
-        free = total = running = num_waiting = 0
-        demands: list[int] = []
-        loads: list[float] = []
-        for member in self._members.values():
-            engine = member.engine
-            engine.advance(now_ps)
-            engine.settle(now_ps)
-            total += engine.config.num_blocks
-            free += engine.blocks.num_free
-            running += len(engine.running)
-            if engine.waiting:
-                num_waiting += len(engine.waiting)
-                head = engine.waiting.head
-                needed = engine.blocks_needed(head, *engine.blocks.hit(head, head.num_tokens - 1))
-                if needed > engine.blocks.num_free:
-                    demands.append(needed)
-            if len(self._members) <= _MOST_SHOWN:
-                loads.append(1 - engine.blocks.num_free / engine.config.num_blocks)
-        fragmented = 0
-        for demand in sorted(demands):
-            if fragmented + demand > free:
-                break
-            fragmented += demand
-        self.metrics.samples.append(
-            Sample(
-                now_ps / PS,
-                len(self._members),
-                running,
-                num_waiting,
-                1 - free / max(total, 1),
-                fragmented / max(total, 1),
-                tuple(loads),
-            )
-        )
+        self.metrics.samples.append(sampled(self._members.values(), now_ps))
         self._progress(now_ps / PS, self._num_ended)
         self._loop.at(now_ps + round(self._config.sample_s * PS), self._sample)
 

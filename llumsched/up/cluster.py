@@ -10,7 +10,7 @@ until then engines and gateway want it. A second signal shortens all that is sti
 
 Death: of an engine before everything is ready, of the scheduler, the gateway or the last engine: all is stopped, and
 the exit code says so. Another engine's death is reported, and the rest goes on serving: whatever ended it would end
-it again, so it is not restarted.
+it again, so it is not restarted. With an `AutoscalePlan` the number of engines is somebody's business: `autoscaler`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import contextlib
 import json
 import signal
 import time
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 
-from llumlet.tasks import cancel
 from llumsched.exit_codes import ExitCode
+from llumsched.up.autoscaler import AutoscalePlan, Autoscaler
 from llumsched.up.component import READY_CALL_S, READY_POLL_S, Component, ComponentDied, ComponentSpec, describe
 from llumsched.up.screen import Screen
+from llumsched.up.waiting import race, together
 
 HURRY_S = 1.0
 SCHEDULER_GRACE_S = 5.0
@@ -51,6 +51,8 @@ class ClusterPlan:
     greeting: str
     drain_s: float = 25.0
     """Time for which streams may go on once everything is to stop."""
+    autoscale: AutoscalePlan | None = None
+    """By which engines come and go. None: `engines` are all, and none is restarted."""
 
     @property
     def components(self) -> tuple[ComponentSpec, ...]:
@@ -73,7 +75,7 @@ class Cluster:
         """Runs until a signal or a death ends it; nothing is left of any component then."""
         with self._signals():
             try:
-                await _race(self._start_and_serve(), self._stopped())
+                await race(self._start_and_serve(), self._stopped())
             except ComponentDied as error:
                 self._screen.say(f"llumnix up: {error}; everything is stopped", bold=True)
                 return ExitCode.COMPONENT_DIED
@@ -108,15 +110,15 @@ class Cluster:
 
     async def _start_and_serve(self) -> None:
         """Starts all components and watches them. Raises ComponentDied when what is left cannot serve."""
-        await _race(self._start(), self._first_death(self._scheduler, self._gateway, *self._engines))
+        await race(self._start(), self._first_death(self._scheduler, self._gateway, *self._engines))
         self._screen.say(self._plan.greeting, bold=True)
-        await _race(self._engine_deaths(), self._first_death(self._scheduler, self._gateway))
+        await race(self._look_after_engines(), self._first_death(self._scheduler, self._gateway))
 
     async def _start(self) -> None:
         # `trust_env` is off: the components are on this machine, whatever proxy there is for others.
         async with aiohttp.ClientSession(trust_env=False) as session:
             await self._start_one(self._scheduler, session)
-            await _together(self._start_one(each, session) for each in (self._gateway, *self._engines))
+            await together(self._start_one(each, session) for each in (self._gateway, *self._engines))
             await self._listed(session)
 
     async def _start_one(self, component: Component, session: aiohttp.ClientSession) -> None:
@@ -143,7 +145,16 @@ class Cluster:
             code = await component.wait_ended()
             raise ComponentDied(f"{component.spec.name} ended {describe(code)}")
 
-        await _race(*map(death, components))
+        await race(*map(death, components))
+
+    async def _look_after_engines(self) -> None:
+        if self._plan.autoscale is None:
+            await self._engine_deaths()
+            return
+        await Autoscaler(
+            self._plan.autoscale, self._engines, self._component, self._start_one,
+            lambda text: self._screen.say(f"llumnix up: {text}", bold=True),
+        ).run()  # fmt: skip
 
     async def _engine_deaths(self) -> None:
         """Reports the deaths of engines. Raises ComponentDied with the last of them."""
@@ -156,7 +167,7 @@ class Cluster:
             what = f"it is not restarted, {left} of {len(self._engines)} engines go on"
             self._screen.say(f"llumnix up: {engine.spec.name} ended {describe(code)}; {what}", bold=True)
 
-        await _together(map(report, self._engines))
+        await together(map(report, self._engines))
         raise ComponentDied("no engine is left")
 
     async def _stop_all(self) -> None:
@@ -179,7 +190,7 @@ class Cluster:
 
         ask(grace_s)
         hurrying = asyncio.create_task(hurry())
-        await _together(each.wait_ended() for each in running)
+        await together(each.wait_ended() for each in running)
         hurrying.cancel()
         self._screen.say(f"llumnix up: {', '.join(each.spec.name for each in running)} stopped")
 
@@ -193,24 +204,3 @@ async def _models(session: aiohttp.ClientSession, url: str) -> set[str]:
         return set()
     entries = listed.get("data") if isinstance(listed, dict) else None
     return {str(entry.get("id")) for entry in entries or [] if isinstance(entry, dict)}
-
-
-async def _race(*works: Coroutine[Any, Any, object]) -> None:
-    """Awaits the first that returns or raises, and does the same. The others are cancelled."""
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        await cancel(*tasks)
-
-
-async def _together(works: Iterable[Coroutine[Any, Any, object]]) -> None:
-    """Awaits all, or the first that raises; the others are cancelled then."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for work in works:
-                group.create_task(work)
-    except BaseExceptionGroup as several:
-        raise several.exceptions[0] from None

@@ -11,19 +11,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlencode
 
 from llumlet import kinds
 from llumlet.kinds import MARK, Kind
 from llumlet.loopback import is_loopback
+from llumlet.protocol.infer_type import InferType
 from llumlet.settings import Group
 from llumlet.types import Address
 from llumsched.gateway.config import MOST_WORKERS
 from llumsched.policy.document import Mode, load_policy
 from llumsched.policy.reader import PolicyError, built_in_policies
+from llumsched.scaling.config import BOUNDS, Bounds
 from llumsched.up import device
+from llumsched.up.autoscaler import LEAVE_S, AutoscalePlan
 from llumsched.up.cluster import ClusterPlan
 from llumsched.up.component import ComponentSpec
-from llumsched.up.ports import free_ports, is_free
+from llumsched.up.ports import free_port, free_ports, is_free
 
 HOST = "127.0.0.1"
 GATEWAY_PORT = 8001
@@ -44,6 +48,7 @@ OWN_FLAGS = {
     "--api-key": "the gateway sends requests on as they come, and asks engines for their models without a key",
 }
 """Flags of `vllm serve` that are set here, and why nobody else may."""
+_DRAIN: Final = "--llumlet-drain-seconds"
 _WIDTH_FLAGS = (("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp"), ("--data-parallel-size", "-dp"))
 
 
@@ -59,6 +64,12 @@ class UpConfig:
     )
     num_engines: int = _cluster.setting(
         2, kinds.integer(at_least=1, at_most=MOST_ENGINES), "how many engines", flag="--engines"
+    )
+    autoscale: Bounds | None = _cluster.setting(
+        None, BOUNDS, "in the place of --engines: from MIN to MAX engines, as the load is; MIN of them at first"
+    )
+    autoscale_settle_s: float = _cluster.setting(
+        30.0, kinds.seconds(), "how long there must have been too many engines before one leaves"
     )
     host: str = _cluster.setting(
         HOST, kinds.text("HOST"), "where the gateway listens; everything else listens at loopback"
@@ -84,6 +95,15 @@ class UpConfig:
         600.0, kinds.seconds(above=0), "within which an engine must be ready", flag="--start-timeout"
     )
     engine_args: tuple[str, ...] = ()
+
+    @property
+    def most_engines(self) -> int:
+        return self.autoscale.most if self.autoscale is not None else self.num_engines
+
+    @property
+    def first_engines(self) -> int:
+        """Number of engines at the beginning."""
+        return self.autoscale.least if self.autoscale is not None else self.num_engines
 
 
 def _host_faults(config: UpConfig) -> Iterator[str]:
@@ -136,21 +156,34 @@ def _model_faults(config: UpConfig) -> Iterator[str]:
 def _gpu_faults(config: UpConfig) -> Iterator[str]:
     if config.share_gpus or device.vllm_command() is None or device.vllm_is_for_cpu():
         return
-    wanted, there = config.num_engines * _gpus_per_engine(config.engine_args), len(device.gpus(os.environ))
+    wanted, there = config.most_engines * _gpus_per_engine(config.engine_args), len(device.gpus(os.environ))
     if wanted > there:
         yield (
-            f"{config.num_engines} engines want {wanted} GPUs, and {there} are here; with --share-gpus all engines use "
-            "all of them (give each a part of the memory: -- --gpu-memory-utilization 0.4)"
+            f"{config.most_engines} engines want {wanted} GPUs, and {there} are here; with --share-gpus all engines "
+            "use all of them (give each a part of the memory: -- --gpu-memory-utilization 0.4)"
         )
 
 
-CHECKS: Final = (_host_faults, _port_faults, _policy_faults, _engine_faults, _model_faults, _gpu_faults)
+def _autoscale_faults(config: UpConfig) -> Iterator[str]:
+    if config.autoscale is not None and config.autoscale.most > MOST_ENGINES:
+        yield f"--autoscale {config.autoscale}: more than {MOST_ENGINES} engines"
+
+
+CHECKS: Final = (
+    _host_faults,
+    _port_faults,
+    _policy_faults,
+    _engine_faults,
+    _model_faults,
+    _gpu_faults,
+    _autoscale_faults,
+)
 """Checks that say what would keep the cluster from starting, a sentence each."""
 
 
 def plan_of(config: UpConfig, environment: Mapping[str, str] = os.environ) -> ClusterPlan:
     """The components of a cluster. Ports are chosen here: they are free now."""
-    *engine_ports, spare_gateway, spare_scheduler, spare_cms = free_ports(config.num_engines + 3)
+    *engine_ports, spare_gateway, spare_scheduler, spare_cms = free_ports(config.first_engines + 3)
     port = config.port or spare_gateway
     scheduler = Address(HOST, config.scheduler_port or spare_scheduler)
     cms = Address(HOST, config.cms_port or spare_cms)
@@ -158,12 +191,29 @@ def plan_of(config: UpConfig, environment: Mapping[str, str] = os.environ) -> Cl
     return ClusterPlan(
         scheduler=_scheduler(config, scheduler, cms),
         gateway=_gateway(config, port, scheduler, f"{gateway}/healthz"),
-        engines=tuple(_engine(config, index, own, cms, environment) for index, own in enumerate(engine_ports)),
+        engines=tuple(
+            _engine(config, index, f"engine-{index}", own, cms, environment) for index, own in enumerate(engine_ports)
+        ),
         models_url=f"{gateway}/v1/models",
         model=served_name(config),
         greeting=_greeting(config, gateway, scheduler, cms),
         drain_s=config.drain_s,
+        autoscale=_autoscale(config, scheduler, cms, environment),
     )
+
+
+def _autoscale(
+    config: UpConfig, scheduler: Address, cms: Address, environment: Mapping[str, str]
+) -> AutoscalePlan | None:
+    if config.autoscale is None:
+        return None
+
+    def engine(place: int, life: int) -> ComponentSpec:
+        name = f"engine-{place}.{life}" if life else f"engine-{place}"
+        return _engine(config, place, name, free_port(), cms, environment)
+
+    asked = urlencode({"model": served_name(config), "infer_type": InferType.NEUTRAL})
+    return AutoscalePlan(config.autoscale, engine, f"http://{scheduler}/scale?{asked}", f"http://{scheduler}/instances")
 
 
 def served_name(config: UpConfig) -> str:
@@ -176,6 +226,8 @@ def _scheduler(config: UpConfig, address: Address, cms: Address) -> ComponentSpe
     command += ["--scheduling-policy", config.scheduling_policy]
     if config.enable_rescheduling:
         command += ["--enable-rescheduling", "--colocated-rescheduling-mode"]
+    if config.autoscale is not None:
+        command += ["--scaling", str(config.autoscale), "--scaling-settle-seconds", f"{config.autoscale_settle_s:g}s"]
     return ComponentSpec("scheduler", tuple(command), f"http://{address}/healthz", START_TIMEOUT_S)
 
 
@@ -190,17 +242,21 @@ def _gateway(config: UpConfig, port: int, scheduler: Address, ready_url: str) ->
     return ComponentSpec("gateway", tuple(command), ready_url, START_TIMEOUT_S)
 
 
-def _engine(config: UpConfig, index: int, port: int, cms: Address, environment: Mapping[str, str]) -> ComponentSpec:
-    name = f"engine-{index}"
+def _engine(
+    config: UpConfig, index: int, name: str, port: int, cms: Address, environment: Mapping[str, str]
+) -> ComponentSpec:
     vllm = device.vllm_command()
     assert vllm is not None, "CHECKS were not made"
     command = [vllm, "serve", config.model, "--host", HOST, "--port", str(port)]
     command += ["--enable-llumlet", "--llumlet-cms", str(cms), "--llumlet-instance-id", name]
+    if config.autoscale is not None and _last_value(config.engine_args, _DRAIN) is None:
+        # Who leaves has all the time that its streams take; `ClusterPlan.drain_s` counts when everything stops.
+        command += [_DRAIN, f"{LEAVE_S:.0f}"]
     cores: list[int] = []
     own: dict[str, str] = {"VLLM_NO_USAGE_STATS": environment.get("VLLM_NO_USAGE_STATS", "1")}
     if device.vllm_is_for_cpu():
-        cores = device.cores_of(index, config.num_engines)
-        own |= device.cpu_environment(config.num_engines, len(cores), environment)
+        cores = device.cores_of(index, config.most_engines)
+        own |= device.cpu_environment(config.most_engines, len(cores), environment)
     elif not config.share_gpus:
         own["CUDA_VISIBLE_DEVICES"] = ",".join(
             device.own_first(device.gpus(environment), index, _gpus_per_engine(config.engine_args))
@@ -220,7 +276,7 @@ def _engine(config: UpConfig, index: int, port: int, cms: Address, environment: 
 
 def _greeting(config: UpConfig, gateway: str, scheduler: Address, cms: Address) -> str:
     body = f'{{"model": "{served_name(config)}", "prompt": "Hello", "max_tokens": 16}}'
-    return f"""llumnix up: {config.num_engines} engines are ready
+    return f"""llumnix up: {_engines(config)} ready
 
     {gateway}            the OpenAI API
     http://{scheduler}            the cluster, live
@@ -229,6 +285,12 @@ def _greeting(config: UpConfig, gateway: str, scheduler: Address, cms: Address) 
     curl {gateway}/v1/completions -H 'Content-Type: application/json' \\
          -d {shlex.quote(body)}
 """
+
+
+def _engines(config: UpConfig) -> str:
+    number = config.first_engines
+    more = f" of up to {config.most_engines}" if config.autoscale is not None else ""
+    return f"{number}{more} engine{'s are' if number > 1 or more else ' is'}"
 
 
 def _llumnix(name: str) -> list[str]:

@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from benchmarks.objectives import latency, preempt, prefix
-from benchmarks.objectives.__main__ import main
+from benchmarks.objectives import latency, preempt, prefix, scale
+from benchmarks.objectives.__main__ import CASES, main
 from benchmarks.objectives.latency import IDLE, Load, Seen
 from benchmarks.objectives.outcome import Outcome, table
 
@@ -80,7 +80,7 @@ def test_long_requests_need_what_was_asked_for_of_one_cache() -> None:
 def test_a_case_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["latencies"])
-    assert "latencies: no such case; there are latency, preempt" in capsys.readouterr().err
+    assert f"latencies: no such case; there are {', '.join(CASES)}" in capsys.readouterr().err
 
 
 @pytest.mark.full
@@ -132,3 +132,20 @@ async def test_both_policies_get_the_same_requests() -> None:
         shorter = min(map(len, seen))
         assert shorter > 3
         assert seen[0][:shorter] == seen[1][:shorter]
+
+
+def test_instances_at_a_tail_are_between_two_points_by_its_logarithm() -> None:
+    points = [scale.Spent(8.0, 1.0), scale.Spent(4.0, 100.0), scale.Spent(6.0, 10.0)]
+    assert scale.instances_at(10.0, points) == pytest.approx(6.0)
+    assert scale.instances_at(10**0.5, points) == pytest.approx(7.0)
+    assert scale.instances_at(1000.0, points) == 4.0
+    assert scale.instances_at(0.1, points) == 8.0, "none is so good: the dearest"
+
+
+def test_a_ramp_grows_and_falls() -> None:
+    arrivals = scale.ramp(1000.0, random.Random(1))
+    tenths = [sum(tenth <= one.at_s / 100 < tenth + 1 for one in arrivals) / 100 for tenth in range(10)]
+    assert tenths[4] == pytest.approx(9.2, abs=1.2)
+    assert tenths[0] == pytest.approx(2.8, abs=0.8)
+    assert tenths[9] == pytest.approx(1.9, abs=0.8)
+    assert [one.at_s for one in arrivals] == sorted(one.at_s for one in arrivals)

@@ -250,8 +250,8 @@ def test_everything_is_lost_with_the_last_instance() -> None:
     assert summary.num_lost + summary.num_refused == outcomes["lost"] + outcomes["refused"] > 0
 
 
-def test_an_instance_that_stops_is_empty_in_seconds_and_ends_with_its_streams(ended: list[_Run]) -> None:
-    """Its requests move away, however long they still are; its API server passes their tokens on."""
+def test_an_instance_that_stops_is_empty_in_seconds_and_gone(ended: list[_Run]) -> None:
+    """Its requests move away, however long they still are; its API server, no engine, passes their tokens on."""
     arrivals = [Arrival(number * 0.05, 64, 3000) for number in range(20)]
     summary, metrics, records = played(cluster(4, happenings=[Happening(10.0, What.STOP, 2)]), arrivals)
     assert summary.num_finished == 20
@@ -259,11 +259,9 @@ def test_an_instance_that_stops_is_empty_in_seconds_and_ends_with_its_streams(en
     assert any(one["instances"][0] == "i0002" and one["num_moves"] for one in records)
     [member] = [one.member for one in ended[0]._llumlets.values() if one.member.id == "i0002"]
     assert not member.is_alive
-    empty = [sample.at_s for sample in metrics.samples if sample.loads[2] == 0]
-    assert empty[0] < 15 < 60 < empty[-1]
     streamed = max(one["arrived_s"] + one["e2e_s"] for one in records if one["instances"][0] == "i0002")
     gone = next(sample.at_s for sample in metrics.samples if sample.num_instances == 3)
-    assert gone == pytest.approx(streamed, abs=1.2)
+    assert gone < 15 < 60 < streamed
     conserve(ended)
 
 

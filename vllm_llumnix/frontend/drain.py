@@ -3,7 +3,8 @@
 
 vLLM's launcher answers SIGTERM by calling the client's `shutdown` in a helper thread, while the event loop goes on
 serving; `drain` runs on that loop before anything is shut down. The client's connections end here, so this process
-lives as long as its streams do, wherever their requests run. What leaves with the engine is its memory and its guests.
+lives as long as its streams do, wherever their requests run. Its engine does not: empty, it ends at once and gives its
+memory back, as if it had died with nothing in it. (Not of several API servers, whose engine is their parent's.)
 """
 
 from __future__ import annotations
@@ -91,6 +92,11 @@ class Drained(Protocol):
 
     @property
     def num_streams(self) -> int: ...
+    @property
+    def num_at_home(self) -> int: ...
+    @property
+    def owns_engine(self) -> bool: ...
+    async def end_engine(self) -> None: ...
     def cut_streams(self) -> None: ...
 
 
@@ -111,16 +117,24 @@ async def drain(holder: Drained, seconds: float) -> None:
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
     began = reported = time.monotonic()
     logger.info("llumlet: draining: %s; at most %.0f s, a second signal ends it", _words(holder, standing), seconds)
-    empty_before = False
+    empty_before = over_before = has_ended = False
     while not stop.is_set() and time.monotonic() - began < seconds:
         # Twice in a row: a request may just be on its way to the engine, or its last token to its client.
-        empty = not holder.num_streams and standing.empty
-        if empty and empty_before:
+        empty = standing.empty and not holder.num_at_home
+        over = empty and not holder.num_streams
+        if over and over_before:
             break
-        empty_before = empty
+        if empty and empty_before and not over and not has_ended and holder.owns_engine:
+            logger.info("llumlet: the engine is empty and ends; %s", _words(holder, standing))
+            await _report(holder, seconds, 0)
+            await asyncio.sleep(LINGER_SECONDS)
+            await holder.end_engine()
+            has_ended = True
+        empty_before, over_before = empty, over
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), POLL_SECONDS)
-        standing = await _report(holder, seconds)
+        if not has_ended:
+            standing = await _report(holder, seconds)
         if time.monotonic() - reported >= REPORT_SECONDS:
             reported = time.monotonic()
             left = began + seconds - reported
@@ -131,7 +145,8 @@ async def drain(holder: Drained, seconds: float) -> None:
         logger.warning("llumlet: %s; ending %d streams", why, num_cut)
     else:
         logger.info("llumlet: drained in %.1f s: %s", time.monotonic() - began, _words(holder, standing))
-    await _report(holder, seconds, num_cut)
+    if not has_ended:
+        await _report(holder, seconds, num_cut)
     holder.cut_streams()
     await asyncio.sleep(LINGER_SECONDS)
 

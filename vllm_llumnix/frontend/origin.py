@@ -151,6 +151,21 @@ class OriginShell:
         """Generation requests whose clients are here, wherever they run."""
         return len(self.core.streams)
 
+    @property
+    def num_at_home(self) -> int:
+        """Of these, requests that no other engine has taken over."""
+        return sum(stream.owner is None for stream in self.core.streams.all())
+
+    @property
+    def owns_engine(self) -> bool:
+        """Whether the engine is this process's to end."""
+        return self.client.resources.engine_manager is not None
+
+    async def end_engine(self) -> None:
+        """Ends the engine, of which nothing is wanted any more. What its death means otherwise, it means here, too."""
+        if (manager := self.client.resources.engine_manager) is not None:
+            await asyncio.to_thread(manager.shutdown)
+
     def cut_streams(self) -> None:
         """End every stream with an error; vLLM's shutdown alone leaves clients waiting, and the server for them."""
         self.core.cut(time.monotonic())
@@ -326,7 +341,8 @@ class OriginShell:
         core.look(time.monotonic())
         self.carry_out()
         self._metrics.count_replays(core.num_replayed)
-        if core.home_dead and not (len(core.streams) or core.is_busy) and client._finalizer.alive:
+        over = core.home_dead and not (len(core.streams) or core.is_busy)
+        if over and not self._has_drained and client._finalizer.alive:
             logger.warning("llumlet: the engine is dead and the last stream has ended; shutting down")
             asyncio.get_running_loop().run_in_executor(None, client.shutdown)
         self.peers.keep_fresh()
@@ -347,7 +363,10 @@ class OriginShell:
         if loop is None or loop.is_closed():
             self.client.shutdown()
             return
-        logger.error("llumlet: the engine has died; its requests go on elsewhere if they can")
+        if self._has_drained:
+            logger.info("llumlet: the engine has ended")
+        else:
+            logger.error("llumlet: the engine has died; its requests go on elsewhere if they can")
         post(loop, self.bury_home)
 
     def bury_home(self) -> None:

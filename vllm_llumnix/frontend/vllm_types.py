@@ -41,6 +41,9 @@ class EngineManager(Protocol):
     def monitor_engine_liveness(self) -> None:
         """Returns when one has ended."""
 
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Ends them. From any thread; waits for it."""
+
 
 class Resources(Protocol):
     """What a client closes at its end; it outlives the client."""

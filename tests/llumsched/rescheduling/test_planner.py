@@ -399,6 +399,19 @@ def test_failover_to_the_only_healthy_one_takes_everything() -> None:
     assert move.selection == Selection(Unit.NUM_REQ, Order.LR, ALL)
 
 
+def test_of_several_failing_ones_each_takes_the_slots_that_others_have_left() -> None:
+    """Of one pass: who finds none waits for the next one, and the policy goes on."""
+    cluster = [
+        instance("a", 0.3, schedulable=False, max_migrations_out=4),
+        instance("b", 0.3, schedulable=False, max_migrations_out=4, scheduler_running_to_decode_requests_num=3),
+        instance("c", max_migrations_in=4),
+    ]
+    made = planned(cluster, Config(policies=("neutral_failover",)))
+    assert [(move.source, move.destination, move.selection.value) for move in made.moves] == [("a", "c", 4.0)]
+    [result] = made.results
+    assert (result.error, result.refused["no_slot"]) == (None, 1)
+
+
 def test_failover_spreads_the_requests_of_one_source_over_all_healthy_ones() -> None:
     cluster = [instance("a", 0.2, schedulable=False, num_waiting_requests=2)] + [instance(f"b{i}") for i in range(4)]
     made = planned(cluster, Config(policies=FAILOVERS))

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from llumsched import cli
+from llumsched.scaling.config import Bounds
 from llumsched.up import device
+from llumsched.up.autoscaler import LEAVE_S
 from llumsched.up.plan import CHECKS, UpConfig, plan_of
 
 ANY_PORTS = {"port": 0, "scheduler_port": 0, "cms_port": 0}
@@ -138,3 +140,36 @@ def test_the_gateway_listens_beyond_this_machine_only_if_that_is_said() -> None:
     assert not faults_of(said)
     assert "--insecure" in plan_of(said).gateway.command
     assert "--insecure" not in plan_of(UpConfig("m", **ANY_PORTS)).gateway.command
+
+
+def test_engines_that_come_and_go_have_places_names_and_ports_of_their_own() -> None:
+    made = plan_of(UpConfig("m", autoscale=Bounds(2, 4), autoscale_settle_s=7.0, **ANY_PORTS))
+    assert [engine.name for engine in made.engines] == ["engine-0", "engine-1"]
+    assert values(made.scheduler.command, "--scaling") == ["2:4"]
+    assert values(made.scheduler.command, "--scaling-settle-seconds") == ["7s"]
+    assert "2 of up to 4 engines are ready" in made.greeting
+    assert made.autoscale is not None
+    later = [made.autoscale.engine(3, life) for life in (0, 1)]
+    assert [engine.name for engine in later] == ["engine-3", "engine-3.1"]
+    assert values(later[0].command, "--llumlet-instance-id") == ["engine-3"]
+    assert values(later[0].command, "--llumlet-cms") == values(made.engines[0].command, "--llumlet-cms")
+    assert values(later[0].command, "--llumlet-drain-seconds") == [f"{LEAVE_S:.0f}"]
+    assert later[0].cores == tuple(device.cores_of(3, 4))
+    assert plan_of(UpConfig("m", **ANY_PORTS)).autoscale is None
+    said = UpConfig("m", autoscale=Bounds(1, 2), engine_args=("--llumlet-drain-seconds", "9"), **ANY_PORTS)
+    assert values(plan_of(said).engines[0].command, "--llumlet-drain-seconds") == ["9"]
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["--autoscale", "3:2"], "--autoscale '3:2': MIN is above MAX"),
+        (["--autoscale", "0:2"], "--autoscale '0:2': MIN must be at least 1"),
+        (["--autoscale", "many"], "--autoscale 'many' is not MIN:MAX"),
+        (["--autoscale", "1:900"], "--autoscale 1:900: more than 256 engines"),
+        (["--autoscale", "1:2", "--engines", "2"], "--engines and --autoscale exclude each other"),
+    ],
+)
+def test_numbers_of_engines_that_are_none(words: list[str], fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["up", "org/m", "--port", "0", "--scheduler-port", "0", "--cms-port", "0", *words]) == 2
+    assert fault in capsys.readouterr().err

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a group of instances holds, said as the number of instances that it needs.
+
+The paper scales by freeness: with M tokens of KV cache in each of n instances, V tokens used or claimed by what waits,
+and B requests, it is (n·M - V) / B, and has to be at least a. Solved for n that is
+
+    n ≥ (V + a·B) / M
+
+a number that does not depend on how many instances there are: those that start, or leave, change nothing of it, and
+there is one step from a load to the right number, where the paper takes or gives one instance at a time. An empty
+cluster, whose freeness is infinite, needs none.
+
+Latencies, where they have a limit, need n · latency / limit instances: they are not proportional to it, and the next
+look sees how far off that was. So at most twice as many as there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from llumsched.cluster.columns import Cluster, Mask, Rows, Values
+from llumsched.cluster.instance import Instance
+from llumsched.cluster.providers.metadata import type_of
+from llumsched.policy.candidates import Candidates, Context
+from llumsched.policy.metrics import METRICS
+from llumsched.scaling.config import Config
+
+STALE_S: Final = 60.0
+"""Silence after which an instance counts no more, as for dispatch."""
+_CLAIMED: Final = METRICS["kv_cache_usage_ratio_projected"]
+_REQUESTS: Final = METRICS["num_requests"]
+_MOST_AT_ONCE: Final = 2.0
+_COMFORT: Final = 0.7
+"""Share of a limit of latency at which one instance fewer is still right."""
+
+
+class Group(NamedTuple):
+    """Instances that can stand in for each other."""
+
+    model: str
+    infer_type: str
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A group at one moment."""
+
+    rows: Rows
+    """The instances that serve."""
+    num_starting: int
+    """Instances that have said who they are and nothing of their load."""
+    num_leaving: int
+    """Instances that take nothing new. What they hold comes to the others."""
+    num_requests: float
+    needed: float
+    """Instances without which there would be too few, …"""
+    reason: str
+    """… and what they are needed for."""
+    comfortable: float
+    """Instances above which there are too many; `needed` or more."""
+
+
+def group_of(instance: Instance) -> Group:
+    metadata = instance.metadata
+    return Group((*metadata.served_models, metadata.model)[0], type_of(instance))
+
+
+def measure(cluster: Cluster, config: Config, now_s: float) -> dict[Group, Load]:
+    """The load of each group. `now_s` by the clock of the view."""
+    members: dict[Group, list[int]] = {}
+    for row, instance in enumerate(cluster.instances):
+        members.setdefault(group_of(instance), []).append(row)
+    columns = Candidates(cluster, Context(now_s))
+    heard = (cluster["reported"] > 0) & (now_s - cluster["received_s"] <= STALE_S)
+    serves = heard & (cluster["schedulable"] > 0)
+    return {
+        group: _load(columns, np.array(rows, np.intp), heard, serves, config) for group, rows in sorted(members.items())
+    }
+
+
+def claimed_tokens(columns: Candidates) -> Values:
+    """Tokens of KV cache that are used, or will be by what waits and what is on its way: V, by instance."""
+    shares, capacities = columns.values(_CLAIMED), columns["num_total_gpu_tokens"]
+    return np.where(capacities > 0, np.where(np.isfinite(shares), shares, 0.0) * capacities, 0.0)
+
+
+def _load(columns: Candidates, members: Rows, heard: Mask, serves: Mask, config: Config) -> Load:
+    rows, counted = members[serves[members]], members[heard[members]]
+    claimed = float(claimed_tokens(columns)[counted].sum())
+    requests = float(columns.values(_REQUESTS)[counted].sum())
+    capacity = float(columns["num_total_gpu_tokens"][rows].mean()) if len(rows) else 0.0
+    needs: list[tuple[float, float, str]] = [(0.0, 0.0, "idle")]
+    if capacity > 0 and requests > 0:
+        low, high = (
+            (claimed + freeness * requests) / capacity for freeness in (config.low_freeness, config.high_freeness)
+        )
+        needs.append((low, high, "KV cache"))
+    needs += _latencies(columns, rows, config)
+    needed, _, reason = max(needs)
+    starting = int((columns["reported"][members] == 0).sum())
+    leaving = len(counted) - len(rows)
+    return Load(rows, starting, leaving, requests, needed, reason, max(high for _, high, _ in needs))
+
+
+def _latencies(columns: Candidates, rows: Rows, config: Config) -> Sequence[tuple[float, float, str]]:
+    """Instances needed and comfortable, by latencies that have a limit."""
+    found = []
+    for name, limit_s, reason in (
+        ("predicted_ttft", config.ttft_s, "time to first token"),
+        ("predicted_tpot", config.tpot_s, "time per token"),
+    ):
+        if limit_s > 0 and len(rows):
+            share = float(columns.values(METRICS[name])[rows].mean()) / 1e3 / limit_s
+            needed, comfortable = (len(rows) * min(each, _MOST_AT_ONCE) for each in (share, share / _COMFORT))
+            found.append((needed, comfortable, reason))
+    return found

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the loads of groups to the number of instances that each should have.
+
+Up: at once, for what is needed now, or for what will be when an instance that is started now can serve, if the requests
+of the last half minute grow in number: by as much as they surely do (two standard errors of the slope less), since every
+wave of arrivals grows for a while. Their number, as tokens grow by themselves until a request ends. Down: to what was comfortable all the time for `settle_s`. Between needed and comfortable
+nothing changes. Who says nothing keeps the number that it had.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from llumsched.cluster.columns import Cluster
+from llumsched.scaling.config import Bounds, Config
+from llumsched.scaling.leaving import cheapest_first
+from llumsched.scaling.load import Group, Load, measure
+
+TREND_S: Final = 30.0
+FORGET_S: Final = 600.0
+"""Time after which a group without an instance is forgotten."""
+_FEWEST_SAMPLES: Final = 5
+_CERTAIN: Final = 2.0
+"""Standard errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What a group should have."""
+
+    group: Group
+    wanted: int
+    num_serving: int
+    num_starting: int
+    num_leaving: int
+    saturation: float
+    """Instances needed for each one that serves: above 1 there are too few. 0 if none serves: nothing is known."""
+    reason: str
+    """Why so many are wanted."""
+    cheapest_first: list[str]
+    """Ids of those that serve and go first: as many as serve above `wanted`, and one if none does."""
+
+    @property
+    def leave(self) -> list[str]:
+        """Ids of those that should go now."""
+        return self.cheapest_first[: max(self.num_serving - self.wanted, 0)]
+
+
+@dataclass(slots=True)
+class _Record:
+    """What is remembered of a group."""
+
+    wanted: int
+    begun_s: float
+    seen_s: float
+    reason: str = "first seen"
+    requests: deque[tuple[float, float]] = field(default_factory=deque)
+    comfortable: deque[tuple[float, float]] = field(default_factory=deque)
+
+
+class Scaler:
+    """One cluster's. Times that it is given never go back."""
+
+    def __init__(self, config: Config, bounds: Bounds) -> None:
+        self._config, self._bounds = config, bounds
+        self._records: dict[Group, _Record] = {}
+
+    def advise(self, cluster: Cluster, now_s: float) -> list[Advice]:
+        """What each group should have, by its model's name."""
+        loads = measure(cluster, self._config, now_s)
+        for group, load in loads.items():
+            self._look(group, load, now_s)
+        for group, record in list(self._records.items()):
+            if now_s - record.seen_s > FORGET_S:
+                del self._records[group]
+        return [
+            self._advice(group, record, loads.get(group), cluster) for group, record in sorted(self._records.items())
+        ]
+
+    def _look(self, group: Group, load: Load, now_s: float) -> None:
+        num_serving = len(load.rows)
+        record = self._records.get(group)
+        if record is None:
+            record = self._records[group] = _Record(self._bounds.clamp(num_serving), now_s, now_s)
+        record.seen_s = now_s
+        if not num_serving:  # nothing is known of the load
+            record.requests.clear()
+            record.comfortable.clear()
+            record.begun_s = now_s
+            return
+        _remember(record.requests, now_s, load.num_requests, TREND_S)
+        _remember(record.comfortable, now_s, load.comfortable, self._config.settle_s)
+        more = max(certain_growth(record.requests), 0.0) * self._config.cold_start_s
+        up = self._bounds.clamp(load.needed * (1 + more / max(load.num_requests, 1.0)))
+        is_settled = now_s - record.begun_s >= self._config.settle_s
+        down = self._bounds.clamp(max(value for _, value in record.comfortable))
+        if up > record.wanted:
+            record.wanted = up
+            grows = "" if self._bounds.clamp(load.needed) >= up else ", growing"
+            record.reason = f"{load.reason}{grows}"
+        elif not is_settled:
+            # Of instances that come one by one after a start of the scheduler, none is too many yet.
+            record.wanted = max(record.wanted, self._bounds.clamp(num_serving))
+        elif down < record.wanted and up <= down:
+            record.wanted, record.reason = down, f"enough for {self._config.settle_s:g} s"
+
+    def _advice(self, group: Group, record: _Record, load: Load | None, cluster: Cluster) -> Advice:
+        if load is None:
+            return Advice(group, record.wanted, 0, 0, 0, 0.0, "no instance is known", [])
+        num_serving = len(load.rows)
+        too_many = max(num_serving - record.wanted, 1)
+        return Advice(
+            group, record.wanted, num_serving, load.num_starting, load.num_leaving,
+            saturation=load.needed / num_serving if num_serving else 0.0,
+            reason=record.reason if num_serving else "no instance serves",
+            cheapest_first=cheapest_first(cluster, load.rows, too_many),
+        )  # fmt: skip
+
+
+def _remember(values: deque[tuple[float, float]], now_s: float, value: float, seconds: float) -> None:
+    values.append((now_s, value))
+    while values[0][0] < now_s - seconds:
+        values.popleft()
+
+
+def certain_growth(values: deque[tuple[float, float]]) -> float:
+    """Growth a second, less two standard errors of it; 0 if there are too few values to tell. Least squares."""
+    if len(values) < _FEWEST_SAMPLES:
+        return 0.0
+    times, numbers = np.array(values).T
+    times = times - times.mean()
+    spread = float((times**2).sum())
+    if spread == 0:
+        return 0.0
+    slope = float((times * numbers).sum()) / spread
+    residuals = numbers - numbers.mean() - slope * times
+    error = math.sqrt(float((residuals**2).sum()) / (len(times) - 2) / spread)
+    return slope - _CERTAIN * error

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`llumnix up --autoscale` with real engines: load brings a second engine, and one that holds a long answer leaves
+within seconds, its stream uncut."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from llumsched.up import reaper
+from llumsched.up.ports import free_ports
+from tests.integration.test_up import asked
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(600)]
+
+READY_S = 300.0
+LEFT_S = 15.0
+"""Seconds within which an engine that holds a long answer is gone; on a busy machine, and with vLLM's own end."""
+BLOCKS = 128
+ENGINE = ("--served-model-name", "model", "--enforce-eager", "--max-model-len", "3200", "--max-num-seqs", "8",
+          "--block-size", "32", "--num-gpu-blocks-override", str(BLOCKS))  # fmt: skip
+LONG, SHORT = 1800, 400
+
+
+class Up:
+    def __init__(self, model: Path, out: Path) -> None:
+        self.gateway, self.scheduler, cms = free_ports(3)
+        ports = ["--port", str(self.gateway), "--scheduler-port", str(self.scheduler), "--cms-port", str(cms)]
+        command = [sys.executable, "-m", "llumsched.cli", "up", str(model), "--autoscale", "1:2"]
+        command += ["--autoscale-settle-seconds", "5", *ports, "--", *ENGINE]
+        environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+        self._out = out
+        with out.open("wb") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment, preexec_fn=reaper.die_with_parent
+            )
+
+    @property
+    def said(self) -> str:
+        return self._out.read_text()
+
+    def scale(self) -> dict[str, object]:
+        answer: dict[str, object] = asked(f"http://127.0.0.1:{self.scheduler}/scale?model=model")
+        return answer
+
+    async def until(self, words: str, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while words not in self.said:
+            assert self.process.poll() is None, self.said[-8000:]
+            assert time.monotonic() < deadline, f"not said: {words}\n{self.said[-8000:]}"
+            await asyncio.sleep(0.1)
+
+    def engines(self) -> int:
+        """Processes in which an engine is."""
+        found = 0
+        for pid in reaper.descendants(self.process.pid):
+            with contextlib.suppress(OSError):
+                found += "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+        return found
+
+
+@pytest.fixture
+def up(model_dir: Path, tmp_path: Path) -> Iterator[Up]:
+    made = Up(model_dir, tmp_path / "up.log")
+    yield made
+    made.process.kill()
+    made.process.wait()
+
+
+async def tokens(session: aiohttp.ClientSession, up: Up, length: int) -> AsyncIterator[str]:
+    """The texts of a stream's tokens. Raises if it ends before its length."""
+    document = {"model": "model", "prompt": "Hello", "max_tokens": length, "ignore_eos": True, "temperature": 0,
+                "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
+    usage, finished = 0, False
+    async with session.post(f"http://127.0.0.1:{up.gateway}/v1/completions", json=document) as answer:
+        assert answer.status == 200, await answer.text()
+        async for line in answer.content:
+            if line.startswith(b"data: [DONE]"):
+                finished = True
+            elif line.startswith(b"data: "):
+                event = json.loads(line[6:])
+                assert "error" not in event, event
+                usage = (event.get("usage") or {}).get("completion_tokens", usage)
+                for choice in event["choices"]:
+                    yield choice["text"]
+    assert finished
+    assert usage == length
+
+
+async def test_load_brings_an_engine_and_its_end_takes_one_with_a_long_answer_in_it(up: Up) -> None:
+    await up.until("1 of up to 2 engines are ready", READY_S)
+    assert (up.scale()["wanted"], up.scale()["replicas"]) == (1, 1)
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
+
+        async def whole(length: int) -> int:
+            return len([text async for text in tokens(session, up, length)])
+
+        load = True
+
+        async def keep_busy() -> int:
+            number = 0
+            while load:
+                await whole(SHORT)
+                number += 1
+            return number
+
+        busy = [asyncio.create_task(keep_busy()) for _ in range(12)]
+        await up.until("llumnix up: engine-1 is ready", READY_S)
+        # Two long ones: by load each engine has one of them.
+        long = [asyncio.create_task(whole(LONG)) for _ in range(2)]
+        await asyncio.sleep(2.0)
+        load = False
+        assert sum(await asyncio.gather(*busy)) >= 12
+        assert not any(one.done() for one in long), "the answers are too short for this"
+
+        await up.until(" leaves, its requests move to the others", 60.0)
+        began = time.monotonic()
+        assert up.engines() == 2
+        while up.engines() > 1:
+            assert time.monotonic() - began < LEFT_S, up.said[-8000:]
+            await asyncio.sleep(0.1)
+        assert not any(one.done() for one in long), "nothing was left to move"
+        assert len(await asyncio.gather(*long)) == 2
+    [leaver] = re.findall(r"^llumnix up: (\S+) leaves", up.said, re.MULTILINE)
+    await up.until(f"llumnix up: {leaver} has left", 60.0)
+    assert up.scale()["replicas"] == 1
+    up.process.send_signal(signal.SIGINT)
+    assert up.process.wait(60.0) == 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from contextlib import aclosing
 from typing import Any, NoReturn, TypeVar
 
 from google.protobuf.message import Message
@@ -137,8 +138,9 @@ class LlumletServicer(_Calls, llumlet_pb2_grpc.LlumletServicer):
         if faults := validation.watch_cache_faults(request):
             await refuse(context, _invalid(faults))
         try:
-            async for changes in self._agent.watch_cache(request):
-                await context.write(changes)
+            async with aclosing(self._agent.watch_cache(request)) as stream:
+                async for changes in stream:
+                    await context.write(changes)
         except LlumletError as refusal:
             await refuse(context, refusal)
 

@@ -14,7 +14,7 @@ Contract, the same for all methods:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
 from llumlet import types
@@ -53,7 +53,7 @@ class Operator(Protocol):
 
     async def list_requests(self) -> types.ListRequestsResponse: ...
 
-    def watch_cache(self, request: types.WatchCacheRequest) -> AsyncIterator[types.CacheChanges]:
+    def watch_cache(self, request: types.WatchCacheRequest) -> AsyncGenerator[types.CacheChanges, None]:
         """What the prefix cache holds, and what changes. The one call that is cancelled when its caller leaves."""
         ...
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Final, Protocol
 
 from llumlet.block_hashes import HASH_BYTES
@@ -51,7 +51,7 @@ class CacheFeed:
         self._clock = clock
         self._watchers: set[_Watcher] = set()
 
-    async def watch(self, interval_s: float) -> AsyncIterator[CacheChanges]:
+    async def watch(self, interval_s: float) -> AsyncGenerator[CacheChanges, None]:
         """Messages for one watcher, for ever."""
         watcher = _Watcher()
         self._watchers.add(watcher)

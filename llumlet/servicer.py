@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from contextlib import aclosing
 from typing import Any, NoReturn, TypeVar
 
 from google.protobuf.message import Message
@@ -150,8 +151,9 @@ class LlumletServicer(_Calls, llumlet_pb2_grpc.LlumletServicer):
     async def WatchCache(self, request: types.WatchCacheRequest, context: Context) -> None:
         await _require_legal(context, validation.watch_cache_faults(request))
         try:
-            async for changes in self._agent.watch_cache(request):
-                await context.write(changes)
+            async with aclosing(self._agent.watch_cache(request)) as stream:
+                async for changes in stream:
+                    await context.write(changes)
         except LlumletError as refusal:
             await refuse(context, refusal)
 

@@ -99,9 +99,14 @@ class PrefixIndex:
 
     def store(self, number: int, names: Names) -> int:
         """An instance holds these blocks now. Returns how many of them it did not hold before."""
-        names = np.unique(names)
+        names, left_out = np.unique(names), self.num_left_out
         buckets, ways, found = self._find(names)
-        return self._add_holder(number, buckets[found], ways[found]) + self._put(number, names[~found])
+        num_new = self._add_holder(number, buckets[found], ways[found]) + self._put(number, names[~found])
+        if self.num_left_out > left_out and self._dead:
+            self._sweep()
+            self.num_left_out = left_out
+            num_new += self.store(number, names)
+        return num_new
 
     def remove(self, number: int, names: Names) -> None:
         """An instance does not hold these blocks any more, if it did."""

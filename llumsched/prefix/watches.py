@@ -27,6 +27,8 @@ from llumsched.prefix.hits import PrefixHits, names_in
 logger = logging.getLogger(__name__)
 SILENCE_S: Final = 3 * KEEPALIVE_S
 """Time after which a stream that says nothing is held to be broken."""
+LONGEST_STREAM_S: Final = 3600.0
+"""A stream is begun anew after that, at the latest."""
 MOST_MESSAGES_PER_S: Final = 1000
 _MOST_INTERVAL_S: Final = 5.0
 _FIRST_RETRY_S: Final = 0.25
@@ -40,7 +42,9 @@ class Broken(Exception):
 class Watchable(Protocol):
     """What is needed of `llumlet.client.LlumletClient`."""
 
-    def watch_cache(self, request: WatchCacheRequest) -> AsyncGenerator[CacheChanges, None]: ...
+    def watch_cache(
+        self, request: WatchCacheRequest, *, deadline_s: float | None = None
+    ) -> AsyncGenerator[CacheChanges, None]: ...
 
     async def close(self) -> None: ...
 
@@ -116,7 +120,8 @@ class CacheWatches:
             engine_id=metadata.instance_id, incarnation=metadata.incarnation, interval_s=interval_s
         )
         number = 0
-        async with aclosing(client.watch_cache(request)) as stream:
+        limit_s = random.uniform(0.5, 1.0) * LONGEST_STREAM_S  # not all at the same time
+        async with aclosing(client.watch_cache(request, deadline_s=limit_s)) as stream:
             while True:
                 async with asyncio.timeout(SILENCE_S):
                     changes = await anext(stream, None)

@@ -196,7 +196,7 @@ class _Run:
             start=lambda number: self._happen(Happening(0.0, What.START, number), self._loop.now_ps),
             stop=lambda number: self._happen(Happening(0.0, What.STOP, number), self._loop.now_ps),
         )
-        ScalingActor(self._loop, scaling, scaling.bounds, self._control.dispatcher.table, fleet)
+        ScalingActor(self._loop, scaling, scaling.bounds, self._control.first.dispatcher.table, fleet)
 
     # Clients
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Final, NoReturn
 
 from llumlet import types
@@ -165,7 +165,7 @@ class SimulatedAgent:
     abort_migrate_in = reserve = copy_round = commit = withdraw = cancel = _peer
     abort_handover = close_handover = query = adopt = claim = end_claim = _peer
 
-    def watch_cache(self, request: types.WatchCacheRequest) -> AsyncIterator[types.CacheChanges]:
+    def watch_cache(self, request: types.WatchCacheRequest) -> AsyncGenerator[types.CacheChanges, None]:
         raise LlumletError(types.Reason.NOT_PORTABLE, "simulated instances have no prefix cache")
 
     async def _enter(self, method: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from llumlet.agent import DrainReport, Report
@@ -211,7 +211,7 @@ class FakeAgent:
         await self._enter("list_requests", None)
         return ListRequestsResponse(instance_id=self.instance_id, incarnation=self.incarnation, requests=self.requests)
 
-    async def watch_cache(self, request: WatchCacheRequest) -> AsyncIterator[CacheChanges]:
+    async def watch_cache(self, request: WatchCacheRequest) -> AsyncGenerator[CacheChanges, None]:
         await self._enter("watch_cache", request)
         try:
             for changes in self.cache:

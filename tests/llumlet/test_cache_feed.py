@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 import pytest
 
@@ -48,7 +48,7 @@ class Watcher:
     def __init__(self, feed: CacheFeed, interval_s: float = 0.0) -> None:
         self.names: set[int] = set()
         self.messages: list[CacheChanges] = []
-        self._stream: AsyncIterator[CacheChanges] = feed.watch(interval_s)
+        self._stream: AsyncGenerator[CacheChanges, None] = feed.watch(interval_s)
 
     async def hear(self) -> CacheChanges:
         async with asyncio.timeout(5):
@@ -62,7 +62,7 @@ class Watcher:
         return changes
 
     async def leave(self) -> None:
-        await self._stream.aclose()  # type: ignore[attr-defined]
+        await self._stream.aclose()
 
 
 def names_in(content: bytes) -> set[int]:

@@ -8,7 +8,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from vllm.lora.request import LoRARequest
@@ -195,7 +195,7 @@ class LlumletAgent:
             return self.listing.requests(arriving)
         return await loop.call(self.listing.requests, arriving)
 
-    def watch_cache(self, request: types.WatchCacheRequest) -> AsyncIterator[types.CacheChanges]:
+    def watch_cache(self, request: types.WatchCacheRequest) -> AsyncGenerator[types.CacheChanges, None]:
         identity = self.context.identity
         if (request.engine_id, request.incarnation) != (identity.instance, identity.incarnation):
             raise LlumletError(types.Reason.WRONG_INSTANCE, f"this is {identity.instance}, in another life perhaps")

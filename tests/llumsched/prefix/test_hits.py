@@ -102,7 +102,10 @@ class Streams:
         self.told: asyncio.Queue[CacheChanges | Exception | None] = asyncio.Queue()
         self.closed = False
 
-    async def watch_cache(self, request: WatchCacheRequest) -> AsyncGenerator[CacheChanges, None]:
+    async def watch_cache(
+        self, request: WatchCacheRequest, *, deadline_s: float | None = None
+    ) -> AsyncGenerator[CacheChanges, None]:
+        assert deadline_s is not None
         self.requests.append(request)
         while (changes := await self.told.get()) is not None:
             if isinstance(changes, Exception):

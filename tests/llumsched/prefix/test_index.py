@@ -101,6 +101,17 @@ def test_a_full_index_leaves_out_and_says_so_and_makes_nothing_up() -> None:
     assert index.depths(names[:10])[number] == 10
 
 
+def test_what_is_left_of_the_dead_makes_room_when_it_is_needed() -> None:
+    index = PrefixIndex(1000)
+    draw = np.random.default_rng(4)
+    for _ in range(20):
+        number, names = index.join(), draw.integers(1, 1 << 64, 700, np.uint64)
+        assert index.store(number, names) == 700
+        assert index.depths(names)[number] == 700
+        index.forget(number)
+    assert not index.num_left_out
+
+
 def test_rows_of_bits_are_bounded_too() -> None:
     index = PrefixIndex(1000)
     one, other, third = index.join(), index.join(), index.join()

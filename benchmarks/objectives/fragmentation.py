@@ -25,7 +25,7 @@ _LEFT: Final = 1 - 0.704
 def measure(lab: Lab) -> list[Outcome]:
     names = (INFAAS, "load-balance+moves", VIRTUAL)
     loads = lab.cells(*_RATES)
-    played = lab.play(
+    runs = [
         Run(
             labels={"lengths": lengths, "setting": setting.name},
             load=Load(lengths=lengths, rate=_RATES[lengths], num_requests=lab.requests(6_000)),
@@ -33,7 +33,8 @@ def measure(lab: Lab) -> list[Outcome]:
         )
         for lengths in loads
         for setting in map(read_setting, names)
-    )
+    ]
+    played = lab.play(runs, is_told=False)
     found = []
     for name, figure, times, most in (
         ("fragmentation", "fragmented, share", 0.0, _MOST_FRAGMENTED),

@@ -42,7 +42,7 @@ _FIGURES: Final = (
 def measure(lab: Lab) -> list[Outcome]:
     hardware = load_hardware("a10-llama-7b")
     settings = [(read_setting("load-balance+moves"), False), (read_setting(VIRTUAL), True)]
-    played = lab.play(
+    runs = [
         Run(
             labels={"lengths": lengths, "rate": rate, "cv": cv, "priorities": by_priority},
             load=Load(lengths=lengths, rate=rate, num_requests=lab.requests(6_000), cv=cv, urgent=_URGENT),
@@ -52,8 +52,8 @@ def measure(lab: Lab) -> list[Outcome]:
         )
         for lengths, rate, cv in lab.cells(*_LOADS)
         for setting, by_priority in settings
-    )
-    return list(_outcomes(played))
+    ]
+    return list(_outcomes(lab.play(runs, is_told=False)))
 
 
 def _outcomes(played: Sequence[Played]) -> Iterator[Outcome]:

@@ -39,6 +39,7 @@ _OF_STATUS: Final = {
     "hybrid_scheduler_waiting_to_decode_requests": "hybrid_scheduler_waiting_to_decode_requests_num",
     "uncomputed_tokens_all_waiting_prefills": "num_uncomputed_tokens_all_waiting_prefills",
     "unallocated_tokens_all_waiting_requests": "num_unallocated_tokens_all_waiting_requests",
+    "urgent_requests": "num_urgent_requests",
     "uncomputed_tokens_scheduler_running_prefills": "num_uncomputed_tokens_scheduler_running_prefills",
     "unallocated_tokens_scheduler_running_prefills": "num_unallocated_tokens_scheduler_running_prefills",
     "unallocated_tokens_hybrid_scheduler_waiting_decodes": "num_unallocated_tokens_hybrid_scheduler_waiting_decodes",

@@ -395,16 +395,13 @@ class Engine:
 
     def reserve(self, num_blocks: int, *, slot: bool) -> bool:
         """Hold blocks and a batch slot for a request that may come, if that keeps nobody waiting."""
-        needed = 0
-        if self.waiting:
-            head = self.waiting.head
-            needed = self.blocks_needed(head, *self.blocks.hit(head, head.num_tokens - 1))
+        head = self.waiting.head if self.waiting else None
+        needed = 0 if head is None else self.blocks_needed(head, *self.blocks.hit(head, head.num_tokens - 1))
         if num_blocks + needed > self.blocks.num_free:
             return False
-        if slot:
-            if len(self.running) + self.num_reserved_slots >= self.config.max_num_seqs:
-                return False
-            self.num_reserved_slots += 1
+        if slot and len(self.running) + self.num_reserved_slots >= self.config.max_num_seqs:
+            return False
+        self.num_reserved_slots += slot
         self.blocks.take(num_blocks)
         return True
 

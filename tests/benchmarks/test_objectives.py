@@ -83,6 +83,27 @@ def test_a_case_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"latencies: no such case; there are {', '.join(CASES)}" in capsys.readouterr().err
 
 
+def test_priorities_are_judged_by_what_urgent_requests_get_and_the_others_pay(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(["priorities", "--quick", "--requests", "30"])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len({row["case"] for row in rows}) == 2
+    judged = {row["figure"]: row["target"] / row["baseline"] for row in rows if row["held"] is not None}
+    assert judged == pytest.approx(
+        {"urgent: request, mean s": 1 / 1.5, "urgent: TTFT p99 s": 1 / 10, "others: request, mean s": 1.13}, rel=0.01
+    )
+
+
+def test_fragmentation_is_judged_over_all_lengths(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["fragmentation", "--quick", "--requests", "30"])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    judged = {row["figure"]: row for row in rows if row["held"] is not None}
+    assert judged.keys() == {"fragmented, share", "lost to preemption, mean s"}
+    assert {row["case"] for row in judged.values()} == {"fragmentation: mean of all"}
+    assert judged["fragmented, share"]["target"] == 0.007
+
+
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_predictions_come_near() -> None:

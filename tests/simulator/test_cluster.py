@@ -19,6 +19,7 @@ import pytest
 from llumlet.protocol.limits import Limits
 from llumlet.types import MigrateEvent, MigrateRequest, MovePhase, Reason
 from llumsched.rescheduling.config import Config as ReschedulingConfig
+from llumsched.rescheduling.config import LoadTarget
 from llumsched.simulator.clock import VirtualLoop
 from llumsched.simulator.cluster import ClusterConfig, Happening, What, _Run, run
 from llumsched.simulator.control import ControlConfig
@@ -296,6 +297,20 @@ def test_who_goes_first_waits_less() -> None:
         waits = [one["ttft_s"] for one in records if one["priority"] == priority]
         means[priority] = sum(waits) / len(waits)
     assert means[-1] < means[0] / 2
+
+
+def test_others_make_room_for_an_urgent_request() -> None:
+    """By dispatch and by moves, where it has come to them. It stays."""
+    arrivals = [Arrival(number / 2, 200, 2000) for number in range(60)]
+    arrivals.insert(41, Arrival(20.1, 200, 600, priority=-1))
+    tpot_s, num_moves = {}, {}
+    for policy, metric in (("load-balance", "kv_cache_usage_ratio_projected"), ("virtual-usage", "virtual_usage")):
+        control = ControlConfig(policy=policy, rescheduling=ReschedulingConfig(neutral=LoadTarget(metric)))
+        _, _, records = played(ClusterConfig(groups=[("", A10, 4)], control=control), arrivals)
+        [urgent] = [one for one in records if one["priority"] < 0]
+        tpot_s[policy], num_moves[policy] = urgent["tpot_s"], urgent["num_moves"]
+    assert tpot_s["virtual-usage"] < 0.95 * tpot_s["load-balance"]
+    assert num_moves["virtual-usage"] == 0
 
 
 @pytest.mark.parametrize(("ageing_s", "least_s", "most_s"), [(20.0, 20.0, 60.0), (0.0, 200.0, math.inf)])

@@ -21,6 +21,7 @@ from llumlet.coming_steps import NUM_STEPS, coming_steps
 from llumlet.protocol.infer_type import InferType
 from llumlet.types import InstanceStatus
 from llumsched.cluster.forward import MOVED, Forward, move_on, moved_on
+from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.providers.in_flight import Counters, InFlight
 from llumsched.cluster.providers.outlook import Outlook
@@ -190,6 +191,27 @@ def test_who_waits_in_vain_goes_on_waiting() -> None:
         assert here.moved(DECODES) == true.scheduler_running_to_decode_requests_num
 
 
+def test_who_waits_in_vain_follows_who_ends() -> None:
+    config = replace(CONFIG, num_blocks=200)
+    with world(config) as here:
+        here.add("short", 1500, 12)
+        here.add("long", 1400, 400)
+        here.wait(0.8)
+        here.add("late", 1200, 400)
+        for _ in range(2):
+            here.tell()
+            here.wait(0.08)
+        assert here.table["queue_is_stuck"][0] == 1
+        while here.status().num_gone == 0:
+            here.wait(0.03)
+        here.wait(0.1)
+        true = here.status()
+        assert true.num_waiting_requests == here.moved("num_waiting_requests") == 0
+        assert here.moved(DECODES) == true.scheduler_running_to_decode_requests_num == 2
+        assert here.moved(USED) < here.table[USED][0]
+        assert here.table["num_waiting_requests"][0] == 1
+
+
 def test_a_place_in_the_batch_is_waited_for_as_room_is() -> None:
     config = replace(CONFIG, max_num_seqs=2)
     with world(config) as here:
@@ -268,7 +290,9 @@ ages = st.one_of(st.floats(0, 2), st.floats(-1e3, 1e9))
 def told(fields: dict[str, object], on_its_way: Counters, known: Coefficients, ends_per_token: float = 0.0) -> Table:
     in_flight, outlook = InFlight(), Outlook(lambda: 0.0)
     in_flight.add("a", on_its_way)
-    instance = cases.instance("a", **fields)
+    batch = fields.get("max_num_batched_tokens", 0)
+    of_status = {name: value for name, value in fields.items() if name != "max_num_batched_tokens"}
+    instance = Instance(cases.metadata("a", max_num_batched_tokens=batch), cases.status("a", **of_status), 0.0)
     outlook.appeared(instance)
     if ends_per_token:
         outlook._told["a"].ends.note(ends_per_token, 1.0, ends_per_token, 1000.0 * ends_per_token, 0.0)
@@ -288,10 +312,21 @@ def test_whatever_is_told_nothing_is_beyond_its_bounds(
     assert all(math.isfinite(value) and value >= 0 for value in moved.values()), moved
     total, used = float(table["num_total_gpu_tokens"][0]), float(table[USED][0])
     assert moved[USED] <= max(total, used)
+    block = max(total / max(table["num_total_blocks"][0], 1), 1)
+    assert moved["num_free_blocks"] <= table["num_free_blocks"][0] + used / block + 1e-9
     for of in ("num_waiting_requests", "num_uncomputed_tokens_all_waiting_prefills", "sent_requests", "sent_tokens"):
         assert moved[of] <= table[of][0], f"{of}: nothing comes that nobody knows of"
     whole = ("num_running_requests", "num_waiting_requests", "sent_requests")
     assert sum(moved[name] for name in whole) <= sum(float(table[name][0]) for name in whole) + 1e-9
+
+
+def test_no_more_is_given_back_than_is_in_use() -> None:
+    fields: dict[str, object] = {
+        "num_total_gpu_tokens": 1600, "num_total_blocks": 100, USED: 160, "num_free_blocks": 90,
+        "num_running_requests": 1, DECODES: 1, "coming_blocks": [-50] * 64,
+    }  # fmt: skip
+    moved = moved_on(told(fields, Counters(), TRUE), 1.0)
+    assert (moved[USED][0], moved["num_free_blocks"][0]) == (0, 100)
 
 
 @settings(max_examples=100, deadline=None)

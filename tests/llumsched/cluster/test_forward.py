@@ -25,6 +25,7 @@ from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.providers.in_flight import Counters, InFlight
 from llumsched.cluster.providers.outlook import Outlook
+from llumsched.cluster.snapshot import Snapshot
 from llumsched.cluster.table import Table, standard_table
 from llumsched.cluster.view import View
 from llumsched.dispatch.explain import explain
@@ -35,6 +36,9 @@ from llumsched.policy.document import Mode, load_policy
 from llumsched.policy.metrics import METRICS
 from llumsched.policy.selectors import Draw
 from llumsched.request import Request
+from llumsched.rescheduling.config import Config
+from llumsched.rescheduling.planner import Plan
+from llumsched.rescheduling.rescheduler import Rescheduler
 from llumsched.simulator import PS
 from llumsched.simulator.clock import VirtualLoop
 from llumsched.simulator.member import Cadence, Member
@@ -421,6 +425,25 @@ def test_a_snapshot_is_moved_on_as_the_table_is() -> None:
         for name in here.table.columns:
             np.testing.assert_equal(snapshot[name], forward[name], name)
         assert snapshot[USED][0] != here.table[USED][0]
+
+
+@pytest.mark.parametrize("is_forward", [False, True])
+def test_a_rescheduling_pass_plans_with_it_if_it_is_told_to(is_forward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Snapshot] = []
+
+    def planned(snapshot: Snapshot, *_: object, **__: object) -> Plan:
+        seen.append(snapshot)
+        return Plan((), ())
+
+    monkeypatch.setattr("llumsched.rescheduling.rescheduler.plan", planned)
+    with world() as here:
+        busy(here, random.Random(3))
+        here.tell()
+        here.wait(0.2)
+        config = Config(forward_status=is_forward)
+        Rescheduler(here.view, config, table=here.table, clock=lambda: here.now_s).run_pass()
+        assert seen[0][USED][0] == (here.moved(USED) if is_forward else here.table[USED][0])
+        assert here.moved(USED) != here.table[USED][0]
 
 
 def test_a_thousand_instances_take_a_fifth_of_a_millisecond() -> None:

@@ -14,22 +14,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from llumlet.coming_steps import NUM_STEPS, coming_steps
 from llumlet.protocol.infer_type import InferType
 from llumlet.types import InstanceStatus
 from llumsched.cluster.forward import MOVED, Forward, move_on, moved_on
-from llumsched.cluster.instance import Instance
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.providers.in_flight import Counters, InFlight
 from llumsched.cluster.providers.outlook import Outlook
 from llumsched.cluster.snapshot import Snapshot
-from llumsched.cluster.table import Table, standard_table
+from llumsched.cluster.table import standard_table
 from llumsched.cluster.view import View
 from llumsched.dispatch.explain import explain
-from llumsched.latency.fitting import Coefficients
 from llumsched.policy import pipeline
 from llumsched.policy.candidates import Candidates, Context
 from llumsched.policy.document import Mode, load_policy
@@ -49,7 +44,6 @@ from tests.llumsched.latency.test_fitting import TRUE
 from tests.llumsched.policy.test_predictions import Known
 
 CONFIG = EngineConfig(num_blocks=2000, max_num_batched_tokens=512, max_num_seqs=128, prefix_caching=False)
-UNKNOWN = Coefficients(*[math.nan] * 5)
 USED = "num_used_gpu_tokens"
 DECODES = "scheduler_running_to_decode_requests_num"
 
@@ -260,91 +254,6 @@ def test_foretold_ends_are_not_expected_twice() -> None:
         assert here.table["ends_per_token"][0] == 0
 
 
-# Bounds
-
-numbers = st.integers(0, 300)
-tokens = st.integers(0, 20_000)
-statuses = st.fixed_dictionaries(
-    {
-        "num_total_gpu_tokens": st.integers(0, 30_000),
-        "num_total_blocks": st.integers(0, 3000),
-        "num_used_gpu_tokens": tokens,
-        "num_running_requests": numbers,
-        "scheduler_running_to_decode_requests_num": numbers,
-        "scheduler_running_to_decode_tokens_num": tokens,
-        "num_waiting_requests": numbers,
-        "scheduler_waiting_to_decode_requests_num": numbers,
-        "scheduler_waiting_to_decode_tokens_num": tokens,
-        "num_uncomputed_tokens_all_waiting_prefills": tokens,
-        "num_unallocated_tokens_all_waiting_requests": tokens,
-        "num_uncomputed_tokens_scheduler_running_prefills": tokens,
-        "num_unallocated_tokens_scheduler_running_prefills": tokens,
-        "num_uncomputed_pairs": st.integers(0, 10**9),
-        "loop_age_ms": st.floats(0, 1e6),
-        "max_num_batched_tokens": st.integers(0, 4096),
-        "coming_blocks": st.lists(st.integers(-500, 500), max_size=80),
-        "coming_ends": st.lists(st.integers(-500, 500), max_size=80),
-    }
-)
-sent = st.builds(Counters, *[st.integers(0, 20) for _ in range(3)], *[tokens for _ in range(4)], st.integers(0, 10**7))
-coefficients = st.builds(Coefficients, *[st.one_of(st.floats(0, 1), st.just(math.nan)) for _ in range(5)])
-ages = st.one_of(st.floats(0, 2), st.floats(-1e3, 1e9))
-
-
-def told(fields: dict[str, object], on_its_way: Counters, known: Coefficients, ends_per_token: float = 0.0) -> Table:
-    in_flight, outlook = InFlight(), Outlook(lambda: 0.0)
-    in_flight.add("a", on_its_way)
-    batch = fields.get("max_num_batched_tokens", 0)
-    of_status = {name: value for name, value in fields.items() if name != "max_num_batched_tokens"}
-    instance = Instance(cases.metadata("a", max_num_batched_tokens=batch), cases.status("a", **of_status), 0.0)
-    outlook.appeared(instance)
-    if ends_per_token:
-        outlook._told["a"].ends.note(ends_per_token, 1.0, ends_per_token, 1000.0 * ends_per_token, 0.0)
-    table = standard_table(in_flight, Known(known), outlook)
-    table.appeared(instance)
-    return table
-
-
-@settings(max_examples=400, deadline=None)
-@given(statuses, sent, coefficients, ages, st.floats(0, 1))
-def test_whatever_is_told_nothing_is_beyond_its_bounds(
-    fields: dict[str, object], on_its_way: Counters, known: Coefficients, now_s: float, ends_per_token: float
-) -> None:
-    table = told(fields, on_its_way, known, ends_per_token)
-    moved = {name: float(values[0]) for name, values in moved_on(table, now_s).items()}
-    assert set(moved) == set(MOVED)
-    assert all(math.isfinite(value) and value >= 0 for value in moved.values()), moved
-    total, used = float(table["num_total_gpu_tokens"][0]), float(table[USED][0])
-    assert moved[USED] <= max(total, used)
-    block = max(total / max(table["num_total_blocks"][0], 1), 1)
-    assert moved["num_free_blocks"] <= table["num_free_blocks"][0] + used / block + 1e-9
-    for of in ("num_waiting_requests", "num_uncomputed_tokens_all_waiting_prefills", "sent_requests", "sent_tokens"):
-        assert moved[of] <= table[of][0], f"{of}: nothing comes that nobody knows of"
-    whole = ("num_running_requests", "num_waiting_requests", "sent_requests")
-    assert sum(moved[name] for name in whole) <= sum(float(table[name][0]) for name in whole) + 1e-9
-
-
-def test_no_more_is_given_back_than_is_in_use() -> None:
-    fields: dict[str, object] = {
-        "num_total_gpu_tokens": 1600, "num_total_blocks": 100, USED: 160, "num_free_blocks": 90,
-        "num_running_requests": 1, DECODES: 1, "coming_blocks": [-50] * 64,
-    }  # fmt: skip
-    moved = moved_on(told(fields, Counters(), TRUE), 1.0)
-    assert (moved[USED][0], moved["num_free_blocks"][0]) == (0, 100)
-
-
-@settings(max_examples=100, deadline=None)
-@given(statuses, sent, st.sampled_from(["unknown", "now", "earlier"]), st.floats(0, 1e3))
-def test_without_knowledge_and_without_age_a_status_is_what_it_says(
-    fields: dict[str, object], on_its_way: Counters, why: str, age_s: float
-) -> None:
-    table = told(fields, on_its_way, UNKNOWN if why == "unknown" else TRUE, 5.0)
-    now_s = {"unknown": age_s, "now": 0.0, "earlier": -age_s}[why]
-    before = {name: table[name].copy() for name in MOVED}
-    for name, values in moved_on(table, now_s).items():
-        assert values[0] == before[name][0], name
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_the_next_report_takes_the_place_of_all_that_was_expected(seed: int) -> None:
     """Whatever was moved on before, a status of now is what is seen, and what was sent is counted in it once."""
@@ -468,28 +377,3 @@ def test_a_thousand_instances_take_a_fifth_of_a_millisecond() -> None:
         moved_on(table, 0.3)
         lasted.append(time.perf_counter() - began)
     assert min(lasted) < 0.8e-3
-
-
-# What an engine tells of its coming steps
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 200), st.integers(-2, 100)), max_size=12), st.sampled_from([1, 7, 16, 128]))
-def test_coming_steps_are_those_that_then_come(requests: list[tuple[int, int]], block_size: int) -> None:
-    coming = coming_steps([number for number, _ in requests], [left for _, left in requests], block_size)
-    held = [[number, -(-number // block_size), max(left, 1)] for number, left in requests]
-    blocks, ends = [], []
-    for _ in range(NUM_STEPS):
-        taken = ended = 0
-        for one in list(held):
-            one[0], one[2] = one[0] + 1, one[2] - 1
-            if not one[2]:
-                held.remove(one)
-                taken, ended = taken - one[1], ended + 1
-            elif one[0] > one[1] * block_size:
-                one[1] += 1
-                taken += 1
-        blocks.append(taken)
-        ends.append(ended)
-    assert coming.blocks == (blocks if requests else [])
-    assert np.trim_zeros(ends, "b") == coming.ends

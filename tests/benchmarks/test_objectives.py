@@ -12,10 +12,11 @@ import time
 
 import pytest
 
-from benchmarks.objectives import latency, preempt, prefix, scale
+from benchmarks.objectives import forward, latency, preempt, prefix, scale
 from benchmarks.objectives.__main__ import CASES, main
 from benchmarks.objectives.latency import IDLE, Load, Seen
 from benchmarks.objectives.outcome import Outcome, table
+from llumsched.simulator.foresight import Miss
 
 
 @pytest.mark.parametrize(("ours", "target", "held"), [(0.04, 0.05, True), (0.06, 0.05, False), (0.06, None, None)])
@@ -75,6 +76,15 @@ def test_long_requests_need_what_was_asked_for_of_one_cache() -> None:
     prompt, output = preempt.LONG
     held = lengths.count(preempt.LONG) * (prompt + output / 2) * preempt.LONG_SECONDS / seconds
     assert held == pytest.approx(preempt.PRESSURE * preempt.ENGINE.num_blocks * preempt.ENGINE.block_size, rel=0.1)
+def test_a_view_is_to_be_three_times_nearer_than_what_was_reported() -> None:
+    misses = [Miss(-0.03, 0.01, -2.0, 0.0, 0.25, 0), Miss(0.06, -0.01, 1.0, -1.0, 0.25, 1)]
+    kv, batch = forward._outcomes(forward.SCENES[0], 0.2, 0.5, misses)
+    assert (kv.case, kv.baseline, kv.ours) == ("forward: a10 moderate, 200 ms, 50% foretold", 4.5, 1.0)
+    assert kv.held
+    assert (batch.baseline, batch.ours, batch.held) == (1.5, 0.5, True)
+    assert batch.more["nobody_ended_stale"] == 2.0
+    assert batch.more["nobody_ended_moved"] == 0.0
+    assert batch.more["gone"] == 0.5
 
 
 def test_a_case_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,6 +112,18 @@ def test_fragmentation_is_judged_over_all_lengths(capsys: pytest.CaptureFixture[
     assert judged.keys() == {"fragmented, share", "lost to preemption, mean s"}
     assert {row["case"] for row in judged.values()} == {"fragmentation: mean of all"}
     assert judged["fragmented, share"]["target"] == 0.007
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_what_is_moved_on_is_nearer() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.objectives", "forward", "--quick"],
+        capture_output=True, text=True, timeout=290, check=True,
+    )  # fmt: skip
+    rows = [json.loads(line) for line in run.stdout.splitlines()]
+    assert [row["held"] for row in rows if row["target"] is not None] == [True, True]
+    assert {row["figure"] for row in rows} >= {"TTFT p99, s", "KV usage: spread between instances"}
 
 
 @pytest.mark.full

@@ -86,7 +86,7 @@ def test_moves_lose_nothing_and_pay(ended: list[_Run]) -> None:
     asked = {f"r{number}": (one.num_prompt, one.num_output) for number, one in enumerate(arrivals)}
     assert {one["id"]: (one["prompt_tokens"], one["output_tokens"]) for one in records} == asked
     assert summary.moves == sum(one["num_moves"] for one in records) > 50
-    rescheduler = ended[-1]._control.rescheduler
+    rescheduler = ended[-1]._control.first.rescheduler
     assert rescheduler is not None
     refusals = sum((one.refusals for one in rescheduler.records.moves), Counter())
     known = {"source_busy", "destination_full", "destination_busy", "request_finished", "request_preempted"}
@@ -196,7 +196,7 @@ def test_moves_keep_to_their_share_of_the_kv_cache(ended: list[_Run]) -> None:
         summary, _, _ = played(cluster(8, max_moves_share=share), arrivals)
         assert summary.num_finished == 200
         assert summary.moves > 20
-        rescheduler = ended[-1]._control.rescheduler
+        rescheduler = ended[-1]._control.first.rescheduler
         assert rescheduler is not None
         counted = sum((one.refusals for one in rescheduler.records.moves), Counter())
         refusals.append(counted["source_busy"] + counted["destination_busy"])

@@ -14,26 +14,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from llumlet.coming_steps import NUM_STEPS, coming_steps
 from llumlet.protocol.infer_type import InferType
 from llumlet.types import InstanceStatus
 from llumsched.cluster.forward import MOVED, Forward, move_on, moved_on
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.providers.in_flight import Counters, InFlight
 from llumsched.cluster.providers.outlook import Outlook
-from llumsched.cluster.table import Table, standard_table
+from llumsched.cluster.snapshot import Snapshot
+from llumsched.cluster.table import standard_table
 from llumsched.cluster.view import View
 from llumsched.dispatch.explain import explain
-from llumsched.latency.fitting import Coefficients
 from llumsched.policy import pipeline
 from llumsched.policy.candidates import Candidates, Context
 from llumsched.policy.document import Mode, load_policy
 from llumsched.policy.metrics import METRICS
 from llumsched.policy.selectors import Draw
 from llumsched.request import Request
+from llumsched.rescheduling.config import Config
+from llumsched.rescheduling.planner import Plan
+from llumsched.rescheduling.rescheduler import Rescheduler
 from llumsched.simulator import PS
 from llumsched.simulator.clock import VirtualLoop
 from llumsched.simulator.member import Cadence, Member
@@ -44,7 +44,6 @@ from tests.llumsched.latency.test_fitting import TRUE
 from tests.llumsched.policy.test_predictions import Known
 
 CONFIG = EngineConfig(num_blocks=2000, max_num_batched_tokens=512, max_num_seqs=128, prefix_caching=False)
-UNKNOWN = Coefficients(*[math.nan] * 5)
 USED = "num_used_gpu_tokens"
 DECODES = "scheduler_running_to_decode_requests_num"
 
@@ -190,6 +189,27 @@ def test_who_waits_in_vain_goes_on_waiting() -> None:
         assert here.moved(DECODES) == true.scheduler_running_to_decode_requests_num
 
 
+def test_who_waits_in_vain_follows_who_ends() -> None:
+    config = replace(CONFIG, num_blocks=200)
+    with world(config) as here:
+        here.add("short", 1500, 12)
+        here.add("long", 1400, 400)
+        here.wait(0.8)
+        here.add("late", 1200, 400)
+        for _ in range(2):
+            here.tell()
+            here.wait(0.08)
+        assert here.table["queue_is_stuck"][0] == 1
+        while here.status().num_gone == 0:
+            here.wait(0.03)
+        here.wait(0.1)
+        true = here.status()
+        assert true.num_waiting_requests == here.moved("num_waiting_requests") == 0
+        assert here.moved(DECODES) == true.scheduler_running_to_decode_requests_num == 2
+        assert here.moved(USED) < here.table[USED][0]
+        assert here.table["num_waiting_requests"][0] == 1
+
+
 def test_a_place_in_the_batch_is_waited_for_as_room_is() -> None:
     config = replace(CONFIG, max_num_seqs=2)
     with world(config) as here:
@@ -232,78 +252,6 @@ def test_foretold_ends_are_not_expected_twice() -> None:
             here.tell()
         assert here.status().num_gone > 50
         assert here.table["ends_per_token"][0] == 0
-
-
-# Bounds
-
-numbers = st.integers(0, 300)
-tokens = st.integers(0, 20_000)
-statuses = st.fixed_dictionaries(
-    {
-        "num_total_gpu_tokens": st.integers(0, 30_000),
-        "num_total_blocks": st.integers(0, 3000),
-        "num_used_gpu_tokens": tokens,
-        "num_running_requests": numbers,
-        "scheduler_running_to_decode_requests_num": numbers,
-        "scheduler_running_to_decode_tokens_num": tokens,
-        "num_waiting_requests": numbers,
-        "scheduler_waiting_to_decode_requests_num": numbers,
-        "scheduler_waiting_to_decode_tokens_num": tokens,
-        "num_uncomputed_tokens_all_waiting_prefills": tokens,
-        "num_unallocated_tokens_all_waiting_requests": tokens,
-        "num_uncomputed_tokens_scheduler_running_prefills": tokens,
-        "num_unallocated_tokens_scheduler_running_prefills": tokens,
-        "num_uncomputed_pairs": st.integers(0, 10**9),
-        "loop_age_ms": st.floats(0, 1e6),
-        "max_num_batched_tokens": st.integers(0, 4096),
-        "coming_blocks": st.lists(st.integers(-500, 500), max_size=80),
-        "coming_ends": st.lists(st.integers(-500, 500), max_size=80),
-    }
-)
-sent = st.builds(Counters, *[st.integers(0, 20) for _ in range(3)], *[tokens for _ in range(4)], st.integers(0, 10**7))
-coefficients = st.builds(Coefficients, *[st.one_of(st.floats(0, 1), st.just(math.nan)) for _ in range(5)])
-ages = st.one_of(st.floats(0, 2), st.floats(-1e3, 1e9))
-
-
-def told(fields: dict[str, object], on_its_way: Counters, known: Coefficients, ends_per_token: float = 0.0) -> Table:
-    in_flight, outlook = InFlight(), Outlook(lambda: 0.0)
-    in_flight.add("a", on_its_way)
-    instance = cases.instance("a", **fields)
-    outlook.appeared(instance)
-    if ends_per_token:
-        outlook._told["a"].ends.note(ends_per_token, 1.0, ends_per_token, 1000.0 * ends_per_token, 0.0)
-    table = standard_table(in_flight, Known(known), outlook)
-    table.appeared(instance)
-    return table
-
-
-@settings(max_examples=400, deadline=None)
-@given(statuses, sent, coefficients, ages, st.floats(0, 1))
-def test_whatever_is_told_nothing_is_beyond_its_bounds(
-    fields: dict[str, object], on_its_way: Counters, known: Coefficients, now_s: float, ends_per_token: float
-) -> None:
-    table = told(fields, on_its_way, known, ends_per_token)
-    moved = {name: float(values[0]) for name, values in moved_on(table, now_s).items()}
-    assert set(moved) == set(MOVED)
-    assert all(math.isfinite(value) and value >= 0 for value in moved.values()), moved
-    total, used = float(table["num_total_gpu_tokens"][0]), float(table[USED][0])
-    assert moved[USED] <= max(total, used)
-    for of in ("num_waiting_requests", "num_uncomputed_tokens_all_waiting_prefills", "sent_requests", "sent_tokens"):
-        assert moved[of] <= table[of][0], f"{of}: nothing comes that nobody knows of"
-    whole = ("num_running_requests", "num_waiting_requests", "sent_requests")
-    assert sum(moved[name] for name in whole) <= sum(float(table[name][0]) for name in whole) + 1e-9
-
-
-@settings(max_examples=100, deadline=None)
-@given(statuses, sent, st.sampled_from(["unknown", "now", "earlier"]), st.floats(0, 1e3))
-def test_without_knowledge_and_without_age_a_status_is_what_it_says(
-    fields: dict[str, object], on_its_way: Counters, why: str, age_s: float
-) -> None:
-    table = told(fields, on_its_way, UNKNOWN if why == "unknown" else TRUE, 5.0)
-    now_s = {"unknown": age_s, "now": 0.0, "earlier": -age_s}[why]
-    before = {name: table[name].copy() for name in MOVED}
-    for name, values in moved_on(table, now_s).items():
-        assert values[0] == before[name][0], name
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -388,6 +336,25 @@ def test_a_snapshot_is_moved_on_as_the_table_is() -> None:
         assert snapshot[USED][0] != here.table[USED][0]
 
 
+@pytest.mark.parametrize("is_forward", [False, True])
+def test_a_rescheduling_pass_plans_with_it_if_it_is_told_to(is_forward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Snapshot] = []
+
+    def planned(snapshot: Snapshot, *_: object, **__: object) -> Plan:
+        seen.append(snapshot)
+        return Plan((), ())
+
+    monkeypatch.setattr("llumsched.rescheduling.rescheduler.plan", planned)
+    with world() as here:
+        busy(here, random.Random(3))
+        here.tell()
+        here.wait(0.2)
+        config = Config(forward_status=is_forward)
+        Rescheduler(here.view, config, table=here.table, clock=lambda: here.now_s).run_pass()
+        assert seen[0][USED][0] == (here.moved(USED) if is_forward else here.table[USED][0])
+        assert here.moved(USED) != here.table[USED][0]
+
+
 def test_a_thousand_instances_take_a_fifth_of_a_millisecond() -> None:
     """Four times that here: machines of tests are shared."""
     chance = random.Random(0)
@@ -410,28 +377,3 @@ def test_a_thousand_instances_take_a_fifth_of_a_millisecond() -> None:
         moved_on(table, 0.3)
         lasted.append(time.perf_counter() - began)
     assert min(lasted) < 0.8e-3
-
-
-# What an engine tells of its coming steps
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 200), st.integers(-2, 100)), max_size=12), st.sampled_from([1, 7, 16, 128]))
-def test_coming_steps_are_those_that_then_come(requests: list[tuple[int, int]], block_size: int) -> None:
-    coming = coming_steps([number for number, _ in requests], [left for _, left in requests], block_size)
-    held = [[number, -(-number // block_size), max(left, 1)] for number, left in requests]
-    blocks, ends = [], []
-    for _ in range(NUM_STEPS):
-        taken = ended = 0
-        for one in list(held):
-            one[0], one[2] = one[0] + 1, one[2] - 1
-            if not one[2]:
-                held.remove(one)
-                taken, ended = taken - one[1], ended + 1
-            elif one[0] > one[1] * block_size:
-                one[1] += 1
-                taken += 1
-        blocks.append(taken)
-        ends.append(ended)
-    assert coming.blocks == (blocks if requests else [])
-    assert np.trim_zeros(ends, "b") == coming.ends

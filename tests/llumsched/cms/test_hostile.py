@@ -111,6 +111,7 @@ async def test_metadata_that_lies(store: EmbeddedStore, stub: Any, fields: dict[
         ({"kv_cache_usage_ratio_migrate_in": float("inf")}, "kv_cache_usage_ratio_migrate_in is inf"),
         ({"step_duration": float("nan"), "num_used_gpu_tokens": -1}, "num_used_gpu_tokens is -1; step_duration is nan"),
         ({"waiting_requests": ["r"] * (MAX_LIST + 1)}, "requests are listed"),
+        ({"coming_ends": [0] * (MAX_LIST + 1)}, "coming steps are told"),
     ],
 )
 async def test_a_status_that_lies(store: EmbeddedStore, stub: Any, fields: dict[str, Any], fault: str) -> None:

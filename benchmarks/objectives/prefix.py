@@ -201,5 +201,6 @@ def outcomes(load: Load, baseline: Seen, ours: Seen) -> list[Outcome]:
         target = figures[0] / load.ratio if load.ratio is not None and share == 0.9 else None
         more = {"requests": len(ours.ttft_ms), "times_faster": figures[0] / figures[1]}
         found.append(Outcome(f"prefix: {load.name}", name, *figures, target, more))
-    found.append(Outcome(f"prefix: {load.name}", "hit rate", baseline.hit_rate, ours.hit_rate))
+    if baseline.hit_rate:
+        found.append(Outcome(f"prefix: {load.name}", "hit rate", baseline.hit_rate, ours.hit_rate))
     return found

@@ -123,6 +123,17 @@ class PrefixHits:
         every = frozenset().union(*self._adapters.values())
         self._masks = {name: np.uint64(adapter_mask(name)) for name in every}
 
+    # For moves
+
+    def shares(self, instance_id: str) -> dict[str, float]:
+        """What share of the blocks of an instance others have as well, by id; those that have none are left out."""
+        member = self._members.get(instance_id)
+        if member is None:
+            return {}
+        by_number = self.index.shares(member.number)
+        found = {other_id: float(by_number[other.number]) for other_id, other in self._members.items()}
+        return {other_id: share for other_id, share in found.items() if share and other_id != instance_id}
+
     # For a request
 
     @property

@@ -17,6 +17,7 @@ Everything works on whole arrays of names: numpy does the work, at a fraction of
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Final
 
 import numpy as np
@@ -52,6 +53,8 @@ class PrefixIndex:
         self._numbers = 0
         """Numbers that were ever given."""
         self._free_numbers: list[int] = []
+        self._num_held: Counter[int] = Counter()
+        """Blocks by the number of who holds them."""
         self._dead: list[int] = []
         self.num_left_out = 0
         """Times that an instance's block found no room."""
@@ -71,7 +74,9 @@ class PrefixIndex:
         if len(self._dead) > _MOST_DEAD:
             self._sweep()
         if self._free_numbers:
-            return self._free_numbers.pop()
+            number = self._free_numbers.pop()
+            del self._num_held[number]
+            return number
         self._numbers += 1
         if self._numbers > self._bits.shape[1] * 8:
             self._bits = np.pad(self._bits, ((0, 0), (0, self._bits.shape[1])))
@@ -102,10 +107,11 @@ class PrefixIndex:
         names, left_out = np.unique(names), self.num_left_out
         buckets, ways, found = self._find(names)
         num_new = self._add_holder(number, buckets[found], ways[found]) + self._put(number, names[~found])
+        self._num_held[number] += num_new
         if self.num_left_out > left_out and self._dead:
             self._sweep()
             self.num_left_out = left_out
-            num_new += self.store(number, names)
+            return num_new + self.store(number, names)
         return num_new
 
     def remove(self, number: int, names: Names) -> None:
@@ -118,7 +124,10 @@ class PrefixIndex:
         self._names[buckets[alone], ways[alone]] = _FREE
         shared = holders < 0
         rows = -holders[shared]
-        self._bits[rows, number >> 3] &= np.uint8(~(1 << (number & 7)) & 0xFF)
+        bit = np.uint8(1 << (number & 7))
+        num_shared = np.count_nonzero(self._bits[rows, number >> 3] & bit)
+        self._num_held[number] -= int(np.count_nonzero(alone) + num_shared)
+        self._bits[rows, number >> 3] &= ~bit
         empty = ~self._bits[rows].any(axis=1)
         self._names[buckets[shared][empty], ways[shared][empty]] = _FREE
         self._free_rows += rows[empty].tolist()
@@ -137,6 +146,13 @@ class PrefixIndex:
         lengths = np.diff(np.append(starts, end))
         reached: Depths = lengths @ np.unpackbits(held[starts], axis=1, bitorder="little").astype(np.intp)
         return reached
+
+    def shares(self, number: int) -> NDArray[np.float64]:
+        """What share of an instance's blocks each holds, too, by number."""
+        rows = (self._bits[:, number >> 3] & np.uint8(1 << (number & 7))) != 0
+        together = np.unpackbits(self._bits[rows], axis=1, bitorder="little").sum(axis=0, dtype=np.float64)
+        shares: NDArray[np.float64] = together / max(self._num_held[number], 1)
+        return shares
 
     def _holder_bits(self, holders: NDArray[np.int32]) -> NDArray[np.uint8]:
         """A row of bits for each place."""

@@ -7,8 +7,9 @@ does not pay) gives way to the source's next destination.
 
 What a move is worth: it lowers Σ load² by 2·x·(difference - x), where x is the load that changes place; that
 counts for `horizon_s`. What it costs, in the same unit: while bytes are copied both ends hold them, and for the stall
-the moved requests do nothing. A prefill is never worth it: requests that cannot bring their KV cache along stay where
-they are, unless they wait.
+the moved requests do nothing. What the destination's prefix cache has need not be copied: as far as that is known, of
+the first destinations that pay the one that is worth the most is taken. A prefill is never worth it: requests that
+cannot bring their KV cache along stay where they are, unless they wait.
 
 How much load changes place says the metric itself: its value with the moved requests less its value without. A metric
 to which they make no difference moves nothing.
@@ -16,7 +17,7 @@ to which they make no difference moves nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import ClassVar
@@ -37,7 +38,8 @@ _TRIES_PER_MOVE = 4
 _DESTINATIONS_PER_SOURCE = 4
 """Destinations of each source that are looked at."""
 _OF_THE_SOURCE = frozenset({"below_threshold", "not_worth_it"})
-"""Faults with the coldest permitted destination that others, less cold, hardly ever lack."""
+"""Faults with the coldest permitted destination that others, less cold, hardly ever lack, unless prefix caches make a
+difference."""
 _MOST_IN_VAIN = 8
 """Sources in a row of which none has anything to give that pays: those that follow are less hot."""
 
@@ -124,14 +126,31 @@ class _Balancing:
 
     def _find_one_for(self, source: int, coldest: Rows) -> str:
         """What is wrong with the source; empty if nothing is, whether or not there is a destination for it."""
+        shares = self.draft.shares(self.draft.snapshot.ids[source])
+        best: _Offer | None = None
+        fault = ""
         for destination in islice(self._permitted(source, coldest), _DESTINATIONS_PER_SOURCE):
-            fault = self._move(source, destination)
-            if not fault:
-                return ""
-            self.draft.refused[fault] += 1
-            if fault in _OF_THE_SOURCE:
-                return fault
+            offer = self._offer(source, destination, shares)
+            if isinstance(offer, _Offer):
+                best = max(best or offer, offer, key=_worth)  # of equal ones, the coldest
+                if not shares:
+                    break
+                continue
+            if best is None:
+                self.draft.refused[offer] += 1
+                fault = offer
+            if offer in _OF_THE_SOURCE and not shares:
+                break
+        if best is None:
+            return fault if fault in _OF_THE_SOURCE else ""
+        self._take(source, best)
         return ""
+
+    def _take(self, source: int, offer: _Offer) -> None:
+        """Chooses a move."""
+        self.draft.choose(source, offer.destination, offer.move, offer.cargo)
+        for row in (source, offer.destination):
+            self.load[row] = self.rule.metric.at(self.draft.projected, row)
 
     def _in_use(self, destinations: Rows) -> Rows:
         """Destinations without those that nobody is to use now."""
@@ -161,9 +180,9 @@ class _Balancing:
             else:
                 yield destination
 
-    def _move(self, source: int, destination: int) -> str:
-        """Chooses the move from one to the other; why not, if it does not pay."""
-        draft, rule, metric = self.draft, self.rule, self.rule.metric
+    def _offer(self, source: int, destination: int, shares: Mapping[str, float]) -> _Offer | str:
+        """The move from one to the other; why not, if it does not pay."""
+        draft, rule = self.draft, self.rule
         difference = float(self.load[source] - self.load[destination])
         if difference < rule.difference:
             return "below_threshold"
@@ -175,7 +194,8 @@ class _Balancing:
         cargo = self._cargo(selection, source, destination)
         if cargo.tokens > draft.free_tokens[destination]:
             return "no_room"
-        gain, cost = self._weigh(source, destination, cargo)
+        share = shares.get(draft.snapshot.ids[destination], 0.0)
+        gain, cost = self._weigh(source, destination, cargo, share)
         if gain <= cost:
             return "not_worth_it"
         limit = None
@@ -184,13 +204,11 @@ class _Balancing:
             limit = each.tokens * difference * (given + taken) / (given**2 + taken**2)
         ends = draft.snapshot.ids[source], draft.snapshot.ids[destination]
         move = Move(self.policy, Purpose.BALANCE, *ends, selection, cargo.tokens, cargo.requests, gain, cost, limit)
-        draft.choose(source, destination, move, cargo)
-        for row in (source, destination):
-            self.load[row] = metric.at(draft.projected, row)
-        return ""
+        return _Offer(destination, move, cargo)
 
-    def _weigh(self, source: int, destination: int, cargo: Cargo) -> tuple[float, float]:
-        """Gain and cost of a move. What waits has nothing to copy, and no stream that could stall."""
+    def _weigh(self, source: int, destination: int, cargo: Cargo, share: float) -> tuple[float, float]:
+        """Gain and cost of a move. What waits has nothing to copy, and no stream that could stall; `share` of what is
+        copied is there already."""
         draft, scale = self.draft, self.scale
         here, there = float(self.load[source]) / scale, float(self.load[destination]) / scale
         given = -self._shift(source, cargo.negative) / scale
@@ -199,7 +217,9 @@ class _Balancing:
         if cargo.waiting:
             return gain, 0.0
         snapshot = draft.snapshot
-        copy_s = cargo.tokens * float(snapshot["bytes_per_token"][source]) / draft.history.link_bytes_per_s
+        copy_s = (
+            (1.0 - share) * cargo.tokens * float(snapshot["bytes_per_token"][source]) / draft.history.link_bytes_per_s
+        )
         stall_s = float(snapshot["stall_budget_s"][source])
         return gain, copy_s * ((there + taken) ** 2 - there**2) + stall_s * given
 
@@ -243,6 +263,19 @@ class _Balancing:
     def _mean_request(self, source: int) -> Cargo:
         held = self._held(source)
         return replace(held, requests=1.0, tokens=max(held.tokens / max(held.requests, 1.0), 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """A move that pays."""
+
+    destination: int
+    move: Move
+    cargo: Cargo
+
+
+def _worth(offer: _Offer) -> float:
+    return offer.move.gain - offer.move.cost
 
 
 def _sorted(keys: Values, mask: Mask) -> Rows:

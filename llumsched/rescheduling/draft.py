@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,15 @@ from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.history import History
 from llumsched.rescheduling.moves import Move
 
+Shares = Callable[[str], Mapping[str, float]]
+"""What share of an instance's KV cache is in the prefix caches of others, by their ids: it need not be copied there.
+Those of which nothing is known are left out."""
+
+
+def nothing_shared(instance_id: str) -> Mapping[str, float]:
+    """The shares where nothing is known of prefix caches."""
+    return {}
+
 
 @dataclass
 class Draft:
@@ -25,6 +34,7 @@ class Draft:
     history: History
     config: Config
     now_s: float
+    shares: Shares = nothing_shared
     projected: Snapshot = field(init=False)
     """The cluster with the moves that are under way, and those of this pass."""
     out_slots: Values = field(init=False)

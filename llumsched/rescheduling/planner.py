@@ -16,7 +16,7 @@ from llumsched.cluster.snapshot import Snapshot
 from llumsched.policy.candidates import Candidates, Context
 from llumsched.policy.pipeline import screen
 from llumsched.rescheduling.config import Config
-from llumsched.rescheduling.draft import Draft
+from llumsched.rescheduling.draft import Draft, Shares, nothing_shared
 from llumsched.rescheduling.history import History
 from llumsched.rescheduling.moves import Move, Purpose
 from llumsched.rescheduling.pairs import Ends
@@ -50,11 +50,12 @@ def plan(
     config: Config,
     now_s: float,
     view_s: float | None = None,
+    shares: Shares = nothing_shared,
 ) -> Plan:
     """The moves of one pass. `now_s` is by the clock of the history; `view_s` when the view that the snapshot is of was
-    last fed, if that is not now."""
+    last fed, if that is not now. `shares`: what prefix caches have of each other, as far as known."""
     as_of_s = now_s if view_s is None else view_s
-    draft = Draft(snapshot, history, config, now_s)
+    draft = Draft(snapshot, history, config, now_s, shares)
     results = []
     for policy in sorted(policies, key=_turn):
         draft.refused = Counter()

@@ -25,6 +25,7 @@ from llumsched.cluster.table import Table, standard_table
 from llumsched.cluster.view import View
 from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.counters import RescheduleCounters
+from llumsched.rescheduling.draft import Shares, nothing_shared
 from llumsched.rescheduling.executor import Connect, Executor, connect
 from llumsched.rescheduling.history import History
 from llumsched.rescheduling.planner import Plan, plan
@@ -68,11 +69,13 @@ class Rescheduler:
         *,
         table: Table | None = None,
         lease: Lease | None = None,
+        shares: Shares = nothing_shared,
         clock: Callable[[], float] = time.monotonic,
         connect: Connect = connect,
     ) -> None:
         """`clock` must be that of the view. Metrics are registered in `registry` (default: one of its own). `lease`:
-        nothing is planned while another one has it; None: there is no other rescheduler. Raises PolicyError."""
+        nothing is planned while another one has it; None: there is no other rescheduler. `shares`: what prefix caches
+        have of each other, as far as known. Raises PolicyError."""
         self.config = config
         self.records = Records()
         self._view = view
@@ -85,6 +88,7 @@ class Rescheduler:
         self._table = table
         self._clock = clock
         self._lease = lease
+        self._shares = shares
         self._history = History(config)
         self._counters = RescheduleCounters(registry or CollectorRegistry())
         self._waking = Waking(self._history)
@@ -179,4 +183,4 @@ class Rescheduler:
         snapshot = self._table.snapshot(lost)
         if config.forward_status:
             move_on(snapshot, view_s)
-        return plan(snapshot, self._policies, history, config, now_s, view_s=view_s)
+        return plan(snapshot, self._policies, history, config, now_s, view_s=view_s, shares=self._shares)

@@ -24,7 +24,6 @@ from llumlet.types import Address
 from llumsched.cluster.providers import HIT_COLUMN, all_request_providers
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.providers.lrs import RealtimeState
-from llumsched.cluster.table import Table
 from llumsched.cluster.view import View
 from llumsched.cms.store import Store, open_store
 from llumsched.dispatch.dispatcher import Dispatcher, Ledger
@@ -35,6 +34,7 @@ from llumsched.prefix.hits import PrefixHits
 from llumsched.prefix.index import PrefixIndex
 from llumsched.prefix.watches import CacheWatches
 from llumsched.rescheduling.config import Config as ReschedulingConfig
+from llumsched.rescheduling.draft import nothing_shared
 from llumsched.rescheduling.http import add_debug_route
 from llumsched.rescheduling.rescheduler import Rescheduler, lease_of
 from llumsched.scaling.config import Config as ScalingConfig
@@ -231,7 +231,7 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
             stack.push_async_callback(watches.close)
             stack.callback(store.view.observe(watches))
         stack.push_async_callback(cancel, asyncio.create_task(keep_running("expiry", partial(_expire, ledger))))
-        rescheduler = await _reschedule(stack, config, store.view, dispatcher.table, registry)
+        rescheduler = await _reschedule(stack, config, store.view, dispatcher, registry)
         app = Api(dispatcher, registry).application()
         events.add_routes(app, store.view, rescheduler.records if rescheduler is not None else None)
         if rescheduler is not None:
@@ -266,7 +266,7 @@ def _ledger(config: SchedulerConfig, view: View) -> Ledger:
 
 
 async def _reschedule(
-    stack: AsyncExitStack, config: SchedulerConfig, view: View, table: Table, registry: CollectorRegistry
+    stack: AsyncExitStack, config: SchedulerConfig, view: View, dispatcher: Dispatcher, registry: CollectorRegistry
 ) -> Rescheduler | None:
     if config.rescheduling is None:
         return None
@@ -274,7 +274,15 @@ async def _reschedule(
     if lease is not None:
         stack.push_async_callback(lease.close)
         await lease.start()
-    rescheduler = Rescheduler(view, config.rescheduling, config.credentials, registry, table=table, lease=lease)
+    rescheduler = Rescheduler(
+        view,
+        config.rescheduling,
+        config.credentials,
+        registry,
+        table=dispatcher.table,
+        lease=lease,
+        shares=dispatcher.hits.shares if dispatcher.hits is not None else nothing_shared,
+    )
     stack.push_async_callback(rescheduler.close)
     stack.push_async_callback(cancel, asyncio.create_task(rescheduler.run()))
     return rescheduler

@@ -20,7 +20,14 @@ from hypothesis import strategies as st
 from llumlet.client import LlumletClient
 from llumlet.proto import llumlet_pb2
 from llumlet.server import RunningServer, serve
-from llumlet.types import MAX_MESSAGE_BYTES, AbortMigrateInRequest, AbortRequest, DrainRequest, MigrateRequest
+from llumlet.types import (
+    MAX_MESSAGE_BYTES,
+    AbortMigrateInRequest,
+    AbortRequest,
+    DrainRequest,
+    MigrateRequest,
+    WatchCacheRequest,
+)
 from tests.fuzz.hostile import anything, filled, worsened
 from tests.llumlet import messages
 from tests.llumlet.fake_agent import FakeAgent, request_info, until
@@ -28,6 +35,7 @@ from tests.llumlet.fake_agent import FakeAgent, request_info, until
 EXAMPLES: dict[str, Message] = {
     "Llumlet/Migrate": messages.migrate(),
     "Llumlet/MigrateIn": messages.migrate_in(),
+    "Llumlet/WatchCache": WatchCacheRequest(engine_id="fake-a", incarnation="i-1", interval_s=0.5),
     "Llumlet/Drain": DrainRequest(destinations=["127.0.0.1:4001"], timeout_s=5),
     "Llumlet/Abort": AbortRequest(request_ids=["r"]),
     "Llumlet/AbortMigrateIn": AbortMigrateInRequest(request_ids=["r"]),
@@ -43,7 +51,7 @@ EXAMPLES: dict[str, Message] = {
     "Peer/Claim": messages.claim(),
     "Peer/EndClaim": messages.end_claim(),
 }
-STREAMS = {"Llumlet/Migrate", "Llumlet/MigrateIn", "Llumlet/Drain"}
+STREAMS = {"Llumlet/Migrate", "Llumlet/MigrateIn", "Llumlet/Drain", "Llumlet/WatchCache"}
 REFUSALS = {grpc.StatusCode.INVALID_ARGUMENT}
 NOT_A_MESSAGE = grpc.StatusCode.UNKNOWN
 """gRPC's own answer, before our code runs."""
@@ -57,7 +65,9 @@ class Harness:
 
     def __init__(self, runner: asyncio.Runner) -> None:
         self._runner = runner
-        self.server: RunningServer = runner.run(serve(FakeAgent(requests=[request_info()])))
+        agent = FakeAgent(requests=[request_info()])
+        agent.cache_ends = True
+        self.server: RunningServer = runner.run(serve(agent))
         self.channel = runner.run(self._open())
 
     async def _open(self) -> aio.Channel:

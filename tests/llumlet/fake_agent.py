@@ -79,7 +79,9 @@ class FakeAgent:
         self.go = asyncio.Event()
         self.go.set()
         self.cache: list[CacheChanges] = []
-        """What a watcher is told, before it waits."""
+        """What a watcher is told."""
+        self.cache_ends = False
+        """Whether a watcher is dismissed then; else it waits until it leaves."""
         self.left = asyncio.Event()
         """A watcher has left."""
 
@@ -216,7 +218,8 @@ class FakeAgent:
         try:
             for changes in self.cache:
                 yield changes
-            await asyncio.Event().wait()
+            if not self.cache_ends:
+                await asyncio.Event().wait()
         finally:
             self.left.set()
 

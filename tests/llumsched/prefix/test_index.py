@@ -67,6 +67,25 @@ def test_any_history_of_any_instances(seed: int) -> None:
     assert len(index._free_rows) == len(index._bits) - 1, "every row is free again"
 
 
+def test_shares_are_of_all_that_one_holds() -> None:
+    index = PrefixIndex(1000)
+    one, other, third = index.join(), index.join(), index.join()
+    index.store(one, names_of(*range(8)))
+    index.store(other, names_of(*range(4, 20)))
+    index.store(third, names_of(4))
+    index.store(one, names_of(*range(8)))
+    assert [index.shares(one)[number] for number in (other, third)] == [0.5, 0.125]
+    assert [index.shares(other)[number] for number in (one, third)] == [0.25, 0.0625]
+    index.remove(one, names_of(0, 1, 4, 50))
+    assert [index.shares(one)[number] for number in (other, third)] == [0.6, 0.0]
+    index.forget(one)
+    index._sweep()
+    again = index.join()
+    assert not index.shares(again).any()
+    index.store(again, names_of(5, 100))
+    assert index.shares(again)[other] == 0.5
+
+
 def test_numbers_are_given_again_only_when_nothing_is_left_of_them() -> None:
     index = PrefixIndex(1000)
     for _ in range(500):

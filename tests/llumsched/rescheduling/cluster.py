@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -75,10 +75,19 @@ def planned(
     now_s: float = 0.0,
     policies: Sequence[ReschedulingPolicy] | None = None,
     known: Provider | None = None,
+    shares: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Plan:
-    """`policies`: instead of those of the configuration. `known`: how long steps take."""
+    """`policies`: instead of those of the configuration. `known`: how long steps take. `shares`: what prefix caches have
+    of each instance's."""
     used = _policies(config) if policies is None else policies
-    return plan(snapshot(instances, known), used, history or History(config), config, now_s)
+    return plan(
+        snapshot(instances, known),
+        used,
+        history or History(config),
+        config,
+        now_s,
+        shares=lambda one: (shares or {}).get(one, {}),
+    )
 
 
 def pairs(made: Plan) -> list[tuple[str, str]]:

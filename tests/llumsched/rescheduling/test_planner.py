@@ -313,6 +313,19 @@ def test_what_costs_more_than_it_brings_is_left() -> None:
     assert pairs(planned(heavy, balancing(link_bytes_per_s=1e13))) == [("a", "b")]
 
 
+def test_what_the_destination_has_is_not_copied() -> None:
+    """Nor does it decide where hardly anything is to be copied at all."""
+    cluster = [instance("a", 0.9, bytes_per_block=1 << 28), instance("b", 0.5), instance("c", 0.52)]
+    slow = balancing(link_bytes_per_s=4e10)
+    assert pairs(planned(cluster, slow)) == [], "too much to copy"
+    made = planned(cluster, slow, shares={"a": {"c": 0.95}})
+    assert pairs(made) == [("a", "c")]
+    assert planned(cluster, slow, shares={"a": {"b": 0.95, "c": 0.9}}).moves[0].destination == "b"
+    assert pairs(planned(cluster, slow, shares={"b": {"a": 0.95}, "c": {"a": 0.95}})) == []
+    light = [instance("a", 0.9), instance("b", 0.1), instance("c", 0.5)]
+    assert pairs(planned(light, balancing(), shares={"a": {"c": 1.0}}))[0] == ("a", "b")
+
+
 def decode_batches() -> Config:
     """Balances by a metric that says nothing of the KV cache."""
     return Config(policies=("neutral_load",), neutral=LoadTarget("decode_batch_size"))

@@ -57,9 +57,8 @@ _RAMP_COLD_S: Final = 100.0
 _RAMP_SLO: Final = Slo(ttft_s=5.0, tpot_s=0.15)
 _RAMP_LENGTHS: Final = LENGTHS["medium"], LENGTHS["short"]
 _RAMP: Final = Config(
-    bounds=Bounds(1, RAMP_MOST), low_freeness=160.0, high_freeness=320.0, cold_start_s=_RAMP_COLD_S, settle_s=30.0,
-    tpot_s=_RAMP_SLO.tpot_s / 2,
-)  # fmt: skip
+    bounds=Bounds(1, RAMP_MOST), low_freeness=100.0, high_freeness=200.0, cold_start_s=_RAMP_COLD_S, settle_s=20.0
+)
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 """From the loads of groups to the number of instances that each should have.
 
 Up: at once, for what is needed now, or for what will be when an instance that is started now can serve, if the requests
-of the last half minute grow in number: by as much as they surely do (two standard errors of the slope less), since every
-wave of arrivals grows for a while. Their number, as tokens grow by themselves until a request ends. Down: to what was comfortable all the time for `settle_s`. Between needed and comfortable
-nothing changes. Who says nothing keeps the number that it had.
+of the last half minute grow in number: by as much as they surely do (two standard errors of the slope less), since
+every wave of arrivals grows for a while. Their number, as tokens grow by themselves until a request ends.
+
+Down: to what was comfortable all the time for `settle_s`. Between needed and comfortable nothing changes, and who says
+nothing keeps the number that it had.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the loads of groups to the number of instances that each should have.
 
-Up: at once, for what is needed now, or for what will be when an instance that is started now can serve, if the requests
-of the last half minute grow in number: by as much as they surely do (two standard errors of the slope less), since every
-wave of arrivals grows for a while. Their number, as tokens grow by themselves until a request ends. Down: to what was comfortable all the time for `settle_s`. Between needed and comfortable
-nothing changes. Who says nothing keeps the number that it had.
+Up: at once, for what is needed now, or for what will be when an instance that is started now can serve, if requests
+grow in number: by as much as they surely do (two standard errors of the slope less), since every wave of arrivals grows
+for a while. Their number, as tokens grow by themselves until a request ends; over as long a time as is looked ahead,
+half a minute at least, since a slow ramp is lost in the noise of a short one.
+
+Down: to what was comfortable all the time for `settle_s`. Between needed and comfortable nothing changes, and who says
+nothing keeps the number that it had.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from llumsched.scaling.config import Bounds, Config
 from llumsched.scaling.leaving import cheapest_first
 from llumsched.scaling.load import Group, Load, measure
 
-TREND_S: Final = 30.0
+SHORTEST_TREND_S: Final = 30.0
 FORGET_S: Final = 600.0
 """Time after which a group without an instance is forgotten."""
 _FEWEST_SAMPLES: Final = 5
@@ -93,7 +96,8 @@ class Scaler:
             record.comfortable.clear()
             record.begun_s = now_s
             return
-        _remember(record.requests, now_s, load.num_requests, TREND_S)
+        trend_s = max(SHORTEST_TREND_S, self._config.cold_start_s)
+        _remember(record.requests, now_s, load.num_requests, trend_s)
         _remember(record.comfortable, now_s, load.comfortable, self._config.settle_s)
         more = max(certain_growth(record.requests), 0.0) * self._config.cold_start_s
         up = self._bounds.clamp(load.needed * (1 + more / max(load.num_requests, 1.0)))

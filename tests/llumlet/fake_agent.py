@@ -73,6 +73,8 @@ class FakeAgent:
         self.moved: list[str] = []
         self.health = Health.OK
         self.num_cut = 0
+        self.num_streams = 0
+        """Streams that go on at others when it ends."""
         self.given_up = asyncio.Event()
         """Of the last Adopt."""
         self.copying = asyncio.Event()
@@ -152,7 +154,9 @@ class FakeAgent:
         self.copying.set()
         await self.go.wait()
         self.completed.append("drain")
-        return DrainProgress(elapsed_s=1.5, timeout_s=25, num_moved=here, done=True, num_cut=self.num_cut)
+        return DrainProgress(
+            elapsed_s=1.5, timeout_s=25, num_moved=here, num_streams=self.num_streams, done=True, num_cut=self.num_cut
+        )
 
     async def abort(self, request: AbortRequest) -> AbortResponse:
         await self._enter("abort", request)

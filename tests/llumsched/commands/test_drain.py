@@ -21,6 +21,13 @@ async def test_it_shows_progress_and_the_end(llumnix: Llumnix, source: Instance)
     assert source.agent.asked("drain") == [asked]
 
 
+async def test_streams_that_go_on_at_others_are_no_failure(llumnix: Llumnix, source: Instance) -> None:
+    source.agent.num_streams = 2
+    done = await llumnix("drain", "--llumlet", source.address)
+    assert done.code == ExitCode.OK
+    assert done.out.endswith("the engine ends; 2 streams go on at others, through its API server\n")
+
+
 async def test_streams_that_were_cut_are_a_failure(llumnix: Llumnix, source: Instance) -> None:
     source.agent.num_cut = 2
     done = await llumnix("drain", "--llumlet", source.address, "--json")

@@ -5,7 +5,7 @@ One request in ten is urgent, and the same ones are where nobody heeds it: the p
 urgent ones in first and preempt them last. That is all there is: neither dispatch nor the rescheduler knows of
 priorities. The paper's 1.2 to 1.5 for the mean urgent request, against itself without priorities, comes of an instance
 that keeps room free beside an urgent request, so that others move away from it (a virtual usage that is greater than
-the real one). Nothing here does that.
+the real one): `benchmarks.objectives priorities`.
 """
 
 from __future__ import annotations

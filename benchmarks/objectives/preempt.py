@@ -7,7 +7,7 @@ scheduler. Every second request is long, so that round robin sends all long ones
 times, with each setting; a second round, with other requests, goes backwards.
 
     stock     nothing moves: vLLM preempts
-    load      the rescheduler's defaults, but for `neutral_preemption`
+    load      the rescheduler's defaults
     victims   its defaults
 """
 
@@ -29,7 +29,7 @@ from benchmarks.objectives.outcome import Outcome
 from benchmarks.rebalance import TOKEN_IDS, Arrival
 from benchmarks.rebalance import play as play_all
 from llumlet.client import LlumletClient
-from llumsched.rescheduling.config import POLICIES
+from llumsched.rescheduling.config import USUAL
 from llumsched.up.ports import free_port
 from tests.support.control import Control, rescheduling
 from tests.support.harness import Fleet, Server, ServerSpec
@@ -58,11 +58,11 @@ class Setting:
 
 
 _MOVES: Final = ("--enable-rescheduling", "--colocated-rescheduling-mode")
-_OTHERS: Final = ",".join(name for name in POLICIES if name != POLICY)
+_WITH_VICTIMS: Final = ",".join((POLICY, *USUAL))
 SETTINGS: Final = (
     Setting("stock"),
-    Setting("load", (*_MOVES, "--rescheduling-policies", _OTHERS)),
-    Setting("victims", _MOVES),
+    Setting("load", _MOVES),
+    Setting("victims", (*_MOVES, "--rescheduling-policies", _WITH_VICTIMS)),
 )
 
 

@@ -18,7 +18,6 @@ from llumsched.rescheduling.moves import AS_NEEDED, Selection
 
 USUAL: Final = (
     "decode_load",
-    "neutral_preemption",
     "neutral_waiting",
     "neutral_load",
     "prefill_failover",
@@ -26,7 +25,7 @@ USUAL: Final = (
     "neutral_failover",
 )
 """Policies for who says nothing else."""
-POLICIES: Final = (*USUAL, "neutral_ttft", "neutral_tpot")
+POLICIES: Final = (*USUAL, "neutral_preemption", "neutral_ttft", "neutral_tpot")
 OBJECTIVES: Final = ("ttft_slo", "tpot_slo", "tpot_migrate_out_ceil_threshold")
 """Settings that are constants of policies, by these names."""
 SHORTEST_AS_NEEDED: Final = Selection(Unit.TOKEN, Order.SR, AS_NEEDED)

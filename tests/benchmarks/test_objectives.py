@@ -76,6 +76,8 @@ def test_long_requests_need_what_was_asked_for_of_one_cache() -> None:
     prompt, output = preempt.LONG
     held = lengths.count(preempt.LONG) * (prompt + output / 2) * preempt.LONG_SECONDS / seconds
     assert held == pytest.approx(preempt.PRESSURE * preempt.ENGINE.num_blocks * preempt.ENGINE.block_size, rel=0.1)
+
+
 def test_a_view_is_to_be_three_times_nearer_than_what_was_reported() -> None:
     misses = [Miss(-0.03, 0.01, -2.0, 0.0, 0.25, 0), Miss(0.06, -0.01, 1.0, -1.0, 0.25, 1)]
     kv, batch = forward._outcomes(forward.SCENES[0], 0.2, 0.5, misses)

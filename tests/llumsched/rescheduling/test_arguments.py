@@ -124,7 +124,7 @@ def test_all_faults_at_once() -> None:
     for part in (
         "--enable-rescheduling 'perhaps' is neither true nor false",
         "exclude each other",
-        "--rescheduling-policies 'binpacking' is not one of decode_load, neutral_preemption, ",
+        "--rescheduling-policies 'binpacking' is not one of decode_load, neutral_waiting, neutral_load, ",
         "--rescheduling-policies 'slow' is not one of decode_load, ",
         "'warmth' is none of all_decodes_tokens_num",
         "'num_tokens' is no load",

@@ -8,7 +8,7 @@ times, with each setting; a second round, with other requests, goes backwards.
 
     stock     nothing moves: vLLM preempts
     load      the rescheduler's defaults
-    victims   its defaults
+    victims   these, and `neutral_preemption`
 """
 
 from __future__ import annotations

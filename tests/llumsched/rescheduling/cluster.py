@@ -77,8 +77,8 @@ def planned(
     known: Provider | None = None,
     shares: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Plan:
-    """`policies`: instead of those of the configuration. `known`: how long steps take. `shares`: what prefix caches have
-    of each instance's."""
+    """`policies`: instead of those of the configuration. `known`: how long steps take. `shares`: what prefix caches
+    have of each instance's."""
     used = _policies(config) if policies is None else policies
     return plan(
         snapshot(instances, known),

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -28,11 +29,11 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(600)]
 READY_S = 300.0
 LEFT_S = 15.0
 """Seconds within which an engine that holds a long answer is gone; on a busy machine, and with vLLM's own end."""
-BLOCKS = 256
+BLOCKS = 128
 ENGINE = ("--served-model-name", "model", "--enforce-eager", "--max-model-len", "3200", "--max-num-seqs", "8",
           "--block-size", "32", "--num-gpu-blocks-override", str(BLOCKS))  # fmt: skip
-LONG, SHORT = 1400, 400
-NUM_LONG, NUM_SHORT = 4, 24
+LONG, SHORT = 1650, 400
+NUM_LONG, NUM_SHORT = 2, 24
 
 
 class Up:
@@ -63,10 +64,18 @@ class Up:
             assert time.monotonic() < deadline, f"not said: {words}\n{self.said[-8000:]}"
             await asyncio.sleep(0.1)
 
+    def view(self) -> dict[str, Any]:
+        """What the scheduler knows of each engine."""
+        known: dict[str, Any] = asked(f"http://127.0.0.1:{self.scheduler}/debug/view")["instances"]
+        return known
+
     def running(self) -> dict[str, int]:
         """Requests that run in each engine."""
-        view = asked(f"http://127.0.0.1:{self.scheduler}/debug/view")["instances"]
-        return {name: int((one["status"] or {}).get("num_running_requests", 0)) for name, one in view.items()}
+        return {name: int((one["status"] or {}).get("num_running_requests", 0)) for name, one in self.view().items()}
+
+    def ports(self) -> list[int]:
+        """Ports of the engines' API servers."""
+        return [int(one["metadata"]["api_server_port"]) for one in self.view().values()]
 
     def engines(self) -> int:
         """Processes in which an engine is."""
@@ -85,12 +94,12 @@ def up(model_dir: Path, tmp_path: Path) -> Iterator[Up]:
     made.process.wait()
 
 
-async def tokens(session: aiohttp.ClientSession, up: Up, length: int) -> AsyncIterator[str]:
+async def tokens(session: aiohttp.ClientSession, port: int, length: int) -> AsyncIterator[str]:
     """The texts of a stream's tokens. Raises if it ends before its length."""
     document = {"model": "model", "prompt": "Hello", "max_tokens": length, "ignore_eos": True, "temperature": 0,
                 "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
     usage, finished = 0, False
-    async with session.post(f"http://127.0.0.1:{up.gateway}/v1/completions", json=document) as answer:
+    async with session.post(f"http://127.0.0.1:{port}/v1/completions", json=document) as answer:
         assert answer.status == 200, await answer.text()
         async for line in answer.content:
             if line.startswith(b"data: [DONE]"):
@@ -111,8 +120,8 @@ async def test_load_brings_an_engine_and_its_end_takes_one_with_a_long_answer_in
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as session:
 
-        async def whole(length: int) -> int:
-            return len([text async for text in tokens(session, up, length)])
+        async def whole(length: int, port: int = up.gateway) -> int:
+            return len([text async for text in tokens(session, port, length)])
 
         load = True
 
@@ -125,24 +134,27 @@ async def test_load_brings_an_engine_and_its_end_takes_one_with_a_long_answer_in
 
         busy = [asyncio.create_task(keep_busy()) for _ in range(NUM_SHORT)]
         await up.until("llumnix up: engine-1 is ready", READY_S)
-        # By load each engine has some of them.
-        long = [asyncio.create_task(whole(LONG)) for _ in range(NUM_LONG)]
+        # Half of them to each engine, so that whoever leaves has some.
+        ports = [port for port in up.ports() for _ in range(NUM_LONG // 2)]
+        long = [asyncio.create_task(whole(LONG, port)) for port in ports]
         await asyncio.sleep(2.0)
         load = False
         assert sum(await asyncio.gather(*busy)) >= NUM_SHORT
         assert not any(one.done() for one in long), "the answers are too short for this"
 
+        held = before = up.running()
         while not (left := re.findall(r"^llumnix up: (\S+) leaves", up.said, re.MULTILINE)):
-            held = up.running()
+            held, before = up.running(), held
             await asyncio.sleep(0.1)
         [leaver] = left
         began = time.monotonic()
-        assert held[leaver] >= 1, "there was nothing to move"
+        num_held = max(held.get(leaver, 0), before[leaver])
+        assert num_held >= 1, "there was nothing to move"
         assert up.engines() == 2
         while up.engines() > 1:
             assert time.monotonic() - began < LEFT_S, up.said[-8000:]
             await asyncio.sleep(0.1)
-        print(f"{leaver} held {held[leaver]} long answers; its engine was gone after {time.monotonic() - began:.1f} s")
+        print(f"{leaver} held {num_held} long answers; its engine was gone after {time.monotonic() - began:.1f} s")
         assert not any(one.done() for one in long), "nothing was left to move"
         await asyncio.gather(*long)
     await up.until(f"llumnix up: {leaver} has left", 60.0)

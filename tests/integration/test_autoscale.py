@@ -29,11 +29,11 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(600)]
 READY_S = 300.0
 LEFT_S = 15.0
 """Seconds within which an engine that holds a long answer is gone; on a busy machine, and with vLLM's own end."""
-BLOCKS = 128
+BLOCKS = 256
 ENGINE = ("--served-model-name", "model", "--enforce-eager", "--max-model-len", "3200", "--max-num-seqs", "8",
           "--block-size", "32", "--num-gpu-blocks-override", str(BLOCKS))  # fmt: skip
-LONG, SHORT = 1650, 400
-NUM_LONG, NUM_SHORT = 2, 24
+LONG, SHORT = 3000, 150
+NUM_LONG, NUM_SHORT = 2, 56
 
 
 class Up:
@@ -41,7 +41,7 @@ class Up:
         self.gateway, self.scheduler, cms = free_ports(3)
         ports = ["--port", str(self.gateway), "--scheduler-port", str(self.scheduler), "--cms-port", str(cms)]
         command = [sys.executable, "-m", "llumsched.cli", "up", str(model), "--autoscale", "1:2"]
-        command += ["--autoscale-settle-seconds", "5", *ports, "--", *ENGINE]
+        command += ["--autoscale-settle-seconds", "3", *ports, "--", *ENGINE]
         environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
         self._out = out
         with out.open("wb") as log:

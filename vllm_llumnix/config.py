@@ -212,6 +212,12 @@ class LlumletConfig(CredentialFiles):
         "With --scheduling-policy priority: how long a request waits at most behind others that came later. From then "
         "on it counts as one of the most urgent of those that wait. 0: for ever.",
     )
+    ask_before_preemption: bool = _llumlet.setting(
+        False,
+        MARK,
+        "Where blocks are lacking, wait a tenth of a second for the rescheduler to move a request before one is "
+        "preempted. For clusters that run the policy neutral_preemption.",
+    )
     insecure: bool = _llumlet.setting(
         False, MARK, "Allow an address other than loopback although nothing is authenticated or encrypted."
     )

@@ -19,9 +19,9 @@ class Outcome:
     ours: float
     target: float | None = None
     """What `ours` is to be at most; None: nothing was said."""
+    more: Mapping[str, float] = field(default_factory=dict)
     is_at_least: bool = False
     """Whether more is better, and the target the least."""
-    more: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def held(self) -> bool | None:

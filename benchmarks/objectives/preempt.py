@@ -9,6 +9,8 @@ times, with each setting; a second round, with other requests, goes backwards.
     stock     nothing moves: vLLM preempts
     load      the rescheduler's defaults
     victims   these, and `neutral_preemption`
+
+Engines ask before they preempt in all three, in vain where nothing moves.
 """
 
 from __future__ import annotations
@@ -112,7 +114,9 @@ def engine(number: int, cms: str, logs: Path, overlap: float) -> ServerSpec:
     """As the calibration has them, but with vLLM's prefix cache, in which a preempted request may find itself again."""
     made = spec(number, [cms], logs, overlap)
     flags = [flag for flag in made.flags if flag != "--no-enable-prefix-caching"]
-    return dataclasses.replace(made, flags=(*flags, "--llumlet-bandwidth-limit-local", LINK))
+    return dataclasses.replace(
+        made, flags=(*flags, "--llumlet-bandwidth-limit-local", LINK, "--llumlet-ask-before-preemption")
+    )
 
 
 def arrivals(seconds: float, seed: int) -> list[Arrival]:

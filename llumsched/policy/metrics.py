@@ -75,8 +75,9 @@ class Metric:
 
     @property
     def of_request(self) -> bool:
-        """Whether it says how well an instance fits a request, and nothing without one."""
-        return isinstance(self.of, Expression) and not self.of.names.isdisjoint((HIT_COLUMN, *REQUEST_COLUMNS))
+        """Whether it means nothing without a request: of a prompt that is none, no prefix is cached. Of what else it
+        may name of a request, all is 0 then."""
+        return isinstance(self.of, Expression) and HIT_COLUMN in self.of.names
 
     @property
     def worst(self) -> float:

@@ -38,6 +38,8 @@ from llumsched.simulator.scaling import Fleet, ScalingActor
 from llumsched.simulator.step_model import Hardware
 from llumsched.simulator.workload import Arrival
 
+_ASKING: Final = "neutral_preemption"
+"""The policy with which engines ask before they preempt."""
 _MOST_RESTARTS: Final = 2
 """Further tries of a request, as the gateway's `retry_max_count`."""
 _LOOK_PS: Final = PS // 10
@@ -310,6 +312,8 @@ class _Run:
             self._loop, number, hardware, self._config.cadence, watch, self._control.told,
             model=model, shares_prefixes=self._shares_prefixes, max_moves=self._config.max_moves, life=life,
         )  # fmt: skip
+        rescheduling = self._config.control.rescheduling
+        member.engine.shortage.asks = rescheduling is not None and _ASKING in rescheduling.policies
         limits = Limits(max_requests=self._config.max_moves, max_kv_ratio=self._config.max_moves_share)
         departures = Departures(member, self._hop_ps, self._owner, limits)
         arrivals = Arrivals(member, self._network, self._hop_ps, self._owned, limits)

@@ -50,7 +50,6 @@ class ModelledInstance:
         kind: Callable[..., Blocks] = SharedBlocks if shares_prefixes else UniqueBlocks
         blocks = kind(config.num_blocks, config.block_size, caching=config.prefix_caching)
         self.engine = Engine(config, hardware.step, blocks, watcher)
-        self.engine.shortage.asks = True
         self.engine.shortage.gives_blocks = lambda: any(request.num_blocks for request in self.leaving)
         self.foretold: float | None = None
         """Share of requests of which it knows where they end; None: it does not tell what its coming steps do."""

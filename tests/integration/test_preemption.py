@@ -43,7 +43,10 @@ class Pair:
 def pair(model_dir: Path, log_dir: Path) -> Iterator[Pair]:
     logs, cms = log_dir / "preemption", f"127.0.0.1:{free_port()}"
     spec = ServerSpec(
-        model_dir, max_model_len=1024, num_kv_blocks=NUM_BLOCKS, flags=("--dtype", "float32", "--llumlet-cms", cms)
+        model_dir,
+        max_model_len=1024,
+        num_kv_blocks=NUM_BLOCKS,
+        flags=("--dtype", "float32", "--llumlet-cms", cms, "--llumlet-ask-before-preemption"),
     )
     with Fleet(logs) as fleet:
         specs = [dataclasses.replace(spec, name=name, instance_id=name) for name in ("hot", "cold")]

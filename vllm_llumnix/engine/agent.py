@@ -133,7 +133,7 @@ class LlumletAgent:
         context = self.context
         self._reporter = Reporter(cms, lambda: metadata_of(context), self.status.now, context.credentials)
         context.loop.port.load.on_change = self._reporter.changed
-        context.loop.port.shortage.asks = True
+        context.loop.port.shortage.asks = context.config.ask_before_preemption
         context.adapters.on_change = self._reporter.metadata_changed
         self._tasks.spawn(self._reporter.run())
 

@@ -90,8 +90,9 @@ class CacheFeed:
         stored, removed = (
             packed(name for name, is_held in changes.items() if is_held is wanted) for wanted in (True, False)
         )
-        messages = [CacheChanges(stored=part) for part in _parts(stored)]
-        messages += [CacheChanges(removed=part) for part in _parts(removed)]
+        # What is gone first: between two messages nothing is believed to be there that is not.
+        messages = [CacheChanges(removed=part) for part in _parts(removed)]
+        messages += [CacheChanges(stored=part) for part in _parts(stored)]
         return messages or [CacheChanges()]
 
 

@@ -17,7 +17,7 @@ texts = st.one_of(
 )
 """Well-formed Unicode: protobuf takes no other."""
 
-_SIGNED = {FieldDescriptor.TYPE_INT32: 32, FieldDescriptor.TYPE_INT64: 64}
+_SIGNED = {FieldDescriptor.TYPE_INT32: 32, FieldDescriptor.TYPE_SINT32: 32, FieldDescriptor.TYPE_INT64: 64}
 _UNSIGNED = {FieldDescriptor.TYPE_UINT32: 32, FieldDescriptor.TYPE_UINT64: 64}
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from llumsched.up.ports import free_port
@@ -29,7 +30,7 @@ AGEING_S = 20.0
 SECONDS = 60.0
 SCHEDULER = (
     *("--scheduling-policy", "virtual-usage", "--rescheduling-neutral-load-metric", "virtual_usage"),
-    *("--enable-rescheduling", "--colocated-rescheduling-mode"),
+    *("--enable-rescheduling", "--colocated-rescheduling-mode", "--rescheduling-pair-cooldown-seconds", "1"),
 )
 
 
@@ -79,21 +80,21 @@ async def is_at(server: Server, stream: Stream) -> bool:
     return any(stream.is_engine_id(info.request_id) for info in await requests(server))
 
 
-async def until_knows(cluster: Cluster, number: int) -> None:
+async def until_serves(cluster: Cluster) -> None:
     """Like `Control.knows`, which asks the gateway for its models without a key."""
     async with asyncio.timeout(SECONDS):
         while True:
             async with cluster.client(ONLINE) as client:
                 try:
                     await (await begin(client, 1)).result()
-                except StreamFailed:
+                except (StreamFailed, aiohttp.ClientConnectorError):
                     await asyncio.sleep(0.3)
                     continue
             return
 
 
 async def test_a_header_has_a_waiting_request_overtake_others(cluster: Cluster) -> None:
-    await until_knows(cluster, 1)
+    await until_serves(cluster)
     async with cluster.client(ONLINE) as usual, cluster.client(ONLINE, **{"X-Priority": "-2"}) as urgent:
         running = [await begin(usual, 600) for _ in range(SLOTS)]
         for stream in running:
@@ -113,7 +114,7 @@ async def test_a_header_has_a_waiting_request_overtake_others(cluster: Cluster) 
 
 
 async def test_a_key_may_not_ask_for_more_than_its_best_priority(cluster: Cluster) -> None:
-    await until_knows(cluster, 1)
+    await until_serves(cluster)
     for headers, parameters in (({"X-Priority": "-1"}, {}), ({}, {"priority": -1})):
         async with cluster.client(BATCH, **headers) as client:
             with pytest.raises(StreamFailed, match=r"403.*`priority` of 0 or more"):
@@ -124,7 +125,7 @@ async def test_a_key_may_not_ask_for_more_than_its_best_priority(cluster: Cluste
 
 async def test_nobody_starves(cluster: Cluster) -> None:
     """More urgent requests than the engine has slots, all the time."""
-    await until_knows(cluster, 1)
+    await until_serves(cluster)
     stop = asyncio.Event()
 
     async def urgent(client: Client) -> None:
@@ -146,8 +147,8 @@ async def test_others_move_away_from_an_urgent_request_which_stays(cluster: Clus
     """Although it is the shortest, and by load alone would go first."""
     second = await asyncio.to_thread(cluster.add, "second")
     async with Client(cluster.first.base_url) as past:  # the gateway, which would spread them
-        kept = await begin(past, 2500, priority=-1)
-        others = [await past.complete(PROMPT * 10, 2500, ignore_eos=True) for _ in range(2)]
+        others = [await past.complete(PROMPT * 10, 3400, ignore_eos=True) for _ in range(2)]
+        kept = await begin(past, 3400, priority=-1)
         async with asyncio.timeout(SECONDS):
             while not all([await is_at(second, stream) for stream in others]):
                 told = json.dumps(await rescheduling(cluster.control.scheduler_url))

@@ -92,6 +92,7 @@ RELIED_ON: tuple[Reliance, ...] = (
     # A request, and what travels of it.
     *_of(_REQUEST, "engine/request_state.py", "__init__ append_output_token_ids is_finished", "Request"),
     *_of(_REQUEST, "engine/request_state.py", "num_tokens num_output_tokens use_structured_output", "Request"),
+    *_of(_REQUEST, "engine/shortage.py", "num_tokens_with_spec", "Request"),
     *_of(_REQUEST, "engine/request_state.py", "RequestStatus"),
     *_of(_MESSAGES, "frontend/origin.py", "EngineCoreRequest EngineCoreOutput EngineCoreOutputs FinishReason"),
     *_of(_MESSAGES, "frontend/client.py", "EngineCoreRequestType"),

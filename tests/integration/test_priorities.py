@@ -26,7 +26,7 @@ pytestmark = pytest.mark.asyncio
 ONLINE, BATCH = "sk-online-0123456789", "sk-batch-0123456789"
 PROMPT = [100 + index * 7 % 900 for index in range(64)]
 SLOTS = 3
-AGEING_S = 20.0
+AGEING_S = 8.0
 SECONDS = 60.0
 SCHEDULER = (
     *("--scheduling-policy", "virtual-usage", "--rescheduling-neutral-load-metric", "virtual_usage"),

@@ -81,16 +81,16 @@ async def test_everything_once_then_what_changes() -> None:
     assert (await watcher.hear()).reset
     blocks.put(3)
     blocks.drop(1)
-    assert names_in((await watcher.hear()).stored) == {3}
     changes = await watcher.hear()
-    assert (names_in(changes.removed), changes.reset) == ({1}, False)
+    assert (names_in(changes.removed), changes.reset) == ({1}, False), "what is gone first"
+    assert names_in((await watcher.hear()).stored) == {3}
     blocks.put(4)
     blocks.drop(4)
     blocks.drop(3)
     blocks.put(3)
     told = await watcher.hear(), await watcher.hear()
-    assert [names_in(changes.stored) for changes in told] == [{3}, set()], "where each of them ended"
-    assert [names_in(changes.removed) for changes in told] == [set(), {4}]
+    assert [names_in(changes.removed) for changes in told] == [{4}, set()], "where each of them ended"
+    assert [names_in(changes.stored) for changes in told] == [set(), {3}]
     assert watcher.names == blocks.names
     await watcher.leave()
     assert not blocks.followed

@@ -20,10 +20,10 @@ import argparse
 import asyncio
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from rich.console import Console
 
@@ -48,6 +48,7 @@ _QUICK_SECONDS: Final = 12.0
 
 Options = argparse.Namespace
 Case = Callable[[Options, Say], list[Outcome]]
+_Load = TypeVar("_Load", latency.Load, prefix.Load)
 
 
 def _lab(case: str, options: Options) -> Lab:
@@ -61,10 +62,13 @@ def _lab(case: str, options: Options) -> Lab:
     )
 
 
+def _played(loads: Sequence[_Load], options: Options) -> Sequence[_Load]:
+    """Those that are played."""
+    return [replace(loads[0], seconds=_QUICK_SECONDS)] if options.quick else loads
+
+
 def _latency(options: Options, say: Say) -> list[Outcome]:
-    loads = latency.LOADS
-    if options.quick:
-        loads = tuple(replace(load, seconds=_QUICK_SECONDS) for load in loads[:1])
+    loads = _played(latency.LOADS, options)
     return asyncio.run(latency.measure(options.logs, loads, options.overlap, options.seed, say))
 
 
@@ -73,9 +77,7 @@ def _forward(options: Options, say: Say) -> list[Outcome]:
 
 
 def _engines(options: Options, say: Say) -> list[Outcome]:
-    runs = forward_engines.RUNS
-    if options.quick:
-        runs = tuple(replace(run, seconds=_QUICK_SECONDS) for run in runs[:1])
+    runs = _played(forward_engines.RUNS, options)
     return asyncio.run(forward_engines.measure(options.logs, runs, options.overlap, options.seed, say))
 
 
@@ -93,9 +95,7 @@ def _preempt(options: Options, say: Say) -> list[Outcome]:
 
 
 def _prefix(options: Options, say: Say) -> list[Outcome]:
-    loads = prefix.LOADS
-    if options.quick:
-        loads = tuple(replace(load, seconds=_QUICK_SECONDS) for load in loads[:1])
+    loads = _played(prefix.LOADS, options)
     return asyncio.run(prefix.measure(options.logs, loads, options.overlap, options.seed, say))
 
 

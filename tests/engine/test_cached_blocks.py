@@ -173,6 +173,21 @@ def test_no_names_from_the_first_image_on(model_dir: Path) -> None:
     assert len(reader.read()) == 2
 
 
+def test_an_engine_goes_on_without_names_and_says_so_once(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(model_dir)
+    reader = Reader(rig.port.cached_blocks)
+    monkeypatch.setattr(CachedBlocks, "_name", Mock(side_effect=ValueError("no such thing")))
+    monkeypatch.setattr(cached_blocks.logger, "propagate", True)
+    for name in ("a", "b"):
+        rig.add(name, num_prompt=100, max_tokens=3)
+    rig.turns(6)
+    assert not rig.scheduler.running, "both have come to their end"
+    assert not reader.read()
+    assert [record.levelname for record in caplog.records if "get no names" in record.message] == ["ERROR"]
+
+
 def test_a_hit_that_is_no_simple_prefix_is_not_told(model_dir: Path) -> None:
     rig = Rig(model_dir, window=64)
     rig.add("a", num_prompt=100, max_tokens=1)

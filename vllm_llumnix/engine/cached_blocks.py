@@ -57,6 +57,8 @@ class CachedBlocks:
         self._num_losses = 0
         """Times that changes were lost; written by the loop alone."""
         self._known_losses: int | None = None
+        self._has_failed = False
+        """Blocks got no names for an error, of which the log was told."""
         if self.block_size:
             self._wrap(pool)
 
@@ -106,8 +108,10 @@ class CachedBlocks:
             try:
                 self._name(request, blocks, num_cached_blocks, num_full_blocks)
             except Exception:
-                # Blocks without a name are never promised to anybody; the engine goes on.
-                logger.debug("llumlet: blocks of %s get no names", request.request_id, exc_info=True)
+                # Whatever it is, the engine goes on: blocks without a name are never promised to anybody.
+                level = logging.DEBUG if self._has_failed else logging.ERROR
+                self._has_failed = True
+                logger.log(level, "llumlet: cached blocks of %s get no names", request.request_id, exc_info=True)
 
         def remove(block: Block) -> list[Any]:
             key = block.block_hash

@@ -49,7 +49,9 @@ class _Looker:
         """Sizes, by column: of what was reported, and of what was moved on."""
         self._view = View()
         self.account = Account(time.monotonic, 10.0)
-        self._dispatcher = Dispatcher(self._view, load_policy("load-balance", Mode.FULL), self.account, time.monotonic)
+        self._dispatcher = Dispatcher(
+            self._view, load_policy("load-balance", Mode.FULL), self.account, time.monotonic, looks_ahead=True
+        )
 
     def appeared(self, instance: Instance) -> None:
         self._view.put_metadata(instance.metadata)

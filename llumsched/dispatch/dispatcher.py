@@ -109,18 +109,20 @@ class Dispatcher:
         providers: Sequence[RequestProvider] = (),
         profiles: Sequence[Profile] = (),
         forward: bool = False,
+        looks_ahead: bool = False,
         hits: PrefixHits | None = None,
     ) -> None:
         """`warms_up_s`: how long no instance must have come before one is chosen among those that have. `providers`: of
         columns beside those of the table, asked for each request. `profiles`: what is known of steps beforehand.
-        `forward`: whether decisions see statuses moved on to now. `hits`: what prefix caches hold."""
+        `forward`: whether decisions see statuses moved on to now; `looks_ahead`: whether somebody else moves its table
+        on. That takes columns of its own, which cost something with each status. `hits`: what prefix caches hold."""
         self.view, self.policy, self.ledger = view, policy, ledger
         self._staleness_s = policy.staleness_s
         self._forward = forward
         self.step_models = StepModels(clock, profiles)
         self.senders = Senders(clock)
-        outlook = Outlook(clock)
-        self.table = standard_table(ledger.in_flight, self.step_models, outlook)
+        outlooks = [Outlook(clock)] if forward or looks_ahead else []
+        self.table = standard_table(ledger.in_flight, self.step_models, *outlooks)
         self.hits = hits
         self._providers: Sequence[RequestProvider] = (*((hits,) if hits else ()), *providers)
         self._lost: tuple[tuple[Instance, ...], Snapshot | None] = (), None
@@ -136,7 +138,7 @@ class Dispatcher:
         observers = [
             ledger,
             self.step_models,
-            outlook,
+            *outlooks,
             self.senders,
             *observers,
             self.table,

@@ -22,7 +22,7 @@ from llumsched.cluster.providers.in_flight import InFlight
 from llumsched.cluster.providers.outlook import Outlook
 from llumsched.cluster.providers.step_models import StepModels
 from llumsched.cluster.table import Table, standard_table
-from llumsched.cluster.view import View
+from llumsched.cluster.view import Observer, View
 from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.counters import RescheduleCounters
 from llumsched.rescheduling.draft import Shares, nothing_shared
@@ -82,9 +82,10 @@ class Rescheduler:
         self._policies = load_policies(config)
         self._unobserve: list[Callable[[], None]] = []
         if table is None:
-            step_models, outlook = StepModels(clock), Outlook(clock)
-            table = standard_table(InFlight(), step_models, outlook)
-            self._unobserve = [view.observe(one) for one in (step_models, outlook, table)]
+            step_models, outlooks = StepModels(clock), [Outlook(clock)] if config.forward_status else []
+            table = standard_table(InFlight(), step_models, *outlooks)
+            observers: list[Observer] = [step_models, *outlooks, table]
+            self._unobserve = [view.observe(one) for one in observers]
         self._table = table
         self._clock = clock
         self._lease = lease

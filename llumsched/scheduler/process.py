@@ -223,6 +223,7 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
             providers=all_request_providers(),
             profiles=profiles_of(config),
             forward=config.forward_status,
+            looks_ahead=config.rescheduling is not None and config.rescheduling.forward_status,
             hits=(hits := _hits(config)),
         )
         stack.callback(dispatcher.close)

@@ -95,6 +95,8 @@ class Control:
             clock,
             random.Random(random.random()),
             forward=config.forward_status,
+            looks_ahead=config.foresight_s is not None
+            or (config.rescheduling is not None and config.rescheduling.forward_status),
         )
         self.hindsight: Hindsight | None = None
         if config.has_hindsight:

@@ -19,6 +19,7 @@ from llumsched.cli import prepare
 from llumsched.commands import scheduler
 from llumsched.latency.profile import Profile, for_llumnix
 from llumsched.policy.document import Mode
+from llumsched.rescheduling.policies import load_rescheduling_policy
 from llumsched.scheduler.process import SchedulerConfig
 from tests.llumlet.fake_agent import until
 from tests.llumsched.conftest import start
@@ -58,6 +59,49 @@ def test_flags() -> None:
     assert str(found.rescheduling.failover_domain) == "node"
     assert not found.account
     assert config("--cms-listen", "127.0.0.1:0").cms == "listen://127.0.0.1:0"
+
+
+TPOT = "--rescheduling-policies=neutral_load,neutral_tpot"
+INSIDE = ("--enable-rescheduling", "--colocated-rescheduling-mode")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "of_dispatch", "of_rescheduling"),
+    [
+        (["--scheduling-policy=slo", "--ttft-slo=700", "--tpot-slo-dispatch-threshold=0.7"],
+         {"ttft_slo": 700.0, "tpot_slo_dispatch_threshold": 0.7}, {}),
+        ([*INSIDE, TPOT, "--tpot-slo=40"], {}, {"tpot_slo": 40.0}),
+        ([*INSIDE, TPOT, "--tpot-slo-dispatch-threshold=0.9", "--scheduling-policy=slo"],
+         {"tpot_slo_dispatch_threshold": 0.9}, {"tpot_slo_dispatch_threshold": 0.9}),
+        ([*INSIDE, TPOT, "--tpot-migrate-out-ceil-threshold=0.99"], {}, {"tpot_migrate_out_ceil_threshold": 0.99}),
+    ],
+)  # fmt: skip
+def test_objectives_are_set_for_whoever_has_a_use_for_them(
+    arguments: list[str], of_dispatch: dict[str, float], of_rescheduling: dict[str, float]
+) -> None:
+    found = config(*arguments)
+    assert of_dispatch.items() <= found.policy.constants.items()
+    if of_rescheduling:
+        assert found.rescheduling is not None
+        policy = load_rescheduling_policy("neutral_tpot", found.rescheduling)
+        assert of_rescheduling.items() <= policy.constants.items()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (["--tpot-slo=40"], "policy load-balance: full: has no constant tpot_slo to set to 40"),
+        ([*INSIDE, "--tpot-slo=40"], "policy load-balance: full: has no constant tpot_slo to set to 40"),
+        ([*INSIDE, TPOT, "--ttft-slo=40"], "policy load-balance: full: has no constant ttft_slo to set to 40"),
+        ([*INSIDE, "--tpot-migrate-out-ceil-threshold=0.9"],
+         "--tpot-migrate-out-ceil-threshold: none of --rescheduling-policies has a use for it"),
+        ([*INSIDE, TPOT, "--tpot-migrate-out-ceil-threshold=0.8"],
+         "neutral_tpot: tpot_migrate_out_ceil_threshold 0.8 is below tpot_slo_dispatch_threshold 0.85: "
+         "what may leave an instance might come there"),
+    ],
+)  # fmt: skip
+def test_an_objective_that_nobody_has_a_use_for(arguments: list[str], fault: str) -> None:
+    assert parsed(*arguments)[0] == [fault]
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_predictions_are_of_what_was_reported_if_the_snapshot_has_been_moved_on(
     reported = table(busy, known=TWENTY_MS).snapshot()
     passed_s = 2.0  # of 4: more than 1.7 are left
     moved = reported.copy()
-    moved["num_uncomputed_tokens_all_waiting_prefills"] /= 2
+    moved["num_uncomputed_tokens_all_waiting_prefills"][:] /= 2
     assert ends_of(policy, moved, passed_s, reported).sources.all()
     assert not ends_of(policy, moved, passed_s).sources.any()
 

@@ -51,9 +51,11 @@ def plan(
     now_s: float,
     view_s: float | None = None,
     shares: Shares = nothing_shared,
+    reported: Snapshot | None = None,
 ) -> Plan:
     """The moves of one pass. `now_s` is by the clock of the history; `view_s` when the view that the snapshot is of was
-    last fed, if that is not now. `shares`: what prefix caches have of each other, as far as known."""
+    last fed, if that is not now. `shares`: what prefix caches have of each other, as far as known. `reported`: the
+    cluster as it was reported, if the snapshot has been moved on."""
     as_of_s = now_s if view_s is None else view_s
     draft = Draft(snapshot, history, config, now_s, shares)
     results = []
@@ -63,7 +65,8 @@ def plan(
         num_sources = num_destinations = 0
         error = None
         try:
-            num_sources, num_destinations = policy.selector.pair(draft, policy.name, ends_of(policy, snapshot, as_of_s))
+            ends = ends_of(policy, snapshot, as_of_s, reported)
+            num_sources, num_destinations = policy.selector.pair(draft, policy.name, ends)
         except Exception as raised:  # noqa: BLE001 - it may be anybody's, and other policies have their turn
             error = raised
         num_moves = len(draft.moves) - before
@@ -75,9 +78,9 @@ def _turn(policy: ReschedulingPolicy) -> bool:
     return policy.selector.purpose is not Purpose.FAILOVER
 
 
-def ends_of(policy: ReschedulingPolicy, snapshot: Snapshot, now_s: float) -> Ends:
-    """Which instances the policy's filters let be sources and destinations."""
-    candidates = Candidates(snapshot, Context(now_s))
+def ends_of(policy: ReschedulingPolicy, snapshot: Snapshot, now_s: float, reported: Snapshot | None = None) -> Ends:
+    """Which instances the policy's filters let be sources and destinations. `reported` as in `plan`."""
+    candidates = Candidates(snapshot, Context(now_s), reported=reported)
     failed = screen(policy.failed, candidates).failed
     return Ends(
         screen(policy.sources, candidates, failed).passed, screen(policy.destinations, candidates, failed).passed

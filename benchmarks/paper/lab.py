@@ -44,8 +44,8 @@ INFAAS_MOVES: Final = _own(f"infaas{MOVES}")
 INFAAS_MEMORY: Final = _own("infaas-memory")
 PACKING: Final = _own("packing")
 PACKING_MOVES: Final = _own(f"packing{MOVES}")
-RANDOM: Final = _own("random")
-RANDOM_MOVES: Final = _own(f"random{MOVES}")
+RANDOM: Final = "random"
+RANDOM_MOVES: Final = f"{RANDOM}{MOVES}"
 """Settings of the paper's baselines, and what moves make of them."""
 QUICK_REQUESTS: Final = 1_500
 _WIDTH: Final = 200

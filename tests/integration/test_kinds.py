@@ -65,7 +65,7 @@ def cluster(model_dir: Path, log_dir: Path) -> Iterator[Cluster]:
             control.stop()
 
 
-async def post(control: Control, path: str, body: dict[str, Any]) -> bytes:
+async def post(control: Control, path: str, body: Any) -> bytes:
     async with (
         aiohttp.ClientSession() as session,
         session.post(control.scheduler_url + path, json=body, raise_for_status=True) as answer,

@@ -29,7 +29,7 @@ DESCRIPTION = """Move running requests from hot instances to cold ones and away 
 One per cluster: two would undo each other's moves. A scheduler runs one inside with --enable-rescheduling
 --colocated-rescheduling-mode, and knows there what it sent and no status shows yet."""
 
-_http = Group("HTTP", "/metrics, /healthz and /debug/rescheduling.")
+_http = Group("HTTP", "/metrics, /healthz, /debug/rescheduling, and what `llumnix explain --rescheduling` asks.")
 
 
 @dataclass(frozen=True, slots=True)

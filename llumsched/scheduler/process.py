@@ -35,7 +35,7 @@ from llumsched.prefix.index import PrefixIndex
 from llumsched.prefix.watches import CacheWatches
 from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.rescheduling.draft import nothing_shared
-from llumsched.rescheduling.http import add_debug_route
+from llumsched.rescheduling.http import add_debug_routes
 from llumsched.rescheduling.rescheduler import Rescheduler, lease_of
 from llumsched.scaling.config import Config as ScalingConfig
 from llumsched.scheduler import events, scaling
@@ -236,7 +236,7 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
         app = Api(dispatcher, registry).application()
         events.add_routes(app, store.view, rescheduler.records if rescheduler is not None else None)
         if rescheduler is not None:
-            add_debug_route(app, rescheduler.records)
+            add_debug_routes(app, rescheduler)
         scaling.add_route(app, _scale(stack, config.scaling, dispatcher, registry))
         if config.service_token_file:
             app.middlewares.insert(0, ServiceTokens(config.service_token_file).guard)

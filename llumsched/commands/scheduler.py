@@ -267,6 +267,15 @@ def _profile_faults(config: process.SchedulerConfig) -> Iterator[str]:
         yield str(error)
 
 
+def _warnings(config: process.SchedulerConfig) -> Iterator[str]:
+    """What can be meant, and hardly is."""
+    if config.cache_aware and not config.policy.heeds_prefixes:
+        yield (
+            f"--enable-cache-aware-scheduling: no formula of the policy {config.policy.name} reads what prefix caches "
+            "hold: nothing is placed by it; the policy prefix-cache does"
+        )
+
+
 def run(config: process.SchedulerConfig, credentials: Credentials) -> int:
     import uvloop
 
@@ -285,6 +294,8 @@ async def _serve(config: process.SchedulerConfig) -> None:
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    for warning in _warnings(config):
+        _log.warning(warning)
     running = await process.serve(config)
     try:
         policy = config.policy

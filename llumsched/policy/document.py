@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from llumlet.protocol.infer_type import InferType
+from llumsched.cluster.providers import HIT_COLUMN
 from llumsched.policy import filters as f
 from llumsched.policy.expression import Expression
 from llumsched.policy.metrics import Metric
@@ -55,19 +56,31 @@ class Policy:
     @property
     def reads(self) -> frozenset[str]:
         """Columns that its formulas name."""
-        stages = self.stages.values()
-        filters = [one for stage in stages for one in stage.filters]
-        metrics = [metric for stage in stages for metric in stage.metrics]
-        metrics += [one.metric for one in filters if isinstance(one, f.MetricBasedFilter)]
-        formulas = [metric.of for metric in metrics if isinstance(metric.of, Expression)]
-        formulas += [one.condition for one in filters if isinstance(one, f.ConditionFilter)]
+        formulas = [metric.of for metric in self._metrics if isinstance(metric.of, Expression)]
+        formulas += [one.condition for one in self._filters if isinstance(one, f.ConditionFilter)]
         return frozenset().union(*(formula.names for formula in formulas))
+
+    @property
+    def heeds_prefixes(self) -> bool:
+        """Whether it places by what prefix caches hold, as far as its formulas tell: by the hits, or by the time to the
+        first token that is predicted with them."""
+        names = self.reads.union(metric.name for metric in self._metrics)
+        return HIT_COLUMN in names or "predicted_ttft" in names
+
+    @property
+    def _filters(self) -> list[f.Filter | f.GroupFilter]:
+        return [one for stage in self.stages.values() for one in stage.filters]
+
+    @property
+    def _metrics(self) -> list[Metric]:
+        """What it compares, and what its filters have thresholds for."""
+        compared = [metric for stage in self.stages.values() for metric in stage.metrics]
+        return compared + [one.metric for one in self._filters if isinstance(one, f.MetricBasedFilter)]
 
     @property
     def staleness_s(self) -> float:
         """Silence after which an instance counts as failed; 0 if it never does."""
-        filters = [one for stage in self.stages.values() for one in stage.filters]
-        return max((one.seconds for one in filters if isinstance(one, f.StalenessFilter)), default=0.0)
+        return max((one.seconds for one in self._filters if isinstance(one, f.StalenessFilter)), default=0.0)
 
 
 def load_policy(name: str, mode: Mode, overrides: Overrides | None = None) -> Policy:

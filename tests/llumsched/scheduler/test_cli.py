@@ -199,6 +199,33 @@ async def test_a_password_stays_out_of_the_log(caplog: pytest.LogCaptureFixture)
     assert "somebody" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("policy", "warns"), [("load-balance", True), ("round-robin", True), ("prefix-cache", False), ("slo", False)]
+)
+def test_prefixes_that_no_policy_heeds_are_warned_of(policy: str, warns: bool) -> None:
+    found = config("--enable-cache-aware-scheduling", f"--scheduling-policy={policy}")
+    assert [policy in warning for warning in scheduler._warnings(found)] == [True] * warns
+    assert list(scheduler._warnings(config(f"--scheduling-policy={policy}"))) == []
+
+
+@pytest.mark.asyncio
+async def test_warnings_come_before_it_serves(caplog: pytest.LogCaptureFixture) -> None:
+    found = config("--port=0", "--cms=listen://127.0.0.1:0", "--enable-cache-aware-scheduling")
+    with caplog.at_level(logging.INFO, "llumnix.scheduler"):
+        serving = asyncio.create_task(scheduler._serve(found))
+        try:
+            await until(lambda: len(caplog.records) > 1)
+        finally:
+            await end(serving)
+    first, second = caplog.records[:2]
+    assert first.levelno == logging.WARNING
+    assert first.message == (
+        "--enable-cache-aware-scheduling: no formula of the policy load-balance reads what prefix caches hold: nothing "
+        "is placed by it; the policy prefix-cache does"
+    )
+    assert second.message.startswith("at http://")
+
+
 @pytest.mark.asyncio
 @pytest.mark.timeout(180)
 async def test_a_life() -> None:
@@ -219,6 +246,10 @@ async def test_a_life() -> None:
                 assert json.loads(out)["stages"][0]["chosen"] is None
             else:
                 assert out.decode().startswith("neutral: nobody (load-balance, full mode")
+        explain = await start("explain", "--scheduler", address, "--metric", "freeness,none_such")
+        _, err = await asyncio.wait_for(explain.communicate(), 90)
+        assert explain.returncode == 2
+        assert b"metric 'none_such' is unknown; known: all_decodes_tokens_num, " in err
     finally:
         process.send_signal(signal.SIGTERM)
         await asyncio.wait_for(process.communicate(), 60)

@@ -46,6 +46,7 @@ def prepare(reading: Reading) -> tuple[str, Http, Config]:
     if "--cms" not in reading.given:
         reading.faults.append(f"--cms HOST:PORT or redis://… is missing (or {instances.CMS_VARIABLE})")
     switches, config = arguments.prepare(reading)
+    reading.check(arguments.constant_faults, config)
     if switches.colocated:
         reading.faults.append(
             "--colocated-rescheduling-mode is for `llumnix scheduler`; here it is --standalone-rescheduling-mode"

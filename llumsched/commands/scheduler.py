@@ -129,8 +129,8 @@ class Dispatch:
     def mode(self) -> Mode:
         return Mode.FULL if self.full_mode else Mode.LITE
 
-    def load_policy(self, *, is_rescheduled: bool) -> Policy:
-        """The policy, with what was said instead. Raises PolicyError."""
+    def load_policy(self, optional: frozenset[str]) -> Policy:
+        """The policy, with what was said instead. `optional`: what somebody else has a use for. Raises PolicyError."""
         loads: dict[InferType, LoadOverride] = {each: getattr(self, each) for each in InferType}
         overrides = Overrides(
             {each: load.metric for each, load in loads.items() if load.metric is not None},
@@ -139,8 +139,7 @@ class Dispatch:
             self.failover_domain,
             self.staleness_s,
             {name: value for name in _CONSTANTS if (value := getattr(self, name)) is not None},
-            # The rescheduler has these, too.
-            frozenset({"failover_domain", "staleness_s"} if is_rescheduled else ()),
+            optional,
         )
         return load_policy(self.policy, self.mode, overrides)
 
@@ -209,9 +208,11 @@ def prepare(reading: Reading) -> process.SchedulerConfig | None:
     scaling = reading.make_with_defaults(ScalingConfig)
     reading.check(scaling_faults, scaling)
     reading.check(_rescheduling_faults, switches, dispatch)
+    if switches.in_scheduler:
+        reading.check(rescheduling.constant_faults, config, _CONSTANTS)
     policy: Any = None
     try:
-        policy = dispatch.load_policy(is_rescheduled=switches.in_scheduler)
+        policy = dispatch.load_policy(rescheduling.names_set(config) if switches.in_scheduler else frozenset())
     except PolicyError as error:
         reading.faults += error.faults
     made = reading.make(

@@ -52,6 +52,8 @@ class Policy:
     name: str
     mode: Mode
     stages: Mapping[InferType, Stage]
+    constants: Mapping[str, float] = field(default_factory=dict)
+    """The constants that it defines, as they are set."""
 
     @property
     def reads(self) -> frozenset[str]:
@@ -123,7 +125,8 @@ class _DispatchReader(Reader):
 
     def policy(self) -> Policy:
         """The policy; not to be used if there are faults."""
-        return Policy(self.name, self._mode, self._stages(self.document.get(self._mode)) if self.document else {})
+        stages = self._stages(self.document.get(self._mode)) if self.document else {}
+        return Policy(self.name, self._mode, stages, self.constants)
 
     def _stages(self, sections: Any) -> dict[InferType, Stage]:
         if not isinstance(sections, dict) or not sections:
@@ -209,7 +212,7 @@ class _DispatchReader(Reader):
         for infer_type, threshold in self._overrides.thresholds.items():
             if f"thresholds {infer_type}" not in self._overridden:
                 self.fault(f"{self._mode}.{infer_type}", f"has no load threshold to set to {threshold:g}")
-        for name in sorted(self._overrides.constants.keys() - self.constants.keys()):
+        for name in sorted(self._overrides.constants.keys() - self.constants.keys() - self._overrides.optional):
             self.fault(f"{self._mode}", f"has no constant {name} to set to {self._overrides.constants[name]:g}")
         for part, (field_name, setting) in _SETTINGS.items():
             value = getattr(self._overrides, field_name)

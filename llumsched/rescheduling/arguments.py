@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Final
 
 from llumlet.kinds import SWITCH
 from llumlet.setting_sources import Reading
@@ -12,6 +14,9 @@ from llumsched.policy.reader import PolicyError, is_own_file
 from llumsched.rescheduling.config import Config, rescheduling
 from llumsched.rescheduling.moves import selection_fault
 from llumsched.rescheduling.policies import load_rescheduling_policy
+
+_LEAVE: Final = "tpot_migrate_out_ceil_threshold"
+_TAKE: Final = "tpot_slo_dispatch_threshold"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,35 @@ def prepare(reading: Reading) -> tuple[Switches, Config]:
     if switches.colocated and switches.standalone:
         reading.faults.append("--colocated-rescheduling-mode and --standalone-rescheduling-mode exclude each other")
     return switches, config
+
+
+def constants(config: Config) -> Mapping[str, Mapping[str, float]]:
+    """The constants of the policies, by the policy's name. Those in which something is wrong are left out."""
+    found = {}
+    for name in config.policies:
+        with suppress(PolicyError):
+            found[name] = load_rescheduling_policy(name, config).constants
+    return found
+
+
+def names_set(config: Config) -> frozenset[str]:
+    """Settings that a rescheduler shares with dispatch, and has a use for."""
+    return frozenset({"failover_domain", "staleness_s"}).union(*constants(config).values())
+
+
+def constant_faults(config: Config, used_elsewhere: Container[str] = ()) -> Iterator[str]:
+    """`used_elsewhere`: names of constants for which somebody else has a use, or says that nobody has."""
+    by_policy = constants(config)
+    used = frozenset().union(*by_policy.values())
+    for name in config.constants:
+        if name not in used and name not in used_elsewhere:
+            yield f"--{name.replace('_', '-')}: none of --rescheduling-policies has a use for it"
+    for policy, of_policy in by_policy.items():
+        leave, take = (of_policy.get(name) for name in (_LEAVE, _TAKE))
+        if leave is not None and take is not None and leave < take:
+            yield (
+                f"{policy}: {_LEAVE} {leave:g} is below {_TAKE} {take:g}: what may leave an instance might come there"
+            )
 
 
 def _policies(config: Config) -> Iterator[str]:

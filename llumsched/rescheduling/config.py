@@ -26,7 +26,13 @@ USUAL: Final = (
 )
 """Policies for who says nothing else."""
 POLICIES: Final = (*USUAL, "neutral_preemption", "neutral_ttft", "neutral_tpot")
-OBJECTIVES: Final = ("ttft_slo", "tpot_slo", "tpot_migrate_out_ceil_threshold")
+OBJECTIVES: Final = (
+    "ttft_slo",
+    "tpot_slo",
+    "ttft_slo_dispatch_threshold",
+    "tpot_slo_dispatch_threshold",
+    "tpot_migrate_out_ceil_threshold",
+)
 """Settings that are constants of policies, by these names."""
 SHORTEST_AS_NEEDED: Final = Selection(Unit.TOKEN, Order.SR, AS_NEEDED)
 
@@ -133,6 +139,12 @@ class Config:
     )
     tpot_slo: float | None = _objectives.setting(
         None, MILLISECONDS, "running requests leave where they would be slower (default: the policy's, 50)"
+    )
+    ttft_slo_dispatch_threshold: float | None = _objectives.setting(
+        None, SHARE, "of --ttft-slo, up to which an instance is in time (default: the policy's, 0.85)"
+    )
+    tpot_slo_dispatch_threshold: float | None = _objectives.setting(
+        None, SHARE, "of --tpot-slo, up to which an instance takes running requests (default: the policy's, 0.85)"
     )
     tpot_migrate_out_ceil_threshold: float | None = _objectives.setting(
         None, SHARE, "of --tpot-slo, from which on they do (default: the policy's, 0.95)"

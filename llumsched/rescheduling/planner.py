@@ -87,10 +87,12 @@ def plan(
     now_s: float,
     view_s: float | None = None,
     shares: Shares = nothing_shared,
+    reported: Snapshot | None = None,
     watch: Watch = nobody_watches,
 ) -> Plan:
     """The moves of one pass. `now_s` is by the clock of the history; `view_s` when the view that the snapshot is of was
-    last fed, if that is not now. `shares`: what prefix caches have of each other, as far as known."""
+    last fed, if that is not now. `shares`: what prefix caches have of each other, as far as known. `reported`: the
+    cluster as it was reported, if the snapshot has been moved on. `watch` is told of each policy's turn."""
     as_of_s = now_s if view_s is None else view_s
     draft = Draft(snapshot, history, config, now_s, shares)
     results = []
@@ -100,7 +102,7 @@ def plan(
         num_sources = num_destinations = 0
         error = None
         try:
-            turn = screened(policy, snapshot, as_of_s)
+            turn = screened(policy, snapshot, as_of_s, reported)
             watch(turn, draft)
             num_sources, num_destinations = policy.selector.pair(draft, policy.name, turn.ends)
         except Exception as raised:  # noqa: BLE001 - it may be anybody's, and other policies have their turn
@@ -114,9 +116,9 @@ def _comes_later(policy: ReschedulingPolicy) -> bool:
     return policy.selector.purpose is not Purpose.FAILOVER
 
 
-def screened(policy: ReschedulingPolicy, snapshot: Snapshot, now_s: float) -> Turn:
-    """Runs the policy's filters."""
-    candidates = Candidates(snapshot, Context(now_s))
+def screened(policy: ReschedulingPolicy, snapshot: Snapshot, now_s: float, reported: Snapshot | None = None) -> Turn:
+    """Runs the policy's filters. `reported` as in `plan`."""
+    candidates = Candidates(snapshot, Context(now_s), reported=reported)
     failed = screen(policy.failed, candidates)
     sources, destinations = (
         screen(filters, candidates, failed.failed) for filters in (policy.sources, policy.destinations)

@@ -16,7 +16,7 @@ is written in their files; a file of one's own says everything itself.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from llumlet.protocol.infer_type import InferType
@@ -44,6 +44,8 @@ class ReschedulingPolicy:
     sources: Filters
     destinations: Filters
     selector: PairSelector
+    constants: Mapping[str, float] = field(default_factory=dict)
+    """The constants that it defines, as they are set."""
 
 
 def load_policies(config: Config) -> tuple[ReschedulingPolicy, ...]:
@@ -134,7 +136,7 @@ class _ReschedulingReader(Reader):
         if selector is None:
             return None
         gives, takes = (Filters.of([of_type, *filters]) for filters in (sources, destinations))
-        return ReschedulingPolicy(self.name, Filters.of(failed), gives, takes, selector)
+        return ReschedulingPolicy(self.name, Filters.of(failed), gives, takes, selector, self.constants)
 
     def _filters(self, where: str, entries: Any) -> Iterable[f.Filter | f.GroupFilter]:
         if not isinstance(entries, list):

@@ -200,7 +200,8 @@ class Rescheduler:
         lost = self._view.lost.within(config.staleness_s)
         # Instances are as old as the view, moves are not.
         view_s = now_s - self._view.age_s
-        snapshot = self._table.snapshot(lost)
+        snapshot = reported = self._table.snapshot(lost)
         if config.forward_status:
+            snapshot = reported.copy()
             move_on(snapshot, view_s)
-        return plan(snapshot, self._policies, history, config, now_s, view_s, self._shares, watch)
+        return plan(snapshot, self._policies, history, config, now_s, view_s, self._shares, reported, watch)

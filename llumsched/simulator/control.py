@@ -21,7 +21,7 @@ from llumlet.tasks import cancel
 from llumlet.types import Address, InstanceMetadata, InstanceStatus
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.view import View
-from llumsched.contract import Complaining, Endpoint, LLMInstance, Report, SchedulingRequest
+from llumsched.contract import Attaining, Complaining, Endpoint, LLMInstance, Report, SchedulingRequest
 from llumsched.dispatch.dispatcher import Dispatcher, NotPlaced, NotPlacedKind
 from llumsched.gateway.backends import Backends
 from llumsched.gateway.config import Config as GatewayConfig
@@ -242,8 +242,8 @@ class _InProcess:
     def report(self, scheduler: Address, reports: Iterable[Report]) -> None:
         """Lite mode only."""
 
-    def complain(self, complaints: Complaining) -> None:
-        """Instances here answer or are gone."""
+    def tell(self, path: str, newest: Complaining | Attaining) -> None:
+        """Instances here answer or are gone, and nobody looks at a page."""
 
     async def close(self) -> None:
         return

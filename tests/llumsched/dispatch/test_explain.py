@@ -41,12 +41,13 @@ def test_what_somebody_asks_for_is_told_beside_what_decides() -> None:
     assert stage["chosen"] == "idle"
 
 
+@pytest.mark.parametrize("policy", ["round-robin", "random"])
 @pytest.mark.parametrize("mode", Mode)
-def test_of_a_policy_that_compares_nothing_the_usual_loads_are_told(mode: Mode) -> None:
-    stage = told("round-robin", mode=mode)
+def test_of_a_policy_that_compares_nothing_the_usual_loads_are_told(mode: Mode, policy: str) -> None:
+    stage = told(policy, mode=mode)
     assert names(stage, compared=True) == []
     assert names(stage, compared=False) == list(USUAL_LOADS[mode])
-    assert names(told("round-robin", "num_requests", mode=mode), compared=False) == list(USUAL_LOADS[mode])
+    assert names(told(policy, "num_requests", mode=mode), compared=False) == list(USUAL_LOADS[mode])
     assert [one["metrics"]["num_requests"] for one in stage["instances"]] == [4.0, 0.0]
     assert names(told("load-balance", mode=mode), compared=False) == []
 

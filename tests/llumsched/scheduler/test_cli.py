@@ -7,7 +7,9 @@ import asyncio
 import json
 import logging
 import signal
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,9 @@ from llumlet.types import Address
 from llumsched.cli import prepare
 from llumsched.commands import scheduler
 from llumsched.latency.profile import Profile, for_llumnix
-from llumsched.policy.document import Mode
+from llumsched.policy.document import Mode, Overrides, load_policy
+from llumsched.policy.filters import MetricBasedFilter
+from llumsched.rescheduling.policies import load_rescheduling_policy
 from llumsched.scheduler.process import SchedulerConfig
 from tests.llumlet.fake_agent import until
 from tests.llumsched.conftest import start
@@ -60,6 +64,49 @@ def test_flags() -> None:
     assert config("--cms-listen", "127.0.0.1:0").cms == "listen://127.0.0.1:0"
 
 
+TPOT = "--rescheduling-policies=neutral_load,neutral_tpot"
+INSIDE = ("--enable-rescheduling", "--colocated-rescheduling-mode")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "of_dispatch", "of_rescheduling"),
+    [
+        (["--scheduling-policy=slo", "--ttft-slo=700", "--tpot-slo-dispatch-threshold=0.7"],
+         {"ttft_slo": 700.0, "tpot_slo_dispatch_threshold": 0.7}, {}),
+        ([*INSIDE, TPOT, "--tpot-slo=40"], {}, {"tpot_slo": 40.0}),
+        ([*INSIDE, TPOT, "--tpot-slo-dispatch-threshold=0.9", "--scheduling-policy=slo"],
+         {"tpot_slo_dispatch_threshold": 0.9}, {"tpot_slo_dispatch_threshold": 0.9}),
+        ([*INSIDE, TPOT, "--tpot-migrate-out-ceil-threshold=0.99"], {}, {"tpot_migrate_out_ceil_threshold": 0.99}),
+    ],
+)  # fmt: skip
+def test_objectives_are_set_for_whoever_has_a_use_for_them(
+    arguments: list[str], of_dispatch: dict[str, float], of_rescheduling: dict[str, float]
+) -> None:
+    found = config(*arguments)
+    assert of_dispatch.items() <= found.policy.constants.items()
+    if of_rescheduling:
+        assert found.rescheduling is not None
+        policy = load_rescheduling_policy("neutral_tpot", found.rescheduling)
+        assert of_rescheduling.items() <= policy.constants.items()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (["--tpot-slo=40"], "policy load-balance: full: has no constant tpot_slo to set to 40"),
+        ([*INSIDE, "--tpot-slo=40"], "policy load-balance: full: has no constant tpot_slo to set to 40"),
+        ([*INSIDE, TPOT, "--ttft-slo=40"], "policy load-balance: full: has no constant ttft_slo to set to 40"),
+        ([*INSIDE, "--tpot-migrate-out-ceil-threshold=0.9"],
+         "--tpot-migrate-out-ceil-threshold: none of --rescheduling-policies has a use for it"),
+        ([*INSIDE, TPOT, "--tpot-migrate-out-ceil-threshold=0.8"],
+         "neutral_tpot: tpot_migrate_out_ceil_threshold 0.8 is below tpot_slo_dispatch_threshold 0.85: "
+         "what may leave an instance might come there"),
+    ],
+)  # fmt: skip
+def test_an_objective_that_nobody_has_a_use_for(arguments: list[str], fault: str) -> None:
+    assert parsed(*arguments)[0] == [fault]
+
+
 @pytest.mark.parametrize(
     ("arguments", "url"),
     [
@@ -85,6 +132,47 @@ def test_a_password_in_a_file(tmp_path: Path) -> None:
     assert (url.name, url.login) == ("redis://h:6379", Login("u", "", str(file)))
     (fault,) = parsed(*flags, "--cms-redis-password=p")[0]
     assert "both password and password_file" in fault
+
+
+OBJECTIVES = ("ttft_slo", "tpot_slo", "ttft_slo_dispatch_threshold", "tpot_slo_dispatch_threshold")
+
+
+@pytest.mark.parametrize("constant", OBJECTIVES)
+def test_a_flag_of_objectives_is_a_constant_of_the_policy(constant: str) -> None:
+    found = config("--scheduling-policy=slo", f"--{constant.replace('_', '-')}=0.5").policy
+    assert found.stages == load_policy("slo", Mode.FULL, Overrides(constants={constant: 0.5})).stages
+    assert found.stages != load_policy("slo", Mode.FULL).stages
+
+
+@pytest.mark.parametrize("infer_type", InferType)
+def test_flags_of_load_are_those_of_one_infer_type(infer_type: InferType) -> None:
+    flag = f"--dispatch-{infer_type}-load"
+    stages = config(f"{flag}-metric=num_requests", f"{flag}-threshold=7").policy.stages
+    usual = config().policy.stages
+    (limit,) = [each for each in stages[infer_type].filters if isinstance(each, MetricBasedFilter)]
+    assert (stages[infer_type].metrics[0].name, limit.metric.name, limit.threshold) == (
+        "num_requests", "num_requests", 7.0,
+    )  # fmt: skip
+    assert all((stages[other] == usual[other]) == (other != infer_type) for other in InferType)
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "value"),
+    [
+        ("--ttft-slo=700", "ttft_slo", 700.0),
+        ("--tpot-slo=40", "tpot_slo", 40.0),
+        ("--tpot-migrate-out-ceil-threshold=0.9", "tpot_migrate_out_ceil_threshold", 0.9),
+        ("--rescheduling-load-balance-threshold=0.2", "balance_threshold", 0.2),
+        ("--llumlet-grpc-connection-pool-size=3", "connection_pool_size", 3),
+    ],
+)
+def test_a_flag_reaches_the_rescheduler_inside(flag: str, name: str, value: Any) -> None:
+    inside = ("--colocated-rescheduling-mode", "--scheduling-policy=slo",
+              "--rescheduling-policies=neutral_ttft,neutral_tpot")  # fmt: skip
+    found, usual = config(*inside, flag).rescheduling, config(*inside).rescheduling
+    assert usual is not None
+    assert found == replace(usual, **{name: value})
+    assert found != usual
 
 
 def test_what_the_rescheduler_reads_as_well_may_change_nothing_in_the_policy(tmp_path: Path) -> None:

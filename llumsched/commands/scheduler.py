@@ -26,6 +26,7 @@ from llumsched import descriptors
 from llumsched.cluster.domains import FailoverDomain
 from llumsched.cms.store import LISTEN, name_of, store_faults
 from llumsched.exit_codes import ExitCode
+from llumsched.policy.constants import FLAG, POLICY_CONSTANTS, Constants
 from llumsched.policy.document import Mode, Overrides, Policy, load_policy
 from llumsched.policy.reader import PolicyError, built_in_policies
 from llumsched.rescheduling import arguments as rescheduling
@@ -125,6 +126,13 @@ class Dispatch:
         None, SHARE, "the same for the time between two tokens"
     )
 
+    policy_constants: Constants = _dispatch.setting(
+        (),
+        POLICY_CONSTANTS,
+        "values of constants that the policy defines, or those of rescheduling (repeatable)",
+        flag=FLAG,
+    )
+
     @property
     def mode(self) -> Mode:
         return Mode.FULL if self.full_mode else Mode.LITE
@@ -138,7 +146,8 @@ class Dispatch:
             self.top_k,
             self.failover_domain,
             self.staleness_s,
-            {name: value for name in _CONSTANTS if (value := getattr(self, name)) is not None},
+            {name: value for name in _CONSTANTS if (value := getattr(self, name)) is not None}
+            | dict(self.policy_constants),
             optional,
         )
         return load_policy(self.policy, self.mode, overrides)
@@ -208,13 +217,17 @@ def prepare(reading: Reading) -> process.SchedulerConfig | None:
     scaling = reading.make_with_defaults(ScalingConfig)
     reading.check(scaling_faults, scaling)
     reading.check(_rescheduling_faults, switches, dispatch)
+    constants, shared = dict(dispatch.policy_constants), frozenset[str]()
     if switches.in_scheduler:
-        reading.check(rescheduling.constant_faults, config, _CONSTANTS)
+        shared = rescheduling.names_set(reading.make_with_defaults(ReschedulingConfig)).union(constants)
     policy: Any = None
     try:
-        policy = dispatch.load_policy(rescheduling.names_set(config) if switches.in_scheduler else frozenset())
+        policy = dispatch.load_policy(shared)
     except PolicyError as error:
         reading.faults += error.faults
+    if switches.in_scheduler:
+        of_dispatch = constants if policy is None else policy.constants
+        reading.check(rescheduling.constant_faults, config, {*_CONSTANTS, *of_dispatch})
     made = reading.make(
         process.SchedulerConfig,
         policy=policy,

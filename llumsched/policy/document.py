@@ -213,7 +213,9 @@ class _DispatchReader(Reader):
             if f"thresholds {infer_type}" not in self._overridden:
                 self.fault(f"{self._mode}.{infer_type}", f"has no load threshold to set to {threshold:g}")
         for name in sorted(self._overrides.constants.keys() - self.constants.keys() - self._overrides.optional):
-            self.fault(f"{self._mode}", f"has no constant {name} to set to {self._overrides.constants[name]:g}")
+            there = f"; it defines {', '.join(sorted(self.constants))}" if self.constants else ""
+            value = self._overrides.constants[name]
+            self.fault(f"{self._mode}", f"has no constant {name} to set to {value:g}{there}")
         for part, (field_name, setting) in _SETTINGS.items():
             value = getattr(self._overrides, field_name)
             if value is not None and field_name not in self._overridden | self._overrides.optional:

@@ -13,6 +13,7 @@ from llumlet.protocol.infer_type import InferType
 from llumlet.protocol.selection import Order, Unit
 from llumlet.settings import Group, field_of
 from llumsched.cluster.domains import FailoverDomain
+from llumsched.policy.constants import FLAG, POLICY_CONSTANTS, Constants
 from llumsched.policy.metrics import metric_fault
 from llumsched.rescheduling.moves import AS_NEEDED, Selection
 
@@ -199,10 +200,22 @@ class Config:
         60.0, STALENESS, "an instance that was silent for longer is sick", flag="--instance-staleness-seconds"
     )
 
+    policy_constants: Constants = rescheduling.setting(
+        (),
+        POLICY_CONSTANTS,
+        "values of constants that policies define, built-in ones and files (repeatable)",
+        flag=FLAG,
+    )
+
     @property
-    def constants(self) -> dict[str, float]:
+    def objectives(self) -> dict[str, float]:
         """What is said of objectives, by the names of policies' constants."""
         return {name: value for name in OBJECTIVES if (value := getattr(self, name)) is not None}
+
+    def constants(self, *, of_own_file: bool) -> dict[str, float]:
+        """Values for the constants of a policy. A file of one's own is changed by what is said of a constant, and not
+        by the flags of objectives."""
+        return dict(self.policy_constants) if of_own_file else self.objectives | dict(self.policy_constants)
 
     def target(self, infer_type: str) -> LoadTarget:
         return self.decode if infer_type == InferType.DECODE else self.neutral

@@ -51,7 +51,7 @@ def test_every_reason_has_a_status() -> None:
 
 def test_names_of_the_public_contract() -> None:
     assert MigrationType.keys()[1:] == ["NUM_REQ", "TOKEN", "RATIO"]
-    assert MigrationReqPolicy.keys()[1:] == ["LCR", "FCR", "LR", "SR", "FCW", "FCWSR"]
+    assert MigrationReqPolicy.keys()[1:] == ["LCR", "FCR", "LR", "SR", "FCW", "FCWSR", "LP"]
 
 
 def numbers(message: type[InstanceStatus | InstanceMetadata | MigrateRequest]) -> dict[int, str]:

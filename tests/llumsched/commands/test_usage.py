@@ -37,7 +37,7 @@ def test_everything_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) ->
         "--stall-budget-ms must not be negative",
         "--timeout 'soon' is not a duration like 5, 500ms or 3m",
         "--rule 'MOST' is not one of NUM_REQ, TOKEN, RATIO",
-        "--order 'BIGGEST' is not one of LCR, FCR, LR, SR, FCW, FCWSR",
+        "--order 'BIGGEST' is not one of LCR, FCR, LR, SR, FCW, FCWSR, LP",
         "--value 'x' is not a number",
         "--to HOST:PORT is missing",
         "--from 'nowhere' is not HOST:PORT",
@@ -91,7 +91,7 @@ def test_a_variable_that_cannot_be_read_hides_no_other_fault(
             "--value 1.1 is not in (0, 1]",
         ),
         (["--rule", "RATIO", "--order", "SR", "--value", "nan"], "--value 'nan' is not a number"),
-        (["--all", "--order", "QQ"], "--order 'QQ' is not one of LCR, FCR, LR, SR, FCW, FCWSR"),
+        (["--all", "--order", "QQ"], "--order 'QQ' is not one of LCR, FCR, LR, SR, FCW, FCWSR, LP"),
         (["--all", "--timeout", "0"], "--timeout must be positive"),
     ],
 )

@@ -41,9 +41,10 @@ class Overrides:
     failover_domain: str | None = None
     staleness_s: float | None = None
     constants: Mapping[str, float] = field(default_factory=dict)
-    """Values of constants that the policy defines."""
+    """Values of constants that the policy defines, or that are built in."""
     optional: frozenset[str] = frozenset()
-    """Names of fields above that others use, too. A value of the rest that finds nothing to override is a fault."""
+    """Names of fields above, and of constants, that others use, too. A value of the rest that finds nothing to override
+    is a fault."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ class _DispatchReader(Reader):
         for infer_type, threshold in self._overrides.thresholds.items():
             if f"thresholds {infer_type}" not in self._overridden:
                 self.fault(f"{self._mode}.{infer_type}", f"has no load threshold to set to {threshold:g}")
-        for name in sorted(self._overrides.constants.keys() - self.constants.keys()):
+        for name in sorted(self._overrides.constants.keys() - self.constants.keys() - self._overrides.optional):
             self.fault(f"{self._mode}", f"has no constant {name} to set to {self._overrides.constants[name]:g}")
         for part, (field_name, setting) in _SETTINGS.items():
             value = getattr(self._overrides, field_name)

@@ -13,7 +13,7 @@ from llumlet.protocol.infer_type import InferType
 from llumlet.protocol.selection import Order, Unit
 from llumlet.settings import Group, field_of
 from llumsched.cluster.domains import FailoverDomain
-from llumsched.policy.metrics import metric_fault
+from llumsched.policy.metrics import CONSTANTS, metric_fault
 from llumsched.rescheduling.moves import AS_NEEDED, Selection
 
 USUAL: Final = (
@@ -57,6 +57,11 @@ DOMAIN: Final = kinds.one_of(FailoverDomain)
 STALENESS: Final = kinds.seconds(above=0)
 MILLISECONDS: Final = kinds.number("MS", above=0)
 SHARE: Final = kinds.number("SHARE", above=0)
+HEADROOM: Final = kinds.number("SHARE", at_least=0, at_most=1)
+HEADROOM_HELP: Final = (
+    "of the KV cache of an instance, to stay free beside urgent requests, for dispatch and rescheduling alike "
+    f"(default {CONSTANTS['priority_headroom']:g})"
+)
 
 rescheduling = Group("rescheduling", _DESCRIPTION, "--rescheduling-")
 _failover = Group("failover")
@@ -127,6 +132,7 @@ class Config:
             flag="--rescheduling-req-select-value",
         ),
     )
+    priority_headroom: float | None = rescheduling.setting(None, HEADROOM, HEADROOM_HELP, flag="--priority-headroom")
 
     ttft_slo: float | None = _objectives.setting(
         None, MILLISECONDS, "waiting requests leave where they would wait longer (default: the policy's, 6000)"
@@ -189,8 +195,8 @@ class Config:
 
     @property
     def constants(self) -> dict[str, float]:
-        """What is said of objectives, by the names of policies' constants."""
-        return {name: value for name in OBJECTIVES if (value := getattr(self, name)) is not None}
+        """What is said of policies' constants, by their names."""
+        return {name: value for name in (*OBJECTIVES, *CONSTANTS) if (value := getattr(self, name)) is not None}
 
     def target(self, infer_type: str) -> LoadTarget:
         return self.decode if infer_type == InferType.DECODE else self.neutral

@@ -10,7 +10,8 @@
         metricBalanceSelector: {metric: kv_cache_usage_ratio_projected, threshold: 0.7}
 
 Metrics, filters and definitions are those of dispatch. The built-in policies take what flags say in the place of what
-is written in their files; a file of one's own says everything itself.
+is written in their files; a file of one's own says everything itself but the built-in constants, which are the same for
+all.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from llumlet.protocol.infer_type import InferType
 from llumlet.protocol.selection import Order, Unit
 from llumsched.extensions import load_values
 from llumsched.policy import filters as f
-from llumsched.policy.metrics import Metric
+from llumsched.policy.metrics import CONSTANTS, Metric
 from llumsched.policy.parts import Maker, number
 from llumsched.policy.pipeline import Filters
 from llumsched.policy.reader import PolicyError, Reader, is_own_file, parse_yaml, read_policy
@@ -62,7 +63,9 @@ def load_policies(config: Config) -> tuple[ReschedulingPolicy, ...]:
 def load_rescheduling_policy(name: str, config: Config) -> ReschedulingPolicy:
     """A built-in policy by name, or that of a file by its path, which ends in `.yaml`. Raises PolicyError."""
     document = parse_yaml(read_policy(name, "rescheduling"), name)
-    reader = _ReschedulingReader(name, document, None if is_own_file(name) else config)
+    is_own = is_own_file(name)
+    constants = {key: value for key, value in config.constants.items() if not is_own or key in CONSTANTS}
+    reader = _ReschedulingReader(name, document, None if is_own else config, constants)
     policy = reader.policy()
     if policy is None or reader.faults:
         raise PolicyError(reader.faults)
@@ -103,9 +106,9 @@ _SELECTORS: Final[Mapping[str, Maker]] = {
 
 
 class _ReschedulingReader(Reader):
-    def __init__(self, source: str, document: Any, config: Config | None) -> None:
-        """`config`: values in place of the file's."""
-        super().__init__(source, document, None if config is None else config.constants)
+    def __init__(self, source: str, document: Any, config: Config | None, constants: Mapping[str, float]) -> None:
+        """`config`, `constants`: values in place of the file's."""
+        super().__init__(source, document, constants)
         self._config = config
         try:
             self.pair_selectors: dict[str, Maker] = load_values(

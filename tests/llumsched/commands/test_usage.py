@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 import pytest
 
+from llumlet.protocol.selection import Order
 from llumlet.types import MigrationReqPolicy, MigrationType
 from llumsched.cli import main, prepare
 from llumsched.commands import COMMANDS, load
@@ -130,6 +132,11 @@ def test_what_rules_ask_for(flags: list[str], rule: str, order: str, value: tupl
     assert MigrationType.Name(request.migration_type) == rule
     assert MigrationReqPolicy.Name(request.migration_req_policy) == order
     assert (request.WhichOneof("value"), getattr(request, value[0])) == value
+
+
+def test_help_names_every_order() -> None:
+    orders = load("migrate").DESCRIPTION.partition("Orders: ")[2]
+    assert [order for order in Order if order not in re.findall(r"\b[A-Z]+\b", orders)] == []
 
 
 def test_source_and_destination_must_differ(capsys: pytest.CaptureFixture[str]) -> None:

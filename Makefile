@@ -50,6 +50,7 @@ docs: install ## regenerate what is generated under docs/
 	@$(PY) -m vllm_llumnix.engine.portability
 	@$(PY) -m tests.support.failures docs/failures.md
 	@$(PY) -m tests.support.settings docs/settings.md
+	@$(PY) -m tests.support.llumnix_flags docs/defaults.md
 
 proto: install ## regenerate the gRPC code from llumlet/proto/llumlet.proto
 	@$(PY) -m llumlet.proto.generate

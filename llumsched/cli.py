@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from llumlet import setting_sources, settings
 from llumlet.credential_files import CredentialFiles, CredentialsError
@@ -19,6 +19,7 @@ from llumlet.credentials import NONE, Credentials
 from llumlet.roles import Role
 from llumsched.commands import COMMANDS, WITH_FURTHER, Command, load
 from llumsched.exit_codes import ExitCode
+from llumsched.llumnix_flags import instead_of
 
 _EPILOG = """exit codes:
   0  done; migrate: every selected request moved; drain: every stream came to its end
@@ -32,6 +33,8 @@ _EPILOG = """exit codes:
 
 
 _CONFIG = "settings in YAML, such as `port: 8001`; what is said here, or by variables, goes before: docs/settings.md"
+_SERVERS: Final = ("gateway", "scheduler", "rescheduler")
+"""Commands that are Llumnix's, too: a command line of Llumnix may bring any flag of theirs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,7 +72,7 @@ def prepare(name: str, words: Sequence[str], environ: Mapping[str, str] = os.env
     reading = setting_sources.read(
         name, (*command.SETTINGS, CredentialFiles), args, environ, args.config, tuple(further)
     )
-    reading.faults[:0] = [f"unknown argument {argument!r}" for argument in unknown]
+    reading.faults[:0] = _unknown(name, unknown)
     config = command.prepare(reading)
     credentials = NONE
     try:
@@ -77,6 +80,32 @@ def prepare(name: str, words: Sequence[str], environ: Mapping[str, str] = os.env
     except CredentialsError as error:
         reading.faults += error.faults
     return Prepared(config, credentials, reading.faults)
+
+
+def _unknown(name: str, words: Sequence[str]) -> Iterator[str]:
+    """Faults of words that the command has no use for. Where something is to be said of a flag, the word after it
+    passes for its value."""
+    is_value = False
+    for word in words:
+        if is_value and not word.startswith("-"):
+            is_value = False
+            continue
+        flag = word.partition("=")[0]
+        answer = _answer(name, flag) if name in _SERVERS else ""
+        is_value = bool(answer) and flag == word
+        yield f"unknown argument {flag!r}: {answer}" if answer else f"unknown argument {word!r}"
+
+
+def _answer(name: str, flag: str) -> str:
+    """What is to be said of a flag that the server `name` does not have, if Llumnix or another server has it."""
+    if instead := instead_of(flag):
+        return instead
+    having = [f"`llumnix {each}`" for each in _SERVERS if each != name and flag in _flags_of(each)]
+    return f"it is for {' and '.join(having)}" if having else ""
+
+
+def _flags_of(command: str) -> set[str]:
+    return {f"--{name}" for entry in settings.all_entries(load(command).SETTINGS) for name in entry.setting.names}
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

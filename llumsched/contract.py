@@ -9,6 +9,7 @@ its API server, unless it is the only one there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 import msgspec
@@ -19,7 +20,7 @@ from llumlet.block_hashes import HASH_BYTES, chain, root_of
 from llumlet.protocol.infer_type import InferType
 from llumlet.types import Address
 from llumsched.causes import Cause
-from llumsched.request import MOST_PROMPT_BLOCKS, Count, Name, Request
+from llumsched.request import MOST_PROMPT_BLOCKS, Count, Milliseconds, Name, Request
 
 MAX_BODY_BYTES = 16 << 20
 """Limit of one call. The token ids of a prompt of a million take half of it."""
@@ -58,6 +59,9 @@ class LLMInstance(Struct):
     dp_rank_local: int | UnsetType = UNSET
     prompt_block_size: int | UnsetType = UNSET
     """Tokens of the blocks that this scheduler wants named in `prompt_blocks` of the model's next requests."""
+    predicted_ttft: Milliseconds | UnsetType = UNSET
+    """Predicted of the request there, if it was placed by that: from now to its first token; and between two."""
+    predicted_tpot: Milliseconds | UnsetType = UNSET
 
 
 class SchedulingRequest(Request, frozen=True, kw_only=True):
@@ -122,6 +126,16 @@ class Question(SchedulingRequest, frozen=True):
     """A question where a request would go: one in particular, or any such."""
 
     id: Name = ""
+    metrics: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()
+    """Names of metrics that are to be told of beside those that the policy compares."""
+
+    @classmethod
+    def of_query(cls, query: Mapping[str, str]) -> Self:
+        """The question of a URL, in which `metrics` has commas. Raises msgspec.ValidationError."""
+        fields: dict[str, Any] = dict(query)
+        if "metrics" in fields:
+            fields["metrics"] = [name for part in fields["metrics"].split(",") if (name := part.strip())]
+        return msgspec.convert(fields, cls, strict=False)
 
 
 class Instances(Struct):
@@ -158,6 +172,22 @@ class Complaining(Struct):
     gateway_id: Annotated[str, Meta(min_length=1, max_length=1024)]
     instances: Annotated[list[Avoided], Meta(max_length=10_000)]
     ttl_s: Annotated[float, Meta(gt=0, le=3600)]
+
+
+class Attained(Struct):
+    """Requests with objectives for one model that have ended since a gateway began: those that met all of them, and
+    those that did not."""
+
+    model: Name
+    num_met: Count
+    num_missed: Count
+
+
+class Attaining(Struct):
+    """All that a gateway has to tell of objectives; models that are left out have had none."""
+
+    gateway_id: Annotated[str, Meta(min_length=1, max_length=1024)]
+    models: Annotated[list[Attained], Meta(max_length=10_000)]
 
 
 def decode(body: bytes, of: type[T]) -> T:

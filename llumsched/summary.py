@@ -25,7 +25,7 @@ def summary(instance: Instance) -> dict[str, Any]:
     return about | (_load(status) if status is not None else dict.fromkeys(LOADS))
 
 
-LOADS = ("running", "waiting", "kv", "used_tokens", "total_tokens", "prefill_tokens", "moves_out", "moves_in",
+LOADS = ("running", "waiting", "urgent", "kv", "used_tokens", "total_tokens", "prefill_tokens", "moves_out", "moves_in",
          "preemptions")  # fmt: skip
 
 
@@ -46,6 +46,7 @@ def _load(status: InstanceStatus) -> dict[str, float]:
     return {
         "running": status.num_running_requests,
         "waiting": status.num_waiting_requests,
+        "urgent": status.num_urgent_requests,
         "kv": used / total if total > 0 else 0.0,
         "used_tokens": used,
         "total_tokens": total,

@@ -5,6 +5,8 @@ Two real engines, each step as long as a device's (`benchmarks.calibrate.steps_o
 process their status; requests go straight to the engine that it chooses. Before each decision it is noted what
 `predicted_ttft` and `predicted_tpot` say of the engine that is then taken, by what was learnt until then: nothing of
 the request itself. A warm-up on idle engines gives what is added for the way: the API server, and back to the client.
+
+Then the load changes at once, and is five times that: how long do predictions take to be right again?
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -50,6 +52,10 @@ class Load:
 
 
 IDLE: Final = Load("idle", 0.2, 40.0)
+CHANGED: Final = Load("five times the load at once", 1.0, 100.0)
+CONVERGED_S: Final = 60.0
+"""Time after a change from which on predictions are to be right."""
+WINDOW_S: Final = 10.0
 LOADS: Final = (
     Load("moderate", 0.6, 60.0, has_target=True),
     Load("busy", 1.0, 60.0),
@@ -63,6 +69,8 @@ class Seen:
 
     ttft_ms: tuple[float, float]
     tpot_ms: tuple[float, float]
+    began_s: float = 0.0
+    """Its arrival, since the load began."""
 
 
 class World:
@@ -103,8 +111,8 @@ async def play(world: World, load: Load, seed: int) -> list[Seen]:
     begin_s = at_s = time.monotonic()
     while (at_s := at_s + chance.expovariate(load.rate * NUM_ENGINES)) < begin_s + load.seconds:
         await asyncio.sleep(at_s - time.monotonic())
-        tasks.append(asyncio.create_task(world.serve(*_OUTPUTS.draw(chance), chance)))
-    return list(await asyncio.gather(*tasks))
+        tasks.append((at_s - begin_s, asyncio.create_task(world.serve(*_OUTPUTS.draw(chance), chance))))
+    return [replace(await task, began_s=began_s) for began_s, task in tasks]
 
 
 async def measure(logs: Path, loads: Sequence[Load], overlap: float, seed: int, say: Say) -> list[Outcome]:
@@ -119,7 +127,9 @@ async def measure(logs: Path, loads: Sequence[Load], overlap: float, seed: int, 
         say("latency: warm-up on idle engines")
         warm = await play(world, IDLE, seed)
         way_ms = median(came - said for said, came in (one.ttft_ms for one in warm[len(warm) // 2 :]))
-        found = []
+        changed = replace(CHANGED, seconds=min(CHANGED.seconds, 2 * loads[0].seconds))
+        say(f"latency: {changed.name}, {changed.seconds:.0f} s")
+        found = converged(await play(world, changed, seed), way_ms)
         for number, load in enumerate(loads, start=1):
             say(f"latency: {load.name}, {load.rate} requests a second for each engine, {load.seconds:.0f} s")
             seen = await play(world, load, seed + number)
@@ -128,6 +138,32 @@ async def measure(logs: Path, loads: Sequence[Load], overlap: float, seed: int, 
     finally:
         await store.close()
         await asyncio.to_thread(fleet.close)
+
+
+def converged(seen: Sequence[Seen], way_ms: float) -> list[Outcome]:
+    """Median errors after a change, of the requests of each window; the baseline is the first."""
+    found = []
+    for name, errors in (
+        ("TTFT", [(one.began_s, abs((one.ttft_ms[0] + way_ms) / one.ttft_ms[1] - 1)) for one in seen]),
+        ("TPOT", [(one.began_s, abs(one.tpot_ms[0] / one.tpot_ms[1] - 1)) for one in seen]),
+    ):
+        windows: dict[int, list[float]] = {}
+        for began_s, error in errors:
+            windows.setdefault(int(began_s / WINDOW_S), []).append(error)
+        medians = {number: median(of_window) for number, of_window in sorted(windows.items())}
+        late = [error for began_s, error in errors if began_s >= CONVERGED_S]
+        wrong = [number for number, error in medians.items() if error > 2 * TARGET]
+        found.append(
+            Outcome(
+                case=f"latency: {name} after a change of load",
+                figure=f"median error from {CONVERGED_S:.0f} s on",
+                baseline=next(iter(medians.values())),
+                ours=median(late) if late else medians[max(medians)],
+                target=TARGET if late else None,
+                more={"within twice that after_s": WINDOW_S * (max(wrong) + 1 if wrong else 0), "requests": len(seen)},
+            )
+        )
+    return found
 
 
 def _outcomes(load: Load, seen: Sequence[Seen], way_ms: float) -> list[Outcome]:

@@ -29,7 +29,7 @@ DESCRIPTION = """Move running requests from hot instances to cold ones and away 
 One per cluster: two would undo each other's moves. A scheduler runs one inside with --enable-rescheduling
 --colocated-rescheduling-mode, and knows there what it sent and no status shows yet."""
 
-_http = Group("HTTP", "/metrics, /healthz and /debug/rescheduling.")
+_http = Group("HTTP", "/metrics, /healthz, /debug/rescheduling, and what `llumnix explain --rescheduling` asks.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ def prepare(reading: Reading) -> tuple[str, Http, Config]:
     if "--cms" not in reading.given:
         reading.faults.append(f"--cms HOST:PORT or redis://… is missing (or {instances.CMS_VARIABLE})")
     switches, config = arguments.prepare(reading)
+    reading.check(arguments.constant_faults, config)
     if switches.colocated:
         reading.faults.append(
             "--colocated-rescheduling-mode is for `llumnix scheduler`; here it is --standalone-rescheduling-mode"

@@ -26,8 +26,9 @@ from llumsched import descriptors
 from llumsched.cluster.domains import FailoverDomain
 from llumsched.cms.store import LISTEN, name_of, store_faults
 from llumsched.exit_codes import ExitCode
+from llumsched.policy.constants import FLAG, POLICY_CONSTANTS, Constants
 from llumsched.policy.document import Mode, Overrides, Policy, load_policy
-from llumsched.policy.metrics import CONSTANTS
+from llumsched.policy.metrics import BUILT_IN_CONSTANTS
 from llumsched.policy.reader import PolicyError, built_in_policies
 from llumsched.rescheduling import arguments as rescheduling
 from llumsched.rescheduling.config import DOMAIN, HEADROOM, HEADROOM_HELP, MILLISECONDS, SHARE, STALENESS
@@ -61,7 +62,7 @@ _CONSTANTS: Final = (
     "tpot_slo",
     "ttft_slo_dispatch_threshold",
     "tpot_slo_dispatch_threshold",
-    *CONSTANTS,
+    *BUILT_IN_CONSTANTS,
 )
 """Settings that are constants of a policy, by these names."""
 _dispatch = Group("dispatch", prefix="--dispatch-")
@@ -133,12 +134,19 @@ class Dispatch:
         None, SHARE, "the same for the time between two tokens"
     )
 
+    policy_constants: Constants = _dispatch.setting(
+        (),
+        POLICY_CONSTANTS,
+        "values of constants that the policy defines, or those of rescheduling (repeatable)",
+        flag=FLAG,
+    )
+
     @property
     def mode(self) -> Mode:
         return Mode.FULL if self.full_mode else Mode.LITE
 
-    def load_policy(self, *, is_rescheduled: bool) -> Policy:
-        """The policy, with what was said instead. Raises PolicyError."""
+    def load_policy(self, optional: frozenset[str]) -> Policy:
+        """The policy, with what was said instead. `optional`: what somebody else has a use for. Raises PolicyError."""
         loads: dict[InferType, LoadOverride] = {each: getattr(self, each) for each in InferType}
         overrides = Overrides(
             {each: load.metric for each, load in loads.items() if load.metric is not None},
@@ -146,9 +154,9 @@ class Dispatch:
             self.top_k,
             self.failover_domain,
             self.staleness_s,
-            {name: value for name in _CONSTANTS if (value := getattr(self, name)) is not None},
-            # The rescheduler has these, too.
-            frozenset({"failover_domain", "staleness_s", *CONSTANTS} if is_rescheduled else ()),
+            {name: value for name in _CONSTANTS if (value := getattr(self, name)) is not None}
+            | dict(self.policy_constants),
+            optional,
         )
         return load_policy(self.policy, self.mode, overrides)
 
@@ -217,11 +225,17 @@ def prepare(reading: Reading) -> process.SchedulerConfig | None:
     scaling = reading.make_with_defaults(ScalingConfig)
     reading.check(scaling_faults, scaling)
     reading.check(_rescheduling_faults, switches, dispatch)
+    constants, shared = dict(dispatch.policy_constants), frozenset[str]()
+    if switches.in_scheduler:
+        shared = rescheduling.names_set(reading.make_with_defaults(ReschedulingConfig)).union(constants)
     policy: Any = None
     try:
-        policy = dispatch.load_policy(is_rescheduled=switches.in_scheduler)
+        policy = dispatch.load_policy(shared)
     except PolicyError as error:
         reading.faults += error.faults
+    if switches.in_scheduler:
+        of_dispatch = constants if policy is None else policy.constants
+        reading.check(rescheduling.constant_faults, config, {*_CONSTANTS, *of_dispatch})
     made = reading.make(
         process.SchedulerConfig,
         policy=policy,
@@ -275,6 +289,15 @@ def _profile_faults(config: process.SchedulerConfig) -> Iterator[str]:
         yield str(error)
 
 
+def _warnings(config: process.SchedulerConfig) -> Iterator[str]:
+    """What can be meant, and hardly is."""
+    if config.cache_aware and not config.policy.heeds_prefixes:
+        yield (
+            f"--enable-cache-aware-scheduling: no formula of the policy {config.policy.name} reads what prefix caches "
+            "hold: nothing is placed by it; the policy prefix-cache does"
+        )
+
+
 def run(config: process.SchedulerConfig, credentials: Credentials) -> int:
     import uvloop
 
@@ -293,6 +316,8 @@ async def _serve(config: process.SchedulerConfig) -> None:
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    for warning in _warnings(config):
+        _log.warning(warning)
     running = await process.serve(config)
     try:
         policy = config.policy

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
@@ -92,6 +92,8 @@ class Assignment:
     fallback: bool
     num_hit_tokens: int = 0
     """Tokens of the prompt that the instance had in its prefix cache, as far as was known."""
+    predicted: dict[str, float] = field(default_factory=dict)
+    """What was predicted there, as `Candidates.predicted` says."""
 
 
 class Dispatcher:
@@ -172,7 +174,8 @@ class Dispatcher:
                 raise self._not_placed(decision, self._would_go(request, stage, gateway_id, tried))
             num_hit_tokens = int(decision.candidates[HIT_COLUMN][decision.row]) if self.hits else 0
             instance = self.table.instances[decision.row]
-            placements.append(Assignment(stage, instance, decision.fallback, num_hit_tokens))
+            predicted = decision.candidates.predicted(decision.row)
+            placements.append(Assignment(stage, instance, decision.fallback, num_hit_tokens, predicted))
         for placed in placements:
             self.ledger.dispatched(
                 request.id,

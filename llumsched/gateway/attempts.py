@@ -203,6 +203,9 @@ class Attempts(ABC):
             self._record.schedule_s += time.monotonic() - started_s
         self._record.instance = str(placed.backend)
         self._record.queue_s += placed.waited_s
+        if not self._has_begun:
+            self._record.placed_s = time.monotonic() - self._started_s
+            self._record.predicted = placed.predicted
         self._record.is_fallback = placed.is_fallback
         self._tried.num_placed += 1
         return placed

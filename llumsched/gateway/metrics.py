@@ -18,7 +18,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from llumsched.gateway.objectives import NONE, Objectives
+from llumsched.gateway.objectives import NONE, NOTHING_PREDICTED, Objectives, Predicted, Tally
 
 CLIENT_GONE: Final = 499
 """The status of a request whose client has left."""
@@ -27,6 +27,7 @@ _TTFT_MS = (10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 30000, 60
 _ITL_MS = (1, 2, 5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500)
 _TOKENS = tuple([1, 4] + [1 << power for power in range(4, 18)])
 _STAGE_MS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+_RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1, 1.05, 1.1, 1.25, 1.5, 2, 4)
 _QUEUE_MS = (1, 5, 10, 50, 100, 200, 500, 1000, 2000, 5000)
 _MOST_MODELS = 1000
 _OVERFLOW = "_overflow"
@@ -58,6 +59,10 @@ class Record:
     ttft_s: float | None = None
     e2e_s: float = 0.0
     objectives: Objectives = NONE
+    placed_s: float = 0.0
+    """Until its place was known, the last time before it began."""
+    predicted: Predicted = NOTHING_PREDICTED
+    """From then on."""
 
     @property
     def tpot_s(self) -> float | None:
@@ -117,6 +122,12 @@ class Metrics:
         self.preprocess = self._histogram("request_preprocess_duration_milliseconds", "Before placement.", _STAGE_MS)
         self.input_lengths = self._histogram("request_input_tokens", "Prompt tokens per request.", _TOKENS)
         self.output_lengths = self._histogram("request_output_tokens", "Generated tokens per request.", _TOKENS)
+        self.ttft_predictions = self._histogram(
+            "request_ttft_prediction_ratio", "Time from placement to the first token, over what was predicted.", _RATIOS
+        )
+        self.tpot_predictions = self._histogram(
+            "request_tpot_prediction_ratio", "Time between two tokens, over what was predicted.", _RATIOS
+        )
         self._pending = self._gauge("gateway_pending_requests", "Requests that wait for an instance.")
         self._current = self._gauge("gateway_current_requests", "Requests in flight.")
         self._avoided = self._gauge("gateway_avoided_instances", "Get no new requests now.", mode="livemax")
@@ -141,6 +152,10 @@ class Metrics:
                 model = _OVERFLOW
             found = self._models[model] = self._models.get(model) or _OfModel(self, model)
         return found
+
+    def attained(self) -> dict[str, Tally]:
+        """How objectives were met so far, by model, where there were any."""
+        return {one.name: one.tally for one in self._models.values() if one.tally != Tally()}
 
     def ended(self, record: Record) -> None:
         self.of_model(record.model, is_served=record.status == 200).ended(record)
@@ -194,7 +209,8 @@ class _OfModel:
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._metrics = metrics
-        self._model = model
+        self.name = model
+        self.tally = Tally()
         self._status: dict[int, Counter] = {}
         self.itl = metrics.itl.labels(model)
         self._e2e = metrics.e2e.labels(model)
@@ -205,24 +221,28 @@ class _OfModel:
         self._preprocess = metrics.preprocess.labels(model)
         self._input_lengths = metrics.input_lengths.labels(model)
         self._output_lengths = metrics.output_lengths.labels(model)
+        self._ttft_predictions = metrics.ttft_predictions.labels(model)
+        self._tpot_predictions = metrics.tpot_predictions.labels(model)
 
     def lost(self, outcome: str) -> None:
         """A stream lost its engine; `outcome` is what came of it."""
-        self._metrics.continuations.labels(self._model, outcome).inc()
+        self._metrics.continuations.labels(self.name, outcome).inc()
 
     def ended(self, record: Record) -> None:
         status = record.status
         counter = self._status.get(status)
         if counter is None:
-            counter = self._status[status] = self._metrics.requests.labels(self._model, str(status))
+            counter = self._status[status] = self._metrics.requests.labels(self.name, str(status))
         counter.inc()
         has_met = record.has_met_objectives
         if has_met is not None:
-            self._metrics.objectives.labels(self._model, str(has_met).lower()).inc()
+            self._metrics.objectives.labels(self.name, str(has_met).lower()).inc()
+            num_met, num_missed = self.tally
+            self.tally = Tally(num_met + has_met, num_missed + (not has_met))
         if record.num_retries:
-            self._metrics.retries.labels(self._model, str(status)).inc(record.num_retries)
+            self._metrics.retries.labels(self.name, str(status)).inc(record.num_retries)
         if record.is_fallback:
-            self._metrics.fallbacks.labels(self._model, str(status)).inc()
+            self._metrics.fallbacks.labels(self.name, str(status)).inc()
         self._queue.observe(record.queue_s * 1e3)
         self._preprocess.observe(record.preprocess_s * 1e3)
         self._schedule.observe(record.schedule_s * 1e3)
@@ -235,5 +255,10 @@ class _OfModel:
             self._output_lengths.observe(record.num_output_tokens)
         if record.ttft_s is not None:
             self._ttft.observe(record.ttft_s * 1e3)
+            predicted = record.predicted
+            if predicted.ttft_ms:
+                self._ttft_predictions.observe((record.ttft_s - record.placed_s) * 1e3 / predicted.ttft_ms)
             if record.tpot_s is not None:
                 self._tpot.observe(record.tpot_s * 1e3)
+                if predicted.tpot_ms:
+                    self._tpot_predictions.observe(record.tpot_s * 1e3 / predicted.tpot_ms)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How soon a request wants its tokens: what its headers say, else its client's key, else the gateway for its model.
+"""How soon a request wants its tokens: what its headers say, else its client's key, else the gateway for its model; and
+how soon it is expected to have them.
 
 The headers are those of llm-d's inference scheduler. Engines get them, too, and do not heed them.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from llumsched.gateway.errors import InvalidRequest
 
@@ -38,6 +39,24 @@ class Objectives:
 
 
 NONE: Final = Objectives()
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What a scheduler expects of a request at its place, from then on; 0: it does not say."""
+
+    ttft_ms: float = 0.0
+    tpot_ms: float = 0.0
+
+
+NOTHING_PREDICTED: Final = Predicted()
+
+
+class Tally(NamedTuple):
+    """How many requests met all their objectives, and how many did not."""
+
+    num_met: int = 0
+    num_missed: int = 0
 
 
 def of_headers(headers: Mapping[str, str]) -> Objectives:

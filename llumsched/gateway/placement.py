@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.errors import NoInstance, UnknownModel
+from llumsched.gateway.objectives import NOTHING_PREDICTED, Predicted, Tally
 from llumsched.gateway.outliers import Ejection
 from llumsched.gateway.scheduler_client import SchedulerAnswer
 from llumsched.request import Request
@@ -24,6 +25,7 @@ class Placed:
     """Whether the scheduler was away."""
     waited_s: float = 0.0
     """Time of waiting for the scheduler, or for an instance."""
+    predicted: Predicted = NOTHING_PREDICTED
     dp_rank: int | None = None
     """Rank of the engine among several data-parallel ones behind that API server, by its own count."""
 
@@ -61,6 +63,10 @@ class Placement(ABC):
 
     def report_running(self, running: Iterable[tuple[Placed, int]]) -> None:
         """Notes which requests run, and how many tokens each has, prompt and output. Does not wait."""
+        return
+
+    def attained(self, by_model: Mapping[str, Tally]) -> None:
+        """Notes how many requests of each model have met their objectives so far, for people to see. Does not wait."""
         return
 
     def complain(self, avoided: Mapping[Backend, Ejection]) -> None:

@@ -15,10 +15,20 @@ from msgspec.structs import asdict, replace
 
 from llumlet.protocol.infer_type import InferType
 from llumlet.types import Address
-from llumsched.contract import Avoided, Complaining, Endpoint, Report, SchedulingRequest
+from llumsched.contract import (
+    Attained,
+    Attaining,
+    Avoided,
+    Complaining,
+    Endpoint,
+    LLMInstance,
+    Report,
+    SchedulingRequest,
+)
 from llumsched.gateway.backends import Backend, Backends
 from llumsched.gateway.config import Config
 from llumsched.gateway.errors import NoInstance, Overloaded, UnknownModel
+from llumsched.gateway.objectives import Predicted, Tally
 from llumsched.gateway.outliers import Ejection
 from llumsched.gateway.placement import Placed, Placement, RoundRobin
 from llumsched.gateway.scheduler_client import (
@@ -52,7 +62,7 @@ class Scheduler(Protocol):
 
     def report(self, scheduler: Address, reports: Iterable[Report]) -> None: ...
 
-    def complain(self, complaints: Complaining) -> None: ...
+    def tell(self, path: str, newest: Complaining | Attaining) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -168,7 +178,7 @@ class Scheduled(Placement):
         wanted = chosen.prompt_block_size
         self._block_sizes[asked.model] = 0 if isinstance(wanted, UnsetType) else wanted
         rank = None if isinstance(chosen.dp_rank_local, UnsetType) else chosen.dp_rank_local
-        return Placed(asked, backend, answer, waited_s=took_s, dp_rank=rank)
+        return Placed(asked, backend, answer, waited_s=took_s, predicted=_predicted(result), dp_rank=rank)
 
     def release(self, placed: Placed, *, completed: bool) -> None:
         """Releases what the engine's own status does not tell of: in full mode that is only what it did not take."""
@@ -217,6 +227,10 @@ class Scheduled(Placement):
         for scheduler, own in by_scheduler.items():
             self._client.report(scheduler, own)
 
+    def attained(self, by_model: Mapping[str, Tally]) -> None:
+        models = [Attained(model, tally.num_met, tally.num_missed) for model, tally in by_model.items()]
+        self._client.tell("/attainment", Attaining(self.gateway_id, models))
+
     def complain(self, avoided: Mapping[Backend, Ejection]) -> None:
         now_s = self._clock()
         instances = [
@@ -228,7 +242,7 @@ class Scheduled(Placement):
             )
             for backend, ejection in avoided.items()
         ]
-        self._client.complain(Complaining(self.gateway_id, instances, COMPLAINT_TTL_S))
+        self._client.tell("/complaints", Complaining(self.gateway_id, instances, COMPLAINT_TTL_S))
 
     async def learn(self) -> None:
         for address in await self._client.instances():
@@ -244,3 +258,10 @@ class Scheduled(Placement):
     async def close(self) -> None:
         await self._queues.close()
         await self._client.close()
+
+
+def _predicted(result: Iterable[LLMInstance]) -> Predicted:
+    """What is predicted of a request at its places: its first token where its prompt is computed, the others last."""
+    ttft_ms = [one.predicted_ttft for one in result if not isinstance(one.predicted_ttft, UnsetType)]
+    tpot_ms = [one.predicted_tpot for one in result if not isinstance(one.predicted_tpot, UnsetType)]
+    return Predicted(ttft_ms[0] if ttft_ms else 0.0, tpot_ms[-1] if tpot_ms else 0.0)

@@ -24,6 +24,7 @@ from llumlet.tasks import cancel
 from llumlet.types import Address
 from llumsched.contract import (
     NOT_IN_TIME,
+    Attaining,
     Complaining,
     Instances,
     LLMInstance,
@@ -214,11 +215,11 @@ class SchedulerClient:
         away: the next report tells it again."""
         self._schedulers[scheduler].report(reports)
 
-    def complain(self, complaints: Complaining) -> None:
-        """Tells all schedulers in the background, the newest only."""
-        body = encode(complaints)
+    def tell(self, path: str, newest: Complaining | Attaining) -> None:
+        """Tells all schedulers in the background, of each path the newest only."""
+        body = encode(newest)
         for scheduler in self._in_turn:
-            scheduler.complain(body)
+            scheduler.tell(path, body)
 
     async def close(self) -> None:
         """Waits for what is to be released, for a few seconds."""
@@ -241,8 +242,8 @@ class _Scheduler:
         """Newest report of each kind, by request."""
         self._releases: deque[bytes] = deque()
         self._num_dropped = 0
-        self._complaints = b""
-        """Newest complaints, until they are told."""
+        self._newest: dict[str, bytes] = {}
+        """What takes the place of what was told before, by path, until it is told."""
         self._telling: asyncio.Task[None] | None = None
 
     async def post(self, path: str, body: bytes, limit: aiohttp.ClientTimeout) -> tuple[int, bytes]:
@@ -265,8 +266,8 @@ class _Scheduler:
             self._num_dropped += 1
         self._tell()
 
-    def complain(self, body: bytes) -> None:
-        self._complaints = body
+    def tell(self, path: str, body: bytes) -> None:
+        self._newest[path] = body
         self._tell()
 
     async def close(self) -> None:
@@ -279,10 +280,10 @@ class _Scheduler:
             self._telling = asyncio.create_task(self._tell_all())
 
     async def _tell_all(self) -> None:
-        while self._complaints or self._reports or self._releases:
-            if self._complaints:
-                complaints, self._complaints = self._complaints, b""
-                await self._say("/complaints", complaints)
+        while self._newest or self._reports or self._releases:
+            if self._newest:
+                path, body = self._newest.popitem()
+                await self._say(path, body)
             if self._reports:
                 reports, self._reports = self._reports, {}
                 newest = [report for kinds in reports.values() for report in kinds.values()]

@@ -9,7 +9,7 @@ import math
 import random
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Final, Self
 
@@ -28,6 +28,7 @@ from llumsched.gateway.cors import Cors
 from llumsched.gateway.errors import CannotPass, Forbidden, NoInstance, UnknownPath
 from llumsched.gateway.exchange import Exchanges, failure
 from llumsched.gateway.metrics import Metrics
+from llumsched.gateway.objectives import Tally
 from llumsched.gateway.outliers import Limits
 from llumsched.gateway.paths import Kind, find
 from llumsched.gateway.placement import Placement, RoundRobin
@@ -46,6 +47,10 @@ _FIRST_MODELS_S: Final = 1.0
 """Least time between such rounds while no model is known."""
 _REFUSALS: Final = {Kind.REFUSED: Forbidden, Kind.CANNOT_PASS: CannotPass}
 _BACKLOG = 1024
+_ATTAINMENT_S = 1.0
+"""Least time between two times that schedulers are told how objectives are met."""
+_ATTAINMENT_AGAIN_S = 10.0
+"""Time after which they are told the same again: one may have come since."""
 _LOOK_S = 0.25
 """Time between two looks at which instances are avoided."""
 
@@ -107,6 +112,7 @@ class Gateway:
         self._server = ClientServer(config, cors.answer)
         watch = Watch(config, self.backends, self.upstream, Clients(config, self._server))
         keep = {"models": self._keep_models, "complaints": self._keep_complaining, "watch": watch.run}
+        keep["attainment"] = self._keep_telling_attainment
         if admission is not None:
             keep["keys"] = admission.keep_keys
         if config.sse_keepalive_s:
@@ -181,6 +187,16 @@ class Gateway:
                 known, told_s = set(avoided), time.monotonic()
                 self.placement.complain(avoided)
             await asyncio.sleep(_LOOK_S)
+
+    async def _keep_telling_attainment(self) -> None:
+        known: Mapping[str, Tally] = {}
+        told_s = -math.inf
+        while True:
+            attained = self.metrics.attained()
+            if attained != known or time.monotonic() - told_s > _ATTAINMENT_AGAIN_S:
+                known, told_s = attained, time.monotonic()
+                self.placement.attained(attained)
+            await asyncio.sleep(_ATTAINMENT_S)
 
     async def _keep_reporting(self) -> None:
         while True:

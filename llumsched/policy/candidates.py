@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -47,12 +48,16 @@ class Candidates:
         providers: Sequence[RequestProvider] = (),
         *,
         forward: float | None = None,
+        reported: Cluster | None = None,
     ) -> None:
         """`forward`: statuses are moved on to the time of the decision, with so many schedulers that send as this one
-        does; None: they are as reported. Predictions, which step on from there themselves, are of what was reported."""
+        does; None: they are as reported, or were moved on before: then `reported` is what they were. Predictions, which
+        step on from there themselves, are of what was reported."""
         self.cluster = cluster if forward is None else Forward(cluster, context.now_s, forward)
         self.context = context
-        self._as_reported = self if forward is None else Candidates(cluster, context, providers)
+        if forward is not None:
+            reported = cluster
+        self._as_reported = self if reported is None else Candidates(reported, context, providers)
         self._providers = providers
         self._columns: dict[str, Values] = {}
         self._values: dict[str, Values] = {}
@@ -95,6 +100,12 @@ class Candidates:
             columns = self._as_reported if metric.name in PREDICTIONS else self
             known = self._values[metric.name] = metric.values(columns)
         return known
+
+    def predicted(self, row: int) -> dict[str, float]:
+        """What was predicted of the request at an instance, by the names of `PREDICTIONS`; milliseconds, and only what
+        the decision went by."""
+        told = {name: float(self._values[name][row]) for name in PREDICTIONS if name in self._values}
+        return {name: value for name, value in told.items() if math.isfinite(value)}
 
     def among(self, ids: Collection[str]) -> Mask:
         """Rows of these instances. Others may be among the ids."""

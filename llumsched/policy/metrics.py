@@ -25,7 +25,7 @@ from llumsched.policy.predictions import PREDICTIONS
 from llumsched.request import REQUEST_COLUMNS
 
 ENTRY_POINTS = "llumnix.metrics"
-CONSTANTS: Final[Mapping[str, float]] = {"priority_headroom": 0.5}
+BUILT_IN_CONSTANTS: Final[Mapping[str, float]] = {"priority_headroom": 0.5}
 """Numbers that every formula may name, and what they are unless something else is said. The headroom is the share of a
 KV cache that is to stay free beside an urgent request (`--priority-headroom`). The paper's instances keep all but 1,600
 tokens of 13,616: with one urgent request in ten that costs the others too much (docs/experiments.md)."""
@@ -207,14 +207,22 @@ _BUILT_IN = (
     *(Metric(name, of) for name, of in PREDICTIONS.items()),
 )
 
-METRICS: Mapping[str, Metric] = {metric.name: metric.with_constants(CONSTANTS) for metric in _BUILT_IN}
-"""Built-in metrics by name, with `CONSTANTS` as they are unless something else is said."""
+
+def built_in_metrics(constants: Mapping[str, float] = BUILT_IN_CONSTANTS) -> dict[str, Metric]:
+    """Built-in metrics by name. Of a constant that is not given the formulas keep the name."""
+    return {metric.name: metric.with_constants(constants) for metric in _BUILT_IN}
 
 
-def all_metrics() -> dict[str, Metric]:
-    """Built-in metrics, and those of installed packages, to be asked for values once they are told the `CONSTANTS` that
-    they name. Raises ValueError for one that is none, or that takes a name that is taken."""
-    return load_values(ENTRY_POINTS, {metric.name: metric for metric in _BUILT_IN}, _fault)
+METRICS: Mapping[str, Metric] = built_in_metrics()
+"""Built-in metrics by name, with the constants as they are unless something else is said."""
+
+
+def all_metrics(constants: Mapping[str, float] = BUILT_IN_CONSTANTS) -> dict[str, Metric]:
+    """Built-in metrics, and those of installed packages. Raises ValueError for one that is none, or that takes a name
+    that is taken."""
+    known = load_values(ENTRY_POINTS, METRICS, _fault)
+    others = {name: metric.with_constants(constants) for name, metric in known.items() if name not in METRICS}
+    return built_in_metrics(constants) | others
 
 
 def metric_fault(name: str) -> str:

@@ -9,8 +9,9 @@ TTFT. The status says what there was to compute when the step under way had run 
 have passed. So it is known which step is under way now and when it ends. What is left then of the prefills, what was
 sent since, and the request itself, less what the prefix cache has of it, take ceil(tokens / budget) steps. Where there
 are no blocks for all of them, it is at least the time until there are: `gone_per_s` of the tokens of those that decode
-are given back, and those that stay take one for each of their tokens. It is the time in the engine: not the way there,
-nor what the API server needs.
+are given back, and those that stay take one for each of their tokens. Where the batch is full (`max_num_seqs`), it is
+at least the time until as many have ended as are before it, `ended_per_s` of those that decode. It is the time in the
+engine: not the way there, nor what the API server needs.
 
 TPOT. base with the request in it, times `step_stretch`, for what prefills take of the time between two tokens.
 
@@ -72,7 +73,9 @@ def predicted_ttft(columns: Columns) -> Values:
     own_pairs = columns["sent_uncomputed_prefill_pairs"] + own * (own + 1.0) / 2.0 + own * hit
     own_s = columns["step_prefill_token_s"] * (sent + own) + columns["step_pair_s"] * own_pairs
     computing_s = rest_s + steps * step_s + token_s * left + own_s
-    room_s = _until_room_s(columns, prompt, num_decodes, decode_kv, base_s)
+    room_s = np.maximum(
+        _until_room_s(columns, prompt, num_decodes, decode_kv, base_s), _until_place_s(columns, num_decodes)
+    )
     seconds: Values = np.maximum(computing_s, room_s + step_s + own_s)
     return seconds * _MS
 
@@ -89,6 +92,14 @@ def _until_room_s(columns: Columns, own: Values, num_decodes: Values, decode_kv:
     ending = columns["gone_per_s"] * decode_kv
     growing = num_decodes / (base_s * columns["step_stretch"])
     seconds = np.maximum(needed - free, 0.0) / np.maximum(ending - growing, _LEAST_GAIN * ending)
+    known: Values = np.nan_to_num(seconds, nan=0.0, posinf=0.0)
+    return known
+
+
+def _until_place_s(columns: Columns, num_decodes: Values) -> Values:
+    """Seconds until the batch has a place for all that waits, and the request."""
+    needed = columns["num_running_requests"] + columns["num_waiting_requests"] + columns["sent_requests"] + 1.0
+    seconds = np.maximum(needed - columns["max_num_seqs"], 0.0) / (columns["ended_per_s"] * num_decodes)
     known: Values = np.nan_to_num(seconds, nan=0.0, posinf=0.0)
     return known
 

@@ -35,7 +35,7 @@ from llumsched.cluster.providers.step_models import StepModels
 from llumsched.policy import filters as f
 from llumsched.policy.candidates import OF_DECISION
 from llumsched.policy.expression import Expression, ExpressionError, numbers
-from llumsched.policy.metrics import CONSTANTS, Metric, all_metrics
+from llumsched.policy.metrics import BUILT_IN_CONSTANTS, Metric, all_metrics
 from llumsched.policy.parts import Maker, all_filters, all_selectors, number, switch
 
 SECTIONS: Final = frozenset({"name", "define", "full", "lite", "rescheduling"})
@@ -96,14 +96,14 @@ class Reader:
         self._given = constants or {}
         self._source = source
         try:
-            self.metrics: dict[str, Metric] = all_metrics()
+            self.metrics: dict[str, Metric] = all_metrics({})
             self.filters: dict[str, Maker] = all_filters()
             self.selectors: dict[str, Maker] = all_selectors()
             of_requests = [name for provider in all_request_providers() for name in provider.columns]
         except ValueError as error:
             raise PolicyError([str(error)]) from error
         self._columns = {*StatusColumns().columns, *MetadataColumns.columns, *InFlight.columns, *StepModels.columns}
-        self._columns |= {*OF_DECISION, *of_requests, *CONSTANTS}
+        self._columns |= {*OF_DECISION, *of_requests, *BUILT_IN_CONSTANTS}
         self.document: Mapping[str, Any] = document if isinstance(document, dict) else {}
         if not isinstance(document, dict):
             self.fault("", f"is not a mapping of {', '.join(sorted(SECTIONS))}")
@@ -218,9 +218,14 @@ class Reader:
             if isinstance(metric.of, Expression) and name not in self._columns
         }
 
+    @property
+    def built_in_constants(self) -> dict[str, float]:
+        """The built-in ones as they are set, whether or not the document uses them."""
+        return {name: self._given.get(name, value) for name, value in BUILT_IN_CONSTANTS.items()}
+
     def _settled(self, formula: Expression) -> Expression:
         """The formula of what a document uses, with numbers in the place of built-in constants."""
-        named = {name: self._given.get(name, CONSTANTS[name]) for name in formula.names & CONSTANTS.keys()}
+        named = {name: value for name, value in self.built_in_constants.items() if name in formula.names}
         self.constants |= named
         return formula.with_names(numbers(named))
 

@@ -31,7 +31,7 @@ from llumsched.policy.metrics import Metric
 from llumsched.rescheduling.config import SHORTEST_AS_NEEDED, Scope
 from llumsched.rescheduling.draft import Draft
 from llumsched.rescheduling.moves import AS_NEEDED, Move, Purpose, Selection
-from llumsched.rescheduling.pairs import Ends
+from llumsched.rescheduling.pairs import Ends, Unfit
 
 _TRIES_PER_MOVE = 4
 """Sources that are looked at for each move that a pass may make: when the hottest do not pay, others hardly do."""
@@ -62,20 +62,45 @@ class MetricBalancePairs:
         return self.selection.order in (Order.FCW, Order.FCWSR)
 
     def pair(self, draft: Draft, policy: str, ends: Ends) -> tuple[int, int]:
-        snapshot, load = draft.snapshot, self.metric.values(draft.projected).copy()
+        load = self.metric.values(draft.projected).copy()
         able = (ends.sources | ends.destinations) & np.isfinite(load)
+        left = ends.without(self._unfit(draft, load))
+        for part in self._parts(draft, able):
+            mean = float(load[part].mean())
+            _Balancing(self, draft, policy, load, mean).between(left.sources & part, left.destinations & part)
+        return int(left.sources.sum()), int(left.destinations.sum())
+
+    def unfit(self, draft: Draft) -> Unfit:
+        of_load = self._unfit(draft, self.metric.values(draft.projected))
+        rest = [("has a move of this pass already", draft.mask(draft.chosen))]
+        if self.scope is Scope.UNIT:
+            rest.append(("is in no unit", draft.snapshot["unit"] < 0))
+        return Unfit(
+            [*of_load.sources, ("takes requests itself", draft.mask(draft.destinations - draft.chosen)), *rest],
+            [*of_load.destinations, ("gives requests itself", draft.mask(draft.sources - draft.chosen)), *rest],
+        )
+
+    def _unfit(self, draft: Draft, load: Values) -> Unfit:
+        """Those that cannot be an end of any pair of this pass."""
+        snapshot = draft.snapshot
+        unknown = ("its load is not known", ~np.isfinite(load))
         carries_kv = (snapshot["movable"] > 0) & (snapshot["carries_kv"] > 0)
         waiting = (snapshot["movable"] > 0) & self.takes_waiting
         holding = (carries_kv & (draft.running > 0)) | (waiting & (draft.waiting > 0))
-        sources = ends.sources & able & (draft.out_slots >= 1) & holding
-        destinations = ends.destinations & able & (draft.in_slots >= 1) & (carries_kv | waiting)
+        sources = [
+            unknown,
+            ("has as many moves away from it as it may have", ~(draft.out_slots >= 1)),
+            ("has no request that could move", ~holding),
+        ]
+        destinations = [
+            unknown,
+            ("has as many moves to it as it may have", ~(draft.in_slots >= 1)),
+            ("takes no requests with their KV cache", ~(carries_kv | waiting)),
+        ]
         if self.threshold > 0 and self.scope is Scope.CLUSTER:
-            sources &= load >= self.threshold
-            destinations &= load < self.threshold
-        for part in self._parts(draft, able):
-            mean = float(load[part].mean())
-            _Balancing(self, draft, policy, load, mean).between(sources & part, destinations & part)
-        return int(sources.sum()), int(destinations.sum())
+            sources.append((f"its load is below {self.threshold:g}", ~(load >= self.threshold)))
+            destinations.append((f"its load is not below {self.threshold:g}", ~(load < self.threshold)))
+        return Unfit(sources, destinations)
 
     def _parts(self, draft: Draft, able: Mask) -> list[Mask]:
         """Sets of instances that may exchange requests."""

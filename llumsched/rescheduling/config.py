@@ -13,7 +13,8 @@ from llumlet.protocol.infer_type import InferType
 from llumlet.protocol.selection import Order, Unit
 from llumlet.settings import Group, field_of
 from llumsched.cluster.domains import FailoverDomain
-from llumsched.policy.metrics import CONSTANTS, metric_fault
+from llumsched.policy.constants import FLAG, POLICY_CONSTANTS, Constants
+from llumsched.policy.metrics import BUILT_IN_CONSTANTS, metric_fault
 from llumsched.rescheduling.moves import AS_NEEDED, Selection
 
 USUAL: Final = (
@@ -26,7 +27,13 @@ USUAL: Final = (
 )
 """Policies for who says nothing else."""
 POLICIES: Final = (*USUAL, "neutral_preemption", "neutral_ttft", "neutral_tpot")
-OBJECTIVES: Final = ("ttft_slo", "tpot_slo", "tpot_migrate_out_ceil_threshold")
+OBJECTIVES: Final = (
+    "ttft_slo",
+    "tpot_slo",
+    "ttft_slo_dispatch_threshold",
+    "tpot_slo_dispatch_threshold",
+    "tpot_migrate_out_ceil_threshold",
+)
 """Settings that are constants of policies, by these names."""
 SHORTEST_AS_NEEDED: Final = Selection(Unit.TOKEN, Order.SR, AS_NEEDED)
 
@@ -60,7 +67,7 @@ SHARE: Final = kinds.number("SHARE", above=0)
 HEADROOM: Final = kinds.number("SHARE", at_least=0, at_most=1)
 HEADROOM_HELP: Final = (
     "of the KV cache of an instance, to stay free beside urgent requests, for dispatch and rescheduling alike "
-    f"(default {CONSTANTS['priority_headroom']:g})"
+    f"(default {BUILT_IN_CONSTANTS['priority_headroom']:g})"
 )
 
 rescheduling = Group("rescheduling", _DESCRIPTION, "--rescheduling-")
@@ -140,6 +147,12 @@ class Config:
     tpot_slo: float | None = _objectives.setting(
         None, MILLISECONDS, "running requests leave where they would be slower (default: the policy's, 50)"
     )
+    ttft_slo_dispatch_threshold: float | None = _objectives.setting(
+        None, SHARE, "of --ttft-slo, up to which an instance is in time (default: the policy's, 0.85)"
+    )
+    tpot_slo_dispatch_threshold: float | None = _objectives.setting(
+        None, SHARE, "of --tpot-slo, up to which an instance takes running requests (default: the policy's, 0.85)"
+    )
     tpot_migrate_out_ceil_threshold: float | None = _objectives.setting(
         None, SHARE, "of --tpot-slo, from which on they do (default: the policy's, 0.95)"
     )
@@ -193,10 +206,28 @@ class Config:
         60.0, STALENESS, "an instance that was silent for longer is sick", flag="--instance-staleness-seconds"
     )
 
+    policy_constants: Constants = rescheduling.setting(
+        (),
+        POLICY_CONSTANTS,
+        "values of constants that policies define, built-in ones and files (repeatable)",
+        flag=FLAG,
+    )
+
     @property
-    def constants(self) -> dict[str, float]:
-        """What is said of policies' constants, by their names."""
-        return {name: value for name in (*OBJECTIVES, *CONSTANTS) if (value := getattr(self, name)) is not None}
+    def objectives(self) -> dict[str, float]:
+        """What is said of objectives, by the names of policies' constants."""
+        return {name: value for name in OBJECTIVES if (value := getattr(self, name)) is not None}
+
+    @property
+    def built_in_constants(self) -> dict[str, float]:
+        """What is said of those by flags of their own."""
+        return {name: value for name in BUILT_IN_CONSTANTS if (value := getattr(self, name)) is not None}
+
+    def constants(self, *, of_own_file: bool) -> dict[str, float]:
+        """Values for the constants of a policy. A file of one's own is changed by what is said of a constant, and not
+        by the flags of objectives."""
+        said = self.built_in_constants | dict(self.policy_constants)
+        return said if of_own_file else self.objectives | said
 
     def target(self, infer_type: str) -> LoadTarget:
         return self.decode if infer_type == InferType.DECODE else self.neutral

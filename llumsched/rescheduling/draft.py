@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -128,6 +128,12 @@ class Draft:
             self.snapshot["num_uncomputed_tokens_all_waiting_prefills"],
             self.snapshot["num_unallocated_tokens_all_waiting_requests"],
         )
+
+    def mask(self, rows: Collection[int]) -> Mask:
+        """These rows, among all."""
+        found = np.zeros(len(self.snapshot), np.bool_)
+        found[list(rows)] = True
+        return found
 
     # Choosing
 

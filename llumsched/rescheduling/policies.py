@@ -10,21 +10,20 @@
         metricBalanceSelector: {metric: kv_cache_usage_ratio_projected, threshold: 0.7}
 
 Metrics, filters and definitions are those of dispatch. The built-in policies take what flags say in the place of what
-is written in their files; a file of one's own says everything itself but the built-in constants, which are the same for
-all.
+is written in their files; a file of one's own says everything itself, but for constants that are set by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from llumlet.protocol.infer_type import InferType
 from llumlet.protocol.selection import Order, Unit
 from llumsched.extensions import load_values
 from llumsched.policy import filters as f
-from llumsched.policy.metrics import CONSTANTS, Metric
+from llumsched.policy.metrics import Metric
 from llumsched.policy.parts import Maker, number
 from llumsched.policy.pipeline import Filters
 from llumsched.policy.reader import PolicyError, Reader, is_own_file, parse_yaml, read_policy
@@ -45,6 +44,8 @@ class ReschedulingPolicy:
     sources: Filters
     destinations: Filters
     selector: PairSelector
+    constants: Mapping[str, float] = field(default_factory=dict)
+    """The constants that it defines, as they are set."""
 
 
 def load_policies(config: Config) -> tuple[ReschedulingPolicy, ...]:
@@ -63,9 +64,7 @@ def load_policies(config: Config) -> tuple[ReschedulingPolicy, ...]:
 def load_rescheduling_policy(name: str, config: Config) -> ReschedulingPolicy:
     """A built-in policy by name, or that of a file by its path, which ends in `.yaml`. Raises PolicyError."""
     document = parse_yaml(read_policy(name, "rescheduling"), name)
-    is_own = is_own_file(name)
-    constants = {key: value for key, value in config.constants.items() if not is_own or key in CONSTANTS}
-    reader = _ReschedulingReader(name, document, None if is_own else config, constants)
+    reader = _ReschedulingReader(name, document, config)
     policy = reader.policy()
     if policy is None or reader.faults:
         raise PolicyError(reader.faults)
@@ -106,10 +105,11 @@ _SELECTORS: Final[Mapping[str, Maker]] = {
 
 
 class _ReschedulingReader(Reader):
-    def __init__(self, source: str, document: Any, config: Config | None, constants: Mapping[str, float]) -> None:
-        """`config`, `constants`: values in place of the file's."""
-        super().__init__(source, document, constants)
-        self._config = config
+    def __init__(self, source: str, document: Any, config: Config) -> None:
+        """`config`: values in place of the file's; of a file of one's own, only of its constants."""
+        is_own = is_own_file(source)
+        super().__init__(source, document, config.constants(of_own_file=is_own))
+        self._config = None if is_own else config
         try:
             self.pair_selectors: dict[str, Maker] = load_values(
                 ENTRY_POINTS, _SELECTORS, lambda _, value: None if callable(value) else "is not callable"
@@ -137,7 +137,7 @@ class _ReschedulingReader(Reader):
         if selector is None:
             return None
         gives, takes = (Filters.of([of_type, *filters]) for filters in (sources, destinations))
-        return ReschedulingPolicy(self.name, Filters.of(failed), gives, takes, selector)
+        return ReschedulingPolicy(self.name, Filters.of(failed), gives, takes, selector, self.constants)
 
     def _filters(self, where: str, entries: Any) -> Iterable[f.Filter | f.GroupFilter]:
         if not isinstance(entries, list):

@@ -58,7 +58,7 @@ async def serve(
         stack.push_async_callback(cancel, loop)
         bound = 0
         if port is not None:
-            runner = web.AppRunner(http.standalone(store.view, rescheduler.records, registry), access_log=None)
+            runner = web.AppRunner(http.standalone(store.view, rescheduler, registry), access_log=None)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
             await web.TCPSite(runner, host, port).start()

@@ -107,14 +107,18 @@ def _load(columns: Candidates, members: Rows, heard: Mask, serves: Mask, config:
 
 
 def _latencies(columns: Candidates, rows: Rows, config: Config) -> Sequence[tuple[float, float, str]]:
-    """Instances needed and comfortable, by latencies that have a limit."""
+    """Instances needed and comfortable, by latencies that have a limit, of those instances whose steps are known."""
     found = []
     for name, limit_s, reason in (
         ("predicted_ttft", config.ttft_s, "time to first token"),
         ("predicted_tpot", config.tpot_s, "time per token"),
     ):
-        if limit_s > 0 and len(rows):
-            share = float(columns.values(METRICS[name])[rows].mean()) / 1e3 / limit_s
+        if limit_s <= 0:
+            continue
+        latencies_ms = columns.values(METRICS[name])[rows]
+        known_ms = latencies_ms[np.isfinite(latencies_ms)]
+        if len(known_ms):
+            share = float(known_ms.mean()) / 1e3 / limit_s
             needed, comfortable = (len(rows) * min(each, _MOST_AT_ONCE) for each in (share, share / _COMFORT))
             found.append((needed, comfortable, reason))
     return found

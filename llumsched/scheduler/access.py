@@ -24,7 +24,9 @@ from llumlet.secret_files import Current
 from llumlet.tokens import read_by_role
 
 _OPEN: Final = frozenset({"/healthz", "/ready"})
-_OF_GATEWAYS: Final = frozenset({"/schedule", "/release", "/report", "/complaints", "/keepalive", "/instances"})
+_OF_GATEWAYS: Final = frozenset(
+    {"/schedule", "/release", "/report", "/complaints", "/attainment", "/keepalive", "/instances"}
+)
 _CHALLENGE: Final = {"WWW-Authenticate": 'Basic realm="llumnix scheduler: any name, and a token"'}
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -7,6 +7,7 @@ POST /schedule         200 the request with its `scheduling_result`; 404 nobody 
 POST /release          one or an array: 200, as often as one likes; 400 the JSON is wrong or names no result
 POST /report           200; lite mode, from gateways
 POST /complaints       200; instances to which a gateway sends nothing now, and why
+POST /attainment       200; how many requests of a gateway met their objectives
 GET  /keepalive        WebSocket, lite mode: while it stands the gateway lives
 GET  /healthz          200: it runs
 GET  /ready            200, or 503 and why no instance would take a request now
@@ -23,8 +24,9 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -42,6 +44,7 @@ from llumsched.cluster.providers.metadata import type_of
 from llumsched.contract import (
     MAX_BODY_BYTES,
     NOT_IN_TIME,
+    Attaining,
     Complaining,
     Endpoint,
     Instances,
@@ -56,6 +59,7 @@ from llumsched.dispatch.complaints import Complaint
 from llumsched.dispatch.dispatcher import Dispatcher, NotPlaced, NotPlacedKind
 from llumsched.dispatch.explain import explain
 from llumsched.scheduler.metrics import SchedulerMetrics
+from llumsched.scheduler.recent import Attainment, RecentShares, Share
 
 _log = logging.getLogger(__name__)
 _KEEPALIVE_S: Final = 3.0
@@ -73,10 +77,18 @@ _STATUS: Final = {
 }
 
 
+NOTHING_PREDICTED: Final[Mapping[str, float]] = MappingProxyType({})
+
+
 class Api:
-    def __init__(self, dispatcher: Dispatcher, registry: CollectorRegistry) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._dispatcher = dispatcher
         self._metrics = SchedulerMetrics(dispatcher, registry)
+        self.attainment = Attainment(clock)
+        self.cached = RecentShares(clock)
+        """Tokens of prompts that were cached where they went, under the name ""."""
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_say_what_is_wrong])
@@ -86,6 +98,7 @@ class Api:
                 web.post("/release", self.release),
                 web.post("/report", self.report),
                 web.post("/complaints", self.complaints),
+                web.post("/attainment", self.attained),
                 web.get("/keepalive", self.keepalive),
                 web.get("/healthz", self.healthz),
                 web.get("/ready", self.ready),
@@ -109,7 +122,10 @@ class Api:
             said = f"{NOT_IN_TIME}: {error}" if error.kind is NotPlacedKind.NO_ENDPOINT_IN_TIME else str(error)
             return web.Response(status=_STATUS.get(error.kind, 400), text=said)
         self._metrics.placed(placements, request.prompt_num_tokens, time.perf_counter() - began_s)
-        result = [self._named(placed.instance, placed.infer_type, asked.model) for placed in placements]
+        self.cached.add("", Share(placements[0].num_hit_tokens, request.prompt_num_tokens))
+        result = [
+            self._named(placed.instance, placed.infer_type, asked.model, placed.predicted) for placed in placements
+        ]
         echoed = replace(asked, excluded_endpoints=UNSET, prompt_blocks=b"", prompt_block_size=0)
         return _json(replace(echoed, scheduling_result=result))
 
@@ -156,6 +172,11 @@ class Api:
         )
         return web.Response()
 
+    async def attained(self, http: web.Request) -> web.Response:
+        told = decode(await http.read(), Attaining)
+        self.attainment.told(told.gateway_id, told.models)
+        return web.Response()
+
     async def keepalive(self, http: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse(heartbeat=_KEEPALIVE_S, max_msg_size=4096)
         await socket.prepare(http)
@@ -190,14 +211,12 @@ class Api:
         return web.Response(body=await self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def debug_schedule(self, http: web.Request) -> web.Response:
-        if http.method == "POST":
-            asked = decode(await http.read(), Question)
-        else:
-            asked = msgspec.convert(dict(http.query), Question, strict=False)
+        asked = decode(await http.read(), Question) if http.method == "POST" else Question.of_query(http.query)
         try:
             decisions = self._dispatcher.decide(self._read(asked), asked.stages, asked.gateway_id, self._tried(asked))
         except NotPlaced as error:
-            return web.Response(status=_STATUS.get(error.kind, 400), text=str(error))
+            # 400 is for questions that are wrong.
+            return web.Response(status=_STATUS.get(error.kind, 503), text=str(error))
         policy = self._dispatcher.policy
         return _json(
             {
@@ -205,7 +224,16 @@ class Api:
                 "mode": policy.mode,
                 "warming": self._dispatcher.warmth.is_warming,
                 "view_age_s": round(self._dispatcher.view.age_s, 3),
-                "stages": [explain(one, self._dispatcher.step_models) for one in decisions.values()],
+                "stages": [
+                    explain(
+                        one,
+                        self._dispatcher.step_models,
+                        mode=policy.mode,
+                        metrics=asked.metrics,
+                        constants=policy.built_in_constants,
+                    )
+                    for one in decisions.values()
+                ],
             }
         )
 
@@ -250,7 +278,9 @@ class Api:
             ),
         }
 
-    def _named(self, instance: Instance, infer_type: str, model: str) -> LLMInstance:
+    def _named(
+        self, instance: Instance, infer_type: str, model: str, predicted: Mapping[str, float] = NOTHING_PREDICTED
+    ) -> LLMInstance:
         """An instance as gateways are told of it."""
         metadata, hits = instance.metadata, self._dispatcher.hits
         return LLMInstance(
@@ -264,6 +294,8 @@ class Api:
             dp_size=metadata.data_parallel_size,
             prompt_block_size=(hits.block_size_of(instance) if hits else 0) or UNSET,
             dp_rank_local=UNSET if self._is_alone(instance) else metadata.dp_local_rank,
+            predicted_ttft=predicted.get("predicted_ttft", UNSET),
+            predicted_tpot=predicted.get("predicted_tpot", UNSET),
         )
 
     def _is_alone(self, instance: Instance) -> bool:

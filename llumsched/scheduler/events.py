@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's web page and the server-sent events that feed it: `/`, `/page.js`, `/page.css`, `/events`.
 
-An event's data is one JSON object: `instances` (`llumsched.summary`, with `age_s`) that changed, the ids of those that
-`left`, the rescheduler's `moves` that changed, and how old the view is. The first holds all that is known. There is one
-at most every `INTERVAL_S`, at least every `BEAT_S`, and fewer the more changes: requests are placed on the same loop.
+An event's data is one JSON object: `instances` (`llumsched.summary`, with `age_s` and `predicted_ms`) that changed, the
+ids of those that `left`, the rescheduler's `moves` that changed, how old the view is, and how objectives are met
+(`overview`). The first holds all that is known. There is one at most every `INTERVAL_S`, at least every `BEAT_S`, and
+fewer the more changes: requests are placed on the same loop.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from aiohttp import web
 from llumsched.cluster.view import View
 from llumsched.rescheduling.records import Records
 from llumsched.scheduler.feed import Feed, Reader
+from llumsched.scheduler.overview import Overview
 
 INTERVAL_S: Final = 0.1
 BEAT_S: Final = 1.0
@@ -37,9 +39,9 @@ _HEADERS = {
 }
 
 
-def add_routes(app: web.Application, view: View, records: Records | None) -> None:
+def add_routes(app: web.Application, view: View, records: Records | None, overview: Overview | None = None) -> None:
     """`records`: the rescheduler's; None where it runs in another process: the page then shows no moves."""
-    page = _Page(Feed(view, records))
+    page = _Page(Feed(view, records, overview))
     app.router.add_get("/", page.file)
     app.router.add_get("/{name:page\\.(?:js|css)}", page.file)
     app.router.add_get("/events", page.events)

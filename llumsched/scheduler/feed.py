@@ -17,6 +17,7 @@ import msgspec
 from llumsched.cluster.instance import Instance
 from llumsched.cluster.view import View
 from llumsched.rescheduling.records import MoveRecord, Records
+from llumsched.scheduler.overview import UNKNOWN, Overview, Predicted
 from llumsched.summary import summary
 
 NUM_MOVES: Final = 100
@@ -41,8 +42,9 @@ class Reader:
 class Feed:
     """Observes a view and the rescheduler's moves on their event loop, while there are readers."""
 
-    def __init__(self, view: View, records: Records | None) -> None:
+    def __init__(self, view: View, records: Records | None, overview: Overview | None = None) -> None:
         self._view = view
+        self._overview = overview
         self._records = records
         self._readers: set[Reader] = set()
         self._texts: dict[str, tuple[Instance, bytes]] = {}
@@ -80,11 +82,12 @@ class Feed:
         reader.woken.clear()
         reader.told.difference_update(left)
         reader.num_newest = len(changed)
+        predicted = self._overview.of_instances() if self._overview is not None and changed else {}
         instances = []
         for number, name in enumerate(changed, 1):
             if name in self._view:
                 reader.told.add(name)
-                instances.append(self._text(self._view[name]))
+                instances.append(self._text(self._view[name], predicted.get(name, UNKNOWN)))
             if number % AT_ONCE == 0:
                 await asyncio.sleep(0)
         document = {
@@ -95,17 +98,19 @@ class Feed:
             "left": left,
             "moves": [record.to_dict() for record in moves],
             "rescheduling": self._records is not None,
+            "overview": None if self._overview is None else self._overview.of_cluster(),
         }
         # Which writes null for an infinity.
         return msgspec.json.encode(document)
 
-    def _text(self, instance: Instance) -> msgspec.Raw:
+    def _text(self, instance: Instance, predicted: Predicted) -> msgspec.Raw:
         known = self._texts.get(instance.id)
         if known is None or known[0] is not instance:
             shown = summary(instance)
             del shown["received_s"]
             known = self._texts[instance.id] = instance, msgspec.json.encode(shown)[:-1]
-        return msgspec.Raw(b'%b,"age_s":%.3f}' % (known[1], instance.age_s(time.monotonic())))
+        age_s, told = instance.age_s(time.monotonic()), msgspec.json.encode(predicted)
+        return msgspec.Raw(b'%b,"age_s":%.3f,"predicted_ms":%b}' % (known[1], age_s, told))
 
     # Observer of the view
 

@@ -29,6 +29,11 @@ _SELECTED: Final = {
     "all_prefills_tokens_num": _TOKENS,
     "all_decodes_tokens_num": _TOKENS,
 }
+_PREDICTED: Final = {
+    "predicted_ttft": (10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 30000, 60000),
+    "predicted_tpot": (1, 2, 5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500),
+}
+"""Milliseconds, of requests that were placed by what was predicted of them."""
 _OF_STATUS: Final = {
     "used_gpu_tokens": "num_used_gpu_tokens",
     "waiting_requests": "num_waiting_requests",
@@ -97,7 +102,7 @@ class SchedulerMetrics:
                 buckets=buckets,
                 registry=registry,
             )
-            for name, buckets in _SELECTED.items()
+            for name, buckets in (_SELECTED | _PREDICTED).items()
         }
         self._prompt_tokens = Counter("scheduler_prompt_tokens", "Of placed requests.", registry=registry)
         self._hit_tokens = Counter(
@@ -134,8 +139,9 @@ class SchedulerMetrics:
         table = self._dispatcher.table
         for placement in placements:
             row = table.index[placement.instance.id]
-            for name, histogram in self._selected.items():
-                histogram.labels(placement.infer_type).observe(METRICS[name].at(table, row))
+            values = {name: METRICS[name].at(table, row) for name in _SELECTED} | placement.predicted
+            for name, value in values.items():
+                self._selected[name].labels(placement.infer_type).observe(value)
 
     def refused(self, kind: str) -> None:
         self._failed.labels(kind).inc()

@@ -35,13 +35,14 @@ from llumsched.prefix.index import PrefixIndex
 from llumsched.prefix.watches import CacheWatches
 from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.rescheduling.draft import nothing_shared
-from llumsched.rescheduling.http import add_debug_route
+from llumsched.rescheduling.http import add_debug_routes
 from llumsched.rescheduling.rescheduler import Rescheduler, lease_of
 from llumsched.scaling.config import Config as ScalingConfig
 from llumsched.scheduler import events, scaling
 from llumsched.scheduler.access import ServiceTokens, read_tokens
 from llumsched.scheduler.api import Api
 from llumsched.scheduler.backends import API_KEY_VARIABLE, StaticEngines
+from llumsched.scheduler.overview import Overview
 from llumsched.tls import server_context
 
 _EXPIRE_S: Final = 0.5
@@ -233,11 +234,13 @@ async def serve(config: SchedulerConfig) -> RunningScheduler:
             stack.callback(store.view.observe(watches))
         stack.push_async_callback(cancel, asyncio.create_task(keep_running("expiry", partial(_expire, ledger))))
         rescheduler = await _reschedule(stack, config, store.view, dispatcher, registry)
-        app = Api(dispatcher, registry).application()
-        events.add_routes(app, store.view, rescheduler.records if rescheduler is not None else None)
+        api, scales = Api(dispatcher, registry), _scale(stack, config.scaling, dispatcher, registry)
+        app = api.application()
+        overview = Overview(dispatcher, api.attainment, api.cached, scales)
+        events.add_routes(app, store.view, rescheduler.records if rescheduler is not None else None, overview)
         if rescheduler is not None:
-            add_debug_route(app, rescheduler.records)
-        scaling.add_route(app, _scale(stack, config.scaling, dispatcher, registry))
+            add_debug_routes(app, rescheduler)
+        scaling.add_route(app, scales)
         if config.service_token_file:
             app.middlewares.insert(0, ServiceTokens(config.service_token_file).guard)
         port = await _listen(stack, app, config)

@@ -99,7 +99,8 @@ def add_route(app: web.Application, scaling: Scaling | None) -> None:
     app.router.add_get("/scale", scale)
 
 
-def _shown(one: Advice) -> dict[str, Any]:
+def numbers(one: Advice) -> dict[str, Any]:
+    """How many there are and should be, and why."""
     return {
         **one.group._asdict(),
         "wanted": one.wanted,
@@ -108,6 +109,8 @@ def _shown(one: Advice) -> dict[str, Any]:
         "leaving": one.num_leaving,
         "saturation": round(one.saturation, 4),
         "reason": one.reason,
-        "leave": one.leave,
-        "cheapest_first": one.cheapest_first,
     }
+
+
+def _shown(one: Advice) -> dict[str, Any]:
+    return numbers(one) | {"leave": one.leave, "cheapest_first": one.cheapest_first}

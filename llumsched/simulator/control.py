@@ -21,7 +21,7 @@ from llumlet.tasks import cancel
 from llumlet.types import Address, InstanceMetadata, InstanceStatus
 from llumsched.cluster.providers.account import Account
 from llumsched.cluster.view import View
-from llumsched.contract import Complaining, Endpoint, LLMInstance, Report, SchedulingRequest
+from llumsched.contract import Attaining, Complaining, Endpoint, LLMInstance, Report, SchedulingRequest
 from llumsched.dispatch.dispatcher import Dispatcher, NotPlaced, NotPlacedKind
 from llumsched.gateway.backends import Backends
 from llumsched.gateway.config import Config as GatewayConfig
@@ -31,7 +31,7 @@ from llumsched.gateway.placement import Placed
 from llumsched.gateway.scheduled import Scheduled
 from llumsched.gateway.scheduler_client import NoEndpoint, NotInTime, NotScheduled, SchedulerAnswer, SchedulerWarming
 from llumsched.policy.document import Mode, Overrides, load_policy
-from llumsched.policy.metrics import CONSTANTS
+from llumsched.policy.metrics import BUILT_IN_CONSTANTS
 from llumsched.request import Request
 from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.rescheduling.executor import Connect
@@ -77,8 +77,8 @@ class ControlConfig:
         """The one number that both go by."""
         said = self.priority_headroom
         if said is None and self.rescheduling is not None:
-            said = self.rescheduling.priority_headroom
-        return CONSTANTS["priority_headroom"] if said is None else said
+            said = self.rescheduling.constants(of_own_file=True).get("priority_headroom")
+        return BUILT_IN_CONSTANTS["priority_headroom"] if said is None else said
 
 
 class Control:
@@ -255,8 +255,8 @@ class _InProcess:
     def report(self, scheduler: Address, reports: Iterable[Report]) -> None:
         """Lite mode only."""
 
-    def complain(self, complaints: Complaining) -> None:
-        """Instances here answer or are gone."""
+    def tell(self, path: str, newest: Complaining | Attaining) -> None:
+        """Instances here answer or are gone, and nobody looks at a page."""
 
     async def close(self) -> None:
         return

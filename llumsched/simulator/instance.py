@@ -212,6 +212,7 @@ def described(hardware: Hardware, *, max_moves: int, **fields: Any) -> InstanceM
         "tensor_parallel_size": 1,
         "block_size": config.block_size,
         "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_num_seqs": config.max_num_seqs,
         "max_model_len": config.max_model_len,
         "num_total_blocks": config.num_blocks,
         "bytes_per_block": hardware.bytes_per_token * config.block_size,

@@ -6,22 +6,29 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
+from collections import deque
+from typing import Final
 
-_CHOICE = range(20_000, 30_000)
+_CHOICE: Final = range(20_000, 30_000)
 """Ports outside the range from which Linux takes ports for connections and for listeners that ask for any
 (32768-60999): a server listens up to a minute after its port was chosen, and nobody else gets the port meanwhile."""
 
+_given: Final[deque[int]] = deque(maxlen=1000)
+"""Ports that were given lately. They look free until their servers listen."""
+
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports of the loopback interface that are free now, each once."""
-    with contextlib.ExitStack() as stack:
-        found: list[int] = []
-        while len(found) < count:
-            listener = stack.enter_context(socket.socket())
-            with contextlib.suppress(OSError):
-                listener.bind(("127.0.0.1", random.choice(_CHOICE)))
-                found.append(listener.getsockname()[1])
-        return found
+    """TCP ports of the loopback interface that are free now, and that this process was not given before."""
+    found: list[int] = []
+    while len(found) < count:
+        port = random.choice(_CHOICE)
+        if port in _given:
+            continue
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            found.append(port)
+            _given.append(port)
+    return found
 
 
 def free_port() -> int:

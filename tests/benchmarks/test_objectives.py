@@ -48,6 +48,19 @@ def test_errors_are_of_the_prediction_and_the_way_of_one_that_knows_the_median_o
     assert latency._outcomes(IDLE, seen, 0.0)[0].target is None
 
 
+def test_after_a_change_of_load_predictions_are_right_from_some_window_on() -> None:
+    def request(began_s: float, error: float) -> Seen:
+        return Seen((100.0 * (1 + error) - 10.0, 100.0), (50.0, 50.0), began_s)
+
+    seen = [request(1.0, 0.5), request(9.0, 0.5), request(11.0, 0.02), request(25.0, -0.2), request(35.0, 0.08)]
+    ttft, tpot = latency.converged([*seen, request(61.0, 0.04), request(75.0, -0.04)], way_ms=10.0)
+    assert (ttft.baseline, ttft.ours, ttft.held) == (pytest.approx(0.5), pytest.approx(0.04), True)
+    assert ttft.more["within twice that after_s"] == 30  # not from the second window on: the third is out again
+    assert (tpot.baseline, tpot.ours, tpot.more["within twice that after_s"]) == (0, 0, 0)
+    too_short = latency.converged(seen, way_ms=10.0)[0]
+    assert (too_short.target, too_short.ours) == (None, pytest.approx(0.08))
+
+
 def test_what_moving_victims_brings_is_held_against_both_baselines() -> None:
     def played(preemptions: int, recomputed: int, gap_ms: float, moves: dict[str, int]) -> preempt.Played:
         counts = preempt.Counts(preemptions, 1, 1000, 0).plus(preempt.Counts(0, 0, 0, recomputed))

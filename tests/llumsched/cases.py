@@ -29,14 +29,32 @@ class Known:
 
     columns = StepModels.columns
 
-    def __init__(self, coefficients: Coefficients = TRUE, stretch: float = 1.0, gone_per_s: float = math.nan) -> None:
-        self._numbers = (*coefficients, stretch, gone_per_s)
+    def __init__(
+        self,
+        coefficients: Coefficients = TRUE,
+        stretch: float = 1.0,
+        gone_per_s: float = math.nan,
+        ended_per_s: float = math.nan,
+    ) -> None:
+        self._numbers = (*coefficients, stretch, gone_per_s, ended_per_s)
 
     def row(self, instance: Instance, before: Instance | None) -> tuple[float, ...]:
         return self._numbers
 
     def on_change(self, listener: object) -> None:
         pass
+
+
+class KnownOf(Known):
+    """Step models of these instances only."""
+
+    def __init__(self, *ids: str) -> None:
+        super().__init__()
+        self._ids = ids
+        self._of_others = Known(UNKNOWN)
+
+    def row(self, instance: Instance, before: Instance | None) -> tuple[float, ...]:
+        return super().row(instance, before) if instance.id in self._ids else self._of_others.row(instance, before)
 
 
 def metadata(instance_id: str, **fields: Any) -> InstanceMetadata:

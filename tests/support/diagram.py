@@ -11,7 +11,6 @@ import argparse
 import enum
 import functools
 import itertools
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from llumlet.protocol.plan import Method, Plan, Terms
 from llumlet.protocol.replay import Replay
 from llumlet.protocol.rescue import Rescue
 from llumlet.protocol.source import Source
+from tests.support.parts import fill
 
 AnyRow = Row[enum.StrEnum]
 
@@ -156,23 +156,13 @@ PARTS: dict[str, Callable[[], str]] = {
 }
 
 
-def render(text: str) -> str:
-    """`text` with every generated part as it should be. Raises KeyError for a part that does not exist."""
-
-    def part(match: re.Match[str]) -> str:
-        name = match[1]
-        return f"<!-- begin {name} -->\n{PARTS[name]()}\n<!-- end {name} -->"
-
-    return re.sub(r"<!-- begin ([a-z ]+) -->\n.*?<!-- end \1 -->", part, text, flags=re.DOTALL)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.support.diagram", description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path, nargs="?", default=Path("docs/protocol.md"))
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if the file is not current")
     options = parser.parse_args(arguments)
     text = options.file.read_text()
-    current = render(text)
+    current = fill(text, PARTS)
     if options.check:
         return int(current != text)
     options.file.write_text(current)

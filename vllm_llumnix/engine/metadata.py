@@ -65,6 +65,7 @@ def metadata_of(context: EngineContext) -> InstanceMetadata:
         utc_update=time.time(),
         block_size=engine.scheduler.block_size,
         max_num_batched_tokens=engine.vllm_config.scheduler_config.max_num_batched_tokens,
+        max_num_seqs=engine.vllm_config.scheduler_config.max_num_seqs,
         incarnation=context.identity.incarnation,
         version=vllm_llumnix.__version__,
         engine_version=vllm.__version__,

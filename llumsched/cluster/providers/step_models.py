@@ -64,32 +64,43 @@ class _Fit:
     """Tokens of requests that are gone; those of late count more."""
     kv_seconds: float = 0.0
     """Tokens in the KV cache of decodes, times how long they were there; likewise."""
+    ended: float = 0.0
+    """Requests that are gone; likewise."""
+    decode_seconds: float = 0.0
+    """Decodes, times how long they were there; likewise."""
     noted_s: float = 0.0
 
-    def note(self, gone_tokens: float, kv_seconds: float, now_s: float) -> None:
+    def note(self, *, gone_tokens: float, kv_seconds: float, ended: float, decode_seconds: float, now_s: float) -> None:
         kept = 0.5 ** ((now_s - self.noted_s) / GONE_HALF_LIFE_S)
         self.gone_tokens = self.gone_tokens * kept + gone_tokens
         self.kv_seconds = self.kv_seconds * kept + kv_seconds
+        self.ended = self.ended * kept + ended
+        self.decode_seconds = self.decode_seconds * kept + decode_seconds
         self.noted_s = now_s
 
     @property
     def gone_per_s(self) -> float:
         return self.gone_tokens / self.kv_seconds if self.kv_seconds else math.nan
 
+    @property
+    def ended_per_s(self) -> float:
+        return self.ended / self.decode_seconds if self.decode_seconds else math.nan
+
 
 class _Sums(NamedTuple):
-    """Steps with decodes, these decodes, the tokens in their KV cache, the seconds that the steps took; and tokens of
-    requests that are gone."""
+    """Steps with decodes, these decodes, the tokens in their KV cache, the seconds that the steps took; and tokens and
+    number of the requests that are gone."""
 
     steps: float = 0.0
     decodes: float = 0.0
     decode_kv: float = 0.0
     seconds: float = 0.0
     gone_tokens: float = 0.0
+    ended: float = 0.0
 
 
 _sums_of: Final = operator.attrgetter(
-    "num_decode_steps", "decode_steps_requests", "decode_steps_kv", "decode_steps_s", "gone_tokens"
+    "num_decode_steps", "decode_steps_requests", "decode_steps_kv", "decode_steps_s", "gone_tokens", "num_gone"
 )
 
 
@@ -119,10 +130,12 @@ class StepModels:
         "step_decode_token_s",
         "step_stretch",
         "gone_per_s",
+        "ended_per_s",
     )
     """Seconds of a step: for itself, for each token of a prefill, pair of a query and a key there, request that
     decodes, and token of its KV cache. `gone_per_s`: of the tokens of requests that decode, the share that goes each
-    second, as its requests end. Not a number before anything is known."""
+    second, as its requests end; `ended_per_s`: of these requests, the share that ends. Not a number before anything is
+    known."""
 
     def __init__(self, clock: Callable[[], float], profiles: Sequence[Profile] = ()) -> None:
         """`profiles`: what is known beforehand; of one model the first counts."""
@@ -146,8 +159,8 @@ class StepModels:
         model = self.model_of(instance)
         coefficients = _UNKNOWN if model is None else model.coefficients
         recent = self._recent.get(instance.id)
-        gone_per_s = math.nan if recent is None else recent.fit.gone_per_s
-        return (*coefficients, self._stretch(instance, coefficients), gone_per_s)
+        ends = (math.nan, math.nan) if recent is None else (recent.fit.gone_per_s, recent.fit.ended_per_s)
+        return (*coefficients, self._stretch(instance, coefficients), *ends)
 
     def on_change(self, listener: Callable[[str], None]) -> None:
         self._listeners.append(listener)
@@ -240,11 +253,17 @@ class StepModels:
         kept, old = 0.5 ** (max(passed_s, 0.0) / HALF_LIFE_S), recent.sums
         recent.told, recent.told_ms = now, status.timestamp_ms
         steps, seconds = now.steps - then.steps, now.seconds - then.seconds
-        decode_kv, gone_tokens = now.decode_kv - then.decode_kv, now.gone_tokens - then.gone_tokens
+        decodes, decode_kv = now.decodes - then.decodes, now.decode_kv - then.decode_kv
         recent.sums = _Sums(
             old.steps * kept + steps,
-            old.decodes * kept + now.decodes - then.decodes,
+            old.decodes * kept + decodes,
             old.decode_kv * kept + decode_kv,
             old.seconds * kept + seconds,
         )
-        recent.fit.note(gone_tokens, decode_kv * seconds / steps, self._clock())
+        recent.fit.note(
+            gone_tokens=now.gone_tokens - then.gone_tokens,
+            kv_seconds=decode_kv * seconds / steps,
+            ended=now.ended - then.ended,
+            decode_seconds=decodes * seconds / steps,
+            now_s=self._clock(),
+        )

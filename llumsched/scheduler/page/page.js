@@ -11,6 +11,7 @@ const MAX_MOVES = 100;
 const SHOWN_MOVES = 12;
 const ARC_LINGERS_S = 4;
 const OLD_S = 2;
+const WANTED_SHARE = 0.95; // of requests that meet their objectives; fewer are shown as trouble
 const METRICS = {
   kv: { of: (instance) => instance.kv, most: () => 1, text: (value) => `${Math.round(value * 100)} %` },
   running: { of: (instance) => instance.running, most: nice, text: String },
@@ -23,6 +24,7 @@ const rows = new Map(); // id -> table row
 const arcs = new Map(); // number -> SVG path
 let metric = "kv";
 let numColoured = 0;
+let overview = null; // of the newest event: objectives, caches, wanted instances; null if there is none
 let view = null; // of the newest event: connected, age_s, rescheduling; and `at`, when it came
 let offset = 0; // Unix time of the scheduler minus our clock
 let fresh = true; // the next event is the first of its connection
@@ -52,6 +54,7 @@ function take(event) {
   const told = new Set(event.instances.map((instance) => instance.id));
   const gone = fresh ? [...instances.keys()].filter((id) => !told.has(id)) : event.left.filter((id) => !told.has(id));
   fresh = false;
+  overview = event.overview;
   for (const id of gone) instances.delete(id);
   for (const told of event.instances) put(told, now);
   for (const move of event.moves) {
@@ -60,7 +63,7 @@ function take(event) {
     if (moves.size > MAX_MOVES) moves.delete(moves.keys().next().value);
   }
   // For tests and for whoever looks into the console.
-  window.cluster = { instances, moves, view };
+  window.cluster = { instances, moves, view, overview };
 }
 
 function put(told, now) {
@@ -88,6 +91,7 @@ function draw() {
   const sorted = [...instances.values()].sort((a, b) => a.id.localeCompare(b.id, "en", { numeric: true }));
   drawLink(now);
   drawTotals(sorted, now);
+  drawOverview(sorted);
   drawRows(sorted, now);
   drawArcs(now);
   drawMoves(now);
@@ -124,6 +128,69 @@ function drawTotals(sorted, now) {
     ? recent.reduce((total, move) => total + move.num_moved, 0) : "–";
 }
 
+// Counts [part, whole] as a share.
+function share([part, whole]) { return `${Math.round((part / whole) * 100)} %`; }
+
+function show(section, words) {
+  element(section).hidden = words === null;
+  if (words !== null) text(element(`total-${section}`), words);
+}
+
+function drawOverview(sorted) {
+  const told = overview || { attainment: {}, cached: null, scaling: null };
+  const models = Object.entries(told.attainment);
+  const met = models.reduce(([part, whole], [, one]) => [part + one[0], whole + one[1]], [0, 0]);
+  const urgent = sorted.reduce((total, instance) => total + (instance.urgent || 0), 0);
+  const wanted = told.scaling || [];
+  show("attainment", met[1] ? share(met) : null);
+  show("cached", told.cached && told.cached[1] ? share(told.cached) : null);
+  show("urgent", urgent ? String(urgent) : null);
+  const sum = (name) => wanted.reduce((total, one) => total + one[name], 0);
+  show("wanted", wanted.length ? `${sum("wanted")}, ${sum("replicas")} serve` : null);
+  element("objectives").hidden = models.length === 0;
+  fillTable("objective-rows", 5, [2, 5], models.sort(), (cells, [model, [part, whole]]) => {
+    text(cells[0], model || "any");
+    meter(cells[1], part / whole, share([part, whole]), part / whole < WANTED_SHARE ? "--warn" : "--good");
+    [whole, part, whole - part].forEach((value, index) => text(cells[2 + index], value.toLocaleString("en")));
+  });
+  element("scaling").hidden = wanted.length === 0;
+  fillTable("scaling-rows", 8, [2, 7], wanted, (cells, one) => {
+    text(cells[0], one.model);
+    text(cells[1], one.infer_type);
+    [one.replicas, one.wanted, one.starting, one.leaving].forEach((value, index) => text(cells[2 + index], String(value)));
+    cells[3].className = one.wanted === one.replicas ? "number" : "number warn";
+    text(cells[6], one.saturation.toFixed(2));
+    text(cells[7], one.reason);
+  });
+}
+
+// As many rows as there are `items`. Cells from `first` up to `last` are numbers.
+function fillTable(id, numCells, [first, last], items, fillCells) {
+  const body = element(id);
+  while (body.children.length > items.length) body.lastChild.remove();
+  while (body.children.length < items.length) {
+    const row = document.createElement("tr");
+    for (let index = 0; index < numCells; index++) row.append(document.createElement("td"));
+    for (let index = first; index < last; index++) row.cells[index].className = "number";
+    body.append(row);
+  }
+  items.forEach((item, index) => fillCells(body.children[index].cells, item));
+}
+
+function meter(cell, part, words, colour) {
+  if (!cell.firstChild) cell.append(newMeter());
+  cell.firstChild.style.setProperty("--colour", `var(${colour})`);
+  cell.querySelector("i").style.width = `${Math.min(1, part) * 100}%`;
+  text(cell.querySelector("b"), words);
+}
+
+function newMeter() {
+  const made = document.createElement("div");
+  made.className = "meter";
+  made.append(document.createElement("i"), document.createElement("b"));
+  return made;
+}
+
 function drawRows(sorted, now) {
   const shown = sorted.slice(0, MAX_ROWS);
   const ids = new Set(shown.map((instance) => instance.id));
@@ -142,13 +209,10 @@ function drawRows(sorted, now) {
 
 function newRow() {
   const row = document.createElement("tr");
-  for (let index = 0; index < 9; index++) row.append(document.createElement("td"));
+  for (let index = 0; index < 12; index++) row.append(document.createElement("td"));
   row.cells[0].className = "id";
-  const meter = document.createElement("div");
-  meter.className = "meter";
-  meter.append(document.createElement("i"), document.createElement("b"));
-  row.cells[2].append(meter);
-  for (let index = 3; index < 8; index++) row.cells[index].className = "number";
+  row.cells[2].append(newMeter());
+  for (let index = 3; index < 11; index++) row.cells[index].className = "number";
   return row;
 }
 
@@ -164,11 +228,24 @@ function fill(row, instance, now) {
   row.cells[2].querySelector("i").style.width = `${Math.min(1, instance.kv || 0) * 100}%`;
   text(row.cells[2].querySelector("b"), instance.kv === null ? "" : METRICS.kv.text(instance.kv));
   text(row.cells[3], number(instance.running));
-  text(row.cells[4], number(instance.waiting));
-  text(row.cells[5], number(instance.prefill_tokens));
-  text(row.cells[6], number(instance.preemptions));
-  text(row.cells[7], seconds(age));
+  text(row.cells[4], number(instance.urgent));
+  text(row.cells[5], number(instance.waiting));
+  text(row.cells[6], number(instance.prefill_tokens));
+  [7, 8].forEach((cell, index) => fillPrediction(row.cells[cell], instance.predicted_ms[index], index));
+  text(row.cells[9], number(instance.preemptions));
+  text(row.cells[10], seconds(age));
 }
+
+// Milliseconds, and how much of the objective that the policy has for requests without one of their own.
+function fillPrediction(cell, ms, which) {
+  const objective = overview ? overview.objectives_ms[which] : null;
+  text(cell, ms === null ? "–" : milliseconds(ms));
+  cell.className = ms !== null && objective && ms > objective ? "number bad" : "number";
+  cell.title = ms !== null && objective
+    ? `${Math.round((1 - ms / objective) * 100)} % left of ${milliseconds(objective)}` : "";
+}
+
+function milliseconds(ms) { return ms < 1000 ? `${ms.toFixed(ms < 10 ? 1 : 0)} ms` : seconds(ms / 1000); }
 
 function drawArcs(now) {
   const svg = element("arcs");
@@ -205,16 +282,7 @@ function arc(from, to) {
 
 function drawMoves(now) {
   const newest = [...moves.values()].sort((a, b) => b.number - a.number).slice(0, SHOWN_MOVES);
-  const body = element("move-rows");
-  while (body.children.length > newest.length) body.lastChild.remove();
-  while (body.children.length < newest.length) {
-    const row = document.createElement("tr");
-    for (let index = 0; index < 9; index++) row.append(document.createElement("td"));
-    for (let index = 5; index < 9; index++) row.cells[index].className = "number";
-    body.append(row);
-  }
-  newest.forEach((move, index) => {
-    const cells = body.children[index].cells;
+  fillTable("move-rows", 9, [5, 9], newest, (cells, move) => {
     const why = move.error || Object.entries(move.refusals).map(([reason, count]) => `${reason} ${count}`).join(", ");
     text(cells[0], `${seconds(Math.max(0, now + offset - move.began_s))} ago`);
     text(cells[1], move.source);

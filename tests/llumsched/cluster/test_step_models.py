@@ -182,11 +182,12 @@ def test_how_soon_requests_end_is_learnt_of_all_of_a_kind(world: World) -> None:
         number += 10
         for name in "ab":
             sums = {"num_decode_steps": number, "decode_steps_requests": 8 * number, "decode_steps_kv": 8000 * number}
-            gone = 8 * number // 200 * 1000 if name == "a" else 0
-            world.tell(name, decode_steps_s=0.05 * number, gone_tokens=gone, **sums)
+            gone = 8 * number // 200 if name == "a" else 0
+            world.tell(name, decode_steps_s=0.05 * number, num_gone=gone, gone_tokens=1000 * gone, **sums)
     for name in "ab":
         # Of 8,000 tokens at each of two instances, 1,000 · 8 · 20 / 200 go each second at one of them.
         assert world.column("gone_per_s", name) == pytest.approx(800 / 16_000, rel=0.1)
+        assert world.column("ended_per_s", name) == pytest.approx(0.8 / 16, rel=0.1)
 
 
 def test_an_instance_that_talks_nonsense_is_not_believed(world: World) -> None:

@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,6 +90,22 @@ def test_settings_of_a_file_and_of_variables(tmp_path: Path) -> None:
         f"{path}:1: prot is no setting; did you mean port?",
         f"{path}:2: port 'x' is not a port",
     ]
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "value"),
+    [
+        ("--requests-report-duration=500ms", "requests_report_duration_s", 0.5),
+        ("--retry-max-count=0", "retry_max_count", 0),
+        ("--ttft-slo=700", "ttft_slo_ms", {"": 700.0}),
+        ("--tpot-slo=mine=40", "tpot_slo_ms", {"mine": 40.0}),
+    ],
+)
+def test_a_flag_sets_one_field(flag: str, name: str, value: Any) -> None:
+    config, _, faults = prepare("gateway", ["gateway", "--scheduler-endpoints=a:1", flag], {})
+    assert not faults
+    assert config == replace(Config(scheduler_endpoints=(Address("a", 1),)), **{name: value})
+    assert getattr(Config(), name) != value
 
 
 @pytest.mark.asyncio

@@ -60,6 +60,8 @@ class MockScheduler:
     """Placements wait for it."""
     dp_rank_local: int | None = None
     prompt_block_size: int | None = None
+    predicted_ms: tuple[float, float] | None = None
+    """To the first token, and between two."""
     is_warming: bool = False
     may_be_told: asyncio.Event | None = None
     """Reports wait for it."""
@@ -103,6 +105,8 @@ class MockScheduler:
             instance["dp_rank_local"] = self.dp_rank_local
         if self.prompt_block_size is not None:
             instance["prompt_block_size"] = self.prompt_block_size
+        if self.predicted_ms is not None:
+            instance["predicted_ttft"], instance["predicted_tpot"] = self.predicted_ms
         return web.json_response(body | {"scheduling_result": [instance]})
 
 
@@ -224,6 +228,36 @@ async def test_the_scheduler_is_told_the_objectives(
         assert (asked.get("ttft_slo_ms", 0), asked.get("tpot_slo_ms", 0)) == told
         assert asked.get("may_wait", False) == any(told)
         assert 0 < asked["waited_ms"] < DEADLINE_S * 1e3
+
+
+@pytest.mark.asyncio
+async def test_what_came_of_predictions_is_measured() -> None:
+    body = BODY | {"stream": True, "max_tokens": 8}
+    async with scheduled() as (it, scheduler):
+        await it.post(COMPLETIONS, body)
+        scheduler.predicted_ms = 0.001, 3_600_000.0
+        await it.post(COMPLETIONS, body)
+        await it.until_idle()
+        text = (await it.get("/metrics")).content.decode()
+        assert 'request_ttft_prediction_ratio_bucket{le="4.0",model="mock"} 0.0' in text
+        assert 'request_ttft_prediction_ratio_count{model="mock"} 1.0' in text
+        assert 'request_tpot_prediction_ratio_bucket{le="0.25",model="mock"} 1.0' in text
+        assert 'request_tpot_prediction_ratio_count{model="mock"} 1.0' in text
+
+
+@pytest.mark.asyncio
+async def test_all_schedulers_are_told_how_objectives_are_met() -> None:
+    body = BODY | {"stream": True}
+    async with scheduled_by(2) as (it, schedulers):
+        await until(lambda: all(one.of("/attainment") for one in schedulers))
+        for milliseconds in ("1e7", "1e7", "0.001"):
+            await it.post(COMPLETIONS, body, {"x-llm-d-slo-ttft-ms": milliseconds})
+        await it.post(COMPLETIONS, body)
+        expected = [{"model": "mock", "num_met": 2, "num_missed": 1}]
+        for one in schedulers:
+            assert one.of("/attainment")[0]["models"] == []
+            await until(lambda one=one: one.of("/attainment")[-1]["models"] == expected)
+            assert one.of("/attainment")[-1]["gateway_id"] == it.gateway.placement.gateway_id  # type: ignore[attr-defined]
 
 
 @pytest.mark.asyncio

@@ -242,7 +242,7 @@ def test_wrong_forms(text: str, said: str) -> None:
 
 def test_no_such_policy(tmp_path: Path) -> None:
     with pytest.raises(
-        PolicyError, match=r"'flod'; known: load-balance, prefix-cache, round-robin, slo, virtual-usage, "
+        PolicyError, match=r"'flod'; known: load-balance, prefix-cache, random, round-robin, slo, virtual-usage, "
     ):
         load_policy("flod", Mode.FULL)
     with pytest.raises(PolicyError, match=r"cannot be read"):

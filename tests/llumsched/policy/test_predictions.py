@@ -32,8 +32,8 @@ CONFIG = EngineConfig(num_blocks=4000, max_num_batched_tokens=512, max_num_seqs=
 
 
 @contextmanager
-def engine() -> Iterator[Member]:
-    hardware = replace(load_hardware("a10-llama-7b"), engine=CONFIG, step=StepModel.of_seconds(*TRUE))
+def engine(config: EngineConfig = CONFIG) -> Iterator[Member]:
+    hardware = replace(load_hardware("a10-llama-7b"), engine=config, step=StepModel.of_seconds(*TRUE))
     loop = VirtualLoop()
     yield Member(
         loop, 0, hardware, Cadence(), Watcher(), lambda status: None, model="", shares_prefixes=False, max_moves=4
@@ -148,6 +148,32 @@ def full(chance: random.Random, gone_per_s: float) -> tuple[float, float]:
             member.engine.settle(now_ps)
         said_s, _ = predicted(member, now_ps, now_ps, 1500, known=Known(gone_per_s=gone_per_s))
         return said_s, until_first_token(member, add(member, "own", 1500, 10, now_ps), now_ps)
+
+
+def without_place(chance: random.Random, ended_per_s: float) -> tuple[float, float]:
+    """The same in an engine whose batch is full, and whose memory is not."""
+    with engine(replace(CONFIG, max_num_seqs=16)) as member:
+        step_s = TRUE.a + 16 * TRUE.d + 16 * 400 * TRUE.e
+        now_ps = number = 0
+        while now_ps < 60 * PS:
+            if len(member.engine.waiting) < 3:
+                number += 1
+                add(member, f"r{number}", 100, 1 + round(chance.expovariate(ended_per_s * step_s)), now_ps)
+            now_ps = member.engine.next_end_after(now_ps) or now_ps
+            member.engine.advance(now_ps)
+            member.engine.settle(now_ps)
+        said_s, _ = predicted(member, now_ps, now_ps, 100, known=Known(ended_per_s=ended_per_s))
+        blind_s, _ = predicted(member, now_ps, now_ps, 100)
+        assert said_s > 2 * blind_s
+        return said_s, until_first_token(member, add(member, "own", 100, 10, now_ps), now_ps)
+
+
+@pytest.mark.parametrize("ended_per_s", [0.05, 0.1])
+def test_who_finds_no_place_in_the_batch_waits_until_others_end(ended_per_s: float) -> None:
+    waits = [without_place(random.Random(seed), ended_per_s) for seed in range(20)]
+    said_s, came_s = (sum(times) / len(times) for times in zip(*waits, strict=True))
+    assert said_s == pytest.approx(came_s, rel=0.35)
+    assert came_s > 1.5
 
 
 @pytest.mark.parametrize("gone_per_s", [0.02, 0.04])

@@ -113,6 +113,22 @@ def test_while_nobody_knows_how_long_steps_take_nobody_waits() -> None:
     assert chosen(*fleet, known=Known(cases.UNKNOWN), ttft_slo_ms=1, tpot_slo_ms=1, may_wait=True) == "b"
 
 
+@pytest.mark.parametrize("infer_type", list(InferType))
+def test_an_instance_of_whose_steps_nothing_is_known_gets_its_share(infer_type: InferType) -> None:
+    """Without requests it would never be known: a new version beside an old one would stay idle."""
+    known, kind = cases.KnownOf("old"), {"instance_type": infer_type.value}
+    old, new = instance("old", **kind), instance("new", **kind)
+    more = {"known": known, "infer_type": infer_type, "ttft_slo_ms": 5000, "tpot_slo_ms": 1000}
+    if infer_type is not InferType.DECODE:
+        assert chosen(old, new, **more) == "new", "first among equals"
+        assert chosen(old, instance("new", waiting=500, **kind), **more) == "old", "and no more than that"
+    assert chosen(instance("old", used=0.5, **kind), new, **more) == "new" or infer_type is InferType.PREFILL
+    late = {**more, "ttft_slo_ms": 0.001, "tpot_slo_ms": 0.001}
+    assert chosen(old, new, **late) == "new", "where nobody else is in time"
+    full = instance("new", used=0.99, **kind)
+    assert infer_type is InferType.PREFILL or chosen(old, full, **more) == "old", "it has no room"
+
+
 def test_constants_are_the_objectives_of_who_names_none() -> None:
     made = decision(instance("a", waiting=3000), may_wait=True, constants={"ttft_slo": 2000.0})
     assert reasons(made) == ["ttftFilter"]

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,7 @@ from llumsched.rescheduling import arguments
 from llumsched.rescheduling.arguments import Switches
 from llumsched.rescheduling.config import Config, LoadTarget, rescheduling
 from llumsched.rescheduling.moves import Selection
+from llumsched.rescheduling.policies import load_rescheduling_policy
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -73,6 +76,36 @@ def test_failover_example_of_the_documentation() -> None:
         "--instance-staleness-seconds=100",
     )
     assert (got.failover_domain, got.staleness_s) == (FailoverDomain.NODE, 100)
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "value"),
+    [
+        ("--ttft-slo=700", "ttft_slo", 700.0),
+        ("--tpot-slo=40", "tpot_slo", 40.0),
+        ("--tpot-migrate-out-ceil-threshold=0.9", "tpot_migrate_out_ceil_threshold", 0.9),
+        ("--rescheduling-load-balance-threshold=0.2", "balance_threshold", 0.2),
+        ("--llumlet-grpc-connection-pool-size=3", "connection_pool_size", 3),
+    ],
+)
+def test_a_flag_sets_one_field(flag: str, name: str, value: Any) -> None:
+    policies = "--rescheduling-policies=neutral_ttft,neutral_tpot"
+    assert config(policies, flag) == replace(config(policies), **{name: value})
+    assert config(policies, flag) != config(policies)
+
+
+@pytest.mark.parametrize(
+    ("policy", "flag"),
+    [
+        ("neutral_ttft", "--ttft-slo=700"),
+        ("neutral_tpot", "--tpot-slo=40"),
+        ("neutral_tpot", "--tpot-migrate-out-ceil-threshold=0.9"),
+    ],
+)
+def test_objectives_are_those_of_the_policies(policy: str, flag: str) -> None:
+    names = f"--rescheduling-policies={policy}"
+    usual, given = (load_rescheduling_policy(policy, config(names, *more)) for more in ((), (flag,)))
+    assert (usual.sources, usual.selector) != (given.sources, given.selector)
 
 
 def test_examples_of_help_are_right() -> None:
@@ -173,6 +206,12 @@ def test_selections(rule: str, order: str, value: str, fault: str) -> None:
         (["--cms", "127.0.0.1:1", "--colocated-rescheduling-mode"], ["is for `llumnix scheduler`"]),
         (["--cms", "127.0.0.1:1", "--enable-rescheduling=false"], ["leaves nothing to do"]),
         (["--cms", "127.0.0.1:1", "--port", "70000"], ["is not a port"]),
+        (
+            ["--cms", "127.0.0.1:1", "--rescheduling-policies=neutral_failover", "--priority-headroom=0.3"],
+            ["--priority-headroom: none of --rescheduling-policies has a use for it"],
+        ),
+        (["--cms", "127.0.0.1:1", "--tpot-slo=40"], ["--tpot-slo: none of --rescheduling-policies has a use for it"]),
+        (["--cms", "127.0.0.1:1", "--tpot-slo=40", "--rescheduling-policies=neutral_tpot"], []),
         (
             ["--colocated-rescheduling-mode", "--enable-rescheduling=false", "--rescheduling-interval-ms", "soon"],
             ["'soon' is not a number", "--cms", "is for `llumnix scheduler`", "leaves nothing to do"],

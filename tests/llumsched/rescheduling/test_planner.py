@@ -21,9 +21,9 @@ from llumsched.rescheduling.config import Config, LoadTarget, Scope
 from llumsched.rescheduling.history import History
 from llumsched.rescheduling.message import migrate_request
 from llumsched.rescheduling.moves import Move, Purpose, Selection
-from llumsched.rescheduling.planner import plan
+from llumsched.rescheduling.planner import plan, screened
 from llumsched.rescheduling.policies import load_policies
-from tests.llumsched.cases import UNKNOWN, Known, distribution
+from tests.llumsched.cases import UNKNOWN, Known, distribution, table
 from tests.llumsched.rescheduling.cluster import CAPACITY, balancing, instance, pairs, planned
 
 TOKENS_1024 = Selection(Unit.TOKEN, Order.SR, 1024)
@@ -99,6 +99,21 @@ def test_who_would_wait_too_long_goes_where_it_would_not() -> None:
     assert (move.source, move.destination, move.selection) == ("busy", "idle", Selection(Unit.NUM_REQ, Order.FCW, 1))
     also_busy = instance("also", 0.1, **queue)
     assert not planned([busy, also_busy], replace(config, ttft_slo=2000.0), known=TWENTY_MS).moves
+
+
+def test_predictions_are_of_what_was_reported_if_the_snapshot_has_been_moved_on() -> None:
+    """They step on from there themselves: what has passed since the status would count twice."""
+    busy = instance(
+        "busy", 0.1, num_waiting_requests=4, num_uncomputed_tokens_all_waiting_prefills=4000,
+        num_unallocated_tokens_all_waiting_requests=4000, max_num_batched_tokens=512,
+    )  # fmt: skip
+    (policy,) = load_policies(Config(policies=("neutral_ttft",), ttft_slo=2000.0))
+    reported = table(busy, known=TWENTY_MS).snapshot()
+    passed_s = 2.0  # of 4: more than 1.7 are left
+    moved = reported.copy()
+    moved["num_uncomputed_tokens_all_waiting_prefills"][:] /= 2
+    assert screened(policy, moved, passed_s, reported).ends.sources.all()
+    assert not screened(policy, moved, passed_s).ends.sources.any()
 
 
 @pytest.mark.parametrize("policy", ["neutral_tpot", "neutral_ttft"])

@@ -15,6 +15,7 @@ from llumsched.scaling.config import Bounds, Config, faults, read_bounds
 from llumsched.scaling.load import STALE_S, Group, measure
 from llumsched.scaling.scaler import FORGET_S, Advice, Scaler
 from tests.llumsched import cases
+from tests.llumsched.latency.test_fitting import TRUE
 
 CONFIG = Config(low_freeness=100, high_freeness=300, cold_start_s=0, settle_s=30)
 BOUNDS = Bounds(1, 8)
@@ -154,9 +155,25 @@ def test_a_group_that_vanishes_keeps_its_number_until_it_is_forgotten() -> None:
 
 
 def test_a_limit_of_latency_needs_instances_too() -> None:
-    table = cases.table(holding("a", 100, 1, num_uncomputed_pairs=0))
-    assert measure(table, Config(tpot_s=1e-9), 0.0)[M].needed <= 2.0, "no more than twice as many at a time"
+    table = cases.table(holding("a", 100, 1, num_uncomputed_pairs=0), known=cases.Known())
+    needed = measure(table, Config(tpot_s=1e-9), 0.0)[M]
+    assert (needed.needed, needed.reason) == (2.0, "time per token"), "no more than twice as many at a time"
+    step_s = 1.2 * (TRUE.a + TRUE.d + 100 * TRUE.e)
+    assert 0.5 < measure(table, Config(tpot_s=step_s), 0.0)[M].needed < 1.0
     assert measure(table, Config(), 0.0)[M].reason == "KV cache"
+
+
+def test_instances_of_whose_steps_nothing_is_known_need_no_others() -> None:
+    """An idle cluster, or a new version: nothing was seen of it yet."""
+    limits = Config(ttft_s=10.0, tpot_s=10.0)
+    scaler = Scaler(limits, BOUNDS)
+    for now_s in range(200):
+        assert advised(scaler, [holding(name, 100, 1, now_s=now_s) for name in "ab"], now_s).wanted <= 2
+    mixed = cases.table(holding("a", 100, 1), holding("b", 100, 1), known=cases.KnownOf("a"))
+    alone = cases.table(holding("a", 100, 1), holding("b", 100, 1), known=cases.KnownOf("a", "b"))
+    found = [measure(table, Config(tpot_s=1e-3), 0.0)[M] for table in (mixed, alone)]
+    assert found[0].needed == pytest.approx(found[1].needed)
+    assert found[0].needed > 2
 
 
 @settings(max_examples=200, deadline=None)

@@ -7,7 +7,9 @@ import asyncio
 import json
 import logging
 import signal
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,8 @@ from llumlet.types import Address
 from llumsched.cli import prepare
 from llumsched.commands import scheduler
 from llumsched.latency.profile import Profile, for_llumnix
-from llumsched.policy.document import Mode
+from llumsched.policy.document import Mode, Overrides, load_policy
+from llumsched.policy.filters import MetricBasedFilter
 from llumsched.rescheduling.policies import load_rescheduling_policy
 from llumsched.scheduler.process import SchedulerConfig
 from tests.llumlet.fake_agent import until
@@ -62,6 +65,49 @@ def test_flags() -> None:
     assert config("--cms-listen", "127.0.0.1:0").cms == "listen://127.0.0.1:0"
 
 
+TPOT = "--rescheduling-policies=neutral_load,neutral_tpot"
+INSIDE = ("--enable-rescheduling", "--colocated-rescheduling-mode")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "of_dispatch", "of_rescheduling"),
+    [
+        (["--scheduling-policy=slo", "--ttft-slo=700", "--tpot-slo-dispatch-threshold=0.7"],
+         {"ttft_slo": 700.0, "tpot_slo_dispatch_threshold": 0.7}, {}),
+        ([*INSIDE, TPOT, "--tpot-slo=40"], {}, {"tpot_slo": 40.0}),
+        ([*INSIDE, TPOT, "--tpot-slo-dispatch-threshold=0.9", "--scheduling-policy=slo"],
+         {"tpot_slo_dispatch_threshold": 0.9}, {"tpot_slo_dispatch_threshold": 0.9}),
+        ([*INSIDE, TPOT, "--tpot-migrate-out-ceil-threshold=0.99"], {}, {"tpot_migrate_out_ceil_threshold": 0.99}),
+    ],
+)  # fmt: skip
+def test_objectives_are_set_for_whoever_has_a_use_for_them(
+    arguments: list[str], of_dispatch: dict[str, float], of_rescheduling: dict[str, float]
+) -> None:
+    found = config(*arguments)
+    assert of_dispatch.items() <= found.policy.constants.items()
+    if of_rescheduling:
+        assert found.rescheduling is not None
+        policy = load_rescheduling_policy("neutral_tpot", found.rescheduling)
+        assert of_rescheduling.items() <= policy.constants.items()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (["--tpot-slo=40"], "policy load-balance: full: has no constant tpot_slo to set to 40"),
+        ([*INSIDE, "--tpot-slo=40"], "policy load-balance: full: has no constant tpot_slo to set to 40"),
+        ([*INSIDE, TPOT, "--ttft-slo=40"], "policy load-balance: full: has no constant ttft_slo to set to 40"),
+        ([*INSIDE, "--tpot-migrate-out-ceil-threshold=0.9"],
+         "--tpot-migrate-out-ceil-threshold: none of --rescheduling-policies has a use for it"),
+        ([*INSIDE, TPOT, "--tpot-migrate-out-ceil-threshold=0.8"],
+         "neutral_tpot: tpot_migrate_out_ceil_threshold 0.8 is below tpot_slo_dispatch_threshold 0.85: "
+         "what may leave an instance might come there"),
+    ],
+)  # fmt: skip
+def test_an_objective_that_nobody_has_a_use_for(arguments: list[str], fault: str) -> None:
+    assert parsed(*arguments)[0] == [fault]
+
+
 @pytest.mark.parametrize(
     ("arguments", "url"),
     [
@@ -89,6 +135,47 @@ def test_a_password_in_a_file(tmp_path: Path) -> None:
     assert "both password and password_file" in fault
 
 
+OBJECTIVES = ("ttft_slo", "tpot_slo", "ttft_slo_dispatch_threshold", "tpot_slo_dispatch_threshold")
+
+
+@pytest.mark.parametrize("constant", OBJECTIVES)
+def test_a_flag_of_objectives_is_a_constant_of_the_policy(constant: str) -> None:
+    found = config("--scheduling-policy=slo", f"--{constant.replace('_', '-')}=0.5").policy
+    assert found.stages == load_policy("slo", Mode.FULL, Overrides(constants={constant: 0.5})).stages
+    assert found.stages != load_policy("slo", Mode.FULL).stages
+
+
+@pytest.mark.parametrize("infer_type", InferType)
+def test_flags_of_load_are_those_of_one_infer_type(infer_type: InferType) -> None:
+    flag = f"--dispatch-{infer_type}-load"
+    stages = config(f"{flag}-metric=num_requests", f"{flag}-threshold=7").policy.stages
+    usual = config().policy.stages
+    (limit,) = [each for each in stages[infer_type].filters if isinstance(each, MetricBasedFilter)]
+    assert (stages[infer_type].metrics[0].name, limit.metric.name, limit.threshold) == (
+        "num_requests", "num_requests", 7.0,
+    )  # fmt: skip
+    assert all((stages[other] == usual[other]) == (other != infer_type) for other in InferType)
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "value"),
+    [
+        ("--ttft-slo=700", "ttft_slo", 700.0),
+        ("--tpot-slo=40", "tpot_slo", 40.0),
+        ("--tpot-migrate-out-ceil-threshold=0.9", "tpot_migrate_out_ceil_threshold", 0.9),
+        ("--rescheduling-load-balance-threshold=0.2", "balance_threshold", 0.2),
+        ("--llumlet-grpc-connection-pool-size=3", "connection_pool_size", 3),
+    ],
+)
+def test_a_flag_reaches_the_rescheduler_inside(flag: str, name: str, value: Any) -> None:
+    inside = ("--colocated-rescheduling-mode", "--scheduling-policy=slo",
+              "--rescheduling-policies=neutral_ttft,neutral_tpot")  # fmt: skip
+    found, usual = config(*inside, flag).rescheduling, config(*inside).rescheduling
+    assert usual is not None
+    assert found == replace(usual, **{name: value})
+    assert found != usual
+
+
 def test_what_the_rescheduler_reads_as_well_may_change_nothing_in_the_policy(tmp_path: Path) -> None:
     policy = tmp_path / "bare.yaml"
     policy.write_text("full: {neutral: {selector: roundRobinSelector}}")
@@ -113,6 +200,10 @@ def test_the_headroom_of_urgent_requests_is_one_number_for_dispatch_and_reschedu
         "policy load-balance: full: has no constant priority_headroom to set to 0.3"
     ]
     assert parsed(*flags[:1], "--priority-headroom=1.1")[0] == ["--priority-headroom must be from 0 to 1"]
+    by_name = "--policy-constant=priority_headroom=0.3"
+    assert config(flags[0], by_name, *moves).policy == found.policy
+    said = "--policy-constant priority_headroom: --priority-headroom says it as well"
+    assert parsed(*flags, by_name, *moves)[0] == [said]
 
 
 def test_lite_mode_needs_no_further_switch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +308,33 @@ async def test_a_password_stays_out_of_the_log(caplog: pytest.LogCaptureFixture)
     assert "somebody" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("policy", "warns"), [("load-balance", True), ("round-robin", True), ("prefix-cache", False), ("slo", False)]
+)
+def test_prefixes_that_no_policy_heeds_are_warned_of(policy: str, warns: bool) -> None:
+    found = config("--enable-cache-aware-scheduling", f"--scheduling-policy={policy}")
+    assert [policy in warning for warning in scheduler._warnings(found)] == [True] * warns
+    assert list(scheduler._warnings(config(f"--scheduling-policy={policy}"))) == []
+
+
+@pytest.mark.asyncio
+async def test_warnings_come_before_it_serves(caplog: pytest.LogCaptureFixture) -> None:
+    found = config("--port=0", "--cms=listen://127.0.0.1:0", "--enable-cache-aware-scheduling")
+    with caplog.at_level(logging.INFO, "llumnix.scheduler"):
+        serving = asyncio.create_task(scheduler._serve(found))
+        try:
+            await until(lambda: len(caplog.records) > 1)
+        finally:
+            await end(serving)
+    first, second = caplog.records[:2]
+    assert first.levelno == logging.WARNING
+    assert first.message == (
+        "--enable-cache-aware-scheduling: no formula of the policy load-balance reads what prefix caches hold: nothing "
+        "is placed by it; the policy prefix-cache does"
+    )
+    assert second.message.startswith("at http://")
+
+
 @pytest.mark.asyncio
 @pytest.mark.timeout(180)
 async def test_a_life() -> None:
@@ -237,6 +355,10 @@ async def test_a_life() -> None:
                 assert json.loads(out)["stages"][0]["chosen"] is None
             else:
                 assert out.decode().startswith("neutral: nobody (load-balance, full mode")
+        explain = await start("explain", "--scheduler", address, "--metric", "freeness,none_such")
+        _, err = await asyncio.wait_for(explain.communicate(), 90)
+        assert explain.returncode == 2
+        assert b"metric 'none_such' is unknown; known: all_decodes_tokens_num, " in err
     finally:
         process.send_signal(signal.SIGTERM)
         await asyncio.wait_for(process.communicate(), 60)

@@ -41,6 +41,11 @@ class Client:
         async with self._session.get(self._base + path) as answer:
             return answer.status, await answer.text()
 
+    async def first_event(self) -> Any:
+        """What the web page is told first."""
+        async with self._session.get(self._base + "/events") as answer:
+            return json.loads((await answer.content.readline()).removeprefix(b"data: "))
+
     async def schedule(self, id: str, **fields: Any) -> str:
         """The chosen instance's id."""
         status, answer = await self.post("/schedule", {"id": id, "model": "m", "gateway_id": "g", **fields})
@@ -232,6 +237,20 @@ async def test_why(client: Client) -> None:
     assert json.loads(text)["stages"][0]["chosen"] == "b"
 
 
+async def test_further_metrics_are_told_to_who_asks(client: Client) -> None:
+    cases.put(client.running.view, "a", 2, num_waiting_requests=3, api_server_port=8097, node_id="a")
+    asked = {"model": "m", "metrics": ["num_waiting_requests", "freeness"]}
+    answers = [(await client.post("/debug/schedule", asked))[1]]
+    answers += [json.loads((await client.get("/debug/schedule?model=m&metrics=num_waiting_requests,+freeness"))[1])]
+    for answer in answers:
+        (stage,) = answer["stages"]
+        assert [one["name"] for one in stage["metrics"] if not one["compared"]] == ["num_waiting_requests", "freeness"]
+        assert [one["metrics"]["num_waiting_requests"] for one in stage["instances"]] == [3.0, 0.0, 0.0]
+    status, said = await client.post("/debug/schedule", {"metrics": ["freenes"]})
+    assert (status, said[:42]) == (400, "metric 'freenes' is unknown; known: all_de")
+    assert (await client.post("/debug/schedule", {"metrics": ["freeness"] * 65}))[0] == 400
+
+
 async def test_what_a_policy_s_file_says_of_priorities_decides(tmp_path: Path) -> None:
     file = tmp_path / "urgent.yaml"
     file.write_text("""
@@ -281,6 +300,54 @@ full: {neutral: {metrics: [predicted_tpot], filters: [soonFilter], selector: {me
         assert stage["chosen"] == "a"
         (stage,) = json.loads((await client.get(url + "4000"))[1])["stages"]
         assert [one["reason"].split(" (")[0] for one in stage["instances"][0]["refused_by"]] == ["too late"]
+
+
+@pytest.mark.parametrize(("policy", "is_told"), [("slo", True), ("load-balance", False)])
+async def test_the_answer_has_the_predictions_that_the_request_was_placed_by(policy: str, is_told: bool) -> None:
+    profile = Profile("m", TRUE, 100, 0.01, "here")
+    config = SchedulerConfig(
+        load_policy(policy, Mode.FULL), "127.0.0.1", 0, "listen://127.0.0.1:0", warms_up_s=0.0, step_profiles=(profile,)
+    )
+    async with AsyncExitStack() as stack:
+        running = await serve(config)
+        stack.push_async_callback(running.close)
+        client = Client(running, await stack.enter_async_context(aiohttp.ClientSession()))
+        cases.put(running.view, "a", model="m")
+        _, answer = await client.post("/schedule", {"id": "r", "model": "m", "prompt_num_tokens": 1000})
+        (one,) = answer["scheduling_result"]
+        expected_ms = {
+            "predicted_ttft": 1e3 * (TRUE.a + 1000 * TRUE.b + 500_500 * TRUE.c),
+            "predicted_tpot": 1e3 * (TRUE.a + TRUE.d + 1000 * TRUE.e),
+        }
+        told = {name: value for name, value in one.items() if name.startswith("predicted")}
+        assert told == (pytest.approx(expected_ms, rel=0.02) if is_told else {})
+
+
+async def test_a_policy_by_predictions_places_before_anything_is_predicted(client: Client) -> None:
+    """And says nothing: JSON knows no infinity."""
+    policy = load_policy("slo", Mode.FULL)
+    async with AsyncExitStack() as stack:
+        running = await serve(SchedulerConfig(policy, "127.0.0.1", 0, "listen://127.0.0.1:0", warms_up_s=0.0))
+        stack.push_async_callback(running.close)
+        other = Client(running, await stack.enter_async_context(aiohttp.ClientSession()))
+        cases.put(running.view, "a")
+        _, answer = await other.post("/schedule", {"id": "r", "model": "m", "prompt_num_tokens": 1000})
+        assert [name for name in answer["scheduling_result"][0] if name.startswith("predicted")] == []
+
+
+async def test_what_gateways_tell_of_objectives_is_shown_to_who_looks(client: Client) -> None:
+    for counts in ((0, 0), (7, 3)):
+        body = {"gateway_id": "g", "models": [{"model": "m", "num_met": counts[0], "num_missed": counts[1]}]}
+        assert await client.post("/attainment", body) == (200, "")
+    status, _ = await client.post("/attainment", {"gateway_id": "g", "models": [{"model": "m", "num_met": -1}]})
+    assert status == 400
+    assert (await client.first_event())["overview"] == {
+        "policy": "load-balance",
+        "objectives_ms": [None, None],
+        "attainment": {"m": [7, 10]},
+        "cached": None,
+        "scaling": None,
+    }
 
 
 async def test_with_a_profile_predictions_begin_with_the_first_request(tmp_path: Path) -> None:

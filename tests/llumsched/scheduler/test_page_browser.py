@@ -14,16 +14,34 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from prometheus_client import CollectorRegistry
 
 from llumlet.protocol.selection import Order, Unit
 from llumlet.types import Health, InstanceMetadata, InstanceStatus
+from llumsched.cluster.providers.account import Account
 from llumsched.cluster.view import View
+from llumsched.contract import Attained
+from llumsched.dispatch.dispatcher import Dispatcher
+from llumsched.latency.fitting import Coefficients
+from llumsched.latency.profile import Profile
+from llumsched.policy.document import Mode, Overrides, load_policy
+from llumsched.prefix.hits import PrefixHits
+from llumsched.prefix.index import PrefixIndex
 from llumsched.rescheduling.moves import Move, Purpose, Selection
 from llumsched.rescheduling.records import MoveRecord, Outcome, Records
+from llumsched.scaling.config import Bounds
+from llumsched.scaling.config import Config as ScalingConfig
+from llumsched.scaling.load import Group
+from llumsched.scaling.scaler import Advice
 from llumsched.scheduler import events
+from llumsched.scheduler.overview import Overview
+from llumsched.scheduler.recent import Attainment, RecentShares, Share
+from llumsched.scheduler.scaling import Scaling
 from tests.llumsched.scheduler import chromium
 
 TOTAL = 32_768
+PARTS = ("attainment", "cached", "urgent", "wanted", "objectives", "scaling")
+"""Of the page, shown where there is something to show."""
 
 
 class Cluster:
@@ -41,13 +59,26 @@ class Cluster:
                              ip="10.0.0.7", api_server_port=8000, node_id="node-7")
         )  # fmt: skip
 
-    def load(self, name: str, kv: float, running: int, waiting: int = 0, health: Health = Health.OK) -> None:
+    def load(
+        self, name: str, kv: float, running: int, waiting: int = 0, health: Health = Health.OK, *, decodes: int = 0,
+        urgent: int = 0, prefill_tokens: int = 0,
+    ) -> None:  # fmt: skip
         self._updates += 1
         self.view.put_status(
             InstanceStatus(instance_id=name, incarnation="1", update_id=self._updates, schedulable=True, health=health,
                            num_total_gpu_tokens=TOTAL, num_used_gpu_tokens=int(kv * TOTAL),
-                           num_running_requests=running, num_waiting_requests=waiting)
+                           num_running_requests=running, num_waiting_requests=waiting, num_urgent_requests=urgent,
+                           scheduler_running_to_decode_requests_num=decodes,
+                           num_uncomputed_tokens_all_waiting_prefills=prefill_tokens)
         )  # fmt: skip
+
+    def dispatcher(self) -> Dispatcher:
+        """By the objectives of the policy `slo`."""
+        account = Account(time.monotonic, 10.0)
+        profile = Profile("Qwen/Qwen2.5-7B", Coefficients(0.01, 1e-4, 1e-8, 1e-4, 1e-6), 100, 0.01, "here")
+        policy = load_policy("slo", Mode.FULL, Overrides(constants={"ttft_slo": 500.0, "tpot_slo": 50.0}))
+        hits = PrefixHits(PrefixIndex(1000))
+        return Dispatcher(self.view, policy, account, time.monotonic, profiles=[profile], hits=hits)
 
     def begin(self, source: str, destination: str) -> MoveRecord:
         self._moves += 1
@@ -154,3 +185,41 @@ async def test_a_name_is_text_and_a_scheduler_that_is_gone_is_said_and_found_aga
         async with TestServer(later, port=port):
             await page.until("document.getElementById('link').innerText == 'live'")
             await page.until("document.querySelectorAll('#rows tr').length == 0")
+
+
+@pytest.mark.asyncio
+async def test_the_page_shows_objectives_and_how_many_instances_are_wanted(tmp_path: Path) -> None:
+    cluster, app, registry = Cluster(), web.Application(), CollectorRegistry()
+    dispatcher = cluster.dispatcher()
+    attainment, cached = Attainment(time.monotonic), RecentShares(time.monotonic)
+    config = ScalingConfig(bounds=Bounds(1, 8))
+    assert config.bounds is not None
+    scaling = Scaling(config, config.bounds, cluster.view, dispatcher.table, registry)
+    events.add_routes(app, cluster.view, cluster.records, Overview(dispatcher, attainment, cached, scaling))
+    async with TestServer(app) as server, chromium.tab(tmp_path) as page:
+        await page.open(str(server.make_url("/")))
+        await page.until("window.cluster !== undefined")
+        hidden = [await page.value(f"document.getElementById('{name}').hidden") for name in PARTS]
+        assert hidden == [True] * len(PARTS)
+
+        for index in range(3):
+            cluster.instance(f"engine-{index}")
+            cluster.load(f"engine-{index}", 0.3 * index, 8, decodes=8, urgent=index, prefill_tokens=4000 * index)
+        scaling.advice = [Advice(Group("Qwen/Qwen2.5-7B", "neutral"), 4, 3, 1, 0, 1.31, "3.93 are needed", [])]
+        attainment.told("gateway", [])
+        attainment.told("gateway", [Attained("Qwen/Qwen2.5-7B", 88, 12)])
+        cached.add("", Share(640, 1000))
+        await page.until("document.getElementById('total-attainment').innerText == '88 %'")
+        await page.until("document.getElementById('total-cached').innerText == '64 %'")
+        await page.until("document.getElementById('total-urgent').innerText == '3'")
+        await page.until("document.getElementById('total-wanted').innerText == '4, 3 serve'")
+        await page.until("document.getElementById('objective-rows').innerText.includes('88 %')")
+        await page.until("document.getElementById('scaling-rows').innerText.includes('3.93 are needed')")
+        late = await page.value("document.querySelector('[data-id=engine-2] .number.bad').innerText")
+        assert 800 < int(late.removesuffix(" ms")) < 900  # 8,000 tokens in four steps, at 0.1 ms each
+        title = await page.value("document.querySelector('[data-id=engine-1]').cells[7].title")
+        assert title.endswith("% left of 500 ms")
+        assert await page.value("document.querySelector('[data-id=engine-2]').cells[4].innerText") == "2"
+        await page.screenshot(tmp_path / "page-objectives.png")
+        keep(tmp_path / "page-objectives.png")
+    dispatcher.close()

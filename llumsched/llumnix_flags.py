@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags of Llumnix's scheduler and gateway that are no settings here, and what stands in their place.
+
+Whoever brings a command line of Llumnix is told so of each (`cli`), and `docs/defaults.md` has the same as a table,
+which `make docs` writes.
+"""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+from typing import Final, NamedTuple
+
+
+class Absent(NamedTuple):
+    """Flags of which the same is to be said. `*` at the end of a name is any ending."""
+
+    flags: tuple[str, ...]
+    instead: str
+    """What does the same here, or why nothing does, in Markdown; it goes on after a colon."""
+
+
+ABSENT: Final = (
+    Absent(
+        ("--llm-backend-discovery", "--discovery-redis-*", "--discovery-etcd-*"),
+        "engines report to the scheduler by themselves, from `--llumlet-cms` to `--cms`; those of stock vLLM are named "
+        "in `--llm-backend-endpoints`",
+    ),
+    Absent(("--scheduler-discovery",), "its only value is what the gateway's `--scheduler-endpoints` does"),
+    Absent(("--cms-redis-timeout",), "an option of the URL, `--cms redis://HOST:PORT?socket_timeout=1`"),
+    Absent(
+        ("--cms-redis-retry-times",),
+        "once with `--cms redis://HOST:PORT?retry_on_timeout=true`; a connection that is lost is made anew in any case",
+    ),
+    Absent(("--cms-pull-*",), "left out, as changes are pushed"),
+    Absent(
+        ("--multi-model-support",),
+        "nothing to switch on, as a request only ever goes to instances that serve its model",
+    ),
+    Absent(
+        ("--allow-concurrent-scheduling",),
+        "left out, as a decision takes less than 0.1 ms and each sees the ones before it",
+    ),
+    Absent(("--enable-predictor-enhanced-scheduling",), "here it is `--forward-status`"),
+    Absent(("--max-num-batched-tokens",), "a flag of `vllm serve`; each engine tells the scheduler its own"),
+    Absent(
+        ("--num-predictor-warmup-samples",), "left out, as eight steps are enough; `--step-profiles` saves even these"
+    ),
+    Absent(
+        ("--dispatch-prefill-cache-locality-metric",),
+        "`--scheduling-policy prefix-cache`, or a policy of your own with that metric first",
+    ),
+    Absent(("--cache-aware-scheduling-min-tokens",), "left out, as a look-up takes a fraction of a millisecond"),
+    Absent(("--kvs-*",), "left out, as engines tell what they have cached, and no store is asked for it"),
+    Absent(
+        ("--enable-adaptive-pd", "--tpot-migrate-out-floor-threshold"),
+        "left out, as an instance stays what it is started as; neutral ones that are too slow give requests away with "
+        "`neutral_tpot` among the `--rescheduling-policies`",
+    ),
+    Absent(
+        ("--pd-disagg-protocol", "--separate-pd-scheduling"),
+        "left out, as the gateway asks for neutral places only; the scheduler places prefill and decode apart for who "
+        "asks its `POST /schedule` with `scheduling_mode` `pd_batch` or `pd_staged`",
+    ),
+    Absent(("--rescheduling-prefill-load-metric",), "left out, as no policy balances prefill instances"),
+    Absent(
+        ("--wait-queue-threads", "--wait-queue-interval"),
+        "left out, as a request that waits keeps nobody busy; `--max-queue-size` and "
+        "`--wait-scheduling-retry-interval` are what there is to set",
+    ),
+    Absent(
+        ("--forward-tokens",),
+        "left out, as a scheduler that asks for it is told the names of a prompt's blocks, 8 bytes each, in place of "
+        "20 KB for 4,000 tokens",
+    ),
+    Absent(
+        ("--max-model-len", "--tool-call-parser", "--reasoning-parser"),
+        "a flag of `vllm serve`, as requests and answers pass the gateway as they are",
+    ),
+    Absent(
+        ("--route-policy", "--route-config", "--fallback-retry-*"),
+        "left out, as a proxy before the gateway can choose between this cluster and others; within it, "
+        "`--retry-max-count` tries other instances",
+    ),
+    Absent(
+        ("--batch-*",),
+        "left out, as a client can send the lines of a file, with a greater `X-Priority` than others have",
+    ),
+    Absent(
+        ("--enable-log-input",),
+        "left out, as prompts are to be in no log; `--access-log json` says of each request what became of it",
+    ),
+    Absent(("--enable-pprof",), "left out, as profilers such as `py-spy` look into a process from outside"),
+    Absent(("--extra-args",), "`--config FILE`, or variables such as `LLUMNIX_SCHEDULER_PORT`"),
+    Absent(("-v", "--v"), "left out, as the log has one level; it goes to stderr"),
+)
+
+
+def instead_of(flag: str) -> str | None:
+    """What stands in the place of a flag of Llumnix, as the command line says it: flags without quotes. None for a flag
+    that is not Llumnix's, or is a setting."""
+    for flags, instead in ABSENT:
+        if any(fnmatchcase(flag, each) for each in flags):
+            return re.sub("`(--[^`]+)`", r"\1", instead)
+    return None

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the web page shows beside instances and moves: objectives, and what serves them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+from llumsched.dispatch.dispatcher import Dispatcher
+from llumsched.policy.metrics import METRICS
+from llumsched.policy.predictions import PREDICTIONS
+from llumsched.scheduler.recent import NOTHING, Attainment, RecentShares
+from llumsched.scheduler.scaling import Scaling, numbers
+
+OBJECTIVES: Final = {"predicted_ttft": "ttft_slo", "predicted_tpot": "tpot_slo"}
+"""Constants of a policy: what a prediction is to stay below where a request names no objective."""
+
+
+class Predicted(NamedTuple):
+    """Of an empty request, at one instance; milliseconds, None before anything is known."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+
+UNKNOWN: Final = Predicted()
+
+
+class Overview:
+    """Read on the event loop of the dispatcher's view."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        attainment: Attainment,
+        cached: RecentShares,
+        scaling: Scaling | None,
+    ) -> None:
+        """`cached`: tokens of prompts that were cached where they went, under the name "". `scaling`: None if nobody
+        looks at numbers of instances."""
+        self._dispatcher, self._attainment, self._cached, self._scaling = dispatcher, attainment, cached, scaling
+
+    def of_cluster(self) -> dict[str, Any]:
+        """In JSON's types. Shares are [part, whole] of the last minute."""
+        constants = self._dispatcher.policy.constants
+        return {
+            "policy": self._dispatcher.policy.name,
+            "objectives_ms": [constants.get(OBJECTIVES[name]) for name in PREDICTIONS],
+            "attainment": self._attainment.sums(),
+            "cached": None if self._dispatcher.hits is None else self._cached.sums().get("", NOTHING),
+            "scaling": None if self._scaling is None else [numbers(one) for one in self._scaling.advice],
+        }
+
+    def of_instances(self) -> Mapping[str, Predicted]:
+        """What is predicted now, by instance id; half a millisecond for a thousand."""
+        table = self._dispatcher.table
+        columns = [METRICS[name].values(table).tolist() for name in PREDICTIONS]
+        return {
+            instance.id: Predicted(*(round(value, 2) if math.isfinite(value) else None for value in values))
+            for instance, values in zip(table.instances, zip(*columns, strict=True), strict=True)
+        }

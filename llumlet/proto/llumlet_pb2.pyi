@@ -72,6 +72,7 @@ class MigrationReqPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SR: _ClassVar[MigrationReqPolicy]
     FCW: _ClassVar[MigrationReqPolicy]
     FCWSR: _ClassVar[MigrationReqPolicy]
+    LP: _ClassVar[MigrationReqPolicy]
 
 class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -149,6 +150,7 @@ LR: MigrationReqPolicy
 SR: MigrationReqPolicy
 FCW: MigrationReqPolicy
 FCWSR: MigrationReqPolicy
+LP: MigrationReqPolicy
 MODE_UNSPECIFIED: Mode
 LIVE: Mode
 BLOCKING: Mode

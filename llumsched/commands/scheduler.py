@@ -28,9 +28,10 @@ from llumsched.cms.store import LISTEN, name_of, store_faults
 from llumsched.exit_codes import ExitCode
 from llumsched.policy.constants import FLAG, POLICY_CONSTANTS, Constants
 from llumsched.policy.document import Mode, Overrides, Policy, load_policy
+from llumsched.policy.metrics import BUILT_IN_CONSTANTS
 from llumsched.policy.reader import PolicyError, built_in_policies
 from llumsched.rescheduling import arguments as rescheduling
-from llumsched.rescheduling.config import DOMAIN, MILLISECONDS, SHARE, STALENESS
+from llumsched.rescheduling.config import DOMAIN, HEADROOM, HEADROOM_HELP, MILLISECONDS, SHARE, STALENESS
 from llumsched.rescheduling.config import Config as ReschedulingConfig
 from llumsched.scaling.config import Config as ScalingConfig
 from llumsched.scaling.config import faults as scaling_faults
@@ -56,7 +57,13 @@ _WITH_REDIS_HOST: Final = (
     "--cms-redis-password",
     "--cms-redis-password-file",
 )
-_CONSTANTS: Final = ("ttft_slo", "tpot_slo", "ttft_slo_dispatch_threshold", "tpot_slo_dispatch_threshold")
+_CONSTANTS: Final = (
+    "ttft_slo",
+    "tpot_slo",
+    "ttft_slo_dispatch_threshold",
+    "tpot_slo_dispatch_threshold",
+    *BUILT_IN_CONSTANTS,
+)
 """Settings that are constants of a policy, by these names."""
 _dispatch = Group("dispatch", prefix="--dispatch-")
 _objectives = Group("objectives")
@@ -112,6 +119,7 @@ class Dispatch:
         "silence after which an instance gets nothing (default: the policy's, 60)",
         flag="--instance-staleness-seconds",
     )
+    priority_headroom: float | None = _dispatch.setting(None, HEADROOM, HEADROOM_HELP, flag="--priority-headroom")
 
     ttft_slo: float | None = _objectives.setting(
         None, MILLISECONDS, "first token of requests whose gateway says nothing of it (default: the policy's, 6000)"

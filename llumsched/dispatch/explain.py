@@ -18,7 +18,7 @@ from llumsched.cluster.providers.step_models import StepModels
 from llumsched.latency.fitting import pairs
 from llumsched.policy.candidates import Candidates
 from llumsched.policy.document import Mode
-from llumsched.policy.metrics import METRICS, Metric, all_metrics
+from llumsched.policy.metrics import BUILT_IN_CONSTANTS, METRICS, Metric, all_metrics, built_in_metrics
 from llumsched.policy.pipeline import Decision
 from llumsched.policy.reasons import json_number, refusals
 
@@ -35,13 +35,15 @@ def explain(
     *,
     mode: Mode = Mode.FULL,
     metrics: Sequence[str] = (),
+    constants: Mapping[str, float] = BUILT_IN_CONSTANTS,
 ) -> dict[str, Any]:
     """A decision as JSON, instances by id. The candidates must not have changed since the run. `step_models`: those of
     which the candidates have the columns; None: nothing is predicted. `metrics`: names of some that are to be told of
-    beside those that the policy compares. Raises ValueError for one that the mode does not have."""
+    beside those that the policy compares, with these built-in `constants`. Raises ValueError for one that the mode does
+    not have."""
     stage, candidates = decision.stage, decision.candidates
     compared = {metric.name: metric for metric in stage.metrics}
-    further = _named([*(() if compared else USUAL_LOADS[mode]), *metrics], mode, compared)
+    further = _named([*(() if compared else USUAL_LOADS[mode]), *metrics], mode, compared, constants)
     columns = {metric.name: candidates.values(metric) for metric in (*compared.values(), *further)}
     ages_s, cluster = candidates["age_s"], candidates.cluster
     hits = candidates[HIT_COLUMN]
@@ -75,10 +77,12 @@ def explain(
     }
 
 
-def _named(names: Iterable[str], mode: Mode, compared: Mapping[str, Metric]) -> list[Metric]:
+def _named(
+    names: Iterable[str], mode: Mode, compared: Mapping[str, Metric], constants: Mapping[str, float]
+) -> list[Metric]:
     """Metrics by name, each once, without those that are compared. Raises ValueError."""
     wanted = [name for name in dict.fromkeys(names) if name not in compared]
-    known = METRICS if METRICS.keys() >= set(wanted) else all_metrics()
+    known = built_in_metrics(constants) if METRICS.keys() >= set(wanted) else all_metrics(constants)
     fitting = {name: metric for name, metric in known.items() if (metric.full if mode is Mode.FULL else metric.lite)}
     if unknown := [name for name in wanted if name not in fitting]:
         first = unknown[0]

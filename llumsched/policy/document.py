@@ -17,7 +17,7 @@ from llumlet.protocol.infer_type import InferType
 from llumsched.cluster.providers import HIT_COLUMN
 from llumsched.policy import filters as f
 from llumsched.policy.expression import Expression
-from llumsched.policy.metrics import Metric
+from llumsched.policy.metrics import BUILT_IN_CONSTANTS, Metric
 from llumsched.policy.parts import STRUCTURAL
 from llumsched.policy.pipeline import Filters, Stage
 from llumsched.policy.reader import PolicyError, Reader, parse_yaml, read_policy
@@ -42,9 +42,10 @@ class Overrides:
     failover_domain: str | None = None
     staleness_s: float | None = None
     constants: Mapping[str, float] = field(default_factory=dict)
-    """Values of constants that the policy defines."""
+    """Values of constants that the policy defines, or that are built in."""
     optional: frozenset[str] = frozenset()
-    """Names of fields above that others use, too. A value of the rest that finds nothing to override is a fault."""
+    """Names of fields above, and of constants, that others use, too. A value of the rest that finds nothing to override
+    is a fault."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,9 @@ class Policy:
     mode: Mode
     stages: Mapping[InferType, Stage]
     constants: Mapping[str, float] = field(default_factory=dict)
-    """The constants that it defines, as they are set."""
+    """The constants that it defines, and the built-in ones that it uses, as they are set."""
+    built_in_constants: Mapping[str, float] = field(default_factory=lambda: BUILT_IN_CONSTANTS)
+    """The same of all built-in ones."""
 
     @property
     def reads(self) -> frozenset[str]:
@@ -126,7 +129,7 @@ class _DispatchReader(Reader):
     def policy(self) -> Policy:
         """The policy; not to be used if there are faults."""
         stages = self._stages(self.document.get(self._mode)) if self.document else {}
-        return Policy(self.name, self._mode, stages, self.constants)
+        return Policy(self.name, self._mode, stages, self.constants, self.built_in_constants)
 
     def _stages(self, sections: Any) -> dict[InferType, Stage]:
         if not isinstance(sections, dict) or not sections:

@@ -78,7 +78,7 @@ def constant_faults(config: Config, used_elsewhere: Container[str] = ()) -> Iter
     by_policy = constants(config)
     used = _used(config, by_policy)
     of_files = frozenset().union(*(found for name, found in by_policy.items() if is_own_file(name)))
-    for name in config.objectives:
+    for name in config.objectives | config.built_in_constants:
         if name not in used and name not in used_elsewhere:
             instead = f"; a file of one's own takes {FLAG} {name}=VALUE" if name in of_files else ""
             yield f"--{name.replace('_', '-')}: none of --rescheduling-policies has a use for it{instead}"
@@ -106,7 +106,7 @@ def _policies(config: Config) -> Iterator[str]:
 
 def _said_twice(config: Config) -> Iterator[str]:
     for name, _ in config.policy_constants:
-        if name in config.objectives:
+        if name in config.objectives | config.built_in_constants:
             yield f"{FLAG} {name}: --{name.replace('_', '-')} says it as well"
 
 

@@ -225,7 +225,13 @@ class Api:
                 "warming": self._dispatcher.warmth.is_warming,
                 "view_age_s": round(self._dispatcher.view.age_s, 3),
                 "stages": [
-                    explain(one, self._dispatcher.step_models, mode=policy.mode, metrics=asked.metrics)
+                    explain(
+                        one,
+                        self._dispatcher.step_models,
+                        mode=policy.mode,
+                        metrics=asked.metrics,
+                        constants=policy.built_in_constants,
+                    )
                     for one in decisions.values()
                 ],
             }

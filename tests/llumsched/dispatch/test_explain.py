@@ -10,7 +10,7 @@ import pytest
 
 from llumlet.protocol.infer_type import InferType
 from llumsched.dispatch.explain import USUAL_LOADS, explain
-from llumsched.policy.document import Mode, load_policy
+from llumsched.policy.document import Mode, Overrides, load_policy
 from llumsched.policy.metrics import all_metrics
 from llumsched.policy.pipeline import run
 from llumsched.policy.selectors import Draw
@@ -50,6 +50,17 @@ def test_of_a_policy_that_compares_nothing_the_usual_loads_are_told(mode: Mode, 
     assert names(told(policy, "num_requests", mode=mode), compared=False) == list(USUAL_LOADS[mode])
     assert [one["metrics"]["num_requests"] for one in stage["instances"]] == [4.0, 0.0]
     assert names(told("load-balance", mode=mode), compared=False) == []
+
+
+@pytest.mark.parametrize(("constants", "headroom"), [({}, 0.5), ({"priority_headroom": 0.2}, 0.2)])
+def test_room_beside_urgent_requests_is_told_as_it_is_set_though_the_policy_does_not_heed_it(
+    constants: dict[str, float], headroom: float
+) -> None:
+    policy = load_policy("load-balance", Mode.FULL, Overrides(constants=constants, optional=frozenset(constants)))
+    urgent = cases.candidates(cases.instance("urgent", num_urgent_requests=1))
+    decision = run(policy.stages[InferType.NEUTRAL], urgent, Draw(random.Random(0)))
+    [one] = explain(decision, metrics=["virtual_usage"], constants=policy.built_in_constants)["instances"]
+    assert one["metrics"]["virtual_usage"] == headroom
 
 
 def test_every_metric_of_the_mode_can_be_asked_for() -> None:

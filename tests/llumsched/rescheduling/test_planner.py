@@ -191,6 +191,8 @@ def test_others_leave_where_urgent_requests_are_and_urgent_ones_stay() -> None:
     assert (move.source, move.destination) == ("urgent", "b")
     assert move.expected_tokens == pytest.approx(0.1 * CAPACITY, rel=0.1)
     assert pairs(planned(cluster, balancing())) == [("b", "urgent")]
+    little = replace(config, priority_headroom=0.2)
+    assert pairs(planned(cluster, little)) == [], "by which it is as full as the others"
 
 
 def test_urgent_requests_alone_are_evened_out_with_others_like_them_and_disturb_nobody_else() -> None:

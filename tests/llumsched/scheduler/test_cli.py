@@ -25,6 +25,7 @@ from llumsched.policy.filters import MetricBasedFilter
 from llumsched.rescheduling.policies import load_rescheduling_policy
 from llumsched.scheduler.process import SchedulerConfig
 from tests.llumlet.fake_agent import until
+from tests.llumsched import cases
 from tests.llumsched.conftest import start
 from tests.llumsched.latency.test_fitting import TRUE
 
@@ -183,6 +184,26 @@ def test_what_the_rescheduler_reads_as_well_may_change_nothing_in_the_policy(tmp
     found = config(*flags, "--colocated-rescheduling-mode").rescheduling
     assert found is not None
     assert (str(found.failover_domain), found.staleness_s) == ("node", 9.0)
+
+
+def test_the_headroom_of_urgent_requests_is_one_number_for_dispatch_and_rescheduling() -> None:
+    flags = ["--scheduling-policy=virtual-usage", "--priority-headroom=0.3"]
+    moves = ["--colocated-rescheduling-mode", "--rescheduling-neutral-load-metric=virtual_usage"]
+    found = config(*flags, *moves)
+    assert found.rescheduling is not None
+    balance = load_rescheduling_policy("neutral_load", found.rescheduling).selector
+    [dispatch] = [one for one in found.policy.stages[InferType.NEUTRAL].metrics if one.name == "virtual_usage"]
+    table = cases.table(cases.instance("a", num_urgent_requests=1))
+    assert [one.values(table).tolist() for one in (dispatch, balance.metric)] == [[0.3], [0.3]]  # type: ignore[attr-defined]
+    assert config("--priority-headroom=0", *moves).rescheduling is not None, "what waits heeds it, whatever the policy"
+    assert parsed("--priority-headroom=0.3")[0] == [
+        "policy load-balance: full: has no constant priority_headroom to set to 0.3"
+    ]
+    assert parsed(*flags[:1], "--priority-headroom=1.1")[0] == ["--priority-headroom must be from 0 to 1"]
+    by_name = "--policy-constant=priority_headroom=0.3"
+    assert config(flags[0], by_name, *moves).policy == found.policy
+    said = "--policy-constant priority_headroom: --priority-headroom says it as well"
+    assert parsed(*flags, by_name, *moves)[0] == [said]
 
 
 def test_lite_mode_needs_no_further_switch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ What a move is worth: it lowers Σ load² by 2·x·(difference - x), where x is 
 counts for `horizon_s`. What it costs, in the same unit: while bytes are copied both ends hold them, and for the stall
 the moved requests do nothing. What the destination's prefix cache has need not be copied: as far as that is known, of
 the first destinations that pay the one that is worth the most is taken. A prefill is never worth it: requests that
-cannot bring their KV cache along stay where they are, unless they wait.
+cannot bring their KV cache along stay where they are, unless they wait. What waits loses what its source has cached of
+it, and its destination has not: for as long as that takes to compute, its destination holds it for nothing.
 
 How much load changes place says the metric itself: its value with the moved requests less its value without. A metric
 to which they make no difference moves nothing.
@@ -17,6 +18,7 @@ to which they make no difference moves nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -207,21 +209,32 @@ class _Balancing:
         return _Offer(destination, move, cargo)
 
     def _weigh(self, source: int, destination: int, cargo: Cargo, share: float) -> tuple[float, float]:
-        """Gain and cost of a move. What waits has nothing to copy, and no stream that could stall; `share` of what is
-        copied is there already."""
+        """Gain and cost of a move. What waits has nothing to copy, and no stream that could stall; but what of it the
+        source has cached, the destination computes again. `share` of what is copied, or cached, is there already."""
         draft, scale = self.draft, self.scale
         here, there = float(self.load[source]) / scale, float(self.load[destination]) / scale
         given = -self._shift(source, cargo.negative) / scale
         taken = self._shift(destination, cargo) / scale
         gain = draft.config.horizon_s * (here**2 + there**2 - (here - given) ** 2 - (there + taken) ** 2)
         if cargo.waiting:
-            return gain, 0.0
+            return gain, self._recompute_s(source, destination, cargo, share) * ((there + taken) ** 2 - there**2)
         snapshot = draft.snapshot
         copy_s = (
             (1.0 - share) * cargo.tokens * float(snapshot["bytes_per_token"][source]) / draft.history.link_bytes_per_s
         )
         stall_s = float(snapshot["stall_budget_s"][source])
         return gain, copy_s * ((there + taken) ** 2 - there**2) + stall_s * given
+
+    def _recompute_s(self, source: int, destination: int, cargo: Cargo, share: float) -> float:
+        """How long the destination computes what of waiting requests the source has cached and it has not. 0 as long as
+        nothing is known of its steps."""
+        draft, snapshot = self.draft, self.draft.snapshot
+        cached = float(draft.waiting_cached_tokens[source] / draft.waiting[source])
+        lost = (1.0 - share) * cached
+        pairs = lost * (cached + (cached - lost) + 1.0) / 2.0
+        token_s, pair_s = (float(snapshot[name][destination]) for name in ("step_prefill_token_s", "step_pair_s"))
+        seconds = cargo.requests * (token_s * lost + pair_s * pairs)
+        return seconds if math.isfinite(seconds) else 0.0
 
     def _shift(self, row: int, cargo: Cargo) -> float:
         """How much the load of an instance grows when the cargo comes to it."""

@@ -129,6 +129,15 @@ class Draft:
             self.snapshot["num_unallocated_tokens_all_waiting_requests"],
         )
 
+    @functools.cached_property
+    def waiting_cached_tokens(self) -> Values:
+        """Tokens of what waits that its instance has in its prefix cache. Of each request it may be one too few: who
+        lacks a single token is told to lack none."""
+        tokens = np.maximum(self.snapshot["scheduler_waiting_to_decode_tokens_num"], self.waiting_tokens)
+        uncomputed = self.snapshot["num_uncomputed_tokens_all_waiting_prefills"] + self.waiting
+        cached: Values = np.maximum(tokens - uncomputed, 0.0)
+        return cached
+
     # Choosing
 
     @property

@@ -20,6 +20,7 @@ from llumsched.rescheduling.history import History
 from llumsched.rescheduling.moves import Move
 from llumsched.rescheduling.planner import Plan, plan
 from llumsched.rescheduling.policies import ReschedulingPolicy, load_policies
+from tests.llumsched.cases import UNKNOWN, Known
 
 CAPACITY = 100_000
 
@@ -62,7 +63,7 @@ _policies = functools.lru_cache(maxsize=64)(load_policies)
 
 
 def snapshot(instances: Iterable[Instance], known: Provider | None = None) -> Snapshot:
-    table = standard_table(InFlight(), *([] if known is None else [known]))
+    table = standard_table(InFlight(), known or Known(UNKNOWN))
     for one in instances:
         table.appeared(one)
     return table.snapshot()
@@ -77,8 +78,8 @@ def planned(
     known: Provider | None = None,
     shares: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Plan:
-    """`policies`: instead of those of the configuration. `known`: how long steps take. `shares`: what prefix caches
-    have of each instance's."""
+    """`policies`: instead of those of the configuration. `known`: how long steps take; None: nothing is known of it.
+    `shares`: what prefix caches have of each instance's."""
     used = _policies(config) if policies is None else policies
     return plan(
         snapshot(instances, known),

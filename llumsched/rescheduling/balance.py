@@ -9,7 +9,8 @@ What a move is worth: it lowers Σ load² by 2·x·(difference - x), where x is 
 counts for `horizon_s`. What it costs, in the same unit: while bytes are copied both ends hold them, and for the stall
 the moved requests do nothing. What the destination's prefix cache has need not be copied: as far as that is known, of
 the first destinations that pay the one that is worth the most is taken. A prefill is never worth it: requests that
-cannot bring their KV cache along stay where they are, unless they wait.
+cannot bring their KV cache along stay where they are, unless they wait. What waits loses what its source has cached of
+it, and its destination has not: for as long as that takes to compute, its destination holds it for nothing.
 
 How much load changes place says the metric itself: its value with the moved requests less its value without. A metric
 to which they make no difference moves nothing.
@@ -17,6 +18,7 @@ to which they make no difference moves nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -205,7 +207,7 @@ class _Balancing:
             else:
                 yield destination
 
-    def _offer(self, source: int, destination: int, shares: Mapping[str, float]) -> _Offer | str:
+    def _offer(self, source: int, destination: int, shares: Mapping[str, float] | None) -> _Offer | str:
         """The move from one to the other; why not, if it does not pay."""
         draft, rule = self.draft, self.rule
         difference = float(self.load[source] - self.load[destination])
@@ -219,7 +221,7 @@ class _Balancing:
         cargo = self._cargo(selection, source, destination)
         if cargo.tokens > draft.free_tokens[destination]:
             return "no_room"
-        share = shares.get(draft.snapshot.ids[destination], 0.0)
+        share = None if shares is None else shares.get(draft.snapshot.ids[destination], 0.0)
         gain, cost = self._weigh(source, destination, cargo, share)
         if gain <= cost:
             return "not_worth_it"
@@ -231,22 +233,34 @@ class _Balancing:
         move = Move(self.policy, Purpose.BALANCE, *ends, selection, cargo.tokens, cargo.requests, gain, cost, limit)
         return _Offer(destination, move, cargo)
 
-    def _weigh(self, source: int, destination: int, cargo: Cargo, share: float) -> tuple[float, float]:
-        """Gain and cost of a move. What waits has nothing to copy, and no stream that could stall; `share` of what is
-        copied is there already."""
+    def _weigh(self, source: int, destination: int, cargo: Cargo, share: float | None) -> tuple[float, float]:
+        """Gain and cost of a move. What waits has nothing to copy, and no stream that could stall; but what of it the
+        source has cached, the destination computes again. `share` of what is copied, or cached, is there already; None:
+        nothing is known of that, and nothing is taken to be lost by what may be there as well."""
         draft, scale = self.draft, self.scale
         here, there = float(self.load[source]) / scale, float(self.load[destination]) / scale
         given = -self._shift(source, cargo.negative) / scale
         taken = self._shift(destination, cargo) / scale
         gain = draft.config.horizon_s * (here**2 + there**2 - (here - given) ** 2 - (there + taken) ** 2)
         if cargo.waiting:
-            return gain, 0.0
+            recompute_s = 0.0 if share is None else self._recompute_s(source, destination, cargo, share)
+            return gain, recompute_s * ((there + taken) ** 2 - there**2)
         snapshot = draft.snapshot
-        copy_s = (
-            (1.0 - share) * cargo.tokens * float(snapshot["bytes_per_token"][source]) / draft.history.link_bytes_per_s
-        )
+        num_bytes = (1.0 - (share or 0.0)) * cargo.tokens * float(snapshot["bytes_per_token"][source])
+        copy_s = num_bytes / draft.history.link_bytes_per_s
         stall_s = float(snapshot["stall_budget_s"][source])
         return gain, copy_s * ((there + taken) ** 2 - there**2) + stall_s * given
+
+    def _recompute_s(self, source: int, destination: int, cargo: Cargo, share: float) -> float:
+        """How long the destination computes what of waiting requests the source has cached and it has not. 0 as long as
+        nothing is known of its steps."""
+        draft, snapshot = self.draft, self.draft.snapshot
+        cached = float(draft.waiting_cached_tokens[source] / draft.waiting[source])
+        lost = (1.0 - share) * cached
+        pairs = lost * (cached + (cached - lost) + 1.0) / 2.0
+        token_s, pair_s = (float(snapshot[name][destination]) for name in ("step_prefill_token_s", "step_pair_s"))
+        seconds = cargo.requests * (token_s * lost + pair_s * pairs)
+        return seconds if math.isfinite(seconds) else 0.0
 
     def _shift(self, row: int, cargo: Cargo) -> float:
         """How much the load of an instance grows when the cargo comes to it."""

@@ -17,7 +17,7 @@ from llumsched.cluster.snapshot import Snapshot
 from llumsched.policy.candidates import Candidates, Context
 from llumsched.policy.pipeline import Screening, screen
 from llumsched.rescheduling.config import Config
-from llumsched.rescheduling.draft import Draft, Shares, nothing_shared
+from llumsched.rescheduling.draft import Draft, Shares, caches_unknown
 from llumsched.rescheduling.history import History
 from llumsched.rescheduling.moves import Move, Purpose
 from llumsched.rescheduling.pairs import Ends
@@ -86,7 +86,7 @@ def plan(
     config: Config,
     now_s: float,
     view_s: float | None = None,
-    shares: Shares = nothing_shared,
+    shares: Shares = caches_unknown,
     reported: Snapshot | None = None,
     watch: Watch = nobody_watches,
 ) -> Plan:

@@ -25,7 +25,7 @@ from llumsched.cluster.table import Table, standard_table
 from llumsched.cluster.view import Observer, View
 from llumsched.rescheduling.config import Config
 from llumsched.rescheduling.counters import RescheduleCounters
-from llumsched.rescheduling.draft import Shares, nothing_shared
+from llumsched.rescheduling.draft import Shares, caches_unknown
 from llumsched.rescheduling.dry_run import DryRun, Watcher
 from llumsched.rescheduling.executor import Connect, Executor, connect
 from llumsched.rescheduling.history import History
@@ -70,7 +70,7 @@ class Rescheduler:
         *,
         table: Table | None = None,
         lease: Lease | None = None,
-        shares: Shares = nothing_shared,
+        shares: Shares = caches_unknown,
         clock: Callable[[], float] = time.monotonic,
         connect: Connect = connect,
     ) -> None:

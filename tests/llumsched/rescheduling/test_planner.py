@@ -150,6 +150,46 @@ def test_what_waits_for_room_goes_one_by_one_to_where_there_is_some() -> None:
     assert nowhere.results[0].refused == {"no_room": 1}
 
 
+def _queueing(cached: int) -> Instance:
+    """Three requests of 10,000 tokens wait, of which so many are cached, all in blocks that nobody holds."""
+    return instance(
+        "full",
+        0.9,
+        num_waiting_requests=3,
+        scheduler_waiting_to_decode_tokens_num=30_000,
+        num_unallocated_tokens_all_waiting_requests=30_000,
+        num_uncomputed_tokens_all_waiting_prefills=30_000 - 3 * cached,
+    )
+
+
+def test_what_waits_stays_where_its_prompt_is_cached_unless_it_is_so_elsewhere() -> None:
+    config = Config(policies=("neutral_waiting",))
+    cluster = [_queueing(cached=9_000), instance("room", 0.5), instance("other", 0.55)]
+    slow = Known(Coefficients(a=0.02, b=0.002, c=0.0, d=0.001, e=0.0))
+    refused = planned(cluster, config, known=slow, shares={})
+    assert not refused.moves, "eighteen seconds of prefill"
+    assert refused.results[0].refused == {"not_worth_it": 1}
+    [move] = planned(cluster, config, known=slow, shares={"full": {"other": 0.9}}).moves
+    assert (move.source, move.destination) == ("full", "other")
+    assert move.cost == pytest.approx(1.8 * (0.65**2 - 0.55**2), rel=1e-3), "900 tokens, of two milliseconds each"
+    for known, cached in ((Known(UNKNOWN), 9_000), (slow, 0), (slow, 1)):
+        [move] = planned([_queueing(cached), *cluster[1:]], config, known=known, shares={}).moves
+        assert (move.destination, move.cost) == ("room", 0)
+    [move] = planned(cluster, config, known=slow).moves
+    assert (move.destination, move.cost) == ("room", 0), "it may be cached there as well"
+
+
+def test_what_is_computed_again_costs_more_the_further_back_it_is() -> None:
+    """By the tokens that each of its own attends to."""
+    config = Config(policies=("neutral_waiting",))
+    attention = Known(Coefficients(a=0.02, b=0.0, c=1e-9, d=0.001, e=0.0))
+    cluster = [_queueing(cached=9_000), instance("room", 0.5)]
+    [all_lost] = planned(cluster, config, known=attention, shares={}).moves
+    [half_lost] = planned(cluster, config, known=attention, shares={"full": {"room": 0.5}}).moves
+    assert all_lost.cost == pytest.approx(9_000**2 / 2 * 1e-9 * (0.6**2 - 0.5**2), rel=1e-3)
+    assert half_lost.cost == pytest.approx(0.75 * all_lost.cost, rel=1e-3)
+
+
 STEPS = {"num_decode_steps": 1000, "decode_steps_s": 25.0}
 """A fortieth of a second each: twenty decodes fill 800 tokens in a second."""
 

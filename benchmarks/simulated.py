@@ -103,6 +103,14 @@ class Setting:
     """In place of the built-in one, for dispatch and rescheduling alike."""
 
 
+def share(text: str) -> float:
+    """A flag's value. Raises ArgumentTypeError, ValueError."""
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no share: above 0 and below 1")
+    return value
+
+
 def add_rescheduling(parser: argparse.ArgumentParser) -> None:
     """The rescheduler's flags, for all settings that move."""
     settings.add_arguments(parser, (ReschedulingConfig,))

@@ -41,6 +41,7 @@ from benchmarks.objectives import (
 )
 from benchmarks.objectives.outcome import Outcome, table
 from benchmarks.paper.lab import Lab
+from benchmarks.simulated import share
 from tests.support.progress import Say, saying
 from tests.support.report import add_json, print_json
 
@@ -58,6 +59,7 @@ def _lab(case: str, options: Options) -> Lab:
         num_seeds=options.seeds,
         jobs=options.jobs,
         most_requests=options.requests,
+        urgent=options.urgent,
         traces=options.traces,
     )
 
@@ -138,6 +140,10 @@ def main(arguments: list[str] | None = None) -> int:
     simulated.add_argument("--seeds", type=int, default=1, metavar="N", help="runs of each, with seeds from 0")
     simulated.add_argument("--requests", type=int, metavar="N", help="how many")
     simulated.add_argument("--jobs", type=int, default=1, metavar="N", help="processes")
+    simulated.add_argument(
+        "--urgent", type=share, default=Lab.urgent, metavar="SHARE",
+        help="of the requests in `priorities`; %(default)s if left out",
+    )  # fmt: skip
     simulated.add_argument(
         "--traces", type=Path, metavar="DIR", help="with Azure's traces; without it, made-up loads only"
     )

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What do urgent requests get from room beside them, and what do the others pay?
 
-One request in ten is urgent, in bursts (Gamma arrivals), as in Llumnix's paper (§6.4); simulated. The baseline is
-everything that is there without priorities: dispatch by load, moves, engines that serve first come, first served; the
-same requests are called urgent and nobody heeds it. Ours is the policy `virtual-usage`, moves by it, and engines that
-heed priorities.
+One request in ten is urgent, or `--urgent` of them, in bursts (Gamma arrivals), as in Llumnix's paper (§6.4);
+simulated. The baseline is everything that is there without priorities: dispatch by load, moves, engines that serve
+first come, first served; the same requests are called urgent and nobody heeds it. Ours is the policy `virtual-usage`,
+moves by it, and engines that heed priorities.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from benchmarks.simulated import Load, read_setting
 from llumsched.simulator.step_model import load_hardware
 
 VIRTUAL: Final = "virtual-usage+moves --rescheduling-neutral-load-metric virtual_usage"
-_URGENT: Final = 0.1
 _LOADS: Final = (("s-s", 26.0, 8), ("m-m", 8.2, 4), ("m-m", 10.0, 6))
 """Lengths, requests a second, variation of the time between two: the paper's, whose short requests leave most memory
 free here; the knee of `benchmarks.paper serving`; and more than the cluster bears for long."""
@@ -36,6 +35,8 @@ _FIGURES: Final = (
     ("other_ttft_mean_s", "others: TTFT, mean s", None),
     ("other_ttft_p99_s", "others: TTFT p99 s", None),
     ("other_tpot_mean_s", "others: TPOT, mean s", None),
+    ("urgent_slo_attainment", "urgent: in time, share", None),
+    ("other_slo_attainment", "others: in time, share", None),
 )
 """Names, titles, and what ours is to be at most, times the baseline."""
 
@@ -45,8 +46,8 @@ def measure(lab: Lab) -> list[Outcome]:
     settings = [(read_setting("load-balance+moves"), False), (read_setting(VIRTUAL), True)]
     runs = [
         Run(
-            labels={"lengths": lengths, "rate": rate, "cv": cv, "priorities": by_priority},
-            load=Load(lengths=lengths, rate=rate, num_requests=lab.requests(5_000), cv=cv, urgent=_URGENT),
+            labels={"lengths": lengths, "rate": rate, "cv": cv, "urgent": lab.urgent, "priorities": by_priority},
+            load=Load(lengths=lengths, rate=rate, num_requests=lab.requests(5_000), cv=cv, urgent=lab.urgent),
             setting=setting,
             hardware=replace(hardware, engine=replace(hardware.engine, by_priority=by_priority)),
             measure=measure_kinds,
@@ -62,7 +63,10 @@ def _outcomes(played: Sequence[Played]) -> Iterator[Outcome]:
         labels = without.run.labels
         for name, figure, most in _FIGURES:
             yield Outcome(
-                case=f"priorities: {labels['lengths']}, {labels['rate']:g} a second, CV {labels['cv']}",
+                case=(
+                    f"priorities: {labels['lengths']}, {labels['rate']:g} a second, CV {labels['cv']}, "
+                    f"{labels['urgent']:.0%} urgent"
+                ),
                 figure=figure,
                 baseline=without[name],
                 ours=with_them[name],

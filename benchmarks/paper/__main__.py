@@ -5,6 +5,7 @@
     python -m benchmarks.paper serving --jobs 2 --settings round-robin infaas=benchmarks/paper/infaas.yaml \\
         load-balance 'mine=load-balance+moves --rescheduling-policies neutral_load,mine.yaml'
     python -m benchmarks.paper prefixes scale --traces DIR
+    python -m benchmarks.paper priorities --urgent 0.5
 
 Tables go to stderr, as Markdown if that is a file; a line of JSON for each run goes to stdout.
 """
@@ -34,7 +35,7 @@ from benchmarks.paper import (
     staleness,
 )  # fmt: skip
 from benchmarks.paper.lab import QUICK_REQUESTS, Lab
-from benchmarks.simulated import NOTATION, SETTING_HELP, read_setting
+from benchmarks.simulated import NOTATION, SETTING_HELP, read_setting, share
 from tests.support.report import add_json
 
 EXPERIMENTS: Final[dict[str, Callable[[Lab], None]]] = {
@@ -69,6 +70,7 @@ def main() -> None:
         num_seeds=args.seeds,
         jobs=args.jobs,
         most_requests=args.requests,
+        urgent=args.urgent,
         seconds=args.seconds,
         traces=args.traces,
         settings=settings,
@@ -91,6 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=1, help="runs of each; tables show means")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--requests", type=int, help="of each made-up load; else what the experiment thinks right")
+    parser.add_argument(
+        "--urgent", type=share, default=Lab.urgent, metavar="SHARE",
+        help="of the requests in `priorities`; %(default)s if left out",
+    )  # fmt: skip
     parser.add_argument("--seconds", type=float, help="cut traces after so long; else what the experiment thinks right")
     parser.add_argument("--traces", type=Path, metavar="DIR", help=f"with {', '.join((prefixes.TRACE, *scale.RATES))}")
     parser.add_argument(

@@ -44,8 +44,8 @@ INFAAS_MOVES: Final = _own(f"infaas{MOVES}")
 INFAAS_MEMORY: Final = _own("infaas-memory")
 PACKING: Final = _own("packing")
 PACKING_MOVES: Final = _own(f"packing{MOVES}")
-RANDOM: Final = _own("random")
-RANDOM_MOVES: Final = _own(f"random{MOVES}")
+RANDOM: Final = "random"
+RANDOM_MOVES: Final = f"{RANDOM}{MOVES}"
 """Settings of the paper's baselines, and what moves make of them."""
 QUICK_REQUESTS: Final = 1_500
 _WIDTH: Final = 200
@@ -73,6 +73,8 @@ class Run:
     slo: Slo | None = None
     """Objectives of all requests; None: they name none."""
     measure: Measure | None = None
+    keeps_records: bool = False
+    """Whether what is played comes with its records, which are many."""
 
     @property
     def title(self) -> str:
@@ -96,10 +98,10 @@ class Run:
             tells_slo=self.slo is not None,
             seed=seed,
         )
-        records = io.StringIO() if self.measure is not None else None
+        lines = io.StringIO() if self.measure is not None or self.keeps_records else None
         began_s = time.process_time()
         with showing(self.title, len(arrivals), has_terminal=has_terminal) as progress:
-            summary, metrics = run(config, arrivals, records, progress)
+            summary, metrics = run(config, arrivals, lines, progress)
         cpu_s = time.process_time() - began_s
         numbers = summary.to_dict() | {
             "cpu_s": round(cpu_s, 2),
@@ -107,10 +109,11 @@ class Run:
             "moves_per_instance_hour": 3600 * summary.moves / max(summary.instance_s, 1e-9),
             "speed": summary.virtual_s / max(cpu_s, 1e-9),
         }
-        if self.measure is not None and records is not None:
-            lines = records.getvalue().splitlines()
-            numbers |= self.measure(metrics, [RequestRecord(**json.loads(line)) for line in lines])
-        return Played(self, seed, numbers)
+        told = lines.getvalue().splitlines() if lines is not None else []
+        records = [RequestRecord(**json.loads(line)) for line in told]
+        if self.measure is not None:
+            numbers |= self.measure(metrics, records)
+        return Played(self, seed, numbers, records if self.keeps_records else [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,8 @@ class Played:
     seed: int
     numbers: Mapping[str, float]
     """Numbers of `Summary`, of the run's own measure, `cpu_s`, and the rate that it really had."""
+    records: Sequence[RequestRecord] = ()
+    """Of all requests, if the run keeps them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +152,8 @@ class Lab:
     jobs: int = 1
     most_requests: int | None = None
     """Limit of a made-up load, whatever the experiment asks for."""
+    urgent: float = 0.1
+    """Share of urgent requests, where an experiment has any."""
     seconds: float | None = None
     """Seconds of a trace; what the experiment thinks right if None."""
     traces: Path | None = None

@@ -100,8 +100,15 @@ class _Client:
     """The instance whose API server holds the stream, wherever the request runs."""
     instances: list[str] = field(default_factory=list)
     num_moves: int = 0
+    num_preemptions_before_move: int = 0
     num_restarts: int = 0
     avoid: list[Address] = field(default_factory=list)
+
+    @property
+    def num_preemptions_after_move(self) -> int:
+        if self.request is None or not self.num_moves:
+            return 0
+        return self.request.num_preemptions - self.num_preemptions_before_move
 
 
 def run(
@@ -296,6 +303,7 @@ class _Run:
                 request.preemption_loss_ps / PS if request is not None else 0.0,
                 request.num_recomputed if request is not None else 0,
                 request.num_hits if request is not None else 0,
+                client.num_preemptions_after_move,
             )
         )
         self._num_ended += 1
@@ -397,6 +405,8 @@ class _Run:
             return
         client.request, client.member = request, member
         client.instances.append(member.id)
+        if not client.num_moves:
+            client.num_preemptions_before_move = request.num_preemptions
         client.num_moves += 1
 
     def _move_ended(self, move: OutgoingMove) -> None:

@@ -99,6 +99,13 @@ class RequestRecord:
     recomputed_tokens: int = 0
     cached_tokens: int = 0
     """Tokens of the prompt that the prefix cache had."""
+    num_preemptions_after_move: int = 0
+    """Preemptions since its first move: at instances to which it was not dispatched."""
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether it changed place. Who began again after the death of an instance did not by that."""
+        return self.num_moves > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +173,17 @@ class Summary:
     move_p99_s: float
     move_stall_p50_s: float
     move_stall_p99_s: float
+    moved_requests: int
+    """Finished requests that changed place; the next ones are of these, and of the other finished ones. Who moves is
+    chosen, by length among others: the difference between the two is not what moves do."""
+    moved_tpot_mean_s: float
+    moved_tpot_p99_s: float
+    moved_preemption_loss: float
+    moved_preempted_share: float
+    """Share of them that were preempted at an instance to which they had moved."""
+    stayed_tpot_mean_s: float
+    stayed_tpot_p99_s: float
+    stayed_preemption_loss: float
     statuses: int
     """Statuses in which instances told of their load."""
     goodput: float
@@ -181,6 +199,26 @@ class Summary:
 
 def _rounded(value: float) -> float:
     return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
+class _Requests:
+    """Finished requests of one kind."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.tpot_s = array("d")
+        self.preemption_loss_s = 0.0
+        self.num_preempted_after_move = 0
+
+    def add(self, record: RequestRecord) -> None:
+        self.number += 1
+        if record.tpot_s is not None:
+            self.tpot_s.append(record.tpot_s)
+        self.preemption_loss_s += record.preemption_loss_s
+        self.num_preempted_after_move += record.num_preemptions_after_move > 0
+
+    def mean(self, total: float) -> float:
+        return total / max(self.number, 1)
 
 
 class Metrics:
@@ -201,7 +239,7 @@ class Metrics:
         self._records = records
         self._num_met = 0
         self._num_preemptions = self._num_preempted = 0
-        self._preemption_loss_s = 0.0
+        self._moved, self._stayed = _Requests(), _Requests()
         self._num_tokens = self._num_recomputed = self._num_prompt = self._num_cached = 0
 
     def ended(self, record: RequestRecord) -> None:
@@ -219,7 +257,7 @@ class Metrics:
         self._num_met += self._slo.is_met(record.ttft_s, tpot_s)
         self._num_preemptions += record.num_preemptions
         self._num_preempted += record.num_preemptions > 0
-        self._preemption_loss_s += record.preemption_loss_s
+        (self._moved if record.has_moved else self._stayed).add(record)
         self._num_tokens += record.prompt_tokens + record.output_tokens - record.cached_tokens
         self._num_recomputed += record.recomputed_tokens
         self._num_prompt += record.prompt_tokens
@@ -229,6 +267,7 @@ class Metrics:
         num_finished = len(self.ttft_s)
         num_requests = num_finished + self.num_refused + self.num_lost
         samples = [one for one in self.samples if one.at_s <= last_arrival_s] or self.samples
+        moved, stayed = self._moved, self._stayed
         return Summary(
             num_requests=num_requests,
             num_finished=num_finished,
@@ -246,7 +285,7 @@ class Metrics:
             gap_p999_s=self.gaps.quantile(0.999),
             preemptions=self._num_preemptions,
             preempted_share=self._num_preempted / max(num_finished, 1),
-            preemption_loss=self._preemption_loss_s / max(num_finished, 1),
+            preemption_loss=(moved.preemption_loss_s + stayed.preemption_loss_s) / max(num_finished, 1),
             recompute_share=self._num_recomputed / max(self._num_tokens + self._num_recomputed, 1),
             cached_share=self._num_cached / max(self._num_prompt, 1),
             fragmentation=_mean([one.fragmented_share for one in samples]),
@@ -257,6 +296,14 @@ class Metrics:
             move_p99_s=quantile(self.move_s, 0.99),
             move_stall_p50_s=quantile(self.move_stalls_s, 0.5),
             move_stall_p99_s=quantile(self.move_stalls_s, 0.99),
+            moved_requests=moved.number,
+            moved_tpot_mean_s=_mean(moved.tpot_s),
+            moved_tpot_p99_s=quantile(moved.tpot_s, 0.99),
+            moved_preemption_loss=moved.mean(moved.preemption_loss_s),
+            moved_preempted_share=moved.mean(moved.num_preempted_after_move),
+            stayed_tpot_mean_s=_mean(stayed.tpot_s),
+            stayed_tpot_p99_s=quantile(stayed.tpot_s, 0.99),
+            stayed_preemption_loss=stayed.mean(stayed.preemption_loss_s),
             statuses=self.num_statuses,
             goodput=self._num_met / max(last_arrival_s, 1e-9),
             slo_attainment=self._num_met / max(num_requests, 1),

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from benchmarks.paper import __main__ as paper
-from benchmarks.paper import blind, cost, day, scale
+from benchmarks.paper import blind, cost, day, priorities, scale
 from benchmarks.paper.lab import INFAAS, PACKING, RANDOM, RANDOM_MOVES
 from benchmarks.paper.prefixes import TRACE
 from benchmarks.simulated import add_rescheduling, read_setting
 from llumsched.simulator.control import ControlConfig
-from llumsched.simulator.metrics import RequestRecord
+from llumsched.simulator.metrics import Metrics, RequestRecord, Slo
 
 Rows = list[dict[str, Any]]
 Play = Callable[..., tuple[Rows, str]]
@@ -63,7 +63,15 @@ def test_an_experiment_says_what_it_played(name: str, play: Play, traces: Path) 
     assert name in said
 
 
-@pytest.mark.parametrize("arguments", [["perpetuum-mobile"], ["bursts", "--settings", "perpetuum-mobile"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["perpetuum-mobile"],
+        ["bursts", "--settings", "perpetuum-mobile"],
+        ["priorities", "--urgent", "1.5"],
+        ["priorities", "--urgent", "half"],
+    ],
+)
 def test_what_is_unknown_is_refused(arguments: list[str], play: Play) -> None:
     with pytest.raises(SystemExit):
         play(*arguments)
@@ -152,6 +160,45 @@ def test_who_is_urgent_waits_less_where_engines_heed_it(play: Play) -> None:
     assert found[True]["urgent_ttft_p99_s"] < 0.5 * found[False]["urgent_ttft_p99_s"]
     assert found[True]["other_ttft_mean_s"] > found[False]["other_ttft_mean_s"]
     assert "1.2 to 1.5" in said
+
+
+def test_each_kind_has_a_share_and_objectives_of_its_own(play: Play) -> None:
+    rows, said = play("priorities", "--quick", "--requests", "200", "--urgent", "0.5", "--settings", "load-balance")
+    assert {row["urgent"] for row in rows} == {0.5}
+    assert "in time" in said
+    assert "staying" not in said, "nothing moves"
+
+    def one(name: str, priority: int, ttft_s: float | None, tpot_s: float | None) -> RequestRecord:
+        outcome = "refused" if ttft_s is None else "finished"
+        return RequestRecord(name, 0.0, "", priority, 10, 5, outcome, ["i0"], ttft_s, tpot_s, 3.0)
+
+    urgent, other = priorities.OBJECTIVES["urgent"], priorities.OBJECTIVES["other"]
+    records = [
+        one("a", -1, urgent.ttft_s, urgent.tpot_s),
+        one("b", -1, urgent.ttft_s, None),
+        one("c", -1, other.ttft_s, urgent.tpot_s),
+        one("d", -1, None, None),
+        one("e", 0, other.ttft_s, urgent.tpot_s),
+        one("f", 0, urgent.ttft_s, 2 * other.tpot_s),
+    ]
+    found = priorities.measure_kinds(Metrics(Slo()), records)
+    assert (found["urgent_slo_attainment"], found["other_slo_attainment"]) == (0.5, 0.5)
+
+
+def test_who_moved_is_compared_with_itself_where_nothing_moves(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(priorities, "_LOADS", ((7.4, 8),))
+    _, said = play("priorities", "--requests", "100", "--settings", "load-balance", "load-balance+moves")
+    moved = said[said.index("staying") :].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in moved if "load-balance+moves" in line]
+    assert len(rows) == 2 * 2, "priorities, kinds"
+    assert any(float(cells[6]) > 0 for cells in rows)
+
+    def one(name: str, num_moves: int, outcome: str = "finished") -> RequestRecord:
+        return RequestRecord(name, 0.0, "", 0, 10, 5, outcome, ["i0"], 0.1, 0.05, 3.0, num_moves)
+
+    moving = [one("a", 1), one("b", 0), one("c", 2), one("d", 1, "lost")]
+    staying = [one("d", 0), one("c", 0, "refused"), one("b", 0), one("a", 0)]
+    assert priorities.moved_and_same(moving, staying) == [(moving[0], staying[3])]
 
 
 def test_a_day_has_a_valley_and_a_peak(play: Play) -> None:

@@ -92,12 +92,26 @@ def test_moves_lose_nothing_and_pay(ended: list[_Run]) -> None:
     known = {"source_busy", "destination_full", "destination_busy", "request_finished", "request_preempted"}
     assert set(refusals) <= known
     assert all(len(one["instances"]) == one["num_moves"] + 1 for one in records)
+    assert summary.moved_requests == sum(one["num_moves"] > 0 for one in records)
     assert summary.preemption_loss < without.preemption_loss / 2
     assert summary.e2e_mean_s < without.e2e_mean_s
     assert 0.02 < summary.move_stall_p50_s < 0.2
     tokens = sum(one.num_output for one in arrivals)
     assert metrics.gaps.number == tokens - len(arrivals)
     conserve(ended)
+
+
+def test_who_is_preempted_where_it_has_moved_to_is_told_from_who_moves_as_it_was_preempted() -> None:
+    arrivals = clipped(made_up(2, 120, (LENGTHS["long"], LENGTHS["long"]), random.Random(1)), CAPACITY)
+    summary, _, records = played(cluster(2), arrivals)
+    moved = [one for one in records if one["num_moves"]]
+    after = {one["id"] for one in moved if one["num_preemptions_after_move"]}
+    before = {one["id"] for one in moved if one["num_preemptions"] > one["num_preemptions_after_move"]}
+    assert before - after
+    assert after - before
+    assert before & after
+    assert not any(one["num_preemptions_after_move"] for one in records if not one["num_moves"])
+    assert summary.moved_preempted_share == pytest.approx(len(after) / len(moved))
 
 
 def test_a_source_moves_as_many_at_a_time_as_it_has_slots(ended: list[_Run]) -> None:

@@ -66,3 +66,30 @@ def test_summary_counts_what_met_the_objectives() -> None:
     assert summary.preempted_share == pytest.approx(1 / 4)
     assert summary.recompute_share == pytest.approx(15 / (4 * 15 - 4 + 15))
     assert summary.cached_share == pytest.approx(4 / 40)
+
+
+def test_summary_tells_those_that_moved_from_the_others() -> None:
+    metrics = Metrics(Slo())
+    metrics.ended(record(num_moves=1, tpot_s=0.03, num_preemptions=1, preemption_loss_s=2.0))
+    metrics.ended(record(num_moves=3, tpot_s=0.05, num_preemptions=2, num_preemptions_after_move=1))
+    metrics.ended(record(num_moves=1, tpot_s=None))
+    metrics.ended(record(num_restarts=1, tpot_s=0.08, num_preemptions=1, preemption_loss_s=6.0))
+    metrics.ended(record("lost", num_moves=1, num_preemptions_after_move=1))
+    summary = metrics.summary(last_arrival_s=10.0, instance_s=40.0, virtual_s=20.0)
+    assert (summary.moved_requests, summary.num_finished) == (3, 4)
+    assert summary.moved_tpot_mean_s == pytest.approx(0.04)
+    assert 0.049 < summary.moved_tpot_p99_s < 0.05
+    assert summary.moved_preemption_loss == pytest.approx(2 / 3)
+    assert summary.moved_preempted_share == pytest.approx(1 / 3)
+    assert summary.stayed_tpot_mean_s == summary.stayed_tpot_p99_s == pytest.approx(0.08)
+    assert summary.stayed_preemption_loss == pytest.approx(6.0)
+    assert summary.preemption_loss == pytest.approx(2.0)
+
+
+def test_where_nothing_moves_nothing_is_said_of_moves() -> None:
+    metrics = Metrics(Slo())
+    metrics.ended(record())
+    summary = metrics.summary(last_arrival_s=10.0, instance_s=40.0, virtual_s=20.0)
+    told = {name: value for name, value in summary.to_dict().items() if name.startswith("moved_")}
+    assert len(told) == 5
+    assert set(told.values()) == {0}
